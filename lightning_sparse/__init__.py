@@ -1,5 +1,32 @@
-"""PyTorch Lightning strategies that send a fraction of the gradient over slow networks and lose none of it."""
+"""PyTorch Lightning strategies that send a fraction of the gradient over slow networks and lose none of it.
+
+Importing this package makes its strategies known: ``Trainer(strategy="skip_reduce")``.
+"""
 
 from lightning_sparse.__about__ import __version__
+from lightning_sparse.callbacks import CompressionMonitor
+from lightning_sparse.compressors import COMPRESSORS, Compressor, Dense, RandomK, SkipReduce, TopK, Warmup
+from lightning_sparse.metrics import CompressionRatio, ThresholdError
+from lightning_sparse.registry import register
+from lightning_sparse.simulation import Simulated, simulate
+from lightning_sparse.strategy import SparseDDPStrategy
 
-__all__ = ["__version__"]
+register()
+
+__all__ = [
+    "COMPRESSORS",
+    "CompressionMonitor",
+    "CompressionRatio",
+    "Compressor",
+    "Dense",
+    "RandomK",
+    "Simulated",
+    "SkipReduce",
+    "SparseDDPStrategy",
+    "ThresholdError",
+    "TopK",
+    "Warmup",
+    "__version__",
+    "register",
+    "simulate",
+]

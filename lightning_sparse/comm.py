@@ -1,0 +1,150 @@
+"""The only door to the network: the messages ranks exchange, counted as they leave."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Values are float32 where they are summed and kept; on the wire they may be rounded to one of these.
+WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def wire_dtype_named(name: str) -> torch.dtype:
+    """The torch dtype called ``name``.
+
+    Raises:
+        ValueError: if ``name`` is not one of ``WIRE_DTYPES``.
+    """
+    if name not in WIRE_DTYPES:
+        raise ValueError(f"wire_dtype={name!r} is not one of {', '.join(WIRE_DTYPES)}.")
+    return WIRE_DTYPES[name]
+
+
+def traffic(message: str, payload_bytes: int, size: int) -> int:
+    """Bytes one rank puts on the wire for one message whose payload on each rank has ``payload_bytes`` bytes.
+
+    Ring algorithms, as Gloo and NCCL run them for large messages: an all-reduce sends 2(P-1)/P of its payload,
+    an all-gather sends what each rank contributes P-1 times, a shift sends it once.
+    """
+    if size == 1:
+        return 0
+    if message == "all_reduce":
+        return 2 * (size - 1) * payload_bytes // size
+    if message == "all_gather":
+        return (size - 1) * payload_bytes
+    if message == "shift":
+        return payload_bytes
+    raise ValueError(f"unknown message {message!r}")
+
+
+class Pending(ABC):
+    """A message on its way.  A compressor yields it and gets its result back: ``sums = yield comm.all_reduce(x)``."""
+
+    @abstractmethod
+    def wait(self) -> Tensor:
+        """Block until the message has arrived and return its result."""
+
+
+#: A compressor at work: yields each message it waits for, gets its result, and returns a tensor in the end.
+Rounds = Generator[Pending, Tensor, Tensor]
+
+
+class Comm(ABC):
+    """What one rank may say to the others.  P = ``size``.
+
+    Each method launches a message and returns at once; the result is what ``yield`` gives back.  Several may be
+    in flight.  Every rank launches the same messages in the same order with the same shapes, whatever its data.
+    A tensor handed over must not be touched before its message was yielded.
+    """
+
+    def __init__(self, rank: int, size: int, wire_dtype: torch.dtype = torch.float32) -> None:
+        self.rank = rank
+        self.size = size
+        self.wire_dtype = wire_dtype
+        self.sent_bytes = 0  # since the start; payload only, as `traffic` defines it
+        self.messages = 0
+
+    def all_reduce(self, x: Tensor) -> Pending:
+        """Sum over all ranks, in place: [*s] -> [*s], bit-identical on every rank."""
+        self._count("all_reduce", x)
+        return self._all_reduce(x)
+
+    def all_gather(self, x: Tensor) -> Pending:
+        """What every rank handed over: [*s] -> [P, *s]."""
+        self._count("all_gather", x)
+        return self._all_gather(x)
+
+    def shift(self, x: Tensor, out: Tensor | None = None) -> Pending:
+        """Send to the next rank of the ring and receive from the previous one: [*s] -> [*s], into ``out`` if given."""
+        self._count("shift", x)
+        return self._shift(x, torch.empty_like(x) if out is None else out)
+
+    def _count(self, message: str, x: Tensor) -> None:
+        if x.numel() == 0:
+            raise ValueError(f"{message} of an empty tensor: not every backend can carry one.")
+        self.sent_bytes += traffic(message, x.numel() * x.element_size(), self.size)
+        self.messages += 1
+
+    @abstractmethod
+    def _all_reduce(self, x: Tensor) -> Pending: ...
+
+    @abstractmethod
+    def _all_gather(self, x: Tensor) -> Pending: ...
+
+    @abstractmethod
+    def _shift(self, x: Tensor, out: Tensor) -> Pending: ...
+
+
+class _Works(Pending):
+    """Messages of torch.distributed in flight, and every tensor they read or write."""
+
+    def __init__(self, works: list[dist.Work], result: Tensor, *keep: Tensor) -> None:
+        self._works, self._result, self._keep = works, result, keep
+
+    def wait(self) -> Tensor:
+        for work in self._works:
+            work.wait()
+        return self._result
+
+
+class TorchComm(Comm):
+    """The ranks of a torch.distributed process group, over Gloo or NCCL.
+
+    On NCCL ``wait`` makes the current CUDA stream wait, not the host.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, wire_dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), wire_dtype)
+        self._group = group
+        self._next = dist.get_global_rank(group, (self.rank + 1) % self.size)
+        self._previous = dist.get_global_rank(group, (self.rank - 1) % self.size)
+        self._nccl = dist.get_backend(group) == "nccl"
+
+    def _all_reduce(self, x: Tensor) -> Pending:
+        if self.size == 1:
+            return _Works([], x)
+        return _Works([dist.all_reduce(x, group=self._group, async_op=True)], x)
+
+    def _all_gather(self, x: Tensor) -> Pending:
+        if self.size == 1:
+            return _Works([], x.unsqueeze(0).clone())
+        result = x.new_empty((self.size, *x.shape))
+        return _Works([dist.all_gather(list(result), x, group=self._group, async_op=True)], result, x)
+
+    def _shift(self, x: Tensor, out: Tensor) -> Pending:
+        if self.size == 1:
+            return _Works([], out.copy_(x))
+        # The receive is posted first: on Gloo nothing is buffered for a receiver that is not there yet.
+        if self._nccl:
+            pair = [
+                dist.P2POp(dist.irecv, out, self._previous, self._group),
+                dist.P2POp(dist.isend, x, self._next, self._group),
+            ]
+            return _Works(dist.batch_isend_irecv(pair), out, x)
+        received = dist.irecv(out, self._previous, self._group)
+        sent = dist.isend(x, self._next, self._group)
+        assert received is not None  # both are None only on a rank outside the group
+        assert sent is not None
+        return _Works([received, sent], out, x)

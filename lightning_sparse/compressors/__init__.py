@@ -1,0 +1,40 @@
+"""The compressors, by name."""
+
+from lightning_sparse.compressors.base import Compressor
+from lightning_sparse.compressors.dense import Dense
+from lightning_sparse.compressors.random_k import RandomK
+from lightning_sparse.compressors.skip_reduce import SkipReduce
+from lightning_sparse.compressors.top_k import TopK
+from lightning_sparse.compressors.warmup import Warmup
+
+#: Name -> class.  A name here is a name of a strategy, and is tested for every law.
+COMPRESSORS: dict[str, type[Compressor]] = {
+    "skip_reduce": SkipReduce,
+    "sparse_dense": Dense,
+    "sparse_topk": TopK,
+    "sparse_random_k": RandomK,
+}
+
+
+def by_name(compressor: object) -> Compressor:
+    """A compressor with its defaults if a name is given; an instance is returned as it is.
+
+    Raises:
+        ValueError: for a name that is not in ``COMPRESSORS``.
+        TypeError: for anything that is neither a name nor an instance.
+    """
+    if isinstance(compressor, Compressor):
+        return compressor
+    if isinstance(compressor, str):
+        if compressor in COMPRESSORS:
+            return COMPRESSORS[compressor]()
+        raise ValueError(
+            f"compressor={compressor!r} is not one of {', '.join(COMPRESSORS)}; "
+            "for settings of its own give an instance, such as SkipReduce(skip=0.5)."
+        )
+    raise TypeError(
+        f"compressor={compressor!r} is neither a name ({', '.join(COMPRESSORS)}) nor a Compressor instance."
+    )
+
+
+__all__ = ["COMPRESSORS", "Compressor", "Dense", "RandomK", "SkipReduce", "TopK", "Warmup", "by_name"]

@@ -1,0 +1,55 @@
+"""Random-K: a random part of the gradient, the same on every rank, so that no indices are sent."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.comm import Comm, Rounds
+from lightning_sparse.compressors.base import Compressor
+from lightning_sparse.group import Group
+from lightning_sparse.ring import sum_values
+from lightning_sparse.select import check_density, count
+
+
+@dataclass(frozen=True)
+class RandomK(Compressor):
+    """Every rank sends the same k = density * n randomly chosen elements.
+
+    The choice comes from a random stream all ranks share, so only values travel: one all-reduce of k values.  It is
+    the random gradient pruning of Kainolda's thesis on Skip-Reduce (KAIST, 2023), and Random-k of Stich et al.,
+    "Sparsified SGD with memory" (NeurIPS 2018).
+
+    Args:
+        density: fraction of elements sent each step, in (0, 1].
+        seed: of the random choice; the same on every rank.
+    """
+
+    density: float = 0.01
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_density(self, self.density)
+
+    def average(self, group: Group, comm: Comm) -> Rounds:
+        """Sum the chosen elements over all ranks; the others wait."""
+        index = scattered(group.n, count(self.density, group.n), group.generator(self.seed))  # [k]
+        group.picked = group.target = index.numel()
+        picked = group.unsent[index]  # [k]
+        total = yield from sum_values(picked, comm)
+        group.unsent[index] = picked  # what rounding left
+        return torch.zeros_like(group.unsent).index_copy_(0, index, total.div_(comm.size))
+
+
+def scattered(n: int, k: int, generator: torch.Generator) -> Tensor:
+    """Draw k distinct indices below n in rising order, each element as likely as any other: [k].
+
+    Stratified: [0, n) is cut into k runs of n // k or n // k + 1 elements and one is drawn from each, then the whole
+    is turned by a random amount so that no element is favoured by the place of the cuts.
+    """
+    device = generator.device
+    edges = torch.arange(k + 1, device=device) * n // k  # [k + 1]
+    widths = edges.diff()
+    offset = (torch.rand(k, generator=generator, device=device, dtype=torch.float64) * widths).long()
+    turn = torch.randint(n, (1,), generator=generator, device=device)
+    return ((edges[:-1] + offset + turn) % n).sort().values

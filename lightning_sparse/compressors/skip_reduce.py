@@ -1,0 +1,83 @@
+"""Skip-Reduce: leave out the first steps of a ring reduce-scatter.  No indices, no selection."""
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from lightning_sparse.comm import Comm, Rounds
+from lightning_sparse.compressors.base import Compressor
+from lightning_sparse.group import Group
+from lightning_sparse.ring import ring_sum
+
+
+@dataclass(frozen=True)
+class SkipReduce(Compressor):
+    """A ring all-reduce whose first s = round(skip * P) reduce-scatter steps are left out (at most P - 1).
+
+    Each rank sends 2(P-1) - s slices of n / P values instead of 2(P-1); every slice of the result holds the sum of
+    P - s ranks.  What a rank did not contribute stays in its ``unsent`` and goes out when the rotation next lets it.
+    Kasan, Abts, Choi and Kim, "SkipReduce" (MICRO 2025); Kainolda, "Skip-Reduce" (KAIST, 2023).
+
+    Args:
+        skip: fraction of the P ranks left out of every slice, in [0, 1].
+        rotation: "random" turns the ring's labels by a shared random amount each step, so that every (rank, slice)
+            is left out with the same frequency s / P; "static" never turns them: the same slices of a rank are left
+            out for ever, so it cannot deliver what it keeps.
+        divisor: "world" divides the sum by P; "contributors" by the P - s ranks in it, an unbiased estimate for use
+            without error feedback.
+        error_feedback: keep what was left out.  False drops it, as the papers' code does, for replication.
+        protect: patterns (as of a shell: ``"*.embedding.*"``) of parameter names that are always averaged densely.
+        protect_below: parameters with fewer elements than this are always averaged densely.
+        seed: of the rotation; the same on every rank.
+    """
+
+    skip: float = 0.5
+    rotation: Literal["random", "static"] = "random"
+    divisor: Literal["world", "contributors"] = "world"
+    error_feedback: bool = True
+    protect: tuple[str, ...] = ()
+    protect_below: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.skip <= 1:
+            raise ValueError(
+                f"SkipReduce(skip={self.skip!r}): skip is the fraction of ranks left out of every slice, "
+                "so it must be in [0, 1]; 0.5 leaves out half of them."
+            )
+        for name, value, allowed in (
+            ("rotation", self.rotation, ("random", "static")),
+            ("divisor", self.divisor, ("world", "contributors")),
+        ):
+            if value not in allowed:
+                raise ValueError(f"SkipReduce({name}={value!r}): {name} is one of {', '.join(allowed)}.")
+        if self.divisor == "contributors" and self.error_feedback:
+            raise ValueError(
+                "SkipReduce(divisor='contributors', error_feedback=True) would apply what is kept a second time when "
+                "it is sent; use divisor='world', or error_feedback=False."
+            )
+        if self.protect_below < 0:
+            raise ValueError(
+                f"SkipReduce(protect_below={self.protect_below!r}) is a number of elements, so 0 or more; 0 is none."
+            )
+        protect: object = self.protect
+        if isinstance(protect, str):
+            raise ValueError(f"SkipReduce(protect={protect!r}): protect is a list of patterns: [{protect!r}].")
+        object.__setattr__(self, "protect", tuple(self.protect))  # a config file gives a list; settings are hashable
+
+    def steps_skipped(self, size: int) -> int:
+        """s: reduce-scatter steps left out among ``size`` ranks."""
+        return min(round(self.skip * size), size - 1)
+
+    def average(self, group: Group, comm: Comm) -> Rounds:
+        """Sum over the shortened ring."""
+        skipped = self.steps_skipped(comm.size)
+        rotation = group.draw(self.seed) % comm.size if self.rotation == "random" else 0
+        total = yield from ring_sum(group.unsent, comm, skipped, rotation)
+        if not self.error_feedback:
+            group.unsent.zero_()
+        return total.div_(comm.size if self.divisor == "world" else comm.size - skipped)
+
+    def sends_whole(self, name: str, elements: int) -> bool:
+        """Whether ``protect`` or ``protect_below`` exempts this parameter (selective SkipReduce)."""
+        return elements < self.protect_below or any(fnmatchcase(name, pattern) for pattern in self.protect)

@@ -1,0 +1,15 @@
+"""The same strategy for the package ``pytorch_lightning``, whose classes are not those of ``lightning``."""
+
+from typing import ClassVar
+
+from pytorch_lightning.accelerators import Accelerator
+from pytorch_lightning.strategies import DDPStrategy
+
+from lightning_sparse.strategy import SparseMixin
+
+
+class SparseDDPStrategy(SparseMixin, DDPStrategy):  # type: ignore[misc]  # its DDPStrategy is a stranger to the mixin's
+    """:class:`lightning_sparse.SparseDDPStrategy` for a ``pytorch_lightning`` Trainer."""
+
+    package: ClassVar[str] = "pytorch_lightning"
+    accelerator_class: ClassVar[type] = Accelerator
