@@ -13,7 +13,6 @@ from rich.table import Column, Table
 from lightning_sparse.exchange import Exchange, Report
 from lightning_sparse.metrics import compression_ratio, threshold_error
 
-
 HEADINGS = ("sent", "dense", "ratio", "density", "threshold\nerror", "unsent\nnorm", "compress", "wait")
 
 

@@ -19,7 +19,7 @@ def gather(exchange: Exchange, residuals: str) -> dict[str, Any]:
 
     Called on every rank between two steps; one parameter at a time, so that rank 0 never holds a second copy.
     """
-    size = exchange.comm.size
+    size = exchange.size
     unsent: dict[str, Tensor] = {}  # name -> [P, *shape], or [*shape] of the mean
     for group in exchange.groups:
         for name, parameter, slot in zip(group.names, group.parameters, group.slots(group.unsent), strict=True):
@@ -53,7 +53,7 @@ def restore(exchange: Exchange, state: dict[str, Any] | None) -> None:
         for name, parameter, slot in zip(group.names, group.parameters, group.slots(group.unsent), strict=True):
             saved = state["unsent"].get(name)
             if saved is not None and state["residuals"] == "per_rank":
-                saved = saved[exchange.comm.rank] if state["size"] == exchange.comm.size else saved.mean(0)
+                saved = saved[exchange.rank] if state["size"] == exchange.size else saved.mean(0)
             if saved is None or saved.shape != parameter.shape:
                 slot.zero_()
                 missing.append(name)

@@ -3,7 +3,7 @@
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported at run time only
 from torch.futures import Future
 
-from lightning_sparse.comm import Comm, Rounds, traffic
+from lightning_sparse.comm import Comm, Pending, Rounds, traffic
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.group import Group
+
+LANES = 2
 
 
 @dataclass(frozen=True)
@@ -51,182 +53,199 @@ class Exchange:
 
     Args:
         groups: each group and what averages it, in the order in which they are sent.
-        comm: the ranks; nobody else may launch messages on it.
-        threaded: issue messages from a thread of this object's own; see [Note: who issues messages].
+        comms: the ranks, once for each lane; nobody else may launch messages on them.
+        threaded: give each lane a thread of its own; see [Note: who issues messages].
         may_be_unused: some parameters may get no gradient in a step (DDP's ``find_unused_parameters``).
 
-    [Note: who issues messages] All messages of a rank are launched by one issuer, group after group in a fixed order,
-    so that the order is the same on every rank whatever the timing.  The candidates are the thread that runs backward
-    (in DDP's hook) and a thread of our own.
+    [Note: who issues messages] Group i is sent on lane i mod the number of lanes.  A lane is one process group and one
+    issuer, which runs its groups one after the other in a fixed order, so that on each process group every rank
+    launches the same messages in the same order whatever the timing.
     """
 
     def __init__(
         self,
         groups: Sequence[tuple[Group, Compressor]],
-        comm: Comm,
+        comms: Sequence[Comm],
         *,
         threaded: bool,
         may_be_unused: bool = False,
     ) -> None:
         self.groups = [group for group, _ in groups]
-        self.comm = comm
-        self.error: BaseException | None = None  # the first failure of the issuing thread
+        self.size = comms[0].size
+        self.rank = comms[0].rank
+        self.error: BaseException | None = None  # the first failure of an issuing thread
         self.steps = 0
         self.last: Report | None = None
         self._compressors = [compressor for _, compressor in groups]
-        self._slots = {
-            p: (g, slot) for g in self.groups for p, slot in zip(g.parameters, g.slots(g.unsent), strict=True)
-        }
-        elements = sum(group.n for group in self.groups)
-        self._dense_bytes = traffic("all_reduce", 4 * elements, comm.size)
+        self._group_of = {p: group for group in self.groups for p in group.parameters}
+        self._elements = sum(group.n for group in self.groups)
 
         # - the step being taken
         self._deliveries: list[_Delivery] = []  # not given back yet
         self._arrived: dict[Tensor, tuple[Tensor, _Delivery]] = {}  # parameter -> its place in DDP's bucket
-        self._next = 0  # the group to send next
-        self._meter = _Meter(comm)
+        self._arriving = [len(group.parameters) for group in self.groups]  # parameters not handed over yet
+        self._averaging = len(self.groups)  # groups not averaged yet
         self._handed_over_ns = 0
+        self._lock = threading.Lock()  # around what several lanes change
 
         # - parameters without a gradient
         self._used: set[Tensor] | None = set() if may_be_unused else None
-        self._held: dict[Tensor, Tensor] = {}  # what an unused parameter's slot held before the step
-        self._handles = [
-            p.register_post_accumulate_grad_hook(self._used.add) for p in self._slots if self._used is not None
-        ]
+        self._handles = (
+            [p.register_post_accumulate_grad_hook(self._used.add) for p in self._group_of]
+            if self._used is not None
+            else []
+        )
 
         device = self.groups[0].unsent.device if self.groups else torch.device("cpu")
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._inbox: queue.SimpleQueue[_Delivery | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._issue, name="lightning_sparse", daemon=True) if threaded else None
-        if self._thread:
-            self._thread.start()
+        self._lanes = [
+            _Lane(comm, range(first, len(self.groups), len(comms)), self._issue if threaded else None)
+            for first, comm in enumerate(comms)
+        ]
 
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
         """DDP's communication hook: takes a bucket of gradients, gives back a future of the same bucket averaged."""
         del state
         delivery = _Delivery(bucket)
+        with self._lock:
+            if self.error is not None:
+                raise self.error
+            self._deliveries.append(delivery)
         self._handed_over_ns = time.perf_counter_ns()
-        if self._thread:
-            self._inbox.put(delivery)
-        else:
-            self._take(delivery)
+        if self._stream:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        for parameter, gradient in delivery.gradients:
+            self._arrived[parameter] = (gradient, delivery)
+            self._arriving[self._group_of[parameter].index] -= 1
+        for lane in self._lanes:
+            while lane.next < len(lane.groups) and not self._arriving[lane.groups[lane.next]]:
+                index = lane.groups[lane.next]
+                lane.next += 1
+                if lane.thread:
+                    lane.inbox.put(index)
+                else:
+                    with torch.cuda.stream(self._stream) if self._stream else nullcontext():
+                        self._average(lane, index)
         return delivery.future
 
     def close(self) -> None:
-        """End the issuing thread.  What is unsent stays readable."""
+        """End the issuing threads.  What is unsent stays readable."""
         for handle in self._handles:
             handle.remove()
-        if self._thread and self._thread.is_alive():
-            self._inbox.put(None)
-            self._thread.join(timeout=0 if self.error else 10)
+        for lane in self._lanes:
+            if lane.thread and lane.thread.is_alive():
+                lane.inbox.put(None)
+                lane.thread.join(timeout=0 if self.error else 10)
 
     def unsent_norm(self) -> float:
         """Euclidean norm of all this rank has not sent."""
         return float(torch.stack([group.unsent.norm() for group in self.groups]).norm()) if self.groups else 0.0
 
-    # - the issuing thread
-
-    def _issue(self) -> None:
-        while (delivery := self._inbox.get()) is not None:
+    def _issue(self, lane: "_Lane") -> None:
+        """A lane's thread."""
+        while (index := lane.inbox.get()) is not None:
             try:
                 if self.error is None:
-                    self._take(delivery)
-                else:
-                    self._deliveries.append(delivery)
+                    self._average(lane, index)
             except BaseException as error:  # whatever it is, backward must hear of it, not wait
-                self.error = error
-            if self.error is not None:
-                for waiting in self._deliveries:
-                    waiting.future.set_exception(self.error)  # type: ignore[arg-type]  # torch annotates it wrongly
-                self._deliveries.clear()
+                with self._lock:
+                    self.error = self.error or error
+                    for waiting in self._deliveries:
+                        waiting.future.set_exception(self.error)  # type: ignore[arg-type]  # torch annotates it wrongly
+                    self._deliveries.clear()
 
-    def _take(self, delivery: _Delivery) -> None:
-        self._deliveries.append(delivery)
-        if self._stream:
-            self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream) if self._stream else nullcontext():
-            for parameter, gradient in delivery.gradients:
-                self._add(parameter, gradient)
-                self._arrived[parameter] = (gradient, delivery)
-            while self._next < len(self.groups) and self._complete(self.groups[self._next]):
-                self._average(self._next)
-                self._next += 1
-            if self._next == len(self.groups):
+    def _average(self, lane: "_Lane", index: int) -> None:
+        group = self.groups[index]
+        arrived = [self._arrived.pop(parameter) for parameter in group.parameters]
+        held = self._add(group, [gradient for gradient, _ in arrived])
+        total = lane.run(take_step(self._compressors[index], group, lane.comm))
+        for (gradient, _), slot in zip(arrived, group.slots(total), strict=True):
+            torch.div(slot.view(gradient.shape), self.size, out=gradient)
+        for slot, kept in held:
+            slot.add_(kept)
+        with self._lock:
+            for _, delivery in arrived:
+                delivery.missing -= 1
+            self._averaging -= 1
+            if not self._averaging:
                 self._finish_step()  # before backward can go on and look
             for done in [d for d in self._deliveries if not d.missing]:
                 self._deliveries.remove(done)
                 done.future.set_result(done.buffer)
 
-    def _add(self, parameter: Tensor, gradient: Tensor) -> None:
-        _, slot = self._slots[parameter]
-        if self._used is not None and parameter not in self._used:
-            # Nobody may use it this step, and DDP then throws the mean away: send nothing, keep everything.
-            self._held[parameter] = slot.clone()
-            slot.zero_()
-        else:
-            slot.view(parameter.shape).add_(gradient)
-
-    def _complete(self, group: Group) -> bool:
-        return all(p in self._arrived for p in group.parameters)
-
-    def _average(self, index: int) -> None:
-        group = self.groups[index]
-        mean = self._meter.run(take_step(self._compressors[index], group, self.comm))
-        for parameter, slot in zip(group.parameters, group.slots(mean), strict=True):
-            gradient, delivery = self._arrived.pop(parameter)
-            gradient.copy_(slot.view(parameter.shape))
-            if parameter in self._held:
-                self._slots[parameter][1].add_(self._held.pop(parameter))
-            delivery.missing -= 1
+    def _add(self, group: Group, gradients: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Add the gradients to ``unsent``.  Returns slots emptied for this step, and what they held."""
+        held = []
+        for parameter, slot, gradient in zip(group.parameters, group.slots(group.unsent), gradients, strict=True):
+            if self._used is not None and parameter not in self._used:
+                # Nobody may use it this step, and DDP then throws the mean away: send nothing, keep everything.
+                held.append((slot, slot.clone()))
+                slot.zero_()
+            else:
+                slot.view(gradient.shape).add_(gradient)
+        return held
 
     def _finish_step(self) -> None:
-        done_ns = time.perf_counter_ns()
-        self._next = 0
-        if self._used is not None:
-            self._used.clear()
         self.last = Report(
-            sent_bytes=self._meter.sent_bytes(),
-            dense_bytes=self._dense_bytes,
-            elements=sum(group.n for group in self.groups),
+            sent_bytes=sum(lane.sent_bytes() for lane in self._lanes),
+            dense_bytes=traffic("all_reduce", 4 * self._elements, self.size),
+            elements=self._elements,
             picked=sum(group.picked for group in self.groups),
             target=sum(group.target for group in self.groups),
-            ms_compress=self._meter.compress_ns / 1e6,
-            ms_network=self._meter.network_ns / 1e6,
-            ms_wait=(done_ns - self._handed_over_ns) / 1e6,
+            ms_compress=sum(lane.compress_ns for lane in self._lanes) / 1e6,
+            ms_network=sum(lane.network_ns for lane in self._lanes) / 1e6,
+            ms_wait=(time.perf_counter_ns() - self._handed_over_ns) / 1e6,
         )
-        self._meter = _Meter(self.comm)
+        for lane in self._lanes:
+            lane.start_step()
+        if self._used is not None:
+            self._used.clear()
+        self._arriving = [len(group.parameters) for group in self.groups]
+        self._averaging = len(self.groups)
         self.steps += 1
 
 
-class _Meter:
-    """Runs generators to their end, and counts what a step took."""
+class _Lane:
+    """One process group and its issuer: the caller of the hook, or a thread that runs ``work``."""
 
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
-        self._before = comm.sent_bytes
+    def __init__(self, comm: Comm, groups: Sequence[int], work: "Callable[[_Lane], None] | None") -> None:
+        self.comm = comm
+        self.groups = groups  # indices, in the order in which they are sent
+        self.inbox: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self.start_step()
+        self.thread = (
+            threading.Thread(target=work, args=(self,), name="lightning_sparse", daemon=True) if work else None
+        )
+        if self.thread:
+            self.thread.start()
+
+    def start_step(self) -> None:
+        self.next = 0  # position in `groups` of the one to send next
         self.compress_ns = 0
         self.network_ns = 0
+        self._sent_before = self.comm.sent_bytes
 
     def sent_bytes(self) -> int:
-        return self._comm.sent_bytes - self._before
+        return self.comm.sent_bytes - self._sent_before
 
     def run(self, rounds: Rounds) -> Tensor:
-        start = time.perf_counter_ns()
-        waited = 0
+        """Run a compressor to its end; counts the time it worked and the time it waited."""
+        start_ns = time.perf_counter_ns()
+        waited_ns = 0
         try:
             pending = next(rounds)
             while True:
-                if not hasattr(pending, "wait"):
+                if not isinstance(pending, Pending):
                     raise TypeError(f"a compressor yielded {type(pending).__name__}; yield what a method of comm gave.")
-                waiting = time.perf_counter_ns()
+                waiting_ns = time.perf_counter_ns()
                 result = pending.wait()
-                waited += time.perf_counter_ns() - waiting
+                waited_ns += time.perf_counter_ns() - waiting_ns
                 pending = rounds.send(result)
         except StopIteration as stop:
-            self.network_ns += waited
-            self.compress_ns += time.perf_counter_ns() - start - waited
-            mean: Tensor = stop.value
-            return mean
+            self.network_ns += waited_ns
+            self.compress_ns += time.perf_counter_ns() - start_ns - waited_ns
+            total: Tensor = stop.value
+            return total
 
 
 def _gradients(bucket: GradBucket) -> Iterator[tuple[Tensor, Tensor]]:

@@ -12,8 +12,8 @@ SEGMENT_BYTES = 512 * 1024  # a slice travels in segments, so that one is on the
 def sum_values(values: Tensor, comm: Comm) -> Rounds:
     """The sum of ``values`` [n] over all ranks, [n] float32.  What rounding for the wire left stays in ``values``."""
     if comm.wire_dtype == torch.float32:
-        total = values.clone()
-        values.zero_()
+        total = torch.empty_like(values)
+        wire.take(values, out=total)
         return (yield comm.all_reduce(total))
     return (yield from ring_sum(values, comm))
 

@@ -43,7 +43,7 @@ def simulate(
 
     Raises:
         ValueError: for shapes that do not fit, an unknown compressor or an unknown ``wire_dtype``.
-        AssertionError: if ranks launch different messages, end with different means, or touch a tensor in flight.
+        AssertionError: if ranks launch different messages, end with different totals, or touch a tensor in flight.
 
     >>> gradients = torch.ones(3, 4, 8)  # 3 steps, 4 ranks, 8 elements
     >>> simulate("skip_reduce", gradients).mean.shape
@@ -71,8 +71,8 @@ def simulate(
         before = [comm.sent_bytes for comm in network.comms]
         results = network.run([take_step(compressor, g, c) for g, c in zip(groups, network.comms, strict=True)])
         for rank, result in enumerate(results):
-            assert _same_bits(result, results[0]), f"the means differ: rank {rank}'s is not rank 0's, bit for bit"
-        means.append(results[0])
+            assert _same_bits(result, results[0]), f"the totals differ: rank {rank}'s is not rank 0's, bit for bit"
+        means.append(results[0] / size)
         sent_bytes.append([comm.sent_bytes - b for comm, b in zip(network.comms, before, strict=True)])
         picked.append(int(groups[0].picked))
     return Simulated(

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import DDPStrategy
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from lightning_sparse import checkpoint as checkpoints
 from lightning_sparse.comm import TorchComm, wire_dtype_named
 from lightning_sparse.compressors import COMPRESSORS, Compressor, Warmup, by_name
-from lightning_sparse.exchange import Exchange
+from lightning_sparse.exchange import LANES, Exchange
 from lightning_sparse.fusion import BUCKET_BYTES, FUSIONS, lay_out
 
 # The mixin serves lightning and pytorch_lightning, whose classes are unrelated; type checkers see the first.
@@ -59,7 +60,7 @@ class SparseMixin(_Base):
         self.warmup_steps = warmup_steps
         self.residuals = residuals
         self.exchange: Exchange | None = None  # during fit
-        self._comm_group: dist.ProcessGroup | None = None
+        self._lane_groups: list[dist.ProcessGroup] = []
 
     # - the exchange
 
@@ -80,26 +81,29 @@ class SparseMixin(_Base):
         bucket_mb = self._ddp_kwargs.get("bucket_cap_mb") if self.fusion == "bucket" else None
         bucket_bytes = BUCKET_BYTES if bucket_mb is None else int(bucket_mb * 2**20)
         nccl = self.root_device.type == "cuda"
-        if nccl:  # several NCCL communicators need one order of launching, so stay on DDP's, from DDP's hook
-            process_group = ddp.process_group
-        elif self._comm_group is None:  # a thread of ours launches while Lightning uses the default group
-            process_group = self._comm_group = dist.new_group(timeout=self._timeout)
-        else:
-            process_group = self._comm_group
         self.exchange = Exchange(
             lay_out(parameters, compressor, self.fusion, bucket_bytes),
-            TorchComm(process_group, self.wire_dtype),
+            [TorchComm(group, self.wire_dtype) for group in self._process_groups(nccl)],
             threaded=not nccl,
             may_be_unused=bool(self._ddp_kwargs.get("find_unused_parameters")),
         )
         ddp.register_comm_hook(None, self.exchange.hook)
         rank_zero_info(
             f"lightning_sparse: {self.compressor} averages {sum(g.n for g in self.exchange.groups):,} elements "
-            f"in {len(self.exchange.groups)} groups among {self.exchange.comm.size} ranks."
+            f"in {len(self.exchange.groups)} groups among {self.exchange.size} ranks."
         )
 
-    def _refuse_what_cannot_work(self, module: nn.Module) -> None:
-        if self._ddp_kwargs.get("static_graph") and self.lightning_module.trainer.accumulate_grad_batches > 1:
+    def _process_groups(self, nccl: bool) -> list[dist.ProcessGroup]:
+        """One for each lane of the exchange; see [Note: who issues messages]."""
+        if nccl:  # several NCCL communicators need one order of launching, so stay on DDP's, from DDP's hook
+            assert isinstance(self.model, nn.parallel.DistributedDataParallel)
+            return [self.model.process_group]
+        if not self._lane_groups:  # of their own, since Lightning uses the default group from the main thread
+            self._lane_groups = [dist.new_group(timeout=self._timeout) for _ in range(LANES)]
+        return self._lane_groups
+
+    def _refuse_what_cannot_work(self, module: LightningModule) -> None:
+        if self._ddp_kwargs.get("static_graph") and module.trainer.accumulate_grad_batches > 1:
             raise ValueError(
                 "static_graph=True with accumulate_grad_batches above 1 crashes inside PyTorch's DDP "
                 "(expect_autograd_hooks_); leave out static_graph=True."
@@ -148,6 +152,7 @@ class SparseMixin(_Base):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Add what the ranks have not sent to a checkpoint that holds optimizer states.  Called on every rank."""
         if "optimizer_states" in checkpoint and self.exchange is not None and self.residuals != "none":
+            assert self.lightning_module is not None
             if self.lightning_module.trainer.interrupted or self.exchange.error is not None:
                 rank_zero_warn(
                     f"{filepath} is written without residuals (the gradient not yet sent): training was interrupted, "
@@ -179,7 +184,7 @@ class SparseMixin(_Base):
                 "use lightning_sparse.SparseDDPStrategy, with 'pytorch_lightning' "
                 "lightning_sparse.pytorch_lightning.SparseDDPStrategy, or in both a name: strategy='skip_reduce'."
             )
-        super(SparseMixin, type(self)).accelerator.fset(self, accelerator)
+        super(SparseMixin, type(self)).accelerator.fset(self, accelerator)  # type: ignore[attr-defined]
 
     def on_exception(self, exception: BaseException) -> None:
         """Name our own strategy, not plain DDP, where DDP's text tells what to do about unused parameters."""

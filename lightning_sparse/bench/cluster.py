@@ -7,7 +7,7 @@ Each host is a network namespace with one interface, ``eth0``, that leads to a b
 own. Both ends of each link are limited by ``tc tbf``, so a host sends and receives at most at its rate. No interface,
 address or route is ever made outside the cluster's namespaces, and nothing in them leads outside. Hosts share the
 machine's files, process ids, processor cores and memory. Several processes started in one host share its loopback
-interface, which has no limit, as on a real host.
+interface, which has no limit, as on a real host. TCP's settings, such as its congestion control, are the machine's.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _CAP_NET_ADMIN, _CAP_SYS_ADMIN = 12, 21  # bit numbers of CapEff in /proc/self/s
 # - A late timer loses what does not fit in the bucket. With 0.5 ms at 1 Gbit/s, two busy cores brought the rate down
 #   to half; with 1 ms it stays above 90 %.
 # - A bucket may be smaller than a segment as TCP hands it over (64 KB): tbf then cuts the segment into packets
-#   (kernel 3.13 and later) and drops none, so segmentation offload stays on. It must hold one packet, hence the least.
+#   and drops none, so segmentation offload stays on. It must hold one packet, hence the least.
 _BUCKET_S = 0.001
 _LEAST_BUCKET_BYTES = 3_200
 # Packets wait at most this long for their turn, then they are dropped: a queue of 6 MB at 1 Gbit/s.
@@ -181,13 +181,14 @@ def parse(text: str) -> ClusterSpec:
 
 def _parse_groups(inside: str, trunk: str) -> ClusterSpec:
     count, _, hosts = inside.partition("x")
-    group = _parse_hosts(hosts)
-    return ClusterSpec((group,) * _parse_count(count), parse_rate(trunk))
+    groups = _parse_count(count)
+    return ClusterSpec((_parse_hosts(hosts),) * groups, parse_rate(trunk))
 
 
 def _parse_hosts(text: str) -> tuple[int | None, ...]:
     count, _, rate = text.partition("x")
-    return (parse_rate(rate),) * _parse_count(count)
+    hosts = _parse_count(count)
+    return (parse_rate(rate),) * hosts
 
 
 def _parse_count(text: str) -> int:

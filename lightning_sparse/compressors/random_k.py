@@ -31,14 +31,14 @@ class RandomK(Compressor):
     def __post_init__(self) -> None:
         check_density(self, self.density)
 
-    def average(self, group: Group, comm: Comm) -> Rounds:
+    def reduce(self, group: Group, comm: Comm) -> Rounds:
         """Sum the chosen elements over all ranks; the others wait."""
         index = scattered(group.n, count(self.density, group.n), group.generator(self.seed))  # [k]
         group.picked = group.target = index.numel()
         picked = group.unsent[index]  # [k]
         total = yield from sum_values(picked, comm)
         group.unsent[index] = picked  # what rounding left
-        return torch.zeros_like(group.unsent).index_copy_(0, index, total.div_(comm.size))
+        return torch.zeros_like(group.unsent).index_copy_(0, index, total)
 
 
 def scattered(n: int, k: int, generator: torch.Generator) -> Tensor:

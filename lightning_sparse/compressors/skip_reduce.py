@@ -26,8 +26,8 @@ class SkipReduce(Compressor):
         divisor: "world" divides the sum by P; "contributors" by the P - s ranks in it, an unbiased estimate for use
             without error feedback.
         error_feedback: keep what was left out.  False drops it, as the papers' code does, for replication.
-        protect: patterns (as of a shell: ``"*.embedding.*"``) of parameter names that are always averaged densely.
-        protect_below: parameters with fewer elements than this are always averaged densely.
+        protect: patterns (as of a shell: ``"*.embedding.*"``) of parameter names that are always summed densely.
+        protect_below: parameters with fewer elements than this are always summed densely.
         seed: of the rotation; the same on every rank.
     """
 
@@ -69,14 +69,16 @@ class SkipReduce(Compressor):
         """s: reduce-scatter steps left out among ``size`` ranks."""
         return min(round(self.skip * size), size - 1)
 
-    def average(self, group: Group, comm: Comm) -> Rounds:
+    def reduce(self, group: Group, comm: Comm) -> Rounds:
         """Sum over the shortened ring."""
         skipped = self.steps_skipped(comm.size)
         rotation = group.draw(self.seed) % comm.size if self.rotation == "random" else 0
         total = yield from ring_sum(group.unsent, comm, skipped, rotation)
         if not self.error_feedback:
             group.unsent.zero_()
-        return total.div_(comm.size if self.divisor == "world" else comm.size - skipped)
+        if self.divisor == "contributors":
+            total.mul_(comm.size / (comm.size - skipped))
+        return total
 
     def sends_whole(self, name: str, elements: int) -> bool:
         """Whether ``protect`` or ``protect_below`` exempts this parameter (selective SkipReduce)."""

@@ -27,7 +27,7 @@ class TopK(Compressor):
     def __post_init__(self) -> None:
         check_density(self, self.density)
 
-    def average(self, group: Group, comm: Comm) -> Rounds:
+    def reduce(self, group: Group, comm: Comm) -> Rounds:
         """Gather everyone's largest elements and add them up, rank by rank, in the same order everywhere."""
         if group.n > wire.INDEX_LIMIT:
             raise ValueError(f"TopK: a group of {group.n} elements is too large for 32-bit indices.")
@@ -39,11 +39,11 @@ class TopK(Compressor):
         group.unsent[index] = picked  # what rounding left
         payloads = yield comm.all_gather(wire.pack(index, travelling))  # [P, bytes]
 
-        mean = torch.zeros_like(group.unsent)
+        total = torch.zeros_like(group.unsent)
         updated = torch.zeros_like(group.unsent, dtype=torch.bool)
         for payload in payloads:  # one rank after the other: indices of one rank are distinct, so the order is fixed
             indices, values = wire.unpack(payload, comm.wire_dtype)
-            mean.index_add_(0, indices, values.float())
+            total.index_add_(0, indices, values.float())
             updated[indices] = True
         group.picked = updated.sum()
-        return mean.div_(comm.size)
+        return total

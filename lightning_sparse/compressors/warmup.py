@@ -10,7 +10,7 @@ from lightning_sparse.group import Group
 
 @dataclass(frozen=True)
 class Warmup(Compressor):
-    """Dense averages for the first ``steps`` steps, then ``compressor``."""
+    """Dense sums for the first ``steps`` steps, then ``compressor``."""
 
     steps: int
     compressor: Compressor
@@ -19,9 +19,9 @@ class Warmup(Compressor):
         if self.steps < 0:
             raise ValueError(f"Warmup(steps={self.steps}): the number of dense steps cannot be negative; 0 is none.")
 
-    def average(self, group: Group, comm: Comm) -> Rounds:
+    def reduce(self, group: Group, comm: Comm) -> Rounds:
         """Whichever's turn it is; what one leaves unsent the other sends."""
-        return (Dense() if group.step < self.steps else self.compressor).average(group, comm)
+        return (Dense() if group.step < self.steps else self.compressor).reduce(group, comm)
 
     def sends_whole(self, name: str, elements: int) -> bool:
         """As the wrapped compressor says."""
