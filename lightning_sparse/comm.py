@@ -65,6 +65,25 @@ class Comm(ABC):
         self.wire_dtype = wire_dtype
         self.sent_bytes = 0  # since the start; payload only, as `traffic` defines it
         self.messages = 0
+        self._buffers: list[Tensor] = []  # bytes, each reused by the same call of the next group
+        self._lent = 0
+
+    def buffer(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor [elements] for messages, uninitialised, to be used until this group's step ends.
+
+        Fresh memory costs the operating system three times as much as copying into memory in use.
+        """
+        size = elements * dtype.itemsize
+        if self._lent == len(self._buffers):
+            self._buffers.append(torch.empty(size, dtype=torch.uint8, device=device))
+        elif self._buffers[self._lent].numel() < size:
+            self._buffers[self._lent] = torch.empty(size, dtype=torch.uint8, device=device)
+        self._lent += 1
+        return self._buffers[self._lent - 1][:size].view(dtype)
+
+    def reuse_buffers(self) -> None:
+        """End the loan of all buffers; the next group gets the same memory."""
+        self._lent = 0
 
     def all_reduce(self, x: Tensor) -> Pending:
         """Sum over all ranks, in place: [*s] -> [*s], bit-identical on every rank."""

@@ -230,6 +230,7 @@ class _Lane:
 
     def run(self, rounds: Rounds) -> Tensor:
         """Run a compressor to its end; counts the time it worked and the time it waited."""
+        self.comm.reuse_buffers()
         start_ns = time.perf_counter_ns()
         waited_ns = 0
         try:

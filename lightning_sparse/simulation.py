@@ -110,6 +110,12 @@ class SimComm(Comm):
         super().__init__(rank, network.size, wire_dtype)
         self._network = network
 
+    def buffer(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Fresh and spoilt, so that nobody leans on what a buffer held before."""
+        fresh = torch.empty(elements, dtype=dtype, device=device)
+        _spoil(fresh)
+        return fresh
+
     def _all_reduce(self, x: Tensor) -> Pending:
         return self._launch("all_reduce", x, result=x)
 
