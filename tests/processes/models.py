@@ -1,0 +1,55 @@
+"""Small models, data and Trainers for the tests on real processes."""
+
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+LIMIT_S = 100
+
+
+class Small(L.LightningModule):
+    """A classifier of 4 layers; notes its losses."""
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 33), nn.Tanh(), nn.Linear(33, 17), nn.Tanh(), nn.Linear(17, 3))
+        self.optimizer = optimizer
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self.net(x), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.optimizer == "adam":
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def data(batches: int, size: int, seed: int = 0) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(4 * batches * size, 8, generator=generator)
+    return DataLoader(TensorDataset(x, (x.sum(1).abs() % 3).long()), batch_size=4)
+
+
+def small(seed: int = 0, **kwargs: Any) -> Small:
+    torch.manual_seed(seed)
+    return Small(**kwargs)
+
+
+def trainer(strategy: Any, size: int, **kwargs: Any) -> L.Trainer:
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": size,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return L.Trainer(strategy=strategy, **(defaults | kwargs))
+
+
+def weights(module: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in module.parameters()])

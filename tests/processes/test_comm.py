@@ -1,0 +1,142 @@
+"""Real processes over Gloo: they agree with the simulated ones, count what the kernel counts, and end in time."""
+
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lightning_sparse as ls
+from lightning_sparse.comm import Comm, Rounds, TorchComm, traffic, wire_dtype_named
+from lightning_sparse.compressors.base import take_step
+from lightning_sparse.exchange import _Lane
+from lightning_sparse.group import Group
+from lightning_sparse.simulation import simulate
+from tests.conftest import EVERY_COMPRESSOR, Ranks
+
+pytestmark = pytest.mark.processes
+
+
+def run_real(
+    rank: int, size: int, jobs: list[tuple[ls.Compressor, torch.Tensor, str]]
+) -> list[tuple[torch.Tensor, torch.Tensor, list[int]]]:
+    """What `simulate` does, on this rank of real ones: totals [T, n], unsent [n], sent bytes [T] of each job."""
+    dist.init_process_group("gloo")
+    results = []
+    for compressor, gradients, wire_dtype in jobs:
+        comm = TorchComm(dist.group.WORLD, wire_dtype_named(wire_dtype))
+        lane = _Lane(comm, [0], None)
+        group = Group(0, ("gradient",), (torch.zeros(gradients.shape[2]),))
+        totals, sent = [], []
+        for gradient in gradients:
+            group.unsent += gradient[rank]
+            before = comm.sent_bytes
+            totals.append(lane.run(take_step(compressor, group, comm)).clone())
+            sent.append(comm.sent_bytes - before)
+        results.append((torch.stack(totals), group.unsent, sent))
+    return results
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_real_and_simulated_ranks_agree_bit_for_bit(ranks: Ranks, size: int) -> None:
+    """Above two ranks an all-reduce may add in another order, so there the gradients are whole numbers."""
+    whole = torch.randint(-64, 64, (4, size, 301)).float()
+    jobs = [(c.values[0], whole, wire) for c in EVERY_COMPRESSOR for wire in ("float32", "bfloat16")]
+    broken = torch.randn(4, size, 301)
+    jobs += [(c.values[0], broken, wire) for c in EVERY_COMPRESSOR for wire in ("float32", "float16") if size == 2]
+    jobs += [(ls.SkipReduce(skip=skip), broken, "float32") for skip in (0.0, 0.5, 1.0)]
+    real = ranks.run(run_real, size, jobs)
+    for number, (compressor, gradients, wire_dtype) in enumerate(jobs):
+        expected = simulate(compressor, gradients, wire_dtype=wire_dtype)
+        for rank in range(size):
+            totals, unsent, sent = real[rank][number]
+            assert torch.equal(totals / size, expected.mean), (compressor, wire_dtype)
+            assert torch.equal(unsent, expected.unsent[rank]), (compressor, wire_dtype)
+            assert sent == expected.sent_bytes[:, rank].tolist(), (compressor, wire_dtype)
+
+
+def loopback_bytes() -> int:
+    line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
+    return int(line.split()[9])  # transmitted
+
+
+def send_much(rank: int, size: int, compressor: ls.Compressor, n: int, steps: int, wire: str) -> tuple[int, int, int]:
+    """Bytes by our count (this rank), by the kernel's (all ranks together), and messages."""
+    dist.init_process_group("gloo")
+    lane = _Lane(TorchComm(dist.group.WORLD, wire_dtype_named(wire)), [0], None)
+    group = Group(0, ("gradient",), (torch.zeros(n),))
+    dist.barrier()
+    before = loopback_bytes()
+    for _ in range(steps):
+        group.unsent += 1
+        lane.run(take_step(compressor, group, lane.comm))
+    dist.barrier()
+    return lane.comm.sent_bytes, loopback_bytes() - before, lane.comm.messages
+
+
+@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "compressor", [ls.Dense(), ls.SkipReduce(skip=0.5), ls.SkipReduce(skip=1.0), ls.TopK(density=0.1)], ids=repr
+)
+@pytest.mark.skipif(not Path("/proc/net/dev").exists(), reason="reads the kernel's counters of the loopback interface")
+def test_counted_bytes_are_the_kernels(ranks: Ranks, compressor: ls.Compressor, wire: str) -> None:
+    """Headers, acknowledgements and Gloo's own handshakes come on top: below 3 % of messages this long."""
+    size, n, steps = 4, 1_000_001, 5
+    for attempt in range(3):  # other programs may talk over the loopback interface meanwhile
+        counted, kernel, _ = zip(*ranks.run(send_much, size, compressor, n, steps, wire), strict=True)
+        if sum(counted) <= kernel[0] <= 1.03 * sum(counted):
+            break
+        assert attempt < 2, (sum(counted), kernel)
+    if isinstance(compressor, ls.SkipReduce):
+        width = -(-n // size)
+        slices = 2 * (size - 1) - compressor.steps_skipped(size)
+        assert set(counted) == {slices * width * (4 if wire == "float32" else 2) * steps}
+
+
+@dataclass(frozen=True)
+class DifferentMessages(ls.Compressor):
+    def reduce(self, group: Group, comm: Comm) -> Rounds:
+        if comm.rank == 0:
+            return (yield comm.shift(group.unsent.clone()))
+        return (yield comm.all_reduce(group.unsent.clone()))
+
+
+def disagree(rank: int, size: int) -> str:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=4))
+    lane = _Lane(TorchComm(dist.group.WORLD), [0], None)
+    group = Group(0, ("gradient",), (torch.zeros(64),))
+    start = time.monotonic()
+    try:
+        lane.run(take_step(DifferentMessages(), group, lane.comm))
+        dist.barrier()
+    except RuntimeError as error:
+        assert time.monotonic() - start < 20
+        return str(error)
+    return ""
+
+
+def test_messages_that_differ_end_by_the_time_limit(ranks: Ranks) -> None:
+    """In the simulated network the same mistake is an assertion that names both (test_simulation)."""
+    assert any(ranks.run(disagree, 2, timeout_s=40))
+
+
+def test_traffic_of_an_unknown_message_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown message 'gossip'"):
+        traffic("gossip", 10, 2)
+
+
+def fail_on_one(rank: int, size: int) -> Any:
+    if rank == 1:
+        raise RuntimeError("as it should")
+    time.sleep(60)
+
+
+def test_the_harness_reports_a_failing_rank_at_once(ranks: Ranks) -> None:
+    start = time.monotonic()
+    with pytest.raises(AssertionError, match="as it should"):
+        ranks.run(fail_on_one, 2)
+    assert time.monotonic() - start < 20

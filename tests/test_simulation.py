@@ -1,0 +1,141 @@
+"""The simulated network tells mistakes that would hang real processes, or go unnoticed."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import lightning_sparse as ls
+from lightning_sparse.comm import Comm, Rounds
+from lightning_sparse.group import Group
+from lightning_sparse.simulation import simulate
+
+GIVEN = torch.ones(1, 2, 8)
+
+
+@dataclass(frozen=True)
+class DifferentMessages(ls.Compressor):
+    def reduce(self, group: Group, comm: Comm) -> Rounds:
+        if comm.rank == 0:
+            return (yield comm.all_reduce(group.unsent.clone()))
+        return (yield comm.all_gather(group.unsent.clone())).sum(0)
+
+
+@dataclass(frozen=True)
+class ShapeFollowsData(ls.Compressor):
+    def reduce(self, group: Group, comm: Comm) -> Rounds:
+        yield comm.all_gather(group.unsent[: 3 + comm.rank].clone())
+        return torch.zeros(group.n)
+
+
+@dataclass(frozen=True)
+class OneMessageMore(ls.Compressor):
+    def reduce(self, group: Group, comm: Comm) -> Rounds:
+        total = yield comm.all_reduce(group.unsent.clone())
+        if comm.rank == 1:
+            total = yield comm.all_reduce(total)
+        return total
+
+
+@dataclass(frozen=True)
+class ReadsTooEarly(ls.Compressor):
+    def reduce(self, group: Group, comm: Comm) -> Rounds:
+        total = group.unsent.clone()
+        pending = comm.all_reduce(total)
+        early = total.clone()
+        yield pending
+        return early
+
+
+@dataclass(frozen=True)
+class ChangesWhatTravels(ls.Compressor):
+    def reduce(self, group: Group, comm: Comm) -> Rounds:
+        sent = group.unsent.clone()
+        pending = comm.all_gather(sent)
+        sent += 1
+        return (yield pending).sum(0)
+
+
+@dataclass(frozen=True)
+class AnswerDependsOnTheRank(ls.Compressor):
+    def reduce(self, group: Group, comm: Comm) -> Rounds:
+        return (yield comm.all_reduce(group.unsent.clone())) + comm.rank
+
+
+@pytest.mark.parametrize(
+    ("compressor", "message"),
+    [
+        (DifferentMessages(), r"rank 0: all_reduce of float32 \[8\]; rank 1: all_gather of float32 \[8\]"),
+        (ShapeFollowsData(), r"rank 0: all_gather of float32 \[3\]; rank 1: all_gather of float32 \[4\]"),
+        (OneMessageMore(), r"rank 0: nothing; rank 1: all_reduce of float32 \[8\]"),
+        (ChangesWhatTravels(), "rank 0 changed the tensor it handed to all_gather"),
+        (AnswerDependsOnTheRank(), "rank 1's is not rank 0's"),
+    ],
+)
+def test_a_mistake_is_an_assertion_not_a_hang(compressor: ls.Compressor, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        simulate(compressor, GIVEN)
+
+
+def test_a_result_read_too_early_is_nan() -> None:
+    assert simulate(ReadsTooEarly(), GIVEN).mean.isnan().all()
+
+
+@dataclass(frozen=True)
+class NotAGenerator(ls.Compressor):
+    def reduce(self, group: Group, comm: Comm) -> Rounds:
+        return group.unsent  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class YieldsATensor(ls.Compressor):
+    def reduce(self, group: Group, comm: Comm) -> Rounds:
+        yield group.unsent  # type: ignore[misc]
+        return group.unsent
+
+
+@dataclass(frozen=True)
+class WrongShape(ls.Compressor):
+    def reduce(self, group: Group, comm: Comm) -> Rounds:
+        return (yield comm.all_reduce(group.unsent[:3].clone()))
+
+
+@pytest.mark.parametrize(
+    ("compressor", "message"),
+    [
+        (NotAGenerator(), "NotAGenerator.reduce returned Tensor; it must be a generator"),
+        (YieldsATensor(), "yielded Tensor; yield what a method of comm"),
+        (WrongShape(), r"WrongShape.reduce must return torch.float32 \[8\]; got torch.float32 \[3\]"),
+    ],
+)
+def test_a_compressor_that_is_not_one_is_told_so(compressor: ls.Compressor, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        simulate(compressor, GIVEN)
+
+
+def test_empty_messages_are_refused() -> None:
+    @dataclass(frozen=True)
+    class Empty(ls.Compressor):
+        def reduce(self, group: Group, comm: Comm) -> Rounds:
+            return (yield comm.all_reduce(group.unsent[:0]))
+
+    with pytest.raises(ValueError, match="all_reduce of an empty tensor"):
+        simulate(Empty(), GIVEN)
+
+
+def test_no_steps_is_an_empty_result() -> None:
+    result = simulate("skip_reduce", torch.empty(0, 3, 5))
+    assert result.mean.shape == (0, 5)
+    assert result.unsent.shape == (3, 5)
+    assert result.sent_bytes.shape == (0, 3)
+    assert result.picked.shape == (0,)
+
+
+def test_weights_reach_the_compressor() -> None:
+    @dataclass(frozen=True)
+    class SendsItsWeights(ls.Compressor):
+        def reduce(self, group: Group, comm: Comm) -> Rounds:
+            return (yield comm.all_reduce(group.weight()))
+
+    weights = torch.arange(8.0)
+    assert torch.equal(simulate(SendsItsWeights(), GIVEN, weights).mean[0], weights)
