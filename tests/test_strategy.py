@@ -1,0 +1,84 @@
+"""What the strategy says before any process starts."""
+
+import re
+import subprocess
+import sys
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.strategies import StrategyRegistry
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+import lightning_sparse as ls
+
+
+@pytest.mark.parametrize("name", list(ls.COMPRESSORS))
+@pytest.mark.parametrize("variant", ["", "_spawn", "_fork", "_notebook", "_find_unused_parameters_true"])
+def test_every_name_gives_a_strategy(name: str, variant: str) -> None:
+    strategy = StrategyRegistry.get(name + variant)
+    assert isinstance(strategy, ls.SparseDDPStrategy)
+    assert isinstance(strategy.compressor, ls.COMPRESSORS[name])
+
+
+def test_registering_again_is_harmless() -> None:
+    ls.register()
+    ls.register()
+    assert isinstance(StrategyRegistry.get("skip_reduce"), ls.SparseDDPStrategy)
+
+
+def test_names_work_in_both_lightning_packages_and_do_not_mix() -> None:
+    """In a process of its own: importing pytorch_lightning changes nothing for the other tests then."""
+    script = """
+import warnings; warnings.simplefilter("ignore")
+import lightning, pytorch_lightning, lightning_sparse as ls
+from lightning_sparse import pytorch_lightning as other
+run = pytorch_lightning.Trainer(strategy="skip_reduce", accelerator="cpu", devices=2, logger=False)
+assert type(run.strategy) is other.SparseDDPStrategy
+mixed = (pytorch_lightning.Trainer, ls.SparseDDPStrategy()), (lightning.Trainer, other.SparseDDPStrategy())
+for trainer, strategy in mixed:
+    try:
+        trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)
+    except TypeError as error:
+        assert "the two packages do not mix" in str(error), error
+        assert "lightning_sparse.pytorch_lightning.SparseDDPStrategy" in str(error)
+    else:
+        raise AssertionError("accepted")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compressor": "gzip"}, "compressor='gzip' is not one of skip_reduce, "),
+        ({"fusion": "all"}, "fusion='all' is not one of layer, bucket, none"),
+        ({"wire_dtype": "int8"}, "wire_dtype='int8' is not one of float32, bfloat16, float16"),
+        ({"warmup_steps": -1}, "warmup_steps=-1 is a number of dense steps"),
+        ({"residuals": "all"}, "residuals='all' is not one of per_rank, mean, none"),
+        ({"ddp_comm_hook": fp16_compress_hook}, "ddp_comm_hook cannot be combined with a compressor"),
+    ],
+)
+def test_bad_options_name_the_value_and_what_is_allowed(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ls.SparseDDPStrategy(**options)
+
+
+def test_an_unknown_name_is_lightnings_error() -> None:
+    with pytest.raises(ValueError, match="invalid strategy name"):
+        L.Trainer(strategy="skip_reduce_but_faster", accelerator="cpu")
+
+
+def test_unused_parameters_are_answered_with_a_name_of_ours() -> None:
+    error = RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one.")
+    ls.SparseDDPStrategy("sparse_topk").on_exception(error)
+    assert "strategy='sparse_topk_find_unused_parameters_true'" in str(error)
+
+
+def test_settings_reach_the_strategy() -> None:
+    strategy = ls.SparseDDPStrategy(ls.SkipReduce(0.25), wire_dtype="bfloat16", find_unused_parameters=True)
+    assert strategy.compressor == ls.SkipReduce(skip=0.25)
+    assert strategy.wire_dtype == torch.bfloat16
+    assert strategy._ddp_kwargs == {"find_unused_parameters": True}
