@@ -11,7 +11,6 @@ import lightning_sparse as ls
 from lightning_sparse.callbacks import human_bytes
 from lightning_sparse.metrics import compression_ratio, threshold_error
 
-
 before_any_update = pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
 
 
