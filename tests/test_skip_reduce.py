@@ -58,10 +58,21 @@ def test_nothing_skipped_is_the_dense_mean() -> None:
 
 def test_random_rotation_skips_every_rank_and_slice_equally_often() -> None:
     steps, size = 4000, 4
-    inside = contributors(ls.SkipReduce(skip=0.5, error_feedback=False), size, steps=steps)
+    inside = contributors(ls.SkipReduce(skip=0.5, rotation="random", error_feedback=False), size, steps=steps)
     skipped = 1 - inside.float().mean(0)  # [P slices, P ranks]
     sigma = (0.5 * 0.5 / steps) ** 0.5
     assert (skipped - 0.5).abs().max() < 4 * sigma
+
+
+@pytest.mark.parametrize(("size", "skipped"), [(p, s) for p in (2, 3, 4, 8) for s in range(1, p)])
+def test_even_rotation_skips_in_s_of_p_steps_and_never_longer_than_it_must(size: int, skipped: int) -> None:
+    compressor = ls.SkipReduce(skip=skipped / size, rotation="even", error_feedback=False)
+    out = ~contributors(compressor, size, steps=4 * size)  # [T, P slices, P ranks]
+    for start in range(3 * size):
+        assert (out[start : start + size].sum(0) == skipped).all()
+    longest = -(-skipped // (size - skipped))  # steps in a row
+    in_a_row = out.unfold(0, longest + 1, 1).all(-1)
+    assert not in_a_row.any()
 
 
 def test_static_rotation_always_skips_the_same() -> None:

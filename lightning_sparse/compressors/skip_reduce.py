@@ -8,6 +8,7 @@ from lightning_sparse.comm import Comm, Rounds
 from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.group import Group
 from lightning_sparse.ring import ring_sum
+from lightning_sparse.streams import draw
 
 
 @dataclass(frozen=True)
@@ -20,19 +21,20 @@ class SkipReduce(Compressor):
 
     Args:
         skip: fraction of the P ranks left out of every slice, in [0, 1].
-        rotation: "random" turns the ring's labels by a shared random amount each step, so that every (rank, slice)
-            is left out with the same frequency s / P; "static" never turns them: the same slices of a rank are left
-            out for ever, so it cannot deliver what it keeps.
+        rotation: how the ring's labels are turned from step to step, which decides who is left out.  "even" leaves
+            every (rank, slice) out in s of P steps, spread as evenly as can be, so that nothing waits longer than it
+            must; "random" turns by a shared random amount, as the papers do, to the same frequency s / P; "static"
+            never turns: the same slices of a rank are left out for ever, so it cannot deliver what it keeps.
         divisor: "world" divides the sum by P; "contributors" by the P - s ranks in it, an unbiased estimate for use
             without error feedback.
         error_feedback: keep what was left out.  False drops it, as the papers' code does, for replication.
         protect: patterns (as of a shell: ``"*.embedding.*"``) of parameter names that are always summed densely.
         protect_below: parameters with fewer elements than this are always summed densely.
-        seed: of the rotation; the same on every rank.
+        seed: of the rotation's start or draws; the same on every rank.
     """
 
     skip: float = 0.5
-    rotation: Literal["random", "static"] = "random"
+    rotation: Literal["even", "random", "static"] = "even"
     divisor: Literal["world", "contributors"] = "world"
     error_feedback: bool = True
     protect: tuple[str, ...] = ()
@@ -46,7 +48,7 @@ class SkipReduce(Compressor):
                 "so it must be in [0, 1]; 0.5 leaves out half of them."
             )
         for name, value, allowed in (
-            ("rotation", self.rotation, ("random", "static")),
+            ("rotation", self.rotation, ("even", "random", "static")),
             ("divisor", self.divisor, ("world", "contributors")),
         ):
             if value not in allowed:
@@ -72,13 +74,20 @@ class SkipReduce(Compressor):
     def reduce(self, group: Group, comm: Comm) -> Rounds:
         """Sum over the shortened ring."""
         skipped = self.steps_skipped(comm.size)
-        rotation = group.draw(self.seed) % comm.size if self.rotation == "random" else 0
+        rotation = self._rotation_now(group, comm.size, skipped)
         total = yield from ring_sum(group.unsent, comm, skipped, rotation)
         if not self.error_feedback:
             group.unsent.zero_()
         if self.divisor == "contributors":
             total.mul_(comm.size / (comm.size - skipped))
         return total
+
+    def _rotation_now(self, group: Group, size: int, skipped: int) -> int:
+        if self.rotation == "random":
+            return group.draw(self.seed) % size
+        if self.rotation == "even":  # the arc of skipped ranks moves on by its own length, from a random start
+            return (draw(self.seed, group.index) + group.step * skipped) % size
+        return 0
 
     def sends_whole(self, name: str, elements: int) -> bool:
         """Whether ``protect`` or ``protect_below`` exempts this parameter (selective SkipReduce)."""

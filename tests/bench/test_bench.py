@@ -1,0 +1,388 @@
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from lightning_sparse import COMPRESSORS, SkipReduce, SparseDDPStrategy
+from lightning_sparse.bench import plots, run
+from lightning_sparse.bench.cluster import Cluster, unavailable_reason
+from lightning_sparse.bench.peers import NO_COMMUNICATION, PEERS, all_names, contenders
+from lightning_sparse.bench.probe import Run, Step, interface_towards, read_counters
+from lightning_sparse.bench.report import Round, environment, middle_half, page, ratio, show, summarise
+from lightning_sparse.bench.worker import Place, Plan
+from lightning_sparse.cli import main
+
+REASON = unavailable_reason()
+PLAN = Plan("4x1gbit", "mlp_1m", "ddp,skip_reduce", steps=2, warmup=1, rounds=3, accelerator="cpu")
+
+
+def emulated(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that builds a cluster and trains on it."""
+    skip = pytest.mark.skipif(REASON is not None, reason=REASON or "")
+    return pytest.mark.cluster(pytest.mark.processes(skip(test)))
+
+
+# --- strategies by name
+
+
+def test_options_go_to_the_compressor_or_to_the_strategy() -> None:
+    strategy = contenders("skip_reduce:skip=0.25:wire_dtype=bfloat16:error_feedback=false:protect=*.bias+*.norm")[
+        0
+    ].build()
+    assert isinstance(strategy, SparseDDPStrategy)
+    assert strategy.compressor == SkipReduce(skip=0.25, error_feedback=False, protect=("*.bias", "*.norm"))
+    assert str(strategy.wire_dtype) == "torch.bfloat16"
+
+
+def test_a_strategy_named_twice_runs_twice() -> None:
+    assert [c.label for c in contenders("ddp, skip_reduce,ddp")] == ["ddp", "skip_reduce", "ddp#2"]
+
+
+def test_all_names_are_every_peer_and_every_compressor() -> None:
+    labels = [c.label for c in contenders(all_names())]
+    assert labels[0] == "ddp"
+    assert set(labels) == {*PEERS, *COMPRESSORS} - {NO_COMMUNICATION}
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("", r"'' is not one of ddp"),
+        ("dpp", r"'dpp' is not one of ddp.*skip_reduce.*Write 'name' or"),
+        ("ddp:skip=1", r"ddp takes no options"),
+        ("skip_reduce:skipp=1", r"'skipp=1' is not option=value with one of skip, .*wire_dtype"),
+        ("skip_reduce:skip", r"'skip' is not option=value"),
+        ("skip_reduce:skip=half", r"'skip=half' needs a value such as 0.5"),
+        ("skip_reduce:error_feedback=0", r"needs a value such as True"),
+        ("skip_reduce:skip=2", r"skip=2.0"),
+        ("skip_reduce:wire_dtype=int8", r"wire_dtype='int8' is not one of float32"),
+    ],
+)
+def test_bad_strategy_is_named_with_the_fix(spec: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        contenders(f"ddp,{spec}")
+
+
+def test_every_other_round_runs_backwards() -> None:
+    forth = [(0, NO_COMMUNICATION), (0, "ddp"), (0, "skip_reduce")]
+    back = [(1, "skip_reduce"), (1, "ddp"), (1, NO_COMMUNICATION)]
+    assert [(number, c.label) for number, c in PLAN.turns()] == forth + back + [(2, label) for _, label in forth]
+
+
+# --- statistics
+
+
+def test_middle_half() -> None:
+    assert asdict(middle_half([5, 1, 2, 3, 4])) == {"value": 3, "low": 2, "high": 4}
+    assert asdict(middle_half([7])) == {"value": 7, "low": 7, "high": 7}
+
+
+def test_ratio_is_taken_within_rounds() -> None:
+    # The second round is ten times slower, for both.
+    found = ratio([([2, 2, 2], [1, 1, 1]), ([20, 20], [10, 10]), ([2, 2], [1, 1])])
+    assert asdict(found) == {"value": 2, "low": 2, "high": 2}
+
+
+def test_ratio_of_equals_is_one_within_its_interval() -> None:
+    draw = random.Random(1)
+    inside = 0
+    for _ in range(40):
+        pairs = [([draw.gauss(1, 0.1) for _ in range(8)], [draw.gauss(1, 0.1) for _ in range(8)]) for _ in range(5)]
+        found = ratio(pairs)
+        assert found.low <= found.value <= found.high
+        inside += found.low <= 1 <= found.high
+    assert inside >= 36
+
+
+def made_up(strategy: str, number: int, seconds: float, counted: float) -> Round:
+    step = Step(
+        s=seconds,
+        loss=1 / seconds,
+        counted_bytes=counted,
+        wire_bytes=counted * 1.01 + 66 * 100,
+        wire_packets=100,
+        ms_compress=None,
+        ms_network=None,
+        ms_span=500 * seconds,
+        ms_wait=100,
+        ms_apply=5,
+    )
+    untimed = Step(**{**asdict(step), "s": 100.0})
+    return Round("4x1gbit", strategy, number, 4, 1, Run("cpu", 1, 1000, 10**8 + number, [untimed, step, step]))
+
+
+def made_up_rounds() -> list[Round]:
+    rounds = [made_up(NO_COMMUNICATION, 0, 0.5, 0), made_up("ddp", 0, 2, 1e6), made_up("skip_reduce", 0, 1, 5e5)]
+    rounds += [made_up("ddp", 1, 4, 1e6), made_up("skip_reduce", 1, 2, 5e5)]
+    return [*rounds, Round("4x1gbit", "powersgd_1", 0, 4, 1, None, "RuntimeError: no luck")]
+
+
+def test_summary() -> None:
+    rows = {row.strategy: row for row in summarise(made_up_rounds(), "ddp")}
+    assert list(rows) == [NO_COMMUNICATION, "ddp", "skip_reduce"]
+    row = rows["skip_reduce"]
+    assert (row.rounds, row.timed_steps, row.ranks) == (2, 4, 4)
+    assert row.s.value == 1.5
+    assert row.ratio is not None
+    assert row.ratio.value == 0.5
+    assert rows["ddp"].ratio is None
+    assert row.s_without_communication == 0.5
+    assert row.unexplained == pytest.approx(0.01)
+    assert rows[NO_COMMUNICATION].unexplained is None
+    assert row.wire_bits_per_s == pytest.approx(8 * (5e5 * 1.01 + 6600) / 0.75)
+    assert row.loss == pytest.approx((1 + 0.5) / 2)
+    assert row.peak_memory_bytes == 10**8 + 1
+
+
+def test_rounds_survive_json() -> None:
+    for measured in made_up_rounds():
+        assert Round.from_json(json.loads(json.dumps(asdict(measured)))) == measured
+
+
+def test_mean_over_ranks_leaves_out_what_a_rank_did_not_measure() -> None:
+    one = made_up("ddp", 0, 2, 1e6).run
+    other = made_up("ddp", 0, 4, 1e6).run
+    assert one is not None
+    assert other is not None
+    silent = Run("cpu", 1, 1000, 5, [Step(**{**asdict(step), "wire_bytes": None}) for step in other.steps])
+    mean = Run.mean([one, silent])
+    assert mean.steps[1].s == 3
+    assert mean.steps[1].wire_bytes == one.steps[1].wire_bytes
+    assert mean.steps[1].ms_compress is None
+    assert mean.peak_memory_bytes == 10**8
+
+
+def test_table_and_page_show_every_row_and_every_failure() -> None:
+    rounds = made_up_rounds()
+    rows = summarise(rounds, "ddp")
+    console = Console(width=150, record=True, file=open(os.devnull, "w"))  # noqa: SIM115  closed with the console
+    show(console, rows, rounds, "mlp_1m")
+    console.file.close()
+    text = page(rows, rounds, "mlp_1m", environment("lightning-sparse bench"), ["a.jsonl", "b.svg"])
+    for shown in (console.export_text(), text):
+        assert "mlp_1m on 4x1gbit: 4 ranks, 2 rounds" in shown
+        assert "1500 ms" in shown
+        assert "0.500" in shown
+        assert "+1.0%" in shown
+        assert "powersgd_1 failed on 4x1gbit in round 0: RuntimeError: no luck" in shown
+    assert "| `skip_reduce` | 1500 ms |" in text
+    assert "[a.jsonl](a.jsonl)" in text
+    assert "![b.svg](b.svg)" in text
+
+
+def test_environment_names_versions_and_no_host() -> None:
+    facts = environment("lightning-sparse bench")
+    assert {"command", "cpu", "cores", "memory_bytes", "system", "python", "torch", "lightning"} <= set(facts)
+    assert os.uname().nodename not in json.dumps(facts).split()
+
+
+def test_plots(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rounds = made_up_rounds()
+    names = plots.draw(summarise(rounds, "ddp"), rounds, tmp_path, "today")
+    assert names == ["today-step-time.svg", "today-4x1gbit-loss-by-time.svg", "today-4x1gbit-loss-by-bytes.svg"]
+    for name in names:
+        assert (tmp_path / name).read_text().startswith("<?xml")
+        assert (tmp_path / name).stat().st_size < 100_000
+
+
+# --- where a rank is
+
+
+def test_place_without_torchrun_and_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCHELASTIC_RUN_ID", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    assert Place.find(None) is None
+
+
+def test_place_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29400"}
+    for name, value in {**variables, "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "none"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    place = Place.find(None)
+    assert place == Place(3, 1, 4, 2, "127.0.0.1", 29400, store_is_there=False, interface="lo")
+    assert place.hosts == 2
+    with pytest.raises(ValueError, match=r"interface 'eth99' is not one of this host's: .*lo"):
+        Place.find("eth99")
+
+
+def test_interface_and_its_counters() -> None:
+    assert interface_towards("127.0.0.1") == "lo"
+    before = read_counters("lo")
+    assert read_counters("lo").tx_bytes >= before.tx_bytes
+
+
+# --- the command line
+
+
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in COMPRESSORS)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--workload", "gpt5"], "workload 'gpt5' is not one of mlp_1m"),
+        (["--strategies", "dpp"], "'dpp' is not one of ddp"),
+        (["--steps", "0"], "--steps 0 is too small: give 1 or more"),
+        (["--emulate", "4x1gb"], "bad cluster '4x1gb'"),
+        (["--emulate", "1x1gbit"], "cluster '1x1gbit' has one host"),
+        ([], "no cluster: give --emulate 4x1gbit, say, or start this command on every host with torchrun or srun"),
+    ],
+)
+def test_bad_command_says_what_to_do(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TORCHELASTIC_RUN_ID", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["bench", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_root_the_command_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "unavailable_reason", lambda: "an emulated cluster needs root")
+    assert main(["bench", "--emulate", "2x1gbit"]) == 2
+    assert "needs root" in capsys.readouterr().err
+
+
+# --- real runs
+
+
+def leftovers() -> set[str]:
+    """Namespaces, workers, and files for temporary use."""
+    namespaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout.splitlines()
+    own = {name for name in namespaces if name.startswith(f"lscluster-{os.getpid()}-")}
+    return own | {f"process {pid}" for pid in workers()} | {str(path) for path in Path("/dev/shm").iterdir()}
+
+
+def workers() -> Iterator[int]:
+    """Processes that this one started, directly or not, whose command is a worker's."""
+    for path in Path("/proc").iterdir():
+        try:
+            words = (path / "cmdline").read_bytes().split(b"\0")
+            marked = f"BENCH_TEST={os.getpid()}".encode() in (path / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"lightning_sparse.bench.worker" in words and marked:
+            yield int(path.name)
+
+
+def read_results(folder: Path) -> dict[str, list[dict[str, object]]]:
+    (file,) = folder.glob("*.jsonl")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    return {kind: [line for line in lines if line["kind"] == kind] for kind in ("environment", "round", "summary")}
+
+
+@emulated
+def test_emulated_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("BENCH_TEST", str(os.getpid()))
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    before = leftovers()
+    words = ["bench", "--emulate", "2x200mbit", "--workload", "mlp_1m", "--strategies", "ddp,skip_reduce"]
+    words += ["--steps", "5", "--warmup", "2", "--rounds", "1", "--output", str(tmp_path / "results")]
+    assert main(words) == 0
+    assert leftovers() == before
+    assert list(temporary.iterdir()) == []
+
+    shown = capsys.readouterr().out
+    assert "mlp_1m on 2x200mbit: 2 ranks, 1 round" in shown
+    results = read_results(tmp_path / "results")
+    assert results["environment"][0]["command"] == " ".join(["lightning-sparse", *words])
+    assert [(r["strategy"], r["error"]) for r in results["round"]] == [
+        (s, "") for s in (NO_COMMUNICATION, "ddp", "skip_reduce")
+    ]
+    rounds = [Round.from_json({k: v for k, v in r.items() if k != "kind"}) for r in results["round"]]
+    assert all(r.run is not None and len(r.run.steps) == 7 and len(r.timed) == 5 for r in rounds)
+    rows = {row.strategy: row for row in summarise(rounds, "ddp")}
+    assert [row["strategy"] for row in results["summary"]] == list(rows)
+    for name, counted in (("ddp", 4 * 1_089_034), ("skip_reduce", 2 * 1_089_034)):
+        row = rows[name]
+        assert row.counted_bytes == pytest.approx(counted, rel=0.001)
+        assert row.unexplained is not None
+        assert abs(row.unexplained) < 0.03
+        assert row.wire_bits_per_s is not None
+        assert row.wire_bits_per_s < 220e6
+        assert row.loss is not None
+    assert rows["ddp"].s.value > 4 * 1_089_034 * 8 / 200e6  # no faster than the network
+    assert rows["skip_reduce"].ms_compress is not None
+    assert (tmp_path / "results").glob("*.md")
+
+
+@emulated
+@pytest.mark.timeout(180)
+def test_torchrun_on_two_hosts_of_two_ranks_trains_with_every_compressor(tmp_path: Path) -> None:
+    with Cluster("2x1gbit") as cluster:
+
+        def command(host: int) -> list[str]:
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
+            where = [f"--node-rank={host}", f"--master-addr={cluster.address(0)}", "--master-port=29400"]
+            bench = ["-m", "lightning_sparse.cli", "bench", "--workload", "mlp_1m", "--output", str(tmp_path)]
+            return [
+                *torchrun,
+                *where,
+                *bench,
+                "--strategies",
+                ",".join(COMPRESSORS),
+                "--steps=2",
+                "--warmup=1",
+                "--rounds=1",
+            ]
+
+        done = cluster.run([command(host) for host in range(2)], timeout_s=150, env={"TMPDIR": str(tmp_path)})
+    assert "mlp_1m on 2 hosts: 4 ranks, 1 round" in done[0].stdout
+    results = read_results(tmp_path)
+    assert {r["strategy"]: r["error"] for r in results["round"]} == dict.fromkeys([NO_COMMUNICATION, *COMPRESSORS], "")
+
+
+@emulated
+def test_interrupted_run_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BENCH_TEST", str(os.getpid()))
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    before = leftovers()
+    results = tmp_path / "results"
+    ended = threading.Event()
+
+    def interrupt_while_training() -> None:
+        while not ended.wait(0.1):
+            # Two workers, the server of their store, and two processes that train; the first turn is done.
+            if len(list(workers())) == 5 and any(f.stat().st_size > 2000 for f in results.glob("*.jsonl")):
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+
+    interrupter = threading.Thread(target=interrupt_while_training)
+    interrupter.start()
+    words = ["bench", "--emulate", "2x10mbit", "--workload", "mlp_1m", "--strategies", "ddp"]
+    try:
+        status = main([*words, "--output", str(results)])
+    finally:
+        ended.set()
+        interrupter.join()
+    assert status == 130
+    assert "interrupted; what was measured so far is in" in capsys.readouterr().err
+    assert leftovers() == before
+    assert list(temporary.iterdir()) == []
+    assert len(read_results(results)["round"]) >= 1
+
+
+def test_runs_side_by_side_write_files_of_their_own(tmp_path: Path) -> None:
+    assert [run._new_file(tmp_path, "now").name for _ in range(3)] == ["now.jsonl", "now-2.jsonl", "now-3.jsonl"]

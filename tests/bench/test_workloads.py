@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_sparse.bench import workloads
+from lightning_sparse.bench.workloads import WORKLOADS, GradientOnly, parameter_sizes, workload_named
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors", "elements"),
+    [
+        ("resnet50_shapes", 161, 25_557_032),
+        ("vgg16_shapes", 32, 138_357_544),
+        ("bert_base_shapes", 199, 109_482_240),
+        ("gpt2_shapes", 148, 124_439_808),
+        ("flat_100mb", 1, 25_000_000),
+    ],
+)
+def test_sizes_of_well_known_models(name: str, tensors: int, elements: int) -> None:
+    sizes = parameter_sizes(workload_named(name))
+    assert (len(sizes), sum(sizes)) == (tensors, elements)
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"),
+    [("mlp_25m", 24e6, 26e6), ("gpt_10m", 9e6, 11e6), ("gpt_50m", 47e6, 52e6), ("resnet_digits", 2e6, 4e6)],
+)
+def test_models_have_about_the_size_in_their_name(name: str, least: float, most: float) -> None:
+    assert least < sum(parameter_sizes(WORKLOADS[name])) < most
+
+
+@pytest.mark.parametrize("name", ["mlp_1m", "gpt_10m", "resnet_digits", "resnet50_shapes"])
+def test_a_step_gives_every_parameter_a_gradient(name: str) -> None:
+    torch.manual_seed(0)
+    workload = workload_named(name)
+    module, data = workload.module(), workload.data()
+    batch = [torch.stack(field) for field in zip(*(data[i] for i in range(2)), strict=True)]
+    loss = module.training_step(batch)
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert (loss != 0) == workload.learns
+    for parameter_name, parameter in module.named_parameters():
+        assert parameter.grad is not None, parameter_name
+        assert parameter.grad.abs().sum() > 0, parameter_name
+
+
+def test_gradients_without_a_model_come_one_by_one_from_the_last_and_differ_from_step_to_step() -> None:
+    module = GradientOnly({"a.weight": (3, 4), "a.bias": (3,), "c.weight": (GradientOnly.POOL + 5,)})
+    order: list[str] = []
+    for name, parameter in module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    gradients = []
+    for _ in range(2):
+        module.zero_grad()
+        module.training_step([]).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]))
+    assert order == ["c.weight", "a.bias", "a.weight"] * 2
+    assert not torch.equal(*gradients)
+    assert gradients[0].std() == pytest.approx(1, rel=0.01)
+
+
+def test_a_mlp_learns_the_digits() -> None:
+    torch.manual_seed(0)
+    workload = workload_named("mlp_1m")
+    module = workload.module()
+    optimizer = module.configure_optimizers()
+    images, labels = workload.data()[:64]
+    losses = []
+    for _ in range(30):
+        loss = module.training_step([images, labels])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
+
+
+def test_unknown_workload_is_named_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match=r"workload 'mlp' is not one of mlp_1m, mlp_25m"):
+        workload_named("mlp")
+
+
+def test_missing_package_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workloads, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"needs the package 'sklearn'.*pip install lightning-sparse\[bench\]"):
+        workload_named("mlp_1m")
+    workload_named("gpt_10m")

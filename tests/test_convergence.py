@@ -1,0 +1,66 @@
+"""Training with less than all of the gradient ends where dense training ends, on simulated ranks and real digits."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import lightning_sparse as ls
+from lightning_sparse.compressors.base import take_step
+from lightning_sparse.fusion import lay_out
+from lightning_sparse.simulation import SimNetwork
+
+RANKS, STEPS, BATCH, LR = 4, 250, 16, 0.05
+
+
+def train_digits(compressor: ls.Compressor, seed: int, monkeypatch: pytest.MonkeyPatch) -> float:
+    """Test accuracy after SGD with momentum on P ranks, whose gradients ``compressor`` averages."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "examples")
+    from digits import Digits, DigitsClassifier
+
+    torch.manual_seed(seed)
+    model, data = DigitsClassifier(width=8), Digits()
+    data.setup("fit")
+    parameters = dict(model.named_parameters())
+    layouts = [lay_out(parameters, compressor, "layer") for _ in range(RANKS)]
+    networks = [SimNetwork(RANKS) for _ in layouts[0]]
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    images, labels = data.train.tensors
+    for step in range(STEPS):
+        optimizer.param_groups[0]["lr"] = LR * 0.5 * (1 + math.cos(math.pi * step / STEPS))
+        for layout in layouts:
+            batch = torch.randint(len(labels), (BATCH,))
+            gradients = torch.autograd.grad(
+                cross_entropy(model(images[batch]), labels[batch]), list(parameters.values())
+            )
+            of = dict(zip(parameters.values(), gradients, strict=True))
+            for group, _ in layout:
+                for parameter, slot in zip(group.parameters, group.slots(group.unsent), strict=True):
+                    slot += of[parameter].flatten()
+        for i, network in enumerate(networks):
+            steps = [take_step(layout[i][1], layout[i][0], network.comms[r]) for r, layout in enumerate(layouts)]
+            total = network.run(steps)[0]
+            group = layouts[0][i][0]
+            for parameter, slot in zip(group.parameters, group.slots(total / RANKS), strict=True):
+                parameter.grad = slot.view(parameter.shape).clone()
+        optimizer.step()
+    return _accuracy(model, data)
+
+
+@torch.no_grad()
+def _accuracy(model: nn.Module, data: object) -> float:
+    images, labels = data.test.tensors  # type: ignore[attr-defined]
+    return float((model(images).argmax(1) == labels).float().mean())
+
+
+def test_skip_reduce_is_as_accurate_as_dense_on_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    accuracy = {
+        compressor: [train_digits(compressor, seed, monkeypatch) for seed in range(3)]
+        for compressor in (ls.Dense(), ls.SkipReduce(skip=0.5))
+    }
+    dense, skip = (sum(accuracies) / 3 for accuracies in accuracy.values())
+    assert dense > 0.95, accuracy
+    assert skip > dense - 0.01, accuracy
