@@ -135,7 +135,7 @@ class Exchange:
         for lane in self._lanes:
             if lane.thread and lane.thread.is_alive():
                 lane.inbox.put(None)
-                lane.thread.join(timeout=0 if self.error else 10)
+                lane.thread.join(timeout=0 if self.error else 2)
 
     def unsent_norm(self) -> float:
         """Euclidean norm of all this rank has not sent."""

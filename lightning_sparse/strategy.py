@@ -17,6 +17,15 @@ from lightning_sparse.compressors import COMPRESSORS, Compressor, Warmup, by_nam
 from lightning_sparse.exchange import LANES, Exchange
 from lightning_sparse.fusion import BUCKET_BYTES, FUSIONS, lay_out
 
+UNSUPPORTED = (
+    "delay_all_reduce_named_params",
+    "device_mesh",
+    "mixed_precision",
+    "param_to_hook_all_reduce",
+    "process_group",
+    "skip_all_reduce_unused_params",
+)
+
 # The mixin serves lightning and pytorch_lightning, whose classes are unrelated; type checkers see the first.
 if TYPE_CHECKING:
     _Base = DDPStrategy
@@ -51,8 +60,14 @@ class SparseMixin(_Base):
                 "ddp_comm_hook cannot be combined with a compressor: DDP takes one hook, and this strategy registers "
                 "its own. For values in half precision on the wire give wire_dtype='bfloat16'."
             )
-        if fusion == "none":  # DDP hands over each parameter as soon as it is ready
-            ddp_kwargs.setdefault("bucket_cap_mb", 1e-6)
+        for name in UNSUPPORTED:
+            if ddp_kwargs.get(name):
+                raise ValueError(
+                    f"{name}={ddp_kwargs[name]!r} is not supported: with it DDP does not hand every gradient of every "
+                    "rank to its hook. Leave it out."
+                )
+        if fusion == "none" and ddp_kwargs.get("bucket_cap_mb") is None:
+            ddp_kwargs["bucket_cap_mb"] = 1e-6  # DDP hands over each parameter as soon as it is ready
         super().__init__(**ddp_kwargs)
         self.compressor = by_name(compressor)
         self.fusion = fusion
