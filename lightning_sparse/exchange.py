@@ -17,7 +17,7 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.group import Group
 
-LANES = 2
+LANES = 2  # over Gloo; one sends while the other adds
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,21 @@ class Exchange:
 
     [Note: who issues messages] Group i is sent on lane i mod the number of lanes.  A lane is one process group and one
     issuer, which runs its groups one after the other in a fixed order, so that on each process group every rank
-    launches the same messages in the same order whatever the timing.
+    launches the same messages in the same order whatever the timing.  Over Gloo the issuer is a thread.  Step time
+    relative to plain DDP, SkipReduce(skip=0.5) on two hosts at 1 Gbit/s (docs/benchmarks/2026-11-21-skip-reduce.md):
+
+    =================================================================  ================  =================
+    issuer                                                             groups of 25 MiB  one group a layer
+    =================================================================  ================  =================
+    a thread a lane, two lanes                                         0.70              0.62
+    one thread                                                         0.73              0.64
+    backward's thread steps every generator once, in each DDP hook     0.73              0.61
+    backward's thread waits in each DDP hook                           0.81              0.85
+    =================================================================  ================  =================
+
+    Stepping is as fast only while hooks follow each other; a thread goes on where none is called.  On NCCL, where
+    waiting blocks a stream and not the host, and several communicators need one order of launching, there is one lane,
+    and its issuer is the caller of the hook, on a stream of our own.
     """
 
     def __init__(
