@@ -106,7 +106,7 @@ class ByteLM(L.LightningModule):
         layers: int = 2,
         heads: int = 4,
         context: int = 64,
-        lr: float = 1e-3,
+        lr: float = 3e-4,
         tie_weights: bool = False,
     ):
         super().__init__()

@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--strategy", default="skip_reduce")
     parser.add_argument("--baseline", default="sparse_dense", help="the strategy to compare with")
     parser.add_argument("--devices", type=int, default=4, help="number of processes")
-    parser.add_argument("--max-steps", type=int, default=200)
+    parser.add_argument("--max-steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--time-limit", type=float, default=600, help="seconds that one training may take")
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
