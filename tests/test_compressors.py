@@ -70,7 +70,7 @@ def test_warmup_is_dense_first() -> None:
         (lambda: ls.RandomK(density=1.5), "RandomK(density=1.5): density is the fraction of elements sent"),
         (lambda: ls.SkipReduce(skip=-0.1), "SkipReduce(skip=-0.1): skip is the fraction of ranks"),
         (lambda: ls.SkipReduce(skip=float("nan")), "SkipReduce(skip=nan)"),
-        (lambda: ls.SkipReduce(rotation="left"), "rotation is one of random, static"),  # type: ignore[arg-type]
+        (lambda: ls.SkipReduce(rotation="left"), "rotation is one of even, random, static"),  # type: ignore[arg-type]
         (lambda: ls.SkipReduce(divisor="none"), "divisor is one of world, contributors"),  # type: ignore[arg-type]
         (lambda: ls.SkipReduce(divisor="contributors"), "use divisor='world', or error_feedback=False"),
         (lambda: ls.SkipReduce(protect="bias"), "protect is a list of patterns: ['bias']"),  # type: ignore[arg-type]

@@ -284,7 +284,7 @@ def _fit(plan: Plan, place: Place, number: int, contender: Contender) -> Run:
         enable_model_summary=False,
     )
     trainer.fit(module, DataLoader(workload.data(), workload.batch_size, shuffle=True, drop_last=True))
-    device = module.device
+    device = trainer.strategy.root_device  # the module itself is back on the CPU
     on_cuda = device.type == "cuda"
     return Run(
         device=torch.cuda.get_device_name(device) if on_cuda else "cpu",
