@@ -25,7 +25,7 @@ from lightning_sparse.bench.worker import Place, Plan, run
 from lightning_sparse.bench.workloads import parameter_sizes, workload_named
 
 _PORT = 29500  # of the workers' store; every emulated cluster has its ports to itself
-_TABLE_WIDTH = 150  # characters, where no terminal says how wide it is
+_TABLE_WIDTH = 170  # characters, where no terminal says how wide it is
 _ERROR_BYTES = 4_000  # of a worker's standard error that an error shows
 
 
