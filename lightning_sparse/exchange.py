@@ -94,10 +94,12 @@ class Exchange:
         self._group_of = {p: group for group in self.groups for p in group.parameters}
         self._elements = sum(group.n for group in self.groups)
 
+        # - the step being handed over: only the hook's thread looks
+        self._arriving = [len(group.parameters) for group in self.groups]  # parameters not handed over yet
+
         # - the step being taken
         self._deliveries: list[_Delivery] = []  # not given back yet
         self._arrived: dict[Tensor, tuple[Tensor, _Delivery]] = {}  # parameter -> its place in DDP's bucket
-        self._arriving = [len(group.parameters) for group in self.groups]  # parameters not handed over yet
         self._averaging = len(self.groups)  # groups not averaged yet
         self._handed_over_ns = 0
         self._lock = threading.Lock()  # around what several lanes change
@@ -131,15 +133,18 @@ class Exchange:
         for parameter, gradient in delivery.gradients:
             self._arrived[parameter] = (gradient, delivery)
             self._arriving[self._group_of[parameter].index] -= 1
-        for lane in self._lanes:
-            while lane.next < len(lane.groups) and not self._arriving[lane.groups[lane.next]]:
-                index = lane.groups[lane.next]
-                lane.next += 1
-                if lane.thread:
-                    lane.inbox.put(index)
-                else:
-                    with torch.cuda.stream(self._stream) if self._stream else nullcontext():
-                        self._average(lane, index)
+        complete = [index for lane in self._lanes for index in lane.take_complete(self._arriving)]
+        if not any(self._arriving):  # the step's last bucket: the next hook belongs to the next step
+            self._arriving = [len(group.parameters) for group in self.groups]
+            for lane in self._lanes:
+                lane.next = 0
+        for index in complete:
+            lane = self._lanes[index % len(self._lanes)]
+            if lane.thread:
+                lane.inbox.put(index)
+            else:
+                with torch.cuda.stream(self._stream) if self._stream else nullcontext():
+                    self._average(lane, index)
         return delivery.future
 
     def close(self) -> None:
@@ -214,7 +219,6 @@ class Exchange:
             lane.start_step()
         if self._used is not None:
             self._used.clear()
-        self._arriving = [len(group.parameters) for group in self.groups]
         self._averaging = len(self.groups)
         self.steps += 1
 
@@ -225,6 +229,7 @@ class _Lane:
     def __init__(self, comm: Comm, groups: Sequence[int], work: "Callable[[_Lane], None] | None") -> None:
         self.comm = comm
         self.groups = groups  # indices, in the order in which they are sent
+        self.next = 0  # position in `groups` of the one to send next; only the hook's thread looks
         self.inbox: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self.start_step()
         self.thread = (
@@ -233,8 +238,14 @@ class _Lane:
         if self.thread:
             self.thread.start()
 
+    def take_complete(self, arriving: Sequence[int]) -> list[int]:
+        """Groups that may be sent now: complete, and with none before them on this lane that is not."""
+        first = self.next
+        while self.next < len(self.groups) and not arriving[self.groups[self.next]]:
+            self.next += 1
+        return list(self.groups[first : self.next])
+
     def start_step(self) -> None:
-        self.next = 0  # position in `groups` of the one to send next
         self.compress_ns = 0
         self.network_ns = 0
         self._sent_before = self.comm.sent_bytes
