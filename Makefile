@@ -1,12 +1,13 @@
 # Everything runs in a virtual environment that make sets up by itself.
 #   make demo    train on real data with strategy="skip_reduce" on several processes
+#   make bench   a short comparison over emulated slow networks (Linux, root)
 #   make test    the tests
 #   make check   what CI runs: lint, types, tests
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test lint types check format clean
+.PHONY: setup demo bench test lint types check format clean
 
 setup: $(VENV)/.ready
 
@@ -18,6 +19,10 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 demo: setup
 	$(BIN)/python examples/demo.py
+
+bench: setup
+	$(BIN)/lightning-sparse bench --emulate 2x1gbit,2x100mbit --workload mlp_1m \
+	  --strategies ddp,bf16_hook,skip_reduce,skip_reduce:wire_dtype=bfloat16 --steps 5 --rounds 3 --plot
 
 test: setup
 	$(BIN)/python -m pytest

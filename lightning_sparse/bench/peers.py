@@ -205,9 +205,8 @@ def contenders(text: str) -> list[Contender]:
     return found
 
 
-def note_of(label: str) -> str:
-    """What a reader must know about the strategy of a row, or ""."""
-    name = label.partition("#")[0]
+def note_of(name: str) -> str:
+    """What a reader must know about a strategy, or ""."""
     return PEERS[name].note if name in PEERS else ""
 
 

@@ -26,7 +26,7 @@ def draw(rows: Sequence[Summary], rounds: Sequence[Round], folder: Path, stem: s
     """Draw every plot there is data for, as SVG files in ``folder``.  Returns their names."""
     from matplotlib import rc_context
 
-    with rc_context({"svg.hashsalt": stem, "figure.figsize": (7, 4), "figure.constrained_layout.use": True}):
+    with rc_context({"svg.hashsalt": stem, "font.size": 9}):
         figures = {"step-time": _step_time(rows)}
         for cluster in by_cluster(rows):
             learning = [r for r in rounds if r.cluster == cluster and r.strategy != NO_COMMUNICATION and _learns(r)]
@@ -44,36 +44,44 @@ def draw(rows: Sequence[Summary], rounds: Sequence[Round], folder: Path, stem: s
 
 
 def _step_time(rows: Sequence[Summary]) -> Any:
-    """Bars for each cluster, with the middle half of the steps."""
+    """Points for each cluster, with the middle half of the steps."""
     figure, axes = _figure()
     clusters = list(by_cluster(rows))
     strategies = list(dict.fromkeys(row.strategy for row in rows))
-    width = 0.8 / len(strategies)
     for i, strategy in enumerate(strategies):
         own = [row for row in rows if row.strategy == strategy]
-        places = [clusters.index(row.cluster) + (i - (len(strategies) - 1) / 2) * width for row in own]
-        middle = [1e3 * row.s.value for row in own]
+        aside = 0.6 * ((i + 0.5) / len(strategies) - 0.5)
+        places = [clusters.index(row.cluster) + aside for row in own]
         below = [1e3 * (row.s.value - row.s.low) for row in own]
         above = [1e3 * (row.s.high - row.s.value) for row in own]
-        axes.bar(places, middle, width, yerr=(below, above), label=strategy, color=f"C{i}", error_kw={"lw": 0.8})
+        axes.errorbar(places, [1e3 * row.s.value for row in own], (below, above), label=strategy, **_style(i), ls="")
     axes.set_xticks(range(len(clusters)), clusters)
+    axes.set_xlim(-0.5, len(clusters) - 0.5)
+    axes.set_yscale("log")
     axes.set_ylabel("ms a step")
-    axes.legend(fontsize="small")
+    axes.grid(axis="y", which="both", lw=0.3)
+    figure.legend(loc="outside right upper", fontsize="small")
     return figure
 
 
 def _loss(rounds: Sequence[Round], label: str, cost: Callable[[Step], float]) -> Any:
     """The loss, the mean over rounds at each step, over what the steps up to there cost."""
     figure, axes = _figure()
-    for strategy in dict.fromkeys(r.strategy for r in rounds):
+    for i, strategy in enumerate(dict.fromkeys(r.strategy for r in rounds)):
         runs = [r.run.steps for r in rounds if r.strategy == strategy and r.run]
         costs = [fmean(at) for at in zip(*(accumulate(map(cost, steps)) for steps in runs), strict=True)]
         losses = [fmean(step.loss or 0 for step in same) for same in zip(*runs, strict=True)]
-        axes.plot(costs, losses, label=strategy)
+        axes.plot(costs, losses, label=strategy, **_style(i), markevery=max(1, len(costs) // 10))
     axes.set_xlabel(label)
     axes.set_ylabel("training loss")
-    axes.legend(fontsize="small")
+    axes.grid(lw=0.3)
+    figure.legend(loc="outside right upper", fontsize="small")
     return figure
+
+
+def _style(i: int) -> dict[str, Any]:
+    """Colour and marker of the i-th strategy."""
+    return {"color": f"C{i % 10}", "marker": "osv^D"[i // 10 % 5], "markersize": 4, "linewidth": 1}
 
 
 def _learns(measured: Round) -> bool:
@@ -83,5 +91,5 @@ def _learns(measured: Round) -> bool:
 def _figure() -> tuple[Any, Any]:
     from matplotlib.figure import Figure  # without pyplot: no display, no state
 
-    figure = Figure()
+    figure = Figure(figsize=(8, 4), layout="constrained")
     return figure, figure.add_subplot()

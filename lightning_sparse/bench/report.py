@@ -240,7 +240,8 @@ def by_cluster(rows: Sequence[Summary]) -> dict[str, list[Summary]]:
 
 def notes(rounds: Sequence[Round]) -> list[str]:
     """What must be known about strategies, and which runs failed."""
-    found = [f"{name}: {note_of(name)}." for name in dict.fromkeys(r.strategy for r in rounds) if note_of(name)]
+    names = dict.fromkeys(r.strategy.partition("#")[0] for r in rounds)
+    found = [f"{name}: {note_of(name)}." for name in names if note_of(name)]
     for r in rounds:
         if r.error:
             found.append(f"{r.strategy} failed on {r.cluster} in round {r.number}: {r.error}")

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from torch.distributed import HashStore
 
 from lightning_sparse import COMPRESSORS, SkipReduce, SparseDDPStrategy
-from lightning_sparse.bench import plots, run
+from lightning_sparse.bench import plots, run, worker
 from lightning_sparse.bench.cluster import Cluster, unavailable_reason
 from lightning_sparse.bench.peers import NO_COMMUNICATION, PEERS, all_names, contenders
 from lightning_sparse.bench.probe import Run, Step, interface_towards, read_counters
@@ -30,7 +31,7 @@ PLAN = Plan("4x1gbit", "mlp_1m", "ddp,skip_reduce", steps=2, warmup=1, rounds=3,
 def emulated(test: Callable[..., None]) -> Callable[..., None]:
     """Mark a test that builds a cluster and trains on it."""
     skip = pytest.mark.skipif(REASON is not None, reason=REASON or "")
-    return pytest.mark.cluster(pytest.mark.processes(skip(test)))
+    return pytest.mark.cluster(pytest.mark.processes(pytest.mark.timeout(180)(skip(test))))
 
 
 # --- strategies by name
@@ -197,6 +198,12 @@ def test_plots(tmp_path: Path) -> None:
         assert (tmp_path / name).stat().st_size < 100_000
 
 
+def test_missing_matplotlib_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plots, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"--plot needs matplotlib.*pip install lightning-sparse\[bench\]"):
+        plots.require_matplotlib()
+
+
 # --- where a rank is
 
 
@@ -222,6 +229,17 @@ def test_interface_and_its_counters() -> None:
     assert interface_towards("127.0.0.1") == "lo"
     before = read_counters("lo")
     assert read_counters("lo").tx_bytes >= before.tx_bytes
+
+
+def test_the_cause_of_a_failure_is_told_and_not_its_consequences() -> None:
+    store = HashStore()
+    errors = ["stopped, since another rank failed", "RuntimeError: gloo: Connection closed", "ValueError: the cause"]
+    for rank, error in enumerate(errors):
+        store.set(f"rank {rank}", json.dumps({"error": error}))
+    place = Place(0, 0, 3, 1, "127.0.0.1", 29400, store_is_there=False, interface="lo")
+    measured = worker._gather(PLAN, place, 1, contenders("ddp")[0], store)
+    assert (measured.strategy, measured.number, measured.error) == ("ddp", 1, "ValueError: the cause")
+    assert measured.timed == []
 
 
 # --- the command line
@@ -263,10 +281,10 @@ def test_without_root_the_command_says_so(capsys: pytest.CaptureFixture[str], mo
 
 
 def leftovers() -> set[str]:
-    """Namespaces, workers, and files for temporary use."""
+    """Namespaces and workers of this process."""
     namespaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout.splitlines()
     own = {name for name in namespaces if name.startswith(f"lscluster-{os.getpid()}-")}
-    return own | {f"process {pid}" for pid in workers()} | {str(path) for path in Path("/dev/shm").iterdir()}
+    return own | {f"process {pid}" for pid in workers()}
 
 
 def workers() -> Iterator[int]:
@@ -325,7 +343,6 @@ def test_emulated_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 @emulated
-@pytest.mark.timeout(180)
 def test_torchrun_on_two_hosts_of_two_ranks_trains_with_every_compressor(tmp_path: Path) -> None:
     with Cluster("2x1gbit") as cluster:
 
