@@ -47,6 +47,17 @@ class Pending(ABC):
         """Block until the message has arrived and return its result."""
 
 
+def expect_pending(launched: object) -> Pending:
+    """What a compressor yielded, if it is a message under way.
+
+    Raises:
+        TypeError: if it is anything else.
+    """
+    if not isinstance(launched, Pending):
+        raise TypeError(f"a compressor yielded {type(launched).__name__}; yield what a method of comm returned.")
+    return launched
+
+
 #: A compressor at work: yields each message it waits for, gets its result, and returns a tensor in the end.
 Rounds = Generator[Pending, Tensor, Tensor]
 

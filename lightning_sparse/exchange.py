@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported at run time only
 from torch.futures import Future
 
-from lightning_sparse.comm import Comm, Pending, Rounds, traffic
+from lightning_sparse.comm import Comm, Rounds, expect_pending, traffic
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.group import Group
@@ -261,10 +261,8 @@ class _Lane:
         try:
             pending = next(rounds)
             while True:
-                if not isinstance(pending, Pending):
-                    raise TypeError(f"a compressor yielded {type(pending).__name__}; yield what a method of comm gave.")
                 waiting_ns = time.perf_counter_ns()
-                result = pending.wait()
+                result = expect_pending(pending).wait()
                 waited_ns += time.perf_counter_ns() - waiting_ns
                 pending = rounds.send(result)
         except StopIteration as stop:

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_sparse.comm import Comm, Pending, Rounds, wire_dtype_named
+from lightning_sparse.comm import Comm, Pending, Rounds, expect_pending, wire_dtype_named
 from lightning_sparse.compressors import Compressor, Dense, by_name
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.group import Group
@@ -155,7 +154,7 @@ class SimNetwork:
             arrived = {rank: None if pending is None else pending.wait() for rank, pending in waiting.items()}
             for rank, value in arrived.items():
                 try:
-                    waiting[rank] = _pending(ranks[rank].send(value))  # type: ignore[arg-type]  # None starts it
+                    waiting[rank] = expect_pending(ranks[rank].send(value))  # type: ignore[arg-type]  # None starts it
                 except StopIteration as stop:
                     results[rank] = stop.value
                     del waiting[rank]
@@ -185,12 +184,6 @@ class SimNetwork:
         for other in given[1:]:
             total += other
         return message.result.copy_(total)
-
-
-def _pending(launched: Any) -> Pending:
-    if not isinstance(launched, Pending):
-        raise TypeError(f"a compressor yielded {type(launched).__name__}; yield what a method of comm returned.")
-    return launched
 
 
 def _spoil(result: Tensor) -> None:

@@ -1,5 +1,6 @@
 """What is unsent survives a checkpoint."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -83,16 +84,10 @@ def cross_load(rank: int, size: int, folder: str) -> Any:
 
     fit("skip_reduce", 3).save_checkpoint(out / "ours.ckpt")
     fit("ddp", 5, out / "ours.ckpt").save_checkpoint(out / "plain.ckpt")
-    with pytest.warns(UserWarning, match="holds no residuals") if rank == 0 else _nothing():
+    with pytest.warns(UserWarning, match="holds no residuals") if rank == 0 else nullcontext():
         fit("skip_reduce", 7, out / "plain.ckpt").save_checkpoint(out / "weights.ckpt", weights_only=True)
     fit(ls.SparseDDPStrategy(residuals="none"), 3).save_checkpoint(out / "none.ckpt")
     return [KEY in torch.load(out / f"{n}.ckpt", weights_only=True) for n in ("ours", "plain", "weights", "none")]
-
-
-def _nothing() -> Any:
-    from contextlib import nullcontext
-
-    return nullcontext()
 
 
 def test_checkpoints_go_to_and_from_plain_ddp(ranks: Ranks, tmp_path: Path) -> None:
