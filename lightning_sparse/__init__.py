@@ -5,7 +5,17 @@ Importing this package makes its strategies known: ``Trainer(strategy="skip_redu
 
 from lightning_sparse.__about__ import __version__
 from lightning_sparse.callbacks import CompressionMonitor
-from lightning_sparse.compressors import COMPRESSORS, Compressor, Dense, RandomK, SkipReduce, TopK, Warmup
+from lightning_sparse.compressors import (
+    COMPRESSORS,
+    Compressor,
+    Dense,
+    MiCRO,
+    OkTopk,
+    RandomK,
+    SkipReduce,
+    TopK,
+    Warmup,
+)
 from lightning_sparse.metrics import CompressionRatio, ThresholdError
 from lightning_sparse.registry import register
 from lightning_sparse.simulation import Simulated, simulate
@@ -19,6 +29,8 @@ __all__ = [
     "CompressionRatio",
     "Compressor",
     "Dense",
+    "MiCRO",
+    "OkTopk",
     "RandomK",
     "Simulated",
     "SkipReduce",

@@ -7,8 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_sparse.sparse import Sparse
+
 # Values are float32 where they are summed and kept; on the wire they may be rounded to one of these.
-WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# int8 carries values in blocks of 256, each block with a float32 scale.
+WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 
 
 def wire_dtype_named(name: str) -> torch.dtype:
@@ -58,8 +61,10 @@ def expect_pending(launched: object) -> Pending:
     return launched
 
 
-#: A compressor at work: yields each message it waits for, gets its result, and returns a tensor in the end.
-Rounds = Generator[Pending, Tensor, Tensor]
+#: A part of a compressor at work: yields each message it waits for, gets its result, and returns a tensor in the end.
+Sums = Generator[Pending, Tensor, Tensor]
+#: A compressor at work: the same, and its total may be sparse.
+Rounds = Generator[Pending, Tensor, "Tensor | Sparse"]
 
 
 class Comm(ABC):
@@ -106,10 +111,10 @@ class Comm(ABC):
         self._count("all_gather", x)
         return self._all_gather(x)
 
-    def shift(self, x: Tensor, out: Tensor | None = None) -> Pending:
-        """Send to the next rank of the ring and receive from the previous one: [*s] -> [*s], into ``out`` if given."""
+    def shift(self, x: Tensor, out: Tensor | None = None, by: int = 1) -> Pending:
+        """Send to the rank ``by`` further on, receive from as far back: [*s] -> [*s], into ``out`` if given."""
         self._count("shift", x)
-        return self._shift(x, torch.empty_like(x) if out is None else out)
+        return self._shift(x, torch.empty_like(x) if out is None else out, by)
 
     def _count(self, message: str, x: Tensor) -> None:
         if x.numel() == 0:
@@ -124,7 +129,7 @@ class Comm(ABC):
     def _all_gather(self, x: Tensor) -> Pending: ...
 
     @abstractmethod
-    def _shift(self, x: Tensor, out: Tensor) -> Pending: ...
+    def _shift(self, x: Tensor, out: Tensor, by: int) -> Pending: ...
 
 
 class _Works(Pending):
@@ -148,8 +153,7 @@ class TorchComm(Comm):
     def __init__(self, group: dist.ProcessGroup, wire_dtype: torch.dtype = torch.float32) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), wire_dtype)
         self._group = group
-        self._next = dist.get_global_rank(group, (self.rank + 1) % self.size)
-        self._previous = dist.get_global_rank(group, (self.rank - 1) % self.size)
+        self._global = dist.get_process_group_ranks(group)
         self._nccl = dist.get_backend(group) == "nccl"
 
     def _all_reduce(self, x: Tensor) -> Pending:
@@ -163,18 +167,19 @@ class TorchComm(Comm):
         result = x.new_empty((self.size, *x.shape))
         return _Works([dist.all_gather(list(result), x, group=self._group, async_op=True)], result, x)
 
-    def _shift(self, x: Tensor, out: Tensor) -> Pending:
-        if self.size == 1:
+    def _shift(self, x: Tensor, out: Tensor, by: int) -> Pending:
+        if by % self.size == 0:
             return _Works([], out.copy_(x))
+        to, source = self._global[(self.rank + by) % self.size], self._global[(self.rank - by) % self.size]
         # The receive is posted first: on Gloo nothing is buffered for a receiver that is not there yet.
         if self._nccl:
             pair = [
-                dist.P2POp(dist.irecv, out, self._previous, self._group),
-                dist.P2POp(dist.isend, x, self._next, self._group),
+                dist.P2POp(dist.irecv, out, source, self._group),
+                dist.P2POp(dist.isend, x, to, self._group),
             ]
             return _Works(dist.batch_isend_irecv(pair), out, x)
-        received = dist.irecv(out, self._previous, self._group)
-        sent = dist.isend(x, self._next, self._group)
+        received = dist.irecv(out, source, self._group)
+        sent = dist.isend(x, to, self._group)
         assert received is not None  # both are None only on a rank outside the group
         assert sent is not None
         return _Works([received, sent], out, x)

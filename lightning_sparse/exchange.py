@@ -16,6 +16,7 @@ from lightning_sparse.comm import Comm, Rounds, expect_pending, traffic
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.group import Group
+from lightning_sparse.sparse import Sparse
 
 LANES = 2  # over Gloo; one sends while the other adds
 
@@ -178,8 +179,7 @@ class Exchange:
         arrived = [self._arrived.pop(parameter) for parameter in group.parameters]
         held = self._add(group, [gradient for gradient, _ in arrived])
         total = lane.run(take_step(self._compressors[index], group, lane.comm))
-        for (gradient, _), slot in zip(arrived, group.slots(total), strict=True):
-            torch.div(slot.view(gradient.shape), self.size, out=gradient)
+        _hand_back(total, group, [gradient for gradient, _ in arrived], self.size)
         for slot, kept in held:
             slot.add_(kept)
         with self._lock:
@@ -253,7 +253,7 @@ class _Lane:
     def sent_bytes(self) -> int:
         return self.comm.sent_bytes - self._sent_before
 
-    def run(self, rounds: Rounds) -> Tensor:
+    def run(self, rounds: Rounds) -> Tensor | Sparse:
         """Run a compressor to its end; counts the time it worked and the time it waited."""
         self.comm.reuse_buffers()
         start_ns = time.perf_counter_ns()
@@ -268,8 +268,19 @@ class _Lane:
         except StopIteration as stop:
             self.network_ns += waited_ns
             self.compress_ns += time.perf_counter_ns() - start_ns - waited_ns
-            total: Tensor = stop.value
+            total: Tensor | Sparse = stop.value
             return total
+
+
+def _hand_back(total: Tensor | Sparse, group: Group, gradients: Sequence[Tensor], size: int) -> None:
+    """Write the mean, ``total`` / P, where DDP looks for it."""
+    if isinstance(total, Sparse):
+        mean = Sparse(total.index, total.values / size)
+        for gradient, part in zip(gradients, mean.split(group.sizes), strict=True):
+            part.write(gradient)
+    else:
+        for gradient, slot in zip(gradients, group.slots(total), strict=True):
+            torch.div(slot.view(gradient.shape), size, out=gradient)
 
 
 def _gradients(bucket: GradBucket) -> Iterator[tuple[Tensor, Tensor]]:

@@ -19,10 +19,12 @@ class Group:
 
     Attributes:
         unsent: [n] float32, this rank's gradient that has not been sent yet.
-        memory: the compressor's own tensors; saved with a checkpoint.
+        memory: the compressor's own tensors, under the same names and of the same shapes on every rank; saved with a
+            checkpoint.
         step: optimizer steps this group has taken part in.
         picked: distinct elements updated in the last step, a number or a 0-d tensor (not read before it is logged).
         target: elements the compressor meant to update in the last step.
+        overflow: elements this rank meant to send in the last step but kept, for want of room in a message.
     """
 
     index: int
@@ -33,6 +35,7 @@ class Group:
     step: int = 0
     picked: int | Tensor = 0
     target: int = 0
+    overflow: int = 0
 
     def __post_init__(self) -> None:
         self.sizes = [p.numel() for p in self.parameters]

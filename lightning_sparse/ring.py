@@ -3,22 +3,22 @@
 import torch
 from torch import Tensor
 
-from lightning_sparse import wire
-from lightning_sparse.comm import Comm, Rounds
+from lightning_sparse.comm import Comm, Sums
+from lightning_sparse.wire import values as coding
 
 SEGMENT_BYTES = 512 * 1024  # a slice travels in segments, so that one is on the wire while another is being added
 
 
-def sum_values(values: Tensor, comm: Comm) -> Rounds:
+def sum_values(values: Tensor, comm: Comm) -> Sums:
     """The sum of ``values`` [n] over all ranks, [n] float32.  What rounding for the wire left stays in ``values``."""
     if comm.wire_dtype == torch.float32:
         total = comm.buffer(values.numel(), torch.float32, values.device)
-        wire.take(values, out=total)
+        coding.take(values, total.view(torch.uint8), torch.float32)
         return (yield comm.all_reduce(total))
     return (yield from ring_sum(values, comm))
 
 
-def ring_sum(values: Tensor, comm: Comm, skip: int = 0, rotation: int = 0) -> Rounds:
+def ring_sum(values: Tensor, comm: Comm, skip: int = 0, rotation: int = 0) -> Sums:
     """The sum of ``values`` [n] over a ring whose first ``skip`` reduce-scatter steps are left out, [n] float32.
 
     The vector is cut into P slices.  With labels L = (rank + rotation) mod P, slice c starts at label c+1+skip, every
@@ -33,7 +33,7 @@ def ring_sum(values: Tensor, comm: Comm, skip: int = 0, rotation: int = 0) -> Ro
         values.zero_()
         return total
     slices = _Slices(values, comm)
-    segments = slices.segments()
+    segments = range(slices.segments)
     label = (comm.rank + rotation) % size
     # The slices that arrive here, in order, and what is done with each segment of them.
     arrivals = [((label - j) % size, slices.add) for j in range(skip + 2, size + 1)]
@@ -41,54 +41,68 @@ def ring_sum(values: Tensor, comm: Comm, skip: int = 0, rotation: int = 0) -> Ro
     leaving = (label - 1 - skip) % size
 
     flights = []
-    for segment in segments:
-        slices.start(leaving, segment)
-        flights.append(comm.shift(slices.wire[leaving, segment], out=slices.wire[arrivals[0][0], segment]))
+    for i in segments:
+        slices.start(leaving, i)
+        flights.append(comm.shift(slices.wire[leaving][i], out=slices.wire[arrivals[0][0]][i]))
     for (c, receive), following in zip(arrivals, [*arrivals[1:], None], strict=True):
-        for i, segment in enumerate(segments):
+        for i in segments:
             yield flights[i]
-            receive(c, segment)
+            receive(c, i)
             if following is not None:
-                flights[i] = comm.shift(slices.wire[c, segment], out=slices.wire[following[0], segment])
-    for segment in segments:
-        slices.keep(label, segment)
+                flights[i] = comm.shift(slices.wire[c][i], out=slices.wire[following[0]][i])
+    for i in segments:
+        slices.keep(label, i)
     return slices.total
 
 
 class _Slices:
-    """A vector cut into P slices of equal width, and those slices on their way around the ring."""
+    """A vector cut into P slices of equal width, those into segments, and these on their way around the ring as bytes.
+
+    Each segment is encoded by itself.  Where the last slices reach beyond the vector, they are padded with zero bytes.
+    """
 
     def __init__(self, values: Tensor, comm: Comm) -> None:
         n = values.numel()
         self.values = values  # [n], this rank's own; gets back what rounding left
-        self.width = -(-n // comm.size)  # elements of a slice; the last ones are padded with zeros
-        flat = comm.buffer(comm.size * self.width, comm.wire_dtype, values.device)
-        flat[n:] = 0
-        self.wire = flat.view(comm.size, self.width)  # [P, width], as they travel
-        self._exact = flat.dtype == torch.float32
+        self.dtype = comm.wire_dtype
+        self.width = -(-n // comm.size)  # elements of a slice
+        # Elements of a segment, but for the last: whole blocks, so that none straddles two segments.
+        self.step = coding.BLOCK * max(1, SEGMENT_BYTES // coding.nbytes(coding.BLOCK, self.dtype))
+        self.segments = -(-self.width // self.step)  # of a slice
+        size = coding.nbytes(self.width, self.dtype)
+        row = -(-size // 4)  # in units of 4 bytes, so that each slice is aligned
+        flat = comm.buffer(comm.size * row, torch.float32, values.device)
+        rows = flat.view(comm.size, row).view(torch.uint8)[:, :size]  # [P, bytes]
+        self.wire = [each.split(coding.nbytes(self.step, self.dtype)) for each in rows]  # [P][segments] of [bytes]
+        self._exact = self.dtype == torch.float32
         self.total = flat[:n] if self._exact else comm.buffer(n, torch.float32, values.device)  # [n]
 
-    def segments(self) -> list[slice]:
-        step = max(1, SEGMENT_BYTES // self.wire.element_size())
-        return [slice(start, min(start + step, self.width)) for start in range(0, self.width, step)]
+    def start(self, c: int, i: int) -> None:
+        """Put this rank's own into segment ``i`` of slice ``c``."""
+        own = self._place(self.values, c, i)
+        payload = self._payload(c, i, own)
+        coding.take(own, payload, self.dtype)
+        self.wire[c][i][payload.numel() :] = 0
 
-    def start(self, c: int, segment: slice) -> None:
-        """Put this rank's own into slice ``c``."""
-        own = self._place(self.values, c, segment)
-        wire.take(own, out=self.wire[c, segment][: own.numel()])
+    def add(self, c: int, i: int) -> None:
+        """Add this rank's own to segment ``i`` of slice ``c``, which has arrived."""
+        own = self._place(self.values, c, i)
+        payload = self._payload(c, i, own)
+        coding.add(payload, own, self.dtype)
+        coding.take(own, payload, self.dtype)
 
-    def add(self, c: int, segment: slice) -> None:
-        """Add this rank's own to slice ``c``, which has arrived."""
-        own = self._place(self.values, c, segment)
-        own.add_(self.wire[c, segment][: own.numel()])
-        wire.take(own, out=self.wire[c, segment][: own.numel()])
-
-    def keep(self, c: int, segment: slice) -> None:
-        """Slice ``c`` is complete."""
+    def keep(self, c: int, i: int) -> None:
+        """Segment ``i`` of slice ``c`` is complete."""
         if not self._exact:
-            place = self._place(self.total, c, segment)
-            place.copy_(self.wire[c, segment][: place.numel()])
+            place = self._place(self.total, c, i)
+            coding.read(self._payload(c, i, place), place, self.dtype)
 
-    def _place(self, flat: Tensor, c: int, segment: slice) -> Tensor:
-        start = c * self.width
-        return flat[start + segment.start : min(start + segment.stop, flat.numel())]
+    def _place(self, flat: Tensor, c: int, i: int) -> Tensor:
+        """The elements of a segment, fewer than its width where ``flat`` [n] ends."""
+        start = c * self.width + i * self.step
+        return flat[start : min(start + self.step, (c + 1) * self.width)]
+
+    def _payload(self, c: int, i: int, place: Tensor) -> Tensor:
+        """The bytes of a segment that carry the elements of ``place``: all but the padding."""
+        segment: Tensor = self.wire[c][i]
+        return segment[: coding.nbytes(place.numel(), self.dtype)]

@@ -1,4 +1,20 @@
-"""How many elements, and which: what two or more compressors share."""
+"""How many elements, and which: counts, thresholds and scans shared by the compressors that pick by magnitude."""
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_sparse.control import NEAR
+from lightning_sparse.sparse import nonzero
+from lightning_sparse.wire import Picks
+
+SCAN = 2**16  # elements looked at together, so that they stay in a core's cache
+SAMPLE = 2**16  # elements at least in a sample, where there are so many ...
+SAMPLED_PICKS = 1024  # ... and so many of them above the threshold that is wanted: about 3 % of uncertainty
+QUANTILES = 128  # that tell of a distribution
+SMALLEST = 2.0**-149  # the smallest positive float32: a threshold that every element but zero reaches
 
 
 def check_density(compressor: object, density: float) -> None:
@@ -10,6 +26,110 @@ def check_density(compressor: object, density: float) -> None:
         )
 
 
+def check_slack(compressor: object, slack: float) -> None:
+    """Raise a ValueError that names the compressor and the value unless ``slack`` is finite and at least 1."""
+    if not 1 <= slack < float("inf"):
+        raise ValueError(
+            f"{type(compressor).__name__}(slack={slack!r}): a message needs room for the elements that are meant to "
+            "travel in it, so slack is 1 or more; 1.25 leaves a quarter for steps with more."
+        )
+
+
 def count(density: float, n: int) -> int:
     """k: ``density * n`` rounded, at least 1 and at most n."""
     return min(n, max(1, round(density * n)))
+
+
+def room(picks: float, slack: float) -> int:
+    """Picks there is room for in a message that is meant to carry ``picks``: at least 1."""
+    return max(1, math.ceil(picks * slack))
+
+
+def pick(x: Tensor, threshold: float, capacity: int) -> Picks:
+    """The elements of ``x`` [n] whose magnitude is at least ``threshold``, the ``capacity`` largest if there are more.
+
+    Values are left out.
+    """
+    found = above(x, NEAR * threshold)
+    magnitudes = x.index_select(0, found).abs()
+    picked = found if threshold <= 0 else found.index_select(0, nonzero(~(magnitudes < threshold)))
+    seen = picked.numel()
+    if seen > capacity:
+        picked = found.index_select(0, largest(magnitudes, capacity))
+    return Picks(picked, x.new_empty(0), seen, near=found.numel())
+
+
+def above(x: Tensor, threshold: float) -> Tensor:
+    """Indices, rising, of the elements of ``x`` [n] whose magnitude is at least ``threshold``: [m] int64.
+
+    Never zeros, whatever the threshold; always NaN, so that it is seen and not kept.
+    """
+    threshold = max(threshold, SMALLEST)
+    if x.device.type != "cpu":
+        return (~(x.abs() < threshold)).nonzero().squeeze(1)
+    flat = x.numpy()
+    magnitude = np.empty(SCAN, dtype=np.float32)
+    found = []
+    for start in range(0, flat.size, SCAN):
+        part = flat[start : start + SCAN]
+        np.abs(part, out=magnitude[: part.size])
+        found.append(np.flatnonzero(~(magnitude[: part.size] < np.float32(threshold))) + start)
+    return torch.from_numpy(np.concatenate(found)) if found else torch.empty(0, dtype=torch.int64)
+
+
+def estimate_threshold(x: Tensor, k: int) -> float:
+    """About the ``k``-th largest magnitude in ``x`` [n], from a regular sample; 0 where fewer than k are not zero."""
+    n = x.numel()
+    if n == 0 or k >= n:
+        return 0.0
+    wanted = max(SAMPLE, SAMPLED_PICKS * n // k)
+    stride = max(1, n // wanted) | 1  # odd, so as not to fall in step with the rows of a matrix
+    sample = x[::stride].abs()
+    return _largest(sample, count(k / n, sample.numel()))
+
+
+def summary(x: Tensor) -> Tensor:
+    """How magnitudes in ``x`` [m] are distributed, for :func:`pooled_threshold`: [1 + QUANTILES] float32."""
+    m = x.numel()
+    if m == 0:
+        return x.new_zeros(1 + QUANTILES)
+    at = torch.linspace(0, m - 1, QUANTILES, dtype=torch.float64, device=x.device).round().long()
+    return torch.cat([x.new_tensor([m]), x.abs().sort().values.index_select(0, at)])
+
+
+def pooled_threshold(summaries: Tensor, k: int) -> float:
+    """About the ``k``-th largest magnitude of all that ``summaries`` [P, 1 + QUANTILES] tell of; 0 if there are fewer.
+
+    Each quantile stands for as many elements, so k is met to within m / (2 QUANTILES) elements of a summary of m.
+    """
+    counts, quantiles = summaries.cpu().double().split([1, QUANTILES], dim=1)
+    magnitudes, order = quantiles.flatten().sort(descending=True)
+    reached = (counts / QUANTILES).expand_as(quantiles).flatten()[order].cumsum(0)
+    place = int(torch.searchsorted(reached, float(k)))
+    return magnitudes[place].item() if place < magnitudes.numel() else 0.0
+
+
+def kth_largest(x: Tensor, k: int) -> float:
+    """The ``k``-th largest magnitude in ``x`` [n], exactly.  NaN counts as the largest."""
+    return _largest(x.index_select(0, _candidates(x, k)).abs(), k)
+
+
+def largest(x: Tensor, k: int) -> Tensor:
+    """Indices, rising, of the ``k`` elements of ``x`` [n] with the largest magnitudes: [k] int64."""
+    candidates = _candidates(x, k)
+    among = x.index_select(0, candidates).abs().topk(k, sorted=False).indices
+    return candidates.index_select(0, among.sort().values)
+
+
+def _candidates(x: Tensor, k: int) -> Tensor:
+    """Indices, rising, of elements among which the k largest are: one scan in place of a selection over all n."""
+    if 0 < k < x.numel() // 4:
+        found = above(x, estimate_threshold(x, 2 * k))
+        if found.numel() >= k:
+            return found
+    return torch.arange(x.numel(), device=x.device)
+
+
+def _largest(magnitudes: Tensor, k: int) -> float:
+    kth: float = magnitudes.topk(k, sorted=False).values.min().item()
+    return kth

@@ -10,6 +10,7 @@ from lightning_sparse.comm import Comm, Pending, Rounds, expect_pending, wire_dt
 from lightning_sparse.compressors import Compressor, Dense, by_name
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.group import Group
+from lightning_sparse.sparse import Sparse
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def simulate(
         compressor: an instance, or a name in ``COMPRESSORS``.
         gradients: [T, P, n] floating point: of each step, on each rank.
         weights: [n], the parameters' values, for compressors that look at them; zeros if not given.
-        wire_dtype: of values on the wire: "float32", "bfloat16" or "float16".
+        wire_dtype: of values on the wire: "float32", "bfloat16", "float16" or "int8".
 
     Raises:
         ValueError: for shapes that do not fit, an unknown compressor or an unknown ``wire_dtype``.
@@ -68,7 +69,8 @@ def simulate(
         for group, own in zip(groups, gradient, strict=True):
             group.unsent += own
         before = [comm.sent_bytes for comm in network.comms]
-        results = network.run([take_step(compressor, g, c) for g, c in zip(groups, network.comms, strict=True)])
+        totals = network.run([take_step(compressor, g, c) for g, c in zip(groups, network.comms, strict=True)])
+        results = [total.dense(n) if isinstance(total, Sparse) else total for total in totals]
         for rank, result in enumerate(results):
             assert _same_bits(result, results[0]), f"the totals differ: rank {rank}'s is not rank 0's, bit for bit"
         means.append(results[0] / size)
@@ -93,9 +95,11 @@ class _Message(Pending):
     source: Tensor | None  # the tensor it handed over; None if the result comes back in it
     result: Tensor
     deliver: Callable[["_Message"], Tensor] = field(repr=False)
+    by: int  # ranks a shift goes on
 
     def __str__(self) -> str:
-        return f"{self.kind} of {str(self.given.dtype).removeprefix('torch.')} {list(self.given.shape)}"
+        distance = f" by {self.by}" if self.by > 1 else ""
+        return f"{self.kind}{distance} of {str(self.given.dtype).removeprefix('torch.')} {list(self.given.shape)}"
 
     def wait(self) -> Tensor:
         """The result, now that every rank has launched this message."""
@@ -121,15 +125,15 @@ class SimComm(Comm):
     def _all_gather(self, x: Tensor) -> Pending:
         return self._launch("all_gather", x, result=x.new_empty((self.size, *x.shape)))
 
-    def _shift(self, x: Tensor, out: Tensor) -> Pending:
-        return self._launch("shift", x, result=out)
+    def _shift(self, x: Tensor, out: Tensor, by: int) -> Pending:
+        return self._launch("shift", x, result=out, by=by)
 
-    def _launch(self, kind: str, x: Tensor, result: Tensor) -> Pending:
+    def _launch(self, kind: str, x: Tensor, result: Tensor, by: int = 0) -> Pending:
         given = x.clone()
         _spoil(result)
         sent = self._network.sent[self.rank]
         source = None if result is x else x
-        message = _Message(kind, self.rank, len(sent), given, source, result, self._network.deliver)
+        message = _Message(kind, self.rank, len(sent), given, source, result, self._network.deliver, by)
         sent.append(message)
         return message
 
@@ -142,13 +146,13 @@ class SimNetwork:
         self.sent: list[list[_Message]] = [[] for _ in range(size)]  # per rank, in the order of launching
         self.comms = [SimComm(self, rank, wire_dtype) for rank in range(size)]
 
-    def run(self, ranks: Sequence[Rounds]) -> list[Tensor]:
+    def run(self, ranks: Sequence[Rounds]) -> list[Tensor | Sparse]:
         """Run one generator a rank to its end, each to its next yield in turn; returns what each returned.
 
         Raises:
             AssertionError: if the ranks' messages do not match, naming the ranks and what each launched.
         """
-        results: list[Tensor | None] = [None] * self.size
+        results: list[Tensor | Sparse | None] = [None] * self.size
         waiting: dict[int, Pending | None] = dict.fromkeys(range(self.size))
         while waiting:
             arrived = {rank: None if pending is None else pending.wait() for rank, pending in waiting.items()}
@@ -177,7 +181,7 @@ class SimNetwork:
             )
         given = [part.given for part in parts if part is not None]
         if message.kind == "shift":
-            return message.result.copy_(given[(message.rank - 1) % self.size])
+            return message.result.copy_(given[(message.rank - message.by) % self.size])
         if message.kind == "all_gather":
             return message.result.copy_(torch.stack(given))
         total = given[0].clone()
@@ -187,8 +191,11 @@ class SimNetwork:
 
 
 def _spoil(result: Tensor) -> None:
-    """Fill with what nobody can mistake for a result: NaN, or the smallest integer."""
-    result.fill_(torch.nan if result.is_floating_point() else torch.iinfo(result.dtype).min)
+    """Fill with what nobody can mistake for a result: NaN, the smallest integer, or bits that are all set."""
+    if result.is_floating_point():
+        result.fill_(torch.nan)
+    else:
+        result.fill_(255 if result.dtype in (torch.uint8, torch.bool) else torch.iinfo(result.dtype).min)
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

@@ -240,7 +240,7 @@ class SparseDDPStrategy(SparseMixin, DDPStrategy):
         compressor: a name in ``COMPRESSORS``, for its defaults, or an instance such as ``SkipReduce(skip=0.5)``.
         fusion: which parameters travel together.  "bucket": groups of ``bucket_cap_mb`` (25) MiB in backward order;
             "none": one group a layer; "layer": the groups of "bucket" of 25 MiB until a plan has been measured.
-        wire_dtype: of values on the wire: "float32", "bfloat16" or "float16"; what rounding leaves is kept.
+        wire_dtype: of values on the wire: "float32", "bfloat16", "float16" or "int8"; what rounding leaves is kept.
         warmup_steps: dense steps before the compressor starts.
         residuals: what a checkpoint keeps of the gradient not yet sent.  "per_rank": all of it, to resume bit for bit
             on the same number of ranks; "mean": one mean over the ranks; "none".

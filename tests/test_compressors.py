@@ -93,28 +93,6 @@ def test_a_compressor_that_is_neither_name_nor_instance_is_refused() -> None:
         by_name(ls.TopK)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_taking_values_leaves_exactly_what_rounding_left(dtype: torch.dtype) -> None:
-    values = torch.tensor([0.0, -0.0, 1.0, 1 / 3, -1e-9, 65504.0, 1e6, -3e38, 1e-40])
-    before = values.double()
-    out = torch.empty_like(values, dtype=dtype)
-    wire.take(values, out)
-    assert torch.isfinite(out).all()
-    assert torch.allclose(out.double() + values.double(), before, rtol=1e-7, atol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("k", [1, 2, 3, 1000])
-def test_packed_pairs_come_back(dtype: torch.dtype, k: int) -> None:
-    index = torch.randint(0, 2**31 - 1, (k,))
-    index[0] = 2**31 - 1
-    values = torch.randn(k).to(dtype)
-    payload = wire.pack(index, values)
-    assert payload.numel() == k * (4 + dtype.itemsize)
-    for there, back in zip((index, values), wire.unpack(payload, dtype), strict=True):
-        assert torch.equal(there, back)
-
-
 def test_draws_depend_on_every_counter_and_nothing_else() -> None:
     draws = {draw(seed, step, group) for seed in range(10) for step in range(10) for group in range(10)}
     assert len(draws) == 1000

@@ -105,7 +105,7 @@ class WrongShape(ls.Compressor):
     [
         (NotAGenerator(), "NotAGenerator.reduce returned Tensor; it must be a generator"),
         (YieldsATensor(), "yielded Tensor; yield what a method of comm"),
-        (WrongShape(), r"WrongShape.reduce must return torch.float32 \[8\]; got torch.float32 \[3\]"),
+        (WrongShape(), r"WrongShape.reduce must return a Sparse or torch.float32 \[8\]; got torch.float32 \[3\]"),
     ],
 )
 def test_a_compressor_that_is_not_one_is_told_so(compressor: ls.Compressor, message: str) -> None:

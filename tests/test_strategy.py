@@ -56,7 +56,7 @@ for trainer, strategy in mixed:
     [
         ({"compressor": "gzip"}, "compressor='gzip' is not one of skip_reduce, "),
         ({"fusion": "all"}, "fusion='all' is not one of layer, bucket, none"),
-        ({"wire_dtype": "int8"}, "wire_dtype='int8' is not one of float32, bfloat16, float16"),
+        ({"wire_dtype": "int4"}, "wire_dtype='int4' is not one of float32, bfloat16, float16, int8"),
         ({"warmup_steps": -1}, "warmup_steps=-1 is a number of dense steps"),
         ({"residuals": "all"}, "residuals='all' is not one of per_rank, mean, none"),
         ({"skip_all_reduce_unused_params": True}, "skip_all_reduce_unused_params=True is not supported"),

@@ -2,6 +2,8 @@
 
 from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.compressors.dense import Dense
+from lightning_sparse.compressors.micro import MiCRO
+from lightning_sparse.compressors.ok_topk import OkTopk
 from lightning_sparse.compressors.random_k import RandomK
 from lightning_sparse.compressors.skip_reduce import SkipReduce
 from lightning_sparse.compressors.top_k import TopK
@@ -10,6 +12,8 @@ from lightning_sparse.compressors.warmup import Warmup
 #: Name -> class.  A name here is a name of a strategy, and is tested for every law.
 COMPRESSORS: dict[str, type[Compressor]] = {
     "skip_reduce": SkipReduce,
+    "micro": MiCRO,
+    "ok_topk": OkTopk,
     "sparse_dense": Dense,
     "sparse_topk": TopK,
     "sparse_random_k": RandomK,
@@ -37,4 +41,15 @@ def by_name(compressor: object) -> Compressor:
     )
 
 
-__all__ = ["COMPRESSORS", "Compressor", "Dense", "RandomK", "SkipReduce", "TopK", "Warmup", "by_name"]
+__all__ = [
+    "COMPRESSORS",
+    "Compressor",
+    "Dense",
+    "MiCRO",
+    "OkTopk",
+    "RandomK",
+    "SkipReduce",
+    "TopK",
+    "Warmup",
+    "by_name",
+]

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_sparse.comm import Comm, Rounds
 from lightning_sparse.group import Group
+from lightning_sparse.sparse import Sparse
 
 
 class Compressor(ABC):
@@ -25,12 +26,13 @@ class Compressor(ABC):
 
     @abstractmethod
     def reduce(self, group: Group, comm: Comm) -> Rounds:
-        """Return the sum over all ranks of what each sends, [n] float32, the same on every rank.
+        """Return the sum over all ranks of what each sends, [n] float32 or :class:`Sparse`, the same on every rank.
 
         On entry ``group.unsent`` [n] is this rank's gradient plus all it has not sent before.  Take out of it, in
         place, exactly what this rank contributes to the total.  Launch a message on ``comm`` and yield it to get its
         result: ``sums = yield comm.all_reduce(picked)``.  Several messages may be launched before the first is yielded.
-        A compressor that updates fewer than all n elements says so in ``group.picked`` and ``group.target``.
+        A compressor that updates fewer than all n elements says in ``group.target`` how many it meant to update, and
+        returns a :class:`Sparse` or sets ``group.picked``.
         """
 
     def sends_whole(self, name: str, elements: int) -> bool:
@@ -40,8 +42,10 @@ class Compressor(ABC):
 
 
 def take_step(compressor: Compressor, group: Group, comm: Comm) -> Rounds:
-    """One step of one group, checked: the total, [n] float32; the mean gradient is a P-th of it."""
+    """One step of one group, checked: the total over the ranks; the mean gradient is a P-th of it."""
     group.picked = group.target = group.n
+    group.overflow = 0
+    total: object
     if group.n == 0:
         total = group.unsent.clone()
     else:
@@ -52,8 +56,12 @@ def take_step(compressor: Compressor, group: Group, comm: Comm) -> Rounds:
                 "yield each message it launches (result = yield comm.all_reduce(x)) and return the total."
             )
         total = yield from rounds
-        if not isinstance(total, Tensor) or total.shape != (group.n,) or total.dtype != torch.float32:
+        if isinstance(total, Sparse):
+            group.picked = total.index.numel()
+        elif not isinstance(total, Tensor) or total.shape != (group.n,) or total.dtype != torch.float32:
             got = f"{total.dtype} {list(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
-            raise TypeError(f"{type(compressor).__name__}.reduce must return torch.float32 [{group.n}]; got {got}.")
+            raise TypeError(
+                f"{type(compressor).__name__}.reduce must return a Sparse or torch.float32 [{group.n}]; got {got}."
+            )
     group.step += 1
     return total

@@ -10,6 +10,7 @@ from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.group import Group
 from lightning_sparse.ring import sum_values
 from lightning_sparse.select import check_density, count
+from lightning_sparse.sparse import Sparse
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,11 @@ class RandomK(Compressor):
     def reduce(self, group: Group, comm: Comm) -> Rounds:
         """Sum the chosen elements over all ranks; the others wait."""
         index = scattered(group.n, count(self.density, group.n), group.generator(self.seed))  # [k]
-        group.picked = group.target = index.numel()
-        picked = group.unsent[index]  # [k]
+        group.target = index.numel()
+        picked = group.unsent.index_select(0, index)  # [k]
         total = yield from sum_values(picked, comm)
-        group.unsent[index] = picked  # what rounding left
-        return torch.zeros_like(group.unsent).index_copy_(0, index, total)
+        group.unsent.index_copy_(0, index, picked)  # what rounding left
+        return Sparse(index, total)
 
 
 def scattered(n: int, k: int, generator: torch.Generator) -> Tensor:

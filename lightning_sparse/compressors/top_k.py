@@ -4,11 +4,12 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_sparse import wire
 from lightning_sparse.comm import Comm, Rounds
 from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.group import Group
-from lightning_sparse.select import check_density, count
+from lightning_sparse.select import check_density, count, largest
+from lightning_sparse.sparse import Sparse, add_up
+from lightning_sparse.wire import PickLayout, Picks, check_index_format, index_format
 
 
 @dataclass(frozen=True)
@@ -20,30 +21,29 @@ class TopK(Compressor):
 
     Args:
         density: fraction of elements each rank sends, in (0, 1].
+        indices: how indices travel: "auto" (the cheapest), "int32", "block16", "bitmap" or "elias_fano".
     """
 
     density: float = 0.01
+    indices: str = "auto"
 
     def __post_init__(self) -> None:
         check_density(self, self.density)
+        check_index_format(self, self.indices)
 
     def reduce(self, group: Group, comm: Comm) -> Rounds:
         """Gather everyone's largest elements and add them up, rank by rank, in the same order everywhere."""
-        if group.n > wire.INDEX_LIMIT:
-            raise ValueError(f"TopK: a group of {group.n} elements is too large for 32-bit indices.")
-        group.target = count(self.density, group.n)
-        index = group.unsent.abs().topk(group.target, sorted=False).indices  # [k]
-        picked = group.unsent[index]  # [k]
-        travelling = torch.empty_like(picked, dtype=comm.wire_dtype)
-        wire.take(picked, out=travelling)
-        group.unsent[index] = picked  # what rounding left
-        payloads = yield comm.all_gather(wire.pack(index, travelling))  # [P, bytes]
-
-        total = torch.zeros_like(group.unsent)
-        updated = torch.zeros_like(group.unsent, dtype=torch.bool)
-        for payload in payloads:  # one rank after the other: indices of one rank are distinct, so the order is fixed
-            indices, values = wire.unpack(payload, comm.wire_dtype)
-            total.index_add_(0, indices, values.float())
-            updated[indices] = True
-        group.picked = updated.sum()
-        return total
+        n, unsent = group.n, group.unsent
+        k = group.target = count(self.density, n)
+        layout = PickLayout(n, k, index_format(self.indices, n, k), comm.wire_dtype)
+        index = largest(unsent, k)
+        values = unsent.index_select(0, index)
+        message = layout.pack(Picks(index, values), out=comm.buffer(layout.nbytes, torch.uint8, unsent.device))
+        unsent.index_copy_(0, index, values)  # what rounding left
+        gathered = yield comm.all_gather(message)  # [P, bytes]
+        picks = [layout.unpack(payload) for payload in gathered]
+        return add_up(
+            [Sparse(pick.index, pick.values) for pick in picks],
+            total=comm.buffer(n, torch.float32, unsent.device),
+            touched=comm.buffer(n, torch.bool, unsent.device),
+        )

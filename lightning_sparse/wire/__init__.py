@@ -1,5 +1,21 @@
 """What travels on the wire: values, indices, and picks made of both.  Pure functions."""
 
-from lightning_sparse.wire.values import INDEX_LIMIT, pack, take, unpack
+from lightning_sparse.wire.indices import INDEX_FORMATS, CorruptMessage, IndexFormat, cheapest
+from lightning_sparse.wire.picks import PickLayout, Picks, check_index_format, index_format
+from lightning_sparse.wire.values import INDEX_LIMIT, add, nbytes, read, take
 
-__all__ = ["INDEX_LIMIT", "pack", "take", "unpack"]
+__all__ = [
+    "INDEX_FORMATS",
+    "INDEX_LIMIT",
+    "CorruptMessage",
+    "IndexFormat",
+    "PickLayout",
+    "Picks",
+    "add",
+    "cheapest",
+    "check_index_format",
+    "index_format",
+    "nbytes",
+    "read",
+    "take",
+]

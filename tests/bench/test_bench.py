@@ -67,7 +67,7 @@ def test_all_names_are_every_peer_and_every_compressor() -> None:
         ("skip_reduce:skip=half", r"'skip=half' needs a value such as 0.5"),
         ("skip_reduce:error_feedback=0", r"needs a value such as True"),
         ("skip_reduce:skip=2", r"skip=2.0"),
-        ("skip_reduce:wire_dtype=int8", r"wire_dtype='int8' is not one of float32"),
+        ("skip_reduce:wire_dtype=int4", r"wire_dtype='int4' is not one of float32"),
     ],
 )
 def test_bad_strategy_is_named_with_the_fix(spec: str, message: str) -> None:

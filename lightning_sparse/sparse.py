@@ -1,0 +1,86 @@
+"""A vector that is zero but at a few elements."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """``values`` [m] float32 at ``index`` [m] int64, strictly rising; zero elsewhere.
+
+    A compressor that updates few elements returns one: then nobody writes and reads the zeros between.
+    """
+
+    index: Tensor
+    values: Tensor
+
+    def __getitem__(self, which: "slice | Tensor") -> "Sparse":
+        """Some of the elements: views for a slice, copies for positions [l] int64."""
+        if isinstance(which, slice):
+            return Sparse(self.index[which], self.values[which])
+        return Sparse(self.index.index_select(0, which), self.values.index_select(0, which))
+
+    def moved_out(self) -> "Sparse":
+        """A copy, after which the values here are zero."""
+        copy = Sparse(self.index, self.values.clone())
+        self.values.zero_()
+        return copy
+
+    def dense(self, n: int) -> Tensor:
+        """The vector in full, [n] float32."""
+        return self.values.new_zeros(n).index_copy_(0, self.index, self.values)
+
+    def split(self, sizes: Sequence[int]) -> "list[Sparse]":
+        """The vector cut into consecutive parts of ``sizes`` elements, each with indices of its own."""
+        ends = torch.tensor(sizes).cumsum(0)
+        starts = ends - torch.tensor(sizes)
+        cuts = torch.searchsorted(self.index, ends.to(self.index.device))
+        counts = cuts.diff(prepend=cuts.new_zeros(1)).tolist()
+        parts = zip(self.index.split(counts), self.values.split(counts), starts.tolist(), strict=True)
+        return [Sparse(index - start, values) for index, values, start in parts]
+
+    def write(self, out: Tensor) -> None:
+        """Set ``out``, of any shape, dtype and memory order, to this vector of as many elements."""
+        if out.is_contiguous():
+            out.zero_().view(-1).index_copy_(0, self.index, self.values.to(out.dtype))
+        else:
+            out.copy_(self.dense(out.numel()).view(out.shape))
+
+
+def add_up(vectors: Sequence[Sparse], total: Tensor, touched: Tensor) -> Sparse:
+    """The sum of sparse vectors of n elements, added in the order given: the same bits wherever it is computed.
+
+    Args:
+        vectors: to be added.
+        total: [n] float32 to work in; its contents are lost.
+        touched: [n] bool to work in; its contents are lost.
+    """
+    total.zero_()
+    touched.zero_()
+    for vector in vectors:
+        total.index_add_(0, vector.index, vector.values)
+        touched.index_fill_(0, vector.index, True)
+    index = nonzero(touched)
+    return Sparse(index, total.index_select(0, index))
+
+
+def contained(some: Tensor, among: Tensor) -> Tensor:
+    """Which of ``some`` [m] int64, rising, are in ``among`` [l] int64, rising too: [m] bool."""
+    if among.numel() == 0:
+        return torch.zeros_like(some, dtype=torch.bool)
+    if some.device.type == "cpu":
+        place = torch.from_numpy(np.searchsorted(among.numpy(), some.numpy()))  # 3 times as fast as torch's
+    else:
+        place = torch.searchsorted(among, some)
+    return among.index_select(0, place.clamp(max=among.numel() - 1)) == some
+
+
+def nonzero(mask: Tensor) -> Tensor:
+    """Indices, rising, of the elements of ``mask`` [n] that are true: [m] int64."""
+    if mask.device.type == "cpu":
+        return torch.from_numpy(np.flatnonzero(mask.numpy()))
+    return mask.nonzero().squeeze(1)

@@ -1,0 +1,255 @@
+"""Indices survive every code, in bytes that only (n, capacity) decide, and no payload decodes to nonsense."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_sparse.wire import indices
+from lightning_sparse.wire.indices import INDEX_FORMATS, CorruptMessage, IndexFormat, cheapest
+from lightning_sparse.wire.values import INDEX_LIMIT
+
+FORMATS = [pytest.param(f, id=name) for name, f in INDEX_FORMATS.items()]
+INT32, BLOCK16, BITMAP, ELIAS_FANO = INDEX_FORMATS.values()
+
+
+def random_set(n: int, m: int, seed: int) -> Tensor:
+    return torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:m].sort().values
+
+
+@st.composite
+def sets(draw: st.DrawFn, largest: int = 200_000) -> tuple[int, int, Tensor]:
+    """n, capacity, index [m <= capacity]: scattered or clustered, from none to all."""
+    n = draw(st.one_of(st.integers(1, min(40, largest)), st.integers(1, largest)))
+    m = draw(st.one_of(st.just(n), st.integers(0, min(10, n)), st.integers(0, n)))
+    if draw(st.booleans()):
+        index = random_set(n, m, draw(st.integers(0, 1000)))
+    else:
+        index = torch.arange(m) + draw(st.one_of(st.just(n - m), st.integers(0, n - m)))
+    return n, draw(st.one_of(st.just(max(1, m)), st.integers(max(1, m), n))), index
+
+
+def encoded(used: IndexFormat, index: Tensor, n: int, capacity: int) -> Tensor:
+    out = torch.full((used.nbytes(n, capacity),), 0xA5, dtype=torch.uint8)
+    used.encode(index, n, capacity, out)
+    return out
+
+
+def payload_of(*data: int) -> Tensor:
+    return torch.tensor(data, dtype=torch.uint8)
+
+
+def assert_rising_below(index: Tensor, n: int, count: int) -> None:
+    assert index.dtype == torch.int64
+    listed = index.tolist()
+    assert len(listed) == count
+    assert listed == sorted(set(listed))
+    assert all(0 <= i < n for i in listed)
+
+
+@pytest.mark.parametrize("used", FORMATS)
+@settings(deadline=None)
+@given(drawn=sets(), shift=st.integers(0, 8))
+def test_indices_survive_in_an_unaligned_part_of_a_dirty_buffer(
+    used: IndexFormat, drawn: tuple[int, int, Tensor], shift: int
+) -> None:
+    n, capacity, index = drawn
+    end = shift + used.nbytes(n, capacity)
+    buffer = torch.arange(end + 8).mul(37).to(torch.uint8)
+    around = torch.cat([buffer[:shift], buffer[end:]])
+    used.encode(index, n, capacity, buffer[shift:end])
+    assert torch.equal(torch.cat([buffer[:shift], buffer[end:]]), around)
+    assert torch.equal(buffer[shift:end], encoded(used, index, n, capacity))  # nothing left of what it held before
+
+    before = buffer.clone()
+    decoded = used.decode(buffer[shift:end], n, capacity, index.numel())
+    assert decoded.dtype == torch.int64
+    assert torch.equal(decoded, index)
+    assert torch.equal(buffer, before)
+
+
+@pytest.mark.parametrize("used", FORMATS)
+@pytest.mark.parametrize(
+    ("n", "index"),
+    [
+        (1, [0]), (1, []), (65536, list(range(65536))), (65537, [65536]), (131072, [65535, 65536, 131071]),
+        (1000, [999]), (8, list(range(8))),
+    ],
+)  # fmt: skip
+def test_sets_at_the_edges_survive(used: IndexFormat, n: int, index: list[int]) -> None:
+    for capacity in {max(1, len(index)), n}:
+        payload = encoded(used, torch.tensor(index, dtype=torch.int64), n, capacity)
+        assert used.decode(payload, n, capacity, len(index)).tolist() == index
+
+
+@pytest.mark.parametrize("used", [INT32, BLOCK16, ELIAS_FANO], ids=lambda used: used.name)
+@pytest.mark.parametrize("n", [INDEX_LIMIT, INDEX_LIMIT - 1])
+@pytest.mark.parametrize("capacity", [1, 2, 5, 1000])
+def test_a_few_of_very_many_survive(used: IndexFormat, n: int, capacity: int) -> None:
+    index = torch.tensor([0, 65535, 2**30 - 1, n - 2, n - 1])[-capacity:]
+    assert torch.equal(used.decode(encoded(used, index, n, capacity), n, capacity, index.numel()), index)
+
+
+@pytest.mark.parametrize(
+    ("used", "expected"),
+    [
+        (INT32, [1, 0, 0, 0, 9, 0, 0, 0]),
+        (BLOCK16, [2, 0, 0, 0, 1, 0, 9, 0]),
+        (BITMAP, [0, 0b10001]),
+        (ELIAS_FANO, [0b0101, 0b1001]),
+    ],
+    ids=lambda x: x.name if isinstance(x, IndexFormat) else "",
+)
+def test_the_bytes_are_as_documented(used: IndexFormat, expected: list[int]) -> None:
+    assert encoded(used, torch.tensor([1, 9]), 10, 2).tolist() == expected
+
+
+def test_low_bits_come_in_fields_of_4_2_and_1_from_the_lowest_up() -> None:
+    payload = encoded(ELIAS_FANO, torch.tensor([0b0_1_01_1010, 0b10_0_10_1011]), 300, 2)
+    assert payload.tolist() == [0b1011_1010, 0b10_01, 0b0_1, 0b1001]
+
+
+@pytest.mark.parametrize("used", FORMATS)
+def test_too_many_indices_are_refused(used: IndexFormat) -> None:
+    with pytest.raises(ValueError, match=f"{used.name}: 3 indices, at most 2 fit"):
+        used.encode(torch.arange(3), 10, 2, torch.empty(used.nbytes(10, 2), dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("used", FORMATS)
+def test_the_size_of_nothing_is_known(used: IndexFormat) -> None:
+    assert used.nbytes(0, 0) == 0
+    assert used.nbytes(100, 0) < 20
+
+
+@pytest.mark.parametrize("used", FORMATS)
+@settings(deadline=None, max_examples=150)
+@given(drawn=sets(largest=2000), data=st.data())
+def test_damaged_payloads_are_refused_or_decode_to_a_valid_set(
+    used: IndexFormat, drawn: tuple[int, int, Tensor], data: st.DataObject
+) -> None:
+    n, capacity, index = drawn
+    payload = encoded(used, index, n, capacity)
+    if data.draw(st.booleans(), label="random bytes"):
+        seed = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+        payload = torch.randint(0, 256, payload.shape, dtype=torch.uint8, generator=seed)
+    for bit in data.draw(st.lists(st.integers(0, 8 * payload.numel() - 1), max_size=4), label="flipped bits"):
+        payload[bit // 8] ^= 1 << bit % 8
+    counts = st.one_of(st.just(index.numel()), st.integers(0, min(3, capacity)), st.integers(-1, capacity + 1))
+    count = data.draw(counts, label="count")
+    try:
+        decoded = used.decode(payload, n, capacity, count)
+    except CorruptMessage:
+        return
+    assert_rising_below(decoded, n, count)
+
+
+@pytest.mark.parametrize("used", FORMATS)
+def test_a_count_or_a_size_that_cannot_be_is_refused(used: IndexFormat) -> None:
+    payload = encoded(used, torch.tensor([1, 9]), 10, 3)
+    for count in (-1, 4):
+        with pytest.raises(CorruptMessage, match=f"{used.name}: {count} indices announced, 0 to 3 expected"):
+            used.decode(payload, 10, 3, count)
+    size = payload.numel()
+    with pytest.raises(CorruptMessage, match=f"{used.name}: {size - 1} bytes found, {size} expected"):
+        used.decode(payload[1:], 10, 3, 2)
+
+
+@pytest.mark.parametrize("used", [BLOCK16, BITMAP, ELIAS_FANO], ids=lambda used: used.name)
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_count_that_disagrees_with_the_payload_is_refused(used: IndexFormat, count: int) -> None:
+    payload = encoded(used, torch.tensor([1, 9]), 10, 3)
+    with pytest.raises(CorruptMessage, match=f"{used.name}: {count} indices announced, 2 found: the message was corr"):
+        used.decode(payload, 10, 3, count)
+
+
+@pytest.mark.parametrize(
+    ("used", "payload", "found"),
+    [
+        pytest.param(INT32, [4, 0, 0, 0, 4, 0, 0, 0], "1 of 2 indices found not above", id="int32-twice"),
+        pytest.param(INT32, [4, 0, 0, 0, 10, 0, 0, 0], "indices 4 to 10 found, 0 to 9 exp", id="int32-above"),
+        pytest.param(INT32, [255, 255, 255, 255, 4, 0, 0, 0], "indices -1 to 4 found", id="int32-below"),
+        pytest.param(BLOCK16, [2, 0, 0, 0, 5, 0, 4, 0], "1 of 2 indices found not above", id="block16-falling"),
+        pytest.param(BLOCK16, [2, 0, 0, 0, 4, 0, 255, 255], "indices 4 to 65535 found", id="block16-above"),
+        pytest.param(BLOCK16, [255, 255, 255, 255, 1, 0, 2, 0], "a block of -1 indices found", id="block16-negative"),
+        pytest.param(ELIAS_FANO, [0b1111, 0b1100], "1 of 2 indices found not above", id="elias_fano-twice"),
+        pytest.param(ELIAS_FANO, [0b1110, 0b1100], "indices 10 to 11 found", id="elias_fano-above"),
+    ],
+)
+def test_indices_that_do_not_rise_or_are_out_of_range_are_refused(
+    used: IndexFormat, payload: list[int], found: str
+) -> None:
+    with pytest.raises(CorruptMessage, match=f"{used.name}: {found}"):
+        used.decode(payload_of(*payload), 10, 2, 2)
+
+
+def test_block_counts_that_cancel_out_are_refused() -> None:
+    counts = torch.tensor([3, -1], dtype=torch.int32).view(torch.uint8)
+    with pytest.raises(CorruptMessage, match="block16: a block of -1 indices found"):
+        BLOCK16.decode(torch.cat([counts, payload_of(1, 0, 2, 0)]), 65537, 2, 2)
+
+
+def test_bits_beyond_the_last_element_are_no_indices() -> None:
+    with pytest.raises(CorruptMessage, match="bitmap: 1 indices announced, 0 found"):
+        BITMAP.decode(payload_of(0, 0b100000), 10, 2, 1)  # where element 11 would be
+
+
+@pytest.mark.parametrize("n", [1_000_000, 20_000_000])
+@pytest.mark.parametrize("density", [0.0001, 0.001, 0.01, 0.02, 0.05, 0.1])
+def test_elias_fano_is_near_the_entropy(n: int, density: float) -> None:
+    k = round(density * n)
+    subsets = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)  # ln C(n, k)
+    entropy = subsets / math.log(2) / k
+    bits = 8 * ELIAS_FANO.nbytes(n, k) / k
+    assert entropy < bits < entropy + 0.6
+    if n == 1_000_000:
+        index = random_set(n, k, seed=0)
+        assert torch.equal(ELIAS_FANO.decode(encoded(ELIAS_FANO, index, n, k), n, k, k), index)
+
+
+@pytest.mark.parametrize(
+    ("n", "density", "name"),
+    [
+        (1_000_000, 0.5, "bitmap"),
+        (100_000_000, 0.5, "bitmap"),
+        (1_000_000, 0.1, "elias_fano"),
+        (100_000_000, 0.01, "elias_fano"),
+        (20_000_000, 0.001, "block16"),
+        (2**31, 2**-31, "int32"),
+    ],
+)
+def test_the_cheapest_format_depends_on_the_density(n: int, density: float, name: str) -> None:
+    assert cheapest(n, round(density * n)).name == name
+
+
+@given(n=st.integers(1, INDEX_LIMIT), density=st.floats(0, 1))
+def test_no_format_is_cheaper_than_the_cheapest(n: int, density: float) -> None:
+    capacity = max(1, int(density * n))
+    assert all(cheapest(n, capacity).cost(n, capacity) <= used.cost(n, capacity) for used in INDEX_FORMATS.values())
+
+
+def test_cost_counts_bits_on_the_wire_and_work_at_both_ends() -> None:
+    assert INT32.cost(1000, 100) == pytest.approx(100 * (32 + INT32.ns_per_index))
+    more = BITMAP.cost(2000, 100) - BITMAP.cost(1000, 100)
+    assert more == pytest.approx(1000 * (1 + BITMAP.ns_per_element))
+
+
+def test_both_ways_to_find_ones_agree() -> None:
+    for ones in (torch.tensor([0, 1, 1, 0, 1]), torch.zeros(9), torch.ones(9), torch.rand(10_000) < 0.05):
+        found = indices._positions_on_cpu(ones.to(torch.uint8))
+        assert torch.equal(found, indices._positions(ones.to(torch.uint8)))
+        assert found.dtype == torch.int64
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("used", FORMATS)
+def test_a_cuda_device_writes_and_reads_the_same_bytes(used: IndexFormat) -> None:
+    n, capacity = 200_000, 2500
+    index = random_set(n, 2000, seed=0)
+    out = torch.full((used.nbytes(n, capacity),), 0xA5, dtype=torch.uint8, device="cuda")
+    used.encode(index.cuda(), n, capacity, out)
+    assert torch.equal(out.cpu(), encoded(used, index, n, capacity))
+    assert torch.equal(used.decode(out, n, capacity, 2000).cpu(), index)
