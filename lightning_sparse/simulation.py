@@ -10,7 +10,7 @@ from lightning_sparse.comm import Comm, Pending, Rounds, expect_pending, wire_dt
 from lightning_sparse.compressors import Compressor, Dense, by_name
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.group import Group
-from lightning_sparse.sparse import Sparse
+from lightning_sparse.sparse import Sparse, dense
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def simulate(
             group.unsent += own
         before = [comm.sent_bytes for comm in network.comms]
         totals = network.run([take_step(compressor, g, c) for g, c in zip(groups, network.comms, strict=True)])
-        results = [total.dense(n) if isinstance(total, Sparse) else total for total in totals]
+        results = [dense(total, n) for total in totals]
         for rank, result in enumerate(results):
             assert _same_bits(result, results[0]), f"the totals differ: rank {rank}'s is not rank 0's, bit for bit"
         means.append(results[0] / size)

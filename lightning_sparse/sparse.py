@@ -51,6 +51,11 @@ class Sparse:
             out.copy_(self.dense(out.numel()).view(out.shape))
 
 
+def dense(vector: Tensor | Sparse, n: int) -> Tensor:
+    """A vector of either kind in full, [n]."""
+    return vector.dense(n) if isinstance(vector, Sparse) else vector
+
+
 def add_up(vectors: Sequence[Sparse], total: Tensor, touched: Tensor) -> Sparse:
     """The sum of sparse vectors of n elements, added in the order given: the same bits wherever it is computed.
 

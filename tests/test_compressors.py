@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import lightning_sparse as ls
-from lightning_sparse import wire
 from lightning_sparse.compressors import by_name
 from lightning_sparse.compressors.random_k import scattered
 from lightning_sparse.simulation import simulate

@@ -12,6 +12,7 @@ import lightning_sparse as ls
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.fusion import lay_out
 from lightning_sparse.simulation import SimNetwork
+from lightning_sparse.sparse import dense
 
 RANKS, STEPS, BATCH, LR = 4, 250, 16, 0.05
 
@@ -42,8 +43,8 @@ def train_digits(compressor: ls.Compressor, seed: int, monkeypatch: pytest.Monke
                     slot += of[parameter].flatten()
         for i, network in enumerate(networks):
             steps = [take_step(layout[i][1], layout[i][0], network.comms[r]) for r, layout in enumerate(layouts)]
-            total = network.run(steps)[0]
             group = layouts[0][i][0]
+            total = dense(network.run(steps)[0], group.n)
             for parameter, slot in zip(group.parameters, group.slots(total / RANKS), strict=True):
                 parameter.grad = slot.view(parameter.shape).clone()
         optimizer.step()
