@@ -9,8 +9,8 @@ from torch import Tensor
 NEAR = 0.95  # elements above this multiple of the threshold are counted too: they tell how steep the distribution is
 GAIN = 0.5  # of the miss is corrected at once ...
 TREND_GAIN = 0.1  # ... and so much of it is added to what the threshold moves by in every step
-FASTEST_TREND = 0.1  # natural logarithm a step
-STEEPEST = 100.0
+WIDEST_MISS = 0.2  # natural logarithms of what is corrected, and of the trend: beyond, the control would overshoot
+FASTEST_TREND = 0.03
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Held:
             near: elements there that reached ``NEAR`` times the threshold.
         """
         steepness = math.log(max(near, 1) / max(seen, 1)) / -math.log(NEAR)  # -d log(count) / d log(threshold)
-        miss = math.log(max(picked, 0.5) / target) / min(max(steepness, 1.0), STEEPEST)
-        trend = min(max(self.trend + TREND_GAIN * miss, -FASTEST_TREND), FASTEST_TREND)
+        miss = _bounded(math.log(max(picked, 0.5) / target) / max(steepness, 1.0), WIDEST_MISS)
+        trend = _bounded(self.trend + TREND_GAIN * miss, FASTEST_TREND)
         return Held(self.threshold * math.exp(GAIN * miss + trend), trend)
 
     def lost(self, seen: int, near: int, target: int) -> bool:
@@ -52,3 +52,7 @@ class Held:
     def of(state: Tensor) -> "Held":
         """What :meth:`state` kept."""
         return Held(*state.tolist())
+
+
+def _bounded(x: float, limit: float) -> float:
+    return min(max(x, -limit), limit)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-PACE = 0.4  # of the way to balance that edges move in a step
-NARROWEST = 1 / 16  # of n / P
+PACE = 0.3  # of the way to balance that edges move in a step
+NARROWEST = 1 / 64  # of n / P
 
 
 def even(n: int, parts: int) -> Tensor:

@@ -49,10 +49,10 @@ def test_top_k_is_the_sum_of_each_ranks_largest() -> None:
     for own in given[0]:
         index = own.abs().topk(10).indices
         expected[index] += own[index]
-    result = simulate(ls.TopK(density=0.1), given)
+    result = simulate(ls.TopK(density=0.1, indices="int32"), given)
     assert torch.allclose(result.mean[0], expected / 3)
     assert result.picked[0] == (expected != 0).sum()
-    assert (result.sent_bytes == 2 * 10 * (4 + 4)).all()
+    assert (result.sent_bytes == 2 * (16 + 10 * (4 + 4))).all()  # a header of 16 bytes
 
 
 def test_warmup_is_dense_first() -> None:

