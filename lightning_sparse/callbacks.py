@@ -45,16 +45,20 @@ class CompressionMonitor(Callback):
     - ``sparse/compression_ratio``: bytes a float32 ring all-reduce sends / sent bytes
     - ``sparse/density``: distinct elements updated / n
     - ``sparse/threshold_error``: |picked - k| / k
+    - ``sparse/overflow``: elements this rank meant to send but kept, for want of room in a message
     - ``sparse/unsent_norm``: Euclidean norm of what this rank keeps for later steps
     - ``sparse/ms_compress``: milliseconds in the compressor's own code
     - ``sparse/ms_wait``: milliseconds training waited after its last gradient was handed over
 
     Args:
         table: print the table at the end of each epoch.
+        per_group: log ``sparse/density/i``, ``sparse/threshold_error/i`` and ``sparse/overflow/i`` too, for each group i
+            in the order in which groups are sent.
     """
 
-    def __init__(self, table: bool = True) -> None:
+    def __init__(self, table: bool = True, per_group: bool = False) -> None:
         self.table = table
+        self.per_group = per_group
         self._epochs: list[_Epoch] = []
         self._seen_steps = 0
 
@@ -98,6 +102,8 @@ class CompressionMonitor(Callback):
 
     def _log(self, trainer: Trainer, exchange: Exchange) -> None:
         metrics = measure(exchange)
+        if self.per_group:
+            metrics |= measure_groups(exchange)
         trainer.callback_metrics.update({key: torch.tensor(value) for key, value in metrics.items()})
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
@@ -134,10 +140,21 @@ def measure(exchange: Exchange) -> dict[str, float]:
         "sparse/compression_ratio": float(compression_ratio(report.dense_bytes, report.sent_bytes)),
         "sparse/density": float(report.picked) / max(report.elements, 1),
         "sparse/threshold_error": float(threshold_error(report.picked, report.target)),
+        "sparse/overflow": float(report.overflow),
         "sparse/unsent_norm": exchange.unsent_norm(),
         "sparse/ms_compress": report.ms_compress,
         "sparse/ms_wait": report.ms_wait,
     }
+
+
+def measure_groups(exchange: Exchange) -> dict[str, float]:
+    """The log keys of each group in the last step; reads tensors, so it waits for the device."""
+    metrics = {}
+    for group in exchange.groups:
+        metrics[f"sparse/density/{group.index}"] = float(group.picked) / max(group.n, 1)
+        metrics[f"sparse/threshold_error/{group.index}"] = float(threshold_error(group.picked, group.target))
+        metrics[f"sparse/overflow/{group.index}"] = float(group.overflow)
+    return metrics
 
 
 def human_bytes(count: float) -> str:

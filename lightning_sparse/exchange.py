@@ -30,6 +30,7 @@ class Report:
     elements: int
     picked: int | Tensor  # distinct elements updated; a tensor is not read until it is logged
     target: int
+    overflow: int  # elements this rank meant to send but kept, for want of room in a message
     ms_compress: float  # in the compressor's own code
     ms_network: float  # of the issuing thread, waiting for messages
     ms_wait: float  # of training: from the last gradient handed over to the last mean handed back
@@ -211,6 +212,7 @@ class Exchange:
             elements=self._elements,
             picked=sum(group.picked for group in self.groups),
             target=sum(group.target for group in self.groups),
+            overflow=sum(group.overflow for group in self.groups),
             ms_compress=sum(lane.compress_ns for lane in self._lanes) / 1e6,
             ms_network=sum(lane.network_ns for lane in self._lanes) / 1e6,
             ms_wait=(time.perf_counter_ns() - self._handed_over_ns) / 1e6,

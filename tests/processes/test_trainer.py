@@ -26,7 +26,9 @@ def fit(rank: int, size: int, strategies: list[Any], steps: int, **kwargs: Any) 
     for strategy in strategies:
         model = small(optimizer=kwargs.get("optimizer", "sgd"))
         options = {k: v for k, v in kwargs.items() if k != "optimizer"}
-        run = trainer(strategy, size, max_steps=steps, callbacks=[ls.CompressionMonitor(table=False)], **options)
+        run = trainer(
+            strategy, size, max_steps=steps, callbacks=[ls.CompressionMonitor(table=False, per_group=True)], **options
+        )
         run.fit(model, data(steps, size))
         results.append((weights(model), {k: float(v) for k, v in run.callback_metrics.items()}))
     return results
@@ -70,6 +72,10 @@ def test_every_name_trains_and_replicas_stay_identical(ranks: Ranks) -> None:
     assert dense["sparse/compression_ratio"] == pytest.approx(1, abs=0.01)
     assert skip["sparse/compression_ratio"] == pytest.approx(4 / (4 - 2), rel=0.02)  # P = 3, s = 2
     assert skip["sparse/unsent_norm"] > 0
+    for report in (results[0][names.index(name)][1] for name in ("micro", "ok_topk")):
+        assert report["sparse/overflow"] >= 0
+        assert report["sparse/density"] == report["sparse/density/0"]  # one group: both are of the whole
+        assert report["sparse/threshold_error"] == report["sparse/threshold_error/0"]
 
 
 def test_replicas_are_identical_after_200_steps_of_skip_reduce_on_four_ranks(ranks: Ranks) -> None:
