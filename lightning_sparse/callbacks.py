@@ -45,15 +45,16 @@ class CompressionMonitor(Callback):
     - ``sparse/compression_ratio``: bytes a float32 ring all-reduce sends / sent bytes
     - ``sparse/density``: distinct elements updated / n
     - ``sparse/threshold_error``: |picked - k| / k
+    - ``sparse/mask_bytes``: of the bytes sent, those that only said which elements travel (importance)
     - ``sparse/overflow``: elements this rank meant to send but kept, for want of room in a message
     - ``sparse/unsent_norm``: Euclidean norm of what this rank keeps for later steps
     - ``sparse/ms_compress``: milliseconds in the compressor's own code
     - ``sparse/ms_wait``: milliseconds training waited after its last gradient was handed over
 
     Args:
-        table: print the table at the end of each epoch.
-        per_group: log ``sparse/density/i``, ``sparse/threshold_error/i`` and ``sparse/overflow/i`` too, for each group i
-            in the order in which groups are sent.
+        table: print the table at the end of each epoch. per_group: log ``sparse/density/i``,
+            ``sparse/threshold_error/i`` and ``sparse/overflow/i`` too, for each group i in the order in which groups
+            are sent.
     """
 
     def __init__(self, table: bool = True, per_group: bool = False) -> None:
@@ -140,6 +141,7 @@ def measure(exchange: Exchange) -> dict[str, float]:
         "sparse/compression_ratio": float(compression_ratio(report.dense_bytes, report.sent_bytes)),
         "sparse/density": float(report.picked) / max(report.elements, 1),
         "sparse/threshold_error": float(threshold_error(report.picked, report.target)),
+        "sparse/mask_bytes": float(report.mask_bytes),
         "sparse/overflow": float(report.overflow),
         "sparse/unsent_norm": exchange.unsent_norm(),
         "sparse/ms_compress": report.ms_compress,

@@ -29,7 +29,8 @@ def traffic(message: str, payload_bytes: int, size: int) -> int:
     """Bytes one rank puts on the wire for one message whose payload on each rank has ``payload_bytes`` bytes.
 
     Ring algorithms, as Gloo and NCCL run them for large messages: an all-reduce sends 2(P-1)/P of its payload,
-    an all-gather sends what each rank contributes P-1 times, a shift sends it once.
+    an all-gather sends what each rank contributes P-1 times, a shift sends it once.  Of a broadcast, which all but
+    one rank receive once, each rank is charged a P-th: who passes it on depends on the backend.
     """
     if size == 1:
         return 0
@@ -39,6 +40,8 @@ def traffic(message: str, payload_bytes: int, size: int) -> int:
         return (size - 1) * payload_bytes
     if message == "shift":
         return payload_bytes
+    if message == "broadcast":
+        return (size - 1) * payload_bytes // size
     raise ValueError(f"unknown message {message!r}")
 
 
@@ -111,6 +114,11 @@ class Comm(ABC):
         self._count("all_gather", x)
         return self._all_gather(x)
 
+    def broadcast(self, x: Tensor, source: int) -> Pending:
+        """What rank ``source`` handed over, in ``x``: [*s] -> [*s].  On the others x is overwritten."""
+        self._count("broadcast", x)
+        return self._broadcast(x, source)
+
     def shift(self, x: Tensor, out: Tensor | None = None, by: int = 1) -> Pending:
         """Send to the rank ``by`` further on, receive from as far back: [*s] -> [*s], into ``out`` if given."""
         self._count("shift", x)
@@ -127,6 +135,9 @@ class Comm(ABC):
 
     @abstractmethod
     def _all_gather(self, x: Tensor) -> Pending: ...
+
+    @abstractmethod
+    def _broadcast(self, x: Tensor, source: int) -> Pending: ...
 
     @abstractmethod
     def _shift(self, x: Tensor, out: Tensor, by: int) -> Pending: ...
@@ -166,6 +177,11 @@ class TorchComm(Comm):
             return _Works([], x.unsqueeze(0).clone())
         result = x.new_empty((self.size, *x.shape))
         return _Works([dist.all_gather(list(result), x, group=self._group, async_op=True)], result, x)
+
+    def _broadcast(self, x: Tensor, source: int) -> Pending:
+        if self.size == 1:
+            return _Works([], x)
+        return _Works([dist.broadcast(x, self._global[source], group=self._group, async_op=True)], x)
 
     def _shift(self, x: Tensor, out: Tensor, by: int) -> Pending:
         if by % self.size == 0:

@@ -30,6 +30,7 @@ class Report:
     elements: int
     picked: int | Tensor  # distinct elements updated; a tensor is not read until it is logged
     target: int
+    mask_bytes: int  # of the bytes sent, those that only said which elements travel
     overflow: int  # elements this rank meant to send but kept, for want of room in a message
     ms_compress: float  # in the compressor's own code
     ms_network: float  # of the issuing thread, waiting for messages
@@ -195,14 +196,15 @@ class Exchange:
 
     def _add(self, group: Group, gradients: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Add the gradients to ``unsent``.  Returns slots emptied for this step, and what they held."""
-        held = []
-        for parameter, slot, gradient in zip(group.parameters, group.slots(group.unsent), gradients, strict=True):
-            if self._used is not None and parameter not in self._used:
-                # Nobody may use it this step, and DDP then throws the mean away: send nothing, keep everything.
-                held.append((slot, slot.clone()))
-                slot.zero_()
-            else:
-                slot.view(gradient.shape).add_(gradient)
+        if self._used is None:
+            group.add(gradients)
+            return []
+        used = [parameter in self._used for parameter in group.parameters]
+        group.add([gradient if yes else None for gradient, yes in zip(gradients, used, strict=True)])
+        # Nobody may use the others this step, and DDP then throws the mean away: send nothing, keep everything.
+        held = [(slot, slot.clone()) for slot, yes in zip(group.slots(group.unsent), used, strict=True) if not yes]
+        for slot, _ in held:
+            slot.zero_()
         return held
 
     def _finish_step(self) -> None:
@@ -212,6 +214,7 @@ class Exchange:
             elements=self._elements,
             picked=sum(group.picked for group in self.groups),
             target=sum(group.target for group in self.groups),
+            mask_bytes=sum(group.mask_bytes for group in self.groups),
             overflow=sum(group.overflow for group in self.groups),
             ms_compress=sum(lane.compress_ns for lane in self._lanes) / 1e6,
             ms_network=sum(lane.network_ns for lane in self._lanes) / 1e6,

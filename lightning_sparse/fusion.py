@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_sparse.compressors import Compressor, Dense
+from lightning_sparse.compressors import Compressor
 from lightning_sparse.group import Group
 
 FUSIONS = ("layer", "bucket", "none")
@@ -55,7 +55,7 @@ def lay_out(
     return [
         (
             Group(index, tuple(p.name for p in group), tuple(parameters[p.name] for p in group)),
-            Dense() if group[0].whole else compressor,
+            compressor.densely() if group[0].whole else compressor,
         )
         for index, group in enumerate(fuse(pieces, fusion, bucket_bytes))
     ]

@@ -1,5 +1,7 @@
 """A group: parameters whose gradients travel together, and what this rank still owes of them."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +21,9 @@ class Group:
 
     Attributes:
         unsent: [n] float32, this rank's gradient that has not been sent yet.
+        momentum: of the velocity, where ``memory`` has one: then it is added to ``unsent`` in place of the gradient.
+        clip_norm: Euclidean norm to which a gradient is scaled down before it is added.
+        mask_bytes: of the bytes this rank sent in the last step, those that only said which elements travel.
         memory: the compressor's own tensors, under the same names and of the same shapes on every rank; saved with a
             checkpoint.
         step: optimizer steps this group has taken part in.
@@ -32,6 +37,9 @@ class Group:
     parameters: tuple[Tensor, ...]
     unsent: Tensor = field(init=False)
     memory: dict[str, Tensor] = field(default_factory=dict)
+    momentum: float = 0.0
+    clip_norm: float = math.inf
+    mask_bytes: int = 0
     step: int = 0
     picked: int | Tensor = 0
     target: int = 0
@@ -50,6 +58,21 @@ class Group:
     def slots(self, flat: Tensor) -> tuple[Tensor, ...]:
         """``flat`` [n] cut into one view a parameter, in the order of ``names``."""
         return torch.split(flat, self.sizes)
+
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add the gradient of each parameter, of its shape, to what is unsent; None where there is none."""
+        if self.clip_norm < math.inf:
+            norm = torch.stack([g.norm() for g in gradients if g is not None] or [torch.zeros(())]).norm()
+            scale = (self.clip_norm / norm.clamp(min=self.clip_norm)).item()
+            gradients = [None if g is None else g * scale for g in gradients]
+        velocity = self.memory.get("velocity")
+        moving = self.slots(velocity) if velocity is not None else [None] * len(self.sizes)
+        for slot, speed, gradient in zip(self.slots(self.unsent), moving, gradients, strict=True):
+            if gradient is None:
+                continue
+            if speed is not None:
+                gradient = speed.view(gradient.shape).mul_(self.momentum).add_(gradient)
+            slot.view(gradient.shape).add_(gradient)
 
     def weight(self) -> Tensor:
         """The parameters' values now, [n] float32."""

@@ -67,7 +67,7 @@ def simulate(
     means, sent_bytes, picked = [], [], []
     for gradient in gradients:
         for group, own in zip(groups, gradient, strict=True):
-            group.unsent += own
+            group.add([own])
         before = [comm.sent_bytes for comm in network.comms]
         totals = network.run([take_step(compressor, g, c) for g, c in zip(groups, network.comms, strict=True)])
         results = [dense(total, n) for total in totals]
@@ -92,14 +92,15 @@ class _Message(Pending):
     rank: int
     number: int  # the how-manieth message of its rank
     given: Tensor  # a copy of what the rank handed over
-    source: Tensor | None  # the tensor it handed over; None if the result comes back in it
+    unchanged: Tensor | None  # the tensor it handed over; None if the result comes back in it
     result: Tensor
     deliver: Callable[["_Message"], Tensor] = field(repr=False)
     by: int  # ranks a shift goes on
+    source: int  # rank a broadcast comes from
 
     def __str__(self) -> str:
-        distance = f" by {self.by}" if self.by > 1 else ""
-        return f"{self.kind}{distance} of {str(self.given.dtype).removeprefix('torch.')} {list(self.given.shape)}"
+        way = f" by {self.by}" if self.by > 1 else f" from rank {self.source}" if self.kind == "broadcast" else ""
+        return f"{self.kind}{way} of {str(self.given.dtype).removeprefix('torch.')} {list(self.given.shape)}"
 
     def wait(self) -> Tensor:
         """The result, now that every rank has launched this message."""
@@ -125,15 +126,18 @@ class SimComm(Comm):
     def _all_gather(self, x: Tensor) -> Pending:
         return self._launch("all_gather", x, result=x.new_empty((self.size, *x.shape)))
 
+    def _broadcast(self, x: Tensor, source: int) -> Pending:
+        return self._launch("broadcast", x, result=x, source=source)
+
     def _shift(self, x: Tensor, out: Tensor, by: int) -> Pending:
         return self._launch("shift", x, result=out, by=by)
 
-    def _launch(self, kind: str, x: Tensor, result: Tensor, by: int = 0) -> Pending:
+    def _launch(self, kind: str, x: Tensor, result: Tensor, by: int = 0, source: int = 0) -> Pending:
         given = x.clone()
         _spoil(result)
         sent = self._network.sent[self.rank]
-        source = None if result is x else x
-        message = _Message(kind, self.rank, len(sent), given, source, result, self._network.deliver, by)
+        unchanged = None if result is x else x
+        message = _Message(kind, self.rank, len(sent), given, unchanged, result, self._network.deliver, by, source)
         sent.append(message)
         return message
 
@@ -175,11 +179,13 @@ class SimNetwork:
         if len(described) > 1:
             each = "; ".join(f"rank {rank}: {part or 'nothing'}" for rank, part in enumerate(parts))
             raise AssertionError(f"ranks disagree on message {message.number}, where real processes hang: {each}")
-        if message.source is not None:
-            assert _same_bits(message.source, message.given), (
+        if message.unchanged is not None:
+            assert _same_bits(message.unchanged, message.given), (
                 f"rank {message.rank} changed the tensor it handed to {message} before yielding it"
             )
         given = [part.given for part in parts if part is not None]
+        if message.kind == "broadcast":
+            return message.result.copy_(given[message.source])
         if message.kind == "shift":
             return message.result.copy_(given[(message.rank - message.by) % self.size])
         if message.kind == "all_gather":

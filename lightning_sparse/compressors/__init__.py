@@ -2,17 +2,22 @@
 
 from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.compressors.dense import Dense
+from lightning_sparse.compressors.importance import ImportancePruning
 from lightning_sparse.compressors.micro import MiCRO
+from lightning_sparse.compressors.momentum import MomentumCorrection
 from lightning_sparse.compressors.ok_topk import OkTopk
 from lightning_sparse.compressors.random_k import RandomK
+from lightning_sparse.compressors.sketch_fusion import SketchFusion
 from lightning_sparse.compressors.skip_reduce import SkipReduce
 from lightning_sparse.compressors.top_k import TopK
-from lightning_sparse.compressors.warmup import Warmup
+from lightning_sparse.compressors.warmup import DensityLadder, Warmup
 
 #: Name -> class.  A name here is a name of a strategy, and is tested for every law.
 COMPRESSORS: dict[str, type[Compressor]] = {
     "skip_reduce": SkipReduce,
     "micro": MiCRO,
+    "importance": ImportancePruning,
+    "sketch_fusion": SketchFusion,
     "ok_topk": OkTopk,
     "sparse_dense": Dense,
     "sparse_topk": TopK,
@@ -45,9 +50,13 @@ __all__ = [
     "COMPRESSORS",
     "Compressor",
     "Dense",
+    "DensityLadder",
+    "ImportancePruning",
     "MiCRO",
+    "MomentumCorrection",
     "OkTopk",
     "RandomK",
+    "SketchFusion",
     "SkipReduce",
     "TopK",
     "Warmup",

@@ -35,6 +35,12 @@ class Compressor(ABC):
         returns a :class:`Sparse` or sets ``group.picked``.
         """
 
+    def densely(self) -> "Compressor":
+        """What sums without compression in this one's place: for parameters sent whole, and for warm-up."""
+        from lightning_sparse.compressors.dense import Dense
+
+        return Dense()
+
     def sends_whole(self, name: str, elements: int) -> bool:
         """Whether the parameter called ``name`` is always averaged densely, in a group with its like."""
         del name, elements
@@ -44,7 +50,7 @@ class Compressor(ABC):
 def take_step(compressor: Compressor, group: Group, comm: Comm) -> Rounds:
     """One step of one group, checked: the total over the ranks; the mean gradient is a P-th of it."""
     group.picked = group.target = group.n
-    group.overflow = 0
+    group.overflow = group.mask_bytes = 0
     total: object
     if group.n == 0:
         total = group.unsent.clone()

@@ -1,10 +1,9 @@
-"""Dense steps first."""
+"""Dense steps first, or denser ones."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from lightning_sparse.comm import Comm, Rounds
 from lightning_sparse.compressors.base import Compressor
-from lightning_sparse.compressors.dense import Dense
 from lightning_sparse.group import Group
 
 
@@ -21,7 +20,54 @@ class Warmup(Compressor):
 
     def reduce(self, group: Group, comm: Comm) -> Rounds:
         """Whichever's turn it is; what one leaves unsent the other sends."""
-        return (Dense() if group.step < self.steps else self.compressor).reduce(group, comm)
+        return (self.densely() if group.step < self.steps else self.compressor).reduce(group, comm)
+
+    def densely(self) -> Compressor:
+        """As the wrapped compressor says."""
+        return self.compressor.densely()
+
+    def sends_whole(self, name: str, elements: int) -> bool:
+        """As the wrapped compressor says."""
+        return self.compressor.sends_whole(name, elements)
+
+
+@dataclass(frozen=True)
+class DensityLadder(Compressor):
+    """``compressor`` at each of ``densities`` for ``steps`` steps, then at its own.
+
+    The warm-up of "Deep Gradient Compression" (Lin et al., ICLR 2018, section 3.3), whose densities are the default; a
+    rung below the compressor's own density is left out.
+    """
+
+    steps: int
+    compressor: Compressor
+    densities: tuple[float, ...] = (0.25, 0.0625, 0.015625, 0.004)
+
+    def __post_init__(self) -> None:
+        if self.steps < 0:
+            raise ValueError(f"DensityLadder(steps={self.steps}): steps on a rung, so 0 or more.")
+        if "density" not in {field.name for field in fields(self.compressor)}:  # type: ignore[arg-type]
+            raise ValueError(f"DensityLadder: {self.compressor!r} has no density to change.")
+        object.__setattr__(self, "densities", tuple(self.densities))  # a config file gives a list
+        for density in self.densities:
+            replace(self.compressor, density=density)  # type: ignore[type-var]  # which says if it is out of range
+
+    def reduce(self, group: Group, comm: Comm) -> Rounds:
+        """As the compressor does at the density whose turn it is."""
+        return self.at(group.step).reduce(group, comm)
+
+    def at(self, step: int) -> Compressor:
+        """The compressor with the density of ``step``."""
+        last: float = self.compressor.density  # type: ignore[attr-defined]
+        rungs = [density for density in self.densities if density > last]
+        rung = step // self.steps if self.steps else len(rungs)
+        if rung >= len(rungs):
+            return self.compressor
+        return replace(self.compressor, density=rungs[rung])  # type: ignore[type-var]
+
+    def densely(self) -> Compressor:
+        """As the wrapped compressor says."""
+        return self.compressor.densely()
 
     def sends_whole(self, name: str, elements: int) -> bool:
         """As the wrapped compressor says."""

@@ -1,0 +1,134 @@
+"""Importance-weighted pruning: a few ranks say which elements matter for their weights, and all ranks sum those."""
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.comm import Comm, Rounds
+from lightning_sparse.compressors.base import Compressor
+from lightning_sparse.group import Group
+from lightning_sparse.ring import sum_values
+from lightning_sparse.select import check_density, check_slack, count, estimate_threshold, pick, room
+from lightning_sparse.sparse import Sparse
+from lightning_sparse.streams import draw
+from lightning_sparse.wire import PickLayout, Picks, check_index_format, index_format
+
+RULES = ("density", "fixed", "adaptive")
+
+
+@dataclass(frozen=True)
+class ImportancePruning(Compressor):
+    """Sums the elements whose gradient is large for their weight, by the opinion of a few random ranks.
+
+    Cheng and Xu, "Bandwidth Reduction using Importance Weighted Pruning on Ring AllReduce" (arXiv 1901.01544).  An
+    element's importance is |gradient / weight|.  In each step ``givers`` ranks, drawn from a stream all ranks share,
+    tell the indices of what they find important; every rank sends its values there, on a ring.  So what travels does
+    not grow with P.
+
+    Of the paper only the abstract could be had: importance, random mask-givers and sums at the mask are the paper's;
+    that importance is of all that is unsent, the guard ``eps``, the rules for thresholds, the coding of masks and
+    what is always sent densely are ours.
+
+    Args:
+        density: fraction of elements in the masks of a step, in (0, 1]; with the rules "fixed" and "adaptive" the
+            most. givers: R, ranks that give masks; the masks are joined. rule: the threshold of a layer (a
+            parameter).  "density": what ``density`` of its elements reach, estimated from a sample; "fixed":
+            ``threshold``; "adaptive": mean + ``threshold`` * standard deviation of its importances.
+        threshold: see ``rule``. eps: added to |weight|, so that weights near zero do not always pass. slack: room in
+            a mask's message, as a multiple of what is meant, at least 1. indices: how masks travel: "auto" (the
+            smallest), "int32", "block16", "bitmap" or "elias_fano". protect: patterns (as of a shell) of parameter
+            names that are always summed densely: where weights are near zero, importance says nothing.
+        seed: of the draw of mask-givers; the same on every rank.
+    """
+
+    density: float = 0.01
+    givers: int = 1
+    rule: Literal["density", "fixed", "adaptive"] = "density"
+    threshold: float = 0.0
+    eps: float = 1e-3
+    slack: float = 1.25
+    indices: str = "auto"
+    protect: tuple[str, ...] = ("*bias", "*norm*", "*bn*", "*lora_B*")
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_density(self, self.density)
+        check_slack(self, self.slack)
+        check_index_format(self, self.indices)
+        if self.givers < 1:
+            raise ValueError(f"ImportancePruning(givers={self.givers!r}): at least one rank must give a mask.")
+        if self.rule not in RULES:
+            raise ValueError(f"ImportancePruning(rule={self.rule!r}): rule is one of {', '.join(RULES)}.")
+        if not self.eps > 0:
+            raise ValueError(f"ImportancePruning(eps={self.eps!r}) is added to weights that may be 0, so above 0.")
+        protect: object = self.protect
+        if isinstance(protect, str):
+            raise ValueError(f"ImportancePruning(protect={protect!r}): protect is a list of patterns: [{protect!r}].")
+        object.__setattr__(self, "protect", tuple(self.protect))  # a config file gives a list; settings are hashable
+
+    def reduce(self, group: Group, comm: Comm) -> Rounds:
+        """Join the givers' masks, then sum the values there over all ranks."""
+        unsent = group.unsent
+        group.target = count(self.density, group.n)
+        givers = self._draw_givers(group, comm.size)
+        rooms = [min(size, room(count(self.density / len(givers), size), self.slack)) for size in group.sizes if size]
+        capacity = sum(rooms)  # each layer has room of its own
+        layout = PickLayout(group.n, capacity, index_format(self.indices, group.n, capacity))
+        before = comm.sent_bytes
+        flights = []
+        for giver in givers:
+            message = comm.buffer(layout.nbytes, torch.uint8, unsent.device)
+            if giver == comm.rank:
+                mask = self._mask(group, len(givers))
+                group.overflow = mask.seen - mask.index.numel()
+                layout.pack(mask, out=message)
+            flights.append(comm.broadcast(message, giver))
+        group.mask_bytes = comm.sent_bytes - before
+        masks = []
+        for flight in flights:
+            masks.append(layout.unpack((yield flight)).index)
+        index = masks[0] if len(masks) == 1 else torch.cat(masks).unique()  # [m], rising
+
+        m = index.numel()
+        values = comm.buffer(len(givers) * capacity, torch.float32, unsent.device)
+        values[m:] = 0
+        torch.index_select(unsent, 0, index, out=values[:m])
+        total = yield from sum_values(values, comm)
+        unsent.index_copy_(0, index, values[:m])  # what rounding left
+        return Sparse(index, total[:m])
+
+    def _draw_givers(self, group: Group, size: int) -> list[int]:
+        """R distinct ranks, the same on every rank."""
+        chance = group.draw(self.seed)
+        return sorted(range(size), key=lambda rank: draw(chance, rank))[: self.givers]
+
+    def _mask(self, group: Group, givers: int) -> Picks:
+        """What this rank finds important, layer by layer."""
+        found, seen, start = [], 0, 0
+        for slot, parameter in zip(group.slots(group.unsent), group.parameters, strict=True):
+            if not slot.numel():
+                continue
+            weight = parameter.detach().reshape(-1).float().abs()
+            importance = slot.abs().div_(weight.add_(self.eps))
+            wanted = count(self.density / givers, importance.numel())
+            picks = pick(importance, self._layer_threshold(importance, wanted), room(wanted, self.slack))
+            found.append(picks.index + start)
+            seen += picks.seen
+            start += slot.numel()
+        return Picks(torch.cat(found), group.unsent.new_empty(0), seen)
+
+    def _layer_threshold(self, importance: Tensor, wanted: int) -> float:
+        if self.rule == "fixed":
+            return self.threshold
+        if self.rule == "adaptive":
+            deviation, mean = torch.std_mean(importance, correction=0)
+            return float(mean + self.threshold * deviation)
+        return estimate_threshold(importance, wanted)
+
+    def sends_whole(self, name: str, elements: int) -> bool:
+        """Whether ``protect`` exempts this parameter."""
+        del elements
+        return any(fnmatchcase(name, pattern) for pattern in self.protect)

@@ -1,0 +1,63 @@
+"""Momentum correction: momentum before selection, so that what waits gathers the momentum it would have had."""
+
+import math
+from dataclasses import dataclass, replace
+
+from lightning_sparse.comm import Comm, Rounds
+from lightning_sparse.compressors.base import Compressor
+from lightning_sparse.group import Group
+from lightning_sparse.sparse import Sparse
+
+
+@dataclass(frozen=True)
+class MomentumCorrection(Compressor):
+    """Adds velocities, v = momentum * v + gradient, to what is unsent, where others add gradients.
+
+    Lin et al., "Deep Gradient Compression" (ICLR 2018), sections 3.2 and 3.3.  Give the optimizer no momentum of its
+    own: SGD with the sum of velocities is SGD with momentum.  Where an element is delivered its velocity is set to
+    zero on all ranks (momentum factor masking), so that what was sent does not go on moving it.  The law is then of
+    velocities:
+
+        ``P * mean + sum(unsent after) == sum(unsent before + velocity)``
+
+    Costs a second float32 copy of the gradient.
+
+    Args:
+        momentum: in [0, 1).
+        compressor: what selects and sends.
+        clip_norm: before it is added, a rank's gradient of a group is scaled down to this Euclidean norm over sqrt(P)
+            (local gradient clipping; the paper clips the whole gradient, which is not there yet when its first group
+            is sent).  None: no clipping.
+    """
+
+    momentum: float
+    compressor: Compressor
+    clip_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"MomentumCorrection(momentum={self.momentum!r}): momentum is at least 0 and below 1.")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ValueError(
+                f"MomentumCorrection(clip_norm={self.clip_norm!r}) is a norm, above 0; None is no clipping."
+            )
+
+    def reduce(self, group: Group, comm: Comm) -> Rounds:
+        """As the wrapped compressor; then the velocities of what was delivered start anew."""
+        group.momentum = self.momentum
+        group.clip_norm = math.inf if self.clip_norm is None else self.clip_norm / math.sqrt(comm.size)
+        velocity = group.memory.get("velocity")
+        if velocity is None:  # before the first step velocities are zero, and after it they are its gradients
+            velocity = group.memory["velocity"] = group.unsent.clone()
+        total = yield from self.compressor.reduce(group, comm)
+        if isinstance(total, Sparse):
+            velocity.index_fill_(0, total.index, 0)
+        return total
+
+    def densely(self) -> Compressor:
+        """Dense sums of velocities."""
+        return replace(self, compressor=self.compressor.densely())
+
+    def sends_whole(self, name: str, elements: int) -> bool:
+        """As the wrapped compressor says."""
+        return self.compressor.sends_whole(name, elements)
