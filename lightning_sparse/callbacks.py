@@ -52,9 +52,9 @@ class CompressionMonitor(Callback):
     - ``sparse/ms_wait``: milliseconds training waited after its last gradient was handed over
 
     Args:
-        table: print the table at the end of each epoch. per_group: log ``sparse/density/i``,
-            ``sparse/threshold_error/i`` and ``sparse/overflow/i`` too, for each group i in the order in which groups
-            are sent.
+        table: print the table at the end of each epoch.
+        per_group: log ``sparse/density/i``, ``sparse/threshold_error/i`` and ``sparse/overflow/i`` too, for each group
+            i in the order in which groups are sent.
     """
 
     def __init__(self, table: bool = True, per_group: bool = False) -> None:

@@ -18,6 +18,21 @@ def sum_values(values: Tensor, comm: Comm) -> Sums:
     return (yield from ring_sum(values, comm))
 
 
+def sum_at(index: Tensor, values: Tensor, capacity: int, comm: Comm) -> Sums:
+    """The sum over all ranks of ``values`` [n] at ``index`` [m], the same on every rank: [m] float32.
+
+    As many values travel as ``capacity`` says, so that the message's size does not depend on data.  What was sent is
+    taken out of ``values``; what rounding for the wire left stays.
+    """
+    m = index.numel()
+    chosen = comm.buffer(capacity, torch.float32, values.device)
+    torch.index_select(values, 0, index, out=chosen[:m])
+    chosen[m:] = 0
+    total = yield from sum_values(chosen, comm)
+    values.index_copy_(0, index, chosen[:m])
+    return total[:m]
+
+
 def ring_sum(values: Tensor, comm: Comm, skip: int = 0, rotation: int = 0) -> Sums:
     """The sum of ``values`` [n] over a ring whose first ``skip`` reduce-scatter steps are left out, [n] float32.
 

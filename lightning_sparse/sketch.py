@@ -1,13 +1,14 @@
 """A count-sketch: a table of signed sums from which large elements can be told, and which can be added up.
- Charikar, Chen and Farach-Colton, "Finding frequent items in data streams" (2002).  With table T [R, c], row j adds
+
+Charikar, Chen and Farach-Colton, "Finding frequent items in data streams" (2002).  With table T [R, c], row j adds
 element i, times a sign, to bucket h_j(i).  Here the vector is cut into blocks of c elements, and in row j block b is
 turned by a random offset and given a random sign:
 
     h_j(i) = (i + offset[j, i // c]) mod c        sign_j(i) = sign[j, i // c]
- Two elements of different blocks meet with probability 1 / c and with independent signs, those of one block never; so
-each estimate has at most the variance of the textbook's hashes, ||x||^2 / c a row.  Offsets and signs are drawn from
-(seed, j, b) when they are needed: nothing is stored, all ranks agree, and encoding a row is adding up slices, at
-about the speed of a copy.
+
+Two elements of different blocks meet with probability 1 / c and with independent signs, those of one block never; so
+an estimate has at most the variance of the textbook's hashes, ||x||^2 / c a row.  Offsets and signs are drawn from
+(seed, j, b) when they are needed: nothing is stored, all ranks agree, and encoding a row is adding up slices.
 """
 
 from collections.abc import Iterator

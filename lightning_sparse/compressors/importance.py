@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_sparse.comm import Comm, Rounds
 from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.group import Group
-from lightning_sparse.ring import sum_values
+from lightning_sparse.ring import sum_at
 from lightning_sparse.select import check_density, check_slack, count, estimate_threshold, pick, room
 from lightning_sparse.sparse import Sparse
 from lightning_sparse.streams import draw
@@ -33,14 +33,16 @@ class ImportancePruning(Compressor):
     what is always sent densely are ours.
 
     Args:
-        density: fraction of elements in the masks of a step, in (0, 1]; with the rules "fixed" and "adaptive" the
-            most. givers: R, ranks that give masks; the masks are joined. rule: the threshold of a layer (a
-            parameter).  "density": what ``density`` of its elements reach, estimated from a sample; "fixed":
-            ``threshold``; "adaptive": mean + ``threshold`` * standard deviation of its importances.
-        threshold: see ``rule``. eps: added to |weight|, so that weights near zero do not always pass. slack: room in
-            a mask's message, as a multiple of what is meant, at least 1. indices: how masks travel: "auto" (the
-            smallest), "int32", "block16", "bitmap" or "elias_fano". protect: patterns (as of a shell) of parameter
-            names that are always summed densely: where weights are near zero, importance says nothing.
+        density: fraction of elements in the masks of a step, in (0, 1]; with the rules "fixed" and "adaptive" the most.
+        givers: R, ranks that give masks; the masks are joined.
+        rule: the threshold of a layer (a parameter).  "density": what ``density`` of its elements reach, estimated from
+            a sample; "fixed": ``threshold``; "adaptive": mean + ``threshold`` * deviation of its importances.
+        threshold: see ``rule``.
+        eps: added to |weight|, so that weights near zero do not always pass.
+        slack: room in a mask's message, as a multiple of what is meant, at least 1.
+        indices: how masks travel: "auto" (the smallest), "int32", "block16", "bitmap" or "elias_fano".
+        protect: patterns (as of a shell) of names of parameters that are always summed densely: where weights are near
+            zero, importance says nothing.
         seed: of the draw of mask-givers; the same on every rank.
     """
 
@@ -92,13 +94,8 @@ class ImportancePruning(Compressor):
             masks.append(layout.unpack((yield flight)).index)
         index = masks[0] if len(masks) == 1 else torch.cat(masks).unique()  # [m], rising
 
-        m = index.numel()
-        values = comm.buffer(len(givers) * capacity, torch.float32, unsent.device)
-        values[m:] = 0
-        torch.index_select(unsent, 0, index, out=values[:m])
-        total = yield from sum_values(values, comm)
-        unsent.index_copy_(0, index, values[:m])  # what rounding left
-        return Sparse(index, total[:m])
+        total = yield from sum_at(index, unsent, len(givers) * capacity, comm)
+        return Sparse(index, total)
 
     def _draw_givers(self, group: Group, size: int) -> list[int]:
         """R distinct ranks, the same on every rank."""

@@ -10,7 +10,7 @@ from lightning_sparse.comm import Comm, Pending, Rounds
 from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.control import Held
 from lightning_sparse.group import Group
-from lightning_sparse.ring import sum_values
+from lightning_sparse.ring import sum_at
 from lightning_sparse.select import check_density, check_slack, count, estimate_threshold, pick, room
 from lightning_sparse.sparse import Sparse
 from lightning_sparse.wire import PickLayout, Picks, check_index_format, index_format
@@ -69,14 +69,9 @@ class MiCRO(Compressor):
         owners = [(p - group.step) % size for p in range(size)]  # of each partition
         picks = [layout.unpack(gathered[owner]) for owner in owners]
         index = torch.cat([part.index + start for part, start in zip(picks, edges, strict=False)])  # [m], rising
-        m = index.numel()
-        values = comm.buffer(size * capacity, torch.float32, unsent.device)
-        values[m:] = 0
-        torch.index_select(unsent, 0, index, out=values[:m])
-        total = yield from sum_values(values, comm)
-        unsent.index_copy_(0, index, values[:m])  # what rounding left
+        total = yield from sum_at(index, unsent, size * capacity, comm)
         self._adapt(group, held, picks, capacity, edges)
-        return Sparse(index, total[:m])
+        return Sparse(index, total)
 
     def _threshold(self, group: Group, comm: Comm) -> Generator[Pending, "torch.Tensor", Held]:
         """The threshold all ranks share; where there is none, the mean of the ranks' estimates."""

@@ -8,10 +8,12 @@ from torch import Tensor
 from lightning_sparse.comm import Comm, Rounds
 from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.group import Group
-from lightning_sparse.ring import sum_values
+from lightning_sparse.ring import sum_at, sum_values
 from lightning_sparse.select import above, check_density, count, kth_largest
 from lightning_sparse.sketch import CountSketch
 from lightning_sparse.sparse import Sparse
+
+FEWEST_COLUMNS = 16
 
 
 @dataclass(frozen=True)
@@ -27,12 +29,12 @@ class SketchFusion(Compressor):
     candidates are delivered, not the best quarter of them as in Sketched-SGD's code, are ours.
 
     Args:
-        density: fraction of elements updated in a step, in (0, 1]. rows: of the table, odd.  More rows make wild
-            estimates rarer. width: columns of the table, as a multiple of k.  With 5 rows and width 1 the table is
-            five times what the values are. momentum: choose candidates from a running sum of tables, T = momentum * T
-            + table, in [0, 1). exact: fetch exact values in a second round.  False delivers the estimates, which
-            saves a sixth of the bytes and loses the difference between estimate and sum: with c columns about ||sum||
-            / sqrt(c) for each element.
+        density: fraction of elements updated in a step, in (0, 1].
+        rows: of the table, odd.  More rows make wild estimates rarer.
+        width: columns of the table, as a multiple of k.  With 5 rows and width 1 the table is five times the values.
+        momentum: choose candidates from a running sum of tables, T = momentum * T + table, in [0, 1).
+        exact: fetch exact values in a second round.  False delivers the estimates, which saves a sixth of the bytes
+            and loses the difference between estimate and sum: with c columns about ||sum|| / sqrt(c) an element.
         seed: of the hashes; the same on every rank.
     """
 
@@ -54,16 +56,16 @@ class SketchFusion(Compressor):
         if not 0 <= self.momentum < 1:
             raise ValueError(f"SketchFusion(momentum={self.momentum!r}) must be at least 0 and below 1; 0 is none.")
 
-    def sketch(self, n: int) -> CountSketch:
-        """The hashes for a group of ``n`` elements."""
-        columns = min(n, max(1, round(self.width * count(self.density, n))))
-        return CountSketch(self.rows, columns, self.seed)
+    def sketch(self, group: Group) -> CountSketch:
+        """The hashes of this step: others in each, so that no two elements meet for ever; one for all with momentum."""
+        columns = min(group.n, max(FEWEST_COLUMNS, round(self.width * count(self.density, group.n))))
+        return CountSketch(self.rows, columns, self.seed if self.momentum else group.draw(self.seed))
 
     def reduce(self, group: Group, comm: Comm) -> Rounds:
         """Sum sketches, find candidates, sum those."""
         n, unsent = group.n, group.unsent
         k = group.target = count(self.density, n)
-        sketch = self.sketch(n)
+        sketch = self.sketch(group)
         own = comm.buffer(sketch.rows * sketch.columns, torch.float32, unsent.device)
         sketch.encode(unsent, out=own.view(sketch.rows, sketch.columns))
         table = yield from sum_values(
@@ -72,13 +74,10 @@ class SketchFusion(Compressor):
         table = self._remembered(group, table.view(sketch.rows, sketch.columns))
         estimates = sketch.estimate(table, out=comm.buffer(n, torch.float32, unsent.device))
         index = top(estimates, k)
-        values = unsent.index_select(0, index)
-        if self.exact:
-            total = yield from sum_values(values, comm)
-        else:
-            total = estimates.index_select(0, index)
-            values.zero_()
-        unsent.index_copy_(0, index, values)  # what rounding left
+        if not self.exact:
+            unsent.index_fill_(0, index, 0)
+            return Sparse(index, estimates.index_select(0, index))
+        total = yield from sum_at(index, unsent, k, comm)
         return Sparse(index, total)
 
     def _remembered(self, group: Group, table: Tensor) -> Tensor:
@@ -90,8 +89,10 @@ class SketchFusion(Compressor):
 
 
 def top(x: Tensor, k: int) -> Tensor:
-    """Indices, rising, of the ``k`` largest magnitudes in ``x`` [n], of equal ones the first: the same on every
-    device.""" least = kth_largest(x, k) found = above(x, least) if found.numel() < k:  # fewer than k are not zero
+    """Indices, rising, of the ``k`` largest magnitudes in ``x`` [n], of equals the first: the same on every device."""
+    least = kth_largest(x, k)
+    found = above(x, least)
+    if found.numel() < k:  # fewer than k are not zero
         return found
     magnitudes = x.index_select(0, found).abs()
     larger = magnitudes > least
