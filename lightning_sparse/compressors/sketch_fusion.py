@@ -34,7 +34,8 @@ class SketchFusion(Compressor):
         width: columns of the table, as a multiple of k.  With 5 rows and width 1 the table is five times the values.
         momentum: choose candidates from a running sum of tables, T = momentum * T + table, in [0, 1).
         exact: fetch exact values in a second round.  False delivers the estimates, which saves a sixth of the bytes
-            and loses the difference between estimate and sum: with c columns about ||sum|| / sqrt(c) an element.
+            and loses the difference between estimate and sum: with c columns about ||sum|| / sqrt(c) an element, up to
+            twice that where an error made it a candidate.
         seed: of the hashes; the same on every rank.
     """
 
