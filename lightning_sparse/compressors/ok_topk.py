@@ -91,11 +91,14 @@ class OkTopk(Compressor):
         if held is None or group.step % self.evaluate_every == 0:
             held = Held(kth_largest(unsent, k), held.trend if held else 0.0)
         picks = pick(unsent, held.threshold, group.n)
+        index = picks.index
         if held.lost(picks.seen, picks.near, k):
-            held = Held(kth_largest(unsent, k))
-            picks = pick(unsent, held.threshold, group.n)
+            pool = index if picks.seen > k else torch.arange(group.n, device=index.device)
+            held = Held(kth_largest(unsent.index_select(0, pool), k))
+            picks = pick(unsent.index_select(0, pool), held.threshold, group.n)
+            index = pool.index_select(0, picks.index)
         memory["local"] = held.after(picks.seen, k, picks.seen, picks.near).state()
-        return picks.index
+        return index
 
     def _regions(self, group: Group, comm: Comm, found: Tensor) -> Talk[list[int]]:
         """Edges [P + 1] of the regions: the mean over the ranks of where each would cut its own picks evenly."""
