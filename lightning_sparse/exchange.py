@@ -181,7 +181,7 @@ class Exchange:
         arrived = [self._arrived.pop(parameter) for parameter in group.parameters]
         held = self._add(group, [gradient for gradient, _ in arrived])
         total = lane.run(take_step(self._compressors[index], group, lane.comm))
-        _hand_back(total, group, [gradient for gradient, _ in arrived], self.size)
+        group.hand_back(total, [gradient for gradient, _ in arrived], self.size)
         for slot, kept in held:
             slot.add_(kept)
         with self._lock:
@@ -275,17 +275,6 @@ class _Lane:
             self.compress_ns += time.perf_counter_ns() - start_ns - waited_ns
             total: Tensor | Sparse = stop.value
             return total
-
-
-def _hand_back(total: Tensor | Sparse, group: Group, gradients: Sequence[Tensor], size: int) -> None:
-    """Write the mean, ``total`` / P, where DDP looks for it."""
-    if isinstance(total, Sparse):
-        mean = Sparse(total.index, total.values / size)
-        for gradient, part in zip(gradients, mean.split(group.sizes), strict=True):
-            part.write(gradient)
-    else:
-        for gradient, slot in zip(gradients, group.slots(total), strict=True):
-            torch.div(slot.view(gradient.shape), size, out=gradient)
 
 
 def _gradients(bucket: GradBucket) -> Iterator[tuple[Tensor, Tensor]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lightning_sparse.sparse import Sparse
 from lightning_sparse.streams import draw
 
 
@@ -73,6 +74,16 @@ class Group:
             if speed is not None:
                 gradient = speed.view(gradient.shape).mul_(self.momentum).add_(gradient)
             slot.view(gradient.shape).add_(gradient)
+
+    def hand_back(self, total: Tensor | Sparse, gradients: Sequence[Tensor], size: int) -> None:
+        """Set the gradient of each parameter to the mean over ``size`` ranks, ``total`` / P."""
+        if isinstance(total, Sparse):
+            mean = Sparse(total.index, total.values / size)
+            for gradient, part in zip(gradients, mean.split(self.sizes), strict=True):
+                part.write(gradient)
+        else:
+            for gradient, slot in zip(gradients, self.slots(total), strict=True):
+                torch.div(slot.view(gradient.shape), size, out=gradient)
 
     def weight(self) -> Tensor:
         """The parameters' values now, [n] float32."""

@@ -13,8 +13,8 @@ MAY_IMPORT_LIGHTNING = {"strategy.py", "pytorch_lightning.py", "registry.py", "c
 MAY_IMPORT_DISTRIBUTED = {"comm.py", "exchange.py", "checkpoint.py", "strategy.py"}
 # Each file and which of ours it may import: a layer sees only the layers before it.
 LAYERS = [
-    {"__about__", "streams", "sparse", "wire", "sketch", "control", "partition", "metrics"},
-    {"select"},
+    {"__about__", "streams", "sparse", "wire", "control", "partition", "metrics"},
+    {"select", "sketch"},
     {"comm", "group"},
     {"ring", "sparse_collectives"},
     {"compressors"},

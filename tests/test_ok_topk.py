@@ -176,7 +176,7 @@ def test_evening_out_keeps_the_order_and_every_element(counts: list[int]) -> Non
 
 def test_a_region_with_most_of_the_sums_is_evened_out() -> None:
     """Everything large lies in one region, which its message would not hold."""
-    given = 1e-3 * torch.randn(3, 4, 1000)
+    given = 1e-3 * torch.randn(3, 4, 1000, generator=torch.Generator().manual_seed(0))
     given[1:, :, 100:140] += 1.0
     result = simulate(ls.OkTopk(density=0.04, repartition_every=1000), given)  # regions are cut before they are large
     assert set(result.mean[1].topk(30).indices.tolist()) <= set(range(100, 140))

@@ -76,8 +76,8 @@ class OkTopk(Compressor):
         found = self._pick(group)
         edges = yield from self._regions(group, comm, found)
         mine, region = yield from self._split_and_reduce(group, comm, found, edges)
-        threshold = yield from self._threshold(group, comm, region)
-        total, left = yield from self._balance_and_gather(group, comm, threshold, region, edges)
+        chosen, counts = yield from self._select(group, comm, region)
+        total, left = yield from self._balance_and_gather(group, comm, region[chosen], counts, edges)
         arrived = mine[nonzero(contained(mine.index, total.index))]
         group.unsent.index_copy_(0, arrived.index, arrived.values)
         for rest in left:
@@ -138,55 +138,49 @@ class OkTopk(Compressor):
         region = yield from reduce_scatter(parts, layout, comm)
         return mine, Sparse(region.index + edges[comm.rank], region.values)
 
-    def _threshold(self, group: Group, comm: Comm, region: Sparse) -> Talk[Held]:
-        """The threshold all ranks share."""
-        held = Held.of(group.memory["shared"]) if "shared" in group.memory else None
-        if held and group.step % self.evaluate_every:
-            return held
-        summaries = yield comm.all_gather(summary(region.values))
-        return Held(pooled_threshold(summaries, group.target), held.trend if held else 0.0)
-
-    def _balance_and_gather(
-        self, group: Group, comm: Comm, held: Held, region: Sparse, edges: list[int]
-    ) -> Talk[tuple[Sparse, list[Sparse]]]:
-        """The sums that reach the shared threshold, everywhere; and what rounding left of them here."""
-        size, _k, device = comm.size, group.target, region.index.device
-        picks = pick(region.values, held.threshold, region.values.numel())
-        sizes = yield comm.all_gather(
-            torch.tensor([picks.seen, picks.near], dtype=torch.int32, device=device)
-        )  # [P, 2]
+    def _select(self, group: Group, comm: Comm, region: Sparse) -> Talk[tuple[Tensor, list[int]]]:
+        """Positions in ``region`` of the sums that reach the shared threshold, and how many every rank has of them."""
+        k, memory = group.target, group.memory
+        space = comm.size * self._layout(group, comm, group.n).capacity
+        held = Held.of(memory["shared"]) if "shared" in memory else None
+        evaluated = held is None or group.step % self.evaluate_every == 0
+        while True:
+            if evaluated or held is None:
+                summaries = yield comm.all_gather(summary(region.values))
+                held = Held(pooled_threshold(summaries, k), held.trend if held else 0.0)
+            picks = pick(region.values, held.threshold, region.values.numel())
+            own = torch.tensor([picks.seen, picks.near], dtype=torch.int32, device=region.index.device)
+            sizes = yield comm.all_gather(own)  # [P, 2]
+            seen, near = sizes.sum(0).tolist()
+            if evaluated or not held.lost(seen, near, k):
+                break
+            evaluated = True
+        memory["shared"] = held.after(min(seen, space), k, seen, near).state()
         counts = sizes[:, 0].tolist()
-        seen, near = sizes.sum(0).tolist()
-
-        layout = self._layout(group, comm, max(partition.widths(edges)))
-        space = size * layout.capacity
         if seen > space:  # each rank keeps its share of what there is room for
             counts = [c * space // seen for c in counts]
             picks = pick(region.values, held.threshold, counts[comm.rank])
             group.overflow += picks.seen - picks.index.numel()
-        own = region[picks.index]
-        left = [own]
+        return picks.index, counts
+
+    def _balance_and_gather(
+        self, group: Group, comm: Comm, own: Sparse, counts: list[int], edges: list[int]
+    ) -> Talk[tuple[Sparse, list[Sparse]]]:
+        """Every rank's ``own``, everywhere; and what rounding left of them here."""
         starts = edges[:-1]  # indices count from the start of a region ...
+        layout = self._layout(group, comm, max(partition.widths(edges)))
+        left = [own]
         if max(counts) > layout.capacity:
-            starts = [0] * size  # ... or of the group
+            starts = [0] * comm.size  # ... or of the group
             layout = self._layout(group, comm, group.n)
             own = yield from even_out(own, counts, layout, comm)
             left.append(own)
         message = Picks(own.index - starts[comm.rank], own.values)
-        buffer = comm.buffer(layout.nbytes, torch.uint8, device)
+        buffer = comm.buffer(layout.nbytes, torch.uint8, own.index.device)
         gathered = yield comm.all_gather(layout.pack(message, buffer))  # [P, bytes]
-
         parts = [layout.unpack(payload) for payload in gathered]
         index = torch.cat([part.index + start for part, start in zip(parts, starts, strict=True)])
-        self._control(group, held, index.numel(), seen, near)
         return Sparse(index, torch.cat([part.values for part in parts])), left
-
-    def _control(self, group: Group, held: Held, picked: int, seen: int, near: int) -> None:
-        """The shared threshold of the next step; none, to be evaluated, where this one missed widely."""
-        if held.lost(seen, near, group.target):
-            group.memory.pop("shared", None)
-        else:
-            group.memory["shared"] = held.after(picked, group.target, seen, near).state()
 
     def _layout(self, group: Group, comm: Comm, n: int) -> PickLayout:
         """Messages that carry a P-th of k picks among n elements."""
