@@ -11,9 +11,11 @@ from lightning_sparse.sparse import nonzero
 from lightning_sparse.wire import Picks
 
 SCAN = 2**16  # elements looked at together, so that they stay in a core's cache
+NEAR_PART = 16  # every so-manieth run of that length is looked at to see how steep a distribution is
 SAMPLE = 2**16  # elements at least in a sample, where there are so many ...
 SAMPLED_PICKS = 1024  # ... and so many of them above the threshold that is wanted: about 3 % of uncertainty
-QUANTILES = 128  # that tell of a distribution
+SUMMARISED = 2**14  # elements at least that are put in order to tell of a distribution, by ...
+QUANTILES = 128  # ... so many of them
 SMALLEST = 2.0**-149  # the smallest positive float32: a threshold that every element but zero reaches
 
 
@@ -50,13 +52,23 @@ def pick(x: Tensor, threshold: float, capacity: int) -> Picks:
 
     Values are left out.
     """
-    found = above(x, NEAR * threshold)
-    magnitudes = x.index_select(0, found).abs()
-    picked = found if threshold <= 0 else found.index_select(0, nonzero(~(magnitudes < threshold)))
+    picked = above(x, threshold)
     seen = picked.numel()
+    near = round(seen * _steepness(x, threshold)) if seen else above(x, NEAR * threshold).numel()
     if seen > capacity:
-        picked = found.index_select(0, largest(magnitudes, capacity))
-    return Picks(picked, x.new_empty(0), seen, near=found.numel())
+        picked = picked.index_select(0, largest(x.index_select(0, picked), capacity))
+    return Picks(picked, x.new_empty(0), seen, near)
+
+
+def _steepness(x: Tensor, threshold: float) -> float:
+    """How many elements of ``x`` [n] reach ``NEAR * threshold`` for each that reaches ``threshold``; from a part."""
+    seen = near = 0
+    step = SCAN * (NEAR_PART if x.numel() >= 4 * NEAR_PART * SCAN else 1)
+    for start in range(0, x.numel(), step):
+        magnitudes = x[start : start + SCAN].abs()
+        seen += int((magnitudes >= threshold).sum())
+        near += int((magnitudes >= NEAR * threshold).sum())
+    return near / seen if seen else 1 / NEAR
 
 
 def above(x: Tensor, threshold: float) -> Tensor:
@@ -93,8 +105,9 @@ def summary(x: Tensor) -> Tensor:
     m = x.numel()
     if m == 0:
         return x.new_zeros(1 + QUANTILES)
-    at = torch.linspace(0, m - 1, QUANTILES, dtype=torch.float64, device=x.device).round().long()
-    return torch.cat([x.new_tensor([m]), x.abs().sort().values.index_select(0, at)])
+    ordered = x[:: max(1, m // SUMMARISED) | 1].abs().sort().values
+    at = torch.linspace(0, ordered.numel() - 1, QUANTILES, dtype=torch.float64, device=x.device).round().long()
+    return torch.cat([x.new_tensor([m]), ordered.index_select(0, at)])
 
 
 def pooled_threshold(summaries: Tensor, k: int) -> float:

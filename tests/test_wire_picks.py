@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sparse.comm import WIRE_DTYPES
+from lightning_sparse.sparse import nonzero
 from lightning_sparse.wire import INDEX_FORMATS, CorruptMessage, PickLayout, Picks, index_format
 
 formats = pytest.mark.parametrize("name", INDEX_FORMATS)
@@ -57,6 +58,13 @@ def test_a_corrupt_message_is_an_error_or_valid_picks(name: str, payload: bytes,
         assert (index.diff() > 0).all()
         assert index.numel() <= 20
         assert not index.numel() or (index[0] >= 0 and index[-1] < 500)
+
+
+@formats
+def test_no_picks_by_way_of_numpy(name: str) -> None:
+    layout = PickLayout(70_000, 20, INDEX_FORMATS[name])
+    empty = nonzero(torch.zeros(10, dtype=torch.bool))
+    assert layout.unpack(packed(layout, Picks(empty, torch.empty(0)))).index.tolist() == []
 
 
 def test_a_message_of_another_layout_is_refused() -> None:

@@ -50,7 +50,10 @@ class IndexFormat(ABC):
         """
         if index.numel() > capacity:
             raise ValueError(f"{self.name}: {index.numel()} indices, at most {capacity} fit.")
-        self._write(index, n, capacity, out)
+        if index.numel():
+            self._write(index, n, capacity, out)
+        else:  # in every format; numpy's empty arrays have strides that cannot be viewed as bytes
+            out.zero_()
 
     def decode(self, payload: Tensor, n: int, capacity: int, count: int) -> Tensor:
         """The indices in ``payload`` [nbytes(n, capacity)] uint8: [count] int64, strictly rising, below ``n``.
