@@ -72,7 +72,7 @@ def test_skip_reduce_is_as_accurate_as_dense_on_digits(monkeypatch: pytest.Monke
         ls.MiCRO(density=0.02),
         ls.OkTopk(density=0.02),
         ls.ImportancePruning(density=0.02),
-        ls.SketchFusion(density=0.02, width=4),
+        ls.SketchFusion(density=0.02),
     ],
     ids=repr,
 )
