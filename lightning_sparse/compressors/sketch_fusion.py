@@ -35,9 +35,9 @@ class SketchFusion(Compressor):
             Narrower sends less but finds less of what is large, until what is unsent grows without end: on digits,
             1 % and width 1 diverged.
         momentum: choose candidates from a running sum of tables, T = momentum * T + table, in [0, 1).
-        exact: fetch exact values in a second round.  False delivers the estimates, which saves a twenty-first of the bytes
-            and loses the difference between estimate and sum: with c columns about ||sum|| / sqrt(c) an element, up to
-            twice that where an error made it a candidate.
+        exact: fetch exact values in a second round.  False delivers the estimates, which saves a twenty-first of the
+            bytes and loses the difference between estimate and sum: with c columns about ||sum|| / sqrt(c) an element,
+            up to twice that where an error made it a candidate.
         seed: of the hashes; the same on every rank.
     """
 
