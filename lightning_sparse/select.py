@@ -1,6 +1,8 @@
 """How many elements, and which: counts, thresholds and scans shared by the compressors that pick by magnitude."""
 
 import math
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 
 import numpy as np
 import torch
@@ -37,6 +39,20 @@ def check_slack(compressor: object, slack: float) -> None:
         )
 
 
+def checked_patterns(compressor: object, protect: object) -> tuple[str, ...]:
+    """``protect`` as a tuple, since a config file gives a list and settings are hashable; a ValueError for a string."""
+    if isinstance(protect, str):
+        raise ValueError(
+            f"{type(compressor).__name__}(protect={protect!r}): protect is a list of patterns: [{protect!r}]."
+        )
+    return tuple(protect)  # type: ignore[arg-type]  # whatever else it may be, tuple says so
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether ``name`` matches one of ``patterns``, as of a shell."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
 def count(density: float, n: int) -> int:
     """k: ``density * n`` rounded, at least 1 and at most n."""
     return min(n, max(1, round(density * n)))
@@ -55,9 +71,14 @@ def pick(x: Tensor, threshold: float, capacity: int) -> Picks:
     picked = above(x, threshold)
     seen = picked.numel()
     near = round(seen * _steepness(x, threshold)) if seen else above(x, NEAR * threshold).numel()
-    if seen > capacity:
-        picked = picked.index_select(0, largest(x.index_select(0, picked), capacity))
-    return Picks(picked, x.new_empty(0), seen, near)
+    return Picks(at_most(capacity, picked, x), x.new_empty(0), seen, near)
+
+
+def at_most(capacity: int, index: Tensor, x: Tensor) -> Tensor:
+    """``index`` [m], rising, or those ``capacity`` of it where ``x`` [n] has the largest magnitudes."""
+    if index.numel() <= capacity:
+        return index
+    return index.index_select(0, largest(x.index_select(0, index), capacity))
 
 
 def _steepness(x: Tensor, threshold: float) -> float:

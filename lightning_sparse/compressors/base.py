@@ -47,6 +47,20 @@ class Compressor(ABC):
         return False
 
 
+class Wrapper(Compressor):
+    """A compressor around another, which says what is sent whole and what sums densely."""
+
+    compressor: Compressor
+
+    def densely(self) -> Compressor:
+        """As the wrapped compressor says."""
+        return self.compressor.densely()
+
+    def sends_whole(self, name: str, elements: int) -> bool:
+        """As the wrapped compressor says."""
+        return self.compressor.sends_whole(name, elements)
+
+
 def take_step(compressor: Compressor, group: Group, comm: Comm) -> Rounds:
     """One step of one group, checked: the total over the ranks; the mean gradient is a P-th of it."""
     group.picked = group.target = group.n

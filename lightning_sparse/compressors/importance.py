@@ -1,7 +1,6 @@
 """Importance-weighted pruning: a few ranks say which elements matter for their weights, and all ranks sum those."""
 
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Literal
 
 import torch
@@ -11,7 +10,16 @@ from lightning_sparse.comm import Comm, Rounds
 from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.group import Group
 from lightning_sparse.ring import sum_at
-from lightning_sparse.select import check_density, check_slack, count, estimate_threshold, pick, room
+from lightning_sparse.select import (
+    check_density,
+    check_slack,
+    checked_patterns,
+    count,
+    estimate_threshold,
+    matches,
+    pick,
+    room,
+)
 from lightning_sparse.sparse import Sparse
 from lightning_sparse.streams import draw
 from lightning_sparse.wire import PickLayout, Picks, check_index_format, index_format
@@ -66,10 +74,7 @@ class ImportancePruning(Compressor):
             raise ValueError(f"ImportancePruning(rule={self.rule!r}): rule is one of {', '.join(RULES)}.")
         if not self.eps > 0:
             raise ValueError(f"ImportancePruning(eps={self.eps!r}) is added to weights that may be 0, so above 0.")
-        protect: object = self.protect
-        if isinstance(protect, str):
-            raise ValueError(f"ImportancePruning(protect={protect!r}): protect is a list of patterns: [{protect!r}].")
-        object.__setattr__(self, "protect", tuple(self.protect))  # a config file gives a list; settings are hashable
+        object.__setattr__(self, "protect", checked_patterns(self, self.protect))
 
     def reduce(self, group: Group, comm: Comm) -> Rounds:
         """Join the givers' masks, then sum the values there over all ranks."""
@@ -128,4 +133,4 @@ class ImportancePruning(Compressor):
     def sends_whole(self, name: str, elements: int) -> bool:
         """Whether ``protect`` exempts this parameter."""
         del elements
-        return any(fnmatchcase(name, pattern) for pattern in self.protect)
+        return matches(name, self.protect)

@@ -4,13 +4,13 @@ import math
 from dataclasses import dataclass, replace
 
 from lightning_sparse.comm import Comm, Rounds
-from lightning_sparse.compressors.base import Compressor
+from lightning_sparse.compressors.base import Compressor, Wrapper
 from lightning_sparse.group import Group
 from lightning_sparse.sparse import Sparse
 
 
 @dataclass(frozen=True)
-class MomentumCorrection(Compressor):
+class MomentumCorrection(Wrapper):
     """Adds velocities, v = momentum * v + gradient, to what is unsent, where others add gradients.
 
     Lin et al., "Deep Gradient Compression" (ICLR 2018), sections 3.2 and 3.3.  Give the optimizer no momentum of its
@@ -57,7 +57,3 @@ class MomentumCorrection(Compressor):
     def densely(self) -> Compressor:
         """Dense sums of velocities."""
         return replace(self, compressor=self.compressor.densely())
-
-    def sends_whole(self, name: str, elements: int) -> bool:
-        """As the wrapped compressor says."""
-        return self.compressor.sends_whole(name, elements)

@@ -12,11 +12,11 @@ from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.control import Held
 from lightning_sparse.group import Group
 from lightning_sparse.select import (
+    at_most,
     check_density,
     check_slack,
     count,
     kth_largest,
-    largest,
     pick,
     pooled_threshold,
     room,
@@ -93,10 +93,11 @@ class OkTopk(Compressor):
         picks = pick(unsent, held.threshold, group.n)
         index = picks.index
         if held.lost(picks.seen, picks.near, k):
-            pool = index if picks.seen > k else torch.arange(group.n, device=index.device)
-            held = Held(kth_largest(unsent.index_select(0, pool), k))
-            picks = pick(unsent.index_select(0, pool), held.threshold, group.n)
-            index = pool.index_select(0, picks.index)
+            too_low = picks.seen > k  # then what is wanted is among what was picked
+            among = unsent.index_select(0, index) if too_low else unsent
+            held = Held(kth_largest(among, k))
+            picks = pick(among, held.threshold, group.n)
+            index = index.index_select(0, picks.index) if too_low else picks.index
         memory["local"] = held.after(picks.seen, k, picks.seen, picks.near).state()
         return index
 
@@ -121,12 +122,7 @@ class OkTopk(Compressor):
         unsent = group.unsent
         layout = self._layout(group, comm, max(partition.widths(edges)))
         cuts = torch.searchsorted(found, torch.tensor(edges[1:-1], device=found.device)).tolist()
-        inside = []
-        for part in torch.tensor_split(found, cuts):
-            chosen = part
-            if part.numel() > layout.capacity:
-                chosen = part.index_select(0, largest(unsent.index_select(0, part), layout.capacity))
-            inside.append(chosen)
+        inside = [at_most(layout.capacity, part, unsent) for part in torch.tensor_split(found, cuts)]
         index = torch.cat(inside)
         group.overflow = found.numel() - index.numel()
         mine = Sparse(index, unsent.index_select(0, index))

@@ -54,7 +54,7 @@ class SketchFusion(Compressor):
             raise ValueError(f"SketchFusion(rows={self.rows!r}): the median needs an odd number of rows, such as 5.")
         if not 0 < self.width < float("inf"):
             raise ValueError(
-                f"SketchFusion(width={self.width!r}) is columns of the table over k, so above 0; 1 is usual."
+                f"SketchFusion(width={self.width!r}) is columns of the table over k, so above 0; 4 is usual."
             )
         if not 0 <= self.momentum < 1:
             raise ValueError(f"SketchFusion(momentum={self.momentum!r}) must be at least 0 and below 1; 0 is none.")
@@ -71,9 +71,7 @@ class SketchFusion(Compressor):
         sketch = self.sketch(group)
         own = comm.buffer(sketch.rows * sketch.columns, torch.float32, unsent.device)
         sketch.encode(unsent, out=own.view(sketch.rows, sketch.columns))
-        table = yield from sum_values(
-            own, comm
-        )  # what rounding left of a table is not kept: only candidates come of it
+        table = yield from sum_values(own, comm)  # rounding's remainder is not kept: only candidates come of it
         table = self._remembered(group, table.view(sketch.rows, sketch.columns))
         estimates = sketch.estimate(table, out=comm.buffer(n, torch.float32, unsent.device))
         index = top(estimates, k)

@@ -1,13 +1,13 @@
 """Skip-Reduce: leave out the first steps of a ring reduce-scatter.  No indices, no selection."""
 
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Literal
 
 from lightning_sparse.comm import Comm, Rounds
 from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.group import Group
 from lightning_sparse.ring import ring_sum
+from lightning_sparse.select import checked_patterns, matches
 from lightning_sparse.streams import draw
 
 
@@ -62,10 +62,7 @@ class SkipReduce(Compressor):
             raise ValueError(
                 f"SkipReduce(protect_below={self.protect_below!r}) is a number of elements, so 0 or more; 0 is none."
             )
-        protect: object = self.protect
-        if isinstance(protect, str):
-            raise ValueError(f"SkipReduce(protect={protect!r}): protect is a list of patterns: [{protect!r}].")
-        object.__setattr__(self, "protect", tuple(self.protect))  # a config file gives a list; settings are hashable
+        object.__setattr__(self, "protect", checked_patterns(self, self.protect))
 
     def steps_skipped(self, size: int) -> int:
         """s: reduce-scatter steps left out among ``size`` ranks."""
@@ -91,4 +88,4 @@ class SkipReduce(Compressor):
 
     def sends_whole(self, name: str, elements: int) -> bool:
         """Whether ``protect`` or ``protect_below`` exempts this parameter (selective SkipReduce)."""
-        return elements < self.protect_below or any(fnmatchcase(name, pattern) for pattern in self.protect)
+        return elements < self.protect_below or matches(name, self.protect)

@@ -3,12 +3,12 @@
 from dataclasses import dataclass, fields, replace
 
 from lightning_sparse.comm import Comm, Rounds
-from lightning_sparse.compressors.base import Compressor
+from lightning_sparse.compressors.base import Compressor, Wrapper
 from lightning_sparse.group import Group
 
 
 @dataclass(frozen=True)
-class Warmup(Compressor):
+class Warmup(Wrapper):
     """Dense sums for the first ``steps`` steps, then ``compressor``."""
 
     steps: int
@@ -22,17 +22,9 @@ class Warmup(Compressor):
         """Whichever's turn it is; what one leaves unsent the other sends."""
         return (self.densely() if group.step < self.steps else self.compressor).reduce(group, comm)
 
-    def densely(self) -> Compressor:
-        """As the wrapped compressor says."""
-        return self.compressor.densely()
-
-    def sends_whole(self, name: str, elements: int) -> bool:
-        """As the wrapped compressor says."""
-        return self.compressor.sends_whole(name, elements)
-
 
 @dataclass(frozen=True)
-class DensityLadder(Compressor):
+class DensityLadder(Wrapper):
     """``compressor`` at each of ``densities`` for ``steps`` steps, then at its own.
 
     The warm-up of "Deep Gradient Compression" (Lin et al., ICLR 2018, section 3.3), whose densities are the default; a
@@ -64,11 +56,3 @@ class DensityLadder(Compressor):
         if rung >= len(rungs):
             return self.compressor
         return replace(self.compressor, density=rungs[rung])  # type: ignore[type-var]
-
-    def densely(self) -> Compressor:
-        """As the wrapped compressor says."""
-        return self.compressor.densely()
-
-    def sends_whole(self, name: str, elements: int) -> bool:
-        """As the wrapped compressor says."""
-        return self.compressor.sends_whole(name, elements)
