@@ -1,6 +1,7 @@
 """Holding a threshold so that a wanted number of elements reaches it, step after step."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ GAIN = 0.5  # of the miss is corrected at once ...
 TREND_GAIN = 0.1  # ... and so much of it is added to what the threshold moves by in every step
 WIDEST_MISS = 0.2  # natural logarithms of what is corrected, and of the trend: beyond, the control would overshoot
 FASTEST_TREND = 0.03
+_LEAST = 1e-300  # a threshold of zero has no logarithm
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,14 @@ class Held:
     def state(self) -> Tensor:
         """[2] float64, to keep in a group's memory."""
         return torch.tensor([self.threshold, self.trend], dtype=torch.float64)
+
+    @staticmethod
+    def joined(states: Sequence[tuple[Tensor, int]]) -> Tensor:
+        """The state of a group made of parts of others: of each its state, and how many elements come from it."""
+        total = sum(elements for _, elements in states)
+        logs = [math.log(max(float(state[0]), _LEAST)) * elements for state, elements in states]
+        trends = [float(state[1]) * elements for state, elements in states]
+        return Held(math.exp(sum(logs) / total), sum(trends) / total).state()
 
     @staticmethod
     def of(state: Tensor) -> "Held":

@@ -4,20 +4,24 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported at run time only
 from torch.futures import Future
 
-from lightning_sparse.comm import Comm, Rounds, expect_pending, traffic
+from lightning_sparse.comm import Comm, traffic
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.group import Group
-from lightning_sparse.sparse import Sparse
+from lightning_sparse.lane import Lane
+from lightning_sparse.timeline import Timeline
 
+T = TypeVar("T")
 LANES = 2  # over Gloo; one sends while the other adds
 
 
@@ -87,25 +91,23 @@ class Exchange:
         threaded: bool,
         may_be_unused: bool = False,
     ) -> None:
-        self.groups = [group for group, _ in groups]
         self.size = comms[0].size
         self.rank = comms[0].rank
+        self.device = next((group.unsent.device for group, _ in groups), torch.device("cpu"))
         self.error: BaseException | None = None  # the first failure of an issuing thread
         self.steps = 0
         self.last: Report | None = None
-        self._compressors = [compressor for _, compressor in groups]
-        self._group_of = {p: group for group in self.groups for p in group.parameters}
-        self._elements = sum(group.n for group in self.groups)
-
-        # - the step being handed over: only the hook's thread looks
-        self._arriving = [len(group.parameters) for group in self.groups]  # parameters not handed over yet
+        self.timeline = Timeline(self.device)
+        self.deferred = False  # send nothing before the step's last gradient: for measuring the one without the other
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._lanes = [Lane(comm, threaded) for comm in comms]
+        self._lock = threading.Lock()  # around what several lanes change
+        self.lay_out(groups)
 
         # - the step being taken
         self._deliveries: list[_Delivery] = []  # not given back yet
         self._arrived: dict[Tensor, tuple[Tensor, _Delivery]] = {}  # parameter -> its place in DDP's bucket
-        self._averaging = len(self.groups)  # groups not averaged yet
         self._handed_over_ns = 0
-        self._lock = threading.Lock()  # around what several lanes change
 
         # - parameters without a gradient
         self._used: set[Tensor] | None = set() if may_be_unused else None
@@ -115,12 +117,16 @@ class Exchange:
             else []
         )
 
-        device = self.groups[0].unsent.device if self.groups else torch.device("cpu")
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._lanes = [
-            _Lane(comm, range(first, len(self.groups), len(comms)), self._issue if threaded else None)
-            for first, comm in enumerate(comms)
-        ]
+    def lay_out(self, groups: Sequence[tuple[Group, Compressor]]) -> None:
+        """Average in ``groups`` from now on, in their order.  To be called between two steps, on every rank."""
+        self.groups = [group for group, _ in groups]
+        self._compressors = [compressor for _, compressor in groups]
+        self._group_of = {p: group for group in self.groups for p in group.parameters}
+        self._elements = sum(group.n for group in self.groups)
+        self._arriving = [len(group.parameters) for group in self.groups]  # parameters not handed over yet
+        self._averaging = len(self.groups)  # groups not averaged yet
+        for first, lane in enumerate(self._lanes):
+            lane.groups = range(first, len(self.groups), len(self._lanes))
 
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
         """DDP's communication hook: takes a bucket of gradients, gives back a future of the same bucket averaged."""
@@ -133,50 +139,77 @@ class Exchange:
         self._handed_over_ns = time.perf_counter_ns()
         if self._stream:
             self._stream.wait_stream(torch.cuda.current_stream())
+        self.timeline.arrive([parameter for parameter, _ in delivery.gradients])
         for parameter, gradient in delivery.gradients:
             self._arrived[parameter] = (gradient, delivery)
             self._arriving[self._group_of[parameter].index] -= 1
-        complete = [index for lane in self._lanes for index in lane.take_complete(self._arriving)]
-        if not any(self._arriving):  # the step's last bucket: the next hook belongs to the next step
+        last = not any(self._arriving)
+        if last or not self.deferred:
+            complete = [index for lane in self._lanes for index in lane.take_complete(self._arriving)]
+        else:
+            complete = []
+        if last:  # the step's last bucket: the next hook belongs to the next step
             self._arriving = [len(group.parameters) for group in self.groups]
             for lane in self._lanes:
                 lane.next = 0
         for index in complete:
             lane = self._lanes[index % len(self._lanes)]
-            if lane.thread:
-                lane.inbox.put(index)
-            else:
-                with torch.cuda.stream(self._stream) if self._stream else nullcontext():
-                    self._average(lane, index)
+            lane.submit(partial(self._issue, lane, index))
         return delivery.future
+
+    def on_lanes(self, work: Callable[[Lane], T], lanes: int | None = None) -> list[T]:
+        """What ``work`` returns on each of the first ``lanes`` lanes, done by their issuers at once, between two steps.
+
+        What it sends is not counted as a step's.
+        """
+        chosen = self._lanes[:lanes]
+        results: queue.SimpleQueue[tuple[int, T | None, BaseException | None]] = queue.SimpleQueue()
+
+        def do(number: int, lane: Lane) -> None:
+            try:
+                with self._side_stream():
+                    results.put((number, work(lane), None))
+            except BaseException as error:  # to be raised where somebody waits
+                results.put((number, None, error))
+            lane.start_step()
+
+        for number, lane in enumerate(chosen):
+            lane.submit(partial(do, number, lane))
+        done = sorted((results.get() for _ in chosen), key=lambda result: result[0])
+        for _, _, error in done:
+            if error is not None:
+                raise error
+        return [value for _, value, _ in done]  # type: ignore[misc]  # None only beside an error
 
     def close(self) -> None:
         """End the issuing threads.  What is unsent stays readable."""
         for handle in self._handles:
             handle.remove()
         for lane in self._lanes:
-            if lane.thread and lane.thread.is_alive():
-                lane.inbox.put(None)
-                lane.thread.join(timeout=0 if self.error else 2)
+            lane.close(patience_s=0 if self.error else 2)
 
     def unsent_norm(self) -> float:
         """Euclidean norm of all this rank has not sent."""
         return float(torch.stack([group.unsent.norm() for group in self.groups]).norm()) if self.groups else 0.0
 
-    def _issue(self, lane: "_Lane") -> None:
-        """A lane's thread."""
-        while (index := lane.inbox.get()) is not None:
-            try:
-                if self.error is None:
+    def _issue(self, lane: Lane, index: int) -> None:
+        """Average a group; an error is kept for backward to raise."""
+        try:
+            if self.error is None:
+                with self._side_stream():
                     self._average(lane, index)
-            except BaseException as error:  # whatever it is, backward must hear of it, not wait
-                with self._lock:
-                    self.error = self.error or error
-                    for waiting in self._deliveries:
-                        waiting.future.set_exception(self.error)  # type: ignore[arg-type]  # torch annotates it wrongly
-                    self._deliveries.clear()
+        except BaseException as error:  # whatever it is, backward must hear of it, not wait
+            with self._lock:
+                self.error = self.error or error
+                for waiting in self._deliveries:
+                    waiting.future.set_exception(self.error)  # type: ignore[arg-type]  # torch annotates it wrongly
+                self._deliveries.clear()
 
-    def _average(self, lane: "_Lane", index: int) -> None:
+    def _side_stream(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream) if self._stream else nullcontext()
+
+    def _average(self, lane: Lane, index: int) -> None:
+        taken_up, start_ns, waited_ns = self.timeline.now(), time.perf_counter_ns(), lane.network_ns
         group = self.groups[index]
         arrived = [self._arrived.pop(parameter) for parameter in group.parameters]
         held = self._add(group, [gradient for gradient, _ in arrived])
@@ -184,6 +217,8 @@ class Exchange:
         group.hand_back(total, [gradient for gradient, _ in arrived], self.size)
         for slot, kept in held:
             slot.add_(kept)
+        busy_ns = time.perf_counter_ns() - start_ns - (lane.network_ns - waited_ns)
+        self.timeline.average(group, taken_up, busy_ns / 1e9)
         with self._lock:
             for _, delivery in arrived:
                 delivery.missing -= 1
@@ -226,55 +261,6 @@ class Exchange:
             self._used.clear()
         self._averaging = len(self.groups)
         self.steps += 1
-
-
-class _Lane:
-    """One process group and its issuer: the caller of the hook, or a thread that runs ``work``."""
-
-    def __init__(self, comm: Comm, groups: Sequence[int], work: "Callable[[_Lane], None] | None") -> None:
-        self.comm = comm
-        self.groups = groups  # indices, in the order in which they are sent
-        self.next = 0  # position in `groups` of the one to send next; only the hook's thread looks
-        self.inbox: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self.start_step()
-        self.thread = (
-            threading.Thread(target=work, args=(self,), name="lightning_sparse", daemon=True) if work else None
-        )
-        if self.thread:
-            self.thread.start()
-
-    def take_complete(self, arriving: Sequence[int]) -> list[int]:
-        """Groups that may be sent now: complete, and with none before them on this lane that is not."""
-        first = self.next
-        while self.next < len(self.groups) and not arriving[self.groups[self.next]]:
-            self.next += 1
-        return list(self.groups[first : self.next])
-
-    def start_step(self) -> None:
-        self.compress_ns = 0
-        self.network_ns = 0
-        self._sent_before = self.comm.sent_bytes
-
-    def sent_bytes(self) -> int:
-        return self.comm.sent_bytes - self._sent_before
-
-    def run(self, rounds: Rounds) -> Tensor | Sparse:
-        """Run a compressor to its end; counts the time it worked and the time it waited."""
-        self.comm.reuse_buffers()
-        start_ns = time.perf_counter_ns()
-        waited_ns = 0
-        try:
-            pending = next(rounds)
-            while True:
-                waiting_ns = time.perf_counter_ns()
-                result = expect_pending(pending).wait()
-                waited_ns += time.perf_counter_ns() - waiting_ns
-                pending = rounds.send(result)
-        except StopIteration as stop:
-            self.network_ns += waited_ns
-            self.compress_ns += time.perf_counter_ns() - start_ns - waited_ns
-            total: Tensor | Sparse = stop.value
-            return total
 
 
 def _gradients(bucket: GradBucket) -> Iterator[tuple[Tensor, Tensor]]:

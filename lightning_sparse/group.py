@@ -1,6 +1,5 @@
 """A group: parameters whose gradients travel together, and what this rank still owes of them."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -22,11 +21,10 @@ class Group:
 
     Attributes:
         unsent: [n] float32, this rank's gradient that has not been sent yet.
-        momentum: of the velocity, where ``memory`` has one: then it is added to ``unsent`` in place of the gradient.
-        clip_norm: Euclidean norm to which a gradient is scaled down before it is added.
         mask_bytes: of the bytes this rank sent in the last step, those that only said which elements travel.
         memory: the compressor's own tensors, under the same names and of the same shapes on every rank; saved with a
-            checkpoint.
+            checkpoint.  Three names mean something to :meth:`add`: "velocity" [n], added to ``unsent`` in place of the
+            gradient, its "momentum" [], and "clip_norm" [], the Euclidean norm to which a gradient is scaled down.
         step: optimizer steps this group has taken part in.
         picked: distinct elements updated in the last step, a number or a 0-d tensor (not read before it is logged).
         target: elements the compressor meant to update in the last step.
@@ -38,8 +36,6 @@ class Group:
     parameters: tuple[Tensor, ...]
     unsent: Tensor = field(init=False)
     memory: dict[str, Tensor] = field(default_factory=dict)
-    momentum: float = 0.0
-    clip_norm: float = math.inf
     mask_bytes: int = 0
     step: int = 0
     picked: int | Tensor = 0
@@ -62,17 +58,19 @@ class Group:
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Add the gradient of each parameter, of its shape, to what is unsent; None where there is none."""
-        if self.clip_norm < math.inf:
+        if "clip_norm" in self.memory:
+            clip_norm = float(self.memory["clip_norm"])
             norm = torch.stack([g.norm() for g in gradients if g is not None] or [torch.zeros(())]).norm()
-            scale = (self.clip_norm / norm.clamp(min=self.clip_norm)).item()
+            scale = (clip_norm / norm.clamp(min=clip_norm)).item()
             gradients = [None if g is None else g * scale for g in gradients]
         velocity = self.memory.get("velocity")
+        momentum = float(self.memory.get("momentum", 0.0))
         moving = self.slots(velocity) if velocity is not None else [None] * len(self.sizes)
         for slot, speed, gradient in zip(self.slots(self.unsent), moving, gradients, strict=True):
             if gradient is None:
                 continue
             if speed is not None:
-                gradient = speed.view(gradient.shape).mul_(self.momentum).add_(gradient)
+                gradient = speed.view(gradient.shape).mul_(momentum).add_(gradient)
             slot.view(gradient.shape).add_(gradient)
 
     def hand_back(self, total: Tensor | Sparse, gradients: Sequence[Tensor], size: int) -> None:

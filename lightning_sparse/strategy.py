@@ -1,6 +1,6 @@
 """The Strategy: wires the exchange into DDP and into Lightning's checkpoints."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -15,7 +15,8 @@ from lightning_sparse import checkpoint as checkpoints
 from lightning_sparse.comm import TorchComm, wire_dtype_named
 from lightning_sparse.compressors import COMPRESSORS, Compressor, Warmup, by_name
 from lightning_sparse.exchange import LANES, Exchange
-from lightning_sparse.fusion import BUCKET_BYTES, FUSIONS, lay_out
+from lightning_sparse.fusion import BUCKET_BYTES, check_fusion, lay_out
+from lightning_sparse.layer_fusion import LayerFusion, Plan
 
 UNSUPPORTED = (
     "delay_all_reduce_named_params",
@@ -25,6 +26,8 @@ UNSUPPORTED = (
     "process_group",
     "skip_all_reduce_unused_params",
 )
+
+HAND_OVER_MB = 1  # of gradient, between one call of our hook and the next
 
 # The mixin serves lightning and pytorch_lightning, whose classes are unrelated; type checkers see the first.
 if TYPE_CHECKING:
@@ -43,14 +46,12 @@ class SparseMixin(_Base):
     def __init__(
         self,
         compressor: str | Compressor = "skip_reduce",
-        fusion: str = "layer",
+        fusion: str | Sequence[str] = "layer",
         wire_dtype: str = "float32",
         warmup_steps: int = 0,
         residuals: str = "per_rank",
         **ddp_kwargs: Any,
     ) -> None:
-        if fusion not in FUSIONS:
-            raise ValueError(f"fusion={fusion!r} is not one of {', '.join(FUSIONS)}.")
         if residuals not in checkpoints.RESIDUALS:
             raise ValueError(f"residuals={residuals!r} is not one of {', '.join(checkpoints.RESIDUALS)}.")
         if warmup_steps < 0:
@@ -66,8 +67,10 @@ class SparseMixin(_Base):
                     f"{name}={ddp_kwargs[name]!r} is not supported: with it DDP does not hand every gradient of every "
                     "rank to its hook. Leave it out."
                 )
-        if fusion == "none" and ddp_kwargs.get("bucket_cap_mb") is None:
-            ddp_kwargs["bucket_cap_mb"] = 1e-6  # DDP hands over each parameter as soon as it is ready
+        fusion = check_fusion(fusion)
+        if fusion != "bucket" and ddp_kwargs.get("bucket_cap_mb") is None:
+            # DDP's buckets decide when gradients reach us: soon, at some 50 us for each bucket.
+            ddp_kwargs["bucket_cap_mb"] = 1e-6 if fusion == "none" else HAND_OVER_MB
         super().__init__(**ddp_kwargs)
         self.compressor = by_name(compressor)
         self.fusion = fusion
@@ -75,6 +78,7 @@ class SparseMixin(_Base):
         self.warmup_steps = warmup_steps
         self.residuals = residuals
         self.exchange: Exchange | None = None  # during fit
+        self.layer_fusion: LayerFusion | None = None  # during fit with fusion="layer"
         self._lane_groups: list[dist.ProcessGroup] = []
 
     # - the exchange
@@ -102,6 +106,7 @@ class SparseMixin(_Base):
             threaded=not nccl,
             may_be_unused=bool(self._ddp_kwargs.get("find_unused_parameters")),
         )
+        self.layer_fusion = LayerFusion(self.exchange, compressor, parameters) if self.fusion == "layer" else None
         ddp.register_comm_hook(None, self.exchange.hook)
         rank_zero_info(
             f"lightning_sparse: {self.compressor} averages {sum(g.n for g in self.exchange.groups):,} elements "
@@ -145,13 +150,28 @@ class SparseMixin(_Base):
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Backward, with the exchange's own error instead of DDP's word that a future failed."""
+        if self.exchange is None:
+            return super().backward(closure_loss, *args, **kwargs)
+        self.exchange.timeline.begin_backward()
         try:
             loss: Tensor = super().backward(closure_loss, *args, **kwargs)
-            return loss
         except RuntimeError:
-            if self.exchange is not None and self.exchange.error is not None:
+            if self.exchange.error is not None:
                 raise self.exchange.error from None
             raise
+        self.exchange.timeline.end_backward()
+        return loss
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Between two steps: the time to measure, and to change groups."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self.layer_fusion is not None:
+            self.layer_fusion.between_steps()
+
+    @property
+    def plan(self) -> Plan | None:
+        """What LayerFusion planned; None on ranks other than 0, with another ``fusion``, or before it has measured."""
+        return self.layer_fusion.plan if self.layer_fusion else None
 
     def _close_exchange(self) -> None:
         if self.exchange is not None:
@@ -238,8 +258,9 @@ class SparseDDPStrategy(SparseMixin, DDPStrategy):
 
     Args:
         compressor: a name in ``COMPRESSORS``, for its defaults, or an instance such as ``SkipReduce(skip=0.5)``.
-        fusion: which parameters travel together.  "bucket": groups of ``bucket_cap_mb`` (25) MiB in backward order;
-            "none": one group a layer; "layer": the groups of "bucket" of 25 MiB until a plan has been measured.
+        fusion: which parameters travel together.  "layer": LayerFusion, groups of 25 MiB in backward order until the
+            first steps have been measured, then the fastest; "bucket": groups of ``bucket_cap_mb`` (25) MiB; "none":
+            one group a layer; or a list with a pattern of parameter names (as of a shell) for each group.
         wire_dtype: of values on the wire: "float32", "bfloat16", "float16" or "int8"; what rounding leaves is kept.
         warmup_steps: dense steps before the compressor starts.
         residuals: what a checkpoint keeps of the gradient not yet sent.  "per_rank": all of it, to resume bit for bit

@@ -158,7 +158,7 @@ def test_velocities_obey_the_law(compressor: ls.Compressor) -> None:
 
 def test_gradients_are_clipped_before_they_are_added() -> None:
     run = Run(ls.MomentumCorrection(0.0, ls.Dense(), clip_norm=2.0), 4, 100)
-    run.groups[0].clip_norm = 1.0
+    run.groups[0].memory["clip_norm"] = torch.tensor(1.0)
     run.groups[0].add([torch.full((100,), 5.0)])
     assert float(run.groups[0].unsent.norm()) == pytest.approx(1.0)
     result = simulate(ls.MomentumCorrection(0.0, ls.Dense(), clip_norm=2.0), torch.full((3, 4, 100), 5.0))

@@ -13,12 +13,14 @@ MAY_IMPORT_LIGHTNING = {"strategy.py", "pytorch_lightning.py", "registry.py", "c
 MAY_IMPORT_DISTRIBUTED = {"comm.py", "exchange.py", "checkpoint.py", "strategy.py"}
 # Each file and which of ours it may import: a layer sees only the layers before it.
 LAYERS = [
-    {"__about__", "streams", "sparse", "wire", "control", "partition", "metrics"},
+    {"__about__", "streams", "sparse", "wire", "control", "partition", "metrics", "plan"},
     {"select", "sketch"},
     {"comm", "group"},
-    {"ring", "sparse_collectives"},
+    {"ring", "sparse_collectives", "lane", "timeline"},
     {"compressors"},
     {"fusion", "exchange", "simulation"},
+    {"rehearsal"},
+    {"layer_fusion"},
     {"checkpoint", "callbacks"},
     {"strategy"},
     {"pytorch_lightning"},

@@ -59,6 +59,7 @@ class Run:
         elements: of the gradient.
         peak_memory_bytes: of a rank; over several ranks, the largest.
         steps: all steps, the untimed ones at the start included.
+        predicted_s: of a step, by LayerFusion; None where it has no plan.
     """
 
     device: str
@@ -66,6 +67,7 @@ class Run:
     elements: int
     peak_memory_bytes: int
     steps: list[Step]
+    predicted_s: float | None = None
 
     @classmethod
     def mean(cls, runs: Sequence["Run"]) -> "Run":
@@ -75,7 +77,8 @@ class Run:
             for same in zip(*(run.steps for run in runs), strict=True)
         ]
         first = runs[0]
-        return cls(first.device, first.threads, first.elements, max(run.peak_memory_bytes for run in runs), steps)
+        peak = max(run.peak_memory_bytes for run in runs)
+        return cls(first.device, first.threads, first.elements, peak, steps, mean(run.predicted_s for run in runs))
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Run":

@@ -26,6 +26,7 @@ PACKAGES = ("lightning-sparse", "torch", "lightning", "torchmetrics", "numpy")
 EXPLANATION = {
     "step": "from the end of one training step to the end of the next (loading data, forward, backward, exchange, "
     "optimizer): the median over all timed steps, and the middle half of them",
+    "predicted": "what LayerFusion expected of a step when it made its plan, the median over the rounds",
     "ratio": "median over the rounds of (median step in the round / the reference's in the same round), with its 95 % "
     "bootstrap interval over rounds and steps",
     "counted": "payload a rank handed to the network in a step, as its strategy counts it",
@@ -130,6 +131,7 @@ class Summary:
     rounds: int
     timed_steps: int
     s: Interval
+    predicted_s: float | None
     ratio: Interval | None  # None for the reference itself, and where it failed
     s_without_communication: float | None
     counted_bytes: float
@@ -168,6 +170,7 @@ def _summary(own: Sequence[Round], timed: Sequence[Round], reference: str) -> Su
         rounds=len(own),
         timed_steps=len(steps),
         s=middle_half([step.s for step in steps]),
+        predicted_s=_median(r.run.predicted_s for r in own if r.run),
         ratio=ratio(pairs) if pairs and own[0].strategy != reference else None,
         s_without_communication=median(silent) if silent else None,
         counted_bytes=counted,
@@ -192,7 +195,7 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 def table(rows: Sequence[Summary], title: str) -> Table:
     """The rows of one cluster, for people."""
-    of_time = ("step", "middle half", "ratio", "95 % interval")
+    of_time = ("step", "middle half", "predicted", "ratio", "95 % interval")
     of_bytes = ("counted", "wire", "unexplained", "Mbit/s")
     headings = (*of_time, *of_bytes, "compress", "wait", "apply", "loss", "memory")
     result = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -208,6 +211,7 @@ def _cells(row: Summary) -> list[str]:
     return [
         _ms(row.s.value * 1e3),
         f"{row.s.low * 1e3:.0f}..{row.s.high * 1e3:.0f}",
+        "-" if row.predicted_s is None else _ms(row.predicted_s * 1e3),
         f"{row.ratio.value:.3f}" if row.ratio else "-",
         f"{row.ratio.low:.3f}..{row.ratio.high:.3f}" if row.ratio else "-",
         human_bytes(row.counted_bytes),

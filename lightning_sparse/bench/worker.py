@@ -35,6 +35,7 @@ from lightning_sparse.bench.peers import NO_COMMUNICATION, Contender, contenders
 from lightning_sparse.bench.probe import Probe, Run, interface_towards, read_counters
 from lightning_sparse.bench.report import Round
 from lightning_sparse.bench.workloads import workload_named
+from lightning_sparse.strategy import SparseDDPStrategy
 
 _FORK = multiprocessing.get_context("fork")
 _PATIENCE = timedelta(days=1)  # of the workers among themselves; training has a time limit of its own
@@ -286,12 +287,14 @@ def _fit(plan: Plan, place: Place, number: int, contender: Contender) -> Run:
     trainer.fit(module, DataLoader(workload.data(), workload.batch_size, shuffle=True, drop_last=True))
     device = trainer.strategy.root_device  # the module itself is back on the CPU
     on_cuda = device.type == "cuda"
+    fused = trainer.strategy.plan if isinstance(trainer.strategy, SparseDDPStrategy) else None
     return Run(
         device=torch.cuda.get_device_name(device) if on_cuda else "cpu",
         threads=torch.get_num_threads(),
         elements=sum(p.numel() for p in module.parameters() if p.requires_grad),
         peak_memory_bytes=torch.cuda.max_memory_allocated() if on_cuda else getrusage(RUSAGE_SELF).ru_maxrss * 1024,
         steps=probe.steps,
+        predicted_s=fused.step_s if fused else None,
     )
 
 

@@ -1,12 +1,13 @@
 """What a compressor is: settings, and one method that sums gradients over the ranks while sending less than all."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.comm import Comm, Rounds
+from lightning_sparse.control import Held
 from lightning_sparse.group import Group
 from lightning_sparse.sparse import Sparse
 
@@ -46,6 +47,20 @@ class Compressor(ABC):
         del name, elements
         return False
 
+    def at(self, step: int) -> "Compressor":
+        """The compressor at work in ``step``: where this changes, so does what a step costs."""
+        del step
+        return self
+
+    def carry(self, parts: Sequence[tuple[Group, int]]) -> dict[str, Tensor]:
+        """What the memory of a new group starts from, the same on every rank where the memories are.
+
+        Args:
+            parts: each group that gives parameters to it, and how many elements.
+        """
+        del parts
+        return {}
+
 
 class Wrapper(Compressor):
     """A compressor around another, which says what is sent whole and what sums densely."""
@@ -59,6 +74,16 @@ class Wrapper(Compressor):
     def sends_whole(self, name: str, elements: int) -> bool:
         """As the wrapped compressor says."""
         return self.compressor.sends_whole(name, elements)
+
+    def carry(self, parts: Sequence[tuple[Group, int]]) -> dict[str, Tensor]:
+        """As the wrapped compressor says."""
+        return self.compressor.carry(parts)
+
+
+def carry_thresholds(parts: Sequence[tuple[Group, int]], *keys: str) -> dict[str, Tensor]:
+    """The thresholds kept under ``keys``, each the mean over the groups that have it; see :meth:`Compressor.carry`."""
+    known = {key: [(group.memory[key], n) for group, n in parts if n and key in group.memory] for key in keys}
+    return {key: Held.joined(states) for key, states in known.items() if states}
 
 
 def take_step(compressor: Compressor, group: Group, comm: Comm) -> Rounds:

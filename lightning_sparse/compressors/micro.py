@@ -4,10 +4,11 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from lightning_sparse import partition
 from lightning_sparse.comm import Comm, Pending, Rounds
-from lightning_sparse.compressors.base import Compressor
+from lightning_sparse.compressors.base import Compressor, carry_thresholds
 from lightning_sparse.control import Held
 from lightning_sparse.group import Group
 from lightning_sparse.ring import sum_at
@@ -73,7 +74,11 @@ class MiCRO(Compressor):
         self._adapt(group, held, picks, capacity, edges)
         return Sparse(index, total)
 
-    def _threshold(self, group: Group, comm: Comm) -> Generator[Pending, "torch.Tensor", Held]:
+    def carry(self, parts: Sequence[tuple[Group, int]]) -> dict[str, Tensor]:
+        """The threshold."""
+        return carry_thresholds(parts, "held")
+
+    def _threshold(self, group: Group, comm: Comm) -> Generator[Pending, Tensor, Held]:
         """The threshold all ranks share; where there is none, the mean of the ranks' estimates."""
         if "held" in group.memory:
             return Held.of(group.memory["held"])

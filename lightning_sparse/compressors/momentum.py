@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass, replace
 
+import torch
+
 from lightning_sparse.comm import Comm, Rounds
 from lightning_sparse.compressors.base import Compressor, Wrapper
 from lightning_sparse.group import Group
@@ -44,15 +46,20 @@ class MomentumCorrection(Wrapper):
 
     def reduce(self, group: Group, comm: Comm) -> Rounds:
         """As the wrapped compressor; then the velocities of what was delivered start anew."""
-        group.momentum = self.momentum
-        group.clip_norm = math.inf if self.clip_norm is None else self.clip_norm / math.sqrt(comm.size)
-        velocity = group.memory.get("velocity")
-        if velocity is None:  # before the first step velocities are zero, and after it they are its gradients
-            velocity = group.memory["velocity"] = group.unsent.clone()
+        memory = group.memory
+        memory["momentum"] = torch.tensor(self.momentum, dtype=torch.float64)
+        if self.clip_norm is not None:
+            memory["clip_norm"] = torch.tensor(self.clip_norm / math.sqrt(comm.size), dtype=torch.float64)
+        if "velocity" not in memory:  # before the first step velocities are zero, and after it they are its gradients
+            memory["velocity"] = group.unsent.clone()
         total = yield from self.compressor.reduce(group, comm)
         if isinstance(total, Sparse):
-            velocity.index_fill_(0, total.index, 0)
+            memory["velocity"].index_fill_(0, total.index, 0)
         return total
+
+    def at(self, step: int) -> Compressor:
+        """The same around whatever is at work in ``step``."""
+        return replace(self, compressor=self.compressor.at(step))
 
     def densely(self) -> Compressor:
         """Dense sums of velocities."""

@@ -1,6 +1,7 @@
 """Ok-Topk: a sparse all-reduce whose traffic does not grow with the number of ranks."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from lightning_sparse import partition
 from lightning_sparse.comm import Comm, Rounds
-from lightning_sparse.compressors.base import Compressor
+from lightning_sparse.compressors.base import Compressor, carry_thresholds
 from lightning_sparse.control import Held
 from lightning_sparse.group import Group
 from lightning_sparse.select import (
@@ -83,6 +84,10 @@ class OkTopk(Compressor):
         for rest in left:
             group.unsent.index_add_(0, rest.index, rest.values)
         return total
+
+    def carry(self, parts: Sequence[tuple[Group, int]]) -> dict[str, Tensor]:
+        """Both thresholds."""
+        return carry_thresholds(parts, "local", "shared")
 
     def _pick(self, group: Group) -> Tensor:
         """Indices of the elements that reach this rank's own threshold, [m] rising."""

@@ -20,7 +20,11 @@ class Warmup(Wrapper):
 
     def reduce(self, group: Group, comm: Comm) -> Rounds:
         """Whichever's turn it is; what one leaves unsent the other sends."""
-        return (self.densely() if group.step < self.steps else self.compressor).reduce(group, comm)
+        return self.at(group.step).reduce(group, comm)
+
+    def at(self, step: int) -> Compressor:
+        """Dense sums, or what the wrapped compressor says."""
+        return self.densely() if step < self.steps else self.compressor.at(step)
 
 
 @dataclass(frozen=True)

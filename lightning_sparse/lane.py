@@ -1,0 +1,82 @@
+"""A lane: one process group, and the one issuer of messages on it."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from lightning_sparse.comm import Comm, Rounds, expect_pending
+from lightning_sparse.sparse import Sparse
+
+
+class Lane:
+    """One process group and its issuer: whoever submits work, or a thread that runs it in order.
+
+    Args:
+        comm: the ranks; nobody else may launch messages on it.
+        threaded: give the lane a thread of its own.
+    """
+
+    def __init__(self, comm: Comm, threaded: bool) -> None:
+        self.comm = comm
+        self.groups: Sequence[int] = ()  # indices, in the order in which they are sent
+        self.next = 0  # position in `groups` of the one to send next; only the hook's thread looks
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.start_step()
+        self._thread = threading.Thread(target=self._work, name="lightning_sparse", daemon=True) if threaded else None
+        if self._thread:
+            self._thread.start()
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Have ``work`` done by the issuer: at once, or by its thread, and then it must not raise."""
+        if self._thread:
+            self._inbox.put(work)
+        else:
+            work()
+
+    def close(self, patience_s: float) -> None:
+        """End the thread."""
+        if self._thread and self._thread.is_alive():
+            self._inbox.put(None)
+            self._thread.join(timeout=patience_s)
+
+    def take_complete(self, arriving: Sequence[int]) -> list[int]:
+        """Groups that may be sent now: complete, and with none before them on this lane that is not."""
+        first = self.next
+        while self.next < len(self.groups) and not arriving[self.groups[self.next]]:
+            self.next += 1
+        return list(self.groups[first : self.next])
+
+    def start_step(self) -> None:
+        """Count from zero."""
+        self.compress_ns = 0
+        self.network_ns = 0
+        self._sent_before = self.comm.sent_bytes
+
+    def sent_bytes(self) -> int:
+        """Payload put on the wire in this step."""
+        return self.comm.sent_bytes - self._sent_before
+
+    def run(self, rounds: Rounds) -> Tensor | Sparse:
+        """Run a compressor to its end; counts the time it worked and the time it waited."""
+        self.comm.reuse_buffers()
+        start_ns = time.perf_counter_ns()
+        waited_ns = 0
+        try:
+            pending = next(rounds)
+            while True:
+                waiting_ns = time.perf_counter_ns()
+                result = expect_pending(pending).wait()
+                waited_ns += time.perf_counter_ns() - waiting_ns
+                pending = rounds.send(result)
+        except StopIteration as stop:
+            self.network_ns += waited_ns
+            self.compress_ns += time.perf_counter_ns() - start_ns - waited_ns
+            total: Tensor | Sparse = stop.value
+            return total
+
+    def _work(self) -> None:
+        while (work := self._inbox.get()) is not None:
+            work()

@@ -1,0 +1,239 @@
+"""LayerFusion at work: measures the first steps of a training, plans the groups, and plans anew when times change."""
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+
+from lightning_sparse.comm import Comm, Sums
+from lightning_sparse.compressors import Compressor
+from lightning_sparse.exchange import Exchange
+from lightning_sparse.fusion import BUCKET_BYTES, Piece, carry_over, fuse, make_groups, pieces_of
+from lightning_sparse.plan import Cost, GroupTime, StepModel
+from lightning_sparse.rehearsal import median_over_ranks, rehearse
+
+SETTLING = 2  # steps before any is measured: DDP rebuilds its buckets, and memory is taken
+BESIDE = 3  # steps measured as they are
+APART = 3  # steps measured that send nothing before backward has ended, so that neither slows the other
+WINDOW = 50  # steps after which it is asked whether times have changed
+CHANGED = 1.5  # they have when the median moved by this factor
+LEAST_GAIN = 0.03  # of a backward: for less, groups stay as they are
+WORTH_PLANNING = 2**18  # elements; a smaller gradient is one group
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The groups chosen, and what was expected of them.
+
+    Attributes:
+        model: what was measured.
+        names: [L] of the parameters, in the order in which they become ready.
+        ends: [G] where the groups end.
+        rest_s: of a step, outside backward and communication.
+        measured_span_s: of backward and communication, in the groups there were before.
+        spans: expected of each plan that was looked at, by name.
+    """
+
+    model: StepModel
+    names: tuple[str, ...]
+    ends: tuple[int, ...]
+    rest_s: float
+    measured_span_s: float
+    spans: Mapping[str, float]
+
+    @property
+    def times(self) -> list[GroupTime]:
+        """Expected of each group."""
+        return self.model.times(self.ends)
+
+    @property
+    def span_s(self) -> float:
+        """Expected from the start of backward to the last mean."""
+        return self.model.span(self.ends)
+
+    @property
+    def step_s(self) -> float:
+        """Expected of a step."""
+        return self.rest_s + self.span_s
+
+    def __str__(self) -> str:
+        spans = ", ".join(f"{name} {1e3 * span:.1f} ms" for name, span in self.spans.items())
+        return f"{len(self.ends)} groups. Expected from the start of backward to the last mean: {spans}."
+
+
+class LayerFusion:
+    """Groups that follow a measured plan.
+
+    Args:
+        exchange: whose groups they are.
+        compressor: what averages them.
+        parameters: by name, in the order of definition.
+    """
+
+    def __init__(self, exchange: Exchange, compressor: Compressor, parameters: Mapping[str, Tensor]) -> None:
+        self.plan: Plan | None = None  # on rank 0
+        self._exchange = exchange
+        self._compressor = compressor
+        self._parameters = parameters
+        self._pieces = pieces_of(parameters, compressor)
+        self._seen = exchange.steps
+        self._window = WINDOW
+        self._start()
+
+    def between_steps(self) -> None:
+        """Look at the step just taken, and do what is due before the next.  To be called on every rank."""
+        exchange = self._exchange
+        if exchange.size == 1 or sum(piece.elements for piece in self._pieces) < WORTH_PLANNING:
+            return
+        if exchange.steps == self._seen:  # gradients are being accumulated
+            return
+        now = time.perf_counter()
+        self._note(now)
+        self._seen, self._last_s = exchange.steps, now
+        at_work = self._compressor.at(exchange.groups[0].step)
+        if at_work != self._at_work:
+            self._start()
+        elif self._measuring:
+            self._go_on_measuring(at_work)
+        elif len(self._spans) >= self._window:
+            self._compare()
+
+    # - measuring
+
+    def _start(self) -> None:
+        """Measure from the next step on."""
+        self._measuring = True
+        self._at_work = self._compressor.at(self._exchange.groups[0].step if self._exchange.groups else 0)
+        self._since = self._exchange.steps
+        self._exchange.deferred = False
+        self._usual_s = 0.0  # span of steps after the plan was made; 0 until known
+        self._last_s = math.nan
+        self._rests: list[float] = []
+        self._spans: list[float] = []
+        self._arrivals: list[list[float]] = []  # of each piece
+
+    def _note(self, now: float) -> None:
+        step = self._exchange.steps - self._since
+        timeline = self._exchange.timeline
+        if not self._measuring:
+            self._spans.append(timeline.span_s())
+        elif SETTLING < step <= SETTLING + BESIDE:
+            self._spans.append(timeline.span_s())
+            self._rests.append(now - self._last_s - self._spans[-1])
+        elif step > SETTLING + BESIDE:
+            self._arrivals.append([timeline.arrival_s(self._parameters[piece.name]) for piece in self._pieces])
+
+    def _go_on_measuring(self, at_work: Compressor) -> None:
+        step = self._exchange.steps - self._since
+        if step == SETTLING:
+            rank_zero_info(f"LayerFusion: measuring {BESIDE + APART} steps, then what messages cost.")
+        self._exchange.deferred = SETTLING + BESIDE <= step < SETTLING + BESIDE + APART
+        if step == SETTLING + BESIDE + APART:
+            self._make_plan(at_work)
+            self._measuring = False
+            self._spans = []
+            if self.plan is not None:
+                rank_zero_info(f"LayerFusion: {self.plan}")
+
+    def _make_plan(self, at_work: Compressor) -> None:
+        exchange = self._exchange
+        own = [_median(each) for each in (self._spans, self._rests, *zip(*self._arrivals, strict=True))]
+        span_s, rest_s, *arrivals_s = median_over_ranks(exchange, own).tolist()
+        kinds: list[tuple[bool, Cost | None]] = []
+        for whole, compressor in ((False, at_work), (True, at_work.densely())):
+            elements = sum(piece.elements for piece in self._pieces if piece.whole == whole)
+            if elements:
+                kinds.append((whole, rehearse(exchange, compressor, elements)))
+        assignment = torch.full((len(self._pieces),), -1, dtype=torch.int64, device=exchange.device)
+        if exchange.rank == 0:
+            self.plan = self._best(kinds, arrivals_s, span_s, rest_s)
+            if self.plan is not None:
+                group_of = np.searchsorted(self.plan.ends, np.arange(len(self._pieces)), side="right")
+                place = {name: int(group) for name, group in zip(self.plan.names, group_of, strict=True)}
+                assignment.copy_(torch.tensor([place[piece.name] for piece in self._pieces]))
+        chosen = self._from_rank_0(assignment).tolist()
+        if min(chosen) >= 0:
+            groups: dict[tuple[int, bool], list[Piece]] = {}
+            for piece, index in zip(self._pieces, chosen, strict=True):
+                groups.setdefault((index, piece.whole), []).append(piece)
+            self.regroup([groups[key] for key in sorted(groups)])
+
+    def _best(
+        self, kinds: Sequence[tuple[bool, Cost | None]], arrivals_s: Sequence[float], span_s: float, rest_s: float
+    ) -> Plan | None:
+        """The plan to follow; None, with a warning, if what was measured is no ground for one."""
+        costs = tuple(cost for _, cost in kinds if cost is not None)
+        if len(costs) < len(kinds) or not math.isfinite(span_s) or not np.isfinite(arrivals_s).any():
+            rank_zero_warn("LayerFusion: no rank could tell the time; the groups stay as they are.")
+            return None
+        ready = np.where(np.isfinite(arrivals_s), arrivals_s, 0.0)
+        order = np.argsort(ready, kind="stable")
+        pieces = [self._pieces[i] for i in order]
+        elements = tuple(tuple(piece.elements * (piece.whole == whole) for whole, _ in kinds) for piece in pieces)
+        beside, blocking = (StepModel(tuple(ready[order]), elements, costs, blocking) for blocking in (False, True))
+        position = {piece.name: i for i, piece in enumerate(pieces)}
+
+        def ends(groups: Iterable[Iterable[str]]) -> list[int]:
+            return sorted({len(pieces), *(max(position[name] for name in names) + 1 for names in groups)})
+
+        present = ends(group.names for group in self._exchange.groups if group.names)
+        # Whether the processor has room for both backward and the compressor is seen from the steps as they are.
+        model = min((beside, blocking), key=lambda model: abs(math.log(model.span(present) / span_s)))
+        plans = {
+            "LayerFusion": model.best(),
+            "greedy merging": model.greedy(),
+            f"buckets of {BUCKET_BYTES >> 20} MiB": ends(_names(fuse(pieces, "bucket"))),
+            "one group a layer": ends(_names(fuse(pieces, "none"))),
+            "one group": [len(pieces)],
+            "as before": present,
+        }
+        spans = {name: model.span(plan) for name, plan in plans.items()}
+        chosen = "LayerFusion" if spans["LayerFusion"] < (1 - LEAST_GAIN) * spans["as before"] else "as before"
+        return Plan(model, tuple(position), tuple(plans[chosen]), rest_s, span_s, spans)
+
+    def _from_rank_0(self, x: Tensor) -> Tensor:
+        def broadcast(comm: Comm) -> Sums:
+            return (yield comm.broadcast(x, 0))
+
+        received = self._exchange.on_lanes(lambda lane: lane.run(broadcast(lane.comm)), lanes=1)[0]
+        assert isinstance(received, Tensor)
+        return received
+
+    def regroup(self, groups: Sequence[Sequence[Piece]]) -> None:
+        """Average in ``groups`` from now on; nothing that is unsent is lost."""
+        new = make_groups(self._parameters, self._compressor, groups)
+        if [group.names for group, _ in new] != [group.names for group in self._exchange.groups]:
+            carry_over(self._exchange.groups, new)
+            self._exchange.lay_out(new)
+
+    # - after the plan was made
+
+    def _compare(self) -> None:
+        """Measure anew if steps take much longer or shorter than after the plan was made."""
+        usual_s = float(median_over_ranks(self._exchange, [median(self._spans)])[0])
+        self._spans = []
+        if not self._usual_s:
+            self._usual_s = usual_s if math.isfinite(usual_s) else 0.0
+        elif abs(math.log(usual_s / self._usual_s)) > math.log(CHANGED):  # False for NaN
+            rank_zero_info(
+                f"LayerFusion: backward and communication take {1e3 * usual_s:.1f} ms, no longer "
+                f"{1e3 * self._usual_s:.1f} ms; measuring anew."
+            )
+            self._window *= 2  # where times keep changing, ask less often
+            self._start()
+
+
+def _median(seconds: Sequence[float]) -> float:
+    """Of those that are known; NaN if none is."""
+    known = [s for s in seconds if math.isfinite(s)]
+    return median(known) if known else math.nan
+
+
+def _names(groups: Sequence[Sequence[Piece]]) -> list[list[str]]:
+    return [[piece.name for piece in group] for group in groups]

@@ -1,0 +1,166 @@
+"""The best way to fuse layers into groups, under a model of a step's time.  Pure functions; times in seconds."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What averaging a group costs, by its size.
+
+    Attributes:
+        elements: [m] sizes at which it was measured, rising.
+        busy_s: [m] of a processor, in the compressor's own code.
+        spacing_s: [m] by which a group ends after the one before where groups queue: the inverse of the throughput.
+        latency_s: [m] from the last gradient to the mean where nothing else is under way; not below ``busy_s``.
+    """
+
+    elements: tuple[int, ...]
+    busy_s: tuple[float, ...]
+    spacing_s: tuple[float, ...]
+    latency_s: tuple[float, ...]
+
+    def at(self, elements: NDArray[np.int64]) -> tuple[Array, Array, Array]:
+        """Busy, spacing and latency of groups of any sizes [*s]: lines between what was measured, 0 for no elements."""
+        busy, spacing, latency = (self._line(x, elements) for x in (self.busy_s, self.spacing_s, self.latency_s))
+        return busy, spacing, latency
+
+    def _line(self, measured: Sequence[float], elements: NDArray[np.int64]) -> Array:
+        sizes = np.asarray(self.elements, dtype=np.float64)
+        seconds = np.maximum.accumulate(np.asarray(measured, dtype=np.float64))  # more elements never cost less
+        inside = np.interp(elements, sizes, seconds)
+        rise = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2]) if len(sizes) > 1 else seconds[-1] / sizes[-1]
+        return np.where(elements > 0, inside + rise * np.maximum(elements - sizes[-1], 0), 0.0)
+
+
+@dataclass(frozen=True)
+class GroupTime:
+    """When one group of a step was ready, taken up and averaged, since backward began; and the processor's part."""
+
+    ready_s: float
+    start_s: float
+    end_s: float
+    busy_s: float
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """A backward whose layers become ready one after the other, and what averaging groups of them costs.
+
+    Groups are runs of layers in the order in which they become ready; layer i of L has elements of K kinds (compressed,
+    and dense), each of which makes a group of its own where there are any.  A group ends ``spacing`` after the one
+    before, and not before its last layer is ready and its ``latency`` over:
+
+        end = max(end of the group before + spacing, ready + latency)
+
+    Attributes:
+        ready_s: [L] since backward began, rising.
+        elements: [L] of tuples of K.
+        costs: of the K kinds.
+        blocking: compressing takes the processor from backward, so that all later layers are ready by as much later.
+            False: it runs beside backward.
+    """
+
+    ready_s: tuple[float, ...]
+    elements: tuple[tuple[int, ...], ...]
+    costs: tuple[Cost, ...]
+    blocking: bool = False
+
+    def times(self, ends: Sequence[int]) -> list[GroupTime]:
+        """Of the groups that end before the layers ``ends`` [G], rising, the last of which is L."""
+        sums = self._prefix_sums()
+        found: list[GroupTime] = []
+        end = delay = 0.0
+        for first, last in pairwise([0, *ends]):
+            busy, spacing, latency = (float(x[0]) for x in self._cost(sums[last] - sums[first : first + 1]))
+            ready = self.ready_s[last - 1] + delay
+            end = max(end + spacing, ready + latency)
+            delay += busy if self.blocking else 0.0
+            found.append(GroupTime(ready, end - latency, end, busy))
+        return found
+
+    def span(self, ends: Sequence[int]) -> float:
+        """From the start of backward to the last mean."""
+        return max(time.end_s for time in self.times(ends)) if ends else 0.0
+
+    def best(self) -> list[int]:
+        """The ends of the groups with the shortest span of all; of equals, one with few groups.
+
+        A dynamic program over the layers.  A plan of the first j layers leaves behind when its last group ends and by
+        how much backward was delayed; of two plans of the same layers, one that is no better in either is dropped, as
+        is one that cannot end before a plan that is known already.
+        """
+        sums = self._prefix_sums()
+        layers = len(self.ready_s)
+        if not layers:
+            return []
+        known = min(self.span(self.greedy()), self.span([layers]))
+        least = self.ready_s[-1] + float(self._cost(sums[-1:] - sums[-2:-1])[2][0])  # span of the last layer alone
+        # States of all prefixes one after the other: where the prefix ends, end and delay it leaves, its state before.
+        prefix, end, delay, before = [np.zeros(1, dtype) for dtype in (np.int64, np.float64, np.float64, np.int64)]
+        for last in range(1, layers + 1):
+            busy, spacing, latency = (x[prefix] for x in self._cost(sums[last] - sums[:last]))
+            ends = np.maximum(end + spacing, self.ready_s[last - 1] + delay + latency)
+            delays: Array = np.asarray(delay + busy if self.blocking else delay, dtype=np.float64)
+            soonest = np.maximum(ends, least + delays) if last < layers else ends
+            hopeful = np.flatnonzero(soonest <= known * (1 + 1e-9))
+            kept = hopeful[_undominated(ends[hopeful], delays[hopeful])]
+            prefix = np.concatenate([prefix, np.full(len(kept), last)])
+            end = np.concatenate([end, ends[kept]])
+            delay = np.concatenate([delay, delays[kept]])
+            before = np.concatenate([before, kept])
+        final = np.flatnonzero(prefix == layers)
+        at = int(final[np.argmin(end[final])])
+        found: list[int] = []
+        while at:
+            found.append(int(prefix[at]))
+            at = int(before[at])
+        return found[::-1]
+
+    def greedy(self) -> list[int]:
+        """Groups merged one layer at a time, as MG-WFBP does (Shi et al., INFOCOM 2019): for comparison.
+
+        A layer joins the group before it if it is ready before that group could be sent, or so soon after that waiting
+        costs less than the start of one more message.
+        """
+        sums = self._prefix_sums()
+        start_s = float(self._cost(np.minimum(sums[-1:], 1))[1][0])  # spacing of a group of next to nothing
+        found: list[int] = []
+        end, first = 0.0, 0
+        for last in range(1, len(self.ready_s) + 1):
+            begin = max(end, self.ready_s[last - 1])
+            if last < len(self.ready_s) and self.ready_s[last] - begin < start_s:
+                continue
+            end = begin + float(self._cost(sums[last] - sums[first : first + 1])[1][0])
+            first = last
+            found.append(last)
+        return found
+
+    def _prefix_sums(self) -> NDArray[np.int64]:
+        """Elements of each kind in the first i layers, [L + 1, K]."""
+        each = np.asarray(self.elements, dtype=np.int64).reshape(len(self.elements), len(self.costs))
+        return np.concatenate([np.zeros((1, len(self.costs)), np.int64), each.cumsum(0)])
+
+    def _cost(self, elements: NDArray[np.int64]) -> tuple[Array, Array, Array]:
+        """Busy, spacing and latency [m] of groups with ``elements`` [m, K]; one kind after the other."""
+        each = [cost.at(elements[:, kind]) for kind, cost in enumerate(self.costs)]
+        busy, spacing, latency = (sum(part, np.zeros(len(elements))) for part in zip(*each, strict=True))
+        return busy, spacing, latency
+
+
+def _undominated(a: Array, b: Array) -> NDArray[np.int64]:
+    """Indices of the points (a, b) no other point is at most as large as in both; of equal points the first."""
+    if not len(a):
+        return np.zeros(0, np.int64)
+    least = int(np.argmin(a + b))  # one good point drops most of the others before they are sorted
+    near = np.append(np.flatnonzero((a < a[least]) | (b < b[least])), least)
+    order = near[np.lexsort((near, b[near], a[near]))]
+    lowest = np.minimum.accumulate(b[order])
+    kept: NDArray[np.int64] = order[np.append(True, b[order][1:] < lowest[:-1])]
+    return kept
