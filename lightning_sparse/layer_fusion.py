@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from statistics import median
 
 import numpy as np
@@ -16,7 +16,7 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.fusion import BUCKET_BYTES, Piece, carry_over, fuse, make_groups, pieces_of
 from lightning_sparse.plan import Cost, GroupTime, StepModel
-from lightning_sparse.rehearsal import median_over_ranks, rehearse
+from lightning_sparse.rehearsal import measure_link, median_over_ranks, rehearse
 
 SETTLING = 2  # steps before any is measured: DDP rebuilds its buckets, and memory is taken
 BESIDE = 3  # steps measured as they are
@@ -24,6 +24,7 @@ APART = 3  # steps measured that send nothing before backward has ended, so that
 WINDOW = 50  # steps after which it is asked whether times have changed
 CHANGED = 1.5  # they have when the median moved by this factor
 LEAST_GAIN = 0.03  # of a backward: for less, groups stay as they are
+FARTHEST = 2.0  # that the model is corrected by, up or down
 WORTH_PLANNING = 2**18  # elements; a smaller gradient is one group
 
 
@@ -36,7 +37,8 @@ class Plan:
         names: [L] of the parameters, in the order in which they become ready.
         ends: [G] where the groups end.
         rest_s: of a step, outside backward and communication.
-        measured_span_s: of backward and communication, in the groups there were before.
+        measured_span_s: from the start of backward to the last mean, in the groups there were before.
+        scale: by which that differed from the model's; what is expected is corrected by it.
         spans: expected of each plan that was looked at, by name.
     """
 
@@ -45,17 +47,18 @@ class Plan:
     ends: tuple[int, ...]
     rest_s: float
     measured_span_s: float
+    scale: float
     spans: Mapping[str, float]
 
     @property
     def times(self) -> list[GroupTime]:
         """Expected of each group."""
-        return self.model.times(self.ends)
+        return [GroupTime(*(self.scale * s for s in astuple(time))) for time in self.model.times(self.ends)]
 
     @property
     def span_s(self) -> float:
         """Expected from the start of backward to the last mean."""
-        return self.model.span(self.ends)
+        return self.scale * self.model.span(self.ends)
 
     @property
     def step_s(self) -> float:
@@ -145,11 +148,12 @@ class LayerFusion:
         exchange = self._exchange
         own = [_median(each) for each in (self._spans, self._rests, *zip(*self._arrivals, strict=True))]
         span_s, rest_s, *arrivals_s = median_over_ranks(exchange, own).tolist()
+        link = measure_link(exchange)
         kinds: list[tuple[bool, Cost | None]] = []
         for whole, compressor in ((False, at_work), (True, at_work.densely())):
             elements = sum(piece.elements for piece in self._pieces if piece.whole == whole)
             if elements:
-                kinds.append((whole, rehearse(exchange, compressor, elements)))
+                kinds.append((whole, rehearse(exchange, compressor, elements, link) if link else None))
         assignment = torch.full((len(self._pieces),), -1, dtype=torch.int64, device=exchange.device)
         if exchange.rank == 0:
             self.plan = self._best(kinds, arrivals_s, span_s, rest_s)
@@ -195,7 +199,9 @@ class LayerFusion:
         }
         spans = {name: model.span(plan) for name, plan in plans.items()}
         chosen = "LayerFusion" if spans["LayerFusion"] < (1 - LEAST_GAIN) * spans["as before"] else "as before"
-        return Plan(model, tuple(position), tuple(plans[chosen]), rest_s, span_s, spans)
+        scale = min(max(span_s / spans["as before"], 1 / FARTHEST), FARTHEST)
+        spans = {name: scale * span for name, span in spans.items()}
+        return Plan(model, tuple(position), tuple(plans[chosen]), rest_s, span_s, scale, spans)
 
     def _from_rank_0(self, x: Tensor) -> Tensor:
         def broadcast(comm: Comm) -> Sums:

@@ -12,31 +12,36 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Cost:
-    """What averaging a group costs, by its size.
+    """What averaging a group costs, by its size: lines between what was measured, and one beyond it.
 
     Attributes:
         elements: [m] sizes at which it was measured, rising.
         busy_s: [m] of a processor, in the compressor's own code.
         spacing_s: [m] by which a group ends after the one before where groups queue: the inverse of the throughput.
         latency_s: [m] from the last gradient to the mean where nothing else is under way; not below ``busy_s``.
+        busy_rise: of ``busy_s`` with each element beyond the last size.
+        wire_rise: seconds the link needs for each.
     """
 
     elements: tuple[int, ...]
     busy_s: tuple[float, ...]
     spacing_s: tuple[float, ...]
     latency_s: tuple[float, ...]
+    busy_rise: float
+    wire_rise: float
 
     def at(self, elements: NDArray[np.int64]) -> tuple[Array, Array, Array]:
-        """Busy, spacing and latency of groups of any sizes [*s]: lines between what was measured, 0 for no elements."""
-        busy, spacing, latency = (self._line(x, elements) for x in (self.busy_s, self.spacing_s, self.latency_s))
-        return busy, spacing, latency
+        """Busy, spacing and latency of groups of any sizes [*s]; 0 for no elements."""
+        return (
+            self._line(self.busy_s, self.busy_rise, elements),
+            self._line(self.spacing_s, max(self.busy_rise, self.wire_rise), elements),
+            self._line(self.latency_s, self.busy_rise + self.wire_rise, elements),
+        )
 
-    def _line(self, measured: Sequence[float], elements: NDArray[np.int64]) -> Array:
-        sizes = np.asarray(self.elements, dtype=np.float64)
+    def _line(self, measured: Sequence[float], rise: float, elements: NDArray[np.int64]) -> Array:
         seconds = np.maximum.accumulate(np.asarray(measured, dtype=np.float64))  # more elements never cost less
-        inside = np.interp(elements, sizes, seconds)
-        rise = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2]) if len(sizes) > 1 else seconds[-1] / sizes[-1]
-        return np.where(elements > 0, inside + rise * np.maximum(elements - sizes[-1], 0), 0.0)
+        inside = np.interp(elements, self.elements, seconds)
+        return np.where(elements > 0, inside + rise * np.maximum(elements - self.elements[-1], 0), 0.0)
 
 
 @dataclass(frozen=True)
