@@ -11,8 +11,11 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from lightning_sparse.exchange import Exchange, Report
+from lightning_sparse.layer_fusion import LayerFusion, Plan
 from lightning_sparse.metrics import compression_ratio, threshold_error
+from lightning_sparse.plan_views import plan_table
 
+STEPS_BEFORE_PLAN = 3  # that follow a plan before it is shown beside them
 HEADINGS = ("sent", "dense", "ratio", "density", "threshold\nerror", "unsent\nnorm", "compress", "wait")
 
 
@@ -36,7 +39,7 @@ class _Epoch:
 
 
 class CompressionMonitor(Callback):
-    """Logs what compression did, and prints a table at the end of each epoch.
+    """Logs what compression did, and prints a table at the end of each epoch; LayerFusion's plan once it is followed.
 
     Every ``log_every_n_steps`` steps and at an epoch's end, to every logger and to ``trainer.callback_metrics``, of
     the last step on rank 0:
@@ -52,7 +55,7 @@ class CompressionMonitor(Callback):
     - ``sparse/ms_wait``: milliseconds training waited after its last gradient was handed over
 
     Args:
-        table: print the table at the end of each epoch.
+        table: print the table at the end of each epoch, and LayerFusion's plan beside what was measured.
         per_group: log ``sparse/density/i``, ``sparse/threshold_error/i`` and ``sparse/overflow/i`` too, for each group
             i in the order in which groups are sent.
     """
@@ -62,6 +65,8 @@ class CompressionMonitor(Callback):
         self.per_group = per_group
         self._epochs: list[_Epoch] = []
         self._seen_steps = 0
+        self._plan: Plan | None = None
+        self._plan_steps = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start counting."""
@@ -89,6 +94,8 @@ class CompressionMonitor(Callback):
         self._epochs[-1].add(exchange.last)
         if _is_logging_step(trainer):
             self._log(trainer, exchange)
+        if self.table:
+            self._print_plan(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the epoch's last step and print the table."""
@@ -108,6 +115,18 @@ class CompressionMonitor(Callback):
         trainer.callback_metrics.update({key: torch.tensor(value) for key, value in metrics.items()})
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
+
+    def _print_plan(self, trainer: Trainer) -> None:
+        """Once for each plan, when a few steps have followed it."""
+        fusion: LayerFusion | None = getattr(trainer.strategy, "layer_fusion", None)
+        if fusion is None:
+            return
+        plan = fusion.plan
+        if plan is not self._plan:
+            self._plan, self._plan_steps = plan, 0
+        self._plan_steps += 1
+        if plan is not None and self._plan_steps == STEPS_BEFORE_PLAN:
+            Console().print(plan_table(plan, fusion.measured()))
 
     @rank_zero_only
     def _print(self, trainer: Trainer) -> None:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from lightning_sparse.rehearsal import measure_link, median_over_ranks, rehearse
 SETTLING = 2  # steps before any is measured: DDP rebuilds its buckets, and memory is taken
 BESIDE = 3  # steps measured as they are
 APART = 3  # steps measured that send nothing before backward has ended, so that neither slows the other
+STEPS_MEASURED = SETTLING + BESIDE + APART
 WINDOW = 50  # steps after which it is asked whether times have changed
 CHANGED = 1.5  # they have when the median moved by this factor
 LEAST_GAIN = 0.03  # of a backward: for less, groups stay as they are
@@ -65,6 +67,10 @@ class Plan:
         """Expected of a step."""
         return self.rest_s + self.span_s
 
+    def group_of(self) -> list[int]:
+        """The group of each parameter in ``names``."""
+        return [int(i) for i in np.searchsorted(self.ends, np.arange(len(self.names)), side="right")]
+
     def __str__(self) -> str:
         spans = ", ".join(f"{name} {1e3 * span:.1f} ms" for name, span in self.spans.items())
         return f"{len(self.ends)} groups. Expected from the start of backward to the last mean: {spans}."
@@ -107,6 +113,45 @@ class LayerFusion:
         elif len(self._spans) >= self._window:
             self._compare()
 
+    def measured(self) -> list[GroupTime]:
+        """Of the plan's groups in this rank's last step; none before it was followed.  Waits for the device."""
+        if self.plan is None:
+            return []
+        exchange = self._exchange
+        place = dict(zip(self.plan.names, self.plan.group_of(), strict=True))
+        times: dict[int, list[GroupTime]] = {}
+        for group in exchange.groups:
+            for time_ in exchange.timeline.group_times([group]):
+                times.setdefault(place[group.names[-1]], []).append(time_)
+        if len(times) < len(self.plan.ends):
+            return []
+        return [GroupTime.joined(times[i]) for i in range(len(self.plan.ends))]
+
+    # - checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """The groups that were planned, and for what; empty before they were."""
+        if self._measuring:
+            return {}
+        names = [list(group.names) for group in self._exchange.groups]
+        return {"groups": names, "compressor": repr(self._at_work), "size": self._exchange.size}
+
+    def resume(self, state: Mapping[str, Any], step: int) -> None:
+        """Follow a plan saved after ``step``, if it was made for these parameters, this compressor and these ranks."""
+        at_work = self._compressor.at(step)
+        pieces = {piece.name: piece for piece in self._pieces}
+        groups = state.get("groups", [])
+        if (
+            (state.get("compressor"), state.get("size")) != (repr(at_work), self._exchange.size)
+            or sorted(name for names in groups for name in names) != sorted(pieces)
+            or any(len({pieces[name].whole for name in names}) > 1 for names in groups)
+        ):
+            return
+        self.regroup([[pieces[name] for name in names] for names in groups])
+        self._at_work = at_work
+        self._measuring = False
+        rank_zero_info(f"LayerFusion: {len(groups)} groups, as in the checkpoint.")
+
     # - measuring
 
     def _start(self) -> None:
@@ -136,8 +181,8 @@ class LayerFusion:
         step = self._exchange.steps - self._since
         if step == SETTLING:
             rank_zero_info(f"LayerFusion: measuring {BESIDE + APART} steps, then what messages cost.")
-        self._exchange.deferred = SETTLING + BESIDE <= step < SETTLING + BESIDE + APART
-        if step == SETTLING + BESIDE + APART:
+        self._exchange.deferred = SETTLING + BESIDE <= step < STEPS_MEASURED
+        if step == STEPS_MEASURED:
             self._make_plan(at_work)
             self._measuring = False
             self._spans = []
@@ -158,8 +203,7 @@ class LayerFusion:
         if exchange.rank == 0:
             self.plan = self._best(kinds, arrivals_s, span_s, rest_s)
             if self.plan is not None:
-                group_of = np.searchsorted(self.plan.ends, np.arange(len(self._pieces)), side="right")
-                place = {name: int(group) for name, group in zip(self.plan.names, group_of, strict=True)}
+                place = dict(zip(self.plan.names, self.plan.group_of(), strict=True))
                 assignment.copy_(torch.tensor([place[piece.name] for piece in self._pieces]))
         chosen = self._from_rank_0(assignment).tolist()
         if min(chosen) >= 0:

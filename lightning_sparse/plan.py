@@ -53,6 +53,16 @@ class GroupTime:
     end_s: float
     busy_s: float
 
+    @staticmethod
+    def joined(times: Sequence["GroupTime"]) -> "GroupTime":
+        """Of several groups that count as one."""
+        return GroupTime(
+            max(time.ready_s for time in times),
+            min(time.start_s for time in times),
+            max(time.end_s for time in times),
+            sum(time.busy_s for time in times),
+        )
+
 
 @dataclass(frozen=True)
 class StepModel:

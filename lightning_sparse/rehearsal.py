@@ -20,7 +20,7 @@ from lightning_sparse.plan import Array, Cost
 
 SIZES = (2**8, 2**16, 2**20, 2**22)  # elements of the groups that are tried
 RUNS = 3  # of each, after one that is not timed: then thresholds are known
-LONG_S = 0.3  # what takes longer is the last to be tried: beyond, the line is drawn from the link and the processor
+LONG_S = 0.2  # what would take longer is not tried: there, the line is drawn from the link and the processor
 POOL = 1_000_003  # made-up gradients repeat after so many elements
 
 
@@ -56,8 +56,14 @@ def rehearse(exchange: Exchange, compressor: Compressor, largest: int, link: Lin
     Made-up gradients, normally distributed, are averaged as real ones are; nothing of it touches the training.  To be
     called between two steps, on every rank; returns the same on each, the median of what the ranks measured.
     """
-    sizes, busy_s, spacing_s, latency_s, sent_bytes = [], [], [], [], []
+    sizes: list[int] = []
+    busy_s: list[float] = []
+    spacing_s: list[float] = []
+    latency_s: list[float] = []
+    sent_bytes: list[int] = []
     for n in sorted({min(size, largest) for size in SIZES}):
+        if sizes and latency_s[-1] * n / sizes[-1] > LONG_S and n > SIZES[2]:
+            break
         *seconds, sent = _try(exchange, compressor, n)
         busy, spacing, latency = median_over_ranks(exchange, seconds).tolist()
         if not math.isfinite(busy + spacing + latency):
@@ -67,8 +73,6 @@ def rehearse(exchange: Exchange, compressor: Compressor, largest: int, link: Lin
         spacing_s.append(spacing)
         latency_s.append(max(busy, latency))
         sent_bytes.append(sent)
-        if latency > LONG_S:
-            break
     if not sizes:
         return None
     busy_rise = max(busy_s[-1] - busy_s[0], 0.0) / max(sizes[-1] - sizes[0], 1)

@@ -1,6 +1,7 @@
 """The Strategy: wires the exchange into DDP and into Lightning's checkpoints."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -16,7 +17,8 @@ from lightning_sparse.comm import TorchComm, wire_dtype_named
 from lightning_sparse.compressors import COMPRESSORS, Compressor, Warmup, by_name
 from lightning_sparse.exchange import LANES, Exchange
 from lightning_sparse.fusion import BUCKET_BYTES, check_fusion, lay_out
-from lightning_sparse.layer_fusion import LayerFusion, Plan
+from lightning_sparse.layer_fusion import STEPS_MEASURED, WORTH_PLANNING, LayerFusion, Plan
+from lightning_sparse.plan_views import draw_timeline
 
 UNSUPPORTED = (
     "delay_all_reduce_named_params",
@@ -168,6 +170,20 @@ class SparseMixin(_Base):
         if self.layer_fusion is not None:
             self.layer_fusion.between_steps()
 
+    def draw_timeline(self, path: str | Path) -> None:
+        """Draw the last step of this rank beside what LayerFusion expected of it (needs matplotlib).
+
+        Raises:
+            ValueError: there is no plan: see :attr:`plan`.
+        """
+        if self.layer_fusion is None or self.layer_fusion.plan is None:
+            raise ValueError(
+                f"there is no plan to draw (rank {self.global_rank}, fusion={self.fusion!r}): fusion='layer' makes one "
+                f"on rank 0 after the first {STEPS_MEASURED} steps, for more than one rank and {WORTH_PLANNING:,} "
+                "elements."
+            )
+        draw_timeline(self.layer_fusion.plan, self.layer_fusion.measured(), path)
+
     @property
     def plan(self) -> Plan | None:
         """What LayerFusion planned; None on ranks other than 0, with another ``fusion``, or before it has measured."""
@@ -194,14 +210,18 @@ class SparseMixin(_Base):
                     "and gathering them might wait for a rank that is gone. Resuming from it starts them from zero."
                 )
             else:
-                checkpoint[checkpoints.KEY] = checkpoints.gather(self.exchange, self.residuals)
+                state = checkpoints.gather(self.exchange, self.residuals)
+                checkpoint[checkpoints.KEY] = state | {"plan": self.layer_fusion.state() if self.layer_fusion else {}}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore optimizers, and what the ranks had not sent.  Called for fit only, once DDP exists."""
         super().load_optimizer_state_dict(checkpoint)
         if self.exchange is not None:
-            checkpoints.restore(self.exchange, checkpoint.get(checkpoints.KEY))
+            state = checkpoint.get(checkpoints.KEY)
+            if self.layer_fusion is not None and state is not None:
+                self.layer_fusion.resume(state.get("plan", {}), state["steps"])
+            checkpoints.restore(self.exchange, state)
 
     # - Lightning's manners
 

@@ -1,12 +1,16 @@
 """Which parameters travel together."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import lightning_sparse as ls
-from lightning_sparse.fusion import FUSIONS, Piece, fuse, lay_out
+from lightning_sparse.control import Held
+from lightning_sparse.fusion import FUSIONS, Piece, carry_over, fuse, lay_out, make_groups
+from lightning_sparse.group import Group
 
 pieces = st.lists(st.tuples(st.integers(0, 100), st.booleans()), max_size=30).map(
     lambda drawn: [Piece(f"layer{i // 2}.p{i % 2}", n, whole) for i, (n, whole) in enumerate(drawn)]
@@ -50,3 +54,86 @@ def test_protected_parameters_get_dense_groups() -> None:
 def test_an_unknown_fusion_names_what_is_allowed() -> None:
     with pytest.raises(ValueError, match="fusion='all' is not one of layer, bucket, none"):
         fuse([], "all")
+
+
+# - patterns
+
+
+def test_a_list_of_patterns_makes_a_group_each() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
+    groups = lay_out(dict(model.named_parameters()), ls.TopK(), ["1.*", "*.weight", "*"])
+    assert [group.names for group, _ in groups] == [
+        ("1.bias", "1.weight"),
+        ("2.bias", "0.bias"),
+        ("2.weight", "0.weight"),
+    ]  # in the order in which backward completes them
+
+
+def test_a_parameter_without_a_pattern_is_named() -> None:
+    with pytest.raises(ValueError, match=r"parameter 'b\.x' matches none of the patterns"):
+        fuse([Piece("a.x", 1), Piece("b.x", 1)], ["a.*"])
+
+
+@pytest.mark.parametrize("fusion", ["all", [], [1], 3, None])
+def test_what_is_no_fusion_is_refused(fusion: object) -> None:
+    with pytest.raises(ValueError, match=r"fusion=.* is not one of layer, bucket, none"):
+        ls.SparseDDPStrategy(fusion=fusion)  # type: ignore[arg-type]
+
+
+# - from one set of groups to another
+
+
+def laid_out(sizes: list[int], cuts: list[int], compressor: ls.Compressor) -> list[tuple[Group, ls.Compressor]]:
+    parts = [Piece(f"p{i}", n) for i, n in enumerate(sizes)]
+    edges = [0, *sorted(cuts), len(parts)]
+    parameters = {piece.name: torch.zeros(piece.elements) for piece in parts}
+    return make_groups(parameters, compressor, [parts[a:b] for a, b in pairwise(edges) if b > a])
+
+
+@given(
+    sizes=st.lists(st.integers(0, 50), min_size=1, max_size=12),
+    before=st.sets(st.integers(0, 12)),
+    after=st.sets(st.integers(0, 12)),
+)
+def test_what_is_unsent_moves_by_name(sizes: list[int], before: set[int], after: set[int]) -> None:
+    old, new = (laid_out(sizes, [c for c in cuts if c < len(sizes)], ls.MiCRO()) for cuts in (before, after))
+
+    def by_name(groups: list[tuple[Group, ls.Compressor]]) -> dict[str, torch.Tensor]:
+        return {n: s.clone() for g, _ in groups for n, s in zip(g.names, g.slots(g.unsent), strict=True)}
+
+    for group, _ in old:
+        group.unsent.normal_()
+        group.step = 7
+        group.memory["velocity"] = 2 * group.unsent
+        group.memory["momentum"] = torch.tensor(0.9)
+    expected = by_name(old)
+    carry_over([group for group, _ in old], new)
+    moved = by_name(new)
+    assert moved.keys() == expected.keys()
+    assert all(torch.equal(moved[name], expected[name]) for name in moved)
+    for group, _ in new:
+        assert group.step == 7
+        assert torch.equal(group.memory["velocity"], 2 * group.unsent)
+        assert group.memory["momentum"] == 0.9
+
+
+def test_thresholds_are_carried_and_partitions_start_anew() -> None:
+    old = laid_out([100, 100, 300], [1], ls.MiCRO())
+    for (group, _), threshold in zip(old, (1.0, 4.0), strict=True):
+        group.memory = {"held": Held(threshold, 0.5).state(), "edges": torch.tensor([0, group.n])}
+    new = laid_out([100, 100, 300], [2], ls.MiCRO())
+    same = old[0][0].memory
+    carry_over([group for group, _ in old], new)
+    joined, rest = (group.memory for group, _ in new)
+    assert Held.of(joined["held"]).threshold == pytest.approx(2.0)  # the geometric mean, by elements
+    assert Held.of(rest["held"]) == Held(pytest.approx(4.0), pytest.approx(0.5))
+    assert "edges" not in joined | rest
+    assert "edges" in same
+
+
+def test_a_group_that_stays_keeps_all_its_memory() -> None:
+    old, new = (laid_out([10, 20], [1], ls.OkTopk()) for _ in range(2))
+    old[1][0].memory = {"regions": torch.tensor([0, 5, 20])}
+    kept = old[1][0].memory
+    carry_over([group for group, _ in old], new)
+    assert new[1][0].memory is kept

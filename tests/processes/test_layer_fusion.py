@@ -1,0 +1,224 @@
+"""LayerFusion inside a Trainer, on real processes: measured, planned, applied between two steps."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lightning_sparse as ls
+from lightning_sparse import layer_fusion, rehearsal
+from lightning_sparse.fusion import Piece, pieces_of
+from lightning_sparse.layer_fusion import STEPS_MEASURED, Plan
+from lightning_sparse.timeline import Timeline
+from tests.conftest import Ranks
+from tests.processes.models import LIMIT_S, data, trainer, weights
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
+
+STEPS = STEPS_MEASURED + 4
+
+
+class Deep(L.LightningModule):
+    """Large enough to be worth a plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        hidden = [part for _ in range(6) for part in (nn.Tanh(), nn.Linear(256, 256))]
+        self.net = nn.Sequential(nn.Linear(8, 256), *hidden, nn.Linear(256, 3))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self.net(x), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+def groups(strategy: ls.SparseDDPStrategy) -> list[tuple[str, ...]]:
+    assert strategy.exchange is not None
+    return [group.names for group in strategy.exchange.groups]
+
+
+def unsent(strategy: ls.SparseDDPStrategy) -> dict[str, Tensor]:
+    assert strategy.exchange is not None
+    return {
+        name: slot.clone()
+        for group in strategy.exchange.groups
+        for name, slot in zip(group.names, group.slots(group.unsent), strict=True)
+    }
+
+
+def pairs(strategy: ls.SparseDDPStrategy, module: nn.Module) -> list[list[Piece]]:
+    """Groups of two parameters each: none that a plan or a bucket would have."""
+    pieces = pieces_of(dict(module.named_parameters()), strategy.compressor)
+    return [pieces[i : i + 2] for i in range(1, len(pieces), 2)] + [pieces[:1]]
+
+
+class Regroup(L.Callback):
+    """Changes the groups before a step; keeps what was unsent before and after."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.moved: list[dict[str, Tensor]] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, index: int) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, ls.SparseDDPStrategy)
+        if trainer.global_step == self.step and strategy.layer_fusion is not None:
+            self.moved.append(unsent(strategy))
+            strategy.layer_fusion.regroup(pairs(strategy, pl_module))
+            self.moved.append(unsent(strategy))
+
+
+# - groups that change in mid-run
+
+
+def with_and_without(rank: int, size: int) -> list[tuple[Tensor, int]]:
+    results = []
+    for callbacks in ([], [Regroup(3)]):
+        model, strategy = Deep(), ls.SparseDDPStrategy("sparse_dense")
+        trainer(strategy, size, max_steps=6, callbacks=callbacks).fit(model, data(10, size))
+        results.append((weights(model), len(groups(strategy))))
+    return results
+
+
+def test_dense_training_with_new_groups_in_mid_run_equals_training_without(ranks: Ranks) -> None:
+    for (without, one), (regrouped, many) in ranks.run(with_and_without, 2, timeout_s=LIMIT_S):
+        assert (one, many) == (1, 9)
+        assert torch.equal(without, regrouped)
+
+
+def regroup_each(rank: int, size: int, names: list[str]) -> list[Any]:
+    results = []
+    for name in names:
+        model, strategy, regroup = Deep(), ls.SparseDDPStrategy(name), Regroup(4)
+        trainer(strategy, size, max_steps=8, callbacks=[regroup]).fit(model, data(10, size))
+        results.append((weights(model), regroup.moved))
+    return results
+
+
+def test_new_groups_lose_nothing_with_any_compressor(ranks: Ranks) -> None:
+    names = list(ls.COMPRESSORS)
+    every = ranks.run(regroup_each, 3, names, timeout_s=LIMIT_S)
+    for i, name in enumerate(names):
+        for trained, (before, after) in (results[i] for results in every):
+            assert before.keys() == after.keys()
+            assert all(torch.equal(before[key], after[key]) for key in before), name
+            assert torch.equal(trained, every[0][i][0]), name
+            assert trained.isfinite().all(), name
+        left = [sum(float(x.abs().sum()) for x in results[i][1][0].values()) for results in every]
+        assert name == "sparse_dense" or min(left) > 0, name
+
+
+# - the plan
+
+
+def plan(rank: int, size: int, name: str, spoil: str, folder: str) -> tuple[list[tuple[str, ...]], Plan | None, Any]:
+    """Train long enough for a plan.  ``spoil``: what the ranks cannot measure."""
+    if (spoil == "rank 1" and rank == 1) or spoil == "all":
+        garbage = iter([math.nan, -1.0, 0.0, math.inf] * 1000)
+        Timeline.span_s = lambda self: next(garbage)  # type: ignore[method-assign]
+        Timeline.arrival_s = lambda self, parameter: next(garbage)  # type: ignore[method-assign]
+        honest = rehearsal._try
+        rehearsal._try = lambda *args: (next(garbage), next(garbage), next(garbage), honest(*args)[3])
+    if spoil == "slow rank 1" and rank == 1:
+        measured = Timeline.arrival_s
+        Timeline.arrival_s = lambda self, parameter: 10 * measured(self, parameter)  # type: ignore[method-assign]
+    layer_fusion.LEAST_GAIN = -math.inf  # so that the plan is always followed
+    strategy = ls.SparseDDPStrategy(name)
+    run = trainer(strategy, size, max_steps=STEPS)
+    run.fit(Deep(), data(STEPS, size))
+    assert strategy.layer_fusion is not None
+    measured_times = strategy.layer_fusion.measured()
+    if rank == 0 and not spoil:
+        strategy.draw_timeline(Path(folder) / "timeline.svg")
+    run.save_checkpoint(Path(folder) / "planned.ckpt")
+    return groups(strategy), strategy.plan, measured_times
+
+
+@pytest.mark.parametrize("spoil", ["", "slow rank 1", "rank 1"])
+@pytest.mark.parametrize("name", ["micro", "importance"])
+def test_all_ranks_follow_rank_0s_plan_whatever_they_measured(
+    ranks: Ranks, name: str, spoil: str, tmp_path: Path
+) -> None:
+    results = ranks.run(plan, 3, name, spoil, str(tmp_path), timeout_s=LIMIT_S)
+    assert all(found == results[0][0] for found, _, _ in results)
+    chosen, times = results[0][1:]
+    assert chosen is not None
+    assert sorted(chosen.names) == sorted(name for names in results[0][0] for name in names)
+    assert chosen.spans["LayerFusion"] <= min(chosen.spans.values()) * (1 + 1e-9)
+    assert 0 < chosen.span_s < chosen.step_s < 60
+    assert len(times) == len(chosen.ends)
+    assert all(time.ready_s <= time.start_s < time.end_s for time in times if not spoil)
+    if not spoil:
+        assert "expected" in (tmp_path / "timeline.svg").read_text() or (tmp_path / "timeline.svg").stat().st_size
+
+
+def test_where_no_rank_can_tell_the_time_groups_stay(ranks: Ranks, tmp_path: Path) -> None:
+    for found, chosen, times in ranks.run(plan, 2, "micro", "all", str(tmp_path), timeout_s=LIMIT_S):
+        assert len(found) == 1
+        assert chosen is None
+        assert times == []
+
+
+def resumed(rank: int, size: int, folder: str) -> tuple[list[tuple[str, ...]], bool]:
+    strategy = ls.SparseDDPStrategy("micro")
+    checkpoint = Path(folder) / "planned.ckpt"
+    trainer(strategy, size, max_steps=STEPS + 2).fit(Deep(), data(STEPS + 2, size), ckpt_path=checkpoint)
+    assert strategy.layer_fusion is not None
+    return groups(strategy), bool(strategy.layer_fusion.state())
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_resumed_run_follows_the_plan_it_was_saved_with(ranks: Ranks, size: int, tmp_path: Path) -> None:
+    planned = ranks.run(plan, 2, "micro", "", str(tmp_path), timeout_s=LIMIT_S)[0][0]
+    for found, follows in ranks.run(resumed, size, str(tmp_path), timeout_s=LIMIT_S):
+        assert follows == (size == 2)  # on other ranks it is measured anew
+        assert found == planned or size == 3
+
+
+# - when times or compressors change
+
+
+def measurements(rank: int, size: int, name: str) -> list[int]:
+    """Steps at which measuring began."""
+    layer_fusion.WINDOW = 4
+    began: list[int] = []
+    start = layer_fusion.LayerFusion._start
+
+    def noting(self: layer_fusion.LayerFusion) -> None:
+        start(self)
+        began.append(self._since)
+
+    layer_fusion.LayerFusion._start = noting  # type: ignore[method-assign]
+    span_s = Timeline.span_s
+    steps = 0
+
+    def slower_later(self: Timeline) -> float:
+        nonlocal steps
+        steps += 1
+        return 0.010 if steps < 14 else 0.030
+
+    if name == "drift":
+        Timeline.span_s = slower_later  # type: ignore[method-assign]
+    compressor = ls.Warmup(11, ls.TopK()) if name == "warmup" else ls.TopK()
+    trainer(ls.SparseDDPStrategy(compressor), size, max_steps=24).fit(Deep(), data(24, size))
+    Timeline.span_s = span_s  # type: ignore[method-assign]
+    return began
+
+
+def test_it_measures_anew_when_steps_take_longer(ranks: Ranks) -> None:
+    for began in ranks.run(measurements, 2, "drift", timeout_s=LIMIT_S):
+        assert len(began) == 2
+        assert began[0] == 0
+        assert STEPS_MEASURED + 8 <= began[1] <= STEPS_MEASURED + 12
+
+
+def test_it_measures_anew_when_another_compressor_sets_in(ranks: Ranks) -> None:
+    for began in ranks.run(measurements, 2, "warmup", timeout_s=LIMIT_S):
+        assert began[:2] == [0, 11]

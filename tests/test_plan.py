@@ -1,0 +1,117 @@
+"""LayerFusion's model and its best plan, without any process."""
+
+import time
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_sparse.plan import Cost, StepModel
+
+SIZES = (1, 1_000, 1_000_000)
+ms = st.floats(0, 0.05)
+per_element = st.floats(0, 1e-6)
+
+
+@st.composite
+def costs(draw: st.DrawFn) -> Cost:
+    """A processor and a link that work side by side, as over two lanes."""
+    busy, wire = ((draw(ms), draw(per_element)) for _ in range(2))
+    busy_s = tuple(busy[0] + busy[1] * n for n in SIZES)
+    wire_s = tuple(wire[0] + wire[1] * n for n in SIZES)
+    spacing_s = tuple(max(pair) for pair in zip(busy_s, wire_s, strict=True))
+    latency_s = tuple(sum(pair) for pair in zip(busy_s, wire_s, strict=True))
+    return Cost(SIZES, busy_s, spacing_s, latency_s, busy[1], wire[1])
+
+
+@st.composite
+def models(draw: st.DrawFn, most: int = 8) -> StepModel:
+    layers, kinds = draw(st.integers(1, most)), draw(st.integers(1, 2))
+    gaps = draw(st.lists(ms, min_size=layers, max_size=layers))
+    elements = st.tuples(*[st.integers(0, 3_000_000)] * kinds)
+    return StepModel(
+        tuple(sum(gaps[: i + 1]) for i in range(layers)),
+        tuple(draw(st.lists(elements, min_size=layers, max_size=layers))),
+        tuple(draw(st.lists(costs(), min_size=kinds, max_size=kinds))),
+        draw(st.booleans()),
+    )
+
+
+def every_plan(layers: int) -> list[list[int]]:
+    return [[*cuts, layers] for g in range(layers) for cuts in combinations(range(1, layers), g)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(models())
+def test_the_best_plan_is_that_of_trying_all(model: StepModel) -> None:
+    layers = len(model.ready_s)
+    ends = model.best()
+    assert ends in every_plan(layers)
+    assert model.span(ends) == pytest.approx(min(model.span(plan) for plan in every_plan(layers)), rel=1e-9, abs=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(models(most=40), st.lists(st.integers(1, 39)))
+def test_no_other_plan_is_expected_to_be_faster(model: StepModel, cuts: list[int]) -> None:
+    layers = len(model.ready_s)
+    best = model.span(model.best()) * (1 - 1e-9)
+    others = {
+        "greedy": model.greedy(),
+        "one group": [layers],
+        "one a layer": list(range(1, layers + 1)),
+        "any": sorted({min(cut, layers) for cut in cuts} | {layers}),
+    }
+    for name, ends in others.items():
+        assert model.span(ends) >= best, name
+
+
+@given(models(most=20))
+def test_the_times_of_a_plan_are_those_of_the_model(model: StepModel) -> None:
+    """end = max(end of the group before + spacing, ready + latency), and where compressing blocks all is later."""
+    ends = model.greedy()
+    assert ends[-1] == len(model.ready_s)
+    before = 0.0
+    for last, time_ in zip(ends, model.times(ends), strict=True):
+        assert time_.ready_s >= model.ready_s[last - 1]
+        assert time_.ready_s == model.ready_s[last - 1] or model.blocking
+        assert time_.start_s >= time_.ready_s - 1e-12
+        assert time_.end_s >= max(before, time_.ready_s) + 0
+        before = time_.end_s
+
+
+def test_what_messages_cost_decides_how_many_groups_there_are() -> None:
+    ready = tuple(0.01 * i for i in range(1, 11))
+    elements = ((100_000,),) * 10
+
+    def groups(message_s: float, element_s: float) -> int:
+        seconds = tuple(message_s + element_s * n for n in SIZES)
+        cost = Cost(SIZES, (0.0,) * 3, seconds, seconds, 0.0, element_s)
+        return len(StepModel(ready, elements, (cost,)).best())
+
+    assert groups(message_s=0.5, element_s=0) == 1  # nothing but latency: one message
+    assert groups(message_s=0, element_s=1e-7) == 10  # no latency: each layer at once
+    assert 1 < groups(message_s=0.005, element_s=1e-7) < 10
+
+
+def test_costs_are_lines_and_never_fall() -> None:
+    import numpy as np
+
+    cost = Cost((10, 100), (1.0, 0.5), (2.0, 4.0), (3.0, 6.0), busy_rise=0.1, wire_rise=0.2)
+    busy, spacing, latency = cost.at(np.array([0, 1, 10, 55, 100, 110]))
+    assert busy.tolist() == pytest.approx([0, 1, 1, 1, 1, 2])
+    assert spacing.tolist() == pytest.approx([0, 2, 2, 3, 4, 6])  # beyond: the slower of processor and link
+    assert latency.tolist() == pytest.approx([0, 3, 3, 4.5, 6, 9])  # beyond: both, one after the other
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_thousand_layers_are_planned_in_time(blocking: bool) -> None:
+    wire = tuple(0.002 + 1e-7 * n for n in SIZES)
+    busy = tuple(0.001 + 5e-8 * n for n in SIZES)
+    cost = Cost(SIZES, busy, wire, tuple(a + b for a, b in zip(busy, wire, strict=True)), 5e-8, 1e-7)
+    elements = tuple((1 + (i * 7919) % 200_000,) for i in range(1000))
+    model = StepModel(tuple(0.001 * i for i in range(1, 1001)), elements, (cost,), blocking)
+    start = time.process_time()
+    ends = model.best()
+    assert time.process_time() - start < 2  # about 0.2 s here
+    assert model.span(ends) <= model.span(model.greedy())
