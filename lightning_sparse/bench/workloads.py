@@ -267,6 +267,23 @@ def resnet50_shapes() -> Shapes:
     return shapes | _linear("fc", 1000, channels)
 
 
+def densenet121_shapes() -> Shapes:
+    """DenseNet-121 for 1,000 classes: 8M parameters in 242 layers."""
+    shapes = {**_convolution("conv0", 64, 3, 7), **_norm("norm0", 64)}
+    channels, growth = 64, 32
+    for block, layers in enumerate((6, 12, 24, 16), start=1):
+        for layer in range(layers):
+            at = f"block{block}.{layer}"
+            shapes |= _norm(f"{at}.norm1", channels) | _convolution(f"{at}.conv1", 4 * growth, channels, 1)
+            shapes |= _norm(f"{at}.norm2", 4 * growth) | _convolution(f"{at}.conv2", growth, 4 * growth, 3)
+            channels += growth
+        shapes |= _norm(f"transition{block}.norm", channels)
+        if block < 4:
+            shapes |= _convolution(f"transition{block}.conv", channels // 2, channels, 1)
+            channels //= 2
+    return shapes | _linear("classifier", 1000, channels)
+
+
 def vgg16_shapes() -> Shapes:
     """VGG-16 for 1,000 classes."""
     shapes: Shapes = {}
@@ -339,6 +356,7 @@ WORKLOADS = {
     "gpt_50m": _on_text("GPT of 50M parameters on bytes of source code", lambda: ByteGPT(640, 10, 10)),
     "resnet_digits": _on_digits("residual network of 2.8M parameters on digits", ResNet),
     "resnet50_shapes": _gradients("ResNet-50, 25.6M parameters", resnet50_shapes),
+    "densenet121_shapes": _gradients("DenseNet-121, 8M parameters in 242 layers", densenet121_shapes),
     "vgg16_shapes": _gradients("VGG-16, 138M parameters", vgg16_shapes),
     "bert_base_shapes": _gradients("BERT-base, 109M parameters", bert_base_shapes),
     "gpt2_shapes": _gradients("GPT-2 small, 124M parameters", gpt2_shapes),

@@ -10,6 +10,7 @@ from lightning_sparse.bench.workloads import WORKLOADS, GradientOnly, parameter_
 @pytest.mark.parametrize(
     ("name", "tensors", "elements"),
     [
+        ("densenet121_shapes", 364, 7_978_856),
         ("resnet50_shapes", 161, 25_557_032),
         ("vgg16_shapes", 32, 138_357_544),
         ("bert_base_shapes", 199, 109_482_240),
