@@ -19,13 +19,13 @@ from lightning_sparse.fusion import BUCKET_BYTES, Piece, carry_over, fuse, make_
 from lightning_sparse.plan import Cost, GroupTime, StepModel
 from lightning_sparse.rehearsal import measure_link, median_over_ranks, rehearse
 
-SETTLING = 2  # steps before any is measured: DDP rebuilds its buckets, and memory is taken
-BESIDE = 3  # steps measured as they are
+SETTLING = 4  # steps before any is measured: DDP rebuilds its buckets, memory is taken, thresholds settle
+BESIDE = 5  # steps measured as they are
 APART = 3  # steps measured that send nothing before backward has ended, so that neither slows the other
 STEPS_MEASURED = SETTLING + BESIDE + APART
 WINDOW = 50  # steps after which it is asked whether times have changed
 CHANGED = 1.5  # they have when the median moved by this factor
-LEAST_GAIN = 0.03  # of a backward: for less, groups stay as they are
+LEAST_GAIN = 0.1  # of a backward: the model is not exact, so for less the groups stay as they are
 FARTHEST = 2.0  # that the model is corrected by, up or down
 WORTH_PLANNING = 2**18  # elements; a smaller gradient is one group
 
