@@ -20,6 +20,7 @@ from lightning_sparse.compressors import (
     TopK,
     Warmup,
 )
+from lightning_sparse.hook import SparseHook
 from lightning_sparse.metrics import CompressionRatio, ThresholdError
 from lightning_sparse.registry import register
 from lightning_sparse.simulation import Simulated, simulate
@@ -43,6 +44,7 @@ __all__ = [
     "SketchFusion",
     "SkipReduce",
     "SparseDDPStrategy",
+    "SparseHook",
     "ThresholdError",
     "TopK",
     "Warmup",

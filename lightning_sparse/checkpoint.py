@@ -1,5 +1,6 @@
 """What a checkpoint keeps of the gradient not yet sent."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -7,7 +8,9 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_sparse.compressors import Compressor
 from lightning_sparse.exchange import Exchange
+from lightning_sparse.fusion import carry_over
 from lightning_sparse.group import Group
 
 KEY = "lightning_sparse"
@@ -34,47 +37,111 @@ def gather(exchange: Exchange, residuals: str) -> dict[str, Any]:
         "size": size,
         "steps": exchange.groups[0].step if exchange.groups else 0,
         "unsent": unsent,
-        "memory": [_memory_on_rank_0(group, size) for group in exchange.groups] if per_rank else [],
+        "groups": [_memory_on_rank_0(group, size) for group in exchange.groups] if per_rank else [],
     }
 
 
-def restore(exchange: Exchange, state: dict[str, Any] | None) -> None:
-    """Set what this rank has not sent, from the state in a checkpoint, or to zero with a warning if there is none.
+def restore(exchange: Exchange, state: Mapping[str, Any] | None, compressor: Compressor) -> None:
+    """Set what this rank has not sent, from the state in a checkpoint, or to zero if there is none.
 
-    On the number of ranks that saved "per_rank", each rank gets its own back, and compressors what they kept for groups
-    of the same parameters.  Otherwise every rank starts from the mean of the old ones, which conserves what the mean
-    gradient still owes, and compressors start anew.
+    Parameters are found by name, so groups may have changed.  On the number of ranks that saved "per_rank", each rank
+    gets its own back, and compressors what they kept.  Otherwise every rank starts from the mean of the old ones, which
+    conserves what the mean gradient still owes, and compressors start anew.  One warning names all that could not be
+    carried over.
     """
     if state is None:
         rank_zero_warn(
             "The checkpoint holds no residuals (it was written by another strategy, or with residuals='none'): "
             "the gradient not yet sent starts from zero."
         )
-        state = {"residuals": "none", "size": 0, "steps": 0, "unsent": {}}
-    missing = []
-    same_ranks = state["residuals"] == "per_rank" and state["size"] == exchange.size
-    kept = {tuple(m["names"]): m["tensors"] for m in state.get("memory", [])} if same_ranks else {}
-    for group in exchange.groups:
-        group.step = state["steps"]
-        group.memory = {key: rows[exchange.rank].clone() for key, rows in kept.get(group.names, {}).items()}
-        for name, parameter, slot in zip(group.names, group.parameters, group.slots(group.unsent), strict=True):
-            saved = state["unsent"].get(name)
-            if saved is not None and state["residuals"] == "per_rank":
-                saved = saved[exchange.rank] if same_ranks else saved.mean(0)
-            if saved is None or saved.shape != parameter.shape:
-                slot.zero_()
-                missing.append(name)
-            else:
-                slot.copy_(saved.reshape(-1))
-    if missing and state["unsent"]:
-        rank_zero_warn(f"The checkpoint holds no residual that fits {', '.join(missing)}: theirs start from zero.")
+        state = {}
+    saved = _Saved(state, exchange, compressor)
+    carry_over(saved.groups(), list(zip(exchange.groups, exchange.compressors, strict=True)))
+    if lost := saved.lost():
+        rank_zero_warn(f"Resuming from a checkpoint of another configuration: {'; '.join(lost)}.")
+
+
+class _Saved:
+    """The state in a checkpoint, as this rank goes on with it."""
+
+    def __init__(self, state: Mapping[str, Any], exchange: Exchange, compressor: Compressor) -> None:
+        self.state = state
+        self.rank, self.size = exchange.rank, exchange.size
+        self.compressor = repr(compressor)
+        self.parameters = {n: p for g in exchange.groups for n, p in zip(g.names, g.parameters, strict=True)}
+        self.unsent: Mapping[str, Tensor] = state.get("unsent", {})  # [P, *shape], or [*shape] of the mean
+        self.per_rank = state.get("residuals") == "per_rank"
+        self.own = self.per_rank and state["size"] == exchange.size
+        shapes = {name: tuple(x.shape[self.per_rank :]) for name, x in self.unsent.items()}
+        self.fitting = {name for name, p in self.parameters.items() if shapes.get(name) == tuple(p.shape)}
+        self.same_compressor = state.get("compressor") == self.compressor
+
+    def lost(self) -> list[str]:
+        """What cannot be carried over, in words."""
+        if not self.unsent:
+            return []
+        known, wanted = self.unsent.keys(), self.parameters.keys()
+        found = []
+        if self.per_rank and not self.own:
+            found.append(
+                f"{self.state['size']} ranks wrote it and {self.size} read it, so each starts from the mean of what "
+                "they had not sent"
+            )
+        if not self.same_compressor:
+            found.append(
+                f"it was written with {self.state.get('compressor')}, so {self.compressor} learns thresholds anew"
+            )
+        for names, what in (
+            (known - wanted, "what was not sent of parameters that are gone is dropped"),
+            ((known & wanted) - self.fitting, "parameters of another shape start from zero"),
+            (wanted - known, "new parameters start from zero"),
+        ):
+            if names:
+                found.append(f"{what} ({_some(sorted(names))})")
+        return found
+
+    def groups(self) -> list[Group]:
+        """The groups it was written with, and one of all other parameters."""
+        layout = [group["names"] for group in self.state.get("groups", [])]
+        layout = [[name for name in names if name in self.fitting] for names in layout]
+        placed = {name for names in layout for name in names}
+        layout.append([name for name in self.parameters if name not in placed])
+        groups = [Group(i, tuple(n), tuple(self.parameters[name] for name in n)) for i, n in enumerate(layout)]
+        for group in groups:
+            group.step = self.state.get("steps", 0)
+            for name, slot in zip(group.names, group.slots(group.unsent), strict=True):
+                if name in self.fitting:
+                    slot.copy_(self._own(self.unsent[name]).reshape(-1))
+        if self.own and self.same_compressor:
+            for group, kept in zip(groups, self.state["groups"], strict=False):
+                if group.names == tuple(kept["names"]):
+                    for key, rows in kept["memory"].items():  # what has values in float32 lies beside the gradients
+                        device = group.unsent.device if rows.dtype == torch.float32 else None
+                        group.memory[key] = rows[self.rank].clone().to(device)
+        return groups
+
+    def _own(self, rows: Tensor) -> Tensor:
+        """This rank's part of what was unsent of a parameter."""
+        if self.own:
+            return rows[self.rank]
+        return rows.mean(0) if self.per_rank else rows
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def nbytes(state: Mapping[str, Any]) -> int:
+    """Bytes of the tensors in what :func:`gather` returned on this rank."""
+    tensors = [*state["unsent"].values(), *(x for group in state["groups"] for x in group["memory"].values())]
+    return sum(x.numel() * x.element_size() for x in tensors)
 
 
 def _memory_on_rank_0(group: Group, size: int) -> dict[str, Any]:
     """What the compressor keeps for ``group``, of every rank, [P, *shape] each on rank 0."""
     return {
         "names": list(group.names),
-        "tensors": {
+        "memory": {
             key: _rows_on_rank_0(kept.reshape(-1), size).view(-1, *kept.shape)
             for key, kept in sorted(group.memory.items())
         },

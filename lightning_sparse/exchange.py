@@ -3,7 +3,7 @@
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -14,12 +14,15 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported at run time only
 from torch.futures import Future
 
-from lightning_sparse.comm import Comm, traffic
+from lightning_sparse.comm import Comm, Pending, traffic
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import take_step
+from lightning_sparse.delivery import Delivery
 from lightning_sparse.group import Group
 from lightning_sparse.lane import Lane
+from lightning_sparse.loss_scale import LossScale
 from lightning_sparse.timeline import Timeline
+from lightning_sparse.used import UsedParameters
 
 T = TypeVar("T")
 LANES = 2  # over Gloo; one sends while the other adds
@@ -41,17 +44,6 @@ class Report:
     ms_wait: float  # of training: from the last gradient handed over to the last mean handed back
 
 
-class _Delivery:
-    """One of DDP's buckets: where its gradients lie, and the future that gives it back."""
-
-    def __init__(self, bucket: GradBucket) -> None:
-        self.buffer = bucket.buffer()
-        self.gradients = list(_gradients(bucket))
-        self.missing = len(self.gradients)  # parameters whose mean is not in the buffer yet
-        device = self.buffer.device
-        self.future: Future[Tensor] = Future(devices=None if device.type == "cpu" else [device])
-
-
 class Exchange:
     """Averages the gradients DDP hands over, in groups of our own, and keeps what was not sent.
 
@@ -63,6 +55,7 @@ class Exchange:
         comms: the ranks, once for each lane; nobody else may launch messages on them.
         threaded: give each lane a thread of its own; see [Note: who issues messages].
         may_be_unused: some parameters may get no gradient in a step (DDP's ``find_unused_parameters``).
+        loss_scale: what gradients are multiplied by, if they are.
 
     [Note: who issues messages] Group i is sent on lane i mod the number of lanes.  A lane is one process group and one
     issuer, which runs its groups one after the other in a fixed order, so that on each process group every rank
@@ -90,6 +83,7 @@ class Exchange:
         *,
         threaded: bool,
         may_be_unused: bool = False,
+        loss_scale: LossScale | None = None,
     ) -> None:
         self.size = comms[0].size
         self.rank = comms[0].rank
@@ -105,22 +99,21 @@ class Exchange:
         self.lay_out(groups)
 
         # - the step being taken
-        self._deliveries: list[_Delivery] = []  # not given back yet
-        self._arrived: dict[Tensor, tuple[Tensor, _Delivery]] = {}  # parameter -> its place in DDP's bucket
+        self._deliveries: list[Delivery] = []  # not given back yet
+        self._arrived: dict[Tensor, tuple[Tensor, Delivery]] = {}  # parameter -> its place in DDP's bucket
         self._handed_over_ns = 0
 
-        # - parameters without a gradient
-        self._used: set[Tensor] | None = set() if may_be_unused else None
-        self._handles = (
-            [p.register_post_accumulate_grad_hook(self._used.add) for p in self._group_of]
-            if self._used is not None
-            else []
-        )
+        # - loss scaling
+        self._loss_scale = loss_scale
+        self._all_averaged = threading.Event()
+        self._overflowed: Pending
+
+        self._used = UsedParameters(self._group_of) if may_be_unused else None
 
     def lay_out(self, groups: Sequence[tuple[Group, Compressor]]) -> None:
         """Average in ``groups`` from now on, in their order.  To be called between two steps, on every rank."""
         self.groups = [group for group, _ in groups]
-        self._compressors = [compressor for _, compressor in groups]
+        self.compressors = [compressor for _, compressor in groups]
         self._group_of = {p: group for group in self.groups for p in group.parameters}
         self._elements = sum(group.n for group in self.groups)
         self._arriving = [len(group.parameters) for group in self.groups]  # parameters not handed over yet
@@ -131,31 +124,37 @@ class Exchange:
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
         """DDP's communication hook: takes a bucket of gradients, gives back a future of the same bucket averaged."""
         del state
-        delivery = _Delivery(bucket)
+        delivery = Delivery(bucket)
         with self._lock:
             if self.error is not None:
                 raise self.error
             self._deliveries.append(delivery)
         self._handed_over_ns = time.perf_counter_ns()
-        if self._stream:
-            self._stream.wait_stream(torch.cuda.current_stream())
-        self.timeline.arrive([parameter for parameter, _ in delivery.gradients])
-        for parameter, gradient in delivery.gradients:
-            self._arrived[parameter] = (gradient, delivery)
-            self._arriving[self._group_of[parameter].index] -= 1
+        self._take_in(delivery)
         last = not any(self._arriving)
-        if last or not self.deferred:
-            complete = [index for lane in self._lanes for index in lane.take_complete(self._arriving)]
-        else:
-            complete = []
+        ready = last or not self.deferred
+        complete = [index for lane in self._lanes for index in lane.take_complete(self._arriving)] if ready else []
         if last:  # the step's last bucket: the next hook belongs to the next step
             self._arriving = [len(group.parameters) for group in self.groups]
             for lane in self._lanes:
                 lane.next = 0
+        if last and self._loss_scale:  # beside the last groups' messages, so that nobody waits for it
+            self._submit(0, self._ask_for_overflow)
         for index in complete:
-            lane = self._lanes[index % len(self._lanes)]
-            lane.submit(partial(self._issue, lane, index))
+            self._submit(index % len(self._lanes), partial(self._average, index=index))
+        if last and self._loss_scale:
+            self._submit(0, self._settle)
         return delivery.future
+
+    def _take_in(self, delivery: Delivery) -> None:
+        self.timeline.arrive([parameter for parameter, _ in delivery.gradients])
+        if self._loss_scale:
+            self._loss_scale.take_in(delivery.buffer)
+        if self._stream:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        for parameter, gradient in delivery.gradients:
+            self._arrived[parameter] = (gradient, delivery)
+            self._arriving[self._group_of[parameter].index] -= 1
 
     def on_lanes(self, work: Callable[[Lane], T], lanes: int | None = None) -> list[T]:
         """What ``work`` returns on each of the first ``lanes`` lanes, done by their issuers at once, between two steps.
@@ -183,8 +182,8 @@ class Exchange:
 
     def close(self) -> None:
         """End the issuing threads.  What is unsent stays readable."""
-        for handle in self._handles:
-            handle.remove()
+        if self._used is not None:
+            self._used.close()
         for lane in self._lanes:
             lane.close(patience_s=0 if self.error else 2)
 
@@ -192,12 +191,15 @@ class Exchange:
         """Euclidean norm of all this rank has not sent."""
         return float(torch.stack([group.unsent.norm() for group in self.groups]).norm()) if self.groups else 0.0
 
-    def _issue(self, lane: Lane, index: int) -> None:
-        """Average a group; an error is kept for backward to raise."""
+    def _submit(self, lane: int, work: Callable[[Lane], object]) -> None:
+        """Have a lane's issuer do ``work``; an error is kept for backward to raise."""
+        self._lanes[lane].submit(partial(self._do, self._lanes[lane], work))
+
+    def _do(self, lane: Lane, work: Callable[[Lane], object]) -> None:
         try:
             if self.error is None:
                 with self._side_stream():
-                    self._average(lane, index)
+                    work(lane)
         except BaseException as error:  # whatever it is, backward must hear of it, not wait
             with self._lock:
                 self.error = self.error or error
@@ -211,36 +213,64 @@ class Exchange:
     def _average(self, lane: Lane, index: int) -> None:
         taken_up, start_ns, waited_ns = self.timeline.now(), time.perf_counter_ns(), lane.network_ns
         group = self.groups[index]
+        if self._loss_scale:
+            self._loss_scale.keep(group)
         arrived = [self._arrived.pop(parameter) for parameter in group.parameters]
-        held = self._add(group, [gradient for gradient, _ in arrived])
-        total = lane.run(take_step(self._compressors[index], group, lane.comm))
+        put_back = self._add(group, [gradient for gradient, _ in arrived])
+        total = lane.run(take_step(self.compressors[index], group, lane.comm))
         group.hand_back(total, [gradient for gradient, _ in arrived], self.size)
-        for slot, kept in held:
-            slot.add_(kept)
+        put_back()
         busy_ns = time.perf_counter_ns() - start_ns - (lane.network_ns - waited_ns)
         self.timeline.average(group, taken_up, busy_ns / 1e9)
         with self._lock:
             for _, delivery in arrived:
                 delivery.missing -= 1
             self._averaging -= 1
+            if self._loss_scale:
+                if not self._averaging:
+                    self._all_averaged.set()
+                return
             if not self._averaging:
                 self._finish_step()  # before backward can go on and look
-            for done in [d for d in self._deliveries if not d.missing]:
-                self._deliveries.remove(done)
-                done.future.set_result(done.buffer)
+            self._give_back()
 
-    def _add(self, group: Group, gradients: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Add the gradients to ``unsent``.  Returns slots emptied for this step, and what they held."""
+    def _ask_for_overflow(self, lane: Lane) -> None:
+        assert self._loss_scale is not None
+        self._overflowed = lane.comm.all_reduce(self._loss_scale.overflowed)
+
+    def _settle(self, lane: Lane) -> None:
+        """End a step with a loss scale: as it is, or undone if a rank found a gradient that is not finite."""
+        del lane
+        loss_scale = self._loss_scale
+        assert loss_scale is not None
+        undo = bool(self._overflowed.wait())
+        while not self._all_averaged.wait(timeout=1):
+            if self.error is not None:  # of another lane, which has told backward
+                return
+        self._all_averaged.clear()
+        if undo:
+            loss_scale.undo()
+        for delivery in self._deliveries:
+            if undo:
+                delivery.buffer.fill_(torch.inf)  # which every rank's scaler finds
+            else:
+                loss_scale.give_back(delivery.buffer)
+        loss_scale.end_step()
+        with self._lock:
+            self._finish_step()
+            self._give_back()
+
+    def _give_back(self) -> None:
+        for done in [d for d in self._deliveries if not d.missing]:
+            self._deliveries.remove(done)
+            done.give_back()
+
+    def _add(self, group: Group, gradients: Sequence[Tensor]) -> Callable[[], None]:
+        """Add the gradients to ``unsent``; returns what must be called when the means are in their place."""
         if self._used is None:
             group.add(gradients)
-            return []
-        used = [parameter in self._used for parameter in group.parameters]
-        group.add([gradient if yes else None for gradient, yes in zip(gradients, used, strict=True)])
-        # Nobody may use the others this step, and DDP then throws the mean away: send nothing, keep everything.
-        held = [(slot, slot.clone()) for slot, yes in zip(group.slots(group.unsent), used, strict=True) if not yes]
-        for slot, _ in held:
-            slot.zero_()
-        return held
+            return lambda: None
+        return self._used.add(group, gradients, self._loss_scale.unscale if self._loss_scale else lambda mean: mean)
 
     def _finish_step(self) -> None:
         self.last = Report(
@@ -255,22 +285,10 @@ class Exchange:
             ms_network=sum(lane.network_ns for lane in self._lanes) / 1e6,
             ms_wait=(time.perf_counter_ns() - self._handed_over_ns) / 1e6,
         )
+        self.timeline.end_backward()
         for lane in self._lanes:
             lane.start_step()
         if self._used is not None:
-            self._used.clear()
+            self._used.end_step()
         self._averaging = len(self.groups)
         self.steps += 1
-
-
-def _gradients(bucket: GradBucket) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each parameter and its gradient's place in the bucket, as a view of the parameter's shape and memory order."""
-    buffer = bucket.buffer()
-    offset = buffer.storage_offset()
-    for parameter in bucket.parameters():
-        dense = parameter.numel() == 1 + sum(
-            (s - 1) * st for s, st in zip(parameter.shape, parameter.stride(), strict=True)
-        )
-        stride = parameter.stride() if dense else torch.empty(parameter.shape, device="meta").stride()
-        yield parameter, buffer.as_strided(parameter.shape, stride, offset)
-        offset += parameter.numel()

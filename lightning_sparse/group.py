@@ -10,6 +10,15 @@ from lightning_sparse.sparse import Sparse
 from lightning_sparse.streams import draw
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """What a step changes in a group."""
+
+    unsent: Tensor
+    memory: dict[str, Tensor]
+    step: int
+
+
 @dataclass
 class Group:
     """Parameters that travel together.  n = elements in the group.
@@ -72,6 +81,15 @@ class Group:
             if speed is not None:
                 gradient = speed.view(gradient.shape).mul_(momentum).add_(gradient)
             slot.view(gradient.shape).add_(gradient)
+
+    def snapshot(self) -> Snapshot:
+        """A copy of what a step changes."""
+        return Snapshot(self.unsent.clone(), {key: kept.clone() for key, kept in self.memory.items()}, self.step)
+
+    def restore(self, before: Snapshot) -> None:
+        """Undo what happened since ``before``."""
+        self.unsent.copy_(before.unsent)
+        self.memory, self.step = before.memory, before.step
 
     def hand_back(self, total: Tensor | Sparse, gradients: Sequence[Tensor], size: int) -> None:
         """Set the gradient of each parameter to the mean over ``size`` ranks, ``total`` / P."""

@@ -4,15 +4,18 @@ from importlib.util import find_spec
 
 
 def register() -> None:
-    """Register ``Trainer(strategy="skip_reduce")`` and its siblings with every installed Lightning package.
+    """Register the names for ``Trainer`` and ``Fabric`` with every installed Lightning package.
 
     Done when :mod:`lightning_sparse` is imported; may be repeated.
     """
+    from lightning.fabric.strategies import STRATEGY_REGISTRY
     from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
+    from lightning_sparse.fabric import SparseDDPStrategy as FabricStrategy
     from lightning_sparse.strategy import SparseDDPStrategy
 
     SparseDDPStrategy.register_strategies(StrategyRegistry)
+    FabricStrategy.register_strategies(STRATEGY_REGISTRY)
     if find_spec("pytorch_lightning") is None:
         return
     from pytorch_lightning.strategies import Strategy as OtherStrategy

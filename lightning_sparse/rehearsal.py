@@ -20,7 +20,7 @@ from lightning_sparse.plan import Array, Cost
 
 SIZES = (2**8, 2**16, 2**20, 2**22)  # elements of the groups that are tried
 RUNS = 3  # of each, after one that is not timed: then thresholds are known
-LONG_S = 0.2  # what would take longer is not tried: there, the line is drawn from the link and the processor
+LONG_S = 0.1  # what would take longer is not tried: there, the line is drawn from the link and the processor
 POOL = 1_000_003  # made-up gradients repeat after so many elements
 
 

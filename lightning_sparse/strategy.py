@@ -1,10 +1,10 @@
 """The Strategy: wires the exchange into DDP and into Lightning's checkpoints."""
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import Accelerator
@@ -13,23 +13,14 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_sparse import checkpoint as checkpoints
-from lightning_sparse.comm import TorchComm, wire_dtype_named
-from lightning_sparse.compressors import COMPRESSORS, Compressor, Warmup, by_name
-from lightning_sparse.exchange import LANES, Exchange
-from lightning_sparse.fusion import BUCKET_BYTES, check_fusion, lay_out
+from lightning_sparse.compressors import COMPRESSORS, Compressor
+from lightning_sparse.exchange import Exchange
+from lightning_sparse.hook import SparseHook, lane_groups
 from lightning_sparse.layer_fusion import STEPS_MEASURED, WORTH_PLANNING, LayerFusion, Plan
+from lightning_sparse.options import Options, register_names
 from lightning_sparse.plan_views import draw_timeline
 
-UNSUPPORTED = (
-    "delay_all_reduce_named_params",
-    "device_mesh",
-    "mixed_precision",
-    "param_to_hook_all_reduce",
-    "process_group",
-    "skip_all_reduce_unused_params",
-)
-
-HAND_OVER_MB = 1  # of gradient, between one call of our hook and the next
+LARGE_BYTES = 2**30  # of residuals in a checkpoint
 
 # The mixin serves lightning and pytorch_lightning, whose classes are unrelated; type checkers see the first.
 if TYPE_CHECKING:
@@ -56,99 +47,53 @@ class SparseMixin(_Base):
     ) -> None:
         if residuals not in checkpoints.RESIDUALS:
             raise ValueError(f"residuals={residuals!r} is not one of {', '.join(checkpoints.RESIDUALS)}.")
-        if warmup_steps < 0:
-            raise ValueError(f"warmup_steps={warmup_steps} is a number of dense steps, so 0 or more; 0 is none.")
-        if ddp_kwargs.get("ddp_comm_hook") is not None:
-            raise ValueError(
-                "ddp_comm_hook cannot be combined with a compressor: DDP takes one hook, and this strategy registers "
-                "its own. For values in half precision on the wire give wire_dtype='bfloat16'."
-            )
-        for name in UNSUPPORTED:
-            if ddp_kwargs.get(name):
-                raise ValueError(
-                    f"{name}={ddp_kwargs[name]!r} is not supported: with it DDP does not hand every gradient of every "
-                    "rank to its hook. Leave it out."
-                )
-        fusion = check_fusion(fusion)
-        if fusion != "bucket" and ddp_kwargs.get("bucket_cap_mb") is None:
-            # DDP's buckets decide when gradients reach us: soon, at some 50 us for each bucket.
-            ddp_kwargs["bucket_cap_mb"] = 1e-6 if fusion == "none" else HAND_OVER_MB
+        self.options = Options.checked(compressor, fusion, wire_dtype, warmup_steps, ddp_kwargs)
         super().__init__(**ddp_kwargs)
-        self.compressor = by_name(compressor)
-        self.fusion = fusion
-        self.wire_dtype = wire_dtype_named(wire_dtype)
-        self.warmup_steps = warmup_steps
         self.residuals = residuals
-        self.exchange: Exchange | None = None  # during fit
-        self.layer_fusion: LayerFusion | None = None  # during fit with fusion="layer"
+        self.hook: SparseHook | None = None  # during fit, and afterwards
+        self._hooked: LightningModule | None = None
         self._lane_groups: list[dist.ProcessGroup] = []
+        self._told_size = False
 
-    # - the exchange
+    # - the hook
 
     def _register_ddp_hooks(self) -> None:
         """Register our hook, on every device; Lightning's own registration does nothing off CUDA."""
         ddp = self.model
         assert isinstance(ddp, nn.parallel.DistributedDataParallel)
         assert self.lightning_module is not None
-        self._refuse_what_cannot_work(self.lightning_module)
-        self._close_exchange()
-        ignored = ddp.parameters_to_ignore
-        parameters = {
-            name.replace("_orig_mod.", ""): parameter
-            for name, parameter in self.lightning_module.named_parameters()
-            if parameter.requires_grad and name not in ignored
-        }
-        compressor = Warmup(self.warmup_steps, self.compressor) if self.warmup_steps else self.compressor
-        bucket_mb = self._ddp_kwargs.get("bucket_cap_mb") if self.fusion == "bucket" else None
-        bucket_bytes = BUCKET_BYTES if bucket_mb is None else int(bucket_mb * 2**20)
-        nccl = self.root_device.type == "cuda"
-        self.exchange = Exchange(
-            lay_out(parameters, compressor, self.fusion, bucket_bytes),
-            [TorchComm(group, self.wire_dtype) for group in self._process_groups(nccl)],
-            threaded=not nccl,
-            may_be_unused=bool(self._ddp_kwargs.get("find_unused_parameters")),
-        )
-        self.layer_fusion = LayerFusion(self.exchange, compressor, parameters) if self.fusion == "layer" else None
-        ddp.register_comm_hook(None, self.exchange.hook)
-        rank_zero_info(
-            f"lightning_sparse: {self.compressor} averages {sum(g.n for g in self.exchange.groups):,} elements "
-            f"in {len(self.exchange.groups)} groups among {self.exchange.size} ranks."
-        )
-
-    def _process_groups(self, nccl: bool) -> list[dist.ProcessGroup]:
-        """One for each lane of the exchange; see [Note: who issues messages]."""
-        if nccl:  # several NCCL communicators need one order of launching, so stay on DDP's, from DDP's hook
-            assert isinstance(self.model, nn.parallel.DistributedDataParallel)
-            return [self.model.process_group]
-        if not self._lane_groups:  # of their own, since Lightning uses the default group from the main thread
-            self._lane_groups = [dist.new_group(timeout=self._timeout) for _ in range(LANES)]
-        return self._lane_groups
-
-    def _refuse_what_cannot_work(self, module: LightningModule) -> None:
-        if self._ddp_kwargs.get("static_graph") and module.trainer.accumulate_grad_batches > 1:
+        if self._ddp_kwargs.get("static_graph") and self.lightning_module.trainer.accumulate_grad_batches > 1:
             raise ValueError(
                 "static_graph=True with accumulate_grad_batches above 1 crashes inside PyTorch's DDP "
                 "(expect_autograd_hooks_); leave out static_graph=True."
             )
-        if getattr(self.precision_plugin, "scaler", None) is not None:
-            raise ValueError(
-                "precision='16-mixed' multiplies gradients by a loss scale that changes, which would distort what is "
-                "kept for later steps; use precision='bf16-mixed' or '32-true'."
-            )
-        if self.root_device.type == "cuda" and "nccl" not in str(dist.get_backend()):
-            raise ValueError(f"on CUDA the process group must be NCCL, not {dist.get_backend()}.")
-        for name, child in module.named_modules():
-            if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
-                raise ValueError(
-                    f"{name} is an embedding with sparse=True, whose gradient has no dense layout to send "
-                    "a part of; use sparse=False."
-                )
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-                raise ValueError(
-                    f"parameter {name} has dtype {parameter.dtype}; gradients are averaged and kept in float32, so "
-                    "only float32, bfloat16 and float16 parameters can be trained."
-                )
+        self._close()
+        if not self._lane_groups:
+            self._lane_groups = lane_groups(ddp, self._timeout)
+        hook = self.options.hook(ddp, getattr(self.precision_plugin, "scaler", None), self._lane_groups)
+        if self.hook is not None and self._hooked is self.lightning_module:
+            hook.take_over(self.hook)  # a second fit goes on where the first ended
+        self.hook, self._hooked = hook, self.lightning_module
+
+    @property
+    def compressor(self) -> Compressor:
+        """What averages the gradients."""
+        return self.options.compressor
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """The engine, during fit and afterwards."""
+        return self.hook.exchange if self.hook else None
+
+    @property
+    def layer_fusion(self) -> LayerFusion | None:
+        """What plans the groups with ``fusion="layer"``, during fit and afterwards."""
+        return self.hook.layer_fusion if self.hook else None
+
+    @property
+    def plan(self) -> Plan | None:
+        """What LayerFusion planned; None on ranks other than 0, with another ``fusion``, or before it has measured."""
+        return self.layer_fusion.plan if self.layer_fusion else None
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Backward, with the exchange's own error instead of DDP's word that a future failed."""
@@ -157,18 +102,11 @@ class SparseMixin(_Base):
         self.exchange.timeline.begin_backward()
         try:
             loss: Tensor = super().backward(closure_loss, *args, **kwargs)
+            return loss
         except RuntimeError:
             if self.exchange.error is not None:
                 raise self.exchange.error from None
             raise
-        self.exchange.timeline.end_backward()
-        return loss
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Between two steps: the time to measure, and to change groups."""
-        super().on_train_batch_start(batch, batch_idx)
-        if self.layer_fusion is not None:
-            self.layer_fusion.between_steps()
 
     def draw_timeline(self, path: str | Path) -> None:
         """Draw the last step of this rank beside what LayerFusion expected of it (needs matplotlib).
@@ -178,50 +116,57 @@ class SparseMixin(_Base):
         """
         if self.layer_fusion is None or self.layer_fusion.plan is None:
             raise ValueError(
-                f"there is no plan to draw (rank {self.global_rank}, fusion={self.fusion!r}): fusion='layer' makes one "
-                f"on rank 0 after the first {STEPS_MEASURED} steps, for more than one rank and {WORTH_PLANNING:,} "
-                "elements."
+                f"there is no plan to draw (rank {self.global_rank}, fusion={self.options.fusion!r}): fusion='layer' "
+                f"makes one on rank 0 after the first {STEPS_MEASURED} steps, for more than one rank and "
+                f"{WORTH_PLANNING:,} elements."
             )
         draw_timeline(self.layer_fusion.plan, self.layer_fusion.measured(), path)
 
-    @property
-    def plan(self) -> Plan | None:
-        """What LayerFusion planned; None on ranks other than 0, with another ``fusion``, or before it has measured."""
-        return self.layer_fusion.plan if self.layer_fusion else None
-
-    def _close_exchange(self) -> None:
-        if self.exchange is not None:
-            self.exchange.close()
+    def _close(self) -> None:
+        if self.hook is not None:
+            self.hook.close()
 
     def teardown(self) -> None:
-        """End the exchange's thread; the group of processes outlives it."""
-        self._close_exchange()
+        """End the exchange's threads; the group of processes outlives them."""
+        self._close()
         super().teardown()
 
     # - checkpoints
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Add what the ranks have not sent to a checkpoint that holds optimizer states.  Called on every rank."""
-        if "optimizer_states" in checkpoint and self.exchange is not None and self.residuals != "none":
+        if "optimizer_states" in checkpoint and self.hook is not None and self.residuals != "none":
             assert self.lightning_module is not None
-            if self.lightning_module.trainer.interrupted or self.exchange.error is not None:
+            if self.lightning_module.trainer.interrupted or self.hook.exchange.error is not None:
                 rank_zero_warn(
                     f"{filepath} is written without residuals (the gradient not yet sent): training was interrupted, "
                     "and gathering them might wait for a rank that is gone. Resuming from it starts them from zero."
                 )
             else:
-                state = checkpoints.gather(self.exchange, self.residuals)
-                checkpoint[checkpoints.KEY] = state | {"plan": self.layer_fusion.state() if self.layer_fusion else {}}
+                start_s = time.perf_counter()
+                checkpoint[checkpoints.KEY] = state = self.hook.state_dict(self.residuals)
+                self._tell_size(checkpoints.nbytes(state), time.perf_counter() - start_s)
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _tell_size(self, nbytes: int, seconds: float) -> None:
+        """Say once what residuals add to a checkpoint."""
+        if self._told_size:
+            return
+        self._told_size = True
+        figure = f"residuals (the gradient not yet sent, residuals={self.residuals!r}) add {nbytes / 2**20:,.1f} MiB"
+        if nbytes > LARGE_BYTES:
+            rank_zero_warn(
+                f"{figure} to every checkpoint, gathered on rank 0 in {seconds:.1f} s. residuals='mean' keeps one mean "
+                "over the ranks, 'none' nothing."
+            )
+        else:
+            rank_zero_info(f"lightning_sparse: {figure} to a checkpoint, gathered in {1e3 * seconds:.0f} ms.")
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore optimizers, and what the ranks had not sent.  Called for fit only, once DDP exists."""
         super().load_optimizer_state_dict(checkpoint)
-        if self.exchange is not None:
-            state = checkpoint.get(checkpoints.KEY)
-            if self.layer_fusion is not None and state is not None:
-                self.layer_fusion.resume(state.get("plan", {}), state["steps"])
-            checkpoints.restore(self.exchange, state)
+        if self.hook is not None:
+            self.hook.load_state_dict(checkpoint.get(checkpoints.KEY))
 
     # - Lightning's manners
 
@@ -256,21 +201,7 @@ class SparseMixin(_Base):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register a name for each compressor, with the variants of DDP's names."""
-        starts = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
-        for name, compressor in COMPRESSORS.items():
-            summary = (compressor.__doc__ or "").strip().partition("\n")[0]
-            for suffix, start_method in starts.items():
-                for unused_suffix, unused in {"": None, "_find_unused_parameters_true": True}.items():
-                    options = {"find_unused_parameters": True} if unused else {}
-                    strategy_registry.register(
-                        name + suffix + unused_suffix,
-                        cls,
-                        description=f"{summary} Start method {start_method!r}.",
-                        override=True,
-                        compressor=name,
-                        start_method=start_method,
-                        **options,
-                    )
+        register_names(strategy_registry, cls)
 
 
 class SparseDDPStrategy(SparseMixin, DDPStrategy):

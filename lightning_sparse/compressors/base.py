@@ -25,6 +25,10 @@ class Compressor(ABC):
     Whatever changes from step to step lives in the group.
     """
 
+    def __repr__(self) -> str:
+        """Of a dataclass, its settings; of any other, its name: the same in every process and run."""
+        return f"{type(self).__name__}()"
+
     @abstractmethod
     def reduce(self, group: Group, comm: Comm) -> Rounds:
         """Return the sum over all ranks of what each sends, [n] float32 or :class:`Sparse`, the same on every rank.

@@ -1,5 +1,6 @@
 """What is unsent survives a checkpoint."""
 
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -7,12 +8,21 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import lightning_sparse as ls
 from lightning_sparse.checkpoint import KEY
 from tests.conftest import Ranks
-from tests.processes.models import LIMIT_S, data, small, trainer, weights
+from tests.processes.models import LIMIT_S, Small, data, small, trainer, weights
+
+OTHERS = {
+    "momentum": ls.MomentumCorrection(0.9, ls.MiCRO(density=0.05), clip_norm=1.0),
+    "warmup": ls.Warmup(12, ls.OkTopk(density=0.05)),
+    "ladder": ls.DensityLadder(4, ls.TopK(density=0.01)),
+    "sketch": ls.SketchFusion(density=0.05, momentum=0.9),
+}
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
 
@@ -29,7 +39,7 @@ def unsent(strategy: ls.SparseDDPStrategy) -> dict[str, Tensor]:
 def train(
     rank: int, size: int, folder: str, name: str, steps: int, resume: str | None, residuals: str
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    strategy = ls.SparseDDPStrategy(name, residuals=residuals)
+    strategy = ls.SparseDDPStrategy(OTHERS.get(name, name), residuals=residuals)
     model = small(optimizer="adam")
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=10, save_top_k=-1)
     run = trainer(strategy, size, max_steps=steps, callbacks=[saver], enable_checkpointing=True)
@@ -37,9 +47,9 @@ def train(
     return weights(model), unsent(strategy)
 
 
-@pytest.mark.parametrize("name", list(ls.COMPRESSORS))
-def test_a_resumed_run_equals_one_that_never_stopped(ranks: Ranks, name: str, tmp_path: Path) -> None:
-    size = 2
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", [*ls.COMPRESSORS, *OTHERS])
+def test_a_resumed_run_equals_one_that_never_stopped(ranks: Ranks, name: str, size: int, tmp_path: Path) -> None:
     straight = ranks.run(train, size, str(tmp_path / "a"), name, 20, None, "per_rank", timeout_s=LIMIT_S)
     ranks.run(train, size, str(tmp_path / "b"), name, 10, None, "per_rank", timeout_s=LIMIT_S)
     half = str(tmp_path / "b" / "step=10.ckpt")
@@ -61,7 +71,7 @@ def restore_only(rank: int, size: int, path: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("residuals", ["per_rank", "mean"])
-@pytest.mark.parametrize(("before", "after"), [(3, 1), (2, 3)])
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (3, 1)])
 def test_another_number_of_ranks_starts_from_the_mean(
     ranks: Ranks, residuals: str, before: int, after: int, tmp_path: Path
 ) -> None:
@@ -92,3 +102,139 @@ def cross_load(rank: int, size: int, folder: str) -> Any:
 
 def test_checkpoints_go_to_and_from_plain_ddp(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(cross_load, 2, str(tmp_path), timeout_s=LIMIT_S)[0] == [True, False, False, False]
+
+
+# - where a checkpoint is written and how
+
+
+class Counted(DataLoader[Any]):
+    """Goes on where it was, as Lightning lets a loader that has a state."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        super().__init__(loader.dataset, batch_size=4)
+        self.given = 0
+
+    def __iter__(self) -> Any:
+        for number, batch in enumerate(super().__iter__()):
+            if number >= self.given:
+                self.given += 1
+                yield batch
+        self.given = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.given = state["given"]
+
+
+def train_with_many_checkpoints(
+    rank: int, size: int, folder: str, steps: int, resume: str | None
+) -> tuple[Tensor, dict[str, Tensor], list[str]]:
+    """Saved in mid-epoch, in the background, only the best kept, the last as a link."""
+    strategy = ls.SparseDDPStrategy("micro", fusion="none")
+    saver = ModelCheckpoint(
+        folder, filename="{step}", every_n_train_steps=7, save_top_k=1, monitor="step", mode="max", save_last="link"
+    )
+    run = trainer(
+        strategy, size, max_steps=steps, callbacks=[saver], enable_checkpointing=True, plugins=[AsyncCheckpointIO()],
+        use_distributed_sampler=False,
+    )  # fmt: skip
+    run.fit(small(optimizer="adam"), Counted(data(10, size, seed=rank)), ckpt_path=resume)
+    return weights(run.lightning_module), unsent(strategy), sorted(p.name for p in Path(folder).iterdir())
+
+
+def test_mid_epoch_links_deletion_and_background_writing(ranks: Ranks, tmp_path: Path) -> None:
+    size = 2
+    a, b, c = (str(tmp_path / name) for name in "abc")
+    straight = ranks.run(train_with_many_checkpoints, size, a, 17, None, timeout_s=LIMIT_S)
+    half = ranks.run(train_with_many_checkpoints, size, b, 7, None, timeout_s=LIMIT_S)
+    assert straight[0][2] == ["last.ckpt", "step=14.ckpt"]  # step=7.ckpt, and all in it, is gone
+    assert half[0][2] == ["last.ckpt", "step=7.ckpt"]
+    assert (tmp_path / "b" / "last.ckpt").is_symlink()
+    resumed = ranks.run(train_with_many_checkpoints, size, c, 17, str(tmp_path / "b" / "last.ckpt"), timeout_s=LIMIT_S)
+    for (w, u, _), (w2, u2, _) in zip(straight, resumed, strict=True):
+        assert torch.equal(w, w2)
+        assert all(torch.equal(u[k], u2[k]) for k in u)
+
+
+def fit_twice(rank: int, size: int) -> list[dict[str, Tensor]]:
+    """What is unsent after a fit of no steps that follows one of five, and after one of another model."""
+    strategy = ls.SparseDDPStrategy("micro")
+    run, model = trainer(strategy, size, max_steps=5), small()
+    run.fit(model, data(10, size))
+    left = [unsent(strategy)]
+    for again in (model, small()):
+        run.fit_loop.max_steps = run.global_step
+        run.fit_loop.max_epochs = 0
+        trainer_again = trainer(strategy, size, max_steps=0)
+        trainer_again.fit(again, data(10, size))
+        left.append(unsent(strategy))
+    return left
+
+
+def test_a_second_fit_of_the_same_model_goes_on_with_what_was_unsent(ranks: Ranks) -> None:
+    for first, same, other in ranks.run(fit_twice, 2, timeout_s=LIMIT_S):
+        assert sum(float(x.abs().sum()) for x in first.values()) > 0
+        assert all(torch.equal(first[name], same[name]) for name in first)
+        assert all(not x.any() for x in other.values())
+
+
+# - into another configuration
+
+
+class Changed(Small):
+    """One parameter reshaped, one gone, one new."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="adam")
+        self.net[4] = nn.Linear(17, 5)
+        self.net[2] = nn.Linear(33, 17, bias=False)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self.net(x)[:, :3] * self.scale, y)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """What a user does who changes a model in mid-training."""
+        checkpoint["state_dict"] = self.state_dict()
+        checkpoint["optimizer_states"] = []
+
+
+def resume_as(rank: int, size: int, path: str, how: str) -> tuple[dict[str, Tensor], list[str], int]:
+    """What is unsent before the first step, and the warnings about it."""
+    strategy = ls.SparseDDPStrategy(
+        {"compressor": "micro", "density": ls.SkipReduce(0.75)}.get(how, "skip_reduce"),
+        fusion="none" if how == "fusion" else "layer",
+    )
+    model = Changed() if how == "model" else small(optimizer="adam")
+    before = trainer(strategy, size, max_steps=10)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        before.fit(model, data(10, size), ckpt_path=path)
+    found = unsent(strategy)
+    trainer(strategy, size, max_steps=12).fit(model, data(10, size))  # and training goes on
+    assert strategy.exchange is not None
+    return found, [str(w.message) for w in caught if "another configuration" in str(w.message)], strategy.exchange.steps
+
+
+@pytest.mark.parametrize("how", ["compressor", "density", "fusion", "model"])
+def test_what_carries_over_does_and_what_cannot_is_named_once(ranks: Ranks, how: str, tmp_path: Path) -> None:
+    size = 2
+    saved = ranks.run(train, size, str(tmp_path), "skip_reduce", 10, None, "per_rank", timeout_s=LIMIT_S)
+    results = ranks.run(resume_as, size, str(tmp_path / "step=10.ckpt"), how, timeout_s=LIMIT_S)
+    for (_, kept), (found, _, steps) in zip(saved, results, strict=True):
+        same = [name for name in found if name in kept and found[name].shape == kept[name].shape]
+        assert len(same) == (2 + 1 if how == "model" else len(kept))
+        assert all(torch.equal(found[name], kept[name]) for name in same)
+        assert steps == 12
+    told = results[0][1]
+    assert len(told) == (how != "fusion")
+    if how in ("compressor", "density"):
+        assert "it was written with SkipReduce(skip=0.5" in told[0]
+    if how == "model":
+        assert "parameters that are gone is dropped (net.2.bias)" in told[0]
+        assert "parameters of another shape start from zero (net.4.bias, net.4.weight)" in told[0]
+        assert "new parameters start from zero (scale)" in told[0]
+        assert not results[0][0]["scale"].any()

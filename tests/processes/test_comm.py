@@ -13,8 +13,8 @@ import torch.distributed as dist
 import lightning_sparse as ls
 from lightning_sparse.comm import Comm, Rounds, TorchComm, traffic, wire_dtype_named
 from lightning_sparse.compressors.base import take_step
-from lightning_sparse.exchange import _Lane
 from lightning_sparse.group import Group
+from lightning_sparse.lane import Lane
 from lightning_sparse.simulation import simulate
 from lightning_sparse.sparse import dense
 from tests.conftest import EVERY_COMPRESSOR, Ranks
@@ -30,7 +30,7 @@ def run_real(
     results = []
     for compressor, gradients, wire_dtype in jobs:
         comm = TorchComm(dist.group.WORLD, wire_dtype_named(wire_dtype))
-        lane = _Lane(comm, [0], None)
+        lane = Lane(comm, threaded=False)
         group = Group(0, ("gradient",), (torch.zeros(gradients.shape[2]),))
         totals, sent = [], []
         for gradient in gradients:
@@ -68,7 +68,7 @@ def loopback_bytes() -> int:
 def send_much(rank: int, size: int, compressor: ls.Compressor, n: int, steps: int, wire: str) -> tuple[int, int, int]:
     """Bytes by our count (this rank), by the kernel's (all ranks together), and messages."""
     dist.init_process_group("gloo")
-    lane = _Lane(TorchComm(dist.group.WORLD, wire_dtype_named(wire)), [0], None)
+    lane = Lane(TorchComm(dist.group.WORLD, wire_dtype_named(wire)), threaded=False)
     group = Group(0, ("gradient",), (torch.zeros(n),))
     generator = torch.Generator().manual_seed(rank)
     dist.barrier()
@@ -107,7 +107,7 @@ def test_counted_bytes_are_the_kernels(ranks: Ranks, compressor: ls.Compressor, 
 def bytes_a_pick(rank: int, size: int, compressor: ls.Compressor, wire: str) -> float:
     """Bytes all ranks sent by the kernel's count, over elements updated, once thresholds have settled."""
     dist.init_process_group("gloo")
-    lane = _Lane(TorchComm(dist.group.WORLD, wire_dtype_named(wire)), [0], None)
+    lane = Lane(TorchComm(dist.group.WORLD, wire_dtype_named(wire)), threaded=False)
     group = Group(0, ("gradient",), (torch.zeros(2_000_000),))
     generator = torch.Generator().manual_seed(rank)
     picked, before = 0, 0
@@ -143,7 +143,7 @@ class DifferentMessages(ls.Compressor):
 
 def disagree(rank: int, size: int) -> str:
     dist.init_process_group("gloo", timeout=timedelta(seconds=4))
-    lane = _Lane(TorchComm(dist.group.WORLD), [0], None)
+    lane = Lane(TorchComm(dist.group.WORLD), threaded=False)
     group = Group(0, ("gradient",), (torch.zeros(64),))
     start = time.monotonic()
     try:

@@ -1,0 +1,62 @@
+"""The same engine for ``lightning.fabric.Fabric``."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.fabric.strategies.ddp import DDPStrategy
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse.compressors import Compressor
+from lightning_sparse.hook import SparseHook, lane_groups
+from lightning_sparse.options import Options, register_names
+
+
+class SparseDDPStrategy(DDPStrategy):
+    """:class:`lightning_sparse.SparseDDPStrategy` for ``Fabric``: ``Fabric(strategy="micro")``, or an instance.
+
+    Every module that ``fabric.setup`` wraps gets a :class:`~lightning_sparse.SparseHook`, in ``hooks``.  Fabric saves
+    what it is given, so name it to keep what is unsent: ``fabric.save(path, {"model": model, "unsent": hook})``, on
+    every rank.
+
+    Args:
+        compressor: as for the Trainer's, and so the others.
+        fusion: which parameters travel together.
+        wire_dtype: of values on the wire.
+        warmup_steps: dense steps first.
+        **kwargs: everything ``lightning.fabric.strategies.DDPStrategy`` takes.
+
+    Raises:
+        ValueError: for an option out of range, with the value and what is allowed.
+        TypeError: if ``compressor`` is neither a name nor an instance.
+    """
+
+    def __init__(
+        self,
+        compressor: str | Compressor = "skip_reduce",
+        fusion: str | Sequence[str] = "layer",
+        wire_dtype: str = "float32",
+        warmup_steps: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        self.options = Options.checked(compressor, fusion, wire_dtype, warmup_steps, kwargs)
+        self.hooks: list[SparseHook] = []  # in the order of setup
+        super().__init__(**kwargs)
+
+    def setup_module(self, module: Module) -> DistributedDataParallel:
+        """Wrap ``module`` in DDP, with our hook."""
+        ddp = super().setup_module(module)
+        scaler = getattr(self.precision, "scaler", None)
+        self.hooks.append(self.options.hook(ddp, scaler, lane_groups(ddp, self._timeout)))
+        return ddp
+
+    def teardown(self) -> None:
+        """End the hooks' threads."""
+        for hook in self.hooks:
+            hook.close()
+        super().teardown()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register a name for each compressor, with the variants of DDP's names."""
+        register_names(strategy_registry, cls)

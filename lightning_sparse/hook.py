@@ -1,0 +1,170 @@
+"""The engine put on a DistributedDataParallel: what the strategies share, and plain PyTorch can use."""
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse import checkpoint
+from lightning_sparse.comm import TorchComm, wire_dtype_named
+from lightning_sparse.compressors import Compressor, Warmup, by_name
+from lightning_sparse.exchange import LANES, Exchange
+from lightning_sparse.fusion import BUCKET_BYTES, carry_over, check_fusion, lay_out
+from lightning_sparse.layer_fusion import LayerFusion
+from lightning_sparse.loss_scale import LossScale
+
+
+class SparseHook:
+    """Averages the gradients of ``ddp`` with a compressor, from now on; the optimizer sees ordinary averaged gradients.
+
+    >>> ddp = DistributedDataParallel(model)                                              # doctest: +SKIP
+    >>> hook = SparseHook(ddp, "micro")                                                   # doctest: +SKIP
+    >>> checkpoint = {"model": model.state_dict(), "unsent": hook.state_dict()}           # doctest: +SKIP
+
+    To be made on every rank, before the first backward.  ``SparseDDPStrategy`` makes one by itself.
+
+    Args:
+        ddp: on CUDA its process group must be NCCL's.
+        compressor: a name in ``COMPRESSORS``, for its defaults, or an instance.
+        fusion: which parameters travel together, as for ``SparseDDPStrategy``; for "layer" and "none" make ``ddp`` with
+            a small ``bucket_cap_mb``, such as 1, since its buckets decide when gradients arrive.
+        wire_dtype: of values on the wire: "float32", "bfloat16", "float16" or "int8"; what rounding leaves is kept.
+        warmup_steps: dense steps before the compressor starts.
+        scaler: the ``torch.amp.GradScaler`` that scales the loss, if there is one.
+        bucket_bytes: of float32 gradient in a group with ``fusion="bucket"``.
+        process_groups: what :func:`lane_groups` made, to use them again.
+
+    Raises:
+        ValueError: for an option out of range, or a parameter whose gradient cannot be averaged.
+        TypeError: if ``compressor`` is neither a name nor an instance.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        compressor: str | Compressor = "skip_reduce",
+        *,
+        fusion: str | Sequence[str] = "bucket",
+        wire_dtype: str = "float32",
+        warmup_steps: int = 0,
+        scaler: torch.amp.GradScaler | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        process_groups: Sequence[dist.ProcessGroup] | None = None,
+    ) -> None:
+        compressor, fusion, dtype = by_name(compressor), check_fusion(fusion), wire_dtype_named(wire_dtype)
+        if warmup_steps:
+            compressor = Warmup(warmup_steps, compressor)
+        self.compressor = compressor
+        parameters = _parameters(ddp)
+        refuse_what_cannot_be_averaged(ddp.module, parameters)
+        nccl = dist.get_backend(ddp.process_group) == "nccl"
+        self.exchange = Exchange(
+            lay_out(parameters, compressor, fusion, bucket_bytes),
+            [TorchComm(group, dtype) for group in process_groups or lane_groups(ddp)],
+            threaded=not nccl,
+            may_be_unused=ddp.find_unused_parameters,
+            loss_scale=LossScale(scaler, next(ddp.parameters()).device) if scaler is not None else None,
+        )
+        self.layer_fusion = LayerFusion(self.exchange, compressor, parameters) if fusion == "layer" else None
+        self._frozen = [(name, p) for name, p in ddp.module.named_parameters() if not p.requires_grad]
+        self._handles = [
+            ddp.register_forward_pre_hook(self._before_forward),
+            ddp.register_forward_hook(self._after_forward),
+        ]
+        ddp.register_comm_hook(None, self.exchange.hook)
+        rank_zero_info(
+            f"lightning_sparse: {compressor} averages {sum(g.n for g in self.exchange.groups):,} elements "
+            f"in {len(self.exchange.groups)} groups among {self.exchange.size} ranks."
+        )
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before_forward(self, module: nn.Module, arguments: object) -> None:
+        """Between two steps: the time to measure, and to change groups.  Every rank passes here as often."""
+        del arguments
+        if self.exchange.error is not None:
+            raise self.exchange.error
+        thawed = [name for name, parameter in self._frozen if parameter.requires_grad]
+        if thawed and self.exchange.size > 1 and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{', '.join(thawed)} required no gradient when DDP was set up, so DDP does not average them and the "
+                "ranks would drift apart. Set requires_grad=False only after setup (in on_train_start, with "
+                "find_unused_parameters=True), or start a new fit after unfreezing."
+            )
+        if self.layer_fusion is not None and module.training and torch.is_grad_enabled():
+            self.layer_fusion.between_steps()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _after_forward(self, module: nn.Module, arguments: object, output: object) -> None:
+        del module, arguments, output
+        self.exchange.timeline.begin_backward()
+
+    def take_over(self, before: "SparseHook") -> None:
+        """Go on where ``before``, of the same parameters, ended."""
+        carry_over(before.exchange.groups, list(zip(self.exchange.groups, self.exchange.compressors, strict=True)))
+
+    def state_dict(self, residuals: str = "per_rank") -> dict[str, Any]:
+        """What the ranks have not sent, as tensors, strings and integers; complete on rank 0.
+
+        To be called on every rank, between two steps.
+
+        Args:
+            residuals: "per_rank": all of it, to go on bit for bit on as many ranks; "mean": a mean over the ranks.
+        """
+        state = checkpoint.gather(self.exchange, residuals)
+        plan = self.layer_fusion.state() if self.layer_fusion else {}
+        return state | {"compressor": repr(self.compressor), "plan": plan}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Set what this rank has not sent from what :meth:`state_dict` returned on rank 0; None sets it to zero.
+
+        To be called with the same on every rank.
+        """
+        if self.layer_fusion is not None and state is not None:
+            self.layer_fusion.resume(state.get("plan", {}), state["steps"])
+        checkpoint.restore(self.exchange, state, self.compressor)
+
+    def close(self) -> None:
+        """End the issuing threads.  ``ddp`` cannot be trained any more; what is unsent stays readable."""
+        for handle in self._handles:
+            handle.remove()
+        self.exchange.close()
+
+
+def lane_groups(ddp: DistributedDataParallel, timeout: timedelta | None = None) -> list[dist.ProcessGroup]:
+    """A process group for each lane of an exchange; see [Note: who issues messages].  To be called on every rank."""
+    if dist.get_backend(ddp.process_group) == "nccl":
+        return [ddp.process_group]  # several communicators need one order of launching: DDP's hook has it
+    ranks = dist.get_process_group_ranks(ddp.process_group)  # others may use DDP's from the main thread
+    return [dist.new_group(ranks, timeout=timeout) for _ in range(LANES)]
+
+
+def _parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
+    """Those that ``ddp`` averages, by name, in the order of definition."""
+    return {
+        name.replace("_orig_mod.", ""): parameter  # torch.compile's
+        for name, parameter in ddp.module.named_parameters()
+        if parameter.requires_grad and name not in ddp.parameters_to_ignore
+    }
+
+
+def refuse_what_cannot_be_averaged(module: nn.Module, parameters: Mapping[str, Tensor]) -> None:
+    """Raise a ValueError that names what it is."""
+    for name, child in module.named_modules():
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse and child.weight.requires_grad:
+            raise ValueError(
+                f"{name} is an embedding with sparse=True, whose gradient has no dense layout to send "
+                "a part of; use sparse=False."
+            )
+    for name, parameter in parameters.items():
+        if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"parameter {name} has dtype {parameter.dtype}; gradients are averaged and kept in float32, so "
+                "only float32, bfloat16 and float16 parameters can be trained."
+            )
+        if parameter.device.type == "cuda" and "nccl" not in str(dist.get_backend()):
+            raise ValueError(f"on CUDA the process group must be NCCL, not {dist.get_backend()}.")

@@ -1,0 +1,109 @@
+"""What a strategy is told, checked once for the Trainer's and for Fabric's."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse.comm import wire_dtype_named
+from lightning_sparse.compressors import COMPRESSORS, Compressor, by_name
+from lightning_sparse.fusion import BUCKET_BYTES, check_fusion
+from lightning_sparse.hook import SparseHook
+
+# Of DDP; with these it does not hand every gradient of every rank to its hook.
+UNSUPPORTED = (
+    "delay_all_reduce_named_params",
+    "device_mesh",
+    "mixed_precision",
+    "param_to_hook_all_reduce",
+    "process_group",
+    "skip_all_reduce_unused_params",
+)
+HAND_OVER_MB = 1  # of gradient, between one call of our hook and the next
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to average; as :class:`~lightning_sparse.hook.SparseHook` takes it."""
+
+    compressor: Compressor
+    fusion: str | tuple[str, ...]
+    wire_dtype: str
+    warmup_steps: int
+    bucket_bytes: int
+
+    @classmethod
+    def checked(
+        cls,
+        compressor: str | Compressor,
+        fusion: str | Sequence[str],
+        wire_dtype: str,
+        warmup_steps: int,
+        ddp_kwargs: dict[str, Any],
+    ) -> "Options":
+        """The options, if they are possible; ``ddp_kwargs`` gets the bucket size that suits them.
+
+        Raises:
+            ValueError: for an option out of range, with the value and what is allowed.
+            TypeError: if ``compressor`` is neither a name nor an instance.
+        """
+        if warmup_steps < 0:
+            raise ValueError(f"warmup_steps={warmup_steps} is a number of dense steps, so 0 or more; 0 is none.")
+        if ddp_kwargs.get("ddp_comm_hook") is not None:
+            raise ValueError(
+                "ddp_comm_hook cannot be combined with a compressor: DDP takes one hook, and this strategy registers "
+                "its own. For values in half precision on the wire give wire_dtype='bfloat16'."
+            )
+        for name in UNSUPPORTED:
+            if ddp_kwargs.get(name):
+                raise ValueError(
+                    f"{name}={ddp_kwargs[name]!r} is not supported: with it DDP does not hand every gradient of every "
+                    "rank to its hook. Leave it out."
+                )
+        wire_dtype_named(wire_dtype)  # which says if it is none
+        fusion = check_fusion(fusion)
+        bucket_mb = ddp_kwargs.get("bucket_cap_mb")
+        if fusion != "bucket" and bucket_mb is None:
+            # DDP's buckets decide when gradients reach us: soon, at some 50 us for each bucket.
+            ddp_kwargs["bucket_cap_mb"] = 1e-6 if fusion == "none" else HAND_OVER_MB
+        bucket_bytes = int(bucket_mb * 2**20) if fusion == "bucket" and bucket_mb is not None else BUCKET_BYTES
+        return cls(by_name(compressor), fusion, wire_dtype, warmup_steps, bucket_bytes)
+
+    def hook(
+        self,
+        ddp: DistributedDataParallel,
+        scaler: torch.amp.GradScaler | None,
+        process_groups: Sequence[dist.ProcessGroup],
+    ) -> SparseHook:
+        """Put it on ``ddp``."""
+        return SparseHook(
+            ddp,
+            self.compressor,
+            fusion=self.fusion,
+            wire_dtype=self.wire_dtype,
+            warmup_steps=self.warmup_steps,
+            scaler=scaler,
+            bucket_bytes=self.bucket_bytes,
+            process_groups=process_groups,
+        )
+
+
+def register_names(registry: Any, strategy: type) -> None:
+    """Register a name of ``strategy`` for each compressor, with the variants of DDP's names."""
+    starts = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+    for name, compressor in COMPRESSORS.items():
+        summary = (compressor.__doc__ or "").strip().partition("\n")[0]
+        for suffix, start_method in starts.items():
+            for unused_suffix, unused in {"": None, "_find_unused_parameters_true": True}.items():
+                registry.register(
+                    name + suffix + unused_suffix,
+                    strategy,
+                    description=f"{summary} Start method {start_method!r}.",
+                    override=True,
+                    compressor=name,
+                    start_method=start_method,
+                    **({"find_unused_parameters": True} if unused else {}),
+                )
