@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from lightning_sparse.exchange import Exchange, Report
-from lightning_sparse.layer_fusion import LayerFusion, Plan
+from lightning_sparse.layer_fusion import LayerFusion
 from lightning_sparse.metrics import compression_ratio, threshold_error
+from lightning_sparse.plan import Plan
 from lightning_sparse.plan_views import plan_table
 
 STEPS_BEFORE_PLAN = 3  # that follow a plan before it is shown beside them

@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
 from statistics import median
 from typing import Any
 
@@ -16,7 +15,7 @@ from lightning_sparse.comm import Comm, Sums
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.fusion import BUCKET_BYTES, Piece, carry_over, fuse, make_groups, pieces_of
-from lightning_sparse.plan import Cost, GroupTime, StepModel
+from lightning_sparse.plan import Cost, GroupTime, Plan, StepModel
 from lightning_sparse.rehearsal import measure_link, median_over_ranks, rehearse
 
 SETTLING = 4  # steps before any is measured: DDP rebuilds its buckets, memory is taken, thresholds settle
@@ -26,54 +25,9 @@ STEPS_MEASURED = SETTLING + BESIDE + APART
 WINDOW = 50  # steps after which it is asked whether times have changed
 CHANGED = 1.5  # they have when the median moved by this factor
 LEAST_GAIN = 0.1  # of a backward: the model is not exact, so for less the groups stay as they are
+TRIAL = 7  # steps after which new groups must not be slower than the old; the first two do not count
 FARTHEST = 2.0  # that the model is corrected by, up or down
 WORTH_PLANNING = 2**18  # elements; a smaller gradient is one group
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The groups chosen, and what was expected of them.
-
-    Attributes:
-        model: what was measured.
-        names: [L] of the parameters, in the order in which they become ready.
-        ends: [G] where the groups end.
-        rest_s: of a step, outside backward and communication.
-        measured_span_s: from the start of backward to the last mean, in the groups there were before.
-        scale: by which that differed from the model's; what is expected is corrected by it.
-        spans: expected of each plan that was looked at, by name.
-    """
-
-    model: StepModel
-    names: tuple[str, ...]
-    ends: tuple[int, ...]
-    rest_s: float
-    measured_span_s: float
-    scale: float
-    spans: Mapping[str, float]
-
-    @property
-    def times(self) -> list[GroupTime]:
-        """Expected of each group."""
-        return [GroupTime(*(self.scale * s for s in astuple(time))) for time in self.model.times(self.ends)]
-
-    @property
-    def span_s(self) -> float:
-        """Expected from the start of backward to the last mean."""
-        return self.scale * self.model.span(self.ends)
-
-    @property
-    def step_s(self) -> float:
-        """Expected of a step."""
-        return self.rest_s + self.span_s
-
-    def group_of(self) -> list[int]:
-        """The group of each parameter in ``names``."""
-        return [int(i) for i in np.searchsorted(self.ends, np.arange(len(self.names)), side="right")]
-
-    def __str__(self) -> str:
-        spans = ", ".join(f"{name} {1e3 * span:.1f} ms" for name, span in self.spans.items())
-        return f"{len(self.ends)} groups. Expected from the start of backward to the last mean: {spans}."
 
 
 class LayerFusion:
@@ -110,6 +64,8 @@ class LayerFusion:
             self._start()
         elif self._measuring:
             self._go_on_measuring(at_work)
+        elif self._on_trial and len(self._spans) == TRIAL:
+            self._end_trial()
         elif len(self._spans) >= self._window:
             self._compare()
 
@@ -160,6 +116,7 @@ class LayerFusion:
         self._at_work = self._compressor.at(self._exchange.groups[0].step if self._exchange.groups else 0)
         self._since = self._exchange.steps
         self._exchange.deferred = False
+        self._on_trial: tuple[list[tuple[str, ...]], float] | None = None  # groups before the plan's, and their span
         self._usual_s = 0.0  # span of steps after the plan was made; 0 until known
         self._last_s = math.nan
         self._rests: list[float] = []
@@ -210,7 +167,26 @@ class LayerFusion:
             groups: dict[tuple[int, bool], list[Piece]] = {}
             for piece, index in zip(self._pieces, chosen, strict=True):
                 groups.setdefault((index, piece.whole), []).append(piece)
+            before = [group.names for group in exchange.groups]
             self.regroup([groups[key] for key in sorted(groups)])
+            if before != [group.names for group in exchange.groups]:
+                self._on_trial = (before, span_s)
+
+    def _end_trial(self) -> None:
+        """Go back to the groups before the plan's if those were faster."""
+        assert self._on_trial is not None
+        before, before_s = self._on_trial
+        now_s = float(median_over_ranks(self._exchange, [median(self._spans[2:])])[0])
+        self._on_trial, self._spans = None, []
+        if now_s > before_s:
+            rank_zero_info(
+                f"LayerFusion: back to the groups before: backward and communication took {1e3 * before_s:.1f} ms in "
+                f"them and {1e3 * now_s:.1f} ms in those of the plan."
+            )
+            pieces = {piece.name: piece for piece in self._pieces}
+            self.regroup([[pieces[name] for name in names] for names in before])
+            if self.plan is not None:
+                self.plan = self.plan.rejected()
 
     def _best(
         self, kinds: Sequence[tuple[bool, Cost | None]], arrivals_s: Sequence[float], span_s: float, rest_s: float
@@ -245,7 +221,7 @@ class LayerFusion:
         chosen = "LayerFusion" if spans["LayerFusion"] < (1 - LEAST_GAIN) * spans["as before"] else "as before"
         scale = min(max(span_s / spans["as before"], 1 / FARTHEST), FARTHEST)
         spans = {name: scale * span for name, span in spans.items()}
-        return Plan(model, tuple(position), tuple(plans[chosen]), rest_s, span_s, scale, spans)
+        return Plan(model, tuple(position), tuple(plans[chosen]), tuple(present), rest_s, span_s, scale, spans)
 
     def _from_rank_0(self, x: Tensor) -> Tensor:
         def broadcast(comm: Comm) -> Sums:

@@ -1,7 +1,7 @@
 """The best way to fuse layers into groups, under a model of a step's time.  Pure functions; times in seconds."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -167,6 +167,58 @@ class StepModel:
         each = [cost.at(elements[:, kind]) for kind, cost in enumerate(self.costs)]
         busy, spacing, latency = (sum(part, np.zeros(len(elements))) for part in zip(*each, strict=True))
         return busy, spacing, latency
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The groups chosen, and what was expected of them.
+
+    Attributes:
+        model: what was measured.
+        names: [L] of the parameters, in the order in which they become ready.
+        ends: [G] where the groups end.
+        before: where those ended that there were before.
+        rest_s: of a step, outside backward and communication.
+        measured_span_s: from the start of backward to the last mean, in the groups there were before.
+        scale: by which that differed from the model's; what is expected is corrected by it.
+        spans: expected of each plan that was looked at, by name.
+    """
+
+    model: StepModel
+    names: tuple[str, ...]
+    ends: tuple[int, ...]
+    before: tuple[int, ...]
+    rest_s: float
+    measured_span_s: float
+    scale: float
+    spans: Mapping[str, float]
+
+    @property
+    def times(self) -> list[GroupTime]:
+        """Expected of each group."""
+        return [GroupTime(*(self.scale * s for s in astuple(time))) for time in self.model.times(self.ends)]
+
+    @property
+    def span_s(self) -> float:
+        """Expected from the start of backward to the last mean."""
+        return self.scale * self.model.span(self.ends)
+
+    @property
+    def step_s(self) -> float:
+        """Expected of a step."""
+        return self.rest_s + self.span_s
+
+    def rejected(self) -> "Plan":
+        """The groups there were before, in place of these."""
+        return replace(self, ends=self.before)
+
+    def group_of(self) -> list[int]:
+        """The group of each parameter in ``names``."""
+        return [int(i) for i in np.searchsorted(self.ends, np.arange(len(self.names)), side="right")]
+
+    def __str__(self) -> str:
+        spans = ", ".join(f"{name} {1e3 * span:.1f} ms" for name, span in self.spans.items())
+        return f"{len(self.ends)} groups. Expected from the start of backward to the last mean: {spans}."
 
 
 def _undominated(a: Array, b: Array) -> NDArray[np.int64]:

@@ -7,8 +7,7 @@ from rich import box
 from rich.console import Group
 from rich.table import Column, Table
 
-from lightning_sparse.layer_fusion import Plan
-from lightning_sparse.plan import GroupTime
+from lightning_sparse.plan import GroupTime, Plan
 
 HEADINGS = ("group", "up to", "elements", "ready", "start", "end", "busy")
 

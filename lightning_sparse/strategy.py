@@ -16,8 +16,9 @@ from lightning_sparse import checkpoint as checkpoints
 from lightning_sparse.compressors import COMPRESSORS, Compressor
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.hook import SparseHook, lane_groups
-from lightning_sparse.layer_fusion import STEPS_MEASURED, WORTH_PLANNING, LayerFusion, Plan
+from lightning_sparse.layer_fusion import STEPS_MEASURED, WORTH_PLANNING, LayerFusion
 from lightning_sparse.options import Options, register_names
+from lightning_sparse.plan import Plan
 from lightning_sparse.plan_views import draw_timeline
 
 LARGE_BYTES = 2**30  # of residuals in a checkpoint

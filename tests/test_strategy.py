@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning as L
 import pytest
-import torch
 from lightning.pytorch.strategies import StrategyRegistry
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
@@ -104,7 +103,7 @@ trainer:
     strategy = LightningCLI(BoringModel, run=False, seed_everything_default=False).trainer.strategy
     assert isinstance(strategy, ls.SparseDDPStrategy)
     assert strategy.compressor == ls.SkipReduce(skip=0.25, protect=("*.bias",))
-    assert strategy.wire_dtype == torch.bfloat16
+    assert strategy.options.wire_dtype == "bfloat16"
     assert strategy._ddp_kwargs["find_unused_parameters"] is True
     assert strategy._ddp_kwargs["bucket_cap_mb"] == 1e-6
 
@@ -112,5 +111,5 @@ trainer:
 def test_settings_reach_the_strategy() -> None:
     strategy = ls.SparseDDPStrategy(ls.SkipReduce(0.25), wire_dtype="bfloat16", find_unused_parameters=True)
     assert strategy.compressor == ls.SkipReduce(skip=0.25)
-    assert strategy.wire_dtype == torch.bfloat16
-    assert strategy._ddp_kwargs == {"find_unused_parameters": True}
+    assert strategy.options.wire_dtype == "bfloat16"
+    assert strategy._ddp_kwargs == {"find_unused_parameters": True, "bucket_cap_mb": 1}

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import lightning_sparse as ls
 from lightning_sparse import layer_fusion, rehearsal
 from lightning_sparse.fusion import Piece, pieces_of
-from lightning_sparse.layer_fusion import STEPS_MEASURED, Plan
+from lightning_sparse.layer_fusion import STEPS_MEASURED
+from lightning_sparse.plan import Plan
 from lightning_sparse.timeline import Timeline
 from tests.conftest import Ranks
 from tests.processes.models import LIMIT_S, data, trainer, weights
@@ -202,7 +203,7 @@ def measurements(rank: int, size: int, name: str) -> list[int]:
     def slower_later(self: Timeline) -> float:
         nonlocal steps
         steps += 1
-        return 0.010 if steps < 14 else 0.030
+        return 0.010 if steps < 10 else 0.030
 
     if name == "drift":
         Timeline.span_s = slower_later  # type: ignore[method-assign]

@@ -52,9 +52,9 @@ def without_batch(loader: DataLoader[Any], number: int, size: int) -> DataLoader
     return DataLoader(Subset(loader.dataset, [i for i in range(len(loader.dataset)) if i not in gone]), BATCH)  # type: ignore[arg-type]
 
 
-def in_order(loader: DataLoader[Any], size: int) -> dict[str, Any]:
-    """A Trainer that deals samples to ranks in turn, unshuffled."""
-    sampler = torch.utils.data.DistributedSampler(loader.dataset, shuffle=False)  # type: ignore[arg-type]
+def in_order(loader: DataLoader[Any], rank: int, size: int) -> dict[str, Any]:
+    """Samples dealt to the ranks in turn, unshuffled."""
+    sampler = torch.utils.data.DistributedSampler(loader.dataset, size, rank, shuffle=False)  # type: ignore[arg-type]
     return {"train_dataloaders": DataLoader(loader.dataset, BATCH, sampler=sampler)}
 
 
@@ -67,13 +67,13 @@ def scaled_and_not(rank: int, size: int, names: list[str], value: float) -> list
         strategy = ls.SparseDDPStrategy(name, fusion="none", warmup_steps=0)
         run = trainer(strategy, size, max_steps=STEPS, plugins=[plugin], use_distributed_sampler=False)
         model = Spiky(1, value)
-        run.fit(model, **in_order(data(STEPS, size), size))
+        run.fit(model, **in_order(data(STEPS, size), rank, size))
 
         torch.manual_seed(0)
         plain = ls.SparseDDPStrategy(name, fusion="none")
         reference = trainer(plain, size, max_steps=STEPS - 1, use_distributed_sampler=False)
         expected = Spiky(-1)
-        reference.fit(expected, **in_order(without_batch(data(STEPS, size), SPIKE, size), size))
+        reference.fit(expected, **in_order(without_batch(data(STEPS, size), SPIKE, size), rank, size))
         assert strategy.exchange is not None
         assert plain.exchange is not None
         residuals = [torch.cat([g.unsent for g in exchange.groups]) for exchange in (strategy.exchange, plain.exchange)]
