@@ -27,6 +27,12 @@ def test_links_lead_to_files(page: Path) -> None:
         assert (page.parent / target).exists(), target
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_tests_that_pages_name_exist(page: Path) -> None:
+    for name, file in re.findall(r"\[(test_\w+)\]\(([^)#]+\.py)\)", page.read_text()):
+        assert f"def {name}(" in (page.parent / file).read_text(), name
+
+
 @pytest.mark.parametrize("module", ["metrics", "simulation"])
 def test_examples_in_docstrings(module: str) -> None:
     result = doctest.testmod(importlib.import_module(f"lightning_sparse.{module}"))

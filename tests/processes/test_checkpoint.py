@@ -65,10 +65,19 @@ def test_a_resumed_run_equals_one_that_never_stopped(ranks: Ranks, name: str, si
     assert state["unsent"]["net.0.weight"].shape == (size, 33, 8)
 
 
-def restore_only(rank: int, size: int, path: str) -> dict[str, Tensor]:
-    strategy = ls.SparseDDPStrategy("skip_reduce")
-    trainer(strategy, size, max_steps=10).fit(small(optimizer="adam"), data(10, size), ckpt_path=path)
-    return unsent(strategy)
+class Look(L.Callback):
+    """What is unsent when training starts."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert isinstance(trainer.strategy, ls.SparseDDPStrategy)
+        self.found = unsent(trainer.strategy)
+
+
+def resume_elsewhere(rank: int, size: int, path: str) -> tuple[dict[str, Tensor], Tensor]:
+    """What is unsent before the first of three more steps, and the weights after them."""
+    look, model = Look(), small(optimizer="adam")
+    trainer("skip_reduce", size, max_steps=13, callbacks=[look]).fit(model, data(20, size), ckpt_path=path)
+    return look.found, weights(model)
 
 
 @pytest.mark.parametrize("residuals", ["per_rank", "mean"])
@@ -78,7 +87,10 @@ def test_another_number_of_ranks_starts_from_the_mean(
 ) -> None:
     """What the mean gradient still owes is a P-th of the sum of what the ranks keep."""
     saved = ranks.run(train, before, str(tmp_path), "skip_reduce", 10, None, residuals, timeout_s=LIMIT_S)
-    back = ranks.run(restore_only, after, str(tmp_path / "step=10.ckpt"), timeout_s=LIMIT_S)
+    results = ranks.run(resume_elsewhere, after, str(tmp_path / "step=10.ckpt"), timeout_s=LIMIT_S)
+    back = [found for found, _ in results]
+    assert all(torch.equal(trained, results[0][1]) for _, trained in results)
+    assert not torch.equal(results[0][1], saved[0][0])
     for name in saved[0][1]:
         owed = sum(u[name].double() for _, u in saved) / before
         assert torch.allclose(sum(u[name].double() for u in back) / after, owed, rtol=1e-6, atol=1e-9)
@@ -178,6 +190,16 @@ def test_a_second_fit_of_the_same_model_goes_on_with_what_was_unsent(ranks: Rank
         assert all(not x.any() for x in other.values())
 
 
+def test_what_residuals_add_to_a_file_is_told_once_and_is_a_warning_above_a_gibibyte() -> None:
+    strategy = ls.SparseDDPStrategy()
+    with pytest.warns(UserWarning, match=r"add 2,048\.0 MiB to every checkpoint, gathered on rank 0 in 1\.5 s"):
+        strategy._tell_size(2**31, 1.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        strategy._tell_size(2**31, 1.5)
+        ls.SparseDDPStrategy()._tell_size(2**20, 0.1)
+
+
 # - into another configuration
 
 
@@ -207,22 +229,14 @@ def resume_as(rank: int, size: int, path: str, how: str) -> tuple[dict[str, Tens
         fusion="none" if how == "fusion" else "layer",
     )
     model = Changed() if how == "model" else small(optimizer="adam")
-    found: list[dict[str, Tensor]] = []
-
-    class Look(L.Callback):
-        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            found.append(unsent(strategy))
-
-    run = trainer(strategy, size, max_steps=12, callbacks=[Look()])
+    look = Look()
+    run = trainer(strategy, size, max_steps=12, callbacks=[look])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run.fit(model, data(20, size), ckpt_path=path)  # two steps more
     assert strategy.exchange is not None
-    return (
-        found[0],
-        [str(w.message) for w in caught if "another configuration" in str(w.message)],
-        strategy.exchange.steps,
-    )
+    told = [str(w.message) for w in caught if "another configuration" in str(w.message)]
+    return look.found, told, strategy.exchange.steps
 
 
 @pytest.mark.parametrize("how", ["compressor", "density", "fusion", "model"])

@@ -94,6 +94,22 @@ def test_a_step_in_which_one_rank_overflows_never_was(ranks: Ranks, value: float
             assert scale == 2.0**10 * 2 / 2 * 2 * 2, name
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+def test_mixed_precision_trains_on_a_gpu(ranks: Ranks, precision: str) -> None:
+    trained, finite = ranks.run(on_gpu, 1, precision, timeout_s=LIMIT_S)[0]
+    assert trained.isfinite().all()
+    assert finite
+
+
+def on_gpu(rank: int, size: int, precision: Any) -> tuple[Tensor, bool]:
+    strategy, model = ls.SparseDDPStrategy("micro"), Small()
+    trainer(strategy, size, accelerator="gpu", max_steps=10, precision=precision).fit(model, data(10, size))
+    assert strategy.exchange is not None
+    return weights(model).cpu(), all(bool(group.unsent.isfinite().all()) for group in strategy.exchange.groups)
+
+
 def mixed(rank: int, size: int, precision: str) -> tuple[Tensor, bool]:
     torch.manual_seed(0)
     plugins = []
