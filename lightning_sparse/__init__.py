@@ -7,6 +7,7 @@ from lightning_sparse.__about__ import __version__
 from lightning_sparse.callbacks import CompressionMonitor
 from lightning_sparse.compressors import (
     COMPRESSORS,
+    Auto,
     Compressor,
     Dense,
     DensityLadder,
@@ -30,6 +31,7 @@ register()
 
 __all__ = [
     "COMPRESSORS",
+    "Auto",
     "CompressionMonitor",
     "CompressionRatio",
     "Compressor",

@@ -115,11 +115,12 @@ def lay_out(
     return make_groups(parameters, compressor, fuse(pieces_of(parameters, compressor), fusion, bucket_bytes))
 
 
-def carry_over(old: Sequence[Group], new: Sequence[tuple[Group, Compressor]]) -> None:
+def carry_over(old: Sequence[Group], new: Sequence[tuple[Group, Compressor]], memories: bool = True) -> None:
     """Move what ``old`` groups have not sent into ``new`` ones of the same parameters, by name, and their memories.
 
     A group of the same parameters as before keeps all its memory.  Others keep velocities, and what their compressor
-    can carry.  The old groups are emptied on the way, so that there is never a second copy of all that is unsent.
+    can carry; ``memories=False``, for another compressor, keeps none.  The old groups are emptied on the way, so that
+    there is never a second copy of all that is unsent.
     """
     source = {name: (group, slot) for group in old for slot, name in enumerate(group.names)}
     left = {id(group): len(group.names) for group in old}
@@ -130,7 +131,8 @@ def carry_over(old: Sequence[Group], new: Sequence[tuple[Group, Compressor]]) ->
             elements[id(giver)] += size
         givers = {id(giver): giver for giver, _ in parts}
         group.step = max((giver.step for giver in givers.values()), default=0)
-        group.memory = _memory(group, compressor, parts, [(givers[key], n) for key, n in elements.items()])
+        if memories:
+            group.memory = _memory(group, compressor, parts, [(givers[key], n) for key, n in elements.items()])
         for mine, (giver, slot) in zip(group.slots(group.unsent), parts, strict=True):
             mine.copy_(giver.slots(giver.unsent)[slot])
             left[id(giver)] -= 1

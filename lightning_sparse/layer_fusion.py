@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -12,10 +12,11 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_sparse.comm import Comm, Sums
-from lightning_sparse.compressors import Compressor
+from lightning_sparse.compressors import Auto, Compressor
 from lightning_sparse.exchange import Exchange
-from lightning_sparse.fusion import BUCKET_BYTES, Piece, carry_over, fuse, make_groups, pieces_of
-from lightning_sparse.plan import Cost, GroupTime, Plan, StepModel
+from lightning_sparse.fusion import Piece, carry_over, make_groups, pieces_of
+from lightning_sparse.plan import GroupTime, Plan
+from lightning_sparse.planner import Kinds, Measured, best_plan, calibrate, choose
 from lightning_sparse.rehearsal import measure_link, median_over_ranks, rehearse
 
 SETTLING = 4  # steps before any is measured: DDP rebuilds its buckets, memory is taken, thresholds settle
@@ -24,9 +25,7 @@ APART = 3  # steps measured that send nothing before backward has ended, so that
 STEPS_MEASURED = SETTLING + BESIDE + APART
 WINDOW = 50  # steps after which it is asked whether times have changed
 CHANGED = 1.5  # they have when the median moved by this factor
-LEAST_GAIN = 0.1  # of a backward: the model is not exact, so for less the groups stay as they are
 TRIAL = 7  # steps after which new groups must not be slower than the old; the first two do not count
-FARTHEST = 2.0  # that the model is corrected by, up or down
 WORTH_PLANNING = 2**18  # elements; a smaller gradient is one group
 
 
@@ -41,6 +40,7 @@ class LayerFusion:
 
     def __init__(self, exchange: Exchange, compressor: Compressor, parameters: Mapping[str, Tensor]) -> None:
         self.plan: Plan | None = None  # on rank 0
+        self.plans: list[tuple[Compressor, Plan]] = []  # of every candidate, on rank 0
         self._exchange = exchange
         self._compressor = compressor
         self._parameters = parameters
@@ -95,14 +95,18 @@ class LayerFusion:
     def resume(self, state: Mapping[str, Any], step: int) -> None:
         """Follow a plan saved after ``step``, if it was made for these parameters, this compressor and these ranks."""
         at_work = self._compressor.at(step)
-        pieces = {piece.name: piece for piece in self._pieces}
         groups = state.get("groups", [])
+        if isinstance(at_work, Auto):  # and what it had chosen
+            at_work = next((c for c in at_work.candidates if repr(c) == state.get("compressor")), at_work)
+        pieces = {piece.name: piece for piece in pieces_of(self._parameters, at_work)}
         if (
             (state.get("compressor"), state.get("size")) != (repr(at_work), self._exchange.size)
             or sorted(name for names in groups for name in names) != sorted(pieces)
             or any(len({pieces[name].whole for name in names}) > 1 for names in groups)
         ):
             return
+        if isinstance(self._compressor.at(step), Auto):
+            self._compressor, self._pieces = at_work, list(pieces.values())
         self.regroup([[pieces[name] for name in names] for names in groups])
         self._at_work = at_work
         self._measuring = False
@@ -116,7 +120,7 @@ class LayerFusion:
         self._at_work = self._compressor.at(self._exchange.groups[0].step if self._exchange.groups else 0)
         self._since = self._exchange.steps
         self._exchange.deferred = False
-        self._on_trial: tuple[list[tuple[str, ...]], float] | None = None  # groups before the plan's, and their span
+        self._on_trial: tuple[list[tuple[str, ...]], Compressor, float] | None = None  # before the plan, and its span
         self._usual_s = 0.0  # span of steps after the plan was made; 0 until known
         self._last_s = math.nan
         self._rests: list[float] = []
@@ -148,80 +152,84 @@ class LayerFusion:
 
     def _make_plan(self, at_work: Compressor) -> None:
         exchange = self._exchange
+        candidates = at_work.candidates if isinstance(at_work, Auto) else (at_work,)
+        start = at_work.start if isinstance(at_work, Auto) else at_work
         own = [_median(each) for each in (self._spans, self._rests, *zip(*self._arrivals, strict=True))]
         span_s, rest_s, *arrivals_s = median_over_ranks(exchange, own).tolist()
-        link = measure_link(exchange)
-        kinds: list[tuple[bool, Cost | None]] = []
-        for whole, compressor in ((False, at_work), (True, at_work.densely())):
-            elements = sum(piece.elements for piece in self._pieces if piece.whole == whole)
-            if elements:
-                kinds.append((whole, rehearse(exchange, compressor, elements, link) if link else None))
-        assignment = torch.full((len(self._pieces),), -1, dtype=torch.int64, device=exchange.device)
+        kinds = self._rehearse([start, *candidates])
+        # Rank 0 decides: which candidate, and the group of each parameter; -1 for all as it is.
+        decision = torch.full((1 + len(self._pieces),), -1, dtype=torch.int64, device=exchange.device)
         if exchange.rank == 0:
-            self.plan = self._best(kinds, arrivals_s, span_s, rest_s)
-            if self.plan is not None:
-                place = dict(zip(self.plan.names, self.plan.group_of(), strict=True))
-                assignment.copy_(torch.tensor([place[piece.name] for piece in self._pieces]))
-        chosen = self._from_rank_0(assignment).tolist()
-        if min(chosen) >= 0:
-            groups: dict[tuple[int, bool], list[Piece]] = {}
-            for piece, index in zip(self._pieces, chosen, strict=True):
-                groups.setdefault((index, piece.whole), []).append(piece)
-            before = [group.names for group in exchange.groups]
-            self.regroup([groups[key] for key in sorted(groups)])
-            if before != [group.names for group in exchange.groups]:
-                self._on_trial = (before, span_s)
+            rest_s = rest_s if math.isfinite(rest_s) else 0.0
+            measured = Measured(arrivals_s, span_s, rest_s, [group.names for group in exchange.groups])
+            if kinds and math.isfinite(span_s) and np.isfinite(arrivals_s).any():
+                calibration = calibrate(pieces_of(self._parameters, start), kinds[0], measured)
+                self.plans = [
+                    (c, best_plan(pieces_of(self._parameters, c), own_kinds, measured, calibration))
+                    for c, own_kinds in zip(candidates, kinds[1:], strict=True)
+                ]
+                chosen = choose([plan for _, plan in self.plans])
+                self.plan = self.plans[chosen][1]
+                group_of = dict(zip(self.plan.names, self.plan.group_of(), strict=True))
+                decision.copy_(torch.tensor([chosen, *(group_of[piece.name] for piece in self._pieces)]))
+            else:
+                rank_zero_warn("LayerFusion: no rank could tell the time; the groups stay as they are.")
+        chosen, *group_of_piece = self._from_rank_0(decision).tolist()
+        if chosen >= 0:
+            self._follow(candidates[chosen] if isinstance(at_work, Auto) else None, group_of_piece, span_s)
+
+    def _rehearse(self, compressors: Sequence[Compressor]) -> list[Kinds]:
+        """What each costs here, and its dense part; nothing if no rank could tell the time."""
+        link = measure_link(self._exchange)
+        found: list[Kinds] = []
+        for number, compressor in enumerate(compressors):
+            if compressor in compressors[:number]:
+                found.append(found[compressors.index(compressor)])
+                continue
+            if len(compressors) > 2:
+                rank_zero_info(f"LayerFusion: measuring {compressor}.")
+            pieces = pieces_of(self._parameters, compressor)
+            kinds = []
+            for whole, averages in ((False, compressor), (True, compressor.densely())):
+                elements = sum(piece.elements for piece in pieces if piece.whole == whole)
+                if elements:
+                    kinds.append((whole, rehearse(self._exchange, averages, elements, link) if link else None))
+            if any(cost is None for _, cost in kinds):
+                return []
+            found.append([(whole, cost) for whole, cost in kinds if cost is not None])
+        return found
+
+    def _follow(self, chosen: Compressor | None, group_of_piece: Sequence[int], span_s: float) -> None:
+        """Change to the groups of a plan, on trial; and to a compressor if one was chosen."""
+        before = [group.names for group in self._exchange.groups], self._compressor
+        if chosen is not None:
+            self._compressor, self._at_work = chosen, chosen
+            self._pieces = pieces_of(self._parameters, chosen)
+        groups: dict[tuple[int, bool], list[Piece]] = {}
+        for piece, index in zip(self._pieces, group_of_piece, strict=True):
+            groups.setdefault((index, piece.whole), []).append(piece)
+        self.regroup([groups[key] for key in sorted(groups)])
+        if before != ([group.names for group in self._exchange.groups], self._compressor):
+            self._on_trial = (*before, span_s)
 
     def _end_trial(self) -> None:
-        """Go back to the groups before the plan's if those were faster."""
+        """Go back to what there was before the plan if that was faster."""
         assert self._on_trial is not None
-        before, before_s = self._on_trial
+        before, compressor, before_s = self._on_trial
         now_s = float(median_over_ranks(self._exchange, [median(self._spans[2:])])[0])
         self._on_trial, self._spans = None, []
         if now_s > before_s:
             rank_zero_info(
-                f"LayerFusion: back to the groups before: backward and communication took {1e3 * before_s:.1f} ms in "
-                f"them and {1e3 * now_s:.1f} ms in those of the plan."
+                f"LayerFusion: back to what there was before: backward and communication took {1e3 * before_s:.1f} ms "
+                f"and take {1e3 * now_s:.1f} ms with the plan."
             )
+            self._compressor = compressor
+            self._at_work = compressor.at(self._exchange.groups[0].step)
+            self._pieces = pieces_of(self._parameters, compressor)
             pieces = {piece.name: piece for piece in self._pieces}
             self.regroup([[pieces[name] for name in names] for names in before])
             if self.plan is not None:
                 self.plan = self.plan.rejected()
-
-    def _best(
-        self, kinds: Sequence[tuple[bool, Cost | None]], arrivals_s: Sequence[float], span_s: float, rest_s: float
-    ) -> Plan | None:
-        """The plan to follow; None, with a warning, if what was measured is no ground for one."""
-        costs = tuple(cost for _, cost in kinds if cost is not None)
-        if len(costs) < len(kinds) or not math.isfinite(span_s) or not np.isfinite(arrivals_s).any():
-            rank_zero_warn("LayerFusion: no rank could tell the time; the groups stay as they are.")
-            return None
-        ready = np.where(np.isfinite(arrivals_s), arrivals_s, 0.0)
-        order = np.argsort(ready, kind="stable")
-        pieces = [self._pieces[i] for i in order]
-        elements = tuple(tuple(piece.elements * (piece.whole == whole) for whole, _ in kinds) for piece in pieces)
-        beside, blocking = (StepModel(tuple(ready[order]), elements, costs, blocking) for blocking in (False, True))
-        position = {piece.name: i for i, piece in enumerate(pieces)}
-
-        def ends(groups: Iterable[Iterable[str]]) -> list[int]:
-            return sorted({len(pieces), *(max(position[name] for name in names) + 1 for names in groups)})
-
-        present = ends(group.names for group in self._exchange.groups if group.names)
-        # Whether the processor has room for both backward and the compressor is seen from the steps as they are.
-        model = min((beside, blocking), key=lambda model: abs(math.log(model.span(present) / span_s)))
-        plans = {
-            "LayerFusion": model.best(),
-            "greedy merging": model.greedy(),
-            f"buckets of {BUCKET_BYTES >> 20} MiB": ends(_names(fuse(pieces, "bucket"))),
-            "one group a layer": ends(_names(fuse(pieces, "none"))),
-            "one group": [len(pieces)],
-            "as before": present,
-        }
-        spans = {name: model.span(plan) for name, plan in plans.items()}
-        chosen = "LayerFusion" if spans["LayerFusion"] < (1 - LEAST_GAIN) * spans["as before"] else "as before"
-        scale = min(max(span_s / spans["as before"], 1 / FARTHEST), FARTHEST)
-        spans = {name: scale * span for name, span in spans.items()}
-        return Plan(model, tuple(position), tuple(plans[chosen]), tuple(present), rest_s, span_s, scale, spans)
 
     def _from_rank_0(self, x: Tensor) -> Tensor:
         def broadcast(comm: Comm) -> Sums:
@@ -233,10 +241,12 @@ class LayerFusion:
 
     def regroup(self, groups: Sequence[Sequence[Piece]]) -> None:
         """Average in ``groups`` from now on; nothing that is unsent is lost."""
+        exchange = self._exchange
         new = make_groups(self._parameters, self._compressor, groups)
-        if [group.names for group, _ in new] != [group.names for group in self._exchange.groups]:
-            carry_over(self._exchange.groups, new)
-            self._exchange.lay_out(new)
+        same_compressors = {repr(c) for _, c in new} == {repr(c) for c in exchange.compressors}
+        if not same_compressors or [group.names for group, _ in new] != [group.names for group in exchange.groups]:
+            carry_over(exchange.groups, new, memories=same_compressors)
+            exchange.lay_out(new)
 
     # - after the plan was made
 
@@ -259,7 +269,3 @@ def _median(seconds: Sequence[float]) -> float:
     """Of those that are known; NaN if none is."""
     known = [s for s in seconds if math.isfinite(s)]
     return median(known) if known else math.nan
-
-
-def _names(groups: Sequence[Sequence[Piece]]) -> list[list[str]]:
-    return [[piece.name for piece in group] for group in groups]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.comm import wire_dtype_named
-from lightning_sparse.compressors import COMPRESSORS, Compressor, by_name
+from lightning_sparse.compressors import NAMES, Auto, Compressor, by_name
 from lightning_sparse.fusion import BUCKET_BYTES, check_fusion
 from lightning_sparse.hook import SparseHook
 
@@ -65,12 +65,15 @@ class Options:
                 )
         wire_dtype_named(wire_dtype)  # which says if it is none
         fusion = check_fusion(fusion)
+        compressor = by_name(compressor)
+        if isinstance(compressor, Auto) and fusion != "layer":
+            raise ValueError(f"fusion={fusion!r}: sparse_auto chooses from what LayerFusion measures; use 'layer'.")
         bucket_mb = ddp_kwargs.get("bucket_cap_mb")
         if fusion != "bucket" and bucket_mb is None:
             # DDP's buckets decide when gradients reach us: soon, at some 50 us for each bucket.
             ddp_kwargs["bucket_cap_mb"] = 1e-6 if fusion == "none" else HAND_OVER_MB
         bucket_bytes = int(bucket_mb * 2**20) if fusion == "bucket" and bucket_mb is not None else BUCKET_BYTES
-        return cls(by_name(compressor), fusion, wire_dtype, warmup_steps, bucket_bytes)
+        return cls(compressor, fusion, wire_dtype, warmup_steps, bucket_bytes)
 
     def hook(
         self,
@@ -94,7 +97,7 @@ class Options:
 def register_names(registry: Any, strategy: type) -> None:
     """Register a name of ``strategy`` for each compressor, with the variants of DDP's names."""
     starts = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
-    for name, compressor in COMPRESSORS.items():
+    for name, compressor in NAMES.items():
         summary = (compressor.__doc__ or "").strip().partition("\n")[0]
         for suffix, start_method in starts.items():
             for unused_suffix, unused in {"": None, "_find_unused_parameters_true": True}.items():

@@ -1,7 +1,7 @@
 """The best way to fuse layers into groups, under a model of a step's time.  Pure functions; times in seconds."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -179,9 +179,8 @@ class Plan:
         ends: [G] where the groups end.
         before: where those ended that there were before.
         rest_s: of a step, outside backward and communication.
-        measured_span_s: from the start of backward to the last mean, in the groups there were before.
-        scale: by which that differed from the model's; what is expected is corrected by it.
-        spans: expected of each plan that was looked at, by name.
+        span_s: expected from the start of backward to the last mean; the model's, corrected by steps as they were.
+        spans: the same of each plan that was looked at, by name.
     """
 
     model: StepModel
@@ -189,19 +188,13 @@ class Plan:
     ends: tuple[int, ...]
     before: tuple[int, ...]
     rest_s: float
-    measured_span_s: float
-    scale: float
+    span_s: float
     spans: Mapping[str, float]
 
     @property
     def times(self) -> list[GroupTime]:
-        """Expected of each group."""
-        return [GroupTime(*(self.scale * s for s in astuple(time))) for time in self.model.times(self.ends)]
-
-    @property
-    def span_s(self) -> float:
-        """Expected from the start of backward to the last mean."""
-        return self.scale * self.model.span(self.ends)
+        """Expected of each group, without that correction."""
+        return self.model.times(self.ends)
 
     @property
     def step_s(self) -> float:
@@ -210,7 +203,7 @@ class Plan:
 
     def rejected(self) -> "Plan":
         """The groups there were before, in place of these."""
-        return replace(self, ends=self.before)
+        return replace(self, ends=self.before, span_s=self.spans["as before"])
 
     def group_of(self) -> list[int]:
         """The group of each parameter in ``names``."""
@@ -218,7 +211,8 @@ class Plan:
 
     def __str__(self) -> str:
         spans = ", ".join(f"{name} {1e3 * span:.1f} ms" for name, span in self.spans.items())
-        return f"{len(self.ends)} groups. Expected from the start of backward to the last mean: {spans}."
+        groups = "1 group" if len(self.ends) == 1 else f"{len(self.ends)} groups"
+        return f"{groups}. Expected from the start of backward to the last mean: {spans}."
 
 
 def _undominated(a: Array, b: Array) -> NDArray[np.int64]:

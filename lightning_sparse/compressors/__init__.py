@@ -1,5 +1,6 @@
 """The compressors, by name."""
 
+from lightning_sparse.compressors.auto import Auto
 from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.compressors.dense import Dense
 from lightning_sparse.compressors.importance import ImportancePruning
@@ -25,29 +26,33 @@ COMPRESSORS: dict[str, type[Compressor]] = {
 }
 
 
+#: Every name of a strategy: the compressors', and the one that chooses among them.
+NAMES: dict[str, type[Compressor]] = {**COMPRESSORS, "sparse_auto": Auto}
+
+
 def by_name(compressor: object) -> Compressor:
     """A compressor with its defaults if a name is given; an instance is returned as it is.
 
     Raises:
-        ValueError: for a name that is not in ``COMPRESSORS``.
+        ValueError: for a name that is not in ``NAMES``.
         TypeError: for anything that is neither a name nor an instance.
     """
     if isinstance(compressor, Compressor):
         return compressor
     if isinstance(compressor, str):
-        if compressor in COMPRESSORS:
-            return COMPRESSORS[compressor]()
+        if compressor in NAMES:
+            return NAMES[compressor]()
         raise ValueError(
-            f"compressor={compressor!r} is not one of {', '.join(COMPRESSORS)}; "
+            f"compressor={compressor!r} is not one of {', '.join(NAMES)}; "
             "for settings of its own give an instance, such as SkipReduce(skip=0.5)."
         )
-    raise TypeError(
-        f"compressor={compressor!r} is neither a name ({', '.join(COMPRESSORS)}) nor a Compressor instance."
-    )
+    raise TypeError(f"compressor={compressor!r} is neither a name ({', '.join(NAMES)}) nor a Compressor instance.")
 
 
 __all__ = [
     "COMPRESSORS",
+    "NAMES",
+    "Auto",
     "Compressor",
     "Dense",
     "DensityLadder",

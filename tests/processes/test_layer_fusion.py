@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lightning_sparse as ls
-from lightning_sparse import layer_fusion, rehearsal
+from lightning_sparse import layer_fusion, planner, rehearsal
 from lightning_sparse.fusion import Piece, pieces_of
 from lightning_sparse.layer_fusion import STEPS_MEASURED
 from lightning_sparse.plan import Plan
@@ -130,7 +130,7 @@ def plan(rank: int, size: int, name: str, spoil: str, folder: str) -> tuple[list
     if spoil == "slow rank 1" and rank == 1:
         measured = Timeline.arrival_s
         Timeline.arrival_s = lambda self, parameter: 10 * measured(self, parameter)  # type: ignore[method-assign]
-    layer_fusion.LEAST_GAIN = -math.inf  # so that the plan is always followed
+    planner.LEAST_GAIN = -math.inf  # so that the plan is always followed
     strategy = ls.SparseDDPStrategy(name)
     run = trainer(strategy, size, max_steps=STEPS)
     run.fit(Deep(), data(STEPS, size))
@@ -223,3 +223,49 @@ def test_it_measures_anew_when_steps_take_longer(ranks: Ranks) -> None:
 def test_it_measures_anew_when_another_compressor_sets_in(ranks: Ranks) -> None:
     for began in ranks.run(measurements, 2, "warmup", timeout_s=LIMIT_S):
         assert began[:2] == [0, 11]
+
+
+# - the compressor chosen too
+
+
+def automatic(rank: int, size: int, fastest: str, folder: str) -> tuple[str, list[tuple[str, ...]], Tensor, int]:
+    """Train with sparse_auto where one compressor seems by far the fastest, or all are as slow."""
+    honest = rehearsal._try
+
+    def told(exchange: Any, compressor: ls.Compressor, n: int) -> tuple[float, float, float, int]:
+        sent = honest(exchange, compressor, n)[3]
+        slow = 0.0001 if type(compressor).__name__ == fastest else 0.5
+        return slow, slow, slow, sent
+
+    rehearsal._try = told
+    strategy = ls.SparseDDPStrategy("sparse_auto")
+    run, model = trainer(strategy, size, max_steps=STEPS), Deep()
+    run.fit(model, data(STEPS, size))
+    assert strategy.exchange is not None
+    run.save_checkpoint(Path(folder) / "auto.ckpt")
+    told_of = 0 if strategy.layer_fusion is None else len(strategy.layer_fusion.plans)
+    return type(strategy.exchange.compressors[0]).__name__, groups(strategy), weights(model), told_of
+
+
+@pytest.mark.parametrize("fastest", ["MiCRO", "SkipReduce", "OkTopk", "none"])
+def test_sparse_auto_chooses_the_fastest_and_dense_where_none_is(ranks: Ranks, fastest: str, tmp_path: Path) -> None:
+    results = ranks.run(automatic, 2, fastest, str(tmp_path), timeout_s=LIMIT_S)
+    chosen, laid_out, trained, _ = results[0]
+    assert chosen == ("Dense" if fastest == "none" else fastest)
+    for again, theirs, weights_there, _ in results:
+        assert (again, theirs) == (chosen, laid_out)
+        assert torch.equal(weights_there, trained)
+    assert [plans for *_, plans in results] == [len(ls.Auto().candidates), 0]
+
+
+def resume_automatic(rank: int, size: int, folder: str) -> str:
+    strategy = ls.SparseDDPStrategy("sparse_auto")
+    run = trainer(strategy, size, max_steps=STEPS + 2)
+    run.fit(Deep(), data(STEPS + 2, size), ckpt_path=Path(folder) / "auto.ckpt")
+    assert strategy.exchange is not None
+    return type(strategy.exchange.compressors[0]).__name__
+
+
+def test_sparse_auto_goes_on_with_what_it_chose(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(automatic, 2, "OkTopk", str(tmp_path), timeout_s=LIMIT_S)
+    assert ranks.run(resume_automatic, 2, str(tmp_path), timeout_s=LIMIT_S) == ["OkTopk", "OkTopk"]

@@ -1,0 +1,44 @@
+"""No compressor yet: the one that makes the shortest step is to be found out."""
+
+from dataclasses import dataclass
+
+from lightning_sparse.comm import Comm, Rounds
+from lightning_sparse.compressors.base import Compressor
+from lightning_sparse.compressors.dense import Dense
+from lightning_sparse.compressors.importance import ImportancePruning
+from lightning_sparse.compressors.micro import MiCRO
+from lightning_sparse.compressors.ok_topk import OkTopk
+from lightning_sparse.compressors.sketch_fusion import SketchFusion
+from lightning_sparse.compressors.skip_reduce import SkipReduce
+from lightning_sparse.group import Group
+
+CANDIDATES = (Dense(), SkipReduce(), SketchFusion(), OkTopk(), MiCRO(), ImportancePruning())
+
+
+@dataclass(frozen=True)
+class Auto(Compressor):
+    """Measures the first steps, then trains on with the compressor of which it expects the shortest step.
+
+    Until then gradients are summed by ``start``.  Of candidates whose steps are expected within 5 % of the shortest the
+    first is taken, so name first what sends most: with the default, dense sums stay unless compressing gains more.
+    Choosing needs ``fusion="layer"``, more than one rank and a gradient worth planning; else ``start`` stays.
+
+    Args:
+        candidates: to choose from.
+        start: what sums until it is chosen.
+    """
+
+    candidates: tuple[Compressor, ...] = CANDIDATES
+    start: Compressor = CANDIDATES[0]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "candidates", tuple(self.candidates))  # a config file gives a list
+        if not self.candidates:
+            raise ValueError("Auto(candidates=()): there must be one to choose.")
+        for candidate in (*self.candidates, self.start):
+            if not isinstance(candidate, Compressor) or isinstance(candidate, Auto):
+                raise ValueError(f"Auto: {candidate!r} is not a compressor to choose; give one such as MiCRO().")
+
+    def reduce(self, group: Group, comm: Comm) -> Rounds:
+        """As ``start`` does."""
+        return self.start.reduce(group, comm)
