@@ -1,4 +1,4 @@
-"""The command line: ``lightning-sparse list`` and ``lightning-sparse bench``."""
+"""The command line: ``lightning-sparse list``, ``advise`` and ``bench``."""
 
 import argparse
 import sys
@@ -9,8 +9,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from lightning_sparse.bench import own_model
 from lightning_sparse.bench.workloads import WORKLOADS
-from lightning_sparse.compressors import COMPRESSORS
+from lightning_sparse.compressors import NAMES
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,13 +21,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command == "list":
         _list()
         return 0
-    return _bench(arguments, " ".join(["lightning-sparse", *words]))
+    from lightning_sparse.bench.cluster import ClusterError
+    from lightning_sparse.bench.run import BenchError
+
+    try:
+        return _advise(arguments) if arguments.command == "advise" else _bench(arguments, words)
+    except (ValueError, ClusterError, BenchError) as error:
+        print(f"lightning-sparse: error: {error}", file=sys.stderr)
+        return 2
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("lightning-sparse", description="Gradient compression for PyTorch Lightning.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="list the compressors")
+    advise = commands.add_parser(
+        "advise",
+        help="say whether compression pays for your model and link, and which",
+        description="Train a few steps of your model, measure, and say what to expect of every strategy. The link is "
+        "measured between ranks (--emulate, or started on every host with torchrun or srun), or given (--link).",
+    )
+    advise.add_argument("model", help=f"{own_model.FORMS}, or one of {', '.join(WORKLOADS)}")
+    advise.add_argument("--link", metavar="CLUSTER", default="", help="reckon with a cluster such as 4x1gbit; no root")
+    advise.add_argument("--emulate", metavar="CLUSTER", default="", help="build such a cluster here (root on Linux)")
+    advise.add_argument("--interface", help="network interface of a real cluster (default: the one towards rank 0)")
     bench = commands.add_parser(
         "bench",
         help="compare strategies on a cluster, emulated or real",
@@ -43,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         "--workload",
         metavar="NAME",
         default="mlp_25m",
-        help=f"what to train (%(default)s): one of {', '.join(WORKLOADS)}",
+        help=f"what to train (%(default)s): one of {', '.join(WORKLOADS)}, or your own: {own_model.FORMS}",
     )
     bench.add_argument(
         "--strategies",
@@ -65,15 +83,20 @@ def _parser() -> argparse.ArgumentParser:
 
 def _list() -> None:
     table = Table("strategy", "how it compresses", box=box.SIMPLE_HEAD)
-    for name, compressor in COMPRESSORS.items():
+    for name, compressor in NAMES.items():
         table.add_row(name, (compressor.__doc__ or "").strip().partition("\n")[0])
     Console().print(table)
 
 
-def _bench(arguments: argparse.Namespace, command: str) -> int:
-    from lightning_sparse.bench.cluster import ClusterError
+def _advise(arguments: argparse.Namespace) -> int:
+    from lightning_sparse.bench.advise import Asked, advise
+
+    return advise(Asked(arguments.model, arguments.emulate, arguments.link, arguments.interface))
+
+
+def _bench(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     from lightning_sparse.bench.peers import all_names
-    from lightning_sparse.bench.run import Bench, BenchError, bench
+    from lightning_sparse.bench.run import Bench, bench
     from lightning_sparse.bench.worker import Plan
 
     plan = Plan(
@@ -86,12 +109,10 @@ def _bench(arguments: argparse.Namespace, command: str) -> int:
         accelerator="cpu" if arguments.emulate else "auto",
     )
     clusters = [cluster.strip() for cluster in arguments.emulate.split(",")] if arguments.emulate else []
+    command = " ".join(["lightning-sparse", *words])
     asked = Bench(clusters, plan, arguments.output, arguments.plot, arguments.interface, command)
     try:
         return bench(asked)
-    except (ValueError, ClusterError, BenchError) as error:
-        print(f"lightning-sparse: error: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print(f"lightning-sparse: interrupted; what was measured so far is in {asked.output}", file=sys.stderr)
         return 130

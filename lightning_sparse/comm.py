@@ -84,6 +84,7 @@ class Comm(ABC):
         self.wire_dtype = wire_dtype
         self.sent_bytes = 0  # since the start; payload only, as `traffic` defines it
         self.messages = 0
+        self.hops = 0  # from rank to rank, one after the other, that a message needs round a ring
         self._buffers: list[Tensor] = []  # bytes, each reused by the same call of the next group
         self._lent = 0
 
@@ -129,6 +130,8 @@ class Comm(ABC):
             raise ValueError(f"{message} of an empty tensor: not every backend can carry one.")
         self.sent_bytes += traffic(message, x.numel() * x.element_size(), self.size)
         self.messages += 1
+        self.hops += (self.size - 1) * {"all_reduce": 2, "all_gather": 1, "broadcast": 1}.get(message, 0)
+        self.hops += message == "shift"
 
     @abstractmethod
     def _all_reduce(self, x: Tensor) -> Pending: ...

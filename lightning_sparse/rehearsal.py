@@ -10,17 +10,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sparse.comm import Comm, Sums, traffic
+from lightning_sparse.comm import Comm, Rounds, Sums, traffic
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.group import Group
 from lightning_sparse.lane import Lane
 from lightning_sparse.plan import Array, Cost
+from lightning_sparse.simulation import SimNetwork
+from lightning_sparse.sparse import Sparse
 
 SIZES = (2**8, 2**16, 2**20, 2**22)  # elements of the groups that are tried
 RUNS = 3  # of each, after one that is not timed: then thresholds are known
 LONG_S = 0.1  # what would take longer is not tried: there, the line is drawn from the link and the processor
+FEW_RANKS = 8  # that are simulated with all sizes; with more, memory allows the smaller ones
 POOL = 1_000_003  # made-up gradients repeat after so many elements
 
 
@@ -56,28 +59,85 @@ def rehearse(exchange: Exchange, compressor: Compressor, largest: int, link: Lin
     Made-up gradients, normally distributed, are averaged as real ones are; nothing of it touches the training.  To be
     called between two steps, on every rank; returns the same on each, the median of what the ranks measured.
     """
-    sizes: list[int] = []
-    busy_s: list[float] = []
-    spacing_s: list[float] = []
-    latency_s: list[float] = []
-    sent_bytes: list[int] = []
+    samples: list[_Sample] = []
     for n in sorted({min(size, largest) for size in SIZES}):
-        if sizes and latency_s[-1] * n / sizes[-1] > LONG_S and n > SIZES[2]:
+        if samples and samples[-1].latency_s * n / samples[-1].elements > LONG_S and n > SIZES[2]:
             break
         *seconds, sent = _try(exchange, compressor, n)
         busy, spacing, latency = median_over_ranks(exchange, seconds).tolist()
-        if not math.isfinite(busy + spacing + latency):
-            continue
-        sizes.append(n)
-        busy_s.append(busy)
-        spacing_s.append(spacing)
-        latency_s.append(max(busy, latency))
-        sent_bytes.append(sent)
-    if not sizes:
-        return None
-    busy_rise = max(busy_s[-1] - busy_s[0], 0.0) / max(sizes[-1] - sizes[0], 1)
-    wire_rise = sent_bytes[-1] / sizes[-1] * link.s_per_byte
-    return Cost(tuple(sizes), tuple(busy_s), tuple(spacing_s), tuple(latency_s), busy_rise, wire_rise)
+        if math.isfinite(busy + spacing + latency):
+            samples.append(_Sample(n, busy, spacing, max(busy, latency), sent))
+    return _cost(samples, link) if samples else None
+
+
+def model_cost(compressor: Compressor, largest: int, size: int, link: Link) -> Cost:
+    """What groups would cost among ``size`` ranks over ``link``; only the compressor's own work is measured, here.
+
+    The ranks are simulated.  A message takes the link's latency for every hop of its way round a ring, and a time for
+    every byte; what a group does while another's messages are under way is not lost.
+    """
+    samples = []
+    for n in sorted({min(each, largest) for each in SIZES[: 3 if size > FEW_RANKS else None]}):
+        network = SimNetwork(size)
+        groups = [Group(0, ("rehearsal",), (_made_up(n, -1, torch.device("cpu")),)) for _ in range(size)]
+        gradients = [_made_up(n, rank, torch.device("cpu")) for rank in range(size)]
+        busy_s: list[float] = []
+        for _ in range(1 + RUNS):
+            busy_s.append(0.0)
+            start_s = time.perf_counter()
+            for group, gradient in zip(groups, gradients, strict=True):
+                group.unsent.copy_(gradient)
+            sent, hops = network.comms[0].sent_bytes, network.comms[0].hops
+            added_s = (time.perf_counter() - start_s) / size
+            ranks = [take_step(compressor, g, c) for g, c in zip(groups, network.comms, strict=True)]
+            total = network.run([_timed(ranks[0], busy_s), *ranks[1:]])[0]
+            start_s = time.perf_counter()
+            groups[0].hand_back(total, [gradients[0].clone()], size)
+            busy_s[-1] += added_s + time.perf_counter() - start_s
+        sent, hops = network.comms[0].sent_bytes - sent, network.comms[0].hops - hops
+        wire_s = sent * link.s_per_byte
+        wait_s = wire_s + min(hops, 4 * (size - 1)) * link.latency_s  # segments of one ring follow each other
+        busy = median(busy_s[1:])
+        samples.append(_Sample(n, busy, max(busy, wire_s, (busy + wait_s) / 2), busy + wait_s, sent))
+    return _cost(samples, link)
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """What groups of one size cost, as in :class:`Cost`, and send."""
+
+    elements: int
+    busy_s: float
+    spacing_s: float
+    latency_s: float
+    sent_bytes: int
+
+
+def _cost(samples: Sequence[_Sample], link: Link) -> Cost:
+    first, last = samples[0], samples[-1]
+    return Cost(
+        elements=tuple(sample.elements for sample in samples),
+        busy_s=tuple(sample.busy_s for sample in samples),
+        spacing_s=tuple(sample.spacing_s for sample in samples),
+        latency_s=tuple(sample.latency_s for sample in samples),
+        busy_rise=max(last.busy_s - first.busy_s, 0.0) / max(last.elements - first.elements, 1),
+        wire_rise=last.sent_bytes / last.elements * link.s_per_byte,
+    )
+
+
+def _timed(rounds: Rounds, busy_s: list[float]) -> Rounds:
+    """The same rounds; adds the time they take themselves to the last of ``busy_s``."""
+    arrived = None
+    while True:
+        start_s = time.perf_counter()
+        try:
+            pending = rounds.send(arrived)  # type: ignore[arg-type]  # None starts it
+        except StopIteration as stop:
+            busy_s[-1] += time.perf_counter() - start_s
+            total: Tensor | Sparse = stop.value
+            return total
+        busy_s[-1] += time.perf_counter() - start_s
+        arrived = yield pending
 
 
 def median_over_ranks(exchange: Exchange, seconds: Sequence[float]) -> Array:

@@ -21,10 +21,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.futures import Future
 
 from lightning_sparse.comm import traffic
-from lightning_sparse.compressors import COMPRESSORS
+from lightning_sparse.compressors import COMPRESSORS, NAMES, Auto, MiCRO
 from lightning_sparse.strategy import SparseDDPStrategy
 
 NO_COMMUNICATION = "no_communication"
+ADVISE = "advise"  # every compressor measured, none preferred: for `lightning-sparse advise`
 SPEC_FORM = "'name' or 'name:option=value:option=value', such as 'skip_reduce:skip=0.5:wire_dtype=bfloat16'"
 
 # Of every strategy: the ranks start from the same seed, so the model need not be sent around before each fit; and a
@@ -183,8 +184,11 @@ class Contender:
             if options:
                 raise ValueError(f"strategy {self.spec!r}: {name} takes no options.")
             return PEERS[name].make(**_COMMON)
-        if name not in COMPRESSORS:
-            known = ", ".join([*PEERS, *COMPRESSORS])
+        if name == ADVISE:  # dense steps would take long where the link is slow
+            every = tuple(kind() for kind in COMPRESSORS.values())
+            return SparseDDPStrategy(Auto(every, start=MiCRO()), **_COMMON)
+        if name not in NAMES:
+            known = ", ".join([*PEERS, *NAMES])
             raise ValueError(f"strategy {self.spec!r}: {name!r} is not one of {known}. Write {SPEC_FORM}.")
         return _build_sparse(self.spec, name, options)
 
@@ -216,7 +220,7 @@ def all_names() -> str:
 
 
 def _build_sparse(spec: str, name: str, options: list[str]) -> SparseDDPStrategy:
-    kind = COMPRESSORS[name]
+    kind = NAMES[name]
     of_compressor = {f.name: f.default for f in fields(kind) if f.default is not MISSING}  # type: ignore[arg-type]
     of_strategy = {
         p.name: p.default

@@ -1,10 +1,11 @@
 """What is measured on a rank: times, losses, and the kernel's counters."""
 
 import fcntl
+import math
 import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -60,6 +61,7 @@ class Run:
         peak_memory_bytes: of a rank; over several ranks, the largest.
         steps: all steps, the untimed ones at the start included.
         predicted_s: of a step, by LayerFusion; None where it has no plan.
+        advices: of rank 0, what to expect of each strategy; for ``lightning-sparse advise``.
     """
 
     device: str
@@ -68,6 +70,7 @@ class Run:
     peak_memory_bytes: int
     steps: list[Step]
     predicted_s: float | None = None
+    advices: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def mean(cls, runs: Sequence["Run"]) -> "Run":
@@ -78,7 +81,8 @@ class Run:
         ]
         first = runs[0]
         peak = max(run.peak_memory_bytes for run in runs)
-        return cls(first.device, first.threads, first.elements, peak, steps, mean(run.predicted_s for run in runs))
+        predicted_s = mean(run.predicted_s for run in runs)
+        return cls(first.device, first.threads, first.elements, peak, steps, predicted_s, first.advices)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Run":
@@ -128,7 +132,8 @@ class Probe(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any) -> None:
         """Add the step."""
         del pl_module, args
-        loss = float(outputs["loss"])  # waits for the device
+        known = isinstance(outputs, Mapping) and "loss" in outputs  # not with manual optimisation
+        loss = float(outputs["loss"]) if known else math.nan  # waits for the device
         end_s = time.perf_counter()
         counted = self._count()
         sent = counted - self._counted if counted and self._counted else None

@@ -79,7 +79,7 @@ def bench(asked: Bench) -> int:
     """Run and report.  Returns the exit status: 1 if a strategy failed."""
     asked.check()
     if asked.clusters:
-        return _report(asked, _emulate)
+        return _report(asked, emulate)
     place = Place.find(asked.interface)
     if place is None:
         raise BenchError(
@@ -156,7 +156,7 @@ def _last(measured: Round) -> str:
 # - an emulated cluster
 
 
-def _emulate(plan: Plan) -> Generator[Round, None, None]:
+def emulate(plan: Plan) -> Generator[Round, None, None]:
     """Build the cluster, start a worker in each host, and yield what rank 0 writes."""
     with ExitStack() as stack:
         cluster = stack.enter_context(Cluster(plan.cluster))

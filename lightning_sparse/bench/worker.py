@@ -29,8 +29,8 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import Trainer, seed_everything
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # exported at run time only
-from torch.utils.data import DataLoader
 
+from lightning_sparse.bench.advice import advice
 from lightning_sparse.bench.peers import NO_COMMUNICATION, Contender, contenders
 from lightning_sparse.bench.probe import Probe, Run, interface_towards, read_counters
 from lightning_sparse.bench.report import Round
@@ -284,17 +284,18 @@ def _fit(plan: Plan, place: Place, number: int, contender: Contender) -> Run:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, DataLoader(workload.data(), workload.batch_size, shuffle=True, drop_last=True))
+    trainer.fit(module, **workload.fit_arguments())
     device = trainer.strategy.root_device  # the module itself is back on the CPU
     on_cuda = device.type == "cuda"
-    fused = trainer.strategy.plan if isinstance(trainer.strategy, SparseDDPStrategy) else None
+    fusion = trainer.strategy.layer_fusion if isinstance(trainer.strategy, SparseDDPStrategy) else None
     return Run(
         device=torch.cuda.get_device_name(device) if on_cuda else "cpu",
         threads=torch.get_num_threads(),
         elements=sum(p.numel() for p in module.parameters() if p.requires_grad),
         peak_memory_bytes=torch.cuda.max_memory_allocated() if on_cuda else getrusage(RUSAGE_SELF).ru_maxrss * 1024,
         steps=probe.steps,
-        predicted_s=fused.step_s if fused else None,
+        predicted_s=fusion.plan.step_s if fusion and fusion.plan else None,
+        advices=[asdict(advice(*each)) for each in fusion.plans] if fusion and len(fusion.plans) > 1 else [],
     )
 
 

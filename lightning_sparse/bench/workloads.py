@@ -18,7 +18,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.optim import SGD, AdamW, Optimizer
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from lightning_sparse.bench import own_model
 
 Shapes = dict[str, tuple[int, ...]]  # parameter name -> shape, in the order of the forward pass
 
@@ -37,6 +39,7 @@ class Workload:
         batch_size: samples of one rank in a step.
         needs: an importable package without which the data cannot be made, or "".
         learns: whether the loss means anything.
+        feed: makes what ``Trainer.fit`` needs beside the module, in place of ``data`` and ``batch_size``.
     """
 
     summary: str
@@ -45,6 +48,13 @@ class Workload:
     batch_size: int
     needs: str = ""
     learns: bool = True
+    feed: Callable[[], dict[str, Any]] | None = None
+
+    def fit_arguments(self) -> dict[str, Any]:
+        """What ``Trainer.fit`` needs beside the module."""
+        if self.feed is not None:
+            return self.feed()
+        return {"train_dataloaders": DataLoader(self.data(), self.batch_size, shuffle=True, drop_last=True)}
 
 
 # - models
@@ -365,11 +375,13 @@ WORKLOADS = {
 
 
 def workload_named(name: str) -> Workload:
-    """The workload called ``name``.
+    """The workload called ``name``, or of a user's own model in one of the forms of ``own_model.FORMS``.
 
     Raises:
         ValueError: there is none, or a package it needs is not installed.
     """
+    if own_model.is_own(name):
+        return _own(name)
     if name not in WORKLOADS:
         raise ValueError(f"workload {name!r} is not one of {', '.join(WORKLOADS)}.")
     workload = WORKLOADS[name]
@@ -379,6 +391,12 @@ def workload_named(name: str) -> Workload:
             "pip install lightning-sparse[bench]"
         )
     return workload
+
+
+def _own(text: str) -> Workload:
+    model, data = own_model.load(text)
+    feed = {"datamodule": data} if data is not None else {}
+    return Workload(text, lambda: model, nothing, batch_size=1, learns=False, feed=lambda: feed)
 
 
 def parameter_sizes(workload: Workload) -> list[int]:

@@ -43,7 +43,7 @@ def test_options_go_to_the_compressor_or_to_the_strategy() -> None:
     ].build()
     assert isinstance(strategy, SparseDDPStrategy)
     assert strategy.compressor == SkipReduce(skip=0.25, error_feedback=False, protect=("*.bias", "*.norm"))
-    assert str(strategy.wire_dtype) == "torch.bfloat16"
+    assert strategy.options.wire_dtype == "bfloat16"
 
 
 def test_a_strategy_named_twice_runs_twice() -> None:

@@ -1,0 +1,119 @@
+"""What to expect of every strategy, and which to use.  Pure functions."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.table import Column, Table
+
+from lightning_sparse.compressors import COMPRESSORS, Auto, Compressor
+from lightning_sparse.plan import Plan
+from lightning_sparse.planner import LEAST_SPEEDUP
+
+LEAST_UNCERTAINTY = 0.1  # of a step: what repeated runs of the benchmark differ by
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to expect of one strategy.
+
+    Attributes:
+        strategy: its name.
+        step_s: seconds of a step.
+        low_s: it may be as short as this ...
+        high_s: ... or as long.
+        limit: what the step waits for at its end: "backward", "compression" or "network".
+        groups: LayerFusion would make.
+    """
+
+    strategy: str
+    step_s: float
+    low_s: float
+    high_s: float
+    limit: str
+    groups: int
+
+
+def advice(compressor: Compressor, plan: Plan) -> Advice:
+    """What a plan for ``compressor`` promises."""
+    correction = abs(plan.span_s - plan.model.span(plan.ends))  # of the model by the steps as they were
+    uncertain = max(correction, LEAST_UNCERTAINTY * plan.step_s)
+    return Advice(
+        strategy=next((name for name, kind in COMPRESSORS.items() if type(compressor) is kind), repr(compressor)),
+        step_s=plan.step_s,
+        low_s=max(plan.step_s - uncertain, plan.rest_s),
+        high_s=plan.step_s + uncertain,
+        limit=_limit(plan),
+        groups=len(plan.ends),
+    )
+
+
+def _limit(plan: Plan) -> str:
+    """What is under way between the last gradient and the last mean."""
+    last = plan.times[-1]
+    after_backward = last.end_s - plan.model.ready_s[-1]
+    if after_backward < LEAST_UNCERTAINTY * plan.step_s:
+        return "backward"
+    busy = sum(time.busy_s for time in plan.times if time.end_s > plan.model.ready_s[-1])
+    return "compression" if busy > after_backward / 2 else "network"
+
+
+def recommend(advices: Sequence[Advice]) -> Advice:
+    """The strategy to use: of those hardly slower than the fastest the one that sends most; dense where none gains 5 %.
+
+    Baselines (top-k, random-k) are shown but not recommended.
+    """
+    ranked = [type(candidate) for candidate in Auto().candidates]
+    known = {a.strategy: a for a in advices}
+    named = [known[name] for kind in ranked for name, k in COMPRESSORS.items() if k is kind and name in known]
+    shortest = min(a.step_s for a in named)
+    return next(a for a in named if a.step_s * (1 - LEAST_SPEEDUP) <= shortest)
+
+
+def table(advices: Sequence[Advice], title: str) -> Table:
+    """What to expect of each, the fastest first; the recommended one in bold."""
+    result = Table(
+        "strategy",
+        *(Column(heading, justify="right") for heading in ("step", "between", "of dense", "groups")),
+        "limited by",
+        title=title,
+        box=box.SIMPLE_HEAD,
+    )
+    dense = next(a for a in advices if a.strategy == "sparse_dense")
+    best = recommend(advices)
+    for a in sorted(advices, key=lambda a: a.step_s):
+        between = f"{1e3 * a.low_s:.0f}..{1e3 * a.high_s:.0f}"
+        name = f"[bold]{a.strategy}[/bold]" if a is best else a.strategy
+        result.add_row(
+            name, f"{1e3 * a.step_s:.0f} ms", between, f"{a.step_s / dense.step_s:.2f}", str(a.groups), a.limit
+        )
+    return result
+
+
+def words(advices: Sequence[Advice]) -> list[str]:
+    """The recommendation, and the configuration to paste."""
+    dense, best = next(a for a in advices if a.strategy == "sparse_dense"), recommend(advices)
+    if best is dense:
+        return [
+            f"Do not compress: no strategy is expected to gain {LEAST_SPEEDUP:.0%} of a dense step of "
+            f"{1e3 * dense.step_s:.0f} ms, which is limited by its {dense.limit}. Use plain DDP:",
+            "",
+            "    Trainer(strategy='ddp')",
+        ]
+    return [
+        f"Use {best.strategy}: a step of about {1e3 * best.step_s:.0f} ms instead of {1e3 * dense.step_s:.0f} ms "
+        f"({dense.step_s / best.step_s:.1f} times faster), limited by its {best.limit}. What is kept back costs "
+        "accuracy: compare the validation loss on your own task, with a dense phase first (warmup_steps).",
+        "",
+        "    import lightning_sparse",
+        f"    Trainer(strategy='{best.strategy}')",
+        "",
+        "or in a config file:",
+        "",
+        "    trainer:",
+        "      strategy:",
+        "        class_path: lightning_sparse.SparseDDPStrategy",
+        "        init_args:",
+        f"          compressor: {{class_path: lightning_sparse.{COMPRESSORS[best.strategy].__name__}}}",
+        "          warmup_steps: 100",
+    ]

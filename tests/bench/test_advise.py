@@ -1,0 +1,145 @@
+"""What to expect of each strategy, and what to use."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightning_sparse.bench import own_model
+from lightning_sparse.bench.advice import Advice, recommend, table, words
+from lightning_sparse.bench.advise import reckon
+from lightning_sparse.bench.cluster import unavailable_reason
+from lightning_sparse.cli import main
+from lightning_sparse.compressors import COMPRESSORS
+from lightning_sparse.rehearsal import SIZES, Link, model_cost
+
+DENSE = Advice("sparse_dense", 1.0, 0.9, 1.1, "network", 1)
+
+
+def made(**steps: float) -> list[Advice]:
+    return [DENSE, *(replace(DENSE, strategy=name, step_s=step) for name, step in steps.items())]
+
+
+def test_the_fastest_is_recommended_and_of_equals_the_one_that_sends_most() -> None:
+    assert recommend(made(micro=0.5, ok_topk=0.8)).strategy == "micro"
+    assert recommend(made(micro=0.50, ok_topk=0.52)).strategy == "ok_topk"
+    assert recommend(made(micro=0.96)).strategy == "sparse_dense"  # not 5 %
+    assert recommend(made(micro=0.9, sparse_random_k=0.1, sparse_topk=0.1)).strategy == "micro"  # baselines are shown
+
+
+def test_words_say_when_not_to_compress_and_what_to_paste() -> None:
+    assert words(made(micro=0.97))[0].startswith("Do not compress")
+    assert "Trainer(strategy='ddp')" in "\n".join(words(made(micro=0.97)))
+    told = "\n".join(words(made(micro=0.5)))
+    assert "Use micro: a step of about 500 ms instead of 1000 ms (2.0 times faster)" in told
+    assert "class_path: lightning_sparse.MiCRO" in told
+    assert [str(cell) for cell in table(made(micro=0.5), "title").columns[0].cells] == [
+        "[bold]micro[/bold]",
+        "sparse_dense",
+    ]
+
+
+@pytest.mark.parametrize("link", ["4x100mbit", "4xunlimited"])
+def test_reckoning_with_a_link(link: str) -> None:
+    advices = {a.strategy: a for a in reckon("mlp_1m", link)}
+    assert advices.keys() == COMPRESSORS.keys()
+    assert all(0 < a.low_s <= a.step_s <= a.high_s for a in advices.values())
+    dense = advices["sparse_dense"].step_s
+    if link == "4x100mbit":  # 4.5 MB, of which a rank sends one and a half times as much, take 0.5 s
+        assert 0.5 < dense < 1
+        assert advices["skip_reduce"].step_s < 0.8 * dense
+        assert advices["micro"].step_s < 0.3 * dense
+    else:
+        assert dense < 0.2
+
+
+def test_modelled_costs_follow_bytes_and_hops() -> None:
+    slow, fast = (model_cost(COMPRESSORS["sparse_dense"](), SIZES[2], 4, Link(0.001, s)) for s in (8e-8, 8e-9))
+    sent = 2 * 3 / 4 * 4 * SIZES[2]
+    assert slow.latency_s[-1] - fast.latency_s[-1] == pytest.approx((8e-8 - 8e-9) * sent, rel=0.1)
+    assert slow.wire_rise == pytest.approx(8e-8 * sent / SIZES[2])
+    assert slow.latency_s[0] >= 6 * 0.001  # of a few bytes: 2 (P - 1) hops
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    (tmp_path / "own_net.py").write_text(
+        "import lightning as L, torch\n"
+        "class Data(L.LightningDataModule):\n"
+        "    def train_dataloader(self):\n"
+        "        return torch.utils.data.DataLoader(torch.randn(64, 8), batch_size=4)\n"
+        "class Net(L.LightningModule):\n"
+        "    def __init__(self, width: int = 700):\n"
+        "        super().__init__()\n"
+        "        self.net = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Linear(width, width))\n"
+        "    def training_step(self, batch):\n"
+        "        return self.net(batch).square().mean()\n"
+        "    def configure_optimizers(self):\n"
+        "        return torch.optim.SGD(self.parameters(), 0.01)\n"
+        "class Fed(Net):\n"
+        "    def train_dataloader(self):\n"
+        "        return Data().train_dataloader()\n"
+        "def needs(x):\n"
+        "    return x\n"
+    )
+    (tmp_path / "own.yaml").write_text(
+        "model: {class_path: own_net.Net, init_args: {width: 600}}\ndata: {class_path: own_net.Data}\n"
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize("model", ["own_net:Fed", "own_net:Net,own_net:Data", "own.yaml"])
+def test_a_users_own_model(own: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", model, "--link", "8x100mbit"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in COMPRESSORS)
+    assert "times faster" in shown
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("no_such_module:Net", "'no_such_module:Net' cannot be imported"),
+        ("own_net:Missing", "cannot be imported"),
+        ("own_net:needs", "cannot be made without arguments"),
+        ("own_net:Data", "Data is not a LightningModule"),
+        ("own_net:Net,own_net:Net", "Net is not a LightningDataModule"),
+        ("missing.yaml", "config file 'missing.yaml' is not there"),
+        ("no_such_workload", "workload 'no_such_workload' is not one of"),
+    ],
+)
+def test_what_is_no_model_is_named(own: Path, model: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", model, "--link", "4x1gbit"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_a_link_the_ways_to_have_one_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["advise", "mlp_1m"]) == 2
+    assert "give --link 4x1gbit" in capsys.readouterr().err
+
+
+def test_a_bad_link_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", "mlp_1m", "--link", "4xfast"]) == 2
+    assert "fast" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(bool(unavailable_reason()), reason="clusters cannot be emulated here")
+@pytest.mark.timeout(200)
+def test_measured_between_emulated_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", "mlp_1m", "--emulate", "2x100mbit"]) == 0
+    shown = capsys.readouterr().out
+    assert "measured between ranks" in shown
+    assert "Use " in shown
+    assert all(name in shown for name in COMPRESSORS)
+
+
+def test_forms_are_told_from_names() -> None:
+    assert own_model.is_own("a.b:C")
+    assert own_model.is_own("a.yaml")
+    assert not any(own_model.is_own(name) for name in ("mlp_1m", "gpt_10m"))
