@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import lightning_sparse as ls
+
 LIMIT_S = 100
 
 
@@ -53,3 +55,13 @@ def trainer(strategy: Any, size: int, **kwargs: Any) -> L.Trainer:
 
 def weights(module: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def unsent(strategy: ls.SparseDDPStrategy) -> dict[str, Tensor]:
+    """What this rank has not sent, flat, by parameter."""
+    assert strategy.exchange is not None
+    return {
+        name: slot.clone()
+        for group in strategy.exchange.groups
+        for name, slot in zip(group.names, group.slots(group.unsent), strict=True)
+    }

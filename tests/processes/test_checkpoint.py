@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 import lightning_sparse as ls
 from lightning_sparse.checkpoint import KEY
 from tests.conftest import Ranks
-from tests.processes.models import LIMIT_S, Small, data, small, trainer, weights
+from tests.processes.models import LIMIT_S, Small, data, small, trainer, unsent, weights
 
 OTHERS = {
     "momentum": ls.MomentumCorrection(0.9, ls.MiCRO(density=0.05), clip_norm=1.0),
@@ -26,15 +26,6 @@ OTHERS = {
 }
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
-
-
-def unsent(strategy: ls.SparseDDPStrategy) -> dict[str, Tensor]:
-    assert strategy.exchange is not None
-    return {
-        name: slot.clone()
-        for group in strategy.exchange.groups
-        for name, slot in zip(group.names, group.slots(group.unsent), strict=True)
-    }
 
 
 def train(

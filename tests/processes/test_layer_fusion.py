@@ -16,7 +16,7 @@ from lightning_sparse.layer_fusion import STEPS_MEASURED
 from lightning_sparse.plan import Plan
 from lightning_sparse.timeline import Timeline
 from tests.conftest import Ranks
-from tests.processes.models import LIMIT_S, data, trainer, weights
+from tests.processes.models import LIMIT_S, data, trainer, unsent, weights
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
 
@@ -43,15 +43,6 @@ class Deep(L.LightningModule):
 def groups(strategy: ls.SparseDDPStrategy) -> list[tuple[str, ...]]:
     assert strategy.exchange is not None
     return [group.names for group in strategy.exchange.groups]
-
-
-def unsent(strategy: ls.SparseDDPStrategy) -> dict[str, Tensor]:
-    assert strategy.exchange is not None
-    return {
-        name: slot.clone()
-        for group in strategy.exchange.groups
-        for name, slot in zip(group.names, group.slots(group.unsent), strict=True)
-    }
 
 
 def pairs(strategy: ls.SparseDDPStrategy, module: nn.Module) -> list[list[Piece]]:
