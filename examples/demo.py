@@ -60,7 +60,7 @@ def train(args: argparse.Namespace) -> None:
         val_check_interval=args.max_steps,  # validate once, at the end
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
-        callbacks=[lightning_sparse.CompressionMonitor(table=False), RichProgressBar(), timer],
+        callbacks=[lightning_sparse.CompressionMonitor(table=False, summary=False), RichProgressBar(), timer],
         enable_model_summary=False,
         enable_checkpointing=False,
         logger=False,

@@ -1,46 +1,39 @@
-"""Tells what compression does: log keys for any logger, and a table at the end of each epoch."""
+"""Tells what compression does: log keys for any logger, tables, and a picture."""
 
-from dataclasses import dataclass
-from typing import Any
+import math
+import os
+import tempfile
+import time
+import uuid
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
-from rich import box
-from rich.console import Console
-from rich.table import Column, Table
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from rich import get_console
 
-from lightning_sparse.exchange import Exchange, Report
+from lightning_sparse.exchange import Exchange
 from lightning_sparse.layer_fusion import LayerFusion
-from lightning_sparse.metrics import compression_ratio, threshold_error
+from lightning_sparse.pictures import draw, epoch_table, summary
+from lightning_sparse.pictures import human_bytes as human_bytes  # for those who import it from here
 from lightning_sparse.plan import Plan
-from lightning_sparse.plan_views import plan_table
+from lightning_sparse.plan_views import plan_table, require_matplotlib
+from lightning_sparse.record import Picks, Point, Run, Sums, measure, measure_groups
 
-STEPS_BEFORE_PLAN = 3  # that follow a plan before it is shown beside them
-HEADINGS = ("sent", "dense", "ratio", "density", "threshold\nerror", "unsent\nnorm", "compress", "wait")
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure  # an extra, and slow to import
 
-
-@dataclass
-class _Epoch:
-    """Sums over the steps of an epoch on this rank."""
-
-    number: int
-    steps: int = 0
-    sent_bytes: int = 0
-    dense_bytes: int = 0
-    ms_compress: float = 0.0
-    ms_wait: float = 0.0
-
-    def add(self, report: Report) -> None:
-        self.steps += 1
-        self.sent_bytes += report.sent_bytes
-        self.dense_bytes += report.dense_bytes
-        self.ms_compress += report.ms_compress
-        self.ms_wait += report.ms_wait
+STEPS_BEFORE_PLAN = 3  # that follow a plan before it is shown beside one of them
+PICTURE = "compression.png"
 
 
 class CompressionMonitor(Callback):
-    """Logs what compression did, and prints a table at the end of each epoch; LayerFusion's plan once it is followed.
+    """Logs what compression did, and sums it up: a table each epoch, one at the end of the training, a picture.
 
     Every ``log_every_n_steps`` steps and at an epoch's end, to every logger and to ``trainer.callback_metrics``, of
     the last step on rank 0:
@@ -52,146 +45,243 @@ class CompressionMonitor(Callback):
     - ``sparse/mask_bytes``: of the bytes sent, those that only said which elements travel (importance)
     - ``sparse/overflow``: elements this rank meant to send but kept, for want of room in a message
     - ``sparse/unsent_norm``: Euclidean norm of what this rank keeps for later steps
-    - ``sparse/ms_compress``: milliseconds in the compressor's own code
+    - ``sparse/ms_compress``: milliseconds in the compressor's own code (on CUDA the host's)
     - ``sparse/ms_wait``: milliseconds training waited after its last gradient was handed over
 
+    The compression ratio is also in the progress bar, as ``cr``.  Tensors are read, and the device is waited for, in
+    logged steps only.
+
     Args:
-        table: print the table at the end of each epoch, and LayerFusion's plan beside what was measured.
+        table: print a table at the end of each epoch, and LayerFusion's plan beside what was measured.
         per_group: log ``sparse/density/i``, ``sparse/threshold_error/i`` and ``sparse/overflow/i`` too, for each group
             i in the order in which groups are sent.
+        summary: print at the end of the training what was saved, and whether the network was its bottleneck.
+        plot: save what :meth:`plot` draws as compression.png beside the logs at the end of the training.
+
+    Raises:
+        ModuleNotFoundError: ``plot`` needs matplotlib, which is not installed.
     """
 
-    def __init__(self, table: bool = True, per_group: bool = False) -> None:
+    def __init__(self, table: bool = True, per_group: bool = False, summary: bool = True, plot: bool = False) -> None:
+        if plot:
+            require_matplotlib()  # now, not when the training has ended
         self.table = table
         self.per_group = per_group
-        self._epochs: list[_Epoch] = []
-        self._seen_steps = 0
+        self.summary = summary
+        self._save_picture = plot
+        # With _notebook, _fork and _spawn a training runs in child processes, where rank 0 leaves here what it noted.
+        self._pid = os.getpid()
+        self._letter = Path(tempfile.gettempdir(), f"lightning_sparse-{uuid.uuid4().hex}.json")
+        weakref.finalize(self, self._letter.unlink, missing_ok=True)
+        self._rank = 0
+        self._start()
+
+    def _start(self) -> None:
+        self._run = Run()
+        self._epoch = Sums()
+        self._last: dict[str, float] = {}  # that was logged
+        self._exchanged = 0  # the exchange's count of steps when it was last looked at
+        self._logged = 0  # and when a step was last logged
         self._plan: Plan | None = None
-        self._plan_steps = 0
+        self._plan_shown = False
+
+        # - the batch
+        self._steps = 0  # taken in it
+        self._step = 0  # its number, in Lightning's counting
+        self._step_s = 0.0  # since the last step
+        self._loss: object = None  # not read before it is logged
+
+        # - clocks
+        self._began_s = time.perf_counter()
+        self._batch_ended_s: float | None = None  # the one before; None where there was something else between
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start counting."""
         del pl_module
-        self._epochs = []
-        self._seen_steps = 0
-        if _exchange(trainer) is None:
+        self._start()
+        exchange = _exchange(trainer)
+        if exchange is None:
             rank_zero_warn(
                 f"CompressionMonitor has nothing to report: {type(trainer.strategy).__name__} is not a strategy of "
                 "lightning_sparse. Give the Trainer strategy='skip_reduce', say."
             )
+        else:
+            self._rank = exchange.rank
+            self._exchanged = self._logged = exchange.steps
+            self._run.cuda = exchange.device.type == "cuda"
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start a row of the table."""
-        del pl_module
-        self._epochs.append(_Epoch(trainer.current_epoch))
+        del trainer, pl_module
+        self._epoch = Sums()
+        self._batch_ended_s = None
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
-        """Count the step, and log it if it is one to log."""
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave validation out of the time of steps."""
+        del trainer, pl_module
+        self._batch_ended_s = None
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """Start the clock where it was stopped."""
+        del trainer, pl_module, args
+        if self._batch_ended_s is None:
+            self._batch_ended_s = time.perf_counter()
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count the step, if this backward was one: there may be several in a batch, or none."""
+        del pl_module
+        exchange = _exchange(trainer)
+        if exchange is None or exchange.last is None or exchange.steps == self._exchanged:
+            return
+        self._exchanged = exchange.steps
+        self._steps += 1
+        self._epoch.add(exchange.last)
+        self._run.sums.add(exchange.last)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, *args: Any, **kwargs: Any
+    ) -> None:
+        """Note the time, and log the step if it is one to log."""
         del pl_module, args, kwargs
         exchange = _exchange(trainer)
-        if exchange is None or exchange.last is None or exchange.steps == self._seen_steps:
-            return  # no step was taken: gradients are being accumulated
-        self._seen_steps = exchange.steps
-        self._epochs[-1].add(exchange.last)
-        if _is_logging_step(trainer):
+        if exchange is None:
+            return
+        now_s = time.perf_counter()
+        batch_s = now_s - (self._batch_ended_s or now_s)
+        self._batch_ended_s = now_s
+        self._step_s += batch_s
+        self._run.sums.ms_step += 1e3 * batch_s
+        if not self._steps:
+            return  # gradients are being accumulated
+        self._follow_plan(_fusion(trainer))
+        self._steps, self._step_s = 0, 0.0
+        self._loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        self._step = trainer.fit_loop.epoch_loop._batches_that_stepped  # as Lightning counts what it logs itself
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
+        if every > 0 and (self._step + 1) % every == 0:
             self._log(trainer, exchange)
-        if self.table:
-            self._print_plan(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the epoch's last step and print the table."""
         del pl_module
         exchange = _exchange(trainer)
-        if exchange is None or exchange.last is None:
+        if exchange is None or not self._epoch.steps:
             return
-        if not _is_logging_step(trainer):
+        if self._exchanged != self._logged:
             self._log(trainer, exchange)
-        if self.table:
-            self._print(trainer)
+        if self.table and trainer.is_global_zero:
+            get_console().print(epoch_table(trainer.current_epoch, self._epoch, self._last))
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Sum up."""
+        del pl_module
+        run = self._run
+        save = self._save_picture and not trainer.fast_dev_run  # type: ignore[attr-defined]  # set by a connector
+        folder = (trainer.log_dir or trainer.default_root_dir) if save else ""  # asks every rank
+        if not run.points or not trainer.is_global_zero:
+            return
+        if self.summary:
+            get_console().print(summary(run))
+        try:
+            if os.getpid() != self._pid:
+                self._letter.write_text(run.to_json())
+            if save:
+                _save(run, folder)
+        except OSError as error:  # no reason for a training to fail
+            rank_zero_warn(f"CompressionMonitor could not save what it noted: {error}")
+
+    def plot(self, path: str | Path | None = None) -> "Figure":
+        """Draw the last training: its loss by time and by bytes sent, errors, residuals, groups, and a step.
+
+        Where the training ran in child processes (``_notebook``, ``_fork``, ``_spawn``) it is rank 0's on this machine.
+
+        Args:
+            path: save it there, on rank 0; the ending says the kind: ``.svg``, ``.png``, ...
+
+        Returns:
+            The figure, which shows itself as the last expression of a notebook's cell.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed.
+            ValueError: nothing was logged.
+        """
+        run = self._run
+        if not run.points:
+            with suppress(FileNotFoundError):
+                run = Run.from_json(self._letter.read_text())
+        if not run.points:
+            raise ValueError(
+                "CompressionMonitor has nothing to plot: no step was logged. Train first, with a strategy of "
+                "lightning_sparse and this monitor among the Trainer's callbacks."
+            )
+        figure = draw(run)
+        if path is not None and self._rank == 0:
+            figure.savefig(path)
+        return figure
+
+    def _follow_plan(self, fusion: LayerFusion | None) -> None:
+        """Note how long steps took that followed a plan; not the one before which it was made."""
+        plan, run = fusion.plan if fusion else None, self._run
+        if plan is self._plan:
+            if plan is not None:
+                run.note_planned(self._step_s / self._steps)
+            return
+        self._plan, self._plan_shown = plan, False
+        run.expected_step_s = plan.step_s if plan else None
+        run.expected_span_s = plan.span_s if plan else None
+        run.planned_s = []
 
     def _log(self, trainer: Trainer, exchange: Exchange) -> None:
-        metrics = measure(exchange)
+        self._logged = exchange.steps
+        self._last = metrics = measure(exchange)
+        self._note(exchange, self._loss, trainer.accumulate_grad_batches)
         if self.per_group:
             metrics |= measure_groups(exchange)
         trainer.callback_metrics.update({key: torch.tensor(value) for key, value in metrics.items()})
+        if trainer.progress_bar_callback is not None:
+            trainer.progress_bar_metrics["cr"] = metrics["sparse/compression_ratio"]
         for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=trainer.global_step)
+            logger.log_metrics(metrics, step=self._step)
+        if self.table:
+            self._print_plan(_fusion(trainer))
 
-    def _print_plan(self, trainer: Trainer) -> None:
+    def _print_plan(self, fusion: LayerFusion | None) -> None:
         """Once for each plan, when a few steps have followed it."""
-        fusion: LayerFusion | None = getattr(trainer.strategy, "layer_fusion", None)
-        if fusion is None:
-            return
-        plan = fusion.plan
-        if plan is not self._plan:
-            self._plan, self._plan_steps = plan, 0
-        self._plan_steps += 1
-        if plan is not None and self._plan_steps == STEPS_BEFORE_PLAN:
-            Console().print(plan_table(plan, fusion.measured()))
+        if fusion and fusion.plan and not self._plan_shown and len(self._run.planned_s) >= STEPS_BEFORE_PLAN:
+            self._plan_shown = True
+            get_console().print(plan_table(fusion.plan, fusion.measured()))
 
-    @rank_zero_only
-    def _print(self, trainer: Trainer) -> None:
-        metrics = trainer.callback_metrics
-        epoch = self._epochs[-1]
-        steps = max(epoch.steps, 1)
-        table = Table(
-            *(Column(heading, justify="right") for heading in HEADINGS),
-            title=f"compression, epoch {epoch.number}: means of {epoch.steps} steps on rank 0",
-            box=box.SIMPLE_HEAD,
+    def _note(self, exchange: Exchange, loss: object, batches: int) -> None:
+        """Keep what pictures show; ``loss`` is of one of ``batches`` a step was accumulated from, divided by them."""
+        run = self._run
+        run.note(
+            Point(
+                step=self._step,
+                seconds=time.perf_counter() - self._began_s,
+                sent_bytes=run.sums.sent_bytes,
+                loss=float(loss) * batches if isinstance(loss, torch.Tensor) and loss.numel() == 1 else math.nan,
+                threshold_error=self._last["sparse/threshold_error"],
+                unsent_norm=self._last["sparse/unsent_norm"],
+                ms_wait=self._last["sparse/ms_wait"],
+            )
         )
-        table.add_row(
-            human_bytes(epoch.sent_bytes / steps),
-            human_bytes(epoch.dense_bytes / steps),
-            f"{float(compression_ratio(epoch.dense_bytes, epoch.sent_bytes)):.2f}",
-            f"{float(metrics['sparse/density']):.2%}",
-            f"{float(metrics['sparse/threshold_error']):.2%}",
-            f"{float(metrics['sparse/unsent_norm']):.3g}",
-            f"{epoch.ms_compress / steps:.1f} ms",
-            f"{epoch.ms_wait / steps:.1f} ms",
-        )
-        Console().print(table)
-
-
-def measure(exchange: Exchange) -> dict[str, float]:
-    """The log keys of the last step; reads tensors, so it waits for the device."""
-    report = exchange.last
-    assert report is not None
-    return {
-        "sparse/sent_bytes": float(report.sent_bytes),
-        "sparse/compression_ratio": float(compression_ratio(report.dense_bytes, report.sent_bytes)),
-        "sparse/density": float(report.picked) / max(report.elements, 1),
-        "sparse/threshold_error": float(threshold_error(report.picked, report.target)),
-        "sparse/mask_bytes": float(report.mask_bytes),
-        "sparse/overflow": float(report.overflow),
-        "sparse/unsent_norm": exchange.unsent_norm(),
-        "sparse/ms_compress": report.ms_compress,
-        "sparse/ms_wait": report.ms_wait,
-    }
-
-
-def measure_groups(exchange: Exchange) -> dict[str, float]:
-    """The log keys of each group in the last step; reads tensors, so it waits for the device."""
-    metrics = {}
-    for group in exchange.groups:
-        metrics[f"sparse/density/{group.index}"] = float(group.picked) / max(group.n, 1)
-        metrics[f"sparse/threshold_error/{group.index}"] = float(threshold_error(group.picked, group.target))
-        metrics[f"sparse/overflow/{group.index}"] = float(group.overflow)
-    return metrics
-
-
-def human_bytes(count: float) -> str:
-    """``count`` bytes in the unit one reads best, powers of 1,000: "1.50 MB"."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1000
-    return f"{count:.2f} TB"
-
-
-def _is_logging_step(trainer: Trainer) -> bool:
-    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
-    return every > 0 and trainer.global_step % every == 0
+        run.note_groups([Picks.of(group) for group in exchange.groups])
+        times = exchange.timeline.group_times(exchange.groups)
+        if len(times) == len(run.groups) and all(math.isfinite(t.ready_s) and t.start_s >= 0 for t in times):
+            run.times = times  # known, and since the last backward began
 
 
 def _exchange(trainer: Trainer) -> Exchange | None:
     return getattr(trainer.strategy, "exchange", None)
+
+
+def _fusion(trainer: Trainer) -> LayerFusion | None:
+    return getattr(trainer.strategy, "layer_fusion", None)
+
+
+def _save(run: Run, folder: str) -> None:
+    files, path = get_filesystem(folder), os.path.join(folder, PICTURE)
+    files.makedirs(folder, exist_ok=True)
+    with files.open(path, "wb") as file:
+        draw(run).savefig(file, format="png")
+    rank_zero_info(f"CompressionMonitor: a picture of the training is in {path}")

@@ -85,7 +85,7 @@ class SparseHook:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(self, module: nn.Module, arguments: object) -> None:
         """Between two steps: the time to measure, and to change groups.  Every rank passes here as often."""
-        del arguments
+        del module, arguments
         if self.exchange.error is not None:
             raise self.exchange.error
         thawed = [name for name, parameter in self._frozen if parameter.requires_grad]
@@ -95,13 +95,14 @@ class SparseHook:
                 "ranks would drift apart. Set requires_grad=False only after setup (in on_train_start, with "
                 "find_unused_parameters=True), or start a new fit after unfreezing."
             )
-        if self.layer_fusion is not None and module.training and torch.is_grad_enabled():
+        if self.layer_fusion is not None and torch.is_grad_enabled():  # validation is no step; its forwards pass too
             self.layer_fusion.between_steps()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_forward(self, module: nn.Module, arguments: object, output: object) -> None:
         del module, arguments, output
-        self.exchange.timeline.begin_backward()
+        if torch.is_grad_enabled():
+            self.exchange.timeline.begin_backward()
 
     def take_over(self, before: "SparseHook") -> None:
         """Go on where ``before``, of the same parameters, ended."""

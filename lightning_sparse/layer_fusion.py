@@ -23,7 +23,8 @@ SETTLING = 4  # steps before any is measured: DDP rebuilds its buckets, memory i
 BESIDE = 5  # steps measured as they are
 APART = 3  # steps measured that send nothing before backward has ended, so that neither slows the other
 STEPS_MEASURED = SETTLING + BESIDE + APART
-WINDOW = 50  # steps after which it is asked whether times have changed
+EVERY = 10  # of how many steps one is looked at once a plan is followed: looking waits for the device
+WINDOW = 5  # steps looked at, after which it is asked whether times have changed
 CHANGED = 1.5  # they have when the median moved by this factor
 TRIAL = 7  # steps after which new groups must not be slower than the old; the first two do not count
 WORTH_PLANNING = 2**18  # elements; a smaller gradient is one group
@@ -131,6 +132,8 @@ class LayerFusion:
         step = self._exchange.steps - self._since
         timeline = self._exchange.timeline
         if not self._measuring:
+            if not self._on_trial and self._exchange.steps % EVERY:
+                return
             self._spans.append(timeline.span_s())
         elif SETTLING < step <= SETTLING + BESIDE:
             self._spans.append(timeline.span_s())

@@ -1,7 +1,9 @@
 """LayerFusion's plan for people: a table and a picture, what was expected beside what was measured."""
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Group
@@ -10,6 +12,8 @@ from rich.table import Column, Table
 from lightning_sparse.plan import GroupTime, Plan
 
 HEADINGS = ("group", "up to", "elements", "ready", "start", "end", "busy")
+MOST_LABELS = 25  # beside the rows of a picture
+LEAST_ROWS = 3  # there is room for
 
 
 def plan_table(plan: Plan, measured: Sequence[GroupTime]) -> Group:
@@ -50,31 +54,56 @@ def draw_timeline(plan: Plan, measured: Sequence[GroupTime], path: str | Path) -
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
+    require_matplotlib()
     from matplotlib.figure import Figure  # an extra, and slow to import
 
     panels = [("expected", plan.times), ("measured", list(measured))] if measured else [("expected", plan.times)]
     figure = Figure(figsize=(9, (1.2 + 0.3 * len(plan.ends)) * len(panels) + 0.6), layout="constrained")
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for axis, (title, times) in zip(axes, panels, strict=True):
-        ready_ms = 1e3 * max(time.ready_s for time in times)
-        axis.barh(0, ready_ms, color="tab:gray", label="backward")
-        for row, time in enumerate(times, start=1):
-            start, busy, end = 1e3 * time.start_s, 1e3 * time.busy_s, 1e3 * time.end_s
-            busy = min(busy, end - start)
-            axis.barh(row, busy, left=start, color="tab:orange", label="compression" if row == 1 else None)
-            axis.barh(row, end - start - busy, left=start + busy, color="tab:blue",
-                      label="communication" if row == 1 else None)  # fmt: skip
-            axis.plot([1e3 * time.ready_s] * 2, [row - 0.4, row + 0.4], color="black", linewidth=1,
-                      label="ready" if row == 1 else None)  # fmt: skip
-        axis.set_yticks(range(len(times) + 1), ["backward", *(f"group {i}" for i in range(len(times)))])
-        axis.invert_yaxis()
-        axis.set_title(f"{title}: {1e3 * max(time.end_s for time in times):.0f} ms", loc="left")
+        draw_times(axis, times)
+        corrected = (
+            f" by the model, {1e3 * plan.span_s:.0f} ms corrected by steps before it" if title == "expected" else ""
+        )
+        axis.set_title(f"{title}: {1e3 * max(time.end_s for time in times):.0f} ms{corrected}", loc="left")
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1].set_xlabel(
         "ms since backward began; compression is drawn in one piece, though it alternates with messages"
     )
-    axes[0].legend(loc="lower right", ncols=4, frameon=False, bbox_to_anchor=(1, 1))
+    axes[0].legend(loc="lower left", fontsize="small")  # late groups are never there
     figure.savefig(path)
+
+
+def require_matplotlib() -> None:
+    """Say what to install if it is missing.
+
+    Raises:
+        ModuleNotFoundError: it is.
+    """
+    if find_spec("matplotlib") is None:
+        raise ModuleNotFoundError(
+            "pictures need matplotlib, which is not installed: pip install lightning-sparse[bench]", name="matplotlib"
+        )
+
+
+def draw_times(axis: Any, times: Sequence[GroupTime]) -> None:
+    """Draw backward and groups on a matplotlib axis, one below the other, in ms since backward began."""
+    axis.barh(-1, 1e3 * max(time.ready_s for time in times), color="tab:gray")
+    for row, time in enumerate(times):
+        start, end = 1e3 * time.start_s, 1e3 * time.end_s
+        busy = min(1e3 * time.busy_s, end - start)
+        compression, communication, ready = ("compression", "communication", "ready") if row == 0 else (None,) * 3
+        axis.barh(row, busy, left=start, color="tab:orange", label=compression)
+        axis.barh(row, end - start - busy, left=start + busy, color="tab:blue", label=communication)
+        axis.plot([1e3 * time.ready_s] * 2, [row - 0.4, row + 0.4], color="black", linewidth=1, label=ready)
+    label_rows(axis, ["backward", *(f"group {i}" for i in range(len(times)))], first=-1)
+
+
+def label_rows(axis: Any, labels: Sequence[str], first: int = 0) -> None:
+    """Write ``labels`` beside the rows of a matplotlib axis, ``first`` on top; not more than there is room for."""
+    every = max(-(-len(labels) // MOST_LABELS), 1)
+    axis.set_yticks(range(first, first + len(labels), every), labels[::every])
+    axis.set_ylim(first + max(len(labels), LEAST_ROWS) - 0.5, first - 0.5)
 
 
 def _cells(time: GroupTime) -> list[str]:

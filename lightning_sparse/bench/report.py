@@ -17,7 +17,7 @@ from rich.table import Table
 
 from lightning_sparse.bench.peers import NO_COMMUNICATION, note_of
 from lightning_sparse.bench.probe import Run, Step, mean
-from lightning_sparse.callbacks import human_bytes
+from lightning_sparse.pictures import human_bytes
 
 RESAMPLINGS = 1_000
 HEADER_BYTES = 14 + 20 + 32  # of a packet: Ethernet, IPv4, TCP with time stamps

@@ -158,6 +158,26 @@ def test_where_no_rank_can_tell_the_time_groups_stay(ranks: Ranks, tmp_path: Pat
         assert times == []
 
 
+class Validated(Deep):
+    def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        self.log("loss", self.training_step(batch, index), sync_dist=True)
+
+
+def plan_with_validation(rank: int, size: int) -> tuple[bool, bool]:
+    """Whether there is a plan, and the last step's times can be."""
+    strategy = ls.SparseDDPStrategy("micro")
+    run = trainer(strategy, size, max_steps=STEPS, val_check_interval=2)
+    run.fit(Validated(), data(STEPS, size), data(1, size))
+    assert strategy.layer_fusion is not None
+    assert strategy.exchange is not None
+    return bool(strategy.layer_fusion.state()), strategy.exchange.timeline.span_s() > 0
+
+
+def test_validation_changes_nothing(ranks: Ranks) -> None:
+    """Lightning leaves DDP in eval mode where there is a validation loader, and validates through it."""
+    assert ranks.run(plan_with_validation, 2, timeout_s=LIMIT_S) == [(True, True)] * 2
+
+
 def resumed(rank: int, size: int, folder: str) -> tuple[list[tuple[str, ...]], bool]:
     strategy = ls.SparseDDPStrategy("micro")
     checkpoint = Path(folder) / "planned.ckpt"
@@ -179,7 +199,7 @@ def test_a_resumed_run_follows_the_plan_it_was_saved_with(ranks: Ranks, size: in
 
 def measurements(rank: int, size: int, name: str) -> list[int]:
     """Steps at which measuring began."""
-    layer_fusion.WINDOW = 4
+    layer_fusion.WINDOW, layer_fusion.EVERY = 4, 1
     began: list[int] = []
     start = layer_fusion.LayerFusion._start
 
