@@ -1,9 +1,11 @@
 """Runs what advice needs: a few training steps of a user's model, between real ranks or alone with a link as given."""
 
 import logging
+import multiprocessing
 import time
 import warnings
 from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from statistics import median
@@ -91,7 +93,15 @@ def advise(asked: Asked) -> int:
 
 
 def reckon(workload: str, link: str) -> list[Advice]:
-    """Advice from steps of one process here, and messages that take what they would on ``link``."""
+    """Advice from steps of one process here, and messages that take what they would on ``link``.
+
+    In a process of its own, since a training leaves a process group and environment variables behind.
+    """
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as apart:
+        return apart.submit(_reckon, workload, link).result()
+
+
+def _reckon(workload: str, link: str) -> list[Advice]:
     cluster = parse(link)
     rates = [rate for rate in (*cluster.host_rates_bits_per_s, cluster.trunk_rate_bits_per_s) if rate]
     s_per_byte = 8 / min(rates) if rates else 0.0
