@@ -2,12 +2,13 @@
 #   make demo    train on real data with strategy="skip_reduce" on several processes
 #   make bench   a short comparison over emulated slow networks (Linux, root)
 #   make test    the tests
+#   make docs    the documentation site, in docs/_build/html
 #   make check   what CI runs: lint, types, tests
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo bench test lint types check format clean
+.PHONY: setup demo bench test docs lint types check format clean
 
 setup: $(VENV)/.ready
 
@@ -26,6 +27,9 @@ bench: setup
 
 test: setup
 	$(BIN)/python -m pytest
+
+docs: setup
+	$(BIN)/python -m sphinx -W --keep-going -n -q docs docs/_build/html
 
 lint: setup
 	$(BIN)/ruff check .

@@ -98,6 +98,7 @@ def main() -> None:
     parser.add_argument("--strategy", default="skip_reduce")
     parser.add_argument("--accelerator", default="cpu")
     parser.add_argument("--devices", type=int, default=4, help="number of processes (on the CPU) or of GPUs")
+    parser.add_argument("--num-nodes", type=int, default=1, help="machines; each then starts as many processes")
     parser.add_argument("--max-steps", type=int, default=200)
     parser.add_argument("--batch-size", type=int, default=16, help="images of each process in a step")
     parser.add_argument("--seed", type=int, default=0)
@@ -108,6 +109,7 @@ def main() -> None:
         strategy=args.strategy,
         accelerator=args.accelerator,
         devices=args.devices,
+        num_nodes=args.num_nodes,
         max_steps=args.max_steps,
         val_check_interval=args.max_steps,  # validate once, at the end
         check_val_every_n_epoch=None,

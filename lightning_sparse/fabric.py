@@ -33,7 +33,7 @@ class SparseDDPStrategy(DDPStrategy):
 
     def __init__(
         self,
-        compressor: str | Compressor = "skip_reduce",
+        compressor: Compressor | str = "skip_reduce",
         fusion: str | Sequence[str] = "layer",
         wire_dtype: str = "float32",
         warmup_steps: int = 0,

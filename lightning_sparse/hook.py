@@ -47,7 +47,7 @@ class SparseHook:
     def __init__(
         self,
         ddp: DistributedDataParallel,
-        compressor: str | Compressor = "skip_reduce",
+        compressor: Compressor | str = "skip_reduce",
         *,
         fusion: str | Sequence[str] = "bucket",
         wire_dtype: str = "float32",
@@ -130,7 +130,10 @@ class SparseHook:
         checkpoint.restore(self.exchange, state, self.compressor)
 
     def close(self) -> None:
-        """End the issuing threads.  ``ddp`` cannot be trained any more; what is unsent stays readable."""
+        """End the issuing threads.  ``ddp`` cannot be trained any more; what is unsent stays readable.
+
+        Let ``ddp`` go out of scope before ``dist.destroy_process_group()``; the other way round PyTorch may hang.
+        """
         for handle in self._handles:
             handle.remove()
         self.exchange.close()

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import Accelerator
@@ -39,7 +40,7 @@ class SparseMixin(_Base):
 
     def __init__(
         self,
-        compressor: str | Compressor = "skip_reduce",
+        compressor: Compressor | str = "skip_reduce",
         fusion: str | Sequence[str] = "layer",
         wire_dtype: str = "float32",
         warmup_steps: int = 0,
@@ -55,6 +56,12 @@ class SparseMixin(_Base):
         self._hooked: LightningModule | None = None
         self._lane_groups: list[dist.ProcessGroup] = []
         self._told_size = False
+
+    def setup_environment(self) -> None:
+        """Also keep forked workers from PyTorch's threads, with which they hang if the parent has used any."""
+        if self._start_method == "fork" and self.root_device.type == "cpu":
+            torch.set_num_threads(1)
+        super().setup_environment()
 
     # - the hook
 

@@ -1,9 +1,22 @@
+import ast
+import contextlib
+import io
+import itertools
+import os
+import re
+import runpy
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
+
+import lightning_sparse as ls
+from tests.conftest import Ranks, _free_port
+from tests.processes.models import LIMIT_S, trainer, weights
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -131,15 +144,225 @@ def test_demo_says_what_was_saved():
     assert "no counts" in summary({"val_loss": 2.3}, {"val_loss": 2.3})
 
 
+# - as their readers run them
+
+
+def scripts():
+    return sorted(file.name for file in EXAMPLES.iterdir() if file.suffix in {".py", ".sh"})
+
+
+@pytest.mark.parametrize("name", scripts())
+def test_each_file_begins_with_the_command_that_runs_it(name):
+    text = (EXAMPLES / name).read_text()
+    if name.endswith(".py"):
+        head = ast.get_docstring(ast.parse(text), clean=False)
+    else:
+        assert text.startswith("#!/usr/bin/env bash\n")
+        head = "\n".join(line.removeprefix("# ") for line in itertools.takewhile(str.strip, text.splitlines()[1:]))
+    assert re.match(r"[A-Z].*[.:]\n", head)
+    assert re.search(rf"^    \S.*examples/{re.escape(name)}", head, re.MULTILINE)
+
+
+def test_the_list_of_examples_is_complete():
+    listed = set(re.findall(r"\]\(([^)]+)\)", (EXAMPLES / "README.md").read_text()))
+    files = [file for file in EXAMPLES.rglob("*") if file.suffix in {".py", ".sh", ".yaml", ".ipynb"}]
+    assert len(files) > 10
+    assert {file.relative_to(EXAMPLES).as_posix() for file in files} <= listed
+    assert all((EXAMPLES / target).exists() for target in listed)
+
+
+BY_NAME = EXAMPLES / "configs" / "by_name.yaml"
+SCRIPTS = {  # and what they say
+    "digits.py --strategy ddp --devices 2 --max-steps 5": "val_acc: 0.",
+    f"cli.py fit --config {BY_NAME} --trainer.strategy micro --trainer.max_steps 5": "MiCRO(density=0.01, ",
+}
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("strategy", ["ddp"])
-def test_digits_runs_as_a_script(strategy, tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize("command", SCRIPTS, ids=lambda command: command.split()[0])
+def test_it_runs_as_a_script(command, tmp_path, monkeypatch, capfd):
+    """Lightning starts the second process, by running the same command again."""
     from demo import run
 
     monkeypatch.chdir(tmp_path)  # Lightning writes its logs and checkpoints here
-    command = [sys.executable, str(EXAMPLES / "digits.py")]
-    command += ["--strategy", strategy, "--devices", "2", "--max-steps", "5"]
-    failure = run(command, time_limit=100)
+    failure = run([sys.executable, *f"{EXAMPLES}/{command}".split()], time_limit=100)
     out, err = capfd.readouterr()
     assert not failure, f"{failure}\n{err}"
-    assert "val_acc: 0." in out
+    assert "MEMBER: 2/2" in err
+    assert SCRIPTS[command] in out + err
+
+
+def run_script(rank, size, name, arguments, folder):
+    """Run an example as one of torchrun's processes; returns what it printed."""
+    os.chdir(folder)
+    sys.path.insert(0, str(EXAMPLES))
+    sys.argv = [name, *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return out.getvalue()
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_quickstart_shows_what_was_sent(ranks: Ranks, tmp_path):
+    out, other = ranks.run(run_script, 2, "quickstart.py", [], str(tmp_path), timeout_s=LIMIT_S)
+    assert "58.13 kB" in out  # half of 4 * 29,066 bytes
+    assert "58.13 kB" not in other  # rank 0 speaks
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_own_compressor_learns(ranks: Ranks, tmp_path):
+    out, _ = ranks.run(run_script, 2, "own_compressor.py", [], str(tmp_path), timeout_s=LIMIT_S)
+    assert float(re.search(r"val_acc: (.*)", out)[1]) > 0.85
+
+
+@pytest.mark.parametrize("n", [1, 8, 1003])
+def test_own_compressor_keeps_the_law(n):
+    from own_compressor import Signs
+
+    gradients = torch.randn(6, 3, n, generator=torch.Generator().manual_seed(0))
+    result = ls.simulate(Signs(), gradients)
+    torch.testing.assert_close(3 * result.mean.sum(0) + result.unsent.sum(0), gradients.sum((0, 1)))
+    assert result.sent_bytes.unique().tolist() == [2 * (-(-n // 8) + 4)]  # to two others: bits, and a scale
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(2 * LIMIT_S + 20)
+@pytest.mark.parametrize("name", ["plain_pytorch.py", "fabric_loop.py"])
+def test_a_loop_of_ones_own_saves_and_resumes(ranks: Ranks, name, tmp_path):
+    def run(epochs, checkpoint, *arguments):
+        arguments = [f"--epochs={epochs}", f"--checkpoint={checkpoint}", *arguments]
+        out, other = ranks.run(run_script, 2, name, arguments, str(tmp_path), timeout_s=LIMIT_S)
+        assert not other  # rank 0 speaks
+        return re.findall(r"epoch (\d+): loss", out), torch.load(tmp_path / checkpoint, weights_only=True)
+
+    first, half = run(1, "half.ckpt")
+    second, resumed = run(2, "resumed.ckpt", "--resume=half.ckpt")
+    assert (first, second) == (["0"], ["1"])
+    assert resumed["epochs"] == 2
+    assert resumed["unsent"]["steps"] == 2 * half["unsent"]["steps"] > 0
+    if name == "plain_pytorch.py":  # where the order of the data is resumed, too
+        _, straight = run(2, "straight.ckpt")
+        for part in (lambda saved: saved["model"], lambda saved: saved["unsent"]["unsent"]):
+            assert part(resumed).keys() == part(straight).keys()
+            assert all(tensor.equal(part(straight)[key]) for key, tensor in part(resumed).items())
+
+
+class Diary(L.Callback):
+    """Notes the weights of each part at the end of each epoch."""
+
+    def __init__(self, parts):
+        self.parts = parts
+        self.pages = []
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.pages.append({part: weights(pl_module.get_submodule(part)).clone() for part in self.parts})
+
+
+def finetune(rank, size):
+    sys.path.insert(0, str(EXAMPLES))
+    from finetune import BODY, HEAD, STEM, DigitsClassifier, FineTuned, FreezeAtFirst, SomeDigits
+
+    L.seed_everything(0)
+    pretrained, model, diary = DigitsClassifier(width=8), FineTuned(width=8), Diary([STEM, BODY, HEAD])
+    model.take_over(pretrained)
+    diary.pages.append({part: weights(pretrained.get_submodule(part)) for part in diary.parts})
+    run = trainer(
+        "skip_reduce_find_unused_parameters_true",
+        size,
+        max_epochs=2,
+        limit_train_batches=5,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        callbacks=[FreezeAtFirst(epoch=1), diary],
+    )
+    run.fit(model, SomeDigits(range(5, 10)))
+    return [list(page.values()) for page in diary.pages], [group["lr"] for group in run.optimizers[0].param_groups]
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_finetuning_freezes_what_it_says(ranks: Ranks):
+    results = ranks.run(finetune, 2, timeout_s=LIMIT_S)
+    (before, first, second), rates = results[0]
+    changed = [[not a.equal(b) for a, b in zip(x, y, strict=True)] for x, y in ((before, first), (first, second))]
+    assert changed == [[False, False, True], [False, True, True]]  # the stem, the body, the head
+    assert rates == pytest.approx([0.005, 0.05])
+    assert all(a.equal(b) for a, b in zip(second, results[1][0][2], strict=True))
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_finetuning_runs(ranks: Ranks, tmp_path):
+    out, _ = ranks.run(run_script, 2, "finetune.py", ["--epochs=2"], str(tmp_path), timeout_s=LIMIT_S)
+    assert "the first convolution is as it was" in out
+
+
+@pytest.mark.processes
+def test_torchrun_joins_two_machines(tmp_path):
+    """Two "machines" on the loopback interface, with one process each."""
+    settings = {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "NNODES": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    command = ["bash", str(EXAMPLES / "multinode_torchrun.sh"), "--strategy", "micro", "--max-steps", "5"]
+    outputs = [tmp_path / f"{node}.txt" for node in range(2)]
+    machines = []
+    for node, output in enumerate(outputs):
+        with output.open("w") as file:
+            environment = os.environ | settings | {"NODE_RANK": str(node)}
+            machines.append(
+                subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=file, stderr=subprocess.STDOUT)
+            )
+    deadline_s = time.monotonic() + 100
+    try:
+        codes = [machine.wait(deadline_s - time.monotonic()) for machine in machines]
+    finally:
+        for machine in machines:
+            machine.terminate()  # torchrun then ends its processes
+            machine.wait(15)
+    first, second = (output.read_text() for output in outputs)
+    assert codes == [0, 0], first + second
+    assert "val_acc: 0." in first  # rank 0 speaks, and there is one
+    assert "among 2 ranks" in first
+    assert "MEMBER: 2/2" in second
+    assert "val_acc" not in second
+
+
+@pytest.mark.parametrize("name", [name for name in scripts() if name.endswith(".sh")])
+def test_launch_scripts_are_valid_bash(name):
+    subprocess.run(["bash", "-n", EXAMPLES / name], check=True, timeout=10)
+
+
+def test_slurm_starts_as_many_processes_as_the_trainer_expects(tmp_path, monkeypatch):
+    """With a made-up ``srun`` that says what it was to run, and what ``sbatch`` would have read."""
+    script = EXAMPLES / "multinode_slurm.sh"
+    asked = dict(re.findall(r"^#SBATCH --(\S+)=(\S+)", script.read_text(), re.MULTILINE))
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/sh\necho "$@"')
+    srun.chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_NUM_NODES": asked["nodes"],
+        "SLURM_NTASKS_PER_NODE": asked["ntasks-per-node"],
+    }
+    started = subprocess.run(
+        ["bash", script, "--strategy", "micro"], env=environment, capture_output=True, text=True, timeout=10, check=True
+    )
+    program, file, *arguments = started.stdout.split()
+    assert (program, file) == ("python", "examples/digits.py")
+
+    import digits
+
+    given = {}
+    monkeypatch.setattr(digits.L, "Trainer", lambda **options: given.update(options) or sys.exit())
+    monkeypatch.setattr(sys, "argv", ["digits.py", *arguments])
+    with pytest.raises(SystemExit):
+        digits.main()
+    assert given["num_nodes"] == int(asked["nodes"]) == 2
+    assert given["devices"] == int(asked["ntasks-per-node"]) == int(asked["gpus-per-node"]) == 4
+    assert (given["strategy"], given["accelerator"]) == ("micro", "gpu")

@@ -1,0 +1,308 @@
+"""Config files: what a LightningCLI and Hydra make of them, what they reach, and what is said where they are wrong."""
+
+import importlib
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+import pytest
+import yaml
+
+import lightning_sparse as ls
+from tests.conftest import Ranks
+from tests.processes.models import LIMIT_S, weights
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+CONFIGS = EXAMPLES / "configs"
+SYSTEMS = ("skip_reduce", "micro", "importance", "sketch_fusion", "ok_topk")
+STRATEGY = "--trainer.strategy"
+Configure = Callable[..., Any]
+
+
+@pytest.fixture
+def configure(monkeypatch: pytest.MonkeyPatch) -> Configure:
+    """What ``python examples/cli.py fit ARGUMENTS`` would train with: its strategy."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+
+    def strategy(*arguments: str) -> Any:
+        from digits import Digits, DigitsClassifier
+        from lightning.pytorch.cli import LightningCLI
+
+        monkeypatch.setattr(sys, "argv", ["cli.py", *arguments])
+        return LightningCLI(DigitsClassifier, Digits, run=False, seed_everything_default=False).trainer.strategy
+
+    return strategy
+
+
+def config(name: str) -> Any:
+    return yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+
+
+def written(content: Any, folder: Path) -> str:
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(content))
+    return str(file)
+
+
+# - the files
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_a_config_shows_every_option_of_its_system_at_its_default(configure: Configure, name: str) -> None:
+    shown = config(name)["trainer"]["strategy"]["init_args"]["compressor"]["init_args"]
+    assert list(shown) == [field.name for field in fields(ls.COMPRESSORS[name])]  # type: ignore[arg-type]
+    strategy = configure(f"--config={CONFIGS / name}.yaml")
+    assert strategy.compressor == ls.COMPRESSORS[name]()
+    assert strategy.options.wire_dtype == "bfloat16"
+
+
+def test_configs_differ_in_the_strategy_only() -> None:
+    parts = [config(name) for name in ("by_name", *SYSTEMS)]
+    strategies = [part["trainer"].pop("strategy") for part in parts]
+    assert all(part == parts[0] for part in parts)
+    assert len({str(strategy) for strategy in strategies}) == len(parts)
+
+
+def commands() -> list[str]:
+    """Of the LightningCLI, in the heads of all files."""
+    files = [EXAMPLES / "cli.py", *CONFIGS.glob("*.yaml")]
+    heads = [file.read_text() for file in files]
+    return [c for head in heads for c in re.findall(r"^[# ]+python examples/cli.py fit (.*)$", head, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("command", sorted(set(commands())))
+def test_the_commands_in_the_files_are_understood(
+    configure: Configure, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(EXAMPLES.parent)
+    if "--print_config" in command:
+        with pytest.raises(SystemExit, match="0"):
+            configure(*shlex.split(command))
+        assert "class_path: lightning_sparse.MiCRO" in capsys.readouterr().out
+    else:
+        assert isinstance(configure(*shlex.split(command)), ls.SparseDDPStrategy)
+
+
+def test_there_are_commands_in_the_files() -> None:
+    assert len(commands()) >= 2 * (1 + len(SYSTEMS)) + 1
+
+
+# - one line
+
+
+def train(rank: int, size: int, folder: str, runs: list[list[str]]) -> list[Any]:
+    """Three steps of ``examples/cli.py`` with each of the arguments."""
+    os.chdir(folder)
+    sys.path.insert(0, str(EXAMPLES))
+    from cli import main
+
+    results = []
+    for i, arguments in enumerate(runs):
+        few = ["max_steps=3", "limit_val_batches=1", "num_sanity_val_steps=0", f"default_root_dir=run{i}"]
+        quiet = [f"{name}=false" for name in ("logger", "enable_checkpointing", "enable_progress_bar")]
+        sys.argv = ["cli.py", "fit", *arguments, *(f"--trainer.{option}" for option in few + quiet)]
+        cli = main()
+        last = cli.trainer.strategy.exchange.last  # type: ignore[attr-defined]
+        results.append((cli.trainer.strategy.compressor, last.sent_bytes / last.dense_bytes, weights(cli.model)))  # type: ignore[attr-defined]
+    return results
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_one_line_switches_all_five_systems(ranks: Ranks, tmp_path: Path) -> None:
+    """The name in ``by_name.yaml``, and the name of the config file; three steps of each on two processes."""
+    before = (CONFIGS / "by_name.yaml").read_text()
+    runs = []
+    for name in SYSTEMS:
+        after = re.sub(r"strategy: \w+", f"strategy: {name}", before)
+        changed = [new for old, new in zip(before.splitlines(), after.splitlines(), strict=True) if old != new]
+        assert len(changed) == (name != "skip_reduce")  # which is there already
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(after)
+        runs += [[f"--config={file}"], [f"--config={CONFIGS / file.name}", f"{STRATEGY}.warmup_steps=1"]]
+    results = ranks.run(train, 2, str(tmp_path), runs, timeout_s=LIMIT_S)
+    for i, (compressor, sent, trained) in enumerate(results[0]):
+        name = SYSTEMS[i // 2]
+        assert compressor == ls.COMPRESSORS[name]()
+        assert sent <= (0.5 if name == "skip_reduce" else 0.25), name  # of what plain DDP sends
+        assert trained.equal(results[1][i][2]), name
+
+
+# - every option
+
+
+def other(name: str, kind: Any, default: Any) -> Any:
+    """A value of an option that is not its default, and allowed."""
+    if get_origin(kind) is not None and get_origin(kind) is not tuple:  # a Literal
+        return next(value for value in get_args(kind) if value != default)
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, int):
+        return default + 2
+    if isinstance(default, float):
+        return 1.5 * default or 0.5
+    if isinstance(default, tuple):
+        return [*default, "*.bias"]
+    assert name == "indices", f"what is allowed for {name}?"
+    return "int32"
+
+
+@pytest.mark.parametrize("place", ["file", "command line"])
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_every_option_of_a_system_is_reached(configure: Configure, tmp_path: Path, name: str, place: str) -> None:
+    kind = ls.COMPRESSORS[name]
+    hints = get_type_hints(kind)
+    settings = {f.name: other(f.name, hints[f.name], f.default) for f in fields(kind)}  # type: ignore[arg-type]
+    content = config(name)
+    compressor = content["trainer"]["strategy"]["init_args"]["compressor"]
+    if place == "file":
+        compressor["init_args"] = settings
+        given = [f"--config={written(content, tmp_path)}"]
+    else:
+        given = [f"--config={CONFIGS / name}.yaml"]
+        given += [f"{STRATEGY}.compressor.{key}={value}" for key, value in settings.items()]
+    assert configure(*given).compressor == kind(**settings)
+    assert all(value != field.default for value, field in zip(settings.values(), fields(kind), strict=True))  # type: ignore[arg-type]
+
+
+OPTIONS: dict[str, tuple[str, Any]] = {  # as written, and as they arrive
+    "fusion": ("['model.0.*', '*']", ("model.0.*", "*")),
+    "wire_dtype": ("int8", "int8"),
+    "warmup_steps": ("7", 7),
+    "residuals": ("mean", "mean"),
+    "find_unused_parameters": ("true", True),
+    "gradient_as_bucket_view": ("true", True),
+    "static_graph": ("true", True),
+    "broadcast_buffers": ("false", False),
+    "bucket_cap_mb": ("4", 4),
+    "timeout": ("0:02:00", timedelta(minutes=2)),
+    "process_group_backend": ("gloo", "gloo"),
+    "start_method": ("spawn", "spawn"),
+}
+
+
+@pytest.mark.parametrize("place", ["file", "command line"])
+def test_every_option_of_the_strategy_is_reached(configure: Configure, tmp_path: Path, place: str) -> None:
+    if place == "file":
+        options = {name: yaml.safe_load(text) if name != "timeout" else text for name, (text, _) in OPTIONS.items()}
+        content = config("micro")
+        content["trainer"]["strategy"]["init_args"] = options | {"compressor": "ok_topk"}
+        strategy = configure(f"--config={written(content, tmp_path)}")
+    else:
+        given = [f"{STRATEGY}.{name}={text}" for name, (text, _) in OPTIONS.items()]
+        strategy = configure("--trainer.accelerator=cpu", f"{STRATEGY}=SparseDDPStrategy", *given)
+    own = vars(strategy.options) | vars(strategy) | strategy._ddp_kwargs
+    arrived = {name: own.get(name, own.get(f"_{name}")) for name in OPTIONS}
+    assert arrived == {name: value for name, (_, value) in OPTIONS.items()}
+
+
+def test_wrapped_compressors_are_reached(configure: Configure, tmp_path: Path) -> None:
+    inner = {"class_path": "lightning_sparse.OkTopk", "init_args": {"density": 0.001}}
+    ladder = {"class_path": "lightning_sparse.DensityLadder", "init_args": {"steps": 5, "compressor": inner}}
+    content = config("ok_topk")
+    content["trainer"]["strategy"]["init_args"]["compressor"] = {
+        "class_path": "lightning_sparse.MomentumCorrection",
+        "init_args": {"momentum": 0.9, "clip_norm": 1.0, "compressor": ladder},
+    }
+    assert configure(f"--config={written(content, tmp_path)}").compressor == ls.MomentumCorrection(
+        0.9, ls.DensityLadder(5, ls.OkTopk(density=0.001)), clip_norm=1.0
+    )
+
+
+def test_what_comes_later_wins(configure: Configure) -> None:
+    both = [f"--config={CONFIGS / name}.yaml" for name in ("skip_reduce", "micro")]
+    assert configure(*both).compressor == ls.MiCRO()
+    assert configure(*both, f"{STRATEGY}.compressor=ok_topk").compressor == ls.OkTopk()
+    assert configure(*both, f"{STRATEGY}=importance").compressor == ls.ImportancePruning()
+
+
+# - what is wrong
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        (".wire_dtyp=bfloat16", "Option 'wire_dtyp' is not accepted"),
+        (".compressor.densty=0.1", "Option 'densty' is not accepted"),
+        (".warmup_steps=many", "Expected a <class 'int'>. Got value: many"),
+        (".compressor.density=much", "Expected a <class 'float'>. Got value: much"),
+        (".compressor={class_path: lightning_sparse.SkipReduce, init_args: {rotation: never}}", "['even', 'random'"),
+    ],
+)
+def test_what_is_no_option_or_of_another_kind_is_refused_by_the_parser(
+    configure: Configure, capsys: pytest.CaptureFixture[str], argument: str, message: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        configure(f"--config={CONFIGS / 'micro.yaml'}", STRATEGY + argument)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("=mikro", "invalid strategy name: `strategy='mikro'`"),
+        (".compressor=mikro", "compressor='mikro' is not one of skip_reduce, micro, importance"),
+        (".compressor.density=5", "MiCRO(density=5.0): density is the fraction of elements sent"),
+        (".compressor.slack=0.5", "MiCRO(slack=0.5): a message needs room"),
+        (".wire_dtype=bf16", "wire_dtype='bf16' is not one of float32, bfloat16, float16, int8"),
+        (".fusion=all", "fusion='all' is not one of layer, bucket, none"),
+        (".warmup_steps=-1", "warmup_steps=-1 is a number of dense steps, so 0 or more"),
+        (".residuals=some", "residuals='some' is not one of per_rank, mean, none"),
+    ],
+)
+def test_what_is_out_of_range_is_told_with_what_is_allowed(configure: Configure, argument: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        configure(f"--config={CONFIGS / 'micro.yaml'}", STRATEGY + argument)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"class_path": "lightning_sparse.Mikro"}, "Mikro"),
+        ({"class_path": "lightning_sparse.MiCRO", "init_args": {"densty": 0.1}}, "Option 'densty' is not accepted"),
+        ({"class_path": "lightning_sparse.CompressionMonitor"}, "CompressionMonitor"),
+    ],
+)
+def test_a_wrong_compressor_in_a_file_is_named(
+    configure: Configure, tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: Any, message: str
+) -> None:
+    content = config("micro")
+    content["trainer"]["strategy"]["init_args"]["compressor"] = wrong
+    with pytest.raises(SystemExit, match="2"):
+        configure(f"--config={written(content, tmp_path)}")
+    assert message in capsys.readouterr().err
+
+
+# - Hydra
+
+
+def instantiated(node: Any) -> Any:
+    """What ``hydra.utils.instantiate`` makes of plain lists and dictionaries."""
+    if isinstance(node, list):
+        return [instantiated(value) for value in node]
+    if not isinstance(node, dict):
+        return node
+    values = {key: instantiated(value) for key, value in node.items() if key != "_target_"}
+    if "_target_" not in node:
+        return values
+    module, _, name = node["_target_"].rpartition(".")
+    return getattr(importlib.import_module(module), name)(**values)
+
+
+def test_the_hydra_config_becomes_a_trainer_a_model_and_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By Hydra itself where it is installed; it is no dependency."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    instantiate = importlib.import_module("hydra.utils").instantiate if find_spec("hydra") else instantiated
+    trainer, model, data = (instantiate(config("hydra")[part]) for part in ("trainer", "model", "data"))
+    assert trainer.strategy.compressor == ls.MiCRO(density=0.01)
+    assert trainer.strategy.options.warmup_steps == 40
+    assert any(isinstance(callback, ls.CompressionMonitor) for callback in trainer.callbacks)
+    assert type(model).__name__ == "DigitsClassifier"
+    assert data.batch_size == 16
