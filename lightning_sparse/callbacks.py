@@ -20,7 +20,6 @@ from rich import get_console
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.layer_fusion import LayerFusion
 from lightning_sparse.pictures import draw, epoch_table, summary
-from lightning_sparse.pictures import human_bytes as human_bytes  # for those who import it from here
 from lightning_sparse.plan import Plan
 from lightning_sparse.plan_views import plan_table, require_matplotlib
 from lightning_sparse.record import Picks, Point, Run, Sums, measure, measure_groups

@@ -180,6 +180,10 @@ class Exchange:
                 raise error
         return [value for _, value, _ in done]  # type: ignore[misc]  # None only beside an error
 
+    def ask(self, launch: Callable[[Comm], Pending]) -> Tensor:
+        """The result of one message, launched on the first lane between two steps, on every rank."""
+        return self.on_lanes(lambda lane: launch(lane.comm).wait(), lanes=1)[0]
+
     def close(self) -> None:
         """End the issuing threads.  What is unsent stays readable."""
         if self._used is not None:

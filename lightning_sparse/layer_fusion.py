@@ -11,12 +11,11 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_sparse.comm import Comm, Sums
 from lightning_sparse.compressors import Auto, Compressor
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.fusion import Piece, carry_over, make_groups, pieces_of
 from lightning_sparse.plan import GroupTime, Plan
-from lightning_sparse.planner import Kinds, Measured, best_plan, calibrate, choose
+from lightning_sparse.planner import Kinds, Measured, best_plan, calibrate, choose, kinds_of
 from lightning_sparse.rehearsal import measure_link, median_over_ranks, rehearse
 
 SETTLING = 4  # steps before any is measured: DDP rebuilds its buckets, memory is taken, thresholds settle
@@ -46,6 +45,7 @@ class LayerFusion:
         self._compressor = compressor
         self._parameters = parameters
         self._pieces = pieces_of(parameters, compressor)
+        self._worthwhile = exchange.size > 1 and sum(piece.elements for piece in self._pieces) >= WORTH_PLANNING
         self._seen = exchange.steps
         self._window = WINDOW
         self._start()
@@ -53,7 +53,7 @@ class LayerFusion:
     def between_steps(self) -> None:
         """Look at the step just taken, and do what is due before the next.  To be called on every rank."""
         exchange = self._exchange
-        if exchange.size == 1 or sum(piece.elements for piece in self._pieces) < WORTH_PLANNING:
+        if not self._worthwhile:
             return
         if exchange.steps == self._seen:  # gradients are being accumulated
             return
@@ -177,13 +177,15 @@ class LayerFusion:
                 decision.copy_(torch.tensor([chosen, *(group_of[piece.name] for piece in self._pieces)]))
             else:
                 rank_zero_warn("LayerFusion: no rank could tell the time; the groups stay as they are.")
-        chosen, *group_of_piece = self._from_rank_0(decision).tolist()
+        chosen, *group_of_piece = exchange.ask(lambda comm: comm.broadcast(decision, 0)).tolist()
         if chosen >= 0:
             self._follow(candidates[chosen] if isinstance(at_work, Auto) else None, group_of_piece, span_s)
 
     def _rehearse(self, compressors: Sequence[Compressor]) -> list[Kinds]:
         """What each costs here, and its dense part; nothing if no rank could tell the time."""
         link = measure_link(self._exchange)
+        if link is None:
+            return []
         found: list[Kinds] = []
         for number, compressor in enumerate(compressors):
             if compressor in compressors[:number]:
@@ -191,15 +193,12 @@ class LayerFusion:
                 continue
             if len(compressors) > 2:
                 rank_zero_info(f"LayerFusion: measuring {compressor}.")
-            pieces = pieces_of(self._parameters, compressor)
-            kinds = []
-            for whole, averages in ((False, compressor), (True, compressor.densely())):
-                elements = sum(piece.elements for piece in pieces if piece.whole == whole)
-                if elements:
-                    kinds.append((whole, rehearse(self._exchange, averages, elements, link) if link else None))
-            if any(cost is None for _, cost in kinds):
+            kinds = kinds_of(
+                pieces_of(self._parameters, compressor), compressor, lambda c, n: rehearse(self._exchange, c, n, link)
+            )
+            if kinds is None:
                 return []
-            found.append([(whole, cost) for whole, cost in kinds if cost is not None])
+            found.append(kinds)
         return found
 
     def _follow(self, chosen: Compressor | None, group_of_piece: Sequence[int], span_s: float) -> None:
@@ -233,14 +232,6 @@ class LayerFusion:
             self.regroup([[pieces[name] for name in names] for names in before])
             if self.plan is not None:
                 self.plan = self.plan.rejected()
-
-    def _from_rank_0(self, x: Tensor) -> Tensor:
-        def broadcast(comm: Comm) -> Sums:
-            return (yield comm.broadcast(x, 0))
-
-        received = self._exchange.on_lanes(lambda lane: lane.run(broadcast(lane.comm)), lanes=1)[0]
-        assert isinstance(received, Tensor)
-        return received
 
     def regroup(self, groups: Sequence[Sequence[Piece]]) -> None:
         """Average in ``groups`` from now on; nothing that is unsent is lost."""

@@ -1,11 +1,12 @@
 """From what was measured to the groups, and to the compressor, with the shortest step.  Pure functions."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from lightning_sparse.compressors import Compressor
 from lightning_sparse.fusion import BUCKET_BYTES, Piece, fuse
 from lightning_sparse.plan import Cost, Plan, StepModel
 
@@ -52,6 +53,25 @@ class Calibration:
 
 #: Whether pieces travel whole, and what groups of them cost.
 Kinds = Sequence[tuple[bool, Cost]]
+
+
+def kinds_of(
+    pieces: Sequence[Piece], compressor: Compressor, cost: Callable[[Compressor, int], Cost | None]
+) -> Kinds | None:
+    """What ``compressor`` costs, and its dense part; ``cost`` is of groups up to a number of elements.
+
+    None if a cost is not known.
+    """
+    found = []
+    for whole, averages in ((False, compressor), (True, compressor.densely())):
+        elements = sum(piece.elements for piece in pieces if piece.whole == whole)
+        if not elements:
+            continue
+        known = cost(averages, elements)
+        if known is None:
+            return None
+        found.append((whole, known))
+    return found
 
 
 def calibrate(pieces: Sequence[Piece], kinds: Kinds, measured: Measured) -> Calibration:

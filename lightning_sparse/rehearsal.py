@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sparse.comm import Comm, Rounds, Sums, traffic
+from lightning_sparse.comm import Rounds, traffic
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.exchange import Exchange
@@ -38,12 +38,9 @@ class Link:
 def measure_link(exchange: Exchange) -> Link | None:
     """Time all-reduces of a few bytes and of 4 MiB; None if no rank could tell the time."""
 
-    def reduce(comm: Comm, x: Tensor) -> Sums:
-        return (yield comm.all_reduce(x))
-
     def seconds(elements: int) -> float:
         x = torch.zeros(elements, device=exchange.device)
-        return median([_time(exchange, lambda lane: lane.run(reduce(lane.comm, x)), lanes=1) for _ in range(RUNS)])
+        return median([_time(exchange, lambda lane: lane.comm.all_reduce(x).wait(), lanes=1) for _ in range(RUNS)])
 
     few, many = SIZES[0], SIZES[2]
     latency_s, long_s = median_over_ranks(exchange, [seconds(few), seconds(many)]).tolist()
@@ -146,14 +143,7 @@ def median_over_ranks(exchange: Exchange, seconds: Sequence[float]) -> Array:
     What cannot be a duration (zero, negative, infinite, NaN) does not count; NaN where no rank has any other.
     """
     own = torch.tensor(seconds, dtype=torch.float64, device=exchange.device)
-
-    def gather(comm: Comm) -> Sums:
-        rows = yield comm.all_gather(own)
-        return rows
-
-    rows = exchange.on_lanes(lambda lane: lane.run(gather(lane.comm)), lanes=1)[0]
-    assert isinstance(rows, Tensor)
-    every = rows.cpu().numpy()  # [P, m]
+    every = exchange.ask(lambda comm: comm.all_gather(own)).cpu().numpy()  # [P, m]
     columns = [column[np.isfinite(column) & (column > 0)] for column in every.T]
     return np.array([np.median(column) if len(column) else np.nan for column in columns])
 

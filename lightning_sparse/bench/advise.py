@@ -23,7 +23,7 @@ from lightning_sparse.bench.workloads import workload_named
 from lightning_sparse.compressors import COMPRESSORS, Dense
 from lightning_sparse.fusion import pieces_of
 from lightning_sparse.layer_fusion import STEPS_MEASURED
-from lightning_sparse.planner import Calibration, Measured, best_plan
+from lightning_sparse.planner import Calibration, Measured, best_plan, kinds_of
 from lightning_sparse.rehearsal import Link, model_cost
 from lightning_sparse.strategy import SparseDDPStrategy
 
@@ -129,11 +129,8 @@ def _reckon(workload: str, link: str) -> list[Advice]:
     for kind in COMPRESSORS.values():
         compressor = kind()
         pieces = pieces_of(parameters, compressor)
-        kinds = []
-        for whole, averages in ((False, compressor), (True, compressor.densely())):
-            elements = sum(piece.elements for piece in pieces if piece.whole == whole)
-            if elements:
-                kinds.append((whole, model_cost(averages, elements, cluster.hosts, Link(HOP_S, s_per_byte))))
+        kinds = kinds_of(pieces, compressor, lambda c, n: model_cost(c, n, cluster.hosts, Link(HOP_S, s_per_byte)))
+        assert kinds is not None  # a modelled cost is always known
         found.append(advice(compressor, best_plan(pieces, kinds, measured, Calibration(blocking=False))))
     return found
 
