@@ -154,6 +154,12 @@ class SparseMixin(_Base):
                 start_s = time.perf_counter()
                 checkpoint[checkpoints.KEY] = state = self.hook.state_dict(self.residuals)
                 self._tell_size(checkpoints.nbytes(state), time.perf_counter() - start_s)
+        elif "optimizer_states" in checkpoint and self._start_method != "popen" and self.residuals != "none":
+            rank_zero_warn(
+                f"{filepath} is written without residuals and optimizer states: training ran in child processes "
+                f"(start_method={self._start_method!r}), and they ended with it. For a checkpoint to resume from, let "
+                "ModelCheckpoint write it during fit, with save_last=True, say."
+            )
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _tell_size(self, nbytes: int, seconds: float) -> None:

@@ -114,6 +114,25 @@ def train(rank: int, size: int, folder: str, runs: list[list[str]]) -> list[Any]
     return results
 
 
+def train_hydra(rank: int, size: int, folder: str) -> list[str]:
+    """Three steps of what ``hydra.yaml`` describes; the keys that its monitor logged."""
+    os.chdir(folder)
+    sys.path.insert(0, str(EXAMPLES))
+    described = config("hydra")
+    described["trainer"] |= {"max_steps": 3, "limit_val_batches": 1, "num_sanity_val_steps": 0, "logger": False}
+    described["trainer"] |= {"enable_checkpointing": False, "enable_progress_bar": False, "log_every_n_steps": 1}
+    trainer, model, data = (instantiated(described[part]) for part in ("trainer", "model", "data"))
+    trainer.fit(model, data)
+    return sorted(trainer.callback_metrics)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_what_the_hydra_config_describes_trains(ranks: Ranks, tmp_path: Path) -> None:
+    for keys in ranks.run(train_hydra, 2, str(tmp_path), timeout_s=LIMIT_S):
+        assert {"sparse/compression_ratio", "sparse/density"} <= set(keys)
+
+
 @pytest.mark.processes
 @pytest.mark.timeout(LIMIT_S + 20)
 def test_one_line_switches_all_five_systems(ranks: Ranks, tmp_path: Path) -> None:
@@ -214,6 +233,20 @@ def test_wrapped_compressors_are_reached(configure: Configure, tmp_path: Path) -
     assert configure(f"--config={written(content, tmp_path)}").compressor == ls.MomentumCorrection(
         0.9, ls.DensityLadder(5, ls.OkTopk(density=0.001)), clip_norm=1.0
     )
+
+
+def test_a_name_is_enough_inside_another_compressor(configure: Configure, tmp_path: Path) -> None:
+    content = config("ok_topk")
+    content["trainer"]["strategy"]["init_args"]["compressor"] = {
+        "class_path": "lightning_sparse.MomentumCorrection",
+        "init_args": {"momentum": 0.9, "compressor": "ok_topk"},
+    }
+    given = f"--config={written(content, tmp_path)}"
+    assert (
+        configure(given).compressor == ls.MomentumCorrection(0.9, ls.OkTopk()) == ls.MomentumCorrection(0.9, "ok_topk")
+    )
+    with pytest.raises(ValueError, match="compressor='mikro' is not one of skip_reduce"):
+        configure(given, f"{STRATEGY}.compressor.init_args.compressor=mikro")
 
 
 def test_what_comes_later_wins(configure: Configure) -> None:

@@ -66,24 +66,6 @@ class Compressor(ABC):
         return {}
 
 
-class Wrapper(Compressor):
-    """A compressor around another, which says what is sent whole and what sums densely."""
-
-    compressor: Compressor
-
-    def densely(self) -> Compressor:
-        """As the wrapped compressor says."""
-        return self.compressor.densely()
-
-    def sends_whole(self, name: str, elements: int) -> bool:
-        """As the wrapped compressor says."""
-        return self.compressor.sends_whole(name, elements)
-
-    def carry(self, parts: Sequence[tuple[Group, int]]) -> dict[str, Tensor]:
-        """As the wrapped compressor says."""
-        return self.compressor.carry(parts)
-
-
 def carry_thresholds(parts: Sequence[tuple[Group, int]], *keys: str) -> dict[str, Tensor]:
     """The thresholds kept under ``keys``, each the mean over the groups that have it; see :meth:`Compressor.carry`."""
     known = {key: [(group.memory[key], n) for group, n in parts if n and key in group.memory] for key in keys}

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from lightning_sparse.comm import Comm, Rounds
-from lightning_sparse.compressors.base import Compressor, Wrapper
+from lightning_sparse.compressors.base import Compressor
+from lightning_sparse.compressors.wrapper import Wrapper
 from lightning_sparse.group import Group
 from lightning_sparse.sparse import Sparse
 
@@ -33,10 +34,11 @@ class MomentumCorrection(Wrapper):
     """
 
     momentum: float
-    compressor: Compressor
+    compressor: Compressor | str
     clip_norm: float | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 <= self.momentum < 1:
             raise ValueError(f"MomentumCorrection(momentum={self.momentum!r}): momentum is at least 0 and below 1.")
         if self.clip_norm is not None and not self.clip_norm > 0:
@@ -52,15 +54,15 @@ class MomentumCorrection(Wrapper):
             memory["clip_norm"] = torch.tensor(self.clip_norm / math.sqrt(comm.size), dtype=torch.float64)
         if "velocity" not in memory:  # before the first step velocities are zero, and after it they are its gradients
             memory["velocity"] = group.unsent.clone()
-        total = yield from self.compressor.reduce(group, comm)
+        total = yield from self.wrapped.reduce(group, comm)
         if isinstance(total, Sparse):
             memory["velocity"].index_fill_(0, total.index, 0)
         return total
 
     def at(self, step: int) -> Compressor:
         """The same around whatever is at work in ``step``."""
-        return replace(self, compressor=self.compressor.at(step))
+        return replace(self, compressor=self.wrapped.at(step))
 
     def densely(self) -> Compressor:
         """Dense sums of velocities."""
-        return replace(self, compressor=self.compressor.densely())
+        return replace(self, compressor=self.wrapped.densely())

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, fields, replace
 
 from lightning_sparse.comm import Comm, Rounds
-from lightning_sparse.compressors.base import Compressor, Wrapper
+from lightning_sparse.compressors.base import Compressor
+from lightning_sparse.compressors.wrapper import Wrapper
 from lightning_sparse.group import Group
 
 
@@ -12,9 +13,10 @@ class Warmup(Wrapper):
     """Dense sums for the first ``steps`` steps, then ``compressor``."""
 
     steps: int
-    compressor: Compressor
+    compressor: Compressor | str
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.steps < 0:
             raise ValueError(f"Warmup(steps={self.steps}): the number of dense steps cannot be negative; 0 is none.")
 
@@ -24,7 +26,7 @@ class Warmup(Wrapper):
 
     def at(self, step: int) -> Compressor:
         """Dense sums, or what the wrapped compressor says."""
-        return self.densely() if step < self.steps else self.compressor.at(step)
+        return self.densely() if step < self.steps else self.wrapped.at(step)
 
 
 @dataclass(frozen=True)
@@ -36,17 +38,18 @@ class DensityLadder(Wrapper):
     """
 
     steps: int
-    compressor: Compressor
+    compressor: Compressor | str
     densities: tuple[float, ...] = (0.25, 0.0625, 0.015625, 0.004)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.steps < 0:
             raise ValueError(f"DensityLadder(steps={self.steps}): steps on a rung, so 0 or more.")
-        if "density" not in {field.name for field in fields(self.compressor)}:  # type: ignore[arg-type]
-            raise ValueError(f"DensityLadder: {self.compressor!r} has no density to change.")
+        if "density" not in {field.name for field in fields(self.wrapped)}:  # type: ignore[arg-type]
+            raise ValueError(f"DensityLadder: {self.wrapped!r} has no density to change.")
         object.__setattr__(self, "densities", tuple(self.densities))  # a config file gives a list
         for density in self.densities:
-            replace(self.compressor, density=density)  # type: ignore[type-var]  # which says if it is out of range
+            replace(self.wrapped, density=density)  # type: ignore[type-var]  # which says if it is out of range
 
     def reduce(self, group: Group, comm: Comm) -> Rounds:
         """As the compressor does at the density whose turn it is."""
@@ -54,9 +57,9 @@ class DensityLadder(Wrapper):
 
     def at(self, step: int) -> Compressor:
         """The compressor with the density of ``step``."""
-        last: float = self.compressor.density  # type: ignore[attr-defined]
+        last: float = self.wrapped.density  # type: ignore[attr-defined]
         rungs = [density for density in self.densities if density > last]
         rung = step // self.steps if self.steps else len(rungs)
         if rung >= len(rungs):
-            return self.compressor
-        return replace(self.compressor, density=rungs[rung])  # type: ignore[type-var]
+            return self.wrapped
+        return replace(self.wrapped, density=rungs[rung])  # type: ignore[type-var]

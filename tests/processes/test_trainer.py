@@ -218,10 +218,18 @@ if __name__ == "__main__":
     run = trainer("skip_reduce{variant}", 2, max_steps=4)
     run.fit(model, data(4, 2))
     print("trained", bool((weights(model) != before).any()))
+    if "{variant}":
+        warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True) as told:
+            run.save_checkpoint("{tmp_path}/late.ckpt")
+        print("told", [str(each.message) for each in told])
 """
     path = tmp_path / "script.py"
     path.write_text(script)
-    assert "trained True" in _script(path)
+    told = _script(path)
+    assert "trained True" in told
+    if variant:
+        assert "late.ckpt is written without residuals and optimizer states" in told
 
 
 def _script(script: str | Path) -> str:

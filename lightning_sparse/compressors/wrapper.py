@@ -1,0 +1,40 @@
+"""A compressor around another."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from lightning_sparse.compressors.base import Compressor
+from lightning_sparse.compressors.named import by_name
+from lightning_sparse.group import Group
+
+
+class Wrapper(Compressor):
+    """A compressor around another, which says what is sent whole and what sums densely.
+
+    Attributes:
+        compressor: the other; a name is taken for an instance with its defaults.
+    """
+
+    compressor: Compressor | str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "compressor", by_name(self.compressor))
+
+    @property
+    def wrapped(self) -> Compressor:
+        """The other."""
+        assert isinstance(self.compressor, Compressor)
+        return self.compressor
+
+    def densely(self) -> Compressor:
+        """As the wrapped compressor says."""
+        return self.wrapped.densely()
+
+    def sends_whole(self, name: str, elements: int) -> bool:
+        """As the wrapped compressor says."""
+        return self.wrapped.sends_whole(name, elements)
+
+    def carry(self, parts: Sequence[tuple[Group, int]]) -> dict[str, Tensor]:
+        """As the wrapped compressor says."""
+        return self.wrapped.carry(parts)
