@@ -15,29 +15,29 @@ from lightning_sparse.group import Group
 
 KEY = "lightning_sparse"
 RESIDUALS = ("per_rank", "mean", "none")
-WORLD = None  # the default process group: the main threads', where checkpoints are written
 
 
-def gather(exchange: Exchange, residuals: str) -> dict[str, Any]:
+def gather(exchange: Exchange, residuals: str, ranks: dist.ProcessGroup | None) -> dict[str, Any]:
     """The state of all ranks, complete on rank 0: tensors, strings and integers only.
 
     Called on every rank between two steps; one parameter at a time, so that rank 0 never holds a second copy.
+    ``ranks`` are those whose state is kept: of the default process group (None) all, or of each node its leader.
     """
     size = exchange.size
     unsent: dict[str, Tensor] = {}  # name -> [P, *shape], or [*shape] of the mean
     for group in exchange.groups:
         for name, parameter, slot in zip(group.names, group.parameters, group.slots(group.unsent), strict=True):
             if residuals == "mean":
-                unsent[name] = _mean_on_rank_0(slot, size).view(parameter.shape)
+                unsent[name] = _mean_on_rank_0(slot, size, ranks).view(parameter.shape)
             else:
-                unsent[name] = _rows_on_rank_0(slot, size).view(-1, *parameter.shape)
+                unsent[name] = _rows_on_rank_0(slot, size, ranks).view(-1, *parameter.shape)
     per_rank = residuals == "per_rank"
     return {
         "residuals": residuals,
         "size": size,
         "steps": exchange.groups[0].step if exchange.groups else 0,
         "unsent": unsent,
-        "groups": [_memory_on_rank_0(group, size) for group in exchange.groups] if per_rank else [],
+        "groups": [_memory_on_rank_0(group, size, ranks) for group in exchange.groups] if per_rank else [],
     }
 
 
@@ -137,30 +137,31 @@ def nbytes(state: Mapping[str, Any]) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
-def _memory_on_rank_0(group: Group, size: int) -> dict[str, Any]:
+def _memory_on_rank_0(group: Group, size: int, ranks: dist.ProcessGroup | None) -> dict[str, Any]:
     """What the compressor keeps for ``group``, of every rank, [P, *shape] each on rank 0."""
     return {
         "names": list(group.names),
         "memory": {
-            key: _rows_on_rank_0(kept.reshape(-1), size).view(-1, *kept.shape)
+            key: _rows_on_rank_0(kept.reshape(-1), size, ranks).view(-1, *kept.shape)
             for key, kept in sorted(group.memory.items())
         },
     }
 
 
-def _rows_on_rank_0(x: Tensor, size: int) -> Tensor:
+def _rows_on_rank_0(x: Tensor, size: int, ranks: dist.ProcessGroup | None) -> Tensor:
     """Every rank's ``x`` [n] on rank 0, [P, n] on the CPU; [0, n] elsewhere."""
     x = x.contiguous()
     if size == 1:
         return x.clone().cpu().unsqueeze(0)
-    rows = [torch.empty_like(x) for _ in range(size)] if dist.get_rank(WORLD) == 0 else None
-    dist.gather(x, rows, dst=0, group=WORLD)
+    rows = [torch.empty_like(x) for _ in range(size)] if dist.get_rank(ranks) == 0 else None
+    if dist.get_rank(ranks) >= 0:  # else another rank of its node speaks for it
+        dist.gather(x, rows, dst=0, group=ranks)
     return torch.stack([row.cpu() for row in rows]) if rows else x.new_empty((0, x.numel()), device="cpu")
 
 
-def _mean_on_rank_0(x: Tensor, size: int) -> Tensor:
+def _mean_on_rank_0(x: Tensor, size: int, ranks: dist.ProcessGroup | None) -> Tensor:
     """The mean over the ranks, [n] on the CPU, meaningful on rank 0."""
     total = x.clone()
-    if size > 1:
-        dist.reduce(total, dst=0, group=WORLD)
+    if size > 1 and dist.get_rank(ranks) >= 0:
+        dist.reduce(total, dst=0, group=ranks)
     return total.div_(size).cpu()

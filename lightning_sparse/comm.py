@@ -146,13 +146,14 @@ class Comm(ABC):
     def _shift(self, x: Tensor, out: Tensor, by: int) -> Pending: ...
 
 
-class _Works(Pending):
+class Works(Pending):
     """Messages of torch.distributed in flight, and every tensor they read or write."""
 
     def __init__(self, works: list[dist.Work], result: Tensor, *keep: Tensor) -> None:
         self._works, self._result, self._keep = works, result, keep
 
     def wait(self) -> Tensor:
+        """Wait for all."""
         for work in self._works:
             work.wait()
         return self._result
@@ -172,23 +173,23 @@ class TorchComm(Comm):
 
     def _all_reduce(self, x: Tensor) -> Pending:
         if self.size == 1:
-            return _Works([], x)
-        return _Works([dist.all_reduce(x, group=self._group, async_op=True)], x)
+            return Works([], x)
+        return Works([dist.all_reduce(x, group=self._group, async_op=True)], x)
 
     def _all_gather(self, x: Tensor) -> Pending:
         if self.size == 1:
-            return _Works([], x.unsqueeze(0).clone())
+            return Works([], x.unsqueeze(0).clone())
         result = x.new_empty((self.size, *x.shape))
-        return _Works([dist.all_gather(list(result), x, group=self._group, async_op=True)], result, x)
+        return Works([dist.all_gather(list(result), x, group=self._group, async_op=True)], result, x)
 
     def _broadcast(self, x: Tensor, source: int) -> Pending:
         if self.size == 1:
-            return _Works([], x)
-        return _Works([dist.broadcast(x, self._global[source], group=self._group, async_op=True)], x)
+            return Works([], x)
+        return Works([dist.broadcast(x, self._global[source], group=self._group, async_op=True)], x)
 
     def _shift(self, x: Tensor, out: Tensor, by: int) -> Pending:
         if by % self.size == 0:
-            return _Works([], out.copy_(x))
+            return Works([], out.copy_(x))
         to, source = self._global[(self.rank + by) % self.size], self._global[(self.rank - by) % self.size]
         # The receive is posted first: on Gloo nothing is buffered for a receiver that is not there yet.
         if self._nccl:
@@ -196,9 +197,66 @@ class TorchComm(Comm):
                 dist.P2POp(dist.irecv, out, source, self._group),
                 dist.P2POp(dist.isend, x, to, self._group),
             ]
-            return _Works(dist.batch_isend_irecv(pair), out, x)
+            return Works(dist.batch_isend_irecv(pair), out, x)
         received = dist.irecv(out, source, self._group)
         sent = dist.isend(x, to, self._group)
         assert received is not None  # both are None only on a rank outside the group
         assert sent is not None
-        return _Works([received, sent], out, x)
+        return Works([received, sent], out, x)
+
+
+class NodeComm(Comm):
+    """Nodes that act as one rank each: what is launched crosses between their leaders, who pass it on inside.
+
+    Every rank of a node runs the same compressor on the same data, so what it hands over is what its leader does; the
+    ``rank`` and ``size`` a compressor sees are of nodes.  ``sent_bytes`` are the node's, on each of its ranks.
+
+    Args:
+        node: which of ``nodes`` this is.
+        nodes: P.
+        between: the leaders, on a leader; None on the other ranks.
+        inside: the ranks of this node.
+        leader: the global rank of its leader.
+        wire_dtype: of values on the wire.
+    """
+
+    def __init__(
+        self,
+        node: int,
+        nodes: int,
+        between: TorchComm | None,
+        inside: dist.ProcessGroup,
+        leader: int,
+        wire_dtype: torch.dtype,
+    ) -> None:
+        super().__init__(node, nodes, wire_dtype)
+        self._between, self._inside, self._leader = between, inside, leader
+
+    def _all_reduce(self, x: Tensor) -> Pending:
+        return self._pass_on(self._between._all_reduce(x) if self._between else None, x)
+
+    def _all_gather(self, x: Tensor) -> Pending:
+        return self._pass_on(
+            self._between._all_gather(x) if self._between else None, x.new_empty((self.size, *x.shape))
+        )
+
+    def _broadcast(self, x: Tensor, source: int) -> Pending:
+        return self._pass_on(self._between._broadcast(x, source) if self._between else None, x)
+
+    def _shift(self, x: Tensor, out: Tensor, by: int) -> Pending:
+        return self._pass_on(self._between._shift(x, out, by) if self._between else None, out)
+
+    def _pass_on(self, message: Pending | None, result: Tensor) -> Pending:
+        return _PassedOn(message, result, self._inside, self._leader)
+
+
+class _PassedOn(Pending):
+    """A message between leaders, and then from each to its node."""
+
+    def __init__(self, message: Pending | None, result: Tensor, inside: dist.ProcessGroup, leader: int) -> None:
+        self._message, self._result, self._inside, self._leader = message, result, inside, leader
+
+    def wait(self) -> Tensor:
+        result = self._result if self._message is None else self._message.wait()
+        dist.broadcast(result, self._leader, group=self._inside)
+        return result

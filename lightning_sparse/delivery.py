@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported at run time only
 from torch.futures import Future
 
+from lightning_sparse.comm import Pending
+
 
 class Delivery:
     """A bucket handed over, until it is given back averaged."""
@@ -14,9 +16,15 @@ class Delivery:
     def __init__(self, bucket: GradBucket) -> None:
         self.buffer: Tensor = bucket.buffer()
         self.gradients = list(_gradients(bucket))  # each parameter and its gradient, a view of the buffer
+        self.summed: Pending | None = None  # its sum over this rank's node, under way
         self.missing = len(self.gradients)  # parameters whose mean is not in the buffer yet
         device = self.buffer.device
         self.future: Future[Tensor] = Future(devices=None if device.type == "cpu" else [device])
+
+    def wait(self) -> None:
+        """Until its gradients may be read."""
+        if self.summed is not None:
+            self.summed.wait()
 
     def give_back(self) -> None:
         """Let backward go on."""

@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -14,34 +13,19 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported at run time only
 from torch.futures import Future
 
-from lightning_sparse.comm import Comm, Pending, traffic
+from lightning_sparse.comm import Comm, Pending
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.delivery import Delivery
 from lightning_sparse.group import Group
 from lightning_sparse.lane import Lane
 from lightning_sparse.loss_scale import LossScale
+from lightning_sparse.process_groups import ProcessGroups
+from lightning_sparse.report import Report
 from lightning_sparse.timeline import Timeline
 from lightning_sparse.used import UsedParameters
 
 T = TypeVar("T")
-LANES = 2  # over Gloo; one sends while the other adds
-
-
-@dataclass(frozen=True)
-class Report:
-    """What one step of one rank cost and did."""
-
-    sent_bytes: int
-    dense_bytes: int  # what a float32 ring all-reduce of the same gradient sends
-    elements: int
-    picked: int | Tensor  # distinct elements updated; a tensor is not read until it is logged
-    target: int
-    mask_bytes: int  # of the bytes sent, those that only said which elements travel
-    overflow: int  # elements this rank meant to send but kept, for want of room in a message
-    ms_compress: float  # in the compressor's own code
-    ms_network: float  # of the issuing thread, waiting for messages
-    ms_wait: float  # of training: from the last gradient handed over to the last mean handed back
 
 
 class Exchange:
@@ -54,6 +38,7 @@ class Exchange:
         groups: each group and what averages it, in the order in which they are sent.
         comms: the ranks, once for each lane; nobody else may launch messages on them.
         threaded: give each lane a thread of its own; see [Note: who issues messages].
+        node: of this rank, if there are nodes: then ``comms`` are of nodes, and one averages its ranks' gradients.
         may_be_unused: some parameters may get no gradient in a step (DDP's ``find_unused_parameters``).
         loss_scale: what gradients are multiplied by, if they are.
 
@@ -82,9 +67,12 @@ class Exchange:
         comms: Sequence[Comm],
         *,
         threaded: bool,
+        node: ProcessGroups | None = None,
         may_be_unused: bool = False,
         loss_scale: LossScale | None = None,
     ) -> None:
+        self._node = node
+        self._share = 1 / node.local_size if node else 1.0  # of a node's sum in its gradient
         self.size = comms[0].size
         self.rank = comms[0].rank
         self.device = next((group.unsent.device for group, _ in groups), torch.device("cpu"))
@@ -115,7 +103,6 @@ class Exchange:
         self.groups = [group for group, _ in groups]
         self.compressors = [compressor for _, compressor in groups]
         self._group_of = {p: group for group in self.groups for p in group.parameters}
-        self._elements = sum(group.n for group in self.groups)
         self._arriving = [len(group.parameters) for group in self.groups]  # parameters not handed over yet
         self._averaging = len(self.groups)  # groups not averaged yet
         for first, lane in enumerate(self._lanes):
@@ -139,6 +126,8 @@ class Exchange:
             for lane in self._lanes:
                 lane.next = 0
         if last and self._loss_scale:  # beside the last groups' messages, so that nobody waits for it
+            if self._node:
+                self._node.sum_inside(self._loss_scale.overflowed).wait()
             self._submit(0, self._ask_for_overflow)
         for index in complete:
             self._submit(index % len(self._lanes), partial(self._average, index=index))
@@ -150,6 +139,8 @@ class Exchange:
         self.timeline.arrive([parameter for parameter, _ in delivery.gradients])
         if self._loss_scale:
             self._loss_scale.take_in(delivery.buffer)
+        if self._node:
+            delivery.summed = self._node.sum_inside(delivery.buffer)
         if self._stream:
             self._stream.wait_stream(torch.cuda.current_stream())
         for parameter, gradient in delivery.gradients:
@@ -220,6 +211,8 @@ class Exchange:
         if self._loss_scale:
             self._loss_scale.keep(group)
         arrived = [self._arrived.pop(parameter) for parameter in group.parameters]
+        for delivery in {delivery for _, delivery in arrived}:
+            delivery.wait()
         put_back = self._add(group, [gradient for gradient, _ in arrived])
         total = lane.run(take_step(self.compressors[index], group, lane.comm))
         group.hand_back(total, [gradient for gradient, _ in arrived], self.size)
@@ -272,23 +265,12 @@ class Exchange:
     def _add(self, group: Group, gradients: Sequence[Tensor]) -> Callable[[], None]:
         """Add the gradients to ``unsent``; returns what must be called when the means are in their place."""
         if self._used is None:
-            group.add(gradients)
+            group.add(gradients, self._share)
             return lambda: None
         return self._used.add(group, gradients, self._loss_scale.unscale if self._loss_scale else lambda mean: mean)
 
     def _finish_step(self) -> None:
-        self.last = Report(
-            sent_bytes=sum(lane.sent_bytes() for lane in self._lanes),
-            dense_bytes=traffic("all_reduce", 4 * self._elements, self.size),
-            elements=self._elements,
-            picked=sum(group.picked for group in self.groups),
-            target=sum(group.target for group in self.groups),
-            mask_bytes=sum(group.mask_bytes for group in self.groups),
-            overflow=sum(group.overflow for group in self.groups),
-            ms_compress=sum(lane.compress_ns for lane in self._lanes) / 1e6,
-            ms_network=sum(lane.network_ns for lane in self._lanes) / 1e6,
-            ms_wait=(time.perf_counter_ns() - self._handed_over_ns) / 1e6,
-        )
+        self.last = Report.of(self.groups, self._lanes, time.perf_counter_ns() - self._handed_over_ns)
         self.timeline.end_backward()
         for lane in self._lanes:
             lane.start_step()

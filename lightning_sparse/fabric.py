@@ -8,7 +8,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.hook import SparseHook, lane_groups
+from lightning_sparse.hook import SparseHook
 from lightning_sparse.options import Options, register_names
 
 
@@ -24,6 +24,7 @@ class SparseDDPStrategy(DDPStrategy):
         fusion: which parameters travel together.
         wire_dtype: of values on the wire.
         warmup_steps: dense steps first.
+        local_group: ranks that average densely among themselves.
         **kwargs: everything ``lightning.fabric.strategies.DDPStrategy`` takes.
 
     Raises:
@@ -37,9 +38,10 @@ class SparseDDPStrategy(DDPStrategy):
         fusion: str | Sequence[str] = "layer",
         wire_dtype: str = "float32",
         warmup_steps: int = 0,
+        local_group: int | str = 1,
         **kwargs: Any,
     ) -> None:
-        self.options = Options.checked(compressor, fusion, wire_dtype, warmup_steps, kwargs)
+        self.options = Options.checked(compressor, fusion, wire_dtype, warmup_steps, local_group, kwargs)
         self.hooks: list[SparseHook] = []  # in the order of setup
         super().__init__(**kwargs)
 
@@ -47,7 +49,8 @@ class SparseDDPStrategy(DDPStrategy):
         """Wrap ``module`` in DDP, with our hook."""
         ddp = super().setup_module(module)
         scaler = getattr(self.precision, "scaler", None)
-        self.hooks.append(self.options.hook(ddp, scaler, lane_groups(ddp, self._timeout)))
+        groups = self.options.process_groups(ddp, self._timeout, self.num_processes)
+        self.hooks.append(self.options.hook(ddp, scaler, groups))
         return ddp
 
     def teardown(self) -> None:

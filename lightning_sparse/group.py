@@ -65,13 +65,12 @@ class Group:
         """``flat`` [n] cut into one view a parameter, in the order of ``names``."""
         return torch.split(flat, self.sizes)
 
-    def add(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add the gradient of each parameter, of its shape, to what is unsent; None where there is none."""
+    def add(self, gradients: Sequence[Tensor | None], scale: float = 1.0) -> None:
+        """Add the gradient of each parameter, of its shape, times ``scale``, to what is unsent; None where is none."""
         if "clip_norm" in self.memory:
             clip_norm = float(self.memory["clip_norm"])
             norm = torch.stack([g.norm() for g in gradients if g is not None] or [torch.zeros(())]).norm()
-            scale = (clip_norm / norm.clamp(min=clip_norm)).item()
-            gradients = [None if g is None else g * scale for g in gradients]
+            scale *= (clip_norm / norm.mul(scale).clamp(min=clip_norm)).item()
         velocity = self.memory.get("velocity")
         momentum = float(self.memory.get("momentum", 0.0))
         moving = self.slots(velocity) if velocity is not None else [None] * len(self.sizes)
@@ -79,8 +78,10 @@ class Group:
             if gradient is None:
                 continue
             if speed is not None:
-                gradient = speed.view(gradient.shape).mul_(momentum).add_(gradient)
-            slot.view(gradient.shape).add_(gradient)
+                speed.view(gradient.shape).mul_(momentum).add_(gradient, alpha=scale)
+                slot.add_(speed)
+            else:
+                slot.view(gradient.shape).add_(gradient, alpha=scale)
 
     def snapshot(self) -> Snapshot:
         """A copy of what a step changes."""

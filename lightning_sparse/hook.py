@@ -1,7 +1,6 @@
 """The engine put on a DistributedDataParallel: what the strategies share, and plain PyTorch can use."""
 
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,12 +10,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import checkpoint
-from lightning_sparse.comm import TorchComm, wire_dtype_named
+from lightning_sparse.comm import wire_dtype_named
 from lightning_sparse.compressors import Compressor, Warmup, by_name
-from lightning_sparse.exchange import LANES, Exchange
+from lightning_sparse.exchange import Exchange
 from lightning_sparse.fusion import BUCKET_BYTES, carry_over, check_fusion, lay_out
 from lightning_sparse.layer_fusion import LayerFusion
 from lightning_sparse.loss_scale import LossScale
+from lightning_sparse.process_groups import ProcessGroups
 
 
 class SparseHook:
@@ -37,7 +37,7 @@ class SparseHook:
         warmup_steps: dense steps before the compressor starts.
         scaler: the ``torch.amp.GradScaler`` that scales the loss, if there is one.
         bucket_bytes: of float32 gradient in a group with ``fusion="bucket"``.
-        process_groups: what :func:`lane_groups` made, to use them again.
+        process_groups: to use them again, or with a time limit or nodes of their own.
 
     Raises:
         ValueError: for an option out of range, or a parameter whose gradient cannot be averaged.
@@ -54,7 +54,7 @@ class SparseHook:
         warmup_steps: int = 0,
         scaler: torch.amp.GradScaler | None = None,
         bucket_bytes: int = BUCKET_BYTES,
-        process_groups: Sequence[dist.ProcessGroup] | None = None,
+        process_groups: ProcessGroups | None = None,
     ) -> None:
         compressor, fusion, dtype = by_name(compressor), check_fusion(fusion), wire_dtype_named(wire_dtype)
         if warmup_steps:
@@ -62,11 +62,18 @@ class SparseHook:
         self.compressor = compressor
         parameters = _parameters(ddp)
         refuse_what_cannot_be_averaged(ddp.module, parameters)
-        nccl = dist.get_backend(ddp.process_group) == "nccl"
+        self._groups = process_groups or ProcessGroups(ddp)
+        nodes = self._groups if self._groups.local_size > 1 else None
+        if nodes and ddp.find_unused_parameters:
+            raise ValueError(
+                f"local_group={nodes.local_size} cannot be combined with find_unused_parameters=True: ranks of a node "
+                "may use different parameters, and only one may keep what is unsent of them. Leave one of them out."
+            )
         self.exchange = Exchange(
             lay_out(parameters, compressor, fusion, bucket_bytes),
-            [TorchComm(group, dtype) for group in process_groups or lane_groups(ddp)],
-            threaded=not nccl,
+            self._groups.comms(dtype),
+            threaded=not self._groups.nccl,
+            node=nodes,
             may_be_unused=ddp.find_unused_parameters,
             loss_scale=LossScale(scaler, next(ddp.parameters()).device) if scaler is not None else None,
         )
@@ -79,7 +86,7 @@ class SparseHook:
         ddp.register_comm_hook(None, self.exchange.hook)
         rank_zero_info(
             f"lightning_sparse: {compressor} averages {sum(g.n for g in self.exchange.groups):,} elements "
-            f"in {len(self.exchange.groups)} groups among {self.exchange.size} ranks."
+            f"in {len(self.exchange.groups)} groups among {self.exchange.size} {'nodes' if nodes else 'ranks'}."
         )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -89,7 +96,7 @@ class SparseHook:
         if self.exchange.error is not None:
             raise self.exchange.error
         thawed = [name for name, parameter in self._frozen if parameter.requires_grad]
-        if thawed and self.exchange.size > 1 and torch.is_grad_enabled():
+        if thawed and dist.get_world_size() > 1 and torch.is_grad_enabled():
             raise RuntimeError(
                 f"{', '.join(thawed)} required no gradient when DDP was set up, so DDP does not average them and the "
                 "ranks would drift apart. Set requires_grad=False only after setup (in on_train_start, with "
@@ -116,7 +123,7 @@ class SparseHook:
         Args:
             residuals: "per_rank": all of it, to go on bit for bit on as many ranks; "mean": a mean over the ranks.
         """
-        state = checkpoint.gather(self.exchange, residuals)
+        state = checkpoint.gather(self.exchange, residuals, self._groups.checkpoint)
         plan = self.layer_fusion.state() if self.layer_fusion else {}
         return state | {"compressor": repr(self.compressor), "plan": plan}
 
@@ -137,14 +144,6 @@ class SparseHook:
         for handle in self._handles:
             handle.remove()
         self.exchange.close()
-
-
-def lane_groups(ddp: DistributedDataParallel, timeout: timedelta | None = None) -> list[dist.ProcessGroup]:
-    """A process group for each lane of an exchange; see [Note: who issues messages].  To be called on every rank."""
-    if dist.get_backend(ddp.process_group) == "nccl":
-        return [ddp.process_group]  # several communicators need one order of launching: DDP's hook has it
-    ranks = dist.get_process_group_ranks(ddp.process_group)  # others may use DDP's from the main thread
-    return [dist.new_group(ranks, timeout=timeout) for _ in range(LANES)]
 
 
 def _parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:

@@ -2,16 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.comm import wire_dtype_named
 from lightning_sparse.compressors import NAMES, Auto, Compressor, by_name
 from lightning_sparse.fusion import BUCKET_BYTES, check_fusion
 from lightning_sparse.hook import SparseHook
+from lightning_sparse.process_groups import ProcessGroups
 
 # Of DDP; with these it does not hand every gradient of every rank to its hook.
 UNSUPPORTED = (
@@ -34,6 +35,7 @@ class Options:
     wire_dtype: str
     warmup_steps: int
     bucket_bytes: int
+    local_group: int | str
 
     @classmethod
     def checked(
@@ -42,6 +44,7 @@ class Options:
         fusion: str | Sequence[str],
         wire_dtype: str,
         warmup_steps: int,
+        local_group: int | str,
         ddp_kwargs: dict[str, Any],
     ) -> "Options":
         """The options, if they are possible; ``ddp_kwargs`` gets the bucket size that suits them.
@@ -52,6 +55,11 @@ class Options:
         """
         if warmup_steps < 0:
             raise ValueError(f"warmup_steps={warmup_steps} is a number of dense steps, so 0 or more; 0 is none.")
+        if local_group != "node" and (not isinstance(local_group, int) or local_group < 1):
+            raise ValueError(
+                f"local_group={local_group!r} is neither 'node' nor a number of consecutive ranks that share a fast "
+                "link; 1 is none."
+            )
         if ddp_kwargs.get("ddp_comm_hook") is not None:
             raise ValueError(
                 "ddp_comm_hook cannot be combined with a compressor: DDP takes one hook, and this strategy registers "
@@ -73,13 +81,17 @@ class Options:
             # DDP's buckets decide when gradients reach us: soon, at some 50 us for each bucket.
             ddp_kwargs["bucket_cap_mb"] = 1e-6 if fusion == "none" else HAND_OVER_MB
         bucket_bytes = int(bucket_mb * 2**20) if fusion == "bucket" and bucket_mb is not None else BUCKET_BYTES
-        return cls(compressor, fusion, wire_dtype, warmup_steps, bucket_bytes)
+        return cls(compressor, fusion, wire_dtype, warmup_steps, bucket_bytes, local_group)
+
+    def process_groups(self, ddp: DistributedDataParallel, timeout: timedelta | None, devices: int) -> ProcessGroups:
+        """Of ``ddp``, on a node with so many ``devices``; to be called on every rank."""
+        return ProcessGroups(ddp, timeout, devices if isinstance(self.local_group, str) else self.local_group)
 
     def hook(
         self,
         ddp: DistributedDataParallel,
         scaler: torch.amp.GradScaler | None,
-        process_groups: Sequence[dist.ProcessGroup],
+        process_groups: ProcessGroups,
     ) -> SparseHook:
         """Put it on ``ddp``."""
         return SparseHook(

@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import NamedTuple
 
-from lightning_sparse.exchange import Exchange, Report
+from lightning_sparse.exchange import Exchange
 from lightning_sparse.group import Group
 from lightning_sparse.metrics import compression_ratio, threshold_error
 from lightning_sparse.plan import GroupTime
+from lightning_sparse.report import Report
 
 MOST_POINTS = 2000  # kept of a training; beyond, every other one
 MOST_STEPS = 200  # whose times are kept since there is a plan

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import DDPStrategy
@@ -16,11 +15,12 @@ from torch import Tensor, nn
 from lightning_sparse import checkpoint as checkpoints
 from lightning_sparse.compressors import COMPRESSORS, Compressor
 from lightning_sparse.exchange import Exchange
-from lightning_sparse.hook import SparseHook, lane_groups
+from lightning_sparse.hook import SparseHook
 from lightning_sparse.layer_fusion import STEPS_MEASURED, WORTH_PLANNING, LayerFusion
 from lightning_sparse.options import Options, register_names
 from lightning_sparse.plan import Plan
 from lightning_sparse.plan_views import draw_timeline
+from lightning_sparse.process_groups import ProcessGroups
 
 LARGE_BYTES = 2**30  # of residuals in a checkpoint
 
@@ -45,16 +45,17 @@ class SparseMixin(_Base):
         wire_dtype: str = "float32",
         warmup_steps: int = 0,
         residuals: str = "per_rank",
+        local_group: int | str = 1,
         **ddp_kwargs: Any,
     ) -> None:
         if residuals not in checkpoints.RESIDUALS:
             raise ValueError(f"residuals={residuals!r} is not one of {', '.join(checkpoints.RESIDUALS)}.")
-        self.options = Options.checked(compressor, fusion, wire_dtype, warmup_steps, ddp_kwargs)
+        self.options = Options.checked(compressor, fusion, wire_dtype, warmup_steps, local_group, ddp_kwargs)
         super().__init__(**ddp_kwargs)
         self.residuals = residuals
         self.hook: SparseHook | None = None  # during fit, and afterwards
         self._hooked: LightningModule | None = None
-        self._lane_groups: list[dist.ProcessGroup] = []
+        self._groups: ProcessGroups | None = None
         self._told_size = False
 
     def setup_environment(self) -> None:
@@ -76,9 +77,9 @@ class SparseMixin(_Base):
                 "(expect_autograd_hooks_); leave out static_graph=True."
             )
         self._close()
-        if not self._lane_groups:
-            self._lane_groups = lane_groups(ddp, self._timeout)
-        hook = self.options.hook(ddp, getattr(self.precision_plugin, "scaler", None), self._lane_groups)
+        if self._groups is None:
+            self._groups = self.options.process_groups(ddp, self._timeout, self.num_processes)
+        hook = self.options.hook(ddp, getattr(self.precision_plugin, "scaler", None), self._groups)
         if self.hook is not None and self._hooked is self.lightning_module:
             hook.take_over(self.hook)  # a second fit goes on where the first ended
         self.hook, self._hooked = hook, self.lightning_module
@@ -230,6 +231,9 @@ class SparseDDPStrategy(SparseMixin, DDPStrategy):
         warmup_steps: dense steps before the compressor starts.
         residuals: what a checkpoint keeps of the gradient not yet sent.  "per_rank": all of it, to resume bit for bit
             on the same number of ranks; "mean": one mean over the ranks; "none".
+        local_group: ranks that share a fast link.  They average their gradients densely and then act as one rank, so
+            that only what travels between such groups is compressed, and a checkpoint keeps one residual for each.
+            "node": the devices of a node; a number: so many consecutive ranks; 1: none.
         **ddp_kwargs: everything ``lightning.pytorch.strategies.DDPStrategy`` takes.
 
     Raises:

@@ -19,12 +19,12 @@ import torch
 from rich.console import Console
 
 import lightning_sparse as ls
-from lightning_sparse.exchange import Report
 from lightning_sparse.group import Group
 from lightning_sparse.pictures import BOTTLENECK, draw, human_bytes, summary, verdict
 from lightning_sparse.plan import Cost, GroupTime, Plan, StepModel
 from lightning_sparse.plan_views import draw_timeline
 from lightning_sparse.record import MOST_POINTS, MOST_STEPS, Picks, Point, Run, Sums
+from lightning_sparse.report import Report
 from lightning_sparse.timeline import Timeline
 
 KEYS = {
