@@ -76,6 +76,8 @@ class Options:
         compressor = by_name(compressor)
         if isinstance(compressor, Auto) and fusion != "layer":
             raise ValueError(f"fusion={fusion!r}: sparse_auto chooses from what LayerFusion measures; use 'layer'.")
+        if ddp_kwargs.get("gradient_as_bucket_view") is None:
+            ddp_kwargs["gradient_as_bucket_view"] = True  # else DDP copies each mean from its bucket to `.grad`
         bucket_mb = ddp_kwargs.get("bucket_cap_mb")
         if fusion != "bucket" and bucket_mb is None:
             # DDP's buckets decide when gradients reach us: soon, at some 50 us for each bucket.

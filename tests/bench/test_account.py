@@ -1,0 +1,42 @@
+"""What a rank's own milliseconds are spent on, without a network."""
+
+import time
+
+import pytest
+
+import lightning_sparse as ls
+from lightning_sparse.bench.account import PHASES, REST, STEP, Clock, account, copying, main, table
+
+
+@pytest.mark.parametrize("name", ls.COMPRESSORS)
+def test_phases_add_up_to_the_step(name: str) -> None:
+    ms = account(ls.COMPRESSORS[name](), elements=20_000, ranks=4)
+    assert set(ms) == {*PHASES, REST, STEP}
+    assert 0 < ms["add"] < ms[STEP]
+    assert 0 < ms["hand back"] < ms[STEP]
+    if name in {"micro", "ok_topk", "sparse_topk", "sketch_fusion"}:
+        assert ms["select"] > 0
+    if name == "sketch_fusion":
+        assert ms["sketch"] > 0
+
+
+def test_a_phase_is_charged_without_what_it_calls_of_another() -> None:
+    start_s = time.perf_counter()
+    clock = Clock()
+    clock.enter("add")
+    time.sleep(0.01)
+    clock.enter("select")
+    time.sleep(0.02)
+    clock.leave()
+    clock.leave()
+    assert clock.ms["add"] >= 10
+    assert clock.ms["select"] >= 20
+    assert clock.ms["add"] + clock.ms["select"] < 1e3 * (time.perf_counter() - start_s)
+
+
+def test_it_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--elements", "5000", "--ranks", "2"])
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ls.COMPRESSORS)
+    assert copying(1000) > 0
+    assert table({"a": dict.fromkeys((*PHASES, REST, STEP), 1.0)}, 1.0, "t").row_count == 1
