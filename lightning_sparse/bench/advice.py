@@ -10,6 +10,7 @@ from lightning_sparse.compressors import COMPRESSORS, Auto, Compressor
 from lightning_sparse.plan import Plan
 from lightning_sparse.planner import LEAST_SPEEDUP
 
+MOST_UNCERTAINTY = 0.25  # of a step: beyond, something else kept the machines or the network busy
 LEAST_UNCERTAINTY = 0.1  # of a step: what repeated runs of the benchmark differ by
 
 
@@ -91,16 +92,25 @@ def table(advices: Sequence[Advice], title: str) -> Table:
 
 
 def words(advices: Sequence[Advice]) -> list[str]:
-    """The recommendation, and the configuration to paste."""
+    """The recommendation, and the configuration to paste; before them, whether to trust what was measured."""
     dense, best = next(a for a in advices if a.strategy == "sparse_dense"), recommend(advices)
+    doubt = []
+    if best.high_s - best.step_s > MOST_UNCERTAINTY * best.step_s:
+        doubt = [
+            f"Measured steps differ from each other too much to rely on this: {best.strategy}'s may take "
+            f"{1e3 * best.low_s:.0f} to {1e3 * best.high_s:.0f} ms. Ask again when nothing else runs on these machines.",
+            "",
+        ]
     if best is dense:
         return [
+            *doubt,
             f"Do not compress: no strategy is expected to gain {LEAST_SPEEDUP:.0%} of a dense step of "
             f"{1e3 * dense.step_s:.0f} ms, which is limited by its {dense.limit}. Use plain DDP:",
             "",
             "    Trainer(strategy='ddp')",
         ]
     return [
+        *doubt,
         f"Use {best.strategy}: a step of about {1e3 * best.step_s:.0f} ms instead of {1e3 * dense.step_s:.0f} ms "
         f"({dense.step_s / best.step_s:.1f} times faster), limited by its {best.limit}. What is kept back costs "
         "accuracy: compare the validation loss on your own task, with a dense phase first (warmup_steps).",

@@ -226,7 +226,7 @@ def _build_sparse(spec: str, name: str, options: list[str]) -> SparseDDPStrategy
         p.name: p.default
         for p in inspect.signature(SparseDDPStrategy).parameters.values()
         if p.default is not p.empty and p.name != "compressor"
-    }
+    } | {"gradient_as_bucket_view": True}
     settings: dict[str, Any] = {}
     for option in options:
         key, equals, value = option.partition("=")

@@ -18,7 +18,10 @@ DENSE = Advice("sparse_dense", 1.0, 0.9, 1.1, "network", 1)
 
 
 def made(**steps: float) -> list[Advice]:
-    return [DENSE, *(replace(DENSE, strategy=name, step_s=step) for name, step in steps.items())]
+    return [
+        DENSE,
+        *(replace(DENSE, strategy=name, step_s=s, low_s=0.9 * s, high_s=1.1 * s) for name, s in steps.items()),
+    ]
 
 
 def test_the_fastest_is_recommended_and_of_equals_the_one_that_sends_most() -> None:
@@ -32,6 +35,10 @@ def test_words_say_when_not_to_compress_and_what_to_paste() -> None:
     assert words(made(micro=0.97))[0].startswith("Do not compress")
     assert "Trainer(strategy='ddp')" in "\n".join(words(made(micro=0.97)))
     told = "\n".join(words(made(micro=0.5)))
+    assert told.startswith("Use micro")
+    unsure = [DENSE, replace(DENSE, strategy="micro", step_s=0.5, low_s=0.3, high_s=0.7)]
+    assert words(unsure)[0].endswith("micro's may take 300 to 700 ms. Ask again when nothing else runs on these machines.")
+    assert words(unsure)[2:] == words(made(micro=0.5))
     assert "Use micro: a step of about 500 ms instead of 1000 ms (2.0 times faster)" in told
     assert "class_path: lightning_sparse.MiCRO" in told
     assert [str(cell) for cell in table(made(micro=0.5), "title").columns[0].cells] == [
