@@ -1,4 +1,4 @@
-"""The command line: ``lightning-sparse list``, ``advise`` and ``bench``."""
+"""The command line: ``lightning-sparse list``, ``advise``, ``bench`` and ``scale``."""
 
 import argparse
 import sys
@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lightning_sparse.bench import own_model
+from lightning_sparse.bench import own_model, scale
 from lightning_sparse.bench.workloads import WORKLOADS
 from lightning_sparse.compressors import NAMES
 
@@ -25,6 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from lightning_sparse.bench.run import BenchError
 
     try:
+        if arguments.command == "scale":
+            typed = f"lightning-sparse {' '.join(words)}"
+            return scale.scale(scale.Asked(arguments.emulate, arguments.link, arguments.most, arguments.output, typed))
         return _advise(arguments) if arguments.command == "advise" else _bench(arguments, words)
     except (ValueError, ClusterError, BenchError) as error:
         print(f"lightning-sparse: error: {error}", file=sys.stderr)
@@ -45,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     advise.add_argument("--link", metavar="CLUSTER", default="", help="reckon with a cluster such as 4x1gbit; no root")
     advise.add_argument("--emulate", metavar="CLUSTER", default="", help="build such a cluster here (root on Linux)")
     advise.add_argument("--interface", help="network interface of a real cluster (default: the one towards rank 0)")
+    scale.add_scale_command(commands)
     bench = commands.add_parser(
         "bench",
         help="compare strategies on a cluster, emulated or real",

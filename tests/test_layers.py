@@ -24,6 +24,7 @@ MAY_IMPORT_DISTRIBUTED = {
 LAYERS = [
     {"__about__", "streams", "sparse", "wire", "control", "partition", "metrics", "plan"},
     {"select", "sketch"},
+    {"kernels"},
     {"comm", "group"},
     {"ring", "sparse_collectives", "lane", "timeline", "delivery", "loss_scale", "used", "process_groups"},
     {"report"},

@@ -157,11 +157,11 @@ def _places(name: str) -> list[tuple[Any, str, Callable[..., Any]]]:
     if last[:1].isupper():
         owner = getattr(importlib.import_module(f"lightning_sparse.{head}"), last)
         return [(owner, attribute, getattr(owner, attribute))]
-    function = getattr(importlib.import_module(f"lightning_sparse.{module_name}"), attribute)
+    function: Callable[..., Any] = getattr(importlib.import_module(f"lightning_sparse.{module_name}"), attribute)
     users = [f"compressors.{path}" for path in ("micro", "importance", "ok_topk", "sketch_fusion", "top_k", "base")]
     users += [module_name, "ring", "select", "sparse_collectives", "sparse"]
     modules = [importlib.import_module(f"lightning_sparse.{user}") for user in dict.fromkeys(users)]
-    return [(m, attribute, function) for m in modules if m.__dict__.get(attribute) is function]
+    return [(m, attribute, function) for m in modules if vars(m).get(attribute) is function]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

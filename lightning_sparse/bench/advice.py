@@ -98,7 +98,8 @@ def words(advices: Sequence[Advice]) -> list[str]:
     if best.high_s - best.step_s > MOST_UNCERTAINTY * best.step_s:
         doubt = [
             f"Measured steps differ from each other too much to rely on this: {best.strategy}'s may take "
-            f"{1e3 * best.low_s:.0f} to {1e3 * best.high_s:.0f} ms. Ask again when nothing else runs on these machines.",
+            f"{1e3 * best.low_s:.0f} to {1e3 * best.high_s:.0f} ms. Ask again when nothing else runs on these "
+            "machines.",
             "",
         ]
     if best is dense:

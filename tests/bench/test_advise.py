@@ -37,7 +37,9 @@ def test_words_say_when_not_to_compress_and_what_to_paste() -> None:
     told = "\n".join(words(made(micro=0.5)))
     assert told.startswith("Use micro")
     unsure = [DENSE, replace(DENSE, strategy="micro", step_s=0.5, low_s=0.3, high_s=0.7)]
-    assert words(unsure)[0].endswith("micro's may take 300 to 700 ms. Ask again when nothing else runs on these machines.")
+    assert words(unsure)[0].endswith(
+        "micro's may take 300 to 700 ms. Ask again when nothing else runs on these machines."
+    )
     assert words(unsure)[2:] == words(made(micro=0.5))
     assert "Use micro: a step of about 500 ms instead of 1000 ms (2.0 times faster)" in told
     assert "class_path: lightning_sparse.MiCRO" in told

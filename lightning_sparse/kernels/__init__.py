@@ -1,0 +1,211 @@
+"""Work on gradients that stay on the device: nothing here waits for it, counts and thresholds are tensors on it.
+
+In Triton on CUDA devices where it can be imported, else in plain PyTorch, with the same results.  All tensors of a
+call are contiguous and on one device; n is at most 2**31.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.kernels import ops
+from lightning_sparse.sketch import CountSketch
+from lightning_sparse.streams import draw
+from lightning_sparse.wire import INDEX_FORMATS
+
+__all__ = [
+    "Hashes",
+    "Selection",
+    "decode_indices",
+    "encode_indices",
+    "hashes",
+    "scatter",
+    "select",
+    "sketch_encode",
+    "sketch_estimate",
+]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Elements that reached a threshold.
+
+    Attributes:
+        index: [capacity] int64, of the first ``count`` of them, strictly rising; then n.
+        count: [] int64, how many indices there are: ``seen``, or the capacity where that is less.
+        seen: [] int64, elements that reached the threshold.
+        near: [] int64, elements that reached ``control.NEAR`` times the threshold, those that were seen included.
+    """
+
+    index: Tensor
+    count: Tensor
+    seen: Tensor
+    near: Tensor
+
+
+@dataclass(frozen=True)
+class Hashes:
+    """How a count-sketch of R rows turns and flips each block of a vector.
+
+    Attributes:
+        offsets: [R, blocks] int64, below the columns.
+        signs: [R, blocks] float32, 1 or -1.
+    """
+
+    offsets: Tensor
+    signs: Tensor
+
+
+def select(unsent: Tensor, gradient: Tensor | None, threshold: Tensor, capacity: int) -> Selection:
+    """Add ``gradient`` to ``unsent``, then find the elements of ``unsent`` whose magnitude is at least ``threshold``.
+
+    Never zeros, whatever the threshold; always NaN.  Where more than ``capacity`` are found, the *first* are returned,
+    not the largest; ``seen`` tells.
+
+    Args:
+        unsent: [n] float32, changed in place.
+        gradient: of n elements, any shape and floating-point dtype; None to add nothing.
+        threshold: [] float32 or float64.  NaN is reached by all but zeros.
+        capacity: indices there is room for.
+
+    Raises:
+        ValueError: if dtypes or shapes are others.
+    """
+    _check("unsent", unsent, torch.float32, 1)
+    if gradient is not None and gradient.numel() != unsent.numel():
+        raise ValueError(f"gradient has {gradient.numel()} elements, unsent {unsent.numel()}; they must be as many.")
+    flat = None if gradient is None else gradient.reshape(-1)
+    index, (seen, near) = ops.select(unsent, flat, threshold.to(torch.float32), capacity)
+    return Selection(index, seen.clamp(max=capacity), seen, near)
+
+
+def scatter(index: Tensor, values: Tensor, count: Tensor, size: int, out: Tensor) -> Tensor:
+    """Set ``out`` to a mean over ``size`` ranks: ``values / size`` at ``index``, zero elsewhere; and return it.
+
+    Args:
+        index: [m] int64, the first ``count`` strictly rising; what is not in [0, n) is left out.
+        values: [m] float32, a sum over the ranks.
+        count: [] int32 or int64, how many of ``index`` and ``values`` mean something.
+        size: ranks, P.
+        out: [n] float32, bfloat16 or float16; what it holds is overwritten.
+
+    Raises:
+        ValueError: if dtypes or shapes are others.
+    """
+    _check("index", index, torch.int64, 1)
+    _check("values", values, torch.float32, 1)
+    _check("out", out, out.dtype, 1)
+    if index.numel() != values.numel():
+        raise ValueError(f"{index.numel()} indices and {values.numel()} values; they must be as many.")
+    ops.scatter(index, values, count, size, out)
+    return out
+
+
+def hashes(sketch: CountSketch, n: int, device: torch.device | None = None) -> Hashes:
+    """The hashes of ``sketch`` for vectors of ``n`` elements, drawn on the host: R * n / c draws of about 1 µs."""
+    blocks = -(-n // sketch.columns)
+    drawn = [[draw(sketch.seed, row, block) for block in range(blocks)] for row in range(sketch.rows)]
+    offsets = torch.tensor([[(x >> 1) % sketch.columns for x in row] for row in drawn], dtype=torch.int64)
+    signs = torch.tensor([[1 - 2 * (x & 1) for x in row] for row in drawn], dtype=torch.float32)
+    return Hashes(offsets.to(device, non_blocking=True), signs.to(device, non_blocking=True))
+
+
+def sketch_encode(x: Tensor, hashed: Hashes, out: Tensor) -> Tensor:
+    """The table of ``x`` in ``out``, which is returned: the same bits as :meth:`CountSketch.encode` on any device.
+
+    Args:
+        x: [n] float32.
+        hashed: of the sketch, for n elements.
+        out: [R, c] float32; what it holds is overwritten.
+
+    Raises:
+        ValueError: if dtypes or shapes are others.
+    """
+    _check("x", x, torch.float32, 1)
+    _check("out", out, torch.float32, 2)
+    _check_hashes(hashed, x.numel(), out)
+    ops.sketch_encode(x, hashed.offsets, hashed.signs, out)
+    return out
+
+
+def sketch_estimate(table: Tensor, hashed: Hashes, out: Tensor) -> Tensor:
+    """What ``table`` tells of each element, in ``out``, which is returned: as :meth:`CountSketch.estimate`.
+
+    Args:
+        table: [R, c] float32, R odd.
+        hashed: of the sketch, for n elements.
+        out: [n] float32; what it holds is overwritten.
+
+    Raises:
+        ValueError: if dtypes or shapes are others.
+    """
+    _check("table", table, torch.float32, 2)
+    _check("out", out, torch.float32, 1)
+    _check_hashes(hashed, out.numel(), table)
+    ops.sketch_estimate(table, hashed.offsets, hashed.signs, out)
+    return out
+
+
+def encode_indices(index: Tensor, count: Tensor, n: int, out: Tensor) -> Tensor:
+    """Write indices to ``out``, which is returned: the bytes of ``wire.INDEX_FORMATS["block16"]``.
+
+    Args:
+        index: [capacity] int64, the first ``count`` strictly rising and in [0, n).
+        count: [] int32 or int64, at most the capacity.
+        n: elements that can be indexed.
+        out: [block16.nbytes(n, capacity)] uint8; what it holds is overwritten.
+
+    Raises:
+        ValueError: if dtypes or shapes are others.
+    """
+    _check("index", index, torch.int64, 1)
+    _check_payload("out", out, n, index.numel())
+    ops.encode_indices(index, count, n, out)
+    return out
+
+
+def decode_indices(payload: Tensor, n: int, capacity: int, count: Tensor) -> tuple[Tensor, Tensor]:
+    """Read indices from ``payload``: index [capacity] int64, and whether the payload is intact, [] bool.
+
+    Args:
+        payload: [block16.nbytes(n, capacity)] uint8.
+        n: elements that can be indexed.
+        capacity: indices there is room for.
+        count: [] int32 or int64, how many were announced.
+
+    Returns:
+        The first ``count`` indices, then n.  Where the second tensor is false, ``IndexFormat.decode`` would have
+        raised CorruptMessage; the indices are then in no order but still in [0, n].
+
+    Raises:
+        ValueError: if dtypes or shapes are others.
+    """
+    _check_payload("payload", payload, n, capacity)
+    index, intact = ops.decode_indices(payload, n, capacity, count)
+    return index, intact
+
+
+def _check(name: str, x: Tensor, dtype: torch.dtype, dimensions: int) -> None:
+    if x.dtype != dtype or x.dim() != dimensions or not x.is_contiguous():
+        raise ValueError(
+            f"{name} is {list(x.shape)} {x.dtype}{'' if x.is_contiguous() else ', not contiguous'}; "
+            f"a contiguous {dtype} tensor of {dimensions} dimension{'s'[: dimensions - 1]} is needed."
+        )
+
+
+def _check_hashes(hashed: Hashes, n: int, table: Tensor) -> None:
+    rows, columns = table.shape
+    blocks = -(-n // columns)
+    if hashed.offsets.shape != (rows, blocks) or hashed.signs.shape != (rows, blocks):
+        raise ValueError(
+            f"hashes of shape {list(hashed.offsets.shape)} do not fit {n} elements and a table of {rows} x {columns}; "
+            f"hashes(sketch, {n}) has [{rows}, {blocks}]."
+        )
+
+
+def _check_payload(name: str, payload: Tensor, n: int, capacity: int) -> None:
+    _check(name, payload, torch.uint8, 1)
+    expected = INDEX_FORMATS["block16"].nbytes(n, capacity)
+    if payload.numel() != expected:
+        raise ValueError(f"{name} has {payload.numel()} bytes; {capacity} indices below {n} take {expected}.")

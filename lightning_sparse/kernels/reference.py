@@ -1,0 +1,115 @@
+"""What the kernels compute, in plain PyTorch: for devices without Triton, and what the kernels are tested against.
+
+Nothing here waits for the device, so counts and thresholds are tensors [] on it.  The public functions of
+:mod:`lightning_sparse.kernels` describe arguments and results.
+"""
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.control import NEAR
+from lightning_sparse.sketch import median
+
+BLOCK_BITS = 16  # of an index that the block16 format writes out
+MAGNITUDE = 0x7FFFFFFF  # the bits of a float32 but for its sign: as a whole number they rise with the magnitude
+
+
+def select(unsent: Tensor, gradient: Tensor | None, threshold: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """``unsent`` [n] += ``gradient`` [n]; then index [capacity] of what reaches ``threshold``, and [seen, near]."""
+    if gradient is not None:
+        unsent.add_(gradient)
+    magnitude = unsent.view(torch.int32) & MAGNITUDE
+    reached = magnitude >= _least(threshold)
+    near = magnitude >= _least(NEAR * threshold)
+    return _compact(reached, capacity), torch.stack([reached.sum(), near.sum()])
+
+
+def _least(threshold: Tensor) -> Tensor:
+    """The least bits of a magnitude that reaches ``threshold`` [] float32: never those of zero, always below NaN's."""
+    return torch.where(threshold.isnan(), 1, threshold.view(torch.int32).clamp(min=1))
+
+
+def _compact(chosen: Tensor, capacity: int) -> Tensor:
+    """Where ``chosen`` [n] bool is true, the first ``capacity`` of it, then n: [capacity] int64."""
+    n = chosen.numel()
+    place = torch.where(chosen, chosen.cumsum(0) - 1, capacity).clamp_(max=capacity)  # what has no place: the last
+    index = place.new_full((capacity + 1,), n)
+    return index.scatter_(0, place, torch.arange(n, device=chosen.device))[:capacity]
+
+
+def scatter(index: Tensor, values: Tensor, count: Tensor, size: int, out: Tensor) -> None:
+    """Set ``out`` [n] to ``values`` [m] / ``size`` at the first ``count`` of ``index`` [m], and to zero elsewhere."""
+    n = out.numel()
+    meant = (torch.arange(index.numel(), device=index.device) < count) & (index >= 0) & (index < n)
+    mean = values / values.new_full((), size)  # on the device: by a number of the host, CUDA multiplies by 1 / size
+    out.copy_(values.new_zeros(n + 1).index_copy_(0, torch.where(meant, index, n), mean)[:n])
+
+
+def sketch_encode(x: Tensor, offsets: Tensor, signs: Tensor, out: Tensor) -> None:
+    """Set ``out`` [R, c] to the count-sketch of ``x`` [n]; ``offsets``, ``signs`` [R, blocks]."""
+    columns = out.shape[1]
+    column = torch.arange(columns, device=x.device)
+    out.zero_()
+    for part, offset, sign in zip(x.split(columns), offsets.T, signs.T, strict=False):  # an empty x has no block
+        place = (column - offset[:, None]) % columns  # [R, c]
+        padded = torch.cat([part, part.new_zeros(columns - part.numel())])
+        out.add_(padded[place] * sign[:, None])  # in the order of blocks, so that sums are rounded as by CountSketch
+
+
+def sketch_estimate(table: Tensor, offsets: Tensor, signs: Tensor, out: Tensor) -> None:
+    """Set ``out`` [n] to the median of what the rows of ``table`` [R, c] tell; ``offsets``, ``signs`` [R, blocks]."""
+    columns = table.shape[1]
+    for part, offset, sign in zip(out.split(columns), offsets.T, signs.T, strict=False):
+        place = torch.arange(part.numel(), device=out.device)  # [elements of the block]
+        bucket = (place + offset[:, None]) % columns
+        part.copy_(median(table.gather(1, bucket) * sign[:, None]))
+
+
+def encode_indices(index: Tensor, count: Tensor, n: int, out: Tensor) -> None:
+    """Write the first ``count`` of ``index`` [capacity] below ``n`` to ``out`` as block16 does."""
+    counts = borders(index, count, n, 1 << BLOCK_BITS).diff().to(torch.int32)  # [blocks]
+    meant = torch.arange(index.numel(), device=index.device) < count
+    head = 4 * counts.numel()
+    out[:head] = counts.view(torch.uint8)
+    out[head:] = torch.where(meant, index, 0).to(torch.int16).view(torch.uint8)
+
+
+def decode_indices(payload: Tensor, n: int, capacity: int, count: Tensor) -> tuple[Tensor, Tensor]:
+    """The ``count`` indices below ``n`` in ``payload``, then n: [capacity] int64; and whether all is as it must be."""
+    counts, offsets = sections(payload, n)
+    low = offsets.clone().view(torch.int16).long() & 0xFFFF  # [capacity]
+    place = torch.arange(capacity, device=payload.device)
+    block = torch.searchsorted(counts.clamp(min=0).cumsum(0), place, right=True)  # [capacity]
+    index = (block << BLOCK_BITS) | low
+    meant = place < count
+    wrong = meant & (index >= n)
+    wrong[1:] |= meant[1:] & (index[1:] <= index[:-1])
+    return torch.where(meant & (index < n), index, n), plausible(counts, capacity, count) & ~wrong.any()
+
+
+def sections(payload: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """Of a block16 payload: how many indices each block announces, [blocks] int64, and the bytes of their low bits."""
+    head = 4 * _blocks(n, 1 << BLOCK_BITS)
+    return payload[:head].clone().view(torch.int32).long(), payload[head:]  # clone: a payload may start anywhere
+
+
+def plausible(counts: Tensor, capacity: int, count: Tensor) -> Tensor:
+    """Whether ``counts`` [blocks] int64 of indices in blocks can make up ``count`` [] of them: [] bool."""
+    return (counts >= 0).all() & (counts.sum() == count) & (count <= capacity)
+
+
+def borders(index: Tensor, count: Tensor, n: int, step: int) -> Tensor:
+    """How many of the first ``count`` of ``index`` [m], rising, are below 0, step, 2 step, ..., n or just more.
+
+    Returns:
+        [ceil(n / step) + 1] int64: where the picks of each block of ``step`` elements begin, and where the last end.
+    """
+    blocks = _blocks(n, step)
+    meant = torch.arange(index.numel(), device=index.device) < count
+    return torch.searchsorted(
+        torch.where(meant, index, blocks * step), torch.arange(blocks + 1, device=index.device) * step
+    )
+
+
+def _blocks(n: int, step: int) -> int:
+    return -(-n // step)
