@@ -56,8 +56,8 @@ def count(compressor: str | Compressor, sizes: Sequence[int], elements: int) -> 
 
     It is a step in which nothing is estimated anew (Ok-Topk does in every 32nd).  The gradients are made up: normally
     distributed, each element with a scale of its own that all ranks share.  Up to ``FEW_RANKS`` ranks take ``STEPS``
-    steps, of which the last counts.  More than those take one step, after which only rank 0 works on; what they have
-    not sent and know at its start (thresholds, edges of partitions) is what fewer ranks did.
+    steps, of which the last counts.  More than those take one step, and only rank 0 works on after its last message;
+    what they have not sent and know at its start (thresholds, edges of partitions) is what fewer ranks did.
 
     Args:
         compressor: an instance, or a name in ``COMPRESSORS``.
@@ -77,59 +77,58 @@ def count(compressor: str | Compressor, sizes: Sequence[int], elements: int) -> 
     at_work = Dense() if made.sends_whole("gradient", elements) else made
     gradients = _Gradients(elements)
     few: list[Group] = []
-    known: Group | None = None  # of the ranks before
+    known: Group | None = None  # of half as many ranks
     for size in sizes:
         n = min(elements, MOST_FLOATS // size)
         groups = [Group(0, ("gradient",), (gradients.weights[:n],)) for _ in range(size)]
         if size > FEW_RANKS and known is not None:
-            _take_up(groups, few, known, size // 2)
-            yield _count(name, at_work, groups, gradients, steps=1)
+            _take_up(groups, few, known, gradients)
         else:
             few = groups
-            yield _count(name, at_work, groups, gradients, STEPS)
+            for step in range(STEPS):
+                if step:
+                    _step(at_work, groups)
+                for rank, group in enumerate(groups):
+                    gradients.add_to(group.unsent, step, rank)
+        yield _counted(name, groups, _step(at_work, groups, all_to_the_end=groups is few))
         known = groups[0]
         del groups  # before there are twice as many
 
 
-def _count(name: str, compressor: Compressor, groups: Sequence[Group], gradients: "_Gradients", steps: int) -> Traffic:
+def _step(compressor: Compressor, groups: Sequence[Group], all_to_the_end: bool = True) -> "CountingNetwork":
+    """Take a step; what was sent is counted in the network."""
     network = CountingNetwork(len(groups))
-    before: list[tuple[int, int, int]] = []
-    for step in range(steps):
-        before = [_counted(comm) for comm in network.comms]
-        for rank, group in enumerate(groups):
-            gradients.add_to(group.unsent, group.step, rank)
-        rounds = [take_step(compressor, g, c) for g, c in zip(groups, network.comms, strict=True)]
-        network.run(rounds, all_to_the_end=len(groups) <= FEW_RANKS or step < steps - 1)
-    counted = [
-        [now - then for now, then in zip(_counted(comm), earlier, strict=True)]
-        for comm, earlier in zip(network.comms, before, strict=True)
-    ]
-    sent = [each[0] for each in counted]
-    _, messages, hops = counted[0]
-    return Traffic(name, len(groups), groups[0].n, max(sent), sum(sent) / len(sent), messages, hops)
+    network.run([take_step(compressor, g, c) for g, c in zip(groups, network.comms, strict=True)], all_to_the_end)
+    return network
 
 
-def _counted(comm: Comm) -> tuple[int, int, int]:
-    return comm.sent_bytes, comm.messages, comm.hops
+def _counted(name: str, groups: Sequence[Group], network: "CountingNetwork") -> Traffic:
+    sent = [comm.sent_bytes for comm in network.comms]
+    first = network.comms[0]
+    return Traffic(name, len(sent), groups[0].n, max(sent), sum(sent) / len(sent), first.messages, first.hops)
 
 
-def _take_up(groups: Sequence[Group], few: Sequence[Group], known: Group, size: int) -> None:
-    """Let ``groups`` begin with what ``few`` have not sent, and with what ``known``, one of ``size`` ranks, remembers.
+def _take_up(groups: Sequence[Group], few: Sequence[Group], known: Group, gradients: "_Gradients") -> None:
+    """Let ``groups`` begin where ``few`` ended, and with what ``known``, of half as many ranks, remembers.
 
-    Of memory with an entry for each edge between ranks' parts, every part is halved.
+    Sums over ranks must not grow faster than thresholds can follow: from the third copy of the few on, every copy is
+    followed by its negative.  Of memory with an entry for each edge between ranks' parts, every part is halved.
     """
-    n = groups[0].n
+    n, size = groups[0].n, len(groups)
     memory = {}
     for key, kept in known.memory.items():
-        if kept.shape == (size + 1,) and int(kept[-1]) == known.n:
+        if kept.shape == (size // 2 + 1,) and int(kept[-1]) == known.n:
             middles = (kept[:-1] + kept[1:]) // 2
             kept = torch.cat([torch.stack([kept[:-1], middles], dim=1).flatten(), kept[-1:]]) * n // known.n
         memory[key] = kept
     for rank, group in enumerate(groups):
-        sign = 1 - 2 * (draw(rank) & 1)  # so that copies of one rank do not add up as ranks never would
-        torch.mul(few[rank % len(few)].unsent[:n], sign, out=group.unsent)
+        copy, original = divmod(rank, len(few))
+        group.unsent.copy_(few[original].unsent[:n])
+        gradients.add_to(group.unsent, STEPS, rank if copy < 2 else original)
+        if (draw(rank) if copy == 1 else copy) % 2:
+            group.unsent.neg_()
         group.memory = {key: kept.clone() for key, kept in memory.items()}
-        group.step = known.step
+        group.step = STEPS
 
 
 class _Gradients:
