@@ -94,7 +94,13 @@ def add_scale_command(commands: Any) -> None:
     command.add_argument(
         "--link", metavar="RATE", default="1gbit", help="rate to model where nothing is measured (%(default)s)"
     )
-    command.add_argument("--most", metavar="RANKS", type=int, default=MOST, help="count up to so many (%(default)s)")
+    command.add_argument(
+        "--most",
+        metavar="RANKS",
+        type=int,
+        default=MOST,
+        help="count up to so many (%(default)s, which takes half an hour and 7 GB of memory; 256: three minutes)",
+    )
     command.add_argument("--output", metavar="DIR", type=Path, default=Path("bench-results"), help="(%(default)s)")
 
 
