@@ -24,6 +24,7 @@ from lightning_sparse.compressors import (
 from lightning_sparse.hook import SparseHook
 from lightning_sparse.metrics import CompressionRatio, ThresholdError
 from lightning_sparse.registry import register
+from lightning_sparse.replicas import ReplicaCheck
 from lightning_sparse.simulation import Simulated, simulate
 from lightning_sparse.strategy import SparseDDPStrategy
 
@@ -42,6 +43,7 @@ __all__ = [
     "MomentumCorrection",
     "OkTopk",
     "RandomK",
+    "ReplicaCheck",
     "Simulated",
     "SketchFusion",
     "SkipReduce",

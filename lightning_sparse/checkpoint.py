@@ -61,6 +61,16 @@ def restore(exchange: Exchange, state: Mapping[str, Any] | None, compressor: Com
         rank_zero_warn(f"Resuming from a checkpoint of another configuration: {'; '.join(lost)}.")
 
 
+def described(state: Mapping[str, Any] | None) -> dict[str, object]:
+    """What of a state must be the same on every rank that goes on with it."""
+    if state is None:
+        return {"checkpoint": "without residuals"}
+    groups = [(group["names"], sorted(group["memory"])) for group in state["groups"]]
+    shapes = {name: list(x.shape) for name, x in state["unsent"].items()}
+    kept = {key: state.get(key) for key in ("residuals", "size", "steps", "compressor", "plan")}
+    return {f"checkpoint: {key}": value for key, value in (kept | {"groups": groups, "unsent": shapes}).items()}
+
+
 class _Saved:
     """The state in a checkpoint, as this rank goes on with it."""
 

@@ -205,6 +205,13 @@ class TorchComm(Comm):
         return Works([received, sent], out, x)
 
 
+def world() -> TorchComm:
+    """All ranks, for the main thread."""
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    return TorchComm(everyone)
+
+
 class NodeComm(Comm):
     """Nodes that act as one rank each: what is launched crosses between their leaders, who pass it on inside.
 

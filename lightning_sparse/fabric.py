@@ -47,6 +47,7 @@ class SparseDDPStrategy(DDPStrategy):
 
     def setup_module(self, module: Module) -> DistributedDataParallel:
         """Wrap ``module`` in DDP, with our hook."""
+        self.options.agree(module, self.root_device)
         ddp = super().setup_module(module)
         scaler = getattr(self.precision, "scaler", None)
         groups = self.options.process_groups(ddp, self._timeout, self.num_processes)

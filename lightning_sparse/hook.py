@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import checkpoint
-from lightning_sparse.comm import wire_dtype_named
+from lightning_sparse.agreement import agree, described, versions
+from lightning_sparse.comm import wire_dtype_named, world
 from lightning_sparse.compressors import Compressor, Warmup, by_name
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.fusion import BUCKET_BYTES, carry_over, check_fusion, lay_out
@@ -42,6 +43,7 @@ class SparseHook:
     Raises:
         ValueError: for an option out of range, or a parameter whose gradient cannot be averaged.
         TypeError: if ``compressor`` is neither a name nor an instance.
+        RuntimeError: on every rank, if they were not given the same.
     """
 
     def __init__(
@@ -62,6 +64,17 @@ class SparseHook:
         self.compressor = compressor
         parameters = _parameters(ddp)
         refuse_what_cannot_be_averaged(ddp.module, parameters)
+        self._device = next((p.device for p in parameters.values()), torch.device("cpu"))
+        told = {
+            "compressor": compressor,
+            "fusion": fusion,
+            "wire_dtype": wire_dtype,
+            "bucket_bytes": bucket_bytes,
+            "local_size": process_groups.local_size if process_groups else 1,
+            "find_unused_parameters": ddp.find_unused_parameters,
+            "a gradient scaler": scaler is not None,
+        }
+        agree(versions() | told | described(ddp.module), world(), self._device)
         self._groups = process_groups or ProcessGroups(ddp)
         nodes = self._groups if self._groups.local_size > 1 else None
         if nodes and ddp.find_unused_parameters:
@@ -75,7 +88,7 @@ class SparseHook:
             threaded=not self._groups.nccl,
             node=nodes,
             may_be_unused=ddp.find_unused_parameters,
-            loss_scale=LossScale(scaler, next(ddp.parameters()).device) if scaler is not None else None,
+            loss_scale=LossScale(scaler, self._device) if scaler is not None else None,
         )
         self.layer_fusion = LayerFusion(self.exchange, compressor, parameters) if fusion == "layer" else None
         self._frozen = [(name, p) for name, p in ddp.module.named_parameters() if not p.requires_grad]
@@ -131,7 +144,11 @@ class SparseHook:
         """Set what this rank has not sent from what :meth:`state_dict` returned on rank 0; None sets it to zero.
 
         To be called with the same on every rank.
+
+        Raises:
+            RuntimeError: on every rank, if they were not given the same.
         """
+        agree(checkpoint.described(state), world(), self._device)
         if self.layer_fusion is not None and state is not None:
             self.layer_fusion.resume(state.get("plan", {}), state["steps"])
         checkpoint.restore(self.exchange, state, self.compressor)

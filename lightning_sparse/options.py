@@ -6,9 +6,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.comm import wire_dtype_named
+from lightning_sparse.agreement import agree, described, versions
+from lightning_sparse.comm import wire_dtype_named, world
 from lightning_sparse.compressors import NAMES, Auto, Compressor, by_name
 from lightning_sparse.fusion import BUCKET_BYTES, check_fusion
 from lightning_sparse.hook import SparseHook
@@ -84,6 +86,14 @@ class Options:
             ddp_kwargs["bucket_cap_mb"] = 1e-6 if fusion == "none" else HAND_OVER_MB
         bucket_bytes = int(bucket_mb * 2**20) if fusion == "bucket" and bucket_mb is not None else BUCKET_BYTES
         return cls(compressor, fusion, wire_dtype, warmup_steps, bucket_bytes, local_group)
+
+    def agree(self, module: nn.Module, device: torch.device) -> None:
+        """Go on only if every rank has these options and such a ``module``; to be called on every rank.
+
+        Raises:
+            RuntimeError: on every rank, with the values that differ.
+        """
+        agree(versions() | vars(self) | described(module), world(), device)
 
     def process_groups(self, ddp: DistributedDataParallel, timeout: timedelta | None, devices: int) -> ProcessGroups:
         """Of ``ddp``, on a node with so many ``devices``; to be called on every rank."""

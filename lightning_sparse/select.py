@@ -13,7 +13,9 @@ from lightning_sparse.sparse import nonzero
 from lightning_sparse.wire import Picks
 
 SCAN = 2**16  # elements looked at together, so that they stay in a core's cache
-NEAR_PART = 16  # every so-manieth run of that length is looked at to see how steep a distribution is
+NEAR_SAMPLE = 2**18  # elements at least that are looked at, where there are so many, to see how steep a distribution is
+NEAR_RUN = 2**12  # of them lie side by side ...
+NEAR_PART = 16  # ... and the next ones at most so many times as far on
 SAMPLE = 2**16  # elements at least in a sample, where there are so many ...
 SAMPLED_PICKS = 1024  # ... and so many of them above the threshold that is wanted: about 3 % of uncertainty
 SUMMARISED = 2**14  # elements at least that are put in order to tell of a distribution, by ...
@@ -83,12 +85,14 @@ def at_most(capacity: int, index: Tensor, x: Tensor) -> Tensor:
 
 def _steepness(x: Tensor, threshold: float) -> float:
     """How many elements of ``x`` [n] reach ``NEAR * threshold`` for each that reaches ``threshold``; from a part."""
-    seen = near = 0
-    step = SCAN * (NEAR_PART if x.numel() >= 4 * NEAR_PART * SCAN else 1)
-    for start in range(0, x.numel(), step):
-        magnitudes = x[start : start + SCAN].abs()
-        seen += int((magnitudes >= threshold).sum())
-        near += int((magnitudes >= NEAR * threshold).sum())
+    period = NEAR_RUN * min(x.numel() // NEAR_SAMPLE, NEAR_PART)
+    part = x[: x.numel() // period * period].view(-1, period)[:, :NEAR_RUN] if period else x
+    magnitudes = part.abs()
+    if x.device.type == "cpu":  # numpy compares and counts several times as fast
+        found = magnitudes.numpy()
+        seen, near = (int(np.count_nonzero(found >= np.float32(t))) for t in (threshold, NEAR * threshold))
+    else:
+        seen, near = (int((magnitudes >= t).sum()) for t in (threshold, NEAR * threshold))
     return near / seen if seen else 1 / NEAR
 
 

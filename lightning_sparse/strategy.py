@@ -66,6 +66,12 @@ class SparseMixin(_Base):
 
     # - the hook
 
+    def _setup_model(self, model: nn.Module) -> nn.parallel.DistributedDataParallel:
+        """Wrap ``model`` in DDP, once the ranks agree: DDP and our process groups take it for granted."""
+        self.options.agree(model, self.root_device)
+        ddp: nn.parallel.DistributedDataParallel = super()._setup_model(model)
+        return ddp
+
     def _register_ddp_hooks(self) -> None:
         """Register our hook, on every device; Lightning's own registration does nothing off CUDA."""
         ddp = self.model

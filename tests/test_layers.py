@@ -9,7 +9,14 @@ PACKAGE = Path(__file__).parents[1] / "lightning_sparse"
 FILES = sorted(p.relative_to(PACKAGE).as_posix() for p in PACKAGE.rglob("*.py"))
 CORE = [f for f in FILES if not f.startswith("bench/") and f != "cli.py"]
 
-MAY_IMPORT_LIGHTNING = {"strategy.py", "pytorch_lightning.py", "registry.py", "callbacks.py", "fabric.py"}
+MAY_IMPORT_LIGHTNING = {
+    "strategy.py",
+    "pytorch_lightning.py",
+    "registry.py",
+    "callbacks.py",
+    "replicas.py",
+    "fabric.py",
+}
 MAY_IMPORT_DISTRIBUTED = {
     "comm.py",
     "delivery.py",
@@ -26,6 +33,7 @@ LAYERS = [
     {"select", "sketch"},
     {"kernels"},
     {"comm", "group"},
+    {"agreement"},
     {"ring", "sparse_collectives", "lane", "timeline", "delivery", "loss_scale", "used", "process_groups"},
     {"report"},
     {"compressors"},
@@ -34,7 +42,7 @@ LAYERS = [
     {"rehearsal"},
     {"layer_fusion"},
     {"checkpoint", "plan_views"},
-    {"hook", "pictures"},
+    {"hook", "pictures", "replicas"},
     {"callbacks"},
     {"options"},
     {"strategy", "fabric"},

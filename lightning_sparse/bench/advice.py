@@ -60,7 +60,7 @@ def _limit(plan: Plan) -> str:
 
 
 def recommend(advices: Sequence[Advice]) -> Advice:
-    """The strategy to use: of those hardly slower than the fastest the one that sends most; dense where none gains 5 %.
+    """The strategy to use: of those hardly slower than the fastest the first of ``Auto``'s; dense where none gains 5 %.
 
     Baselines (top-k, random-k) are shown but not recommended.
     """

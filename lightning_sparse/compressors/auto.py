@@ -12,7 +12,8 @@ from lightning_sparse.compressors.sketch_fusion import SketchFusion
 from lightning_sparse.compressors.skip_reduce import SkipReduce
 from lightning_sparse.group import Group
 
-CANDIDATES = (Dense(), SkipReduce(), SketchFusion(), OkTopk(), MiCRO(), ImportancePruning())
+# Those first that send most; of those that send as much, the one that selects with least work: its time is surest.
+CANDIDATES = (Dense(), SkipReduce(), SketchFusion(), MiCRO(), OkTopk(), ImportancePruning())
 
 
 @dataclass(frozen=True)

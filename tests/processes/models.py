@@ -41,7 +41,9 @@ def small(seed: int = 0, **kwargs: Any) -> Small:
     return Small(**kwargs)
 
 
-def trainer(strategy: Any, size: int, **kwargs: Any) -> L.Trainer:
+def trainer(strategy: Any, size: int, check_every: int = 2, **kwargs: Any) -> L.Trainer:
+    """A Trainer whose replicas are compared every so many steps."""
+    callbacks = [*kwargs.pop("callbacks", []), ls.ReplicaCheck(check_every)]
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": size,
@@ -49,6 +51,7 @@ def trainer(strategy: Any, size: int, **kwargs: Any) -> L.Trainer:
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
+        "callbacks": callbacks,
     }
     return L.Trainer(strategy=strategy, **(defaults | kwargs))
 
