@@ -42,8 +42,8 @@ def small(seed: int = 0, **kwargs: Any) -> Small:
 
 
 def trainer(strategy: Any, size: int, check_every: int = 2, **kwargs: Any) -> L.Trainer:
-    """A Trainer whose replicas are compared every so many steps."""
-    callbacks = [*kwargs.pop("callbacks", []), ls.ReplicaCheck(check_every)]
+    """A Trainer whose replicas are compared every so many steps, if at all."""
+    callbacks = [*kwargs.pop("callbacks", []), *([ls.ReplicaCheck(check_every)] if check_every else [])]
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": size,
