@@ -153,9 +153,19 @@ class Works(Pending):
         self._works, self._result, self._keep = works, result, keep
 
     def wait(self) -> Tensor:
-        """Wait for all."""
-        for work in self._works:
-            work.wait()
+        """Wait for all.
+
+        Raises:
+            RuntimeError: another rank is gone, or did not come in time.
+        """
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"a message among the ranks failed: {error}\nAnother rank has ended, hangs, or lost its link; its own "
+                "output may say why. The last checkpoint is whole; to go on, start all ranks again from it."
+            ) from error
         return self._result
 
 

@@ -3,11 +3,12 @@
 import io
 import multiprocessing
 import os
-import queue
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import pytest
@@ -45,20 +46,73 @@ class Ranks:
         Raises:
             AssertionError: if a rank raises, dies or is not done in time; all ranks are killed first.
         """
-        results: Any = self._context.Queue()
+        values = [None] * size
+        with self.start(function, size, *args) as running:
+            for end in running.ends(timeout_s):
+                assert end.error is None, f"rank {end.rank} failed:\n{end.error}"
+                values[end.rank] = end.value
+        return values
+
+    def start(self, function: Callable[..., Any], size: int, *args: Any) -> "Running":
+        """``function(rank, size, *args)`` on each rank, in the background; killed when the context ends."""
+        return Running(self._context, function, size, args)
+
+
+@dataclass
+class End:
+    """How a rank ended: with what its function returned, or a traceback or exit code; seconds since the start."""
+
+    rank: int
+    value: Any
+    error: str | None
+    after_s: float
+
+
+class Running:
+    """Ranks at work."""
+
+    def __init__(self, context: Any, function: Callable[..., Any], size: int, args: tuple[Any, ...]) -> None:
         port = _free_port()
-        processes = [
-            self._context.Process(target=_rank, args=(function, rank, size, port, results, args), daemon=True)
-            for rank in range(size)
-        ]
-        for process in processes:
+        self._began_s = time.monotonic()
+        self._pipes: dict[Connection, int] = {}  # what a rank says at its end, and which rank
+        self.processes = []
+        for rank in range(size):
+            receiving, sending = context.Pipe(duplex=False)
+            process = context.Process(target=_rank, args=(function, rank, size, port, sending, args), daemon=True)
             process.start()
-        try:
-            return _collect(results, processes, time.monotonic() + timeout_s)
-        finally:
-            for process in processes:
-                process.join(timeout=5)
-                process.kill()
+            sending.close()  # ours, so that the end of the process is the end of the pipe
+            self.processes.append(process)
+            self._pipes[receiving] = rank
+
+    def ends(self, timeout_s: float) -> Iterator[End]:
+        """The ranks in the order in which they end.
+
+        Raises:
+            AssertionError: if one has not ended in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        while self._pipes:
+            ready = wait(list(self._pipes), timeout=max(0.0, deadline - time.monotonic()))
+            assert ready, f"ranks {sorted(self._pipes.values())} were not done in {timeout_s} s"
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = self._pipes.pop(pipe)
+                value = error = None
+                try:
+                    answer, error = pipe.recv()
+                    value = torch.load(io.BytesIO(answer), weights_only=False) if error is None else None
+                except EOFError:
+                    self.processes[rank].join(timeout=5)
+                    error = f"died with exit code {self.processes[rank].exitcode}"
+                yield End(rank, value, error, time.monotonic() - self._began_s)
+
+    def __enter__(self) -> "Running":
+        return self
+
+    def __exit__(self, failed: object, *error: object) -> None:
+        for process in self.processes:
+            process.join(timeout=0 if failed else 5)
+            process.kill()
 
 
 @pytest.fixture(scope="session")
@@ -66,26 +120,9 @@ def ranks() -> Ranks:
     return Ranks()
 
 
-def _collect(results: Any, processes: list[Any], deadline: float) -> list[Any]:
-    collected: dict[int, Any] = {}
-    while len(collected) < len(processes):
-        try:
-            rank, value, error = results.get(timeout=0.2)
-        except queue.Empty:
-            dead = [i for i, p in enumerate(processes) if p.exitcode not in (None, 0) and i not in collected]
-            assert not dead, f"rank {dead[0]} died with exit code {processes[dead[0]].exitcode}"
-            missing = sorted(set(range(len(processes))) - set(collected))
-            assert time.monotonic() < deadline, f"ranks {missing} were not done in time"
-            continue
-        if error is not None:
-            for process in processes:
-                process.kill()
-        assert error is None, f"rank {rank} failed:\n{error}"
-        collected[rank] = torch.load(io.BytesIO(value), weights_only=False)
-    return [collected[rank] for rank in range(len(processes))]
-
-
-def _rank(function: Callable[..., Any], rank: int, size: int, port: int, results: Any, args: tuple[Any, ...]) -> None:
+def _rank(
+    function: Callable[..., Any], rank: int, size: int, port: int, end: Connection, args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), GROUP_RANK="0",
@@ -93,10 +130,10 @@ def _rank(function: Callable[..., Any], rank: int, size: int, port: int, results
     )  # fmt: skip
     try:
         answer = io.BytesIO()
-        torch.save(function(rank, size, *args), answer)  # as bytes: a tensor in a queue dies with its process
-        results.put((rank, answer.getvalue(), None))
+        torch.save(function(rank, size, *args), answer)
+        end.send((answer.getvalue(), None))
     except BaseException:
-        results.put((rank, None, traceback.format_exc()))
+        end.send((None, traceback.format_exc()))
         raise
     finally:
         if torch.distributed.is_initialized():

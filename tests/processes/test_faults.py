@@ -1,0 +1,144 @@
+"""What goes wrong on one rank ends all of them, soon and with a word about it, and costs nothing that was saved."""
+
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+import lightning_sparse as ls
+from tests.conftest import End, Ranks
+from tests.processes.models import data, small, trainer, unsent, weights
+
+TIMEOUT_S = 6  # of the process groups
+IN_TIME_S = 45  # to start, to notice and to end, beside other tests on few cores
+EPOCH, STEPS, FAULT_STEP = 4, 12, 5  # a checkpoint is written at every epoch's end
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(3 * IN_TIME_S)]
+
+
+class Fault(L.Callback):
+    """Does ``what`` on one rank, or on all, before a step."""
+
+    def __init__(self, what: Callable[[], None], on: int | None) -> None:
+        self.what, self.on = what, on
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == FAULT_STEP and self.on in (None, trainer.global_rank):
+            self.what()
+
+
+def killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stopped() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stopped_for_a_while() -> None:
+    own = os.getpid()
+    if os.fork() == 0:
+        time.sleep(TIMEOUT_S / 3)
+        os.kill(own, signal.SIGCONT)
+        os._exit(0)
+    stopped()
+
+
+def interrupted() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def terminated() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fail() -> None:
+    raise ValueError("this batch cannot be read")
+
+
+def no_room_on_disk() -> None:
+    """Let no file of this process grow beyond what a checkpoint needs: the error of a full disk, for this process."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, resource.RLIM_INFINITY))
+
+
+def fit(
+    rank: int, size: int, name: str, folder: str, what: Callable[[], None] | None, on: int | None, resume: str | None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    strategy = ls.SparseDDPStrategy(name, timeout=timedelta(seconds=TIMEOUT_S))
+    saver = ModelCheckpoint(dirpath=folder, every_n_train_steps=EPOCH, save_top_k=-1, filename="{step}")
+    callbacks: list[L.Callback] = [saver, *([Fault(what, on)] if what else [])]
+    run = trainer(strategy, size, max_steps=STEPS, callbacks=callbacks, enable_checkpointing=True)
+    model = small()
+    run.fit(model, data(EPOCH, size), ckpt_path=resume)
+    return weights(model), unsent(strategy)
+
+
+def ends_of(ranks: Ranks, size: int, *args: Any) -> list[End]:
+    with ranks.start(fit, size, *args) as running:
+        return sorted(running.ends(IN_TIME_S), key=lambda end: end.rank)
+
+
+def goes_on_as_if_nothing_had_happened(ranks: Ranks, size: int, name: str, folder: Path) -> None:
+    """The last checkpoint before the fault resumes to the bits of a run without it."""
+    saved = sorted(folder.glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
+    assert [path.name for path in saved] == ["step=4.ckpt"], saved
+    resumed = ranks.run(fit, size, name, str(folder / "on"), None, None, str(saved[-1]))
+    whole = ranks.run(fit, size, name, str(folder / "whole"), None, None, None)
+    for (theirs, owed), (ours, owing) in zip(resumed, whole, strict=True):
+        assert torch.equal(theirs, ours)
+        assert all(torch.equal(owed[parameter], owing[parameter]) for parameter in owing)
+
+
+def test_a_rank_that_is_killed_ends_the_others_and_training_resumes(ranks: Ranks, tmp_path: Path) -> None:
+    ends = ends_of(ranks, 3, "micro", str(tmp_path), killed, 1, None)
+    assert ends[1].error == "died with exit code -9"
+    for end in (ends[0], ends[2]):
+        assert "a message among the ranks failed" in str(end.error), end.error
+    goes_on_as_if_nothing_had_happened(ranks, 3, "micro", tmp_path)
+
+
+def test_a_rank_that_stops_ends_the_others_within_the_time_limit(ranks: Ranks, tmp_path: Path) -> None:
+    with ranks.start(fit, 3, "ok_topk", str(tmp_path), stopped, 1, None) as running:
+        found = running.ends(IN_TIME_S)
+        for end in (next(found), next(found)):
+            assert "a message among the ranks failed" in str(end.error), end.error
+            assert "imed out" in str(end.error) or "onnection closed" in str(end.error), end.error
+
+
+@pytest.mark.parametrize("name", ["skip_reduce", "micro"])
+def test_a_rank_that_stops_for_a_while_changes_nothing(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    stopped = ranks.run(fit, 2, name, str(tmp_path / "a"), stopped_for_a_while, 1, None)
+    whole = ranks.run(fit, 2, name, str(tmp_path / "b"), None, None, None)
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(stopped, whole, strict=True))
+
+
+def test_an_exception_on_one_rank_ends_the_others(ranks: Ranks, tmp_path: Path) -> None:
+    ends = ends_of(ranks, 3, "sketch_fusion", str(tmp_path), fail, 2, None)
+    assert "ValueError: this batch cannot be read" in str(ends[2].error)
+    for end in ends[:2]:
+        assert "a message among the ranks failed" in str(end.error), end.error
+    goes_on_as_if_nothing_had_happened(ranks, 3, "sketch_fusion", tmp_path)
+
+
+@pytest.mark.parametrize(("what", "said"), [(interrupted, "SystemExit"), (terminated, "SIGTERMException")])
+def test_a_signal_to_every_rank_ends_all(ranks: Ranks, tmp_path: Path, what: Callable[[], None], said: str) -> None:
+    for end in ends_of(ranks, 2, "importance", str(tmp_path), what, None, None):
+        assert said in str(end.error), end.error
+    goes_on_as_if_nothing_had_happened(ranks, 2, "importance", tmp_path)
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_whole(ranks: Ranks, tmp_path: Path) -> None:
+    ends = ends_of(ranks, 2, "micro", str(tmp_path), no_room_on_disk, 0, None)
+    assert "File too large" in str(ends[0].error), ends[0].error
+    assert ends[1].error is not None
+    goes_on_as_if_nothing_had_happened(ranks, 2, "micro", tmp_path)
