@@ -3,6 +3,8 @@
 import os
 import resource
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,12 +17,17 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_sparse as ls
+from lightning_sparse.bench.cluster import Cluster, unavailable_reason
 from tests.conftest import End, Ranks
 from tests.processes.models import data, small, trainer, unsent, weights
 
+ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 6  # of the process groups
 IN_TIME_S = 45  # to start, to notice and to end, beside other tests on few cores
 EPOCH, STEPS, FAULT_STEP = 4, 12, 5  # a checkpoint is written at every epoch's end
+
+REASON = unavailable_reason()
+emulated = pytest.mark.skipif(REASON is not None, reason=REASON or "")
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(3 * IN_TIME_S)]
 
@@ -53,6 +60,19 @@ def stopped_for_a_while() -> None:
     stopped()
 
 
+def cut_off() -> None:
+    """Take this host's link away, for good."""
+    subprocess.run(["ip", "link", "set", "dev", os.environ["GLOO_SOCKET_IFNAME"], "down"], check=True)
+
+
+def cut_off_for_a_while() -> None:
+    cut_off()
+    if os.fork() == 0:
+        time.sleep(5)
+        subprocess.run(["ip", "link", "set", "dev", os.environ["GLOO_SOCKET_IFNAME"], "up"], check=True)
+        os._exit(0)
+
+
 def interrupted() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
@@ -72,9 +92,16 @@ def no_room_on_disk() -> None:
 
 
 def fit(
-    rank: int, size: int, name: str, folder: str, what: Callable[[], None] | None, on: int | None, resume: str | None
+    rank: int,
+    size: int,
+    name: str,
+    folder: str,
+    what: Callable[[], None] | None,
+    on: int | None,
+    resume: str | None,
+    timeout_s: float = TIMEOUT_S,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    strategy = ls.SparseDDPStrategy(name, timeout=timedelta(seconds=TIMEOUT_S))
+    strategy = ls.SparseDDPStrategy(name, timeout=timedelta(seconds=timeout_s))
     saver = ModelCheckpoint(dirpath=folder, every_n_train_steps=EPOCH, save_top_k=-1, filename="{step}")
     callbacks: list[L.Callback] = [saver, *([Fault(what, on)] if what else [])]
     run = trainer(strategy, size, max_steps=STEPS, callbacks=callbacks, enable_checkpointing=True)
@@ -88,15 +115,24 @@ def ends_of(ranks: Ranks, size: int, *args: Any) -> list[End]:
         return sorted(running.ends(IN_TIME_S), key=lambda end: end.rank)
 
 
+def same(some: list[Any], others: list[Any]) -> bool:
+    return all(
+        torch.equal(weights, weights2) and all(torch.equal(owed[name], owed2[name]) for name in owed)
+        for (weights, owed), (weights2, owed2) in zip(some, others, strict=True)
+    )
+
+
+def results(folder: Path, size: int) -> list[Any]:
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(size)]
+
+
 def goes_on_as_if_nothing_had_happened(ranks: Ranks, size: int, name: str, folder: Path) -> None:
     """The last checkpoint before the fault resumes to the bits of a run without it."""
     saved = sorted(folder.glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
     assert [path.name for path in saved] == ["step=4.ckpt"], saved
     resumed = ranks.run(fit, size, name, str(folder / "on"), None, None, str(saved[-1]))
     whole = ranks.run(fit, size, name, str(folder / "whole"), None, None, None)
-    for (theirs, owed), (ours, owing) in zip(resumed, whole, strict=True):
-        assert torch.equal(theirs, ours)
-        assert all(torch.equal(owed[parameter], owing[parameter]) for parameter in owing)
+    assert same(resumed, whole)
 
 
 def test_a_rank_that_is_killed_ends_the_others_and_training_resumes(ranks: Ranks, tmp_path: Path) -> None:
@@ -119,7 +155,7 @@ def test_a_rank_that_stops_ends_the_others_within_the_time_limit(ranks: Ranks, t
 def test_a_rank_that_stops_for_a_while_changes_nothing(ranks: Ranks, tmp_path: Path, name: str) -> None:
     stopped = ranks.run(fit, 2, name, str(tmp_path / "a"), stopped_for_a_while, 1, None)
     whole = ranks.run(fit, 2, name, str(tmp_path / "b"), None, None, None)
-    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(stopped, whole, strict=True))
+    assert same(stopped, whole)
 
 
 def test_an_exception_on_one_rank_ends_the_others(ranks: Ranks, tmp_path: Path) -> None:
@@ -142,3 +178,43 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(ranks: Ranks, tmp_path: Pa
     assert "File too large" in str(ends[0].error), ends[0].error
     assert ends[1].error is not None
     goes_on_as_if_nothing_had_happened(ranks, 2, "micro", tmp_path)
+
+
+def test_torchrun_starts_all_ranks_again_and_they_go_on_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
+    folder = tmp_path / "restarted"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    worker = ["-m", "tests.processes.faulty_worker", "micro", str(folder), "killed", str(TIMEOUT_S)]
+    done = subprocess.run(
+        [*torchrun, *worker], cwd=ROOT, capture_output=True, text=True, timeout=2 * IN_TIME_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "step=4.ckpt" in done.stderr + done.stdout  # "Restoring states from ..."
+    assert same(results(folder, 2), ranks.run(fit, 2, "micro", str(tmp_path / "whole"), None, None, None))
+
+
+def on_emulated_hosts(folder: Path, size: int, fault: str, timeout_s: float) -> list[str]:
+    """Train on hosts of which number 1 is cut off; what each printed on its standard error."""
+    with Cluster(f"{size}x1gbit") as cluster:
+        workers = []
+        for rank in range(size):
+            env = {
+                "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": "1",
+                "GROUP_RANK": str(rank), "MASTER_ADDR": cluster.address(0), "MASTER_PORT": "29400",
+                "TORCHELASTIC_RUN_ID": "tests",
+            }  # fmt: skip
+            argv = [sys.executable, "-m", "tests.processes.faulty_worker", "micro", str(folder), fault, str(timeout_s)]
+            workers.append(cluster.popen(rank, argv, env=env, cwd=ROOT, stderr=subprocess.PIPE, text=True))
+        return [worker.communicate(timeout=IN_TIME_S)[1] for worker in workers]
+
+
+@emulated
+def test_a_link_that_is_cut_for_five_seconds_changes_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    on_emulated_hosts(tmp_path / "cut", 3, "cut_off_for_a_while", 4 * TIMEOUT_S)
+    assert same(results(tmp_path / "cut", 3), ranks.run(fit, 3, "micro", str(tmp_path / "whole"), None, None, None))
+
+
+@emulated
+def test_a_link_that_is_cut_for_good_ends_all_within_the_time_limit(ranks: Ranks, tmp_path: Path) -> None:
+    for said in on_emulated_hosts(tmp_path, 3, "cut_off", TIMEOUT_S):
+        assert "a message among the ranks failed" in said, said
+    goes_on_as_if_nothing_had_happened(ranks, 3, "micro", tmp_path)
