@@ -166,7 +166,9 @@ def test_an_exception_on_one_rank_ends_the_others(ranks: Ranks, tmp_path: Path) 
     goes_on_as_if_nothing_had_happened(ranks, 3, "sketch_fusion", tmp_path)
 
 
-@pytest.mark.parametrize(("what", "said"), [(interrupted, "SystemExit"), (terminated, "SIGTERMException")])
+@pytest.mark.parametrize(
+    ("what", "said"), [(interrupted, "SystemExit"), (terminated, "SIGTERMException")], ids=["ctrl_c", "sigterm"]
+)
 def test_a_signal_to_every_rank_ends_all(ranks: Ranks, tmp_path: Path, what: Callable[[], None], said: str) -> None:
     for end in ends_of(ranks, 2, "importance", str(tmp_path), what, None, None):
         assert said in str(end.error), end.error
