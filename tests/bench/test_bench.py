@@ -372,6 +372,7 @@ def test_interrupted_run_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("BENCH_TEST", str(os.getpid()))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has background jobs ignore it
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))

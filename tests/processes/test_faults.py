@@ -74,6 +74,7 @@ def cut_off_for_a_while() -> None:
 
 
 def interrupted() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has background jobs ignore it
     os.kill(os.getpid(), signal.SIGINT)
 
 
