@@ -42,10 +42,11 @@ class Exchange:
         may_be_unused: some parameters may get no gradient in a step (DDP's ``find_unused_parameters``).
         loss_scale: what gradients are multiplied by, if they are.
 
-    [Note: who issues messages] Group i is sent on lane i mod the number of lanes.  A lane is one process group and one
-    issuer, which runs its groups one after the other in a fixed order, so that on each process group every rank
-    launches the same messages in the same order whatever the timing.  Over Gloo the issuer is a thread.  Step time
-    relative to plain DDP, SkipReduce(skip=0.5) on two hosts at 1 Gbit/s (docs/benchmarks/2026-11-21-skip-reduce.md):
+    [Note: who issues messages] Each group is sent on the lane with the fewest elements before it.  A lane is one
+    process group and one issuer, which runs its groups one after the other in a fixed order, so that on each process
+    group every rank launches the same messages in the same order whatever the timing.  Over Gloo the issuer is a
+    thread.  Step time relative to plain DDP, SkipReduce(skip=0.5) on two hosts at 1 Gbit/s
+    (docs/benchmarks/2026-11-21-skip-reduce.md):
 
     =================================================================  ================  =================
     issuer                                                             groups of 25 MiB  one group a layer
@@ -105,8 +106,9 @@ class Exchange:
         self._group_of = {p: group for group in self.groups for p in group.parameters}
         self._arriving = [len(group.parameters) for group in self.groups]  # parameters not handed over yet
         self._averaging = len(self.groups)  # groups not averaged yet
-        for first, lane in enumerate(self._lanes):
-            lane.groups = range(first, len(self.groups), len(self._lanes))
+        self._lane_of = spread([group.n for group in self.groups], len(self._lanes))
+        for number, lane in enumerate(self._lanes):
+            lane.groups = [index for index, its in enumerate(self._lane_of) if its == number]
 
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
         """DDP's communication hook: takes a bucket of gradients, gives back a future of the same bucket averaged."""
@@ -130,7 +132,7 @@ class Exchange:
                 self._node.sum_inside(self._loss_scale.overflowed).wait()
             self._submit(0, self._ask_for_overflow)
         for index in complete:
-            self._submit(index % len(self._lanes), partial(self._average, index=index))
+            self._submit(self._lane_of[index], partial(self._average, index=index))
         if last and self._loss_scale:
             self._submit(0, self._settle)
         return delivery.future
@@ -278,3 +280,13 @@ class Exchange:
             self._used.end_step()
         self._averaging = len(self.groups)
         self.steps += 1
+
+
+def spread(elements: Sequence[int], lanes: int) -> list[int]:
+    """A lane for each group of so many ``elements``, in their order: the one that has the fewest so far."""
+    given = [0] * lanes
+    chosen = []
+    for n in elements:
+        chosen.append(given.index(min(given)))
+        given[chosen[-1]] += max(n, 1)
+    return chosen

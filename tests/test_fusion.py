@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import lightning_sparse as ls
 from lightning_sparse.control import Held
+from lightning_sparse.exchange import spread
 from lightning_sparse.fusion import FUSIONS, Piece, carry_over, fuse, lay_out, make_groups
 from lightning_sparse.group import Group
 
@@ -137,3 +138,16 @@ def test_a_group_that_stays_keeps_all_its_memory() -> None:
     kept = old[1][0].memory
     carry_over([group for group, _ in old], new)
     assert new[1][0].memory is kept
+
+
+def test_groups_are_spread_over_lanes_by_their_elements() -> None:
+    assert spread([5, 5, 5, 5], 2) == [0, 1, 0, 1]
+    assert spread([500, 1, 500, 1], 2) == [
+        0,
+        1,
+        1,
+        0,
+    ]  # compressed and dense groups by turns, as LayerFusion makes them
+    assert spread([0, 0, 0], 2) == [0, 1, 0]
+    assert spread([3, 4], 1) == [0, 0]
+    assert spread([], 2) == []
