@@ -147,7 +147,7 @@ def test_groups_are_spread_over_lanes_by_their_elements() -> None:
         1,
         1,
         0,
-    ]  # compressed and dense groups by turns, as LayerFusion makes them
+    ]  # compressed and dense groups by turns
     assert spread([0, 0, 0], 2) == [0, 1, 0]
     assert spread([3, 4], 1) == [0, 0]
     assert spread([], 2) == []
