@@ -19,7 +19,9 @@ from torch import Tensor
 
 from lightning_sparse.streams import draw
 
-SPAN = 2**15  # elements estimated together, so that they stay in a core's cache
+# Elements looked at together, for all rows, so that they stay in a core's cache:
+SPAN = 2**15  # estimated
+ENCODED = 2**17
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,11 @@ class CountSketch:
     def encode(self, x: Tensor, out: Tensor) -> Tensor:
         """The table of ``x`` [n], in ``out`` [R, c] float32.  Linear: tables of vectors add up to that of their sum."""
         out.zero_()
-        for row in range(self.rows):
-            for elements, buckets, sign in self._runs(row, 0, x.numel()):
-                out[row, buckets].add_(x[elements], alpha=sign)
+        n = x.numel()
+        for start in range(0, n, ENCODED):
+            for row in range(self.rows):
+                for elements, buckets, sign in self._runs(row, start, min(start + ENCODED, n)):
+                    out[row, buckets].add_(x[elements], alpha=sign)
         return out
 
     def estimate(self, table: Tensor, out: Tensor) -> Tensor:
