@@ -163,23 +163,36 @@ class LayerFusion:
         # Rank 0 decides: which candidate, and the group of each parameter; -1 for all as it is.
         decision = torch.full((1 + len(self._pieces),), -1, dtype=torch.int64, device=exchange.device)
         if exchange.rank == 0:
-            rest_s = rest_s if math.isfinite(rest_s) else 0.0
-            measured = Measured(arrivals_s, span_s, rest_s, [group.names for group in exchange.groups])
-            if kinds and math.isfinite(span_s) and np.isfinite(arrivals_s).any():
-                calibration = calibrate(pieces_of(self._parameters, start), kinds[0], measured)
-                self.plans = [
-                    (c, best_plan(pieces_of(self._parameters, c), own_kinds, measured, calibration))
-                    for c, own_kinds in zip(candidates, kinds[1:], strict=True)
-                ]
-                chosen = choose([plan for _, plan in self.plans])
-                self.plan = self.plans[chosen][1]
-                group_of = dict(zip(self.plan.names, self.plan.group_of(), strict=True))
-                decision.copy_(torch.tensor([chosen, *(group_of[piece.name] for piece in self._pieces)]))
-            else:
-                rank_zero_warn("LayerFusion: no rank could tell the time; the groups stay as they are.")
+            try:
+                measured = Measured(
+                    arrivals_s,
+                    span_s,
+                    rest_s if math.isfinite(rest_s) else 0.0,
+                    [group.names for group in exchange.groups],
+                )
+                decision.copy_(torch.tensor(self._decide(start, candidates, kinds, measured)))
+            except Exception as error:  # a plan is a gain, not a need; and the others wait for this rank
+                rank_zero_warn(f"LayerFusion: no plan could be made; the groups stay as they are. {error!r}")
         chosen, *group_of_piece = exchange.ask(lambda comm: comm.broadcast(decision, 0)).tolist()
         if chosen >= 0:
             self._follow(candidates[chosen] if isinstance(at_work, Auto) else None, group_of_piece, span_s)
+
+    def _decide(
+        self, start: Compressor, candidates: Sequence[Compressor], kinds: Sequence[Kinds], measured: Measured
+    ) -> list[int]:
+        """The candidate to take and the group of each piece; -1 for all as it is."""
+        if not (kinds and math.isfinite(measured.span_s) and np.isfinite(measured.arrivals_s).any()):
+            rank_zero_warn("LayerFusion: no rank could tell the time; the groups stay as they are.")
+            return [-1] * (1 + len(self._pieces))
+        calibration = calibrate(pieces_of(self._parameters, start), kinds[0], measured)
+        self.plans = [
+            (c, best_plan(pieces_of(self._parameters, c), own_kinds, measured, calibration))
+            for c, own_kinds in zip(candidates, kinds[1:], strict=True)
+        ]
+        chosen = choose([plan for _, plan in self.plans])
+        self.plan = self.plans[chosen][1]
+        group_of = dict(zip(self.plan.names, self.plan.group_of(), strict=True))
+        return [chosen, *(group_of[piece.name] for piece in self._pieces)]
 
     def _rehearse(self, compressors: Sequence[Compressor]) -> list[Kinds]:
         """What each costs here, and its dense part; nothing if no rank could tell the time."""

@@ -280,3 +280,30 @@ def resume_automatic(rank: int, size: int, folder: str) -> str:
 def test_sparse_auto_goes_on_with_what_it_chose(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(automatic, 2, "OkTopk", str(tmp_path), timeout_s=LIMIT_S)
     assert ranks.run(resume_automatic, 2, str(tmp_path), timeout_s=LIMIT_S) == ["OkTopk", "OkTopk"]
+
+
+def plan_and_fail(rank: int, size: int) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]], Plan | None]:
+    def failing(*arguments: object) -> Plan:
+        raise ZeroDivisionError("in the planner")
+
+    layer_fusion.best_plan = failing
+    strategy = ls.SparseDDPStrategy("micro")
+    run = trainer(strategy, size, max_steps=STEPS)
+    first: list[list[tuple[str, ...]]] = []
+
+    class Look(L.Callback):
+        def on_train_batch_start(
+            self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, index: int
+        ) -> None:
+            if not index:
+                first.append(groups(strategy))
+
+    run.callbacks.append(Look())  # type: ignore[attr-defined]
+    run.fit(Deep(), data(STEPS, size))
+    return first[0], groups(strategy), strategy.plan
+
+
+def test_a_planner_that_fails_leaves_groups_as_they_are_and_nobody_waiting(ranks: Ranks) -> None:
+    for before, after, planned in ranks.run(plan_and_fail, 2, timeout_s=LIMIT_S):
+        assert before == after
+        assert planned is None
