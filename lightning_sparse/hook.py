@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import checkpoint
 from lightning_sparse.agreement import agree, described, versions
-from lightning_sparse.comm import wire_dtype_named, world
+from lightning_sparse.comm import TorchComm, wire_dtype_named
 from lightning_sparse.compressors import Compressor, Warmup, by_name
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.fusion import BUCKET_BYTES, carry_over, check_fusion, lay_out
@@ -64,6 +64,7 @@ class SparseHook:
         self.compressor = compressor
         parameters = _parameters(ddp)
         refuse_what_cannot_be_averaged(ddp.module, parameters)
+        self._ranks = TorchComm(ddp.process_group)  # for the main thread, between two steps
         self._device = next((p.device for p in parameters.values()), torch.device("cpu"))
         told = {
             "compressor": compressor,
@@ -74,7 +75,7 @@ class SparseHook:
             "find_unused_parameters": ddp.find_unused_parameters,
             "a gradient scaler": scaler is not None,
         }
-        agree(versions() | told | described(ddp.module), world(), self._device)
+        agree(versions() | told | described(ddp.module), self._ranks, self._device)
         self._groups = process_groups or ProcessGroups(ddp)
         nodes = self._groups if self._groups.local_size > 1 else None
         if nodes and ddp.find_unused_parameters:
@@ -148,7 +149,7 @@ class SparseHook:
         Raises:
             RuntimeError: on every rank, if they were not given the same.
         """
-        agree(checkpoint.described(state), world(), self._device)
+        agree(checkpoint.described(state), self._ranks, self._device)
         if self.layer_fusion is not None and state is not None:
             self.layer_fusion.resume(state.get("plan", {}), state["steps"])
         checkpoint.restore(self.exchange, state, self.compressor)
