@@ -275,5 +275,4 @@ class _PassedOn(Pending):
 
     def wait(self) -> Tensor:
         result = self._result if self._message is None else self._message.wait()
-        dist.broadcast(result, self._leader, group=self._inside)
-        return result
+        return Works([dist.broadcast(result, self._leader, group=self._inside, async_op=True)], result).wait()

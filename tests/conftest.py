@@ -60,12 +60,11 @@ class Ranks:
 
 @dataclass
 class End:
-    """How a rank ended: with what its function returned, or a traceback or exit code; seconds since the start."""
+    """How a rank ended: with what its function returned, or a traceback or exit code."""
 
     rank: int
     value: Any
     error: str | None
-    after_s: float
 
 
 class Running:
@@ -73,7 +72,6 @@ class Running:
 
     def __init__(self, context: Any, function: Callable[..., Any], size: int, args: tuple[Any, ...]) -> None:
         port = _free_port()
-        self._began_s = time.monotonic()
         self._pipes: dict[Connection, int] = {}  # what a rank says at its end, and which rank
         self.processes = []
         for rank in range(size):
@@ -104,7 +102,7 @@ class Running:
                 except EOFError:
                     self.processes[rank].join(timeout=5)
                     error = f"died with exit code {self.processes[rank].exitcode}"
-                yield End(rank, value, error, time.monotonic() - self._began_s)
+                yield End(rank, value, error)
 
     def __enter__(self) -> "Running":
         return self

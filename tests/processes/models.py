@@ -60,7 +60,7 @@ def weights(module: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
-def unsent(strategy: ls.SparseDDPStrategy) -> dict[str, Tensor]:
+def unsent(strategy: ls.SparseDDPStrategy | ls.SparseHook) -> dict[str, Tensor]:
     """What this rank has not sent, flat, by parameter."""
     assert strategy.exchange is not None
     return {

@@ -13,6 +13,7 @@ import lightning_sparse as ls
 from lightning_sparse.comm import world
 from lightning_sparse.replicas import check_replicas, checksum
 from tests.conftest import Ranks
+from tests.processes.models import unsent
 
 STEPS = int(os.environ.get("SOAK_STEPS", "300"))
 LIMIT_S = 60 + STEPS / 20
@@ -61,8 +62,8 @@ def soak(rank: int, size: int, name: str, steps: int) -> tuple[float, int, int, 
             early = resident_bytes()
     late = resident_bytes()
     check_replicas(dict(model.named_parameters()), world())
-    unsent = {n: s for g in hook.exchange.groups for n, s in zip(g.names, g.slots(g.unsent), strict=True)}
-    sent = handed_in - flat([unsent[n] for n, _ in model.named_parameters()])
+    owed = unsent(hook)
+    sent = handed_in - flat([owed[name] for name, _ in model.named_parameters()])
     dist.all_reduce(sent)
     lost = float((sent - size * handed_out).abs().max() / handed_out.abs().max())
     replica = sum(int(checksum(p)) for p in model.parameters())
