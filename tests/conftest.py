@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import lightning_sparse as ls
+from lightning_sparse.bench.cluster import unavailable_reason
 
 # The laws are tested over this list.  A name in COMPRESSORS is in it by itself; add settings worth a test of their own.
 EVERY_COMPRESSOR = [
@@ -31,6 +32,13 @@ EVERY_COMPRESSOR = [
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+def emulated(timeout_s: float) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Marks a test that builds a cluster and takes no longer."""
+    reason = unavailable_reason()
+    skip = pytest.mark.skipif(reason is not None, reason=reason or "")
+    return lambda test: pytest.mark.cluster(pytest.mark.timeout(timeout_s)(skip(test)))
 
 
 class Ranks:

@@ -17,21 +17,20 @@ from torch.distributed import HashStore
 
 from lightning_sparse import COMPRESSORS, SkipReduce, SparseDDPStrategy
 from lightning_sparse.bench import plots, run, worker
-from lightning_sparse.bench.cluster import Cluster, unavailable_reason
+from lightning_sparse.bench.cluster import Cluster
 from lightning_sparse.bench.peers import NO_COMMUNICATION, PEERS, all_names, contenders
 from lightning_sparse.bench.probe import Run, Step, interface_towards, read_counters
 from lightning_sparse.bench.report import Round, environment, middle_half, page, ratio, show, summarise
 from lightning_sparse.bench.worker import Place, Plan
 from lightning_sparse.cli import main
+from tests import conftest
 
-REASON = unavailable_reason()
 PLAN = Plan("4x1gbit", "mlp_1m", "ddp,skip_reduce", steps=2, warmup=1, rounds=3, accelerator="cpu")
 
 
 def emulated(test: Callable[..., None]) -> Callable[..., None]:
     """Mark a test that builds a cluster and trains on it."""
-    skip = pytest.mark.skipif(REASON is not None, reason=REASON or "")
-    return pytest.mark.cluster(pytest.mark.processes(pytest.mark.timeout(180)(skip(test))))
+    return pytest.mark.processes(conftest.emulated(180)(test))
 
 
 # --- strategies by name

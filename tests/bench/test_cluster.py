@@ -24,17 +24,11 @@ from lightning_sparse.bench.cluster import (
     parse,
     parse_rate,
     remove_stale,
-    unavailable_reason,
 )
+from tests import conftest
 
 GBIT, MBIT = 10**9, 10**6
-REASON = unavailable_reason()
-
-
-def emulated(test: Callable[..., None]) -> Callable[..., None]:
-    """Mark a test that builds a cluster."""
-    skip = pytest.mark.skipif(REASON is not None, reason=REASON or "")
-    return pytest.mark.cluster(pytest.mark.timeout(60)(skip(test)))
+emulated = conftest.emulated(60)
 
 
 def namespaces(prefix: str) -> list[str]:

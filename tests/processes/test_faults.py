@@ -17,7 +17,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_sparse as ls
-from lightning_sparse.bench.cluster import Cluster, unavailable_reason
+from lightning_sparse.bench.cluster import Cluster
+from tests import conftest
 from tests.conftest import End, Ranks
 from tests.processes.models import data, small, trainer, unsent, weights
 
@@ -26,8 +27,7 @@ TIMEOUT_S = 6  # of the process groups
 IN_TIME_S = 45  # to start, to notice and to end, beside other tests on few cores
 EPOCH, STEPS, FAULT_STEP = 4, 12, 5  # a checkpoint is written at every epoch's end
 
-REASON = unavailable_reason()
-emulated = pytest.mark.skipif(REASON is not None, reason=REASON or "")
+emulated = conftest.emulated(3 * IN_TIME_S)
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(3 * IN_TIME_S)]
 
