@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lightning_sparse import kernels
 from lightning_sparse.sparse import Sparse
 from lightning_sparse.streams import draw
 
@@ -37,7 +38,7 @@ class Group:
         step: optimizer steps this group has taken part in.
         picked: distinct elements updated in the last step, a number or a 0-d tensor (not read before it is logged).
         target: elements the compressor meant to update in the last step.
-        overflow: elements this rank meant to send in the last step but kept, for want of room in a message.
+        overflow: elements this rank meant to send in the last step but kept, for want of room in a message; likewise.
     """
 
     index: int
@@ -49,7 +50,8 @@ class Group:
     step: int = 0
     picked: int | Tensor = 0
     target: int = 0
-    overflow: int = 0
+    overflow: int | Tensor = 0
+    _told: dict[str, tuple[Tensor, Tensor, "torch.cuda.Event"]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self.sizes = [p.numel() for p in self.parameters]
@@ -69,8 +71,10 @@ class Group:
         """Add the gradient of each parameter, of its shape, times ``scale``, to what is unsent; None where is none."""
         if "clip_norm" in self.memory:
             clip_norm = float(self.memory["clip_norm"])
-            norm = torch.stack([g.norm() for g in gradients if g is not None] or [torch.zeros(())]).norm()
-            scale *= (clip_norm / norm.mul(scale).clamp(min=clip_norm)).item()
+            # In float64: a norm that overflows would scale a finite gradient down to nothing.
+            norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients if g is not None]
+            norm = scale * float(torch.stack(norms).norm()) if norms else 0.0
+            scale *= clip_norm / norm if norm > clip_norm else 1.0
         velocity = self.memory.get("velocity")
         momentum = float(self.memory.get("momentum", 0.0))
         moving = self.slots(velocity) if velocity is not None else [None] * len(self.sizes)
@@ -95,16 +99,37 @@ class Group:
     def hand_back(self, total: Tensor | Sparse, gradients: Sequence[Tensor], size: int) -> None:
         """Set the gradient of each parameter to the mean over ``size`` ranks, ``total`` / P."""
         if isinstance(total, Sparse):
-            mean = Sparse(total.index, total.values / size)
-            for gradient, part in zip(gradients, mean.split(self.sizes), strict=True):
-                part.write(gradient)
+            for gradient, part in zip(gradients, total.split(self.sizes), strict=True):
+                if kernels.used_for(gradient) and gradient.is_contiguous():
+                    found = part.index.new_full((), part.index.numel())
+                    kernels.scatter(part.index, part.values, found, size, gradient.view(-1))
+                else:
+                    Sparse(part.index, part.values / size).write(gradient)
         else:
             for gradient, slot in zip(gradients, self.slots(total), strict=True):
                 torch.div(slot.view(gradient.shape), size, out=gradient)
 
-    def weight(self) -> Tensor:
-        """The parameters' values now, [n] float32."""
-        return torch.cat([p.detach().reshape(-1).float() for p in self.parameters])
+    def tell_host(self, key: str, x: Tensor) -> None:
+        """Keep ``x`` in memory under ``key``, for the host to read in the next step with :meth:`told`."""
+        self.memory[key] = x
+        if x.device.type == "cuda":
+            host = torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+            self._told[key] = x, host, arrived
+
+    def told(self, key: str) -> Tensor | None:
+        """What was kept under ``key``, where the host can read it, if anything was.
+
+        A step after :meth:`tell_host` it has long arrived, so that nobody waits for what the device is doing now.
+        """
+        kept = self.memory.get(key)
+        x, host, arrived = self._told.get(key, (None, None, None))
+        if kept is None or x is not kept:  # resumed, or undone
+            return kept
+        assert arrived is not None
+        arrived.synchronize()
+        return host
 
     def draw(self, seed: int) -> int:
         """A random integer of this step in [0, 2**63), the same on every rank."""

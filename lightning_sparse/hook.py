@@ -18,6 +18,7 @@ from lightning_sparse.fusion import BUCKET_BYTES, carry_over, check_fusion, lay_
 from lightning_sparse.layer_fusion import LayerFusion
 from lightning_sparse.loss_scale import LossScale
 from lightning_sparse.process_groups import ProcessGroups
+from lightning_sparse.select import is_whole
 
 
 class SparseHook:
@@ -59,6 +60,9 @@ class SparseHook:
         process_groups: ProcessGroups | None = None,
     ) -> None:
         compressor, fusion, dtype = by_name(compressor), check_fusion(fusion), wire_dtype_named(wire_dtype)
+        check_warmup(warmup_steps)
+        if not is_whole(bucket_bytes, least=1):
+            raise ValueError(f"bucket_bytes={bucket_bytes!r} is a number of bytes, 1 or more.")
         if warmup_steps:
             compressor = Warmup(warmup_steps, compressor)
         self.compressor = compressor
@@ -136,10 +140,16 @@ class SparseHook:
 
         Args:
             residuals: "per_rank": all of it, to go on bit for bit on as many ranks; "mean": a mean over the ranks.
+
+        Raises:
+            ValueError: for any other ``residuals``.
         """
+        if residuals not in ("per_rank", "mean"):
+            raise ValueError(f"residuals={residuals!r} is neither 'per_rank' nor 'mean'.")
         state = checkpoint.gather(self.exchange, residuals, self._groups.checkpoint)
         plan = self.layer_fusion.state() if self.layer_fusion else {}
-        return state | {"compressor": repr(self.compressor), "plan": plan}
+        state |= {"compressor": repr(self.compressor), "plan": plan}
+        return state | {"checksum": checkpoint.checksum(state)}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Set what this rank has not sent from what :meth:`state_dict` returned on rank 0; None sets it to zero.
@@ -147,9 +157,12 @@ class SparseHook:
         To be called with the same on every rank.
 
         Raises:
+            ValueError: on every rank, if it is damaged.
             RuntimeError: on every rank, if they were not given the same.
         """
-        agree(checkpoint.described(state), self._ranks, self._device)
+        damaged = checkpoint.damage(state)
+        agree(checkpoint.described(state, damaged), self._ranks, self._device)
+        checkpoint.refuse(damaged)
         if self.layer_fusion is not None and state is not None:
             self.layer_fusion.resume(state.get("plan", {}), state["steps"])
         checkpoint.restore(self.exchange, state, self.compressor)
@@ -162,6 +175,12 @@ class SparseHook:
         for handle in self._handles:
             handle.remove()
         self.exchange.close()
+
+
+def check_warmup(warmup_steps: object) -> None:
+    """Raise a ValueError with the value unless it is a number of steps."""
+    if not is_whole(warmup_steps, least=0):
+        raise ValueError(f"warmup_steps={warmup_steps!r} is a number of dense steps, so 0 or more; 0 is none.")
 
 
 def _parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:

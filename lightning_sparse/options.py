@@ -13,8 +13,9 @@ from lightning_sparse.agreement import agree, described, versions
 from lightning_sparse.comm import wire_dtype_named, world
 from lightning_sparse.compressors import NAMES, Auto, Compressor, by_name
 from lightning_sparse.fusion import BUCKET_BYTES, check_fusion
-from lightning_sparse.hook import SparseHook
+from lightning_sparse.hook import SparseHook, check_warmup
 from lightning_sparse.process_groups import ProcessGroups
+from lightning_sparse.select import is_number, is_whole
 
 # Of DDP; with these it does not hand every gradient of every rank to its hook.
 UNSUPPORTED = (
@@ -25,6 +26,7 @@ UNSUPPORTED = (
     "process_group",
     "skip_all_reduce_unused_params",
 )
+MOST_MB = 2**23  # of bucket_cap_mb: 8 TiB
 HAND_OVER_MB = 1  # of gradient, between one call of our hook and the next
 
 
@@ -55,9 +57,8 @@ class Options:
             ValueError: for an option out of range, with the value and what is allowed.
             TypeError: if ``compressor`` is neither a name nor an instance.
         """
-        if warmup_steps < 0:
-            raise ValueError(f"warmup_steps={warmup_steps} is a number of dense steps, so 0 or more; 0 is none.")
-        if local_group != "node" and (not isinstance(local_group, int) or local_group < 1):
+        check_warmup(warmup_steps)
+        if local_group != "node" and not is_whole(local_group, least=1):
             raise ValueError(
                 f"local_group={local_group!r} is neither 'node' nor a number of consecutive ranks that share a fast "
                 "link; 1 is none."
@@ -81,10 +82,12 @@ class Options:
         if ddp_kwargs.get("gradient_as_bucket_view") is None:
             ddp_kwargs["gradient_as_bucket_view"] = True  # else DDP copies each mean from its bucket to `.grad`
         bucket_mb = ddp_kwargs.get("bucket_cap_mb")
+        if bucket_mb is not None and not (is_number(bucket_mb) and 0 < bucket_mb <= MOST_MB):
+            raise ValueError(f"bucket_cap_mb={bucket_mb!r} is a number of MiB, above 0 and at most {MOST_MB:,}.")
         if fusion != "bucket" and bucket_mb is None:
             # DDP's buckets decide when gradients reach us: soon, at some 50 us for each bucket.
             ddp_kwargs["bucket_cap_mb"] = 1e-6 if fusion == "none" else HAND_OVER_MB
-        bucket_bytes = int(bucket_mb * 2**20) if fusion == "bucket" and bucket_mb is not None else BUCKET_BYTES
+        bucket_bytes = max(1, int(bucket_mb * 2**20)) if fusion == "bucket" and bucket_mb is not None else BUCKET_BYTES
         return cls(compressor, fusion, wire_dtype, warmup_steps, bucket_bytes, local_group)
 
     def agree(self, module: nn.Module, device: torch.device) -> None:

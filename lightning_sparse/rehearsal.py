@@ -151,8 +151,8 @@ def median_over_ranks(exchange: Exchange, seconds: Sequence[float]) -> Array:
 
 def _try(exchange: Exchange, compressor: Compressor, n: int) -> tuple[float, float, float, int]:
     """Busy, spacing and latency of groups of ``n`` elements on this rank, in seconds, and bytes sent for each."""
-    gradient = _made_up(n, exchange.rank, exchange.device)
-    weights = _made_up(n, -1, exchange.device)
+    made_up = _made_up(n + 1, exchange.rank, exchange.device)
+    gradient, weights = made_up[1:], made_up[:-1]  # in the same memory: they only must not be alike
     bucket = torch.empty_like(gradient)  # of all lanes: nobody reads the means
     groups = {lane: Group(0, ("rehearsal",), (weights,)) for lane in exchange.on_lanes(lambda lane: lane)}
     sent = 0

@@ -33,6 +33,24 @@ def sum_at(index: Tensor, values: Tensor, capacity: int, comm: Comm) -> Sums:
     return total[:m]
 
 
+def sum_padded(index: Tensor, values: Tensor, comm: Comm) -> Sums:
+    """The sum over all ranks of ``values`` [n] at ``index`` [m], zero elsewhere: [n] float32.
+
+    As :func:`sum_at`, and nobody waits for a device to know how many there are: n in ``index`` stands for no element.
+    """
+    n = values.numel()
+    meant = index < n
+    place = torch.where(meant, index, 0)
+    chosen = torch.where(meant, values.index_select(0, place), 0.0)
+    sums = yield from sum_values(chosen, comm)
+    # What is left is put back; where there is no element, once more what one of the others gets, or what there was.
+    other = meant.int().argmax(keepdim=True)  # [1], the first element, if any
+    left = torch.where(meant.any(), chosen.index_select(0, other), values[:1])
+    place = torch.where(meant, index, place.index_select(0, other))
+    values.index_copy_(0, place, torch.where(meant, chosen, left))
+    return values.new_zeros(n + 1).index_copy_(0, index, sums)[:n]
+
+
 def ring_sum(values: Tensor, comm: Comm, skip: int = 0, rotation: int = 0) -> Sums:
     """The sum of ``values`` [n] over a ring whose first ``skip`` reduce-scatter steps are left out, [n] float32.
 

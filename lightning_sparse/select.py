@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from numbers import Integral, Real
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from lightning_sparse.control import NEAR
 from lightning_sparse.sparse import nonzero
-from lightning_sparse.wire import Picks
+from lightning_sparse.wire import INDEX_LIMIT, Picks
 
 SCAN = 2**16  # elements looked at together, so that they stay in a core's cache
 NEAR_SAMPLE = 2**18  # elements at least that are looked at, where there are so many, to see how steep a distribution is
@@ -25,7 +26,7 @@ SMALLEST = 2.0**-149  # the smallest positive float32: a threshold that every el
 
 def check_density(compressor: object, density: float) -> None:
     """Raise a ValueError that names the compressor and the value unless ``density`` is in (0, 1]."""
-    if not 0 < density <= 1:
+    if not (is_number(density) and 0 < density <= 1):
         raise ValueError(
             f"{type(compressor).__name__}(density={density!r}): density is the fraction of elements sent, "
             "so it must be above 0 and at most 1; 0.01 sends one in a hundred."
@@ -33,21 +34,51 @@ def check_density(compressor: object, density: float) -> None:
 
 
 def check_slack(compressor: object, slack: float) -> None:
-    """Raise a ValueError that names the compressor and the value unless ``slack`` is finite and at least 1."""
-    if not 1 <= slack < float("inf"):
+    """Raise a ValueError that names the compressor and the value unless ``slack`` is from 1 to 2**31."""
+    if not (is_number(slack) and 1 <= slack <= INDEX_LIMIT):
         raise ValueError(
             f"{type(compressor).__name__}(slack={slack!r}): a message needs room for the elements that are meant to "
-            "travel in it, so slack is 1 or more; 1.25 leaves a quarter for steps with more."
+            "travel in it, so slack is 1 or more, at most 2**31; 1.25 leaves a quarter for steps with more."
         )
+
+
+def check_seed(compressor: object, seed: int) -> None:
+    """Raise a ValueError that names the compressor and the value unless ``seed`` is an integer."""
+    if not isinstance(seed, int):
+        raise ValueError(f"{type(compressor).__name__}(seed={seed!r}): seed is an integer, the same on every rank.")
+
+
+def check_switch(compressor: object, name: str) -> None:
+    """Raise a ValueError that names the compressor and the value unless its setting ``name`` is True or False."""
+    if not isinstance(value := getattr(compressor, name), bool):
+        raise ValueError(f"{type(compressor).__name__}({name}={value!r}): {name} is True or False.")
 
 
 def checked_patterns(compressor: object, protect: object) -> tuple[str, ...]:
-    """``protect`` as a tuple, since a config file gives a list and settings are hashable; a ValueError for a string."""
-    if isinstance(protect, str):
-        raise ValueError(
-            f"{type(compressor).__name__}(protect={protect!r}): protect is a list of patterns: [{protect!r}]."
-        )
-    return tuple(protect)  # type: ignore[arg-type]  # whatever else it may be, tuple says so
+    """``protect`` as a tuple, since a config file gives a list and settings are hashable.
+
+    Raises:
+        ValueError: if it is a string, or anything else than strings.
+    """
+    if isinstance(protect, Sequence) and is_list(protect) and all(isinstance(p, str) for p in protect):
+        return tuple(protect)
+    meant = [protect] if isinstance(protect, str) else ["*bias"]
+    raise ValueError(f"{type(compressor).__name__}(protect={protect!r}): protect is a list of patterns: {meant!r}.")
+
+
+def is_number(value: object) -> bool:
+    """Whether ``value`` is an integer or a fraction, and not NaN."""
+    return not isinstance(value, bool) and isinstance(value, Real) and value == value
+
+
+def is_whole(value: object, least: int) -> bool:
+    """Whether ``value`` is an integer, ``least`` or more."""
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= least
+
+
+def is_list(value: object) -> bool:
+    """Whether ``value`` is a list, a tuple or the like, and not a string."""
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
@@ -116,9 +147,14 @@ def above(x: Tensor, threshold: float) -> Tensor:
 
 def estimate_threshold(x: Tensor, k: int) -> float:
     """About the ``k``-th largest magnitude in ``x`` [n], from a regular sample; 0 where fewer than k are not zero."""
+    return sampled_threshold(x, k).item()
+
+
+def sampled_threshold(x: Tensor, k: int) -> Tensor:
+    """The same, [] float32 on the device of ``x``: nobody waits for it."""
     n = x.numel()
     if n == 0 or k >= n:
-        return 0.0
+        return x.new_zeros(())
     wanted = max(SAMPLE, SAMPLED_PICKS * n // k)
     stride = max(1, n // wanted) | 1  # odd, so as not to fall in step with the rows of a matrix
     sample = x[::stride].abs()
@@ -149,7 +185,7 @@ def pooled_threshold(summaries: Tensor, k: int) -> float:
 
 def kth_largest(x: Tensor, k: int) -> float:
     """The ``k``-th largest magnitude in ``x`` [n], exactly.  NaN counts as the largest."""
-    return _largest(x.index_select(0, _candidates(x, k)).abs(), k)
+    return _largest(x.index_select(0, _candidates(x, k)).abs(), k).item()
 
 
 def largest(x: Tensor, k: int) -> Tensor:
@@ -169,6 +205,5 @@ def _candidates(x: Tensor, k: int) -> Tensor:
     return torch.arange(x.numel(), device=x.device)
 
 
-def _largest(magnitudes: Tensor, k: int) -> float:
-    kth: float = magnitudes.topk(k, sorted=False).values.min().item()
-    return kth
+def _largest(magnitudes: Tensor, k: int) -> Tensor:
+    return magnitudes.topk(k, sorted=False).values.min()

@@ -37,11 +37,7 @@ def reduce_scatter(parts: Sequence[Sparse], layout: PickLayout, comm: Comm) -> T
     for flight in flights:
         picks = layout.unpack((yield flight))
         arrived.append(Sparse(picks.index, picks.values))
-    return add_up(
-        arrived,
-        total=comm.buffer(layout.n, torch.float32, device),
-        touched=comm.buffer(layout.n, torch.bool, device),
-    )
+    return add_up(arrived, layout.n)
 
 
 def even_out(own: Sparse, counts: Sequence[int], layout: PickLayout, comm: Comm) -> Talk[Sparse]:

@@ -58,6 +58,10 @@ class SparseMixin(_Base):
         self._groups: ProcessGroups | None = None
         self._told_size = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what a fit has made: threads and process groups belong to the process."""
+        return super().__getstate__() | {"hook": None, "_hooked": None, "_groups": None}
+
     def setup_environment(self) -> None:
         """Also keep forked workers from PyTorch's threads, with which they hang if the parent has used any."""
         if self._start_method == "fork" and self.root_device.type == "cpu":

@@ -135,7 +135,7 @@ def test_weights_reach_the_compressor() -> None:
     @dataclass(frozen=True)
     class SendsItsWeights(ls.Compressor):
         def reduce(self, group: Group, comm: Comm) -> Rounds:
-            return (yield comm.all_reduce(group.weight()))
+            return (yield comm.all_reduce(torch.cat([p.reshape(-1) for p in group.parameters])))
 
     weights = torch.arange(8.0)
     assert torch.equal(simulate(SendsItsWeights(), GIVEN, weights).mean[0], weights)

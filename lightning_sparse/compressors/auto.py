@@ -11,6 +11,7 @@ from lightning_sparse.compressors.ok_topk import OkTopk
 from lightning_sparse.compressors.sketch_fusion import SketchFusion
 from lightning_sparse.compressors.skip_reduce import SkipReduce
 from lightning_sparse.group import Group
+from lightning_sparse.select import is_list
 
 # Those first that send most; of those that send as much, the one that selects with least work: its time is surest.
 CANDIDATES = (Dense(), SkipReduce(), SketchFusion(), MiCRO(), OkTopk(), ImportancePruning())
@@ -33,6 +34,8 @@ class Auto(Compressor):
     start: Compressor = CANDIDATES[0]
 
     def __post_init__(self) -> None:
+        if not is_list(self.candidates):
+            raise ValueError(f"Auto(candidates={self.candidates!r}): candidates is a list of compressors.")
         object.__setattr__(self, "candidates", tuple(self.candidates))  # a config file gives a list
         if not self.candidates:
             raise ValueError("Auto(candidates=()): there must be one to choose.")

@@ -12,10 +12,13 @@ from lightning_sparse.group import Group
 from lightning_sparse.ring import sum_at
 from lightning_sparse.select import (
     check_density,
+    check_seed,
     check_slack,
     checked_patterns,
     count,
     estimate_threshold,
+    is_number,
+    is_whole,
     matches,
     pick,
     room,
@@ -24,6 +27,7 @@ from lightning_sparse.sparse import Sparse
 from lightning_sparse.streams import draw
 from lightning_sparse.wire import PickLayout, Picks, check_index_format, index_format
 
+LARGEST = torch.finfo(torch.float32).max
 RULES = ("density", "fixed", "adaptive")
 
 
@@ -68,12 +72,20 @@ class ImportancePruning(Compressor):
         check_density(self, self.density)
         check_slack(self, self.slack)
         check_index_format(self, self.indices)
-        if self.givers < 1:
+        if not is_whole(self.givers, least=1):
             raise ValueError(f"ImportancePruning(givers={self.givers!r}): at least one rank must give a mask.")
         if self.rule not in RULES:
             raise ValueError(f"ImportancePruning(rule={self.rule!r}): rule is one of {', '.join(RULES)}.")
-        if not self.eps > 0:
-            raise ValueError(f"ImportancePruning(eps={self.eps!r}) is added to weights that may be 0, so above 0.")
+        if not (is_number(self.threshold) and abs(self.threshold) <= LARGEST):
+            raise ValueError(
+                f"ImportancePruning(threshold={self.threshold!r}) is compared with float32 values, so a finite number."
+            )
+        if not (is_number(self.eps) and 1 / LARGEST <= self.eps <= LARGEST):
+            raise ValueError(
+                f"ImportancePruning(eps={self.eps!r}) is added to weights that may be 0, so above 0: from 3e-39 to "
+                "3e38, where float32 ends."
+            )
+        check_seed(self, self.seed)
         object.__setattr__(self, "protect", checked_patterns(self, self.protect))
 
     def reduce(self, group: Group, comm: Comm) -> Rounds:

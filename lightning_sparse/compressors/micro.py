@@ -6,15 +6,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sparse import partition
+from lightning_sparse import kernels, partition
 from lightning_sparse.comm import Comm, Pending, Rounds
 from lightning_sparse.compressors.base import Compressor, carry_thresholds
 from lightning_sparse.control import Held
 from lightning_sparse.group import Group
-from lightning_sparse.ring import sum_at
-from lightning_sparse.select import check_density, check_slack, count, estimate_threshold, pick, room
+from lightning_sparse.kernels import messages
+from lightning_sparse.ring import sum_at, sum_padded
+from lightning_sparse.select import check_density, check_slack, check_switch, count, estimate_threshold, pick, room
 from lightning_sparse.sparse import Sparse
-from lightning_sparse.wire import PickLayout, Picks, check_index_format, index_format
+from lightning_sparse.wire import CorruptMessage, PickLayout, check_index_format, index_format
 
 
 @dataclass(frozen=True)
@@ -48,53 +49,94 @@ class MiCRO(Compressor):
 
     def __post_init__(self) -> None:
         check_density(self, self.density)
+        check_switch(self, "balance")
         check_slack(self, self.slack)
         check_index_format(self, self.indices)
 
     def reduce(self, group: Group, comm: Comm) -> Rounds:
         """Gather the owners' picks, then sum the values there over all ranks."""
         size, unsent = comm.size, group.unsent
-        k = group.target = count(self.density, group.n)
-        held = yield from self._threshold(group, comm)
-        edges = group.memory.setdefault("edges", partition.even(group.n, size)).tolist()  # [P + 1]
-        width = max(partition.widths(edges))
-        capacity = min(width, room(k / size, self.slack))
-        layout = PickLayout(width, capacity, index_format(self.indices, width, capacity))
-
+        group.target = count(self.density, group.n)
+        group.memory.setdefault("edges", partition.even(group.n, size))
+        edges = self._adapt(group)
+        threshold = yield from self._threshold(group, comm)
         own = (group.step + comm.rank) % size
-        mine = pick(unsent[edges[own] : edges[own + 1]], held.threshold, capacity)
-        group.overflow = mine.seen - mine.index.numel()
-        message = layout.pack(mine, out=comm.buffer(layout.nbytes, torch.uint8, unsent.device))
+        mine = unsent[edges[own] : edges[own + 1]]
+        if kernels.used_for(unsent):
+            return (yield from self._on_device(group, comm, mine, threshold, edges))
+
+        layout = self._layout(group.n, edges, self.indices)
+        found = pick(mine, threshold, layout.capacity)
+        group.overflow = found.seen - found.index.numel()
+        message = layout.pack(found, out=comm.buffer(layout.nbytes, torch.uint8, unsent.device))
         gathered = yield comm.all_gather(message)  # [P, bytes]
 
         owners = [(p - group.step) % size for p in range(size)]  # of each partition
         picks = [layout.unpack(gathered[owner]) for owner in owners]
         index = torch.cat([part.index + start for part, start in zip(picks, edges, strict=False)])  # [m], rising
-        total = yield from sum_at(index, unsent, size * capacity, comm)
-        self._adapt(group, held, picks, capacity, edges)
+        total = yield from sum_at(index, unsent, size * layout.capacity, comm)
+        group.tell_host("told", torch.tensor([[p.index.numel(), p.seen, p.near, True] for p in picks]))
         return Sparse(index, total)
+
+    def _on_device(self, group: Group, comm: Comm, mine: Tensor, threshold: float, edges: list[int]) -> Rounds:
+        """As :meth:`reduce`, and nobody waits for the device to know how many were picked: all that travels is padded.
+
+        Indices are block16, which the device codes by itself.
+        """
+        n, unsent = group.n, group.unsent
+        layout = self._layout(n, edges, "block16")
+        found = kernels.largest_first(mine, unsent.new_full((), threshold), layout.capacity)
+        group.overflow = found.seen - found.count
+        message = messages.pack(layout, found, out=comm.buffer(layout.nbytes, torch.uint8, unsent.device))
+        gathered = yield comm.all_gather(message)  # [P, bytes]
+
+        rows, told = messages.unpack(layout, gathered.roll(group.step, 0))  # of each partition
+        placed = [torch.where(row < layout.n, row + start, n) for row, start in zip(rows, edges, strict=False)]
+        index = torch.cat(placed).clamp_(max=n)  # n where there is no pick
+        group.tell_host("told", told)
+        group.picked = told[:, 0].sum()
+        return (yield from sum_padded(index, unsent, comm))
 
     def carry(self, parts: Sequence[tuple[Group, int]]) -> dict[str, Tensor]:
         """The threshold."""
+        for group, _ in parts:
+            self._adapt(group)
         return carry_thresholds(parts, "held")
 
-    def _threshold(self, group: Group, comm: Comm) -> Generator[Pending, Tensor, Held]:
-        """The threshold all ranks share; where there is none, the mean of the ranks' estimates."""
-        if "held" in group.memory:
-            return Held.of(group.memory["held"])
-        estimate = group.unsent.new_tensor([estimate_threshold(group.unsent, group.target)])
-        total = yield comm.all_reduce(estimate)
-        return Held(float(total) / comm.size)
+    def _layout(self, n: int, edges: list[int], indices: str) -> PickLayout:
+        """Messages with the picks of one partition."""
+        width = max(partition.widths(edges))
+        capacity = min(width, room(count(self.density, n) / (len(edges) - 1), self.slack))
+        return PickLayout(width, capacity, index_format(indices, width, capacity))
 
-    def _adapt(self, group: Group, held: Held, picks: Sequence[Picks], capacity: int, edges: list[int]) -> None:
-        """Threshold and edges of the next step, from what all ranks know."""
-        k, size = group.target, len(picks)
-        seen = [part.seen for part in picks]
-        picked = sum(part.index.numel() for part in picks)
-        if held.lost(size * min(seen), sum(part.near for part in picks), k):
-            group.memory.pop("held", None)
+    def _threshold(self, group: Group, comm: Comm) -> Generator[Pending, Tensor, float]:
+        """The threshold all ranks share; where there is none, the mean of the ranks' estimates."""
+        if "held" not in group.memory:
+            estimate = group.unsent.new_tensor([estimate_threshold(group.unsent, group.target)])
+            total = yield comm.all_reduce(estimate)
+            group.memory["held"] = Held(float(total) / comm.size).state()
+        return Held.of(group.memory["held"]).threshold
+
+    def _adapt(self, group: Group) -> list[int]:
+        """Threshold and edges of this step, from what all ranks know of the last; returns the edges, [P + 1]."""
+        told = group.told("told")
+        edges: list[int] = group.memory["edges"].tolist() if "edges" in group.memory else []
+        if told is None:
+            return edges
+        del group.memory["told"]
+        picked, seen, near, intact = (list(column) for column in zip(*told.tolist(), strict=True))  # of each partition
+        if not all(intact):
+            raise CorruptMessage(f"MiCRO: the picks of {intact.count(0)} of {len(intact)} ranks arrived damaged.")
+        k, size = count(self.density, group.n), len(seen)
+        held = Held.of(group.memory["held"])
+        if held.lost(size * min(seen), sum(near), k):
+            del group.memory["held"]
         else:
-            roomy = [part for part in picks if part.seen <= capacity] or picks
-            group.memory["held"] = held.after(picked, k, sum(p.seen for p in roomy), sum(p.near for p in roomy)).state()
+            capacity = self._layout(group.n, edges, "block16").capacity
+            roomy = [p for p in range(size) if seen[p] <= capacity] or range(size)
+            held = held.after(sum(picked), k, sum(seen[p] for p in roomy), sum(near[p] for p in roomy))
+            group.memory["held"] = held.state()
         if self.balance:
-            group.memory["edges"] = torch.tensor(partition.balanced(edges, seen))
+            edges = partition.balanced(edges, seen)
+            group.memory["edges"] = torch.tensor(edges)
+        return edges

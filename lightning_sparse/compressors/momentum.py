@@ -9,6 +9,7 @@ from lightning_sparse.comm import Comm, Rounds
 from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.compressors.wrapper import Wrapper
 from lightning_sparse.group import Group
+from lightning_sparse.select import is_number
 from lightning_sparse.sparse import Sparse
 
 
@@ -39,11 +40,11 @@ class MomentumCorrection(Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.momentum < 1:
+        if not (is_number(self.momentum) and 0 <= self.momentum < 1):
             raise ValueError(f"MomentumCorrection(momentum={self.momentum!r}): momentum is at least 0 and below 1.")
-        if self.clip_norm is not None and not self.clip_norm > 0:
+        if self.clip_norm is not None and not (is_number(self.clip_norm) and 0 < self.clip_norm < math.inf):
             raise ValueError(
-                f"MomentumCorrection(clip_norm={self.clip_norm!r}) is a norm, above 0; None is no clipping."
+                f"MomentumCorrection(clip_norm={self.clip_norm!r}) is a norm, above 0 and finite; None is no clipping."
             )
 
     def reduce(self, group: Group, comm: Comm) -> Rounds:

@@ -17,6 +17,7 @@ from lightning_sparse.select import (
     check_density,
     check_slack,
     count,
+    is_whole,
     kth_largest,
     pick,
     pooled_threshold,
@@ -68,7 +69,7 @@ class OkTopk(Compressor):
         check_slack(self, self.slack)
         check_index_format(self, self.indices)
         for name in ("evaluate_every", "repartition_every"):
-            if getattr(self, name) < 1:
+            if not is_whole(getattr(self, name), least=1):
                 raise ValueError(f"OkTopk({name}={getattr(self, name)!r}) is a number of steps, 1 or more.")
 
     def reduce(self, group: Group, comm: Comm) -> Rounds:

@@ -9,7 +9,7 @@ from lightning_sparse.comm import Comm, Rounds
 from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.group import Group
 from lightning_sparse.ring import sum_values
-from lightning_sparse.select import check_density, count
+from lightning_sparse.select import check_density, check_seed, count
 from lightning_sparse.sparse import Sparse
 
 
@@ -31,6 +31,7 @@ class RandomK(Compressor):
 
     def __post_init__(self) -> None:
         check_density(self, self.density)
+        check_seed(self, self.seed)
 
     def reduce(self, group: Group, comm: Comm) -> Rounds:
         """Sum the chosen elements over all ranks; the others wait."""

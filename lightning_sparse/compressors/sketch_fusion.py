@@ -5,15 +5,30 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_sparse import kernels
 from lightning_sparse.comm import Comm, Rounds
 from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.group import Group
-from lightning_sparse.ring import sum_at, sum_values
-from lightning_sparse.select import above, check_density, count, kth_largest
+from lightning_sparse.ring import sum_at, sum_padded, sum_values
+from lightning_sparse.select import (
+    above,
+    check_density,
+    check_seed,
+    check_switch,
+    count,
+    is_number,
+    is_whole,
+    kth_largest,
+    room,
+    sampled_threshold,
+)
 from lightning_sparse.sketch import CountSketch
 from lightning_sparse.sparse import Sparse
+from lightning_sparse.wire import INDEX_LIMIT
 
 FEWEST_COLUMNS = 16
+SLACK = 1.1  # on a device all candidates go that reach an estimated threshold, at most so many times k
+MOST_ROWS = 99  # beyond, a table is no sketch
 
 
 @dataclass(frozen=True)
@@ -50,13 +65,18 @@ class SketchFusion(Compressor):
 
     def __post_init__(self) -> None:
         check_density(self, self.density)
-        if self.rows < 1 or self.rows % 2 == 0:
-            raise ValueError(f"SketchFusion(rows={self.rows!r}): the median needs an odd number of rows, such as 5.")
-        if not 0 < self.width < float("inf"):
+        if not is_whole(self.rows, least=1) or self.rows % 2 == 0 or self.rows > MOST_ROWS:
+            raise ValueError(
+                f"SketchFusion(rows={self.rows!r}): the median needs an odd number of rows, such as 5, at most "
+                f"{MOST_ROWS}."
+            )
+        if not (is_number(self.width) and 0 < self.width <= INDEX_LIMIT):
             raise ValueError(
                 f"SketchFusion(width={self.width!r}) is columns of the table over k, so above 0; 4 is usual."
             )
-        if not 0 <= self.momentum < 1:
+        check_switch(self, "exact")
+        check_seed(self, self.seed)
+        if not (is_number(self.momentum) and 0 <= self.momentum < 1):
             raise ValueError(f"SketchFusion(momentum={self.momentum!r}) must be at least 0 and below 1; 0 is none.")
 
     def sketch(self, group: Group) -> CountSketch:
@@ -69,17 +89,25 @@ class SketchFusion(Compressor):
         n, unsent = group.n, group.unsent
         k = group.target = count(self.density, n)
         sketch = self.sketch(group)
+        on_device = kernels.used_for(unsent)
+        coder = kernels.DeviceSketch(sketch, n, unsent.device) if on_device else sketch
         own = comm.buffer(sketch.rows * sketch.columns, torch.float32, unsent.device)
-        sketch.encode(unsent, out=own.view(sketch.rows, sketch.columns))
+        coder.encode(unsent, out=own.view(sketch.rows, sketch.columns))
         table = yield from sum_values(own, comm)  # rounding's remainder is not kept: only candidates come of it
         table = self._remembered(group, table.view(sketch.rows, sketch.columns))
-        estimates = sketch.estimate(table, out=comm.buffer(n, torch.float32, unsent.device))
-        index = top(estimates, k)
+        estimates = coder.estimate(table, out=comm.buffer(n, torch.float32, unsent.device))
+        if on_device and self.exact:  # nobody waits for the device to know how many there are
+            threshold = sampled_threshold(estimates, k)
+            found = kernels.select(estimates, None, threshold, room(k, SLACK))
+            group.picked = found.count
+            return (yield from sum_padded(found.index, unsent, comm)) + 0 * threshold
+        least = kth_largest(estimates, k)
+        index = top(estimates, k, least)
         if not self.exact:
             unsent.index_fill_(0, index, 0)
-            return Sparse(index, estimates.index_select(0, index))
+            return Sparse(index, estimates.index_select(0, index) + 0 * least)
         total = yield from sum_at(index, unsent, k, comm)
-        return Sparse(index, total)
+        return Sparse(index, total + 0 * least)
 
     def _remembered(self, group: Group, table: Tensor) -> Tensor:
         if not self.momentum:
@@ -89,9 +117,11 @@ class SketchFusion(Compressor):
         return group.memory["table"]
 
 
-def top(x: Tensor, k: int) -> Tensor:
-    """Indices, rising, of the ``k`` largest magnitudes in ``x`` [n], of equals the first: the same on every device."""
-    least = kth_largest(x, k)
+def top(x: Tensor, k: int, least: float) -> Tensor:
+    """Indices, rising, of the ``k`` largest magnitudes in ``x`` [n], of which ``least`` is the smallest.
+
+    Of equals the first: the same on every rank.
+    """
     found = above(x, least)
     if found.numel() < k:  # fewer than k are not zero
         return found

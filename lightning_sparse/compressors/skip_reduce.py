@@ -7,7 +7,7 @@ from lightning_sparse.comm import Comm, Rounds
 from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.group import Group
 from lightning_sparse.ring import ring_sum
-from lightning_sparse.select import checked_patterns, matches
+from lightning_sparse.select import check_seed, check_switch, checked_patterns, is_number, is_whole, matches
 from lightning_sparse.streams import draw
 
 
@@ -42,7 +42,7 @@ class SkipReduce(Compressor):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.skip <= 1:
+        if not (is_number(self.skip) and 0 <= self.skip <= 1):
             raise ValueError(
                 f"SkipReduce(skip={self.skip!r}): skip is the fraction of ranks left out of every slice, "
                 "so it must be in [0, 1]; 0.5 leaves out half of them."
@@ -53,15 +53,17 @@ class SkipReduce(Compressor):
         ):
             if value not in allowed:
                 raise ValueError(f"SkipReduce({name}={value!r}): {name} is one of {', '.join(allowed)}.")
+        check_switch(self, "error_feedback")
         if self.divisor == "contributors" and self.error_feedback:
             raise ValueError(
                 "SkipReduce(divisor='contributors', error_feedback=True) would apply what is kept a second time when "
                 "it is sent; use divisor='world', or error_feedback=False."
             )
-        if self.protect_below < 0:
+        if not is_whole(self.protect_below, least=0):
             raise ValueError(
                 f"SkipReduce(protect_below={self.protect_below!r}) is a number of elements, so 0 or more; 0 is none."
             )
+        check_seed(self, self.seed)
         object.__setattr__(self, "protect", checked_patterns(self, self.protect))
 
     def steps_skipped(self, size: int) -> int:

@@ -42,8 +42,4 @@ class TopK(Compressor):
         unsent.index_copy_(0, index, values)  # what rounding left
         gathered = yield comm.all_gather(message)  # [P, bytes]
         picks = [layout.unpack(payload) for payload in gathered]
-        return add_up(
-            [Sparse(pick.index, pick.values) for pick in picks],
-            total=comm.buffer(n, torch.float32, unsent.device),
-            touched=comm.buffer(n, torch.bool, unsent.device),
-        )
+        return add_up([Sparse(pick.index, pick.values) for pick in picks], n)

@@ -1,11 +1,12 @@
 """Dense steps first, or denser ones."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from lightning_sparse.comm import Comm, Rounds
 from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.compressors.wrapper import Wrapper
 from lightning_sparse.group import Group
+from lightning_sparse.select import is_list, is_whole
 
 
 @dataclass(frozen=True)
@@ -17,8 +18,8 @@ class Warmup(Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.steps < 0:
-            raise ValueError(f"Warmup(steps={self.steps}): the number of dense steps cannot be negative; 0 is none.")
+        if not is_whole(self.steps, least=0):
+            raise ValueError(f"Warmup(steps={self.steps!r}): a whole number of dense steps, 0 or more; 0 is none.")
 
     def reduce(self, group: Group, comm: Comm) -> Rounds:
         """Whichever's turn it is; what one leaves unsent the other sends."""
@@ -43,10 +44,12 @@ class DensityLadder(Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.steps < 0:
-            raise ValueError(f"DensityLadder(steps={self.steps}): steps on a rung, so 0 or more.")
-        if "density" not in {field.name for field in fields(self.wrapped)}:  # type: ignore[arg-type]
+        if not is_whole(self.steps, least=0):
+            raise ValueError(f"DensityLadder(steps={self.steps!r}): steps on a rung, so a whole number, 0 or more.")
+        if "density" not in getattr(self.wrapped, "__dataclass_fields__", ()):
             raise ValueError(f"DensityLadder: {self.wrapped!r} has no density to change.")
+        if not is_list(self.densities):
+            raise ValueError(f"DensityLadder(densities={self.densities!r}): densities is a list, such as [0.25, 0.05].")
         object.__setattr__(self, "densities", tuple(self.densities))  # a config file gives a list
         for density in self.densities:
             replace(self.wrapped, density=density)  # type: ignore[type-var]  # which says if it is out of range

@@ -15,16 +15,22 @@ from lightning_sparse.streams import draw
 from lightning_sparse.wire import INDEX_FORMATS
 
 __all__ = [
+    "DeviceSketch",
     "Hashes",
     "Selection",
     "decode_indices",
     "encode_indices",
     "hashes",
+    "largest_first",
     "scatter",
     "select",
     "sketch_encode",
     "sketch_estimate",
+    "used_for",
 ]
+
+
+AMONG = 4096
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,11 @@ class Hashes:
     signs: Tensor
 
 
+def used_for(x: Tensor) -> bool:
+    """Whether work on ``x`` is left to these kernels: not on a CPU, where counts are known without waiting."""
+    return x.device.type != "cpu"
+
+
 def select(unsent: Tensor, gradient: Tensor | None, threshold: Tensor, capacity: int) -> Selection:
     """Add ``gradient`` to ``unsent``, then find the elements of ``unsent`` whose magnitude is at least ``threshold``.
 
@@ -78,6 +89,23 @@ def select(unsent: Tensor, gradient: Tensor | None, threshold: Tensor, capacity:
     flat = None if gradient is None else gradient.reshape(-1)
     index, (seen, near) = ops.select(unsent, flat, threshold.to(torch.float32), capacity)
     return Selection(index, seen.clamp(max=capacity), seen, near)
+
+
+def largest_first(unsent: Tensor, threshold: Tensor, capacity: int) -> Selection:
+    """As :func:`select`, but where more than ``capacity`` are found the largest are returned.
+
+    They are the largest of all, unless more than twice ``capacity`` (and more than ``AMONG``) were found.
+    """
+    n = unsent.numel()
+    found = select(unsent, None, threshold, min(n, max(2 * capacity, AMONG)))
+    if n <= capacity:
+        index = torch.cat([found.index, found.index.new_full((capacity - n,), n)])
+    else:
+        meant = torch.arange(found.index.numel(), device=unsent.device) < found.count
+        magnitudes = unsent.index_select(0, found.index.clamp(max=n - 1)).abs()
+        kept = torch.where(meant, magnitudes, -1.0).topk(capacity, sorted=False).indices.sort().values
+        index = found.index.index_select(0, kept)
+    return Selection(index, found.seen.clamp(max=capacity), found.seen, found.near)
 
 
 def scatter(index: Tensor, values: Tensor, count: Tensor, size: int, out: Tensor) -> Tensor:
@@ -145,6 +173,21 @@ def sketch_estimate(table: Tensor, hashed: Hashes, out: Tensor) -> Tensor:
     _check_hashes(hashed, out.numel(), table)
     ops.sketch_estimate(table, hashed.offsets, hashed.signs, out)
     return out
+
+
+class DeviceSketch:
+    """``sketch`` for vectors of ``n`` elements on a device: the methods of :class:`CountSketch`, and the same bits."""
+
+    def __init__(self, sketch: CountSketch, n: int, device: torch.device) -> None:
+        self._hashed = hashes(sketch, n, device)
+
+    def encode(self, x: Tensor, out: Tensor) -> Tensor:
+        """See :func:`sketch_encode`."""
+        return sketch_encode(x, self._hashed, out)
+
+    def estimate(self, table: Tensor, out: Tensor) -> Tensor:
+        """See :func:`sketch_estimate`."""
+        return sketch_estimate(table, self._hashed, out)
 
 
 def encode_indices(index: Tensor, count: Tensor, n: int, out: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ class PickLayout:
             ValueError: if there are more picks than room for them.
         """
         m = picks.index.numel()
-        header, value_part, index_part = self._parts(out)
+        header, value_part, index_part = self.parts(out)
         header.view(torch.int32).copy_(torch.tensor([m, picks.seen, picks.near, 0], dtype=torch.int32))
         if self.dtype is not None:
             used = coding.nbytes(m, self.dtype)
@@ -89,7 +89,7 @@ class PickLayout:
         """
         if payload.numel() != self.nbytes:
             raise CorruptMessage(f"a message of {payload.numel()} bytes arrived where {self.nbytes} were expected.")
-        header, value_part, index_part = self._parts(payload)
+        header, value_part, index_part = self.parts(payload)
         m, seen, near, _ = header.clone().view(torch.int32).tolist()
         nbytes = self.indices.nbytes(self.n, self.capacity)
         index = self.indices.decode(index_part[:nbytes], self.n, self.capacity, m)
@@ -99,9 +99,10 @@ class PickLayout:
         coding.read(value_part[: coding.nbytes(m, self.dtype)], values, self.dtype)
         return Picks(index, values, seen, near)
 
-    def _parts(self, message: Tensor) -> tuple[Tensor, ...]:
+    def parts(self, message: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Header, values and indices of ``message`` [*s, nbytes], each with the bytes that fill up its last word."""
         start = HEADER_BYTES + self._value_bytes
-        return message[:HEADER_BYTES], message[HEADER_BYTES:start], message[start:]
+        return message[..., :HEADER_BYTES], message[..., HEADER_BYTES:start], message[..., start:]
 
 
 def index_format(name: str, n: int, capacity: int) -> IndexFormat:
