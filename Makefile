@@ -1,12 +1,13 @@
 # Everything runs in a virtual environment that make sets up by itself.
 #   make demo    train on real data with strategy="skip_reduce" on several processes
 #   make bench   a short comparison over emulated slow networks (Linux, root)
-#   make test    the tests
+#   make test    the tests; those of one process on JOBS processors
 #   make docs    the documentation site, in docs/_build/html
 #   make check   what CI runs: lint, types, tests
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+JOBS ?= 2
 
 .PHONY: setup demo bench test docs lint types check format clean
 
@@ -26,7 +27,8 @@ bench: setup
 	  --strategies ddp,bf16_hook,skip_reduce,skip_reduce:wire_dtype=bfloat16 --steps 5 --rounds 3 --plot
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) -m "not processes and not cluster"
+	$(BIN)/python -m pytest -m "processes or cluster"
 
 docs: setup
 	$(BIN)/python -m sphinx -W --keep-going -n -q docs docs/_build/html

@@ -112,7 +112,8 @@ def _take_up(groups: Sequence[Group], few: Sequence[Group], known: Group, gradie
     """Let ``groups`` begin where ``few`` ended, and with what ``known``, of half as many ranks, remembers.
 
     Sums over ranks must not grow faster than thresholds can follow: from the third copy of the few on, every copy is
-    followed by its negative.  Of memory with an entry for each edge between ranks' parts, every part is halved.
+    followed by its negative.  Of memory with an entry for each edge between ranks' parts, every part is halved; with
+    an entry for each rank, it is left out.
     """
     n, size = groups[0].n, len(groups)
     memory = {}
@@ -120,7 +121,8 @@ def _take_up(groups: Sequence[Group], few: Sequence[Group], known: Group, gradie
         if kept.shape == (size // 2 + 1,) and int(kept[-1]) == known.n:
             middles = (kept[:-1] + kept[1:]) // 2
             kept = torch.cat([torch.stack([kept[:-1], middles], dim=1).flatten(), kept[-1:]]) * n // known.n
-        memory[key] = kept
+        if kept.shape[:1] != (size // 2,):
+            memory[key] = kept
     for rank, group in enumerate(groups):
         copy, original = divmod(rank, len(few))
         group.unsent.copy_(few[original].unsent[:n])

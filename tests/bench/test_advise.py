@@ -9,10 +9,10 @@ import pytest
 from lightning_sparse.bench import own_model
 from lightning_sparse.bench.advice import Advice, recommend, table, words
 from lightning_sparse.bench.advise import reckon
-from lightning_sparse.bench.cluster import unavailable_reason
 from lightning_sparse.cli import main
 from lightning_sparse.compressors import COMPRESSORS
 from lightning_sparse.rehearsal import SIZES, Link, model_cost
+from tests.conftest import emulated
 
 DENSE = Advice("sparse_dense", 1.0, 0.9, 1.1, "network", 1)
 
@@ -140,8 +140,7 @@ def test_a_bad_link_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "fast" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(bool(unavailable_reason()), reason="clusters cannot be emulated here")
-@pytest.mark.timeout(200)
+@emulated(timeout_s=200)
 def test_measured_between_emulated_hosts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["advise", "mlp_1m", "--emulate", "2x100mbit"]) == 0
     shown = capsys.readouterr().out
