@@ -165,9 +165,13 @@ class Exchange:
                 results.put((number, None, error))
             lane.start_step()
 
+        if self._stream:
+            self._stream.wait_stream(torch.cuda.current_stream())
         for number, lane in enumerate(chosen):
             lane.submit(partial(do, number, lane))
         done = sorted((results.get() for _ in chosen), key=lambda result: result[0])
+        if self._stream:
+            torch.cuda.current_stream().wait_stream(self._stream)
         for _, _, error in done:
             if error is not None:
                 raise error
