@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -90,6 +90,16 @@ def pieces_of(parameters: Mapping[str, Tensor], compressor: Compressor) -> list[
     """The pieces of ``parameters``, given in the order of definition, in that of backward."""
     backward = reversed(list(parameters.items()))
     return [Piece(name, p.numel(), compressor.sends_whole(name, p.numel())) for name, p in backward]
+
+
+def cut_apart(groups: Sequence[Sequence[Piece]], dense_up_to: int) -> list[list[Piece]]:
+    """Each of ``groups`` cut in two: what is compressed, if that is more than so many elements, and what is whole."""
+    found = []
+    for group in groups:
+        small = sum(piece.elements for piece in group if not piece.whole) <= dense_up_to
+        pieces = [replace(piece, whole=piece.whole or small) for piece in group]
+        found += [[piece for piece in pieces if piece.whole == whole] for whole in (False, True)]
+    return [group for group in found if group]
 
 
 def make_groups(

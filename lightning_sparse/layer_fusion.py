@@ -13,9 +13,9 @@ from torch import Tensor
 
 from lightning_sparse.compressors import Auto, Compressor
 from lightning_sparse.exchange import Exchange
-from lightning_sparse.fusion import Piece, carry_over, make_groups, pieces_of
-from lightning_sparse.plan import GroupTime, Plan
-from lightning_sparse.planner import Kinds, Measured, best_plan, calibrate, choose, kinds_of
+from lightning_sparse.fusion import Piece, carry_over, cut_apart, make_groups, pieces_of
+from lightning_sparse.plan import Cost, GroupTime, Plan
+from lightning_sparse.planner import Kinds, Measured, best_plan, calibrate, choose, kinds_of, with_small_dense
 from lightning_sparse.rehearsal import measure_link, median_over_ranks, rehearse
 
 SETTLING = 4  # steps before any is measured: DDP rebuilds its buckets, memory is taken, thresholds settle
@@ -26,6 +26,7 @@ EVERY = 10  # of how many steps one is looked at once a plan is followed: lookin
 WINDOW = 5  # steps looked at, after which it is asked whether times have changed
 CHANGED = 1.5  # they have when the median moved by this factor
 TRIAL = 7  # steps after which new groups must not be slower than the old; the first two do not count
+SMALL = 2**16  # elements at most of groups that are summed densely where that is sooner
 WORTH_PLANNING = 2**18  # elements; a smaller gradient is one group
 
 
@@ -45,6 +46,8 @@ class LayerFusion:
         self._compressor = compressor
         self._parameters = parameters
         self._pieces = pieces_of(parameters, compressor)
+        self._laid_out_for = repr(compressor)
+        self._dense_up_to = 0  # elements of a group: smaller ones are summed densely
         self._worthwhile = exchange.size > 1 and sum(piece.elements for piece in self._pieces) >= WORTH_PLANNING
         self._seen = exchange.steps
         self._window = WINDOW
@@ -91,7 +94,12 @@ class LayerFusion:
         if self._measuring:
             return {}
         names = [list(group.names) for group in self._exchange.groups]
-        return {"groups": names, "compressor": repr(self._at_work), "size": self._exchange.size}
+        return {
+            "groups": names,
+            "compressor": repr(self._at_work),
+            "size": self._exchange.size,
+            "dense_up_to": self._dense_up_to,
+        }
 
     def resume(self, state: Mapping[str, Any], step: int) -> None:
         """Follow a plan saved after ``step``, if it was made for these parameters, this compressor and these ranks."""
@@ -100,16 +108,20 @@ class LayerFusion:
         if isinstance(at_work, Auto):  # and what it had chosen
             at_work = next((c for c in at_work.candidates if repr(c) == state.get("compressor")), at_work)
         pieces = {piece.name: piece for piece in pieces_of(self._parameters, at_work)}
+        dense_up_to = state.get("dense_up_to", 0)
         if (
             (state.get("compressor"), state.get("size")) != (repr(at_work), self._exchange.size)
             or sorted(name for names in groups for name in names) != sorted(pieces)
-            or any(len({pieces[name].whole for name in names}) > 1 for names in groups)
+            or not isinstance(dense_up_to, int)
         ):
+            return
+        planned = cut_apart([[pieces[name] for name in names] for names in groups], dense_up_to)
+        if len(planned) > len(groups):
             return
         if isinstance(self._compressor.at(step), Auto):
             self._compressor, self._pieces = at_work, list(pieces.values())
-        self.regroup([[pieces[name] for name in names] for names in groups])
-        self._at_work = at_work
+        self.regroup(planned)
+        self._at_work, self._dense_up_to = at_work, dense_up_to
         self._measuring = False
         rank_zero_info(f"LayerFusion: {len(groups)} groups, as in the checkpoint.")
 
@@ -160,8 +172,8 @@ class LayerFusion:
         own = [_median(each) for each in (self._spans, self._rests, *zip(*self._arrivals, strict=True))]
         span_s, rest_s, *arrivals_s = median_over_ranks(exchange, own).tolist()
         kinds = self._rehearse([start, *candidates])
-        # Rank 0 decides: which candidate, and the group of each parameter; -1 for all as it is.
-        decision = torch.full((1 + len(self._pieces),), -1, dtype=torch.int64, device=exchange.device)
+        # Rank 0 decides: which candidate, which groups are dense, and the group of each parameter; -1 for all as it is.
+        decision = torch.full((2 + len(self._pieces),), -1, dtype=torch.int64, device=exchange.device)
         if exchange.rank == 0:
             try:
                 measured = Measured(
@@ -173,33 +185,39 @@ class LayerFusion:
                 decision.copy_(torch.tensor(self._decide(start, candidates, kinds, measured)))
             except Exception as error:  # a plan is a gain, not a need; and the others wait for this rank
                 rank_zero_warn(f"LayerFusion: no plan could be made; the groups stay as they are. {error!r}")
-        chosen, *group_of_piece = exchange.ask(lambda comm: comm.broadcast(decision, 0)).tolist()
+        chosen, dense_up_to, *group_of_piece = exchange.ask(lambda comm: comm.broadcast(decision, 0)).tolist()
         if chosen >= 0:
+            self._dense_up_to = dense_up_to
             self._follow(candidates[chosen] if isinstance(at_work, Auto) else None, group_of_piece, span_s)
 
     def _decide(
-        self, start: Compressor, candidates: Sequence[Compressor], kinds: Sequence[Kinds], measured: Measured
+        self,
+        start: Compressor,
+        candidates: Sequence[Compressor],
+        kinds: Sequence[tuple[Kinds, Cost]],
+        measured: Measured,
     ) -> list[int]:
-        """The candidate to take and the group of each piece; -1 for all as it is."""
+        """Which candidate, up to how many elements groups are dense, the group of each piece; -1 for all as it is."""
         if not (kinds and math.isfinite(measured.span_s) and np.isfinite(measured.arrivals_s).any()):
             rank_zero_warn("LayerFusion: no rank could tell the time; the groups stay as they are.")
-            return [-1] * (1 + len(self._pieces))
-        calibration = calibrate(pieces_of(self._parameters, start), kinds[0], measured)
+            return [-1] * (2 + len(self._pieces))
+        calibration = calibrate(pieces_of(self._parameters, start), kinds[0][0], measured)
+        mixed = [with_small_dense(*each) for each in kinds[1:]]
         self.plans = [
             (c, best_plan(pieces_of(self._parameters, c), own_kinds, measured, calibration))
-            for c, own_kinds in zip(candidates, kinds[1:], strict=True)
+            for c, (own_kinds, _) in zip(candidates, mixed, strict=True)
         ]
         chosen = choose([plan for _, plan in self.plans])
         self.plan = self.plans[chosen][1]
         group_of = dict(zip(self.plan.names, self.plan.group_of(), strict=True))
-        return [chosen, *(group_of[piece.name] for piece in self._pieces)]
+        return [chosen, mixed[chosen][1], *(group_of[piece.name] for piece in self._pieces)]
 
-    def _rehearse(self, compressors: Sequence[Compressor]) -> list[Kinds]:
-        """What each costs here, and its dense part; nothing if no rank could tell the time."""
+    def _rehearse(self, compressors: Sequence[Compressor]) -> list[tuple[Kinds, Cost]]:
+        """What each costs here, its dense part, and small dense groups; nothing if no rank could tell the time."""
         link = measure_link(self._exchange)
         if link is None:
             return []
-        found: list[Kinds] = []
+        found: list[tuple[Kinds, Cost]] = []
         for number, compressor in enumerate(compressors):
             if compressor in compressors[:number]:
                 found.append(found[compressors.index(compressor)])
@@ -209,9 +227,10 @@ class LayerFusion:
             kinds = kinds_of(
                 pieces_of(self._parameters, compressor), compressor, lambda c, n: rehearse(self._exchange, c, n, link)
             )
-            if kinds is None:
+            small = rehearse(self._exchange, compressor.densely(), SMALL, link)
+            if kinds is None or small is None:
                 return []
-            found.append(kinds)
+            found.append((kinds, small))
         return found
 
     def _follow(self, chosen: Compressor | None, group_of_piece: Sequence[int], span_s: float) -> None:
@@ -220,10 +239,10 @@ class LayerFusion:
         if chosen is not None:
             self._compressor, self._at_work = chosen, chosen
             self._pieces = pieces_of(self._parameters, chosen)
-        groups: dict[tuple[int, bool], list[Piece]] = {}
+        groups: list[list[Piece]] = [[] for _ in range(max(group_of_piece, default=-1) + 1)]
         for piece, index in zip(self._pieces, group_of_piece, strict=True):
-            groups.setdefault((index, piece.whole), []).append(piece)
-        self.regroup([groups[key] for key in sorted(groups)])
+            groups[index].append(piece)
+        self.regroup(cut_apart(groups, self._dense_up_to))
         if before != ([group.names for group in self._exchange.groups], self._compressor):
             self._on_trial = (*before, span_s)
 
@@ -238,7 +257,7 @@ class LayerFusion:
                 f"LayerFusion: back to what there was before: backward and communication took {1e3 * before_s:.1f} ms "
                 f"and take {1e3 * now_s:.1f} ms with the plan."
             )
-            self._compressor = compressor
+            self._compressor, self._dense_up_to = compressor, 0
             self._at_work = compressor.at(self._exchange.groups[0].step)
             self._pieces = pieces_of(self._parameters, compressor)
             pieces = {piece.name: piece for piece in self._pieces}
@@ -250,10 +269,12 @@ class LayerFusion:
         """Average in ``groups`` from now on; nothing that is unsent is lost."""
         exchange = self._exchange
         new = make_groups(self._parameters, self._compressor, groups)
-        same_compressors = {repr(c) for _, c in new} == {repr(c) for c in exchange.compressors}
-        if not same_compressors or [group.names for group, _ in new] != [group.names for group in exchange.groups]:
-            carry_over(exchange.groups, new, memories=same_compressors)
+        same = repr(self._compressor) == self._laid_out_for
+        was = zip(exchange.groups, exchange.compressors, strict=True)
+        if [(group.names, repr(c)) for group, c in was] != [(group.names, repr(c)) for group, c in new]:
+            carry_over(exchange.groups, new, memories=same)
             exchange.lay_out(new)
+            self._laid_out_for = repr(self._compressor)
 
     # - after the plan was made
 

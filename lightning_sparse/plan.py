@@ -38,6 +38,30 @@ class Cost:
             self._line(self.latency_s, self.busy_rise + self.wire_rise, elements),
         )
 
+    def dense_up_to(self, dense: "Cost") -> int:
+        """Elements up to which a ``dense`` sum has its mean sooner, 0 for none: it is one message, and selects nothing.
+
+        A power of two, at most the largest size at which the dense sum was measured.
+        """
+        sizes = 2 ** np.arange(dense.elements[-1].bit_length())
+        sooner = dense.at(sizes)[2] < self.at(sizes)[2]
+        return int(sizes[sooner.argmin() - 1]) if not sooner.all() and sooner[0] else int(sizes[-1] * sooner[0])
+
+    def with_dense(self, dense: "Cost", up_to: int) -> "Cost":
+        """What groups cost of which those of at most ``up_to`` elements are summed densely."""
+        if not up_to:
+            return self
+        small = [n for n in {*dense.elements, up_to} if n <= up_to]
+        sizes = np.array(sorted({*small, up_to + 1, *(n for n in self.elements if n > up_to)}))
+        each = [np.where(sizes <= up_to, a, b).tolist() for a, b in zip(dense.at(sizes), self.at(sizes), strict=True)]
+        return replace(
+            self,
+            elements=tuple(sizes.tolist()),
+            busy_s=tuple(each[0]),
+            spacing_s=tuple(each[1]),
+            latency_s=tuple(each[2]),
+        )
+
     def _line(self, measured: Sequence[float], rise: float, elements: NDArray[np.int64]) -> Array:
         seconds = np.maximum.accumulate(np.asarray(measured, dtype=np.float64))  # more elements never cost less
         inside = np.interp(elements, self.elements, seconds)

@@ -74,6 +74,12 @@ def kinds_of(
     return found
 
 
+def with_small_dense(kinds: Kinds, dense: Cost) -> tuple[Kinds, int]:
+    """The same, but for groups that are sooner summed densely, and up to how many elements these have."""
+    up_to = max((cost.dense_up_to(dense) for whole, cost in kinds if not whole), default=0)
+    return [(whole, cost if whole else cost.with_dense(dense, up_to)) for whole, cost in kinds], up_to
+
+
 def calibrate(pieces: Sequence[Piece], kinds: Kinds, measured: Measured) -> Calibration:
     """Compare the model with the steps as they were; ``kinds`` are of the compressor that was at work."""
     spans = {}

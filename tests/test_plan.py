@@ -3,11 +3,13 @@
 import time
 from itertools import combinations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sparse.plan import Cost, StepModel
+from lightning_sparse.planner import with_small_dense
 
 SIZES = (1, 1_000, 1_000_000)
 ms = st.floats(0, 0.05)
@@ -95,13 +97,33 @@ def test_what_messages_cost_decides_how_many_groups_there_are() -> None:
 
 
 def test_costs_are_lines_and_never_fall() -> None:
-    import numpy as np
-
     cost = Cost((10, 100), (1.0, 0.5), (2.0, 4.0), (3.0, 6.0), busy_rise=0.1, wire_rise=0.2)
     busy, spacing, latency = cost.at(np.array([0, 1, 10, 55, 100, 110]))
     assert busy.tolist() == pytest.approx([0, 1, 1, 1, 1, 2])
     assert spacing.tolist() == pytest.approx([0, 2, 2, 3, 4, 6])  # beyond: the slower of processor and link
     assert latency.tolist() == pytest.approx([0, 3, 3, 4.5, 6, 9])  # beyond: both, one after the other
+
+
+def line(message_s: float, element_s: float, elements: tuple[int, ...] = (256, 2**16, 2**20)) -> Cost:
+    seconds = tuple(message_s + element_s * n for n in elements)
+    return Cost(elements, (0.0,) * len(elements), seconds, seconds, 0.0, element_s)
+
+
+def test_small_groups_are_dense_where_that_is_sooner() -> None:
+    """Two messages of a hundredth each, or one of everything: equal at 100 µs / 99 ns = 1010 elements, beside 256."""
+    two, one = line(2e-4, 1e-9), line(1e-4, 1e-7, (256, 2**16))
+    assert two.dense_up_to(one) == 512
+    assert one.dense_up_to(one) == 0
+    assert line(1e-5, 1e-9).dense_up_to(one) == 0
+    assert line(1.0, 1e-9).dense_up_to(one) == 2**16
+    kinds, up_to = with_small_dense([(False, two), (True, one)], one)
+    assert up_to == 512
+    assert kinds[1] == (True, one)
+    sizes = np.array([0, 1, 256, 512, 513, 2**16, 2**20, 2**21])
+    dense = (sizes > 0) & (sizes <= 512)
+    for mixed, alone, other in zip(kinds[0][1].at(sizes), one.at(sizes), two.at(sizes), strict=True):
+        assert mixed == pytest.approx(np.where(dense, alone, other))
+    assert with_small_dense([(True, one)], one) == ([(True, one)], 0)
 
 
 @pytest.mark.parametrize("blocking", [False, True])

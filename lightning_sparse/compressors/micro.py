@@ -38,8 +38,8 @@ class MiCRO(Compressor):
         density: fraction of elements updated in a step, in (0, 1].  The paper's experiments: 0.001.
         balance: move the partitions' edges until each holds as many picks; False, as the paper: all n / P elements.
         slack: room in a message, as a multiple of the k / P picks meant, at least 1.  The code has no limit.
-        indices: how indices travel: "auto" (the cheapest), "int32", "block16", "bitmap" or "elias_fano"; on a GPU always
-            "block16".  The code: 64 bits each.
+        indices: how indices travel: "auto" (the cheapest), "int32", "block16", "bitmap" or "elias_fano"; on a GPU
+            always "block16".  The code: 64 bits each.
     """
 
     density: float = 0.01

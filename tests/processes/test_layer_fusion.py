@@ -13,7 +13,7 @@ import lightning_sparse as ls
 from lightning_sparse import layer_fusion, planner, rehearsal
 from lightning_sparse.fusion import Piece, pieces_of
 from lightning_sparse.layer_fusion import STEPS_MEASURED
-from lightning_sparse.plan import Plan
+from lightning_sparse.plan import Cost, Plan, StepModel
 from lightning_sparse.timeline import Timeline
 from tests.conftest import Ranks
 from tests.processes.models import LIMIT_S, data, trainer, unsent, weights
@@ -192,6 +192,35 @@ def test_a_resumed_run_follows_the_plan_it_was_saved_with(ranks: Ranks, size: in
     for found, follows in ranks.run(resumed, size, str(tmp_path), timeout_s=LIMIT_S):
         assert follows == (size == 2)  # on other ranks it is measured anew
         assert found == planned or size == 3
+
+
+def small_groups(rank: int, size: int, folder: str) -> list[Any]:
+    """What averages the groups of a plan in which all but the largest are small, and again after it was resumed."""
+    planner.LEAST_GAIN = layer_fusion.TRIAL = -math.inf  # type: ignore[assignment]  # followed, and never given up
+    Cost.dense_up_to = lambda self, dense: 1000  # type: ignore[method-assign]
+    StepModel.best = lambda self: [1, len(self.ready_s)]  # type: ignore[method-assign]
+    checkpoint, found = Path(folder) / "small.ckpt", []
+    for resumed in (False, True):
+        strategy = ls.SparseDDPStrategy("micro")
+        run = trainer(strategy, size, max_steps=STEPS + 3 * resumed)
+        run.fit(Deep(), data(STEPS + 3, size), ckpt_path=checkpoint if resumed else None)
+        run.save_checkpoint(checkpoint)
+        assert strategy.exchange is not None
+        at_work = zip(strategy.exchange.groups, strategy.exchange.compressors, strict=True)
+        found.append([(group.names, group.n, type(compressor)) for group, compressor in at_work])
+        found.append(weights(run.lightning_module))
+    return found
+
+
+def test_small_groups_of_a_plan_are_dense_also_when_it_is_resumed(ranks: Ranks, tmp_path: Path) -> None:
+    every = ranks.run(small_groups, 2, str(tmp_path), timeout_s=LIMIT_S)
+    planned, trained, resumed, trained_on = every[0]
+    assert planned == resumed
+    assert [kind for _, n, kind in planned if n <= 1000] == [ls.Dense]
+    assert [kind for _, n, kind in planned if n > 1000] == [ls.MiCRO]
+    assert torch.equal(trained, every[1][1])
+    assert torch.equal(trained_on, every[1][3])
+    assert not torch.equal(trained, trained_on)
 
 
 # - when times or compressors change
