@@ -1,9 +1,6 @@
 """What a checkpoint keeps of the gradient not yet sent."""
 
-import itertools
-import reprlib
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +12,9 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.fusion import carry_over
 from lightning_sparse.group import Group
-from lightning_sparse.select import is_list, is_whole
 
 KEY = "lightning_sparse"
 RESIDUALS = ("per_rank", "mean", "none")
-SAVED = ("residuals", "size", "steps", "unsent", "groups", "compressor", "plan")  # and "checksum", of all these
 
 
 def gather(exchange: Exchange, residuals: str, ranks: dist.ProcessGroup | None) -> dict[str, Any]:
@@ -64,129 +59,6 @@ def restore(exchange: Exchange, state: Mapping[str, Any] | None, compressor: Com
     carry_over(saved.groups(), list(zip(exchange.groups, exchange.compressors, strict=True)))
     if lost := saved.lost():
         rank_zero_warn(f"Resuming from a checkpoint of another configuration: {'; '.join(lost)}.")
-
-
-def described(state: Mapping[str, Any] | None, damaged: str | None = None) -> dict[str, object]:
-    """What of a state must be the same on every rank that goes on with it; also of one that is ``damaged``."""
-    if state is None:
-        return {"checkpoint": "without residuals"}
-    if next(_misshapen(state), None):
-        return {"checkpoint": damaged}
-    groups = [(group["names"], sorted(group["memory"])) for group in state["groups"]]
-    shapes = {name: list(x.shape) for name, x in state["unsent"].items()}
-    kept = {key: state.get(key) for key in ("residuals", "size", "steps", "compressor", "plan")}
-    kept |= {"groups": groups, "unsent": shapes, "damaged": damaged}
-    return {f"checkpoint: {key}": value for key, value in kept.items()}
-
-
-def damage(state: Any) -> str | None:
-    """What of ``state`` cannot have been saved, in words; None if it is whole, or None itself."""
-    return None if state is None else next(itertools.chain(_misshapen(state), _altered(state)), None)
-
-
-def _misshapen(state: Any) -> Iterator[str]:
-    """What is not there, or of another kind; to be asked for the first only, on which the rest would stumble."""
-    if not isinstance(state, Mapping):
-        yield f"{_shown(state)} is no dictionary"
-    for key in SAVED:
-        if key not in state:
-            yield f"{key!r} is missing"
-    if state["residuals"] not in RESIDUALS[:2]:
-        yield f"residuals={_shown(state['residuals'])} is neither 'per_rank' nor 'mean'"
-    for key, least in (("size", 1), ("steps", 0)):
-        if not is_whole(state[key], least):
-            yield f"{key}={_shown(state[key])} is no whole number from {least} up"
-    if not isinstance(state["compressor"], str):
-        yield f"compressor={_shown(state['compressor'])} is no text"
-    rows = state["size"] if state["residuals"] == "per_rank" else None
-    yield from _wrong_tensors("unsent", state["unsent"], rows)
-    for name, x in state["unsent"].items():
-        if x.dtype != torch.float32:
-            yield f"unsent[{name!r}] is {x.dtype}, not float32"
-    yield from _wrong_groups(state["groups"], state["unsent"], state["size"])
-    yield from _wrong_plan(state["plan"])
-
-
-def _altered(state: Mapping[str, Any]) -> Iterator[str]:
-    """What has values that cannot have been saved."""
-    for name, x in state["unsent"].items():
-        if not x.isfinite().all():
-            yield f"unsent[{name!r}] holds values that are not finite"
-    if "checksum" in state and state["checksum"] != (found := checksum(state)):
-        yield (
-            f"its checksum is {found}, and {_shown(state['checksum'])} was noted when it was saved (after a change "
-            "that is meant, delete the entry 'checksum')"
-        )
-
-
-def _wrong_tensors(what: str, tensors: object, rows: int | None) -> Iterator[str]:
-    if not isinstance(tensors, Mapping):
-        yield f"{what}={_shown(tensors)} is no dictionary"
-        return
-    for name, x in tensors.items():
-        if not isinstance(name, str) or not isinstance(x, Tensor) or x.layout != torch.strided or x.is_meta:
-            yield f"{what}[{_shown(name)}]={_shown(x)} is no name with a tensor"
-        elif rows is not None and x.shape[:1] != (rows,):
-            yield f"{what}[{name!r}] has the shape {list(x.shape)}, without a row for each of {rows} ranks"
-
-
-def _wrong_groups(groups: Any, unsent: Mapping[str, Tensor], size: int) -> Iterator[str]:
-    if not is_list(groups):
-        yield f"groups={_shown(groups)} is no list"
-        return
-    for number, group in enumerate(groups):
-        if not isinstance(group, Mapping) or not {"names", "memory"} <= set(group):
-            yield f"groups[{number}]={_shown(group)} is no dictionary with names and memory"
-        elif not _is_names(group["names"]) or not set(group["names"]) <= set(unsent):
-            yield f"groups[{number}]: names={_shown(group['names'])} are not all in 'unsent'"
-        else:
-            yield from _wrong_tensors(f"groups[{number}]: memory", group["memory"], size)
-
-
-def _wrong_plan(plan: object) -> Iterator[str]:
-    if not isinstance(plan, Mapping):
-        yield f"plan={_shown(plan)} is no dictionary"
-    else:
-        groups = plan.get("groups", [])
-        if not is_list(groups) or not all(_is_names(names) and names for names in groups):
-            yield f"plan: groups={_shown(groups)} is no list of lists of names"
-
-
-def _is_names(names: Any) -> bool:
-    return is_list(names) and all(isinstance(name, str) for name in names)
-
-
-def _shown(value: object) -> str:
-    return reprlib.repr(value) if isinstance(value, str | int | float | list | None) else f"a {type(value).__name__}"
-
-
-def refuse(damaged: str | None) -> None:
-    """Raise a ValueError if anything is damaged."""
-    if damaged is not None:
-        raise ValueError(
-            f"The residuals (the gradient not yet sent) in the checkpoint are damaged: {damaged}. Resume from an older "
-            f"checkpoint, or without them, so that they start from zero: load it with torch.load, pop({KEY!r}), and "
-            "save it again."
-        )
-
-
-def checksum(state: Mapping[str, Any]) -> int:
-    """Of all that was saved, the checksum itself apart: tells whether a bit of it has changed."""
-    return _crc([state[key] for key in SAVED], 0)
-
-
-def _crc(value: object, crc: int) -> int:
-    if isinstance(value, Tensor):
-        crc = zlib.crc32(f"{value.dtype} {list(value.shape)}".encode(), crc)
-        return zlib.crc32(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().data, crc)
-    if isinstance(value, Mapping):
-        value = [each for key in sorted(value) for each in (key, value[key])]
-    if isinstance(value, list | tuple):
-        crc = zlib.crc32(f"{len(value)} items".encode(), crc)
-        for each in value:
-            crc = _crc(each, crc)
-        return crc
-    return zlib.crc32(repr(value).encode(), crc)
 
 
 class _Saved:

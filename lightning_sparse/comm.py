@@ -20,7 +20,7 @@ def wire_dtype_named(name: str) -> torch.dtype:
     Raises:
         ValueError: if ``name`` is not one of ``WIRE_DTYPES``.
     """
-    if name not in WIRE_DTYPES:
+    if not isinstance(name, str) or name not in WIRE_DTYPES:
         raise ValueError(f"wire_dtype={name!r} is not one of {', '.join(WIRE_DTYPES)}.")
     return WIRE_DTYPES[name]
 

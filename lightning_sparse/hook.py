@@ -9,7 +9,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import checkpoint
+from lightning_sparse import checkpoint, damage
 from lightning_sparse.agreement import agree, described, versions
 from lightning_sparse.comm import TorchComm, wire_dtype_named
 from lightning_sparse.compressors import Compressor, Warmup, by_name
@@ -149,7 +149,7 @@ class SparseHook:
         state = checkpoint.gather(self.exchange, residuals, self._groups.checkpoint)
         plan = self.layer_fusion.state() if self.layer_fusion else {}
         state |= {"compressor": repr(self.compressor), "plan": plan}
-        return state | {"checksum": checkpoint.checksum(state)}
+        return state | {"checksum": damage.checksum(state)}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Set what this rank has not sent from what :meth:`state_dict` returned on rank 0; None sets it to zero.
@@ -160,9 +160,9 @@ class SparseHook:
             ValueError: on every rank, if it is damaged.
             RuntimeError: on every rank, if they were not given the same.
         """
-        damaged = checkpoint.damage(state)
-        agree(checkpoint.described(state, damaged), self._ranks, self._device)
-        checkpoint.refuse(damaged)
+        found = damage.found_in(state)
+        agree(damage.described(state, found), self._ranks, self._device)
+        damage.refuse(found)
         if self.layer_fusion is not None and state is not None:
             self.layer_fusion.resume(state.get("plan", {}), state["steps"])
         checkpoint.restore(self.exchange, state, self.compressor)

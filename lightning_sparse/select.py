@@ -103,7 +103,7 @@ def pick(x: Tensor, threshold: float, capacity: int) -> Picks:
     """
     picked = above(x, threshold)
     seen = picked.numel()
-    near = round(seen * _steepness(x, threshold)) if seen else above(x, NEAR * threshold).numel()
+    near = min(x.numel(), round(seen * _steepness(x, threshold))) if seen else above(x, NEAR * threshold).numel()
     return Picks(at_most(capacity, picked, x), x.new_empty(0), seen, near)
 
 
@@ -132,7 +132,7 @@ def above(x: Tensor, threshold: float) -> Tensor:
 
     Never zeros, whatever the threshold; always NaN, so that it is seen and not kept.
     """
-    threshold = max(threshold, SMALLEST)
+    threshold = max(SMALLEST, threshold)  # of NaN the first: all but zeros
     if x.device.type != "cpu":
         return (~(x.abs() < threshold)).nonzero().squeeze(1)
     flat = x.numpy()

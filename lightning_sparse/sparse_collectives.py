@@ -9,13 +9,13 @@ from torch import Tensor
 from lightning_sparse import partition
 from lightning_sparse.comm import Comm, Pending
 from lightning_sparse.sparse import Sparse, add_up
-from lightning_sparse.wire import PickLayout, Picks
+from lightning_sparse.wire import PickLayout, Picks, joined
 
 T = TypeVar("T")
 Talk = Generator[Pending, Tensor, T]  # yields each message it waits for, returns a T
 
 
-def reduce_scatter(parts: Sequence[Sparse], layout: PickLayout, comm: Comm) -> Talk[Sparse]:
+def reduce_scatter(parts: Sequence[Sparse], layout: PickLayout, width: int, comm: Comm) -> Talk[Sparse]:
     """The sum over all ranks of their ``parts[r]``, on rank r: indices count from the start of its region.
 
     Destinations rotate, so that no rank is sent to by all others at once: in round j this rank sends to the rank j
@@ -24,6 +24,7 @@ def reduce_scatter(parts: Sequence[Sparse], layout: PickLayout, comm: Comm) -> T
     Args:
         parts: [P], what this rank contributes to each region.  Values keep what rounding for the wire left.
         layout: of the messages; n is the widest region.
+        width: elements of this rank's region.
         comm: the ranks.
     """
     device = parts[0].index.device
@@ -36,7 +37,7 @@ def reduce_scatter(parts: Sequence[Sparse], layout: PickLayout, comm: Comm) -> T
     arrived = [own.moved_out()]
     for flight in flights:
         picks = layout.unpack((yield flight))
-        arrived.append(Sparse(picks.index, picks.values))
+        arrived.append(Sparse(joined([picks], [0], width), picks.values))
     return add_up(arrived, layout.n)
 
 

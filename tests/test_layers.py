@@ -42,6 +42,7 @@ LAYERS = [
     {"rehearsal"},
     {"layer_fusion"},
     {"checkpoint", "plan_views"},
+    {"damage"},
     {"hook", "pictures", "replicas"},
     {"callbacks"},
     {"options"},

@@ -39,9 +39,9 @@ class Auto(Compressor):
         object.__setattr__(self, "candidates", tuple(self.candidates))  # a config file gives a list
         if not self.candidates:
             raise ValueError("Auto(candidates=()): there must be one to choose.")
-        for candidate in (*self.candidates, self.start):
-            if not isinstance(candidate, Compressor) or isinstance(candidate, Auto):
-                raise ValueError(f"Auto: {candidate!r} is not a compressor to choose; give one such as MiCRO().")
+        for name, given in (*(("candidates", each) for each in self.candidates), ("start", self.start)):
+            if not isinstance(given, Compressor) or isinstance(given, Auto):
+                raise ValueError(f"Auto: {name}: {given!r} is not a compressor to choose; give one such as MiCRO().")
 
     def reduce(self, group: Group, comm: Comm) -> Rounds:
         """As ``start`` does."""

@@ -85,6 +85,8 @@ class ImportancePruning(Compressor):
                 f"ImportancePruning(eps={self.eps!r}) is added to weights that may be 0, so above 0: from 3e-39 to "
                 "3e38, where float32 ends."
             )
+        for name in ("threshold", "eps"):  # torch takes no integers beyond 64 bits
+            object.__setattr__(self, name, float(getattr(self, name)))
         check_seed(self, self.seed)
         object.__setattr__(self, "protect", checked_patterns(self, self.protect))
 

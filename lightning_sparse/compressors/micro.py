@@ -15,7 +15,7 @@ from lightning_sparse.kernels import messages
 from lightning_sparse.ring import sum_at, sum_padded
 from lightning_sparse.select import check_density, check_slack, check_switch, count, estimate_threshold, pick, room
 from lightning_sparse.sparse import Sparse
-from lightning_sparse.wire import CorruptMessage, PickLayout, check_index_format, index_format
+from lightning_sparse.wire import CorruptMessage, PickLayout, check_index_format, index_format, joined
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class MiCRO(Compressor):
 
         owners = [(p - group.step) % size for p in range(size)]  # of each partition
         picks = [layout.unpack(gathered[owner]) for owner in owners]
-        index = torch.cat([part.index + start for part, start in zip(picks, edges, strict=False)])  # [m], rising
+        index = joined(picks, edges, group.n)  # [m]
         total = yield from sum_at(index, unsent, size * layout.capacity, comm)
         group.tell_host("told", torch.tensor([[p.index.numel(), p.seen, p.near, True] for p in picks]))
         return Sparse(index, total)

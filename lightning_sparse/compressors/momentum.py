@@ -1,6 +1,7 @@
 """Momentum correction: momentum before selection, so that what waits gathers the momentum it would have had."""
 
 import math
+import sys
 from dataclasses import dataclass, replace
 
 import torch
@@ -42,7 +43,7 @@ class MomentumCorrection(Wrapper):
         super().__post_init__()
         if not (is_number(self.momentum) and 0 <= self.momentum < 1):
             raise ValueError(f"MomentumCorrection(momentum={self.momentum!r}): momentum is at least 0 and below 1.")
-        if self.clip_norm is not None and not (is_number(self.clip_norm) and 0 < self.clip_norm < math.inf):
+        if self.clip_norm is not None and not (is_number(self.clip_norm) and 0 < self.clip_norm <= sys.float_info.max):
             raise ValueError(
                 f"MomentumCorrection(clip_norm={self.clip_norm!r}) is a norm, above 0 and finite; None is no clipping."
             )

@@ -26,7 +26,7 @@ from lightning_sparse.select import (
 )
 from lightning_sparse.sparse import Sparse, contained, nonzero
 from lightning_sparse.sparse_collectives import Talk, even_out, reduce_scatter
-from lightning_sparse.wire import PickLayout, Picks, check_index_format, index_format
+from lightning_sparse.wire import CAUSE, CorruptMessage, PickLayout, Picks, check_index_format, index_format, joined
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,9 @@ class OkTopk(Compressor):
                 if found.numel() >= size:
                     inner.copy_(found[partition.even(found.numel(), size)[1:-1].to(found.device)])
                 edges[1:-1] = (yield comm.all_reduce(inner)) // size
+                told = edges.tolist()
+                if sorted(told) != told or told[0] != 0 or told[-1] != group.n:
+                    raise CorruptMessage(f"regions with the edges {told} arrived, rising ones expected: {CAUSE}")
             group.memory["regions"] = edges
         edges_now: list[int] = group.memory["regions"].tolist()
         return edges_now
@@ -137,7 +140,7 @@ class OkTopk(Compressor):
             Sparse(part - start, mine.values[ends[r] : ends[r + 1]])
             for r, (part, start) in enumerate(zip(inside, edges, strict=False))
         ]
-        region = yield from reduce_scatter(parts, layout, comm)
+        region = yield from reduce_scatter(parts, layout, edges[comm.rank + 1] - edges[comm.rank], comm)
         return mine, Sparse(region.index + edges[comm.rank], region.values)
 
     def _select(self, group: Group, comm: Comm, region: Sparse) -> Talk[tuple[Tensor, list[int]]]:
@@ -153,6 +156,8 @@ class OkTopk(Compressor):
             picks = pick(region.values, held.threshold, region.values.numel())
             own = torch.tensor([picks.seen, picks.near], dtype=torch.int32, device=region.index.device)
             sizes = yield comm.all_gather(own)  # [P, 2]
+            if int(sizes.min()) < 0 or int(sizes.max()) > group.n:
+                raise CorruptMessage(f"counts {sizes.tolist()} arrived, 0 to {group.n} expected: {CAUSE}")
             seen, near = sizes.sum(0).tolist()
             if evaluated or not held.lost(seen, near, k):
                 break
@@ -177,11 +182,13 @@ class OkTopk(Compressor):
             layout = self._layout(group, comm, group.n)
             own = yield from even_out(own, counts, layout, comm)
             left.append(own)
+        if own.index.numel() > layout.capacity:
+            raise CorruptMessage(f"{own.index.numel()} sums where counts {counts} leave {layout.capacity}: {CAUSE}")
         message = Picks(own.index - starts[comm.rank], own.values)
         buffer = comm.buffer(layout.nbytes, torch.uint8, own.index.device)
         gathered = yield comm.all_gather(layout.pack(message, buffer))  # [P, bytes]
         parts = [layout.unpack(payload) for payload in gathered]
-        index = torch.cat([part.index + start for part, start in zip(parts, starts, strict=True)])
+        index = joined(parts, starts, group.n)
         return Sparse(index, torch.cat([part.values for part in parts])), left
 
     def _layout(self, group: Group, comm: Comm, n: int) -> PickLayout:

@@ -5,8 +5,7 @@ from torch import Tensor
 
 from lightning_sparse import kernels
 from lightning_sparse.wire import PickLayout
-
-MOST = 2**31 - 1  # that the header can tell
+from lightning_sparse.wire.picks import MOST
 
 
 def pack(layout: PickLayout, found: "kernels.Selection", out: Tensor) -> Tensor:

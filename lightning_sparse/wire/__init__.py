@@ -1,10 +1,11 @@
 """What travels on the wire: values, indices, and picks made of both.  Pure functions."""
 
-from lightning_sparse.wire.indices import INDEX_FORMATS, CorruptMessage, IndexFormat, cheapest
-from lightning_sparse.wire.picks import PickLayout, Picks, check_index_format, index_format
+from lightning_sparse.wire.indices import CAUSE, INDEX_FORMATS, CorruptMessage, IndexFormat, cheapest
+from lightning_sparse.wire.picks import PickLayout, Picks, check_index_format, index_format, joined
 from lightning_sparse.wire.values import INDEX_LIMIT, add, nbytes, read, take
 
 __all__ = [
+    "CAUSE",
     "INDEX_FORMATS",
     "INDEX_LIMIT",
     "CorruptMessage",
@@ -15,6 +16,7 @@ __all__ = [
     "cheapest",
     "check_index_format",
     "index_format",
+    "joined",
     "nbytes",
     "read",
     "take",

@@ -13,7 +13,7 @@ from torch import Tensor
 LINK_BITS_PER_NS = 1.0  # the reference link of `cheapest`: 1 Gbit/s
 
 _BLOCK_BITS = 16
-_CAUSE = "the message was corrupted on its way or ranks disagree on its layout"
+CAUSE = "the message was corrupted on its way or ranks disagree on its layout"
 
 
 class CorruptMessage(ValueError):
@@ -62,10 +62,10 @@ class IndexFormat(ABC):
             CorruptMessage: if ``payload`` does not hold that, whatever its bytes.
         """
         if not 0 <= count <= capacity:
-            raise CorruptMessage(f"{self.name}: {count} indices announced, 0 to {capacity} expected: {_CAUSE}")
+            raise CorruptMessage(f"{self.name}: {count} indices announced, 0 to {capacity} expected: {CAUSE}")
         expected = self.nbytes(n, capacity)
         if payload.numel() != expected:
-            raise CorruptMessage(f"{self.name}: {payload.numel()} bytes found, {expected} expected: {_CAUSE}")
+            raise CorruptMessage(f"{self.name}: {payload.numel()} bytes found, {expected} expected: {CAUSE}")
         index = self._read(payload, n, capacity, count)
         if count:
             self._check(index, n)
@@ -83,10 +83,10 @@ class IndexFormat(ABC):
         first, last, fallen = torch.stack([index[0], index[-1], falls]).tolist()  # one transfer from the device
         if fallen:
             raise CorruptMessage(
-                f"{self.name}: {fallen} of {index.numel()} indices found not above the one before, 0 expected: {_CAUSE}"
+                f"{self.name}: {fallen} of {index.numel()} indices found not above the one before, 0 expected: {CAUSE}"
             )
         if first < 0 or last >= n:
-            raise CorruptMessage(f"{self.name}: indices {first} to {last} found, 0 to {n - 1} expected: {_CAUSE}")
+            raise CorruptMessage(f"{self.name}: indices {first} to {last} found, 0 to {n - 1} expected: {CAUSE}")
 
 
 class Int32(IndexFormat):
@@ -132,9 +132,9 @@ class Block16(IndexFormat):
         counts = _aligned(payload[:head], torch.int32).long()  # [blocks]
         least, found = torch.stack([counts.min(), counts.sum()]).tolist()
         if least < 0:
-            raise CorruptMessage(f"{self.name}: a block of {least} indices found, 0 or more expected: {_CAUSE}")
+            raise CorruptMessage(f"{self.name}: a block of {least} indices found, 0 or more expected: {CAUSE}")
         if found != count:
-            raise CorruptMessage(f"{self.name}: {count} indices announced, {found} found: {_CAUSE}")
+            raise CorruptMessage(f"{self.name}: {count} indices announced, {found} found: {CAUSE}")
         offsets = _aligned(payload[head : head + 2 * count], torch.int16).to(torch.int32) & 0xFFFF  # [count]
         block = torch.repeat_interleave(counts, output_size=count)  # [count]
         return block.bitwise_left_shift_(_BLOCK_BITS).bitwise_or_(offsets)
@@ -233,7 +233,7 @@ def _announced_ones(name: str, ones: Tensor, count: int) -> Tensor:
     """Where ``ones`` [n] uint8 is 1: [count] int64, or CorruptMessage if that is elsewhere than ``count`` times."""
     position = _positions_on_cpu(ones) if ones.device.type == "cpu" else _positions(ones)
     if position.numel() != count:
-        raise CorruptMessage(f"{name}: {count} indices announced, {position.numel()} found: {_CAUSE}")
+        raise CorruptMessage(f"{name}: {count} indices announced, {position.numel()} found: {CAUSE}")
     return position
 
 

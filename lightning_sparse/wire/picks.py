@@ -1,15 +1,17 @@
 """A message of picked elements: how many, which, and their values, in a number of bytes that data cannot change."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.wire import values as coding
-from lightning_sparse.wire.indices import INDEX_FORMATS, CorruptMessage, IndexFormat, cheapest
+from lightning_sparse.wire.indices import CAUSE, INDEX_FORMATS, CorruptMessage, IndexFormat, cheapest
 from lightning_sparse.wire.values import INDEX_LIMIT
 
 HEADER_BYTES = 16  # four int32: picks in the message, `seen`, `near`, and one to spare
+MOST = 2**31 - 1  # that the header can tell
 WORD = 8  # each part starts on a multiple of so many bytes, so that it can be looked at as any dtype
 
 
@@ -71,7 +73,9 @@ class PickLayout:
         """
         m = picks.index.numel()
         header, value_part, index_part = self.parts(out)
-        header.view(torch.int32).copy_(torch.tensor([m, picks.seen, picks.near, 0], dtype=torch.int32))
+        header.view(torch.int32).copy_(
+            torch.tensor([m, min(picks.seen, MOST), min(picks.near, MOST), 0], dtype=torch.int32)
+        )
         if self.dtype is not None:
             used = coding.nbytes(m, self.dtype)
             coding.take(picks.values, value_part[:used], self.dtype)
@@ -91,6 +95,8 @@ class PickLayout:
             raise CorruptMessage(f"a message of {payload.numel()} bytes arrived where {self.nbytes} were expected.")
         header, value_part, index_part = self.parts(payload)
         m, seen, near, _ = header.clone().view(torch.int32).tolist()
+        if seen < 0 or near < 0:
+            raise CorruptMessage(f"{seen} elements seen and {near} nearly, 0 or more expected: {CAUSE}")
         nbytes = self.indices.nbytes(self.n, self.capacity)
         index = self.indices.decode(index_part[:nbytes], self.n, self.capacity, m)
         if self.dtype is None:
@@ -105,6 +111,18 @@ class PickLayout:
         return message[..., :HEADER_BYTES], message[..., HEADER_BYTES:start], message[..., start:]
 
 
+def joined(parts: Sequence[Picks], starts: Sequence[int], n: int) -> Tensor:
+    """The indices of consecutive parts of [0, n), each counted from the start of its part: [m] int64, rising.
+
+    Raises:
+        CorruptMessage: if one of them lies in another part, or beyond ``n``.
+    """
+    index = torch.cat([part.index + start for part, start in zip(parts, starts, strict=False)])
+    if index.numel() and (int(index[-1]) >= n or bool((index.diff() <= 0).any())):
+        raise CorruptMessage(f"{index.numel()} indices reach beyond their parts of 0 to {n - 1}: {CAUSE}")
+    return index
+
+
 def index_format(name: str, n: int, capacity: int) -> IndexFormat:
     """The format called ``name``, or for "auto" the cheapest for ``capacity`` of n elements."""
     return cheapest(n, capacity) if name == "auto" else INDEX_FORMATS[name]
@@ -112,7 +130,7 @@ def index_format(name: str, n: int, capacity: int) -> IndexFormat:
 
 def check_index_format(compressor: object, name: str) -> None:
     """Raise a ValueError that names the compressor and the value unless ``name`` is "auto" or a format's name."""
-    if name != "auto" and name not in INDEX_FORMATS:
+    if not isinstance(name, str) or (name != "auto" and name not in INDEX_FORMATS):
         raise ValueError(
             f"{type(compressor).__name__}(indices={name!r}): how indices travel is one of auto, "
             f"{', '.join(INDEX_FORMATS)}."
