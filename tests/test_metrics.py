@@ -65,6 +65,7 @@ def test_forward_is_of_one_step_and_compute_of_all(metric: Metric, updates: Any,
     assert metric.compute().item() == pytest.approx(expected)
 
 
+@pytest.mark.skipif(not hasattr(Metric, "merge_state"), reason="needs a newer torchmetrics than 1.0")
 @pytest.mark.parametrize(("metric", "updates", "expected"), METRICS)
 def test_states_of_ranks_add_up(metric: Metric, updates: Any, expected: float) -> None:
     """As torchmetrics reduces them; on real ranks: tests/processes/test_monitor.py."""

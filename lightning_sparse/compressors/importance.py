@@ -127,8 +127,8 @@ class ImportancePruning(Compressor):
         for slot, parameter in zip(group.slots(group.unsent), group.parameters, strict=True):
             if not slot.numel():
                 continue
-            weight = parameter.detach().reshape(-1).float().abs()
-            importance = slot.abs().div_(weight.add_(self.eps))
+            weight = parameter.detach().reshape(-1).float().abs().add_(self.eps)
+            importance = torch.div(slot, weight, out=weight).abs_()  # in the same memory
             wanted = count(self.density / givers, importance.numel())
             picks = pick(importance, self._layer_threshold(importance, wanted), room(wanted, self.slack))
             found.append(picks.index + start)

@@ -93,7 +93,9 @@ class SketchFusion(Compressor):
         coder = kernels.DeviceSketch(sketch, n, unsent.device) if on_device else sketch
         own = comm.buffer(sketch.rows * sketch.columns, torch.float32, unsent.device)
         coder.encode(unsent, out=own.view(sketch.rows, sketch.columns))
-        table = yield from sum_values(own, comm)  # rounding's remainder is not kept: only candidates come of it
+        # What rounding for the wire leaves is not kept: only candidates come of the table.
+        exact = comm.wire_dtype == torch.float32
+        table = (yield comm.all_reduce(own)) if exact else (yield from sum_values(own, comm))
         table = self._remembered(group, table.view(sketch.rows, sketch.columns))
         estimates = coder.estimate(table, out=comm.buffer(n, torch.float32, unsent.device))
         if on_device and self.exact:  # nobody waits for the device to know how many there are
