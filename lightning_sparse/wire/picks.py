@@ -106,7 +106,7 @@ class PickLayout:
         return Picks(index, values, seen, near)
 
     def parts(self, message: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Header, values and indices of ``message``, whose last dimension is bytes, each with the bytes that fill up its last word."""
+        """Header, values and indices, each with what fills up its last word, of messages: [nbytes] or [P, nbytes]."""
         start = HEADER_BYTES + self._value_bytes
         return message[..., :HEADER_BYTES], message[..., HEADER_BYTES:start], message[..., start:]
 
