@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-AMONG = 4096
+AMONG = 4096  # found elements at least among which the largest are sought
 
 
 @dataclass(frozen=True)
