@@ -3,6 +3,7 @@
 Which of Lightning's tests each of these stands for: docs/compatibility.md.
 """
 
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -103,7 +104,7 @@ def test_ranks_are_known_before_training(where: str, monkeypatch: pytest.MonkeyP
         {"devices": 1},
         {"barebones": True},
     ],
-    ids=str,
+    ids=lambda options: re.sub(r" object at \w+", "", str(options)),  # the same in every process
 )
 def test_options_of_the_trainer_reach_the_strategy(options: dict[str, Any]) -> None:
     if "barebones" in options:
