@@ -1,6 +1,7 @@
 """What goes wrong on one rank ends all of them, soon and with a word about it, and costs nothing that was saved."""
 
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -174,6 +175,16 @@ def test_a_signal_to_every_rank_ends_all(ranks: Ranks, tmp_path: Path, what: Cal
     for end in ends_of(ranks, 2, "importance", str(tmp_path), what, None, None):
         assert said in str(end.error), end.error
     goes_on_as_if_nothing_had_happened(ranks, 2, "importance", tmp_path)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_sigterm_to_one_rank_ends_all(ranks: Ranks, tmp_path: Path, which: int) -> None:
+    """Lightning's handler sends a message and waits for ranks that wait for its gradient: until the time limit."""
+    for end in ends_of(ranks, 2, "ok_topk", str(tmp_path), terminated, which, None):
+        assert re.search("SIGTERMException|a message among the ranks failed|Timed out waiting", str(end.error)), (
+            end.error
+        )
+    goes_on_as_if_nothing_had_happened(ranks, 2, "ok_topk", tmp_path)
 
 
 def test_a_full_disk_leaves_the_last_checkpoint_whole(ranks: Ranks, tmp_path: Path) -> None:
