@@ -13,7 +13,7 @@ TREND_GAIN = 0.1  # ... and so much of it is added to what the threshold moves b
 WIDEST_MISS = 0.2  # natural logarithms of what is corrected, and of the trend: beyond, the control would overshoot
 FASTEST_TREND = 0.03
 _LEAST = 1e-300  # a threshold of zero has no logarithm
-_MOST = torch.finfo(torch.float32).max  # magnitudes are float32
+LARGEST = torch.finfo(torch.float32).max  # magnitudes are float32
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Held:
         steepness = math.log(max(near, 1) / max(seen, 1)) / -math.log(NEAR)  # -d log(count) / d log(threshold)
         miss = _bounded(math.log(max(picked, 0.5) / target) / max(steepness, 1.0), WIDEST_MISS)
         trend = _bounded(self.trend + TREND_GAIN * miss, FASTEST_TREND)
-        return Held(min(self.threshold * math.exp(GAIN * miss + trend), _MOST), trend)
+        return Held(min(self.threshold * math.exp(GAIN * miss + trend), LARGEST), trend)
 
     def lost(self, seen: int, near: int, target: int) -> bool:
         """Whether the threshold missed so widely that it is better evaluated anew than corrected."""

@@ -99,12 +99,13 @@ class Group:
     def hand_back(self, total: Tensor | Sparse, gradients: Sequence[Tensor], size: int) -> None:
         """Set the gradient of each parameter to the mean over ``size`` ranks, ``total`` / P."""
         if isinstance(total, Sparse):
-            for gradient, part in zip(gradients, total.split(self.sizes), strict=True):
+            mean = Sparse(total.index, total.values / size)
+            for gradient, part in zip(gradients, mean.split(self.sizes), strict=True):
                 if kernels.used_for(gradient) and gradient.is_contiguous():
                     found = part.index.new_full((), part.index.numel())
-                    kernels.scatter(part.index, part.values, found, size, gradient.view(-1))
+                    kernels.scatter(part.index, part.values, found, 1, gradient.view(-1))
                 else:
-                    Sparse(part.index, part.values / size).write(gradient)
+                    part.write(gradient)
         else:
             for gradient, slot in zip(gradients, self.slots(total), strict=True):
                 torch.div(slot.view(gradient.shape), size, out=gradient)

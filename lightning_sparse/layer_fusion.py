@@ -176,12 +176,8 @@ class LayerFusion:
         decision = torch.full((2 + len(self._pieces),), -1, dtype=torch.int64, device=exchange.device)
         if exchange.rank == 0:
             try:
-                measured = Measured(
-                    arrivals_s,
-                    span_s,
-                    rest_s if math.isfinite(rest_s) else 0.0,
-                    [group.names for group in exchange.groups],
-                )
+                rest_s = rest_s if math.isfinite(rest_s) else 0.0
+                measured = Measured(arrivals_s, span_s, rest_s, [group.names for group in exchange.groups])
                 decision.copy_(torch.tensor(self._decide(start, candidates, kinds, measured)))
             except Exception as error:  # a plan is a gain, not a need; and the others wait for this rank
                 rank_zero_warn(f"LayerFusion: no plan could be made; the groups stay as they are. {error!r}")
@@ -218,6 +214,7 @@ class LayerFusion:
         if link is None:
             return []
         found: list[tuple[Kinds, Cost]] = []
+        dense: dict[str, Cost | None] = {}  # most compressors have the same in their place
         for number, compressor in enumerate(compressors):
             if compressor in compressors[:number]:
                 found.append(found[compressors.index(compressor)])
@@ -227,7 +224,10 @@ class LayerFusion:
             kinds = kinds_of(
                 pieces_of(self._parameters, compressor), compressor, lambda c, n: rehearse(self._exchange, c, n, link)
             )
-            small = rehearse(self._exchange, compressor.densely(), SMALL, link)
+            densely = compressor.densely()
+            if repr(densely) not in dense:
+                dense[repr(densely)] = rehearse(self._exchange, densely, SMALL, link)
+            small = dense[repr(densely)]
             if kinds is None or small is None:
                 return []
             found.append((kinds, small))

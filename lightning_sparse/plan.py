@@ -44,8 +44,8 @@ class Cost:
         A power of two, at most the largest size at which the dense sum was measured.
         """
         sizes = 2 ** np.arange(dense.elements[-1].bit_length())
-        sooner = dense.at(sizes)[2] < self.at(sizes)[2]
-        return int(sizes[sooner.argmin() - 1]) if not sooner.all() and sooner[0] else int(sizes[-1] * sooner[0])
+        first_later = np.append(dense.at(sizes)[2] < self.at(sizes)[2], False).argmin()
+        return int(sizes[first_later - 1]) if first_later else 0
 
     def with_dense(self, dense: "Cost", up_to: int) -> "Cost":
         """What groups cost of which those of at most ``up_to`` elements are summed densely."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_sparse.comm import Comm, Rounds
 from lightning_sparse.compressors.base import Compressor
+from lightning_sparse.control import LARGEST
 from lightning_sparse.group import Group
 from lightning_sparse.ring import sum_at
 from lightning_sparse.select import (
@@ -27,7 +28,6 @@ from lightning_sparse.sparse import Sparse
 from lightning_sparse.streams import draw
 from lightning_sparse.wire import PickLayout, Picks, check_index_format, index_format
 
-LARGEST = torch.finfo(torch.float32).max
 RULES = ("density", "fixed", "adaptive")
 
 
