@@ -1,22 +1,24 @@
 """How many elements, and which: counts, thresholds and scans shared by the compressors that pick by magnitude."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from numbers import Integral, Real
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_sparse.control import NEAR
 from lightning_sparse.sparse import nonzero
 from lightning_sparse.wire import INDEX_LIMIT, Picks
 
+Magnitudes = NDArray[np.float32]
+
 SCAN = 2**16  # elements looked at together, so that they stay in a core's cache
-NEAR_SAMPLE = 2**18  # elements at least that are looked at, where there are so many, to see how steep a distribution is
-NEAR_RUN = 2**12  # of them lie side by side ...
-NEAR_PART = 16  # ... and the next ones at most so many times as far on
+NEAR_SAMPLE = 2**18  # elements at least that are counted, where there are so many, to see how steep a distribution is
+NEAR_PART = 16  # of each scan at least such a part
 SAMPLE = 2**16  # elements at least in a sample, where there are so many ...
 SAMPLED_PICKS = 1024  # ... and so many of them above the threshold that is wanted: about 3 % of uncertainty
 SUMMARISED = 2**14  # elements at least that are put in order to tell of a distribution, by ...
@@ -101,10 +103,13 @@ def pick(x: Tensor, threshold: float, capacity: int) -> Picks:
 
     Values are left out.
     """
-    picked = above(x, threshold)
-    seen = picked.numel()
-    near = min(x.numel(), round(seen * _steepness(x, threshold))) if seen else above(x, NEAR * threshold).numel()
-    return Picks(at_most(capacity, picked, x), x.new_empty(0), seen, near)
+    if x.device.type != "cpu":
+        picked, near = above(x, threshold), above(x, NEAR * threshold).numel()
+    else:
+        steepness = _Steepness(x.numel(), threshold)
+        picked = above(x, threshold, steepness.look)
+        near = steepness.near(picked.numel()) if picked.numel() else above(x, NEAR * threshold).numel()
+    return Picks(at_most(capacity, picked, x), x.new_empty(0), picked.numel(), near)
 
 
 def at_most(capacity: int, index: Tensor, x: Tensor) -> Tensor:
@@ -114,23 +119,31 @@ def at_most(capacity: int, index: Tensor, x: Tensor) -> Tensor:
     return index.index_select(0, largest(x.index_select(0, index), capacity))
 
 
-def _steepness(x: Tensor, threshold: float) -> float:
-    """How many elements of ``x`` [n] reach ``NEAR * threshold`` for each that reaches ``threshold``; from a part."""
-    period = NEAR_RUN * min(x.numel() // NEAR_SAMPLE, NEAR_PART)
-    part = x[: x.numel() // period * period].view(-1, period)[:, :NEAR_RUN] if period else x
-    magnitudes = part.abs()
-    if x.device.type == "cpu":  # numpy compares and counts several times as fast
-        found = magnitudes.numpy()
-        seen, near = (int(np.count_nonzero(found >= np.float32(t))) for t in (threshold, NEAR * threshold))
-    else:
-        seen, near = (int((magnitudes >= t).sum()) for t in (threshold, NEAR * threshold))
-    return near / seen if seen else 1 / NEAR
+class _Steepness:
+    """How many of ``n`` elements reach ``NEAR * threshold`` for each that reaches ``threshold``; from a part."""
+
+    def __init__(self, n: int, threshold: float) -> None:
+        self._n = n
+        self._counted = SCAN // min(max(1, n // NEAR_SAMPLE), NEAR_PART)  # elements of each scan
+        self._threshold, self._nearly = np.float32(threshold), np.float32(NEAR * threshold)
+        self._reached = self._near = 0  # elements counted that reach them
+
+    def look(self, magnitudes: Magnitudes) -> None:
+        """Count in what is being scanned, while it is in the core's cache."""
+        some = magnitudes[: self._counted]
+        self._reached += int(np.count_nonzero(some >= self._threshold))
+        self._near += int(np.count_nonzero(some >= self._nearly))
+
+    def near(self, seen: int) -> int:
+        """Where ``seen`` elements reach the threshold, how many are near it or above."""
+        return min(self._n, round(seen * (self._near / self._reached if self._reached else 1 / NEAR)))
 
 
-def above(x: Tensor, threshold: float) -> Tensor:
+def above(x: Tensor, threshold: float, look: Callable[[Magnitudes], None] | None = None) -> Tensor:
     """Indices, rising, of the elements of ``x`` [n] whose magnitude is at least ``threshold``: [m] int64.
 
-    Never zeros, whatever the threshold; always NaN, so that it is seen and not kept.
+    Never zeros, whatever the threshold; always NaN, so that it is seen and not kept.  On a CPU ``look`` is called with
+    the magnitudes, ``SCAN`` at a time.
     """
     threshold = max(SMALLEST, threshold)  # of NaN the first: all but zeros
     if x.device.type != "cpu":
@@ -140,8 +153,10 @@ def above(x: Tensor, threshold: float) -> Tensor:
     found = []
     for start in range(0, flat.size, SCAN):
         part = flat[start : start + SCAN]
-        np.abs(part, out=magnitude[: part.size])
-        found.append(np.flatnonzero(~(magnitude[: part.size] < np.float32(threshold))) + start)
+        magnitudes = np.abs(part, out=magnitude[: part.size])
+        found.append(np.flatnonzero(~(magnitudes < np.float32(threshold))) + start)
+        if look is not None:
+            look(magnitudes)
     return torch.from_numpy(np.concatenate(found)) if found else torch.empty(0, dtype=torch.int64)
 
 

@@ -1,6 +1,7 @@
 """A vector that is zero but at a few elements."""
 
 import ctypes
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,12 +40,12 @@ class Sparse:
 
     def split(self, sizes: Sequence[int]) -> "list[Sparse]":
         """The vector cut into consecutive parts of ``sizes`` elements, each with indices of its own."""
-        ends = torch.tensor(sizes).cumsum(0)
-        starts = ends - torch.tensor(sizes)
-        cuts = torch.searchsorted(self.index, ends.to(self.index.device))
-        counts = cuts.diff(prepend=cuts.new_zeros(1)).tolist()
-        parts = zip(self.index.split(counts), self.values.split(counts), starts.tolist(), strict=True)
-        return [Sparse(index - start, values) for index, values, start in parts]
+        ends = list(itertools.accumulate(sizes))
+        cuts = torch.searchsorted(self.index, torch.tensor(ends, device=self.index.device)).tolist()
+        parts = [self[first:last] for first, last in itertools.pairwise([0, *cuts])]
+        return [
+            Sparse(p.index - start if start else p.index, p.values) for p, start in zip(parts, [0, *ends], strict=False)
+        ]
 
     def write(self, out: Tensor) -> None:
         """Set ``out``, of any shape, dtype and memory order, to this vector of as many elements."""

@@ -253,8 +253,8 @@ def test_picks_among_two_to_the_31_elements_survive(name: str, places: set[int],
 def test_what_is_nearly_picked_is_counted_up_to_all_there_is() -> None:
     """The count is drawn from a part; where that looked nothing like the rest, it was beyond 2**31: a crash."""
     x = torch.zeros(2**19)
-    x.view(-1, 2**13)[:, 2**12 :] = 1.0  # what the part leaves out
-    x.view(-1, 2**13)[:, 1 : 2**12] = 0.96
+    x.view(-1, 2**16)[:, 2**15 :] = 1.0  # what the part leaves out
+    x.view(-1, 2**16)[:, 1 : 2**15] = 0.96
     x[0] = 1.0
     found = pick(x, 1.0, 100)
     assert (found.seen, found.near) == (2**18 + 1, 2**19)

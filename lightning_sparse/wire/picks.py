@@ -117,10 +117,13 @@ def joined(parts: Sequence[Picks], starts: Sequence[int], n: int) -> Tensor:
     Raises:
         CorruptMessage: if one of them lies in another part, or beyond ``n``.
     """
-    index = torch.cat([part.index + start for part, start in zip(parts, starts, strict=False)])
-    if index.numel() and (int(index[-1]) >= n or bool((index.diff() <= 0).any())):
-        raise CorruptMessage(f"{index.numel()} indices reach beyond their parts of 0 to {n - 1}: {CAUSE}")
-    return index
+    moved = [part.index + start for part, start in zip(parts, starts, strict=False)]
+    last = -1
+    for index in (index for index in moved if index.numel()):  # which rises
+        first, before, last = int(index[0]), last, int(index[-1])
+        if first <= before or last >= n:
+            raise CorruptMessage(f"indices {first} to {last} after {before}, in parts of 0 to {n - 1}: {CAUSE}")
+    return torch.cat(moved)
 
 
 def index_format(name: str, n: int, capacity: int) -> IndexFormat:
