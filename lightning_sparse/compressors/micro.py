@@ -57,7 +57,8 @@ class MiCRO(Compressor):
         """Gather the owners' picks, then sum the values there over all ranks."""
         size, unsent = comm.size, group.unsent
         group.target = count(self.density, group.n)
-        group.memory.setdefault("edges", partition.even(group.n, size))
+        if "edges" not in group.memory:
+            group.memory["edges"] = partition.even(group.n, size)
         edges = self._adapt(group)
         threshold = yield from self._threshold(group, comm)
         own = (group.step + comm.rank) % size
@@ -105,9 +106,12 @@ class MiCRO(Compressor):
 
     def _layout(self, n: int, edges: list[int], indices: str) -> PickLayout:
         """Messages with the picks of one partition."""
-        width = max(partition.widths(edges))
-        capacity = min(width, room(count(self.density, n) / (len(edges) - 1), self.slack))
+        width, capacity = max(partition.widths(edges)), self._room(n, edges)
         return PickLayout(width, capacity, index_format(indices, width, capacity))
+
+    def _room(self, n: int, edges: list[int]) -> int:
+        """Picks there is room for in a message."""
+        return min(max(partition.widths(edges)), room(count(self.density, n) / (len(edges) - 1), self.slack))
 
     def _threshold(self, group: Group, comm: Comm) -> Generator[Pending, Tensor, float]:
         """The threshold all ranks share; where there is none, the mean of the ranks' estimates."""
@@ -132,7 +136,7 @@ class MiCRO(Compressor):
         if held.lost(size * min(seen), sum(near), k):
             del group.memory["held"]
         else:
-            capacity = self._layout(group.n, edges, "block16").capacity
+            capacity = self._room(group.n, edges)
             roomy = [p for p in range(size) if seen[p] <= capacity] or range(size)
             held = held.after(sum(picked), k, sum(seen[p] for p in roomy), sum(near[p] for p in roomy))
             group.memory["held"] = held.state()

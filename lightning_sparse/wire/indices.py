@@ -7,7 +7,8 @@ bytes write and read them.
 """
 
 from abc import ABC, abstractmethod
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -177,38 +178,30 @@ class EliasFano(IndexFormat):
 
     def nbytes(self, n: int, capacity: int) -> int:
         """About log2(n / capacity) + 2 bits an index."""
-        return sum(self._sections(n, capacity))
+        _, low, start = _fields(n, capacity)
+        return start + _folded_bytes(capacity + (n >> low), 1)
 
     def _write(self, index: Indices, n: int, capacity: int, out: Bytes) -> None:
-        fields, low = _fields(n, capacity)
-        start = 0
-        for (shift, width), nbytes in zip(fields, self._sections(n, capacity), strict=False):
-            _fold(np.right_shift(_bytes_of(index, shift), shift % 8), width, out[start : start + nbytes])
-            start += nbytes
+        fields, low, start = _fields(n, capacity)
+        for field in fields:
+            _fold(np.right_shift(_bytes_of(index, field.bit), field.bit % 8), field.width, out[field.place])
         out[start:] = _bits_at((index >> low) + np.arange(index.size), capacity + (n >> low))
 
     def _read(self, payload: Bytes, n: int, capacity: int, count: int) -> Indices:
-        fields, low = _fields(n, capacity)
-        *sizes, nbytes = self._sections(n, capacity)
-        index = _announced_bits(self.name, payload[sum(sizes) :], capacity + (n >> low), count)
+        fields, low, start = _fields(n, capacity)
+        index = _announced_bits(self.name, payload[start:], capacity + (n >> low), count)
         index -= np.arange(count)
         index <<= low
-        start = 0
-        for (shift, width), nbytes in zip(fields, sizes, strict=True):
-            own = _bytes_of(index, shift)
-            own |= _unfold(payload[start : start + nbytes], width)[:count] << shift % 8
-            start += nbytes
+        for field in fields:
+            own = _bytes_of(index, field.bit)
+            own |= _unfold(payload[field.place], field.width)[:count] << field.bit % 8
         return index
-
-    def _sections(self, n: int, capacity: int) -> list[int]:
-        """Bytes of each field of low bits, then of the vector of bits, which is capacity + (n >> low) long."""
-        fields, low = _fields(n, capacity)
-        return [*(_folded_bytes(capacity, width) for _, width in fields), _folded_bytes(capacity + (n >> low), 1)]
 
 
 INDEX_FORMATS: dict[str, IndexFormat] = {f.name: f for f in (Int32(), Block16(), Bitmap(), EliasFano())}
 
 
+@lru_cache
 def cheapest(n: int, capacity: int) -> IndexFormat:
     """The format of least :meth:`~IndexFormat.cost`: the same on every rank, as it depends on nothing else."""
     return min(INDEX_FORMATS.values(), key=lambda f: f.cost(n, capacity))
@@ -218,14 +211,24 @@ def _blocks(n: int) -> int:
     return -(-n >> _BLOCK_BITS)
 
 
-def _fields(n: int, capacity: int) -> tuple[list[tuple[int, int]], int]:
-    """The low bits as fields (first bit, width), each width a divisor of 8; and how many low bits there are."""
+class _Field(NamedTuple):
+    """Some low bits of every index, and where in the payload they lie."""
+
+    bit: int  # the lowest
+    width: int  # a divisor of 8
+    place: slice
+
+
+@lru_cache
+def _fields(n: int, capacity: int) -> tuple[list[_Field], int, int]:
+    """The fields of low bits, how many low bits there are, and where the vector of high bits begins."""
     low = max(0, (n // max(1, capacity)).bit_length() - 1)  # floor(log2(n / capacity))
-    fields, start = [], 0
+    fields, bit, start = [], 0, 0
     for width in [8] * (low // 8) + [w for w in (4, 2, 1) if low & w]:
-        fields.append((start, width))
-        start += width
-    return fields, low
+        end = start + _folded_bytes(capacity, width)
+        fields.append(_Field(bit, width, slice(start, end)))
+        bit, start = bit + width, end
+    return fields, low, start
 
 
 def _numbers(payload: Bytes, dtype: Any) -> Indices:
@@ -259,16 +262,17 @@ def _folded_bytes(elements: int, width: int) -> int:
 
 def _fold(values: Bytes, width: int, out: Bytes) -> None:
     """The lowest ``width`` bits of ``values``, 8 / width of them in each byte of ``out`` [c]; then zeros."""
-    out[:] = 0
-    for j in range(8 // width):
-        part = values[j * out.size : (j + 1) * out.size]
-        out[: part.size] |= (part & (2**width - 1)) << (width * j)
+    planes = np.zeros((8 // width, out.size), np.uint8)
+    planes.reshape(-1)[: values.size] = values & (2**width - 1)
+    np.bitwise_or.reduce(planes << _shifts(width), axis=0, out=out)
 
 
 def _unfold(payload: Bytes, width: int) -> Bytes:
     """What :func:`_fold` wrote to ``payload`` [c]: [c * 8 / width]."""
-    values = np.empty((8 // width, payload.size), np.uint8)
-    for j, part in enumerate(values):
-        np.right_shift(payload, width * j, out=part)
-    values &= 2**width - 1
-    return values.ravel()
+    planes = payload >> _shifts(width)
+    planes &= 2**width - 1
+    return planes.reshape(-1)
+
+
+def _shifts(width: int) -> Bytes:
+    return np.arange(0, 8, width, dtype=np.uint8)[:, np.newaxis]  # [8 / width, 1]

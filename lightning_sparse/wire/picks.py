@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -56,12 +57,16 @@ class PickLayout:
         """The same but for the room there is."""
         return replace(self, capacity=capacity)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of a message."""
-        return HEADER_BYTES + self._value_bytes + _whole_words(self.indices.nbytes(self.n, self.capacity))
+        return HEADER_BYTES + self._value_bytes + _whole_words(self._index_bytes)
 
-    @property
+    @cached_property
+    def _index_bytes(self) -> int:
+        return self.indices.nbytes(self.n, self.capacity)
+
+    @cached_property
     def _value_bytes(self) -> int:
         return _whole_words(coding.nbytes(self.capacity, self.dtype)) if self.dtype else 0
 
@@ -80,9 +85,8 @@ class PickLayout:
             used = coding.nbytes(m, self.dtype)
             coding.take(picks.values, value_part[:used], self.dtype)
             value_part[used:] = 0
-        nbytes = self.indices.nbytes(self.n, self.capacity)
-        self.indices.encode(picks.index, self.n, self.capacity, index_part[:nbytes])
-        index_part[nbytes:] = 0
+        self.indices.encode(picks.index, self.n, self.capacity, index_part[: self._index_bytes])
+        index_part[self._index_bytes :] = 0
         return out
 
     def unpack(self, payload: Tensor) -> Picks:
@@ -97,8 +101,7 @@ class PickLayout:
         m, seen, near, _ = header.clone().view(torch.int32).tolist()
         if seen < 0 or near < 0:
             raise CorruptMessage(f"{seen} elements seen and {near} nearly, 0 or more expected: {CAUSE}")
-        nbytes = self.indices.nbytes(self.n, self.capacity)
-        index = self.indices.decode(index_part[:nbytes], self.n, self.capacity, m)
+        index = self.indices.decode(index_part[: self._index_bytes], self.n, self.capacity, m)
         if self.dtype is None:
             return Picks(index, index.new_empty(0, dtype=torch.float32), seen, near)
         values = index.new_empty(m, dtype=torch.float32)
