@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.comm import Comm, Sums
+from lightning_sparse.kernels import padded
 from lightning_sparse.wire import values as coding
 
 SEGMENT_BYTES = 512 * 1024  # a slice travels in segments, so that one is on the wire while another is being added
@@ -42,15 +43,9 @@ def sum_padded(index: Tensor, values: Tensor, comm: Comm) -> Sums:
     As :func:`sum_at`, and nobody waits for a device to know how many there are: n in ``index`` stands for no element.
     """
     n = values.numel()
-    meant = index < n
-    place = torch.where(meant, index, 0)
-    chosen = torch.where(meant, values.index_select(0, place), 0.0)
+    chosen = padded.take(values, index)
     sums = yield from sum_values(chosen, comm)
-    # What is left is put back; where there is no element, once more what one of the others gets, or what there was.
-    other = meant.int().argmax(keepdim=True)  # [1], the first element, if any
-    left = torch.where(meant.any(), chosen.index_select(0, other), values[:1])
-    place = torch.where(meant, index, place.index_select(0, other))
-    values.index_copy_(0, place, torch.where(meant, chosen, left))
+    padded.put(index, chosen, values)  # what rounding left
     return values.new_zeros(n + 1).index_copy_(0, index, sums)[:n]
 
 

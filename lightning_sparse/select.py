@@ -176,6 +176,11 @@ def sampled_threshold(x: Tensor, k: int) -> Tensor:
     return _largest(sample, count(k / n, sample.numel()))
 
 
+def not_nan(threshold: Tensor) -> Tensor:
+    """``threshold`` [], or infinity where it is NaN, which every element reached: so what is not finite goes first."""
+    return torch.where(threshold.isnan(), torch.inf, threshold)
+
+
 def summary(x: Tensor) -> Tensor:
     """How magnitudes in ``x`` [m] are distributed, for :func:`pooled_threshold`: [1 + QUANTILES] float32."""
     m = x.numel()
@@ -186,16 +191,31 @@ def summary(x: Tensor) -> Tensor:
     return torch.cat([x.new_tensor([m]), ordered.index_select(0, at)])
 
 
+def summary_of_largest(x: Tensor, most: int) -> Tensor:
+    """The same of the ``most`` largest magnitudes in ``x`` [m], or all: nobody waits for the device."""
+    m = min(most, x.numel())
+    if m == 0:
+        return x.new_zeros(1 + QUANTILES)
+    ordered = x.abs().topk(m).values
+    at = torch.arange(QUANTILES, device=x.device) * (m - 1) // (QUANTILES - 1)
+    return torch.cat([x.new_full((1,), m), ordered.index_select(0, at)])
+
+
 def pooled_threshold(summaries: Tensor, k: int) -> float:
     """About the ``k``-th largest magnitude of all that ``summaries`` [P, 1 + QUANTILES] tell of; 0 if there are fewer.
 
     Each quantile stands for as many elements, so k is met to within m / (2 QUANTILES) elements of a summary of m.
     """
-    counts, quantiles = summaries.cpu().double().split([1, QUANTILES], dim=1)
+    return pooled(summaries.cpu(), k).item()
+
+
+def pooled(summaries: Tensor, k: int) -> Tensor:
+    """The same, [] float64 on the device of ``summaries``: nobody waits for it."""
+    counts, quantiles = summaries.double().split([1, QUANTILES], dim=1)
     magnitudes, order = quantiles.flatten().sort(descending=True)
-    reached = (counts / QUANTILES).expand_as(quantiles).flatten()[order].cumsum(0)
-    place = int(torch.searchsorted(reached, float(k)))
-    return magnitudes[place].item() if place < magnitudes.numel() else 0.0
+    reached = counts.long().expand_as(quantiles).flatten().index_select(0, order).cumsum(0)  # times QUANTILES
+    place = (reached < k * QUANTILES).sum()
+    return torch.cat([magnitudes, magnitudes.new_zeros(1)]).index_select(0, place.view(1)).squeeze(0)
 
 
 def kth_largest(x: Tensor, k: int) -> float:

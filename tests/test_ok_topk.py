@@ -9,7 +9,7 @@ import torch
 import lightning_sparse as ls
 from lightning_sparse import partition
 from lightning_sparse.control import Held
-from lightning_sparse.select import above, kth_largest, largest, pooled_threshold, summary
+from lightning_sparse.select import above, kth_largest, largest, pooled, pooled_threshold, summary, summary_of_largest
 from lightning_sparse.simulation import SimNetwork, simulate
 from lightning_sparse.sparse import Sparse, contained
 from lightning_sparse.sparse_collectives import even_out
@@ -189,6 +189,16 @@ def test_the_pooled_threshold_is_that_of_all_magnitudes() -> None:
     within = 13_050 / 128  # each quantile of a part stands for a 128th of it
     assert (torch.cat(parts).abs() >= threshold).sum() == pytest.approx(2000, abs=within)
     assert pooled_threshold(torch.stack([summary(part) for part in parts]), 20_000) == 0
+
+
+@pytest.mark.parametrize("most", [1, 100, 700, 5000])
+def test_the_pooled_threshold_of_the_largest_is_that_of_what_there_is_room_for(most: int) -> None:
+    parts = [torch.randn(m) * scale for m, scale in ((10_000, 1.0), (50, 100.0), (0, 1.0), (3000, 0.1))]
+    largest_of_each = torch.cat([part.abs().sort().values[-most:] for part in parts])
+    k = min(2, most) * largest_of_each.numel() // 3
+    threshold = pooled(torch.stack([summary_of_largest(part, most) for part in parts]), k)
+    assert (largest_of_each >= threshold).sum() == pytest.approx(k, abs=1 + 3 * most / 128)
+    assert pooled(torch.stack([summary_of_largest(part, most) for part in parts]), 20_000) == 0
 
 
 def test_a_threshold_that_missed_widely_is_given_up() -> None:

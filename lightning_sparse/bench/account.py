@@ -27,7 +27,7 @@ STEPS_BEFORE, STEPS = 4, 5  # not timed: thresholds find their place in them; ti
 PHASES: dict[str, tuple[str, ...]] = {
     "add": ("group.Group.add",),
     "select": (
-        *(f"select.{name}" for name in ("above", "estimate_threshold", "summary", "pooled_threshold")),
+        *(f"select.{name}" for name in ("above", "sampled_threshold", "summary", "pooled_threshold")),
         *(f"select.{name}" for name in ("kth_largest", "largest", "at_most")),
     ),
     "sketch": ("sketch.CountSketch.encode", "sketch.CountSketch.estimate"),

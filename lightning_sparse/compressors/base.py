@@ -10,6 +10,7 @@ from lightning_sparse.comm import Comm, Rounds
 from lightning_sparse.control import Held
 from lightning_sparse.group import Group
 from lightning_sparse.sparse import Sparse
+from lightning_sparse.wire import CAUSE, CorruptMessage
 
 
 class Compressor(ABC):
@@ -70,6 +71,29 @@ def carry_thresholds(parts: Sequence[tuple[Group, int]], *keys: str) -> dict[str
     """The thresholds kept under ``keys``, each the mean over the groups that have it; see :meth:`Compressor.carry`."""
     known = {key: [(group.memory[key], n) for group, n in parts if n and key in group.memory] for key in keys}
     return {key: Held.joined(states) for key, states in known.items() if states}
+
+
+def told_last(compressor: Compressor, group: Group) -> list[list[int]] | None:
+    """What all messages of the last step said of themselves, if that was kept for the host under "told"; and forget it.
+
+    Returns:
+        Of each message how many picks, ``seen``, ``near`` and whether it was intact: see ``kernels.messages.unpack``.
+
+    Raises:
+        CorruptMessage: if one was not.
+    """
+    told = group.told("told")
+    if told is None:
+        return None
+    del group.memory["told"]
+    rows: list[list[int]] = told.tolist()
+    damaged = sum(not intact for *_, intact in rows)
+    if damaged:
+        raise CorruptMessage(
+            f"{type(compressor).__name__}: the picks in {damaged} of {len(rows)} messages of the step before arrived "
+            f"damaged: {CAUSE}"
+        )
+    return rows
 
 
 def take_step(compressor: Compressor, group: Group, comm: Comm) -> Rounds:

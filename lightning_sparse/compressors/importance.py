@@ -1,28 +1,33 @@
 """Importance-weighted pruning: a few ranks say which elements matter for their weights, and all ranks sum those."""
 
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from lightning_sparse import kernels
 from lightning_sparse.comm import Comm, Rounds
-from lightning_sparse.compressors.base import Compressor
+from lightning_sparse.compressors.base import Compressor, told_last
 from lightning_sparse.control import LARGEST
 from lightning_sparse.group import Group
-from lightning_sparse.ring import sum_at
+from lightning_sparse.kernels import messages, padded
+from lightning_sparse.ring import sum_at, sum_padded
 from lightning_sparse.select import (
     check_density,
     check_seed,
     check_slack,
     checked_patterns,
     count,
-    estimate_threshold,
     is_number,
     is_whole,
     matches,
+    not_nan,
     pick,
     room,
+    sampled_threshold,
 )
 from lightning_sparse.sparse import Sparse
 from lightning_sparse.streams import draw
@@ -52,7 +57,8 @@ class ImportancePruning(Compressor):
         threshold: see ``rule``.
         eps: added to |weight|, so that weights near zero do not always pass.
         slack: room in a mask's message, as a multiple of what is meant, at least 1.
-        indices: how masks travel: "auto" (the smallest), "int32", "block16", "bitmap" or "elias_fano".
+        indices: how masks travel: "auto" (the smallest), "int32", "block16", "bitmap" or "elias_fano"; on a GPU always
+            "block16".
         protect: patterns (as of a shell) of names of parameters that are always summed densely: where weights are near
             zero, importance says nothing.
         seed: of the draw of mask-givers; the same on every rank.
@@ -95,9 +101,9 @@ class ImportancePruning(Compressor):
         unsent = group.unsent
         group.target = count(self.density, group.n)
         givers = self._draw_givers(group, comm.size)
-        rooms = [min(size, room(count(self.density / len(givers), size), self.slack)) for size in group.sizes if size]
-        capacity = sum(rooms)  # each layer has room of its own
-        layout = PickLayout(group.n, capacity, index_format(self.indices, group.n, capacity))
+        if kernels.used_for(unsent):
+            return (yield from self._on_device(group, comm, givers))
+        layout = self._layout(group, len(givers), self.indices)
         before = comm.sent_bytes
         flights = []
         for giver in givers:
@@ -113,8 +119,50 @@ class ImportancePruning(Compressor):
             masks.append(layout.unpack((yield flight)).index)
         index = masks[0] if len(masks) == 1 else torch.cat(masks).unique()  # [m], rising
 
-        total = yield from sum_at(index, unsent, len(givers) * capacity, comm)
+        total = yield from sum_at(index, unsent, len(givers) * layout.capacity, comm)
         return Sparse(index, total)
+
+    def _on_device(self, group: Group, comm: Comm, givers: Sequence[int]) -> Rounds:
+        """As :meth:`reduce`, and nobody waits for the device to know how many were picked: all that travels is padded.
+
+        Indices are block16, which the device codes by itself.
+        """
+        n, unsent = group.n, group.unsent
+        told_last(self, group)
+        layout = self._layout(group, len(givers), "block16")
+        before = comm.sent_bytes
+        flights = []
+        for giver in givers:
+            message = comm.buffer(layout.nbytes, torch.uint8, unsent.device)
+            if giver == comm.rank:
+                mask = self._device_mask(group, len(givers))
+                group.overflow = mask.seen - mask.count
+                messages.pack(layout, mask, out=message)
+            flights.append(comm.broadcast(message, giver))
+        group.mask_bytes = comm.sent_bytes - before
+        arrived = []
+        for flight in flights:
+            arrived.append((yield flight))
+        masks, told = messages.unpack(layout, torch.stack(arrived))  # [R, capacity], n where there is no pick
+        group.tell_host("told", told)
+        index = masks[0] if len(givers) == 1 else padded.distinct(masks.flatten(), n)
+        group.picked = (index < n).sum()
+        return (yield from sum_padded(index, unsent, comm))
+
+    def carry(self, parts: Sequence[tuple[Group, int]]) -> dict[str, Tensor]:
+        """Nothing, where no message was damaged."""
+        for group, _ in parts:
+            told_last(self, group)
+        return {}
+
+    def _layout(self, group: Group, givers: int, indices: str) -> PickLayout:
+        """Messages with a mask: each layer has room of its own."""
+        capacity = sum(self._room(size, givers) for size in group.sizes if size)
+        return PickLayout(group.n, capacity, index_format(indices, group.n, capacity))
+
+    def _room(self, size: int, givers: int) -> int:
+        """Elements of a layer of ``size`` that a mask has room for."""
+        return min(size, room(count(self.density / givers, size), self.slack))
 
     def _draw_givers(self, group: Group, size: int) -> list[int]:
         """R distinct ranks, the same on every rank."""
@@ -124,25 +172,44 @@ class ImportancePruning(Compressor):
     def _mask(self, group: Group, givers: int) -> Picks:
         """What this rank finds important, layer by layer."""
         found, seen, start = [], 0, 0
-        for slot, parameter in zip(group.slots(group.unsent), group.parameters, strict=True):
-            if not slot.numel():
-                continue
-            weight = parameter.detach().reshape(-1).float().abs().add_(self.eps)
-            importance = torch.div(slot, weight, out=weight).abs_()  # in the same memory
+        for importance in self._importances(group):
             wanted = count(self.density / givers, importance.numel())
-            picks = pick(importance, self._layer_threshold(importance, wanted), room(wanted, self.slack))
+            threshold = float(self._layer_threshold(importance, wanted))
+            picks = pick(importance, threshold, self._room(importance.numel(), givers))
             found.append(picks.index + start)
             seen += picks.seen
-            start += slot.numel()
+            start += importance.numel()
         return Picks(torch.cat(found), group.unsent.new_empty(0), seen)
 
-    def _layer_threshold(self, importance: Tensor, wanted: int) -> float:
+    def _device_mask(self, group: Group, givers: int) -> kernels.Selection:
+        """The same, n in place of an index where a layer has fewer than there is room for."""
+        found = []
+        for importance in self._importances(group):
+            size = importance.numel()
+            threshold = self._layer_threshold(importance, count(self.density / givers, size))
+            found.append(kernels.largest_first(importance, not_nan(threshold), self._room(size, givers)))
+        edges = [0, *itertools.accumulate(size for size in group.sizes if size)]
+        index = padded.joined([layer.index for layer in found], edges).sort().values
+        count_, seen, near = (
+            torch.stack([getattr(layer, name) for layer in found]).sum() for name in ("count", "seen", "near")
+        )
+        return kernels.Selection(index, count_, seen, near)
+
+    def _importances(self, group: Group) -> Iterator[Tensor]:
+        """Of the elements of each layer that has any, |unsent / weight|."""
+        for slot, parameter in zip(group.slots(group.unsent), group.parameters, strict=True):
+            if slot.numel():
+                weight = parameter.detach().reshape(-1).float().abs().add_(self.eps)
+                yield torch.div(slot, weight, out=weight).abs_()  # in the same memory
+
+    def _layer_threshold(self, importance: Tensor, wanted: int) -> Tensor:
+        """[] float32, where the importances are."""
         if self.rule == "fixed":
-            return self.threshold
+            return importance.new_full((), self.threshold)
         if self.rule == "adaptive":
             deviation, mean = torch.std_mean(importance, correction=0)
-            return float(mean + self.threshold * deviation)
-        return estimate_threshold(importance, wanted)
+            return mean + self.threshold * deviation
+        return sampled_threshold(importance, wanted)
 
     def sends_whole(self, name: str, elements: int) -> bool:
         """Whether ``protect`` exempts this parameter."""

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from lightning_sparse import kernels, partition
 from lightning_sparse.comm import Comm, Pending, Rounds
-from lightning_sparse.compressors.base import Compressor, carry_thresholds
+from lightning_sparse.compressors.base import Compressor, carry_thresholds, told_last
 from lightning_sparse.control import Held
 from lightning_sparse.group import Group
-from lightning_sparse.kernels import messages
+from lightning_sparse.kernels import messages, padded
 from lightning_sparse.ring import sum_at, sum_padded
 from lightning_sparse.select import check_density, check_slack, check_switch, count, estimate_threshold, pick, room
 from lightning_sparse.sparse import Sparse
-from lightning_sparse.wire import CorruptMessage, PickLayout, check_index_format, index_format, joined
+from lightning_sparse.wire import PickLayout, check_index_format, index_format, joined
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,8 @@ class MiCRO(Compressor):
         message = messages.pack(layout, found, out=comm.buffer(layout.nbytes, torch.uint8, unsent.device))
         gathered = yield comm.all_gather(message)  # [P, bytes]
 
-        rows, told = messages.unpack(layout, gathered.roll(group.step, 0))  # of each partition
-        placed = [torch.where(row < layout.n, row + start, n) for row, start in zip(rows, edges, strict=False)]
-        index = torch.cat(placed).clamp_(max=n)  # n where there is no pick
+        rows, told = messages.unpack(layout, gathered.roll(group.step, 0), partition.widths(edges))  # of each partition
+        index = padded.joined(list(rows), edges)  # n where there is no pick
         group.tell_host("told", told)
         group.picked = told[:, 0].sum()
         return (yield from sum_padded(index, unsent, comm))
@@ -123,14 +122,11 @@ class MiCRO(Compressor):
 
     def _adapt(self, group: Group) -> list[int]:
         """Threshold and edges of this step, from what all ranks know of the last; returns the edges, [P + 1]."""
-        told = group.told("told")
+        told = told_last(self, group)
         edges: list[int] = group.memory["edges"].tolist() if "edges" in group.memory else []
         if told is None:
             return edges
-        del group.memory["told"]
-        picked, seen, near, intact = (list(column) for column in zip(*told.tolist(), strict=True))  # of each partition
-        if not all(intact):
-            raise CorruptMessage(f"MiCRO: the picks of {intact.count(0)} of {len(intact)} ranks arrived damaged.")
+        picked, seen, near, _ = (list(column) for column in zip(*told, strict=True))  # of each partition
         k, size = count(self.density, group.n), len(seen)
         held = Held.of(group.memory["held"])
         if held.lost(size * min(seen), sum(near), k):

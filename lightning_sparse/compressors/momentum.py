@@ -5,6 +5,7 @@ import sys
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from lightning_sparse.comm import Comm, Rounds
 from lightning_sparse.compressors.base import Compressor
@@ -59,6 +60,8 @@ class MomentumCorrection(Wrapper):
         total = yield from self.wrapped.reduce(group, comm)
         if isinstance(total, Sparse):
             memory["velocity"].index_fill_(0, total.index, 0)
+        elif isinstance(group.picked, Tensor):  # on a device, where nobody waits to know which they were
+            memory["velocity"].masked_fill_(total != 0, 0)
         return total
 
     def at(self, step: int) -> Compressor:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sparse import partition
+from lightning_sparse import kernels, partition
 from lightning_sparse.comm import Comm, Rounds
+from lightning_sparse.compressors import ok_topk_device
 from lightning_sparse.compressors.base import Compressor, carry_thresholds
 from lightning_sparse.control import Held
 from lightning_sparse.group import Group
@@ -48,14 +49,17 @@ class OkTopk(Compressor):
     that ranks have equally many picks in each.  Where ours differs from the authors' code: the shared threshold comes
     from 128 quantiles of each owner's sums, not from gathering all of them; messages have a fixed size.
 
+    On a GPU step 3 does not even out, and thresholds and regions follow a step later, so that nobody waits for it: see
+    :mod:`~lightning_sparse.compressors.ok_topk_device`.
+
     Args:
         density: k / n, the fraction of elements updated in a step, in (0, 1].  The paper's experiments: 0.01 and 0.02.
         evaluate_every: steps between evaluations of the thresholds, tau' in the paper; its code has 32 and 128.
         repartition_every: steps between repartitions, tau in the paper; its code has 64, which left the fullest region
             19 % above the mean on skewed layers, where 32 left it 9 % above.
         slack: room in a message, as a multiple of the k / P picks meant, at least 1.
-        indices: how indices travel: "auto" (the cheapest), "int32", "block16", "bitmap" or "elias_fano".  The code: 32
-            bits each.
+        indices: how indices travel: "auto" (the cheapest), "int32", "block16", "bitmap" or "elias_fano"; on a GPU
+            always "block16".  The code: 32 bits each.
     """
 
     density: float = 0.01
@@ -75,6 +79,8 @@ class OkTopk(Compressor):
     def reduce(self, group: Group, comm: Comm) -> Rounds:
         """Pick, split and reduce, balance and gather; take out what arrived."""
         group.target = count(self.density, group.n)
+        if kernels.used_for(group.unsent):
+            return (yield from ok_topk_device.reduce(self, group, comm))
         found = self._pick(group)
         edges = yield from self._regions(group, comm, found)
         mine, region = yield from self._split_and_reduce(group, comm, found, edges)
@@ -88,6 +94,8 @@ class OkTopk(Compressor):
 
     def carry(self, parts: Sequence[tuple[Group, int]]) -> dict[str, Tensor]:
         """Both thresholds."""
+        for group, _ in parts:
+            ok_topk_device.adapt(self, group)
         return carry_thresholds(parts, "local", "shared")
 
     def _pick(self, group: Group) -> Tensor:
@@ -129,7 +137,7 @@ class OkTopk(Compressor):
     ) -> Talk[tuple[Sparse, Sparse]]:
         """What this rank contributes, values being what rounding leaves; and the sum of all in its own region."""
         unsent = group.unsent
-        layout = self._layout(group, comm, max(partition.widths(edges)))
+        layout = self.layout(group, comm, max(partition.widths(edges)))
         cuts = torch.searchsorted(found, torch.tensor(edges[1:-1], device=found.device)).tolist()
         inside = [at_most(layout.capacity, part, unsent) for part in torch.tensor_split(found, cuts)]
         index = torch.cat(inside)
@@ -146,7 +154,7 @@ class OkTopk(Compressor):
     def _select(self, group: Group, comm: Comm, region: Sparse) -> Talk[tuple[Tensor, list[int]]]:
         """Positions in ``region`` of the sums that reach the shared threshold, and how many every rank has of them."""
         k, memory = group.target, group.memory
-        space = comm.size * self._layout(group, comm, group.n).capacity
+        space = comm.size * self.layout(group, comm, group.n).capacity
         held = Held.of(memory["shared"]) if "shared" in memory else None
         evaluated = held is None or group.step % self.evaluate_every == 0
         while True:
@@ -175,11 +183,11 @@ class OkTopk(Compressor):
     ) -> Talk[tuple[Sparse, list[Sparse]]]:
         """Every rank's ``own``, everywhere; and what rounding left of them here."""
         starts = edges[:-1]  # indices count from the start of a region ...
-        layout = self._layout(group, comm, max(partition.widths(edges)))
+        layout = self.layout(group, comm, max(partition.widths(edges)))
         left = [own]
         if max(counts) > layout.capacity:
             starts = [0] * comm.size  # ... or of the group
-            layout = self._layout(group, comm, group.n)
+            layout = self.layout(group, comm, group.n)
             own = yield from even_out(own, counts, layout, comm)
             left.append(own)
         if own.index.numel() > layout.capacity:
@@ -191,7 +199,8 @@ class OkTopk(Compressor):
         index = joined(parts, starts, group.n)
         return Sparse(index, torch.cat([part.values for part in parts])), left
 
-    def _layout(self, group: Group, comm: Comm, n: int) -> PickLayout:
+    def layout(self, group: Group, comm: Comm, n: int) -> PickLayout:
         """Messages that carry a P-th of k picks among n elements."""
         capacity = min(n, room(group.target / comm.size, self.slack))
-        return PickLayout(n, capacity, index_format(self.indices, n, capacity), comm.wire_dtype)
+        indices = "block16" if kernels.used_for(group.unsent) else self.indices  # what a device codes by itself
+        return PickLayout(n, capacity, index_format(indices, n, capacity), comm.wire_dtype)

@@ -1,15 +1,21 @@
 """Top-K: each rank's largest elements with their indices, gathered by everyone."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from lightning_sparse import kernels
 from lightning_sparse.comm import Comm, Rounds
-from lightning_sparse.compressors.base import Compressor
+from lightning_sparse.compressors.base import Compressor, told_last
 from lightning_sparse.group import Group
-from lightning_sparse.select import check_density, count, largest
+from lightning_sparse.kernels import messages, padded
+from lightning_sparse.select import check_density, count, largest, not_nan, room, sampled_threshold
 from lightning_sparse.sparse import Sparse, add_up
 from lightning_sparse.wire import PickLayout, Picks, check_index_format, index_format
+
+SOUGHT = 1.25  # times k elements are meant to reach the threshold on a device, of which the k largest go
 
 
 @dataclass(frozen=True)
@@ -21,7 +27,8 @@ class TopK(Compressor):
 
     Args:
         density: fraction of elements each rank sends, in (0, 1].
-        indices: how indices travel: "auto" (the cheapest), "int32", "block16", "bitmap" or "elias_fano".
+        indices: how indices travel: "auto" (the cheapest), "int32", "block16", "bitmap" or "elias_fano"; on a GPU
+            always "block16".
     """
 
     density: float = 0.01
@@ -35,6 +42,8 @@ class TopK(Compressor):
         """Gather everyone's largest elements and add them up, rank by rank, in the same order everywhere."""
         n, unsent = group.n, group.unsent
         k = group.target = count(self.density, n)
+        if kernels.used_for(unsent):
+            return (yield from self._on_device(group, comm, k))
         layout = PickLayout(n, k, index_format(self.indices, n, k), comm.wire_dtype)
         index = largest(unsent, k)
         values = unsent.index_select(0, index)
@@ -43,3 +52,34 @@ class TopK(Compressor):
         gathered = yield comm.all_gather(message)  # [P, bytes]
         picks = [layout.unpack(payload) for payload in gathered]
         return add_up([Sparse(pick.index, pick.values) for pick in picks], n)
+
+    def _on_device(self, group: Group, comm: Comm, k: int) -> Rounds:
+        """As :meth:`reduce`, and nobody waits for the device to know how many were picked: all that travels is padded.
+
+        The k largest are sought among those that reach a sampled threshold, which a few more do.  Indices are block16,
+        which the device codes by itself.
+        """
+        n, unsent = group.n, group.unsent
+        told_last(self, group)
+        layout = PickLayout(n, k, index_format("block16", n, k), comm.wire_dtype)
+        threshold = not_nan(sampled_threshold(unsent, min(n, room(k, SOUGHT))))
+        found = kernels.largest_first(unsent, threshold, k)
+        values = padded.take(unsent, found.index)
+        message = messages.pack(layout, found, comm.buffer(layout.nbytes, torch.uint8, unsent.device), values)
+        padded.put(found.index, values, unsent)  # what rounding left
+        gathered = yield comm.all_gather(message)  # [P, bytes]
+
+        index, told = messages.unpack(layout, gathered)  # [P, k], n where there is no pick
+        group.tell_host("told", told)
+        total = unsent.new_zeros(n + 1)
+        for row, picked in zip(index, messages.values(layout, gathered, index), strict=True):
+            total.index_add_(0, row, picked)
+        touched = torch.zeros(n + 1, dtype=torch.bool, device=unsent.device).index_fill_(0, index.flatten(), True)
+        group.picked = touched[:n].sum()
+        return total[:n]
+
+    def carry(self, parts: Sequence[tuple[Group, int]]) -> dict[str, Tensor]:
+        """Nothing, where no message was damaged."""
+        for group, _ in parts:
+            told_last(self, group)
+        return {}
