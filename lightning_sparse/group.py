@@ -98,17 +98,26 @@ class Group:
 
     def hand_back(self, total: Tensor | Sparse, gradients: Sequence[Tensor], size: int) -> None:
         """Set the gradient of each parameter to the mean over ``size`` ranks, ``total`` / P."""
-        if isinstance(total, Sparse):
+        if isinstance(total, Sparse) and kernels.used_for(total.index):
+            self._scatter(total, gradients, size)
+        elif isinstance(total, Sparse):
             mean = Sparse(total.index, total.values / size)
             for gradient, part in zip(gradients, mean.split(self.sizes), strict=True):
-                if kernels.used_for(gradient) and gradient.is_contiguous():
-                    found = part.index.new_full((), part.index.numel())
-                    kernels.scatter(part.index, part.values, found, 1, gradient.view(-1))
-                else:
-                    part.write(gradient)
+                part.write(gradient)
         else:
             for gradient, slot in zip(gradients, self.slots(total), strict=True):
                 torch.div(slot.view(gradient.shape), size, out=gradient)
+
+    def _scatter(self, total: Sparse, gradients: Sequence[Tensor], size: int) -> None:
+        """As :meth:`hand_back`, on a device: nobody waits to know which elements are of which parameter."""
+        count = total.index.new_full((), total.index.numel())
+        start = 0
+        for gradient in gradients:
+            flat = gradient.view(-1) if gradient.is_contiguous() else gradient.new_empty(gradient.numel())
+            kernels.scatter(total.index - start, total.values, count, size, flat)
+            if not gradient.is_contiguous():
+                gradient.copy_(flat.view(gradient.shape))
+            start += gradient.numel()
 
     def tell_host(self, key: str, x: Tensor) -> None:
         """Keep ``x`` in memory under ``key``, for the host to read in the next step with :meth:`told`."""

@@ -313,6 +313,12 @@ def test_the_largest_go_first(n: int, threshold: float) -> None:
         assert x[index].isnan().any()
 
 
+def test_nobody_waits_to_hand_back_a_sparse_mean() -> None:
+    group = Group(0, ("a", "b"), (torch.empty(30, 7, device="meta"), torch.empty(11, device="meta")))
+    total = Sparse(torch.empty(9, dtype=torch.int64, device="meta"), torch.empty(9, device="meta"))
+    group.hand_back(total, [torch.empty(p.shape, device="meta") for p in group.parameters], 3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_sparse_mean_is_handed_back(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     group = Group(0, ("a", "b", "c"), (torch.zeros(50, 7), torch.zeros(0), torch.zeros(3, 2, 5, 5)))
