@@ -101,6 +101,11 @@ class Comm(ABC):
         self._lent += 1
         return self._buffers[self._lent - 1][:size].view(dtype)
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory all buffers take."""
+        return sum(buffer.numel() for buffer in self._buffers)
+
     def reuse_buffers(self) -> None:
         """End the loan of all buffers; the next group gets the same memory."""
         self._lent = 0

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +15,8 @@ from lightning_sparse.compressors import Auto, Compressor
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.fusion import Piece, carry_over, cut_apart, make_groups, pieces_of
 from lightning_sparse.plan import Cost, GroupTime, Plan
-from lightning_sparse.planner import Kinds, Measured, best_plan, calibrate, choose, kinds_of, with_small_dense
-from lightning_sparse.rehearsal import measure_link, median_over_ranks, rehearse
+from lightning_sparse.planner import Kinds, Measured, best_plan, calibrate, choose, saved_groups, with_small_dense
+from lightning_sparse.rehearsal import median_known, median_over_ranks, rehearse_all
 
 SETTLING = 4  # steps before any is measured: DDP rebuilds its buckets, memory is taken, thresholds settle
 BESIDE = 5  # steps measured as they are
@@ -26,8 +26,18 @@ EVERY = 10  # of how many steps one is looked at once a plan is followed: lookin
 WINDOW = 5  # steps looked at, after which it is asked whether times have changed
 CHANGED = 1.5  # they have when the median moved by this factor
 TRIAL = 7  # steps after which new groups must not be slower than the old; the first two do not count
-SMALL = 2**16  # elements at most of groups that are summed densely where that is sooner
+SMALL_BUFFERS = 0.4  # bytes for each element of the largest group, that messages' buffers take: a tenth of a gradient
 WORTH_PLANNING = 2**18  # elements; a smaller gradient is one group
+
+
+class _Trial(NamedTuple):
+    """What to go back to if it was faster than the groups that are tried."""
+
+    groups: list[tuple[str, ...]]
+    compressor: Compressor
+    dense_up_to: int
+    span_s: float
+    plan: Plan | None  # on rank 0
 
 
 class LayerFusion:
@@ -56,9 +66,7 @@ class LayerFusion:
     def between_steps(self) -> None:
         """Look at the step just taken, and do what is due before the next.  To be called on every rank."""
         exchange = self._exchange
-        if not self._worthwhile:
-            return
-        if exchange.steps == self._seen:  # gradients are being accumulated
+        if not self._worthwhile or exchange.steps == self._seen:  # gradients are being accumulated
             return
         now = time.perf_counter()
         self._note(now)
@@ -68,8 +76,9 @@ class LayerFusion:
             self._start()
         elif self._measuring:
             self._go_on_measuring(at_work)
-        elif self._on_trial and len(self._spans) == TRIAL:
-            self._end_trial()
+        elif self._on_trial:
+            if len(self._spans) == TRIAL:
+                self._end_trial()
         elif len(self._spans) >= self._window:
             self._compare()
 
@@ -93,9 +102,8 @@ class LayerFusion:
         """The groups that were planned, and for what; empty before they were."""
         if self._measuring:
             return {}
-        names = [list(group.names) for group in self._exchange.groups]
         return {
-            "groups": names,
+            "groups": [list(group.names) for group in self._exchange.groups],
             "compressor": repr(self._at_work),
             "size": self._exchange.size,
             "dense_up_to": self._dense_up_to,
@@ -104,26 +112,18 @@ class LayerFusion:
     def resume(self, state: Mapping[str, Any], step: int) -> None:
         """Follow a plan saved after ``step``, if it was made for these parameters, this compressor and these ranks."""
         at_work = self._compressor.at(step)
-        groups = state.get("groups", [])
         if isinstance(at_work, Auto):  # and what it had chosen
             at_work = next((c for c in at_work.candidates if repr(c) == state.get("compressor")), at_work)
-        pieces = {piece.name: piece for piece in pieces_of(self._parameters, at_work)}
-        dense_up_to = state.get("dense_up_to", 0)
-        if (
-            (state.get("compressor"), state.get("size")) != (repr(at_work), self._exchange.size)
-            or sorted(name for names in groups for name in names) != sorted(pieces)
-            or not isinstance(dense_up_to, int)
-        ):
-            return
-        planned = cut_apart([[pieces[name] for name in names] for names in groups], dense_up_to)
-        if len(planned) > len(groups):
+        pieces = pieces_of(self._parameters, at_work)
+        planned = saved_groups(state, pieces, at_work, self._exchange.size)
+        if planned is None:
             return
         if isinstance(self._compressor.at(step), Auto):
-            self._compressor, self._pieces = at_work, list(pieces.values())
+            self._compressor, self._pieces = at_work, pieces
         self.regroup(planned)
-        self._at_work, self._dense_up_to = at_work, dense_up_to
+        self._at_work, self._dense_up_to = at_work, state.get("dense_up_to", 0)
         self._measuring = False
-        rank_zero_info(f"LayerFusion: {len(groups)} groups, as in the checkpoint.")
+        rank_zero_info(f"LayerFusion: {len(planned)} groups, as in the checkpoint.")
 
     # - measuring
 
@@ -133,7 +133,8 @@ class LayerFusion:
         self._at_work = self._compressor.at(self._exchange.groups[0].step if self._exchange.groups else 0)
         self._since = self._exchange.steps
         self._exchange.deferred = False
-        self._on_trial: tuple[list[tuple[str, ...]], Compressor, float] | None = None  # before the plan, and its span
+        self._on_trial: _Trial | None = None
+        self._try_one_group = False
         self._usual_s = 0.0  # span of steps after the plan was made; 0 until known
         self._last_s = math.nan
         self._rests: list[float] = []
@@ -169,11 +170,11 @@ class LayerFusion:
         exchange = self._exchange
         candidates = at_work.candidates if isinstance(at_work, Auto) else (at_work,)
         start = at_work.start if isinstance(at_work, Auto) else at_work
-        own = [_median(each) for each in (self._spans, self._rests, *zip(*self._arrivals, strict=True))]
+        own = [median_known(each) for each in (self._spans, self._rests, *zip(*self._arrivals, strict=True))]
         span_s, rest_s, *arrivals_s = median_over_ranks(exchange, own).tolist()
-        kinds = self._rehearse([start, *candidates])
-        # Rank 0 decides: which candidate, which groups are dense, and the group of each parameter; -1 for all as it is.
-        decision = torch.full((2 + len(self._pieces),), -1, dtype=torch.int64, device=exchange.device)
+        kinds = rehearse_all(exchange, self._parameters, [start, *candidates])
+        # Rank 0 decides, and tells the others; see `_decide`.
+        decision = torch.full((3 + len(self._pieces),), -1, dtype=torch.int64, device=exchange.device)
         if exchange.rank == 0:
             try:
                 rest_s = rest_s if math.isfinite(rest_s) else 0.0
@@ -181,10 +182,15 @@ class LayerFusion:
                 decision.copy_(torch.tensor(self._decide(start, candidates, kinds, measured)))
             except Exception as error:  # a plan is a gain, not a need; and the others wait for this rank
                 rank_zero_warn(f"LayerFusion: no plan could be made; the groups stay as they are. {error!r}")
-        chosen, dense_up_to, *group_of_piece = exchange.ask(lambda comm: comm.broadcast(decision, 0)).tolist()
+        decided = exchange.ask(lambda comm: comm.broadcast(decision, 0)).tolist()
+        chosen, dense_up_to, try_one_group, *group_of_piece = decided
         if chosen >= 0:
-            self._dense_up_to = dense_up_to
-            self._follow(candidates[chosen] if isinstance(at_work, Auto) else None, group_of_piece, span_s)
+            self._try_one_group = bool(try_one_group)
+            compressor = candidates[chosen] if isinstance(at_work, Auto) else self._compressor
+            otherwise = self.plan.rejected() if self.plan else None
+            self._follow(compressor, group_of_piece, dense_up_to, span_s, otherwise)
+            if not self._on_trial:
+                self._follow_one_group(span_s)
 
     def _decide(
         self,
@@ -193,10 +199,13 @@ class LayerFusion:
         kinds: Sequence[tuple[Kinds, Cost]],
         measured: Measured,
     ) -> list[int]:
-        """Which candidate, up to how many elements groups are dense, the group of each piece; -1 for all as it is."""
+        """Which candidate, up to how many elements groups are dense, whether to try one group, the group of each piece.
+
+        -1 for all as it is.
+        """
         if not (kinds and math.isfinite(measured.span_s) and np.isfinite(measured.arrivals_s).any()):
             rank_zero_warn("LayerFusion: no rank could tell the time; the groups stay as they are.")
-            return [-1] * (2 + len(self._pieces))
+            return [-1] * (3 + len(self._pieces))
         calibration = calibrate(pieces_of(self._parameters, start), kinds[0][0], measured)
         mixed = [with_small_dense(*each) for each in kinds[1:]]
         self.plans = [
@@ -206,64 +215,61 @@ class LayerFusion:
         chosen = choose([plan for _, plan in self.plans])
         self.plan = self.plans[chosen][1]
         group_of = dict(zip(self.plan.names, self.plan.group_of(), strict=True))
-        return [chosen, mixed[chosen][1], *(group_of[piece.name] for piece in self._pieces)]
+        try_one_group = self.plan.one_group() is not None and self._buffers_are_small()
+        return [chosen, mixed[chosen][1], try_one_group, *(group_of[piece.name] for piece in self._pieces)]
 
-    def _rehearse(self, compressors: Sequence[Compressor]) -> list[tuple[Kinds, Cost]]:
-        """What each costs here, its dense part, and small dense groups; nothing if no rank could tell the time."""
-        link = measure_link(self._exchange)
-        if link is None:
-            return []
-        found: list[tuple[Kinds, Cost]] = []
-        dense: dict[str, Cost | None] = {}  # most compressors have the same in their place
-        for number, compressor in enumerate(compressors):
-            if compressor in compressors[:number]:
-                found.append(found[compressors.index(compressor)])
-                continue
-            if len(compressors) > 2:
-                rank_zero_info(f"LayerFusion: measuring {compressor}.")
-            kinds = kinds_of(
-                pieces_of(self._parameters, compressor), compressor, lambda c, n: rehearse(self._exchange, c, n, link)
-            )
-            densely = compressor.densely()
-            if repr(densely) not in dense:
-                dense[repr(densely)] = rehearse(self._exchange, densely, SMALL, link)
-            small = dense[repr(densely)]
-            if kinds is None or small is None:
-                return []
-            found.append((kinds, small))
-        return found
+    def _buffers_are_small(self) -> bool:
+        """Whether larger groups would hardly take more memory."""
+        held_bytes = max(self._exchange.on_lanes(lambda lane: lane.comm.buffer_bytes))
+        return held_bytes <= SMALL_BUFFERS * max(2**20, *(group.n for group in self._exchange.groups))
 
-    def _follow(self, chosen: Compressor | None, group_of_piece: Sequence[int], span_s: float) -> None:
-        """Change to the groups of a plan, on trial; and to a compressor if one was chosen."""
-        before = [group.names for group in self._exchange.groups], self._compressor
-        if chosen is not None:
-            self._compressor, self._at_work = chosen, chosen
-            self._pieces = pieces_of(self._parameters, chosen)
+    def _follow(
+        self,
+        compressor: Compressor,
+        group_of_piece: Sequence[int],
+        dense_up_to: int,
+        span_s: float,
+        otherwise: Plan | None,
+    ) -> None:
+        """Change to the groups of a plan, and to a compressor, on trial: those there are took ``span_s``."""
+        names = [group.names for group in self._exchange.groups]
+        before = _Trial(names, self._compressor, self._dense_up_to, span_s, otherwise)
+        if compressor != self._compressor:
+            self._compressor, self._at_work = compressor, compressor
+            self._pieces = pieces_of(self._parameters, compressor)
         groups: list[list[Piece]] = [[] for _ in range(max(group_of_piece, default=-1) + 1)]
         for piece, index in zip(self._pieces, group_of_piece, strict=True):
             groups[index].append(piece)
-        self.regroup(cut_apart(groups, self._dense_up_to))
-        if before != ([group.names for group in self._exchange.groups], self._compressor):
-            self._on_trial = (*before, span_s)
+        self._dense_up_to = dense_up_to
+        self.regroup(cut_apart(groups, dense_up_to))
+        if (names, before.compressor) != ([group.names for group in self._exchange.groups], self._compressor):
+            self._on_trial = before
+
+    def _follow_one_group(self, span_s: float) -> None:
+        """The same with one group, if that is to be tried."""
+        if self._try_one_group:
+            before, self._try_one_group = self.plan, False
+            self.plan = before.one_group() if before else None
+            self._follow(self._compressor, [0] * len(self._pieces), self._dense_up_to, span_s, before)
 
     def _end_trial(self) -> None:
-        """Go back to what there was before the plan if that was faster."""
+        """Go back to what there was before if that was faster; then try one group if the model cannot tell."""
         assert self._on_trial is not None
-        before, compressor, before_s = self._on_trial
+        before, now = self._on_trial, len(self._exchange.groups)
         now_s = float(median_over_ranks(self._exchange, [median(self._spans[2:])])[0])
         self._on_trial, self._spans = None, []
-        if now_s > before_s:
-            rank_zero_info(
-                f"LayerFusion: back to what there was before: backward and communication took {1e3 * before_s:.1f} ms "
-                f"and take {1e3 * now_s:.1f} ms with the plan."
-            )
-            self._compressor, self._dense_up_to = compressor, 0
-            self._at_work = compressor.at(self._exchange.groups[0].step)
-            self._pieces = pieces_of(self._parameters, compressor)
+        if now_s > before.span_s:
+            self._try_one_group &= self._compressor == before.compressor  # else the pieces are others
+            self._compressor, self._dense_up_to, self.plan = before.compressor, before.dense_up_to, before.plan
+            self._at_work = self._compressor.at(self._exchange.groups[0].step)
+            self._pieces = pieces_of(self._parameters, self._compressor)
             pieces = {piece.name: piece for piece in self._pieces}
-            self.regroup([[pieces[name] for name in names] for names in before])
-            if self.plan is not None:
-                self.plan = self.plan.rejected()
+            self.regroup([[pieces[name] for name in names] for names in before.groups])
+            rank_zero_info(
+                f"LayerFusion: back to the groups there were before: backward and communication took "
+                f"{1e3 * before.span_s:.1f} ms in {len(before.groups)}, {1e3 * now_s:.1f} ms in {now}."
+            )
+        self._follow_one_group(min(now_s, before.span_s))
 
     def regroup(self, groups: Sequence[Sequence[Piece]]) -> None:
         """Average in ``groups`` from now on; nothing that is unsent is lost."""
@@ -291,9 +297,3 @@ class LayerFusion:
             )
             self._window *= 2  # where times keep changing, ask less often
             self._start()
-
-
-def _median(seconds: Sequence[float]) -> float:
-    """Of those that are known; NaN if none is."""
-    known = [s for s in seconds if math.isfinite(s)]
-    return median(known) if known else math.nan

@@ -1,5 +1,6 @@
 """The best way to fuse layers into groups, under a model of a step's time.  Pure functions; times in seconds."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -8,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+
+INEXACT = 0.05  # of a span: where plans differ by less, the model cannot tell which is faster
 
 
 @dataclass(frozen=True)
@@ -228,6 +231,13 @@ class Plan:
     def rejected(self) -> "Plan":
         """The groups there were before, in place of these."""
         return replace(self, ends=self.before, span_s=self.spans["as before"])
+
+    def one_group(self) -> "Plan | None":
+        """One group in place of these, where the model, which is not exact, cannot tell which is faster."""
+        span_s = self.spans.get("one group", math.inf)
+        if len(self.ends) == 1 or span_s > (1 + INEXACT) * self.span_s:
+            return None
+        return replace(self, ends=(len(self.names),), span_s=span_s)
 
     def group_of(self) -> list[int]:
         """The group of each parameter in ``names``."""

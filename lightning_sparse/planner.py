@@ -3,11 +3,12 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.fusion import BUCKET_BYTES, Piece, fuse
+from lightning_sparse.fusion import BUCKET_BYTES, Piece, cut_apart, fuse
 from lightning_sparse.plan import Cost, Plan, StepModel
 
 LEAST_GAIN = 0.1  # of a backward: the model is not exact, so for less the groups stay as they are
@@ -118,6 +119,23 @@ def best_plan(pieces: Sequence[Piece], kinds: Kinds, measured: Measured, calibra
         span_s=spans[chosen],
         spans=spans,
     )
+
+
+def saved_groups(
+    state: Mapping[str, Any], pieces: Sequence[Piece], compressor: Compressor, size: int
+) -> list[list[Piece]] | None:
+    """The groups in a checkpoint's plan, if it was made for these pieces, this compressor and so many ranks."""
+    groups = state.get("groups", [])
+    by_name = {piece.name: piece for piece in pieces}
+    dense_up_to = state.get("dense_up_to", 0)
+    if (
+        (state.get("compressor"), state.get("size")) != (repr(compressor), size)
+        or sorted(name for names in groups for name in names) != sorted(by_name)
+        or not isinstance(dense_up_to, int)
+    ):
+        return None
+    planned = cut_apart([[by_name[name] for name in names] for names in groups], dense_up_to)
+    return planned if len(planned) <= len(groups) else None
 
 
 def choose(plans: Sequence[Plan]) -> int:

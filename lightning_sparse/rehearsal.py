@@ -2,26 +2,30 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_sparse.comm import Rounds, traffic
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.exchange import Exchange
+from lightning_sparse.fusion import pieces_of
 from lightning_sparse.group import Group
 from lightning_sparse.lane import Lane
 from lightning_sparse.plan import Array, Cost
+from lightning_sparse.planner import Kinds, kinds_of
 from lightning_sparse.simulation import SimNetwork
 from lightning_sparse.sparse import Sparse
 
 SIZES = (2**8, 2**16, 2**20, 2**22)  # elements of the groups that are tried
 RUNS = 3  # of each, after one that is not timed: then thresholds are known
+SMALL = 2**16  # elements at most of groups that are summed densely where that is sooner
 LONG_S = 0.1  # what would take longer is not tried: there, the line is drawn from the link and the processor
 FEW_RANKS = 8  # that are simulated with all sizes; with more, memory allows the smaller ones
 POOL = 1_000_003  # made-up gradients repeat after so many elements
@@ -48,6 +52,33 @@ def measure_link(exchange: Exchange) -> Link | None:
         return None
     bytes_more = traffic("all_reduce", 4 * (many - few), exchange.size)
     return Link(latency_s, max(long_s - latency_s, 0.0) / bytes_more)
+
+
+def rehearse_all(
+    exchange: Exchange, parameters: Mapping[str, Tensor], compressors: Sequence[Compressor]
+) -> list[tuple[Kinds, Cost]]:
+    """What each costs here, its dense part, and small dense groups; nothing if no rank could tell the time."""
+    link = measure_link(exchange)
+    if link is None:
+        return []
+    found: list[tuple[Kinds, Cost]] = []
+    dense: dict[str, Cost | None] = {}  # most compressors have the same in their place
+    for number, compressor in enumerate(compressors):
+        if compressor in compressors[:number]:
+            found.append(found[compressors.index(compressor)])
+            continue
+        if len(compressors) > 2:
+            rank_zero_info(f"LayerFusion: measuring {compressor}.")
+        pieces = pieces_of(parameters, compressor)
+        kinds = kinds_of(pieces, compressor, lambda c, n: rehearse(exchange, c, n, link))
+        densely = compressor.densely()
+        if repr(densely) not in dense:
+            dense[repr(densely)] = rehearse(exchange, densely, SMALL, link)
+        small = dense[repr(densely)]
+        if kinds is None or small is None:
+            return []
+        found.append((kinds, small))
+    return found
 
 
 def rehearse(exchange: Exchange, compressor: Compressor, largest: int, link: Link) -> Cost | None:
@@ -136,6 +167,12 @@ def _timed(rounds: Rounds, busy_s: list[float]) -> Rounds:
             return total
         busy_s[-1] += time.perf_counter() - start_s
         arrived = yield pending
+
+
+def median_known(seconds: Sequence[float]) -> float:
+    """Of those that are known; NaN if none is."""
+    known = [s for s in seconds if math.isfinite(s)]
+    return median(known) if known else math.nan
 
 
 def median_over_ranks(exchange: Exchange, seconds: Sequence[float]) -> Array:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import lightning_sparse as ls
 from lightning_sparse import layer_fusion, planner, rehearsal
+from lightning_sparse import plan as plan_module
 from lightning_sparse.fusion import Piece, pieces_of
 from lightning_sparse.layer_fusion import STEPS_MEASURED
 from lightning_sparse.plan import Cost, Plan, StepModel
@@ -221,6 +222,36 @@ def test_small_groups_of_a_plan_are_dense_also_when_it_is_resumed(ranks: Ranks, 
     assert torch.equal(trained, every[1][1])
     assert torch.equal(trained_on, every[1][3])
     assert not torch.equal(trained, trained_on)
+
+
+# - trials
+
+
+def tried(rank: int, size: int) -> list[tuple[int, int]]:
+    """How many groups there are in the end, in them and in the plan, where steps seem to take as long as is said."""
+    layer_fusion.WINDOW = layer_fusion.TRIAL - 2  # as it is; a trial goes on nevertheless
+    planner.LEAST_GAIN, plan_module.INEXACT = -math.inf, math.inf  # so that all is tried
+    StepModel.best = lambda self: [2, len(self.ready_s)]  # type: ignore[method-assign]
+    found = []
+    for seconds in ({2: 0.02, 1: 0.01}, {2: 0.02, 1: 0.03}, {2: 0.05, 1: 0.06}, {2: 0.05, 1: 0.01}):
+        strategy = ls.SparseDDPStrategy("micro")
+        Timeline.span_s = (  # type: ignore[method-assign]
+            lambda self, strategy=strategy, seconds=seconds: seconds.get(len(strategy.exchange.groups), 0.04)
+        )
+        steps = STEPS_MEASURED + 2 * layer_fusion.TRIAL + 2
+        run = trainer(strategy, size, max_steps=steps, callbacks=[Regroup(1)])
+        run.fit(Deep(), data(steps, size))
+        planned = strategy.plan
+        found.append((len(groups(strategy)), len(planned.ends) if planned else 0))
+    return found
+
+
+def test_the_groups_that_were_fastest_stay(ranks: Ranks) -> None:
+    first, second = ranks.run(tried, 2, timeout_s=LIMIT_S)
+    before = first[2][0]
+    assert before > 2
+    assert first == [(1, 1), (2, 2), (before, before), (1, 1)]
+    assert [found for found, _ in second] == [found for found, _ in first]
 
 
 # - when times or compressors change
