@@ -44,7 +44,7 @@ class MiCRO(Compressor):
 
     density: float = 0.01
     balance: bool = True
-    slack: float = 1.25
+    slack: float = 1.1
     indices: str = "auto"
 
     def __post_init__(self) -> None:
