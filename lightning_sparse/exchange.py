@@ -219,9 +219,10 @@ class Exchange:
         arrived = [self._arrived.pop(parameter) for parameter in group.parameters]
         for delivery in {delivery for _, delivery in arrived}:
             delivery.wait()
-        put_back = self._add(group, [gradient for gradient, _ in arrived])
-        total = lane.run(take_step(self.compressors[index], group, lane.comm))
-        group.hand_back(total, [gradient for gradient, _ in arrived], self.size)
+        gradients = [gradient for gradient, _ in arrived]
+        put_back = self._add(group, gradients)
+        total = lane.run(take_step(self.compressors[index], group, lane.comm), partial(group.make_way, gradients))
+        group.hand_back(total, gradients, self.size)
         put_back()
         busy_ns = time.perf_counter_ns() - start_ns - (lane.network_ns - waited_ns)
         self.timeline.average(group, taken_up, busy_ns / 1e9)

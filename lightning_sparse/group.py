@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse import kernels
-from lightning_sparse.sparse import Sparse
+from lightning_sparse.sparse import Sparse, clear
 from lightning_sparse.streams import draw
 
 
@@ -51,6 +51,8 @@ class Group:
     picked: int | Tensor = 0
     target: int = 0
     overflow: int | Tensor = 0
+    _sparse: bool = field(default=False, repr=False)  # the total of the last step was
+    _made_way: bool = field(default=False, repr=False)
     _told: dict[str, tuple[Tensor, Tensor, "torch.cuda.Event"]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -96,14 +98,26 @@ class Group:
         self.unsent.copy_(before.unsent)
         self.memory, self.step = before.memory, before.step
 
+    def make_way(self, gradients: Sequence[Tensor]) -> None:
+        """Set gradients that were added to zero already, if a sparse mean is to be expected in their place.
+
+        While a message is under way that costs nothing.
+        """
+        if self._sparse and not kernels.used_for(self.unsent):
+            for gradient in gradients:
+                if gradient.is_contiguous():
+                    clear(gradient)
+            self._made_way = True
+
     def hand_back(self, total: Tensor | Sparse, gradients: Sequence[Tensor], size: int) -> None:
         """Set the gradient of each parameter to the mean over ``size`` ranks, ``total`` / P."""
+        self._sparse, made_way, self._made_way = isinstance(total, Sparse), self._made_way, False
         if isinstance(total, Sparse) and kernels.used_for(total.index):
             self._scatter(total, gradients, size)
         elif isinstance(total, Sparse):
             mean = Sparse(total.index, total.values / size)
             for gradient, part in zip(gradients, mean.split(self.sizes), strict=True):
-                part.write(gradient)
+                part.write(gradient, cleared=made_way)
         else:
             for gradient, slot in zip(gradients, self.slots(total), strict=True):
                 torch.div(slot.view(gradient.shape), size, out=gradient)

@@ -59,18 +59,22 @@ class Lane:
         """Payload put on the wire in this step."""
         return self.comm.sent_bytes - self._sent_before
 
-    def run(self, rounds: Rounds) -> Tensor | Sparse:
-        """Run a compressor to its end; counts the time it worked and the time it waited."""
+    def run(self, rounds: Rounds, meanwhile: Callable[[], None] = lambda: None) -> Tensor | Sparse:
+        """Run a compressor to its end, and ``meanwhile`` while its first message is under way.
+
+        Counts the time it worked and the time it waited.
+        """
         self.comm.reuse_buffers()
         start_ns = time.perf_counter_ns()
         waited_ns = 0
         try:
-            pending = next(rounds)
+            pending = expect_pending(next(rounds))
+            meanwhile()
             while True:
                 waiting_ns = time.perf_counter_ns()
-                result = expect_pending(pending).wait()
+                result = pending.wait()
                 waited_ns += time.perf_counter_ns() - waiting_ns
-                pending = rounds.send(result)
+                pending = expect_pending(rounds.send(result))
         except StopIteration as stop:
             self.network_ns += waited_ns
             self.compress_ns += time.perf_counter_ns() - start_ns - waited_ns

@@ -47,10 +47,13 @@ class Sparse:
             Sparse(p.index - start if start else p.index, p.values) for p, start in zip(parts, [0, *ends], strict=False)
         ]
 
-    def write(self, out: Tensor) -> None:
-        """Set ``out``, of any shape, dtype and memory order, to this vector of as many elements."""
+    def write(self, out: Tensor, cleared: bool = False) -> None:
+        """Set ``out``, of any shape, dtype and memory order, to this vector of as many elements.
+
+        ``cleared``: it is zero already, if it is contiguous.
+        """
         if out.is_contiguous():
-            clear(out).view(-1).index_copy_(0, self.index, self.values.to(out.dtype))
+            (out if cleared else clear(out)).view(-1).index_copy_(0, self.index, self.values.to(out.dtype))
         else:
             out.copy_(self.dense(out.numel()).view(out.shape))
 

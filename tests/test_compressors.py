@@ -8,7 +8,9 @@ import torch
 import lightning_sparse as ls
 from lightning_sparse.compressors import by_name
 from lightning_sparse.compressors.random_k import scattered
+from lightning_sparse.group import Group
 from lightning_sparse.simulation import simulate
+from lightning_sparse.sparse import Sparse
 from lightning_sparse.streams import draw
 
 
@@ -97,3 +99,20 @@ def test_draws_depend_on_every_counter_and_nothing_else() -> None:
     assert len(draws) == 1000
     assert draw(1, 2, 3) == draw(1, 2, 3)
     assert draw(1, 2, 3) != draw(1, 3, 2)
+
+
+def test_gradients_set_to_zero_beforehand_change_no_mean() -> None:
+    """Only where the mean of the step before was sparse; whatever this one is, and the memory order of gradients."""
+    group = Group(0, ("a", "b"), (torch.zeros(50, 7), torch.zeros(3, 2, 5, 5)))
+    sparse = Sparse(torch.tensor([3, 349, 350, 499]), torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    totals: list[Sparse | torch.Tensor] = [sparse, torch.arange(500.0), torch.arange(500.0), sparse, sparse]
+    zeroed = []
+    for total in totals:
+        gradients = [torch.full(p.shape, 7.0) for p in group.parameters]
+        gradients[1] = gradients[1].to(memory_format=torch.channels_last)
+        group.make_way(gradients)
+        zeroed.append(not gradients[0].any())
+        group.hand_back(total, gradients, 2)
+        expected = (total.dense(500) if isinstance(total, Sparse) else total) / 2
+        assert torch.equal(torch.cat([g.reshape(-1) for g in gradients]), expected)
+    assert zeroed == [False, True, False, False, True]

@@ -120,13 +120,16 @@ def joined(parts: Sequence[Picks], starts: Sequence[int], n: int) -> Tensor:
     Raises:
         CorruptMessage: if one of them lies in another part, or beyond ``n``.
     """
-    moved = [part.index + start for part, start in zip(parts, starts, strict=False)]
+    index = torch.cat([part.index for part in parts])
     last = -1
-    for index in (index for index in moved if index.numel()):  # which rises
-        first, before, last = int(index[0]), last, int(index[-1])
-        if first <= before or last >= n:
-            raise CorruptMessage(f"indices {first} to {last} after {before}, in parts of 0 to {n - 1}: {CAUSE}")
-    return torch.cat(moved)
+    moved = index.split([part.index.numel() for part in parts])
+    for part, start in zip(moved, starts, strict=False):
+        part += start
+        if part.numel():  # it rises
+            first, before, last = int(part[0]), last, int(part[-1])
+            if first <= before or last >= n:
+                raise CorruptMessage(f"indices {first} to {last} after {before}, in parts of 0 to {n - 1}: {CAUSE}")
+    return index
 
 
 def index_format(name: str, n: int, capacity: int) -> IndexFormat:
