@@ -8,6 +8,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_sparse.wire import INDEX_LIMIT
+
 Array = NDArray[np.float64]
 
 INEXACT = 0.05  # of a span: where plans differ by less, the model cannot tell which is faster
@@ -131,6 +133,11 @@ class StepModel:
         """From the start of backward to the last mean."""
         return max(time.end_s for time in self.times(ends)) if ends else 0.0
 
+    def can_be_indexed(self, ends: Sequence[int]) -> bool:
+        """Whether no group has more elements than 32-bit indices can tell apart."""
+        each = np.diff(self._prefix_sums()[[0, *ends]], axis=0)
+        return bool((each <= INDEX_LIMIT).all())
+
     def best(self) -> list[int]:
         """The ends of the groups with the shortest span of all; of equals, one with few groups.
 
@@ -234,10 +241,10 @@ class Plan:
 
     def one_group(self) -> "Plan | None":
         """One group in place of these, where the model, which is not exact, cannot tell which is faster."""
-        span_s = self.spans.get("one group", math.inf)
-        if len(self.ends) == 1 or span_s > (1 + INEXACT) * self.span_s:
+        one, span_s = (len(self.names),), self.spans.get("one group", math.inf)
+        if self.ends == one or span_s > (1 + INEXACT) * self.span_s or not self.model.can_be_indexed(one):
             return None
-        return replace(self, ends=(len(self.names),), span_s=span_s)
+        return replace(self, ends=one, span_s=span_s)
 
     def group_of(self) -> list[int]:
         """The group of each parameter in ``names``."""

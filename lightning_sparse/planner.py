@@ -109,7 +109,8 @@ def best_plan(pieces: Sequence[Piece], kinds: Kinds, measured: Measured, calibra
         "as before": present,
     }
     spans = {name: calibration.correct(model.span(ends)) for name, ends in plans.items()}
-    chosen = "LayerFusion" if spans["LayerFusion"] < (1 - LEAST_GAIN) * spans["as before"] else "as before"
+    gains = spans["LayerFusion"] < (1 - LEAST_GAIN) * spans["as before"]
+    chosen = "LayerFusion" if gains and model.can_be_indexed(plans["LayerFusion"]) else "as before"
     return Plan(
         model=model,
         names=tuple(position),
