@@ -49,8 +49,10 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @every_compressor
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
-@pytest.mark.parametrize("wire_dtype", ["float32", "bfloat16", "float16", "int8"])
+@pytest.mark.parametrize(
+    ("size", "wire_dtype"),
+    [(1, "float32"), (2, "float32"), (8, "float32"), (1, "int8"), (3, "bfloat16"), (3, "float16"), (8, "int8")],
+)
 def test_nothing_is_lost(on_device: None, compressor: ls.Compressor, size: int, wire_dtype: str) -> None:
     if compressor == ls.SketchFusion(exact=False):
         pytest.skip("estimates lose what they miss by: its documented price")
