@@ -703,6 +703,7 @@ def test_every_way_to_alter_a_checkpoint_by_hand_is_told(trained: Trained) -> No
     name = next(iter(trained.unsent))
     for change, told in (
         ({"size": 0}, "size=0 is no whole number from 1 up"),
+        ({"checksum": torch.tensor([])}, "its checksum is"),
         ({"size": 2}, "without a row for each of 2 ranks"),
         ({"steps": -1}, "steps=-1 is no whole number from 0 up"),
         ({"residuals": "none"}, "residuals='none' is neither"),
