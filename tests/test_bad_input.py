@@ -678,7 +678,7 @@ def test_an_altered_checkpoint_is_refused_or_what_is_not_carried_over_is_named(
         elif what == "rename" and isinstance(place, dict):
             place[garbage if isinstance(garbage, str | int) else "other"] = place.pop(path[-1])
         else:
-            place[path[-1]] = changed(place[path[-1]], how, garbage)
+            place[path[-1]] = changed(place[path[-1]], how, copy.deepcopy(garbage))  # never a list within itself
         if not state:
             break
     if not vouched:
