@@ -1,7 +1,7 @@
 """Importance-weighted pruning: a few ranks say which elements matter for their weights, and all ranks sum those."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,6 +30,7 @@ from lightning_sparse.select import (
     sampled_threshold,
 )
 from lightning_sparse.sparse import Sparse
+from lightning_sparse.sparse_collectives import Talk
 from lightning_sparse.streams import draw
 from lightning_sparse.wire import PickLayout, Picks, check_index_format, index_format
 
@@ -104,19 +105,14 @@ class ImportancePruning(Compressor):
         if kernels.used_for(unsent):
             return (yield from self._on_device(group, comm, givers))
         layout = self._layout(group, len(givers), self.indices)
-        before = comm.sent_bytes
-        flights = []
-        for giver in givers:
-            message = comm.buffer(layout.nbytes, torch.uint8, unsent.device)
-            if giver == comm.rank:
-                mask = self._mask(group, len(givers))
-                group.overflow = mask.seen - mask.index.numel()
-                layout.pack(mask, out=message)
-            flights.append(comm.broadcast(message, giver))
-        group.mask_bytes = comm.sent_bytes - before
-        masks = []
-        for flight in flights:
-            masks.append(layout.unpack((yield flight)).index)
+
+        def give(message: Tensor) -> int:
+            mask = self._mask(group, len(givers))
+            layout.pack(mask, out=message)
+            return mask.seen - mask.index.numel()
+
+        arrived = yield from self._broadcast(group, comm, givers, layout, give)
+        masks = [layout.unpack(message).index for message in arrived]
         index = masks[0] if len(masks) == 1 else torch.cat(masks).unique()  # [m], rising
 
         total = yield from sum_at(index, unsent, len(givers) * layout.capacity, comm)
@@ -130,24 +126,40 @@ class ImportancePruning(Compressor):
         n, unsent = group.n, group.unsent
         told_last(self, group)
         layout = self._layout(group, len(givers), "block16")
-        before = comm.sent_bytes
-        flights = []
-        for giver in givers:
-            message = comm.buffer(layout.nbytes, torch.uint8, unsent.device)
-            if giver == comm.rank:
-                mask = self._device_mask(group, len(givers))
-                group.overflow = mask.seen - mask.count
-                messages.pack(layout, mask, out=message)
-            flights.append(comm.broadcast(message, giver))
-        group.mask_bytes = comm.sent_bytes - before
-        arrived = []
-        for flight in flights:
-            arrived.append((yield flight))
+
+        def give(message: Tensor) -> Tensor:
+            mask = self._device_mask(group, len(givers))
+            messages.pack(layout, mask, out=message)
+            return mask.seen - mask.count
+
+        arrived = yield from self._broadcast(group, comm, givers, layout, give)
         masks, told = messages.unpack(layout, torch.stack(arrived))  # [R, capacity], n where there is no pick
         group.tell_host("told", told)
         index = masks[0] if len(givers) == 1 else padded.distinct(masks.flatten(), n)
         group.picked = (index < n).sum()
         return (yield from sum_padded(index, unsent, comm))
+
+    def _broadcast(
+        self,
+        group: Group,
+        comm: Comm,
+        givers: Sequence[int],
+        layout: PickLayout,
+        give: Callable[[Tensor], int | Tensor],
+    ) -> Talk[list[Tensor]]:
+        """The givers' messages, [R] of [bytes]; ``give`` writes this rank's, and tells what it had no room for."""
+        before = comm.sent_bytes
+        flights = []
+        for giver in givers:
+            message = comm.buffer(layout.nbytes, torch.uint8, group.unsent.device)
+            if giver == comm.rank:
+                group.overflow = give(message)
+            flights.append(comm.broadcast(message, giver))
+        group.mask_bytes = comm.sent_bytes - before
+        arrived = []
+        for flight in flights:
+            arrived.append((yield flight))
+        return arrived
 
     def carry(self, parts: Sequence[tuple[Group, int]]) -> dict[str, Tensor]:
         """Nothing, where no message was damaged."""

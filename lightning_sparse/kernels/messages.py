@@ -32,9 +32,8 @@ def pack(layout: PickLayout, found: "kernels.Selection", out: Tensor, values: Te
         used = wire.nbytes(layout.capacity, layout.dtype)
         wire.take(values, value_part[:used], layout.dtype)
         value_part[used:] = 0
-    nbytes = layout.indices.nbytes(layout.n, layout.capacity)
-    kernels.encode_indices(found.index, found.count, layout.n, index_part[:nbytes])
-    index_part[nbytes:] = 0
+    kernels.encode_indices(found.index, found.count, layout.n, index_part[: layout.index_bytes])
+    index_part[layout.index_bytes :] = 0
     return out
 
 
@@ -52,10 +51,9 @@ def unpack(layout: PickLayout, payloads: Tensor, widths: Sequence[int] = ()) -> 
     """
     header, _, index_part = layout.parts(payloads)
     told = header.contiguous().view(torch.int32).clone()  # [P, 4]
-    nbytes = layout.indices.nbytes(layout.n, layout.capacity)
     rows = []
     for p, count in enumerate(told[:, 0]):
-        index, intact = kernels.decode_indices(index_part[p, :nbytes], layout.n, layout.capacity, count)
+        index, intact = kernels.decode_indices(index_part[p, : layout.index_bytes], layout.n, layout.capacity, count)
         if widths:
             intact = intact & ~((index >= widths[p]) & (index < layout.n)).any()
         rows.append(index)

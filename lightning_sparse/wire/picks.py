@@ -60,10 +60,11 @@ class PickLayout:
     @cached_property
     def nbytes(self) -> int:
         """Bytes of a message."""
-        return HEADER_BYTES + self._value_bytes + _whole_words(self._index_bytes)
+        return HEADER_BYTES + self._value_bytes + _whole_words(self.index_bytes)
 
     @cached_property
-    def _index_bytes(self) -> int:
+    def index_bytes(self) -> int:
+        """Of them, those of the indices."""
         return self.indices.nbytes(self.n, self.capacity)
 
     @cached_property
@@ -85,8 +86,8 @@ class PickLayout:
             used = coding.nbytes(m, self.dtype)
             coding.take(picks.values, value_part[:used], self.dtype)
             value_part[used:] = 0
-        self.indices.encode(picks.index, self.n, self.capacity, index_part[: self._index_bytes])
-        index_part[self._index_bytes :] = 0
+        self.indices.encode(picks.index, self.n, self.capacity, index_part[: self.index_bytes])
+        index_part[self.index_bytes :] = 0
         return out
 
     def unpack(self, payload: Tensor) -> Picks:
@@ -101,7 +102,7 @@ class PickLayout:
         m, seen, near, _ = header.clone().view(torch.int32).tolist()
         if seen < 0 or near < 0:
             raise CorruptMessage(f"{seen} elements seen and {near} nearly, 0 or more expected: {CAUSE}")
-        index = self.indices.decode(index_part[: self._index_bytes], self.n, self.capacity, m)
+        index = self.indices.decode(index_part[: self.index_bytes], self.n, self.capacity, m)
         if self.dtype is None:
             return Picks(index, index.new_empty(0, dtype=torch.float32), seen, near)
         values = index.new_empty(m, dtype=torch.float32)
