@@ -1,6 +1,6 @@
 """What a checkpoint keeps of the gradient not yet sent."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.exchange import Exchange
-from lightning_sparse.fusion import carry_over
+from lightning_sparse.fusion import carry_over, not_carried
 from lightning_sparse.group import Group
 
 KEY = "lightning_sparse"
@@ -54,84 +54,66 @@ def restore(exchange: Exchange, state: Mapping[str, Any] | None, compressor: Com
             "The checkpoint holds no residuals (it was written by another strategy, or with residuals='none'): "
             "the gradient not yet sent starts from zero."
         )
-        state = {}
-    saved = _Saved(state, exchange, compressor)
-    carry_over(saved.groups(), list(zip(exchange.groups, exchange.compressors, strict=True)))
-    if lost := saved.lost():
+    saved = [] if state is None else _groups(state, exchange, compressor)
+    carry_over(saved, list(zip(exchange.groups, exchange.compressors, strict=True)))
+    if state is None:
+        return
+    if lost := [*_otherwise(state, exchange, compressor), *not_carried(saved, exchange.groups)]:
         rank_zero_warn(f"Resuming from a checkpoint of another configuration: {'; '.join(lost)}.")
 
 
-class _Saved:
-    """The state in a checkpoint, as this rank goes on with it."""
-
-    def __init__(self, state: Mapping[str, Any], exchange: Exchange, compressor: Compressor) -> None:
-        self.state = state
-        self.rank, self.size = exchange.rank, exchange.size
-        self.compressor = repr(compressor)
-        self.parameters = {n: p for g in exchange.groups for n, p in zip(g.names, g.parameters, strict=True)}
-        self.unsent: Mapping[str, Tensor] = state.get("unsent", {})  # [P, *shape], or [*shape] of the mean
-        self.per_rank = state.get("residuals") == "per_rank"
-        self.own = self.per_rank and state["size"] == exchange.size
-        shapes = {name: tuple(x.shape[self.per_rank :]) for name, x in self.unsent.items()}
-        self.fitting = {name for name, p in self.parameters.items() if shapes.get(name) == tuple(p.shape)}
-        self.same_compressor = state.get("compressor") == self.compressor
-        self.vouched = "checksum" in state  # else nobody knows what would come of what compressors kept
-
-    def lost(self) -> list[str]:
-        """What cannot be carried over, in words."""
-        if not self.unsent:
-            return []
-        known, wanted = self.unsent.keys(), self.parameters.keys()
-        found = []
-        if self.per_rank and not self.own:
-            found.append(
-                f"{self.state['size']} ranks wrote it and {self.size} read it, so each starts from the mean of what "
-                "they had not sent"
-            )
-        if not self.same_compressor:
-            found.append(
-                f"it was written with {self.state.get('compressor')}, so {self.compressor} learns thresholds anew"
-            )
-        elif not self.vouched:
-            found.append(f"it has no checksum, so {self.compressor} learns thresholds anew")
-        for names, what in (
-            (known - wanted, "what was not sent of parameters that are gone is dropped"),
-            ((known & wanted) - self.fitting, "parameters of another shape start from zero"),
-            (wanted - known, "new parameters start from zero"),
-        ):
-            if names:
-                found.append(f"{what} ({_some(sorted(names))})")
-        return found
-
-    def groups(self) -> list[Group]:
-        """The groups it was written with, and one of all other parameters."""
-        layout = [group["names"] for group in self.state.get("groups", [])]
-        layout = [[name for name in names if name in self.fitting] for names in layout]
-        placed = {name for names in layout for name in names}
-        layout.append([name for name in self.parameters if name not in placed])
-        groups = [Group(i, tuple(n), tuple(self.parameters[name] for name in n)) for i, n in enumerate(layout)]
-        for group in groups:
-            group.step = self.state.get("steps", 0)
-            for name, slot in zip(group.names, group.slots(group.unsent), strict=True):
-                if name in self.fitting:
-                    slot.copy_(self._own(self.unsent[name]).reshape(-1))
-        if self.own and self.same_compressor and self.vouched:
-            for group, kept in zip(groups, self.state["groups"], strict=False):
-                if group.names == tuple(kept["names"]):
-                    for key, rows in kept["memory"].items():  # what has values in float32 lies beside the gradients
-                        device = group.unsent.device if rows.dtype == torch.float32 else None
-                        group.memory[key] = rows[self.rank].clone().to(device)
-        return groups
-
-    def _own(self, rows: Tensor) -> Tensor:
-        """This rank's part of what was unsent of a parameter."""
-        if self.own:
-            return rows[self.rank]
-        return rows.mean(0) if self.per_rank else rows
+def rows_of(state: Mapping[str, Any], rank: int, size: int) -> range:
+    """The rows [P, *shape] of a state from which ``rank`` of ``size`` goes on; none of a mean, which has no rows."""
+    if state["residuals"] != "per_rank":
+        return range(0)
+    return range(rank, rank + 1) if state["size"] == size else range(state["size"])
 
 
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+def used(x: Tensor, rows: range) -> Tensor:
+    """That part of what was saved, [P, *shape] or the mean [*shape], and no other is read."""
+    return x[rows.start : rows.stop] if rows else x
+
+
+def _otherwise(state: Mapping[str, Any], exchange: Exchange, compressor: Compressor) -> Iterator[str]:
+    """What is not as when ``state`` was saved, parameters apart, in words."""
+    if state["residuals"] == "per_rank" and state["size"] != exchange.size:
+        yield (
+            f"{state['size']} ranks wrote it and {exchange.size} read it, so each starts from the mean of what they "
+            "had not sent"
+        )
+    if state["compressor"] != repr(compressor):
+        yield f"it was written with {state['compressor']}, so {compressor} learns thresholds anew"
+    elif "checksum" not in state:  # nobody knows what would come of what compressors kept
+        yield f"it has no checksum, so {compressor} learns thresholds anew"
+
+
+def _groups(state: Mapping[str, Any], exchange: Exchange, compressor: Compressor) -> list[Group]:
+    """The groups that ``state`` was saved with, and one of all other parameters, with what this rank goes on with."""
+    rows = rows_of(state, exchange.rank, exchange.size)
+    same = next(_otherwise(state, exchange, compressor), None) is None
+    grouped = {name for kept in state["groups"] for name in kept["names"]}
+    rest = {"names": [name for name in state["unsent"] if name not in grouped], "memory": {}}
+    groups = []
+    for index, kept in enumerate([*state["groups"], rest]):
+        saved = [state["unsent"][name] for name in kept["names"]]
+        group = Group(index, tuple(kept["names"]), tuple(x[0] if rows else x for x in saved))
+        group.step = state["steps"]
+        for slot, x in zip(group.slots(group.unsent), saved, strict=True):
+            slot.copy_(_joined(used(x, rows), rows).reshape(-1))
+        if same:
+            group.memory = {key: _beside(x[exchange.rank], exchange.device) for key, x in kept["memory"].items()}
+        groups.append(group)
+    return groups
+
+
+def _joined(x: Tensor, rows: range) -> Tensor:
+    """What one rank goes on with: the only row of ``x``, or the mean over its ``rows``, or ``x`` if it has none."""
+    return x.squeeze(0) if len(rows) == 1 else x.mean(0) if rows else x
+
+
+def _beside(kept: Tensor, device: torch.device) -> Tensor:
+    """A copy of what a compressor kept, beside the gradients if it has values in float32."""
+    return kept.clone().to(device if kept.dtype == torch.float32 else None)
 
 
 def nbytes(state: Mapping[str, Any]) -> int:

@@ -271,10 +271,12 @@ class Exchange:
 
     def _add(self, group: Group, gradients: Sequence[Tensor]) -> Callable[[], None]:
         """Add the gradients to ``unsent``; returns what must be called when the means are in their place."""
+        accumulate = partial(self.compressors[group.index].accumulate, group, size=self.size)
         if self._used is None:
-            group.add(gradients, self._share)
+            accumulate(gradients, scale=self._share)
             return lambda: None
-        return self._used.add(group, gradients, self._loss_scale.unscale if self._loss_scale else lambda mean: mean)
+        unscale = self._loss_scale.unscale if self._loss_scale else lambda mean: mean
+        return self._used.add(group, gradients, unscale, accumulate)
 
     def _finish_step(self) -> None:
         self.last = Report.of(self.groups, self._lanes, time.perf_counter_ns() - self._handed_over_ns)

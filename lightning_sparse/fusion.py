@@ -126,38 +126,74 @@ def lay_out(
 
 
 def carry_over(old: Sequence[Group], new: Sequence[tuple[Group, Compressor]], memories: bool = True) -> None:
-    """Move what ``old`` groups have not sent into ``new`` ones of the same parameters, by name, and their memories.
+    """Move what ``old`` groups have not sent into ``new`` ones, for parameters of the same name and shape.
 
-    A group of the same parameters as before keeps all its memory.  Others keep velocities, and what their compressor
-    can carry; ``memories=False``, for another compressor, keeps none.  The old groups are emptied on the way, so that
-    there is never a second copy of all that is unsent.
+    Other parameters start from zero; :func:`not_carried` names them.  A group of the same parameters as before keeps
+    all its memory.  Others keep what compressors remember of each element, and what their compressor can carry;
+    ``memories=False``, for another compressor, keeps none.  The old groups are emptied on the way, so that there is
+    never a second copy of all that is unsent.
     """
-    source = {name: (group, slot) for group in old for slot, name in enumerate(group.names)}
-    left = {id(group): len(group.names) for group in old}
-    for group, compressor in new:
-        parts = [source[name] for name in group.names]
-        elements: Counter[int] = Counter()
-        for (giver, _), size in zip(parts, group.sizes, strict=True):
-            elements[id(giver)] += size
-        givers = {id(giver): giver for giver, _ in parts}
-        group.step = max((giver.step for giver in givers.values()), default=0)
-        if memories:
-            group.memory = _memory(group, compressor, parts, [(givers[key], n) for key, n in elements.items()])
-        for mine, (giver, slot) in zip(group.slots(group.unsent), parts, strict=True):
+    source = {
+        (name, shape): (group, slot)
+        for group in old
+        for slot, (name, shape) in enumerate(zip(group.names, group.shapes, strict=True))
+    }
+    parts_of = [
+        [source.get(parameter) for parameter in zip(group.names, group.shapes, strict=True)] for group, _ in new
+    ]
+    left = Counter(id(part[0]) for parts in parts_of for part in parts if part)
+    step = max((group.step for group in old), default=0)
+    for (group, compressor), parts in zip(new, parts_of, strict=True):
+        group.step = step
+        group.memory = _memory(group, compressor, parts) if memories else {}
+        for mine, part in zip(group.slots(group.unsent), parts, strict=True):
+            if part is None:
+                mine.zero_()
+                continue
+            giver, slot = part
             mine.copy_(giver.slots(giver.unsent)[slot])
             left[id(giver)] -= 1
-        for giver in givers.values():
+        for giver in {id(part[0]): part[0] for part in parts if part}.values():
             if not left[id(giver)]:
                 giver.unsent, giver.memory = giver.unsent.new_empty(0), {}
 
 
-def _memory(
-    group: Group, compressor: Compressor, parts: Sequence[tuple[Group, int]], givers: Sequence[tuple[Group, int]]
-) -> dict[str, Tensor]:
-    if len(givers) == 1 and givers[0][0].names == group.names:
-        return givers[0][0].memory
-    memory = compressor.carry(givers)
-    if parts and all("velocity" in giver.memory for giver, _ in parts):
-        memory |= {key: kept for key, kept in parts[0][0].memory.items() if key in ("momentum", "clip_norm")}
-        memory["velocity"] = torch.cat([giver.slots(giver.memory["velocity"])[slot] for giver, slot in parts])
+def _memory(group: Group, compressor: Compressor, parts: Sequence[tuple[Group, int] | None]) -> dict[str, Tensor]:
+    """What ``group`` remembers from the start; ``parts`` are each parameter's group before and its place in it."""
+    givers = {id(part[0]): part[0] for part in parts if part}
+    if None not in parts and [giver.names for giver in givers.values()] == [group.names]:
+        return next(iter(givers.values())).memory
+    elements: Counter[int] = Counter()
+    for part, size in zip(parts, group.sizes, strict=True):
+        if part:
+            elements[id(part[0])] += size
+    memory = compressor.carry([(givers[key], n) for key, n in elements.items()])
+    for key in compressor.per_element:
+        if any(key in giver.memory for giver in givers.values()):
+            slots = zip(parts, group.slots(group.unsent), strict=True)
+            memory[key] = torch.cat([_slot(key, part, own) for part, own in slots])
     return memory
+
+
+def _slot(key: str, part: tuple[Group, int] | None, own: Tensor) -> Tensor:
+    """What the group before kept under ``key`` of a parameter, zeros if nothing, on the device of its ``own`` slot."""
+    if part is None or key not in part[0].memory:
+        return torch.zeros_like(own)
+    giver, slot = part
+    return giver.slots(giver.memory[key])[slot].to(own.device)
+
+
+def not_carried(old: Sequence[Group], new: Sequence[Group]) -> list[str]:
+    """What :func:`carry_over` drops and what it starts from zero, in words: nothing if the parameters are the same."""
+    before, now = ({n: s for g in groups for n, s in zip(g.names, g.shapes, strict=True)} for groups in (old, new))
+    both = before.keys() & now.keys()
+    kinds = (
+        (before.keys() - now.keys(), "what was not sent of parameters that are gone or frozen is dropped"),
+        ({name for name in both if before[name] != now[name]}, "parameters of another shape start from zero"),
+        (now.keys() - before.keys(), "new parameters start from zero"),
+    )
+    return [f"{what} ({_some(sorted(names))})" for names, what in kinds if names]
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -32,9 +32,9 @@ class Group:
     Attributes:
         unsent: [n] float32, this rank's gradient that has not been sent yet.
         mask_bytes: of the bytes this rank sent in the last step, those that only said which elements travel.
+        shapes: of the parameters when the group was made.
         memory: the compressor's own tensors, under the same names and of the same shapes on every rank; saved with a
-            checkpoint.  Three names mean something to :meth:`add`: "velocity" [n], added to ``unsent`` in place of the
-            gradient, its "momentum" [], and "clip_norm" [], the Euclidean norm to which a gradient is scaled down.
+            checkpoint.
         step: optimizer steps this group has taken part in.
         picked: distinct elements updated in the last step, a number or a 0-d tensor (not read before it is logged).
         target: elements the compressor meant to update in the last step.
@@ -56,6 +56,7 @@ class Group:
     _told: dict[str, tuple[Tensor, Tensor, "torch.cuda.Event"]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
+        self.shapes = [p.shape for p in self.parameters]
         self.sizes = [p.numel() for p in self.parameters]
         device = self.parameters[0].device if self.parameters else None
         self.unsent = torch.zeros(sum(self.sizes), dtype=torch.float32, device=device)
@@ -71,22 +72,8 @@ class Group:
 
     def add(self, gradients: Sequence[Tensor | None], scale: float = 1.0) -> None:
         """Add the gradient of each parameter, of its shape, times ``scale``, to what is unsent; None where is none."""
-        if "clip_norm" in self.memory:
-            clip_norm = float(self.memory["clip_norm"])
-            # In float64: a norm that overflows would scale a finite gradient down to nothing.
-            norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients if g is not None]
-            norm = scale * float(torch.stack(norms).norm()) if norms else 0.0
-            scale *= clip_norm / norm if norm > clip_norm else 1.0
-        velocity = self.memory.get("velocity")
-        momentum = float(self.memory.get("momentum", 0.0))
-        moving = self.slots(velocity) if velocity is not None else [None] * len(self.sizes)
-        for slot, speed, gradient in zip(self.slots(self.unsent), moving, gradients, strict=True):
-            if gradient is None:
-                continue
-            if speed is not None:
-                speed.view(gradient.shape).mul_(momentum).add_(gradient, alpha=scale)
-                slot.add_(speed)
-            else:
+        for slot, gradient in zip(self.slots(self.unsent), gradients, strict=True):
+            if gradient is not None:
                 slot.view(gradient.shape).add_(gradient, alpha=scale)
 
     def snapshot(self) -> Snapshot:

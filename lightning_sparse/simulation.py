@@ -67,7 +67,7 @@ def simulate(
     means, sent_bytes, picked = [], [], []
     for gradient in gradients:
         for group, own in zip(groups, gradient, strict=True):
-            group.add([own])
+            compressor.accumulate(group, [own], size)
         before = [comm.sent_bytes for comm in network.comms]
         totals = network.run([take_step(compressor, g, c) for g, c in zip(groups, network.comms, strict=True)])
         results = [dense(total, n) for total in totals]

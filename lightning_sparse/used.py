@@ -27,13 +27,20 @@ class UsedParameters:
                 parameter.register_post_accumulate_grad_hook(self._used.add),
             ]
 
-    def add(self, group: Group, gradients: Sequence[Tensor], unscale: Callable[[Tensor], Tensor]) -> Callable[[], None]:
+    def add(
+        self,
+        group: Group,
+        gradients: Sequence[Tensor],
+        unscale: Callable[[Tensor], Tensor],
+        accumulate: Callable[[Sequence[Tensor | None]], None],
+    ) -> Callable[[], None]:
         """Add the gradients of a step to ``group``; what is returned must be called when the means are in their place.
 
         Args:
             group: whose.
             gradients: of each parameter, its ``.grad`` as DDP's bucket holds it.
             unscale: takes the loss scale out of an earlier mean, which has not been taken in.
+            accumulate: adds what is new in them to the group, None where a parameter got no gradient.
         """
         held: list[tuple[Tensor, Tensor]] = []  # slots emptied for this step, and what they held
         earlier: list[tuple[Tensor, Tensor]] = []  # gradients, and the means to be added to theirs
@@ -52,7 +59,7 @@ class UsedParameters:
                     earlier.append((gradient, gradient.clone()))
                 held.append((slot, slot.clone()))
                 new.append(None)
-        group.add(new)
+        accumulate(new)
         for slot, _ in held:
             slot.zero_()
 

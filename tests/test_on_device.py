@@ -348,7 +348,7 @@ class Groups:
     def step(self, gradients: Tensor) -> Tensor:
         """The mean, which is the same on every rank."""
         for group, gradient in zip(self.groups, gradients, strict=True):
-            group.add([gradient])
+            self.compressor.accumulate(group, [gradient], len(self.groups))
         pairs = zip(self.groups, self.network.comms, strict=True)
         total = self.network.run([take_step(self.compressor, group, comm) for group, comm in pairs])[0]
         return dense(total, self.groups[0].n) / len(self.groups)
@@ -403,7 +403,7 @@ def test_nobody_looks_at_a_device_s_data(compressor: ls.Compressor, wire_dtype: 
     comm = Shapes(1, 4, wire_dtype)
     for step in range(7):
         gradients = [torch.empty(p.shape, device="meta") for p in group.parameters]
-        group.add(gradients)
+        compressor.accumulate(group, gradients, 4)
         total = finish(take_step(compressor, group, comm))
         group.hand_back(total, gradients, 4)
         for key, x in group.memory.items():  # what has arrived at the host by the next step

@@ -85,7 +85,7 @@ def account(compressor: Compressor, elements: int, ranks: int) -> dict[str, floa
         clock = Clock()
         with _timed(clock):
             for group, gradient in zip(groups, gradients, strict=True):
-                group.add([gradient])
+                compressor.accumulate(group, [gradient], ranks)
             totals = network.run([take_step(compressor, g, c) for g, c in zip(groups, network.comms, strict=True)])
             for group, gradient, total in zip(groups, gradients, totals, strict=True):
                 group.hand_back(total, [gradient], ranks)

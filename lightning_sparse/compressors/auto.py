@@ -1,6 +1,9 @@
 """No compressor yet: the one that makes the shortest step is to be found out."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from lightning_sparse.comm import Comm, Rounds
 from lightning_sparse.compressors.base import Compressor
@@ -42,6 +45,15 @@ class Auto(Compressor):
         for name, given in (*(("candidates", each) for each in self.candidates), ("start", self.start)):
             if not isinstance(given, Compressor) or isinstance(given, Auto):
                 raise ValueError(f"Auto: {name}: {given!r} is not a compressor to choose; give one such as MiCRO().")
+
+    def accumulate(self, group: Group, gradients: Sequence[Tensor | None], size: int, scale: float = 1.0) -> None:
+        """Add gradients as ``start`` does."""
+        self.start.accumulate(group, gradients, size, scale)
+
+    @property
+    def per_element(self) -> tuple[str, ...]:
+        """The keys that ``start`` names."""
+        return self.start.per_element
 
     def reduce(self, group: Group, comm: Comm) -> Rounds:
         """As ``start`` does."""

@@ -41,6 +41,26 @@ class Compressor(ABC):
         returns a :class:`Sparse` or sets ``group.picked``.
         """
 
+    def accumulate(self, group: Group, gradients: Sequence[Tensor | None], size: int, scale: float = 1.0) -> None:
+        """Add a step's gradients to ``group.unsent``, before :meth:`reduce` sends a part of it.
+
+        Args:
+            group: to which they are added.
+            gradients: of each parameter, of its shape; None where a parameter got none, whose part then stays as it is.
+            size: the number of ranks, P.
+            scale: what the gradients are to be multiplied by.
+        """
+        del size
+        group.add(gradients, scale)
+
+    @property
+    def per_element(self) -> tuple[str, ...]:
+        """The keys in a group's memory of tensors [n] float32 that go with their elements into other groups.
+
+        Where the elements of a new group had none, theirs starts from zero.
+        """
+        return ()
+
     def densely(self) -> "Compressor":
         """What sums without compression in this one's place: for parameters sent whole, and for warm-up."""
         from lightning_sparse.compressors.dense import Dense

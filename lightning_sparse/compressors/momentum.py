@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -49,19 +50,30 @@ class MomentumCorrection(Wrapper):
                 f"MomentumCorrection(clip_norm={self.clip_norm!r}) is a norm, above 0 and finite; None is no clipping."
             )
 
+    @property
+    def per_element(self) -> tuple[str, ...]:
+        """The velocities, and the keys that the wrapped compressor names."""
+        return ("velocity", *self.wrapped.per_element)
+
+    def accumulate(self, group: Group, gradients: Sequence[Tensor | None], size: int, scale: float = 1.0) -> None:
+        """Add each gradient to its velocity, and the velocity to what is unsent."""
+        if self.clip_norm is not None:
+            scale *= _shrunk(gradients, scale, self.clip_norm / math.sqrt(size))
+        speeds: list[Tensor | None] = []
+        for speed, gradient in zip(group.slots(_velocity(group)), gradients, strict=True):
+            if gradient is None:
+                speeds.append(None)
+            else:
+                speeds.append(speed.view(gradient.shape).mul_(self.momentum).add_(gradient, alpha=scale))
+        self.wrapped.accumulate(group, speeds, size)
+
     def reduce(self, group: Group, comm: Comm) -> Rounds:
         """As the wrapped compressor; then the velocities of what was delivered start anew."""
-        memory = group.memory
-        memory["momentum"] = torch.tensor(self.momentum, dtype=torch.float64)
-        if self.clip_norm is not None:
-            memory["clip_norm"] = torch.tensor(self.clip_norm / math.sqrt(comm.size), dtype=torch.float64)
-        if "velocity" not in memory:  # before the first step velocities are zero, and after it they are its gradients
-            memory["velocity"] = group.unsent.clone()
         total = yield from self.wrapped.reduce(group, comm)
         if isinstance(total, Sparse):
-            memory["velocity"].index_fill_(0, total.index, 0)
+            _velocity(group).index_fill_(0, total.index, 0)
         elif isinstance(group.picked, Tensor):  # on a device, where nobody waits to know which they were
-            memory["velocity"].masked_fill_(total != 0, 0)
+            _velocity(group).masked_fill_(total != 0, 0)
         return total
 
     def at(self, step: int) -> Compressor:
@@ -71,3 +83,18 @@ class MomentumCorrection(Wrapper):
     def densely(self) -> Compressor:
         """Dense sums of velocities."""
         return replace(self, compressor=self.wrapped.densely())
+
+
+def _velocity(group: Group) -> Tensor:
+    """The group's velocities [n], which are zero before its first step."""
+    if "velocity" not in group.memory:
+        group.memory["velocity"] = torch.zeros_like(group.unsent)
+    return group.memory["velocity"]
+
+
+def _shrunk(gradients: Sequence[Tensor | None], scale: float, most: float) -> float:
+    """The factor, at most 1, that takes the Euclidean norm of all ``gradients``, times ``scale``, down to ``most``."""
+    # In float64: a norm that overflows would scale a finite gradient down to nothing.
+    norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients if g is not None]
+    norm = scale * float(torch.stack(norms).norm()) if norms else 0.0
+    return most / norm if norm > most else 1.0

@@ -27,6 +27,15 @@ class Wrapper(Compressor):
         assert isinstance(self.compressor, Compressor)
         return self.compressor
 
+    def accumulate(self, group: Group, gradients: Sequence[Tensor | None], size: int, scale: float = 1.0) -> None:
+        """Add gradients as the wrapped compressor does."""
+        self.wrapped.accumulate(group, gradients, size, scale)
+
+    @property
+    def per_element(self) -> tuple[str, ...]:
+        """The keys that the wrapped compressor names."""
+        return self.wrapped.per_element
+
     def densely(self) -> Compressor:
         """As the wrapped compressor says."""
         return self.wrapped.densely()
