@@ -32,18 +32,25 @@ def agree(told: Mapping[str, object], comm: Comm, device: torch.device) -> None:
     Raises:
         RuntimeError: on every rank, with the values that differ and the ranks that have them.
     """
-    text = json.dumps({name: _ADDRESS.sub("", repr(value)) for name, value in told.items()}).encode()
-    digests = _gather(hashlib.sha256(text).digest(), comm, device)
+    text = json.dumps({name: _ADDRESS.sub("", repr(value)) for name, value in told.items()})
+    digests = _gather(hashlib.sha256(text.encode()).digest(), comm, device)
     if len(set(digests)) == 1:
         return
-    length = max(int.from_bytes(each, "big") for each in _gather(len(text).to_bytes(8, "big"), comm, device))
-    texts = _gather(text.ljust(length), comm, device)
-    found = differences([json.loads(each) for each in texts])
+    found = differences([json.loads(each) for each in everywhere(text, comm, device)])
     more = f"\n  and {len(found) - MOST_TOLD} more" if len(found) > MOST_TOLD else ""
     raise RuntimeError(
         "The ranks were not told the same; they would wait for each other or drift apart. Start all of them with the "
         "same program, settings and model:\n  " + "\n  ".join(found[:MOST_TOLD]) + more
     )
+
+
+def everywhere(text: str, comm: Comm, device: torch.device) -> list[str]:
+    """What each rank says, in order of rank; to be called on every rank, at once.  Saying nothing takes 8 bytes."""
+    said = text.encode()
+    length = max(int.from_bytes(each, "big") for each in _gather(len(said).to_bytes(8, "big"), comm, device))
+    if not length:
+        return [""] * comm.size
+    return [each.rstrip().decode() for each in _gather(said.ljust(length), comm, device)]
 
 
 def versions() -> dict[str, object]:

@@ -1,36 +1,40 @@
 """Whether what a checkpoint keeps of the gradient not yet sent is what was saved."""
 
-import itertools
 import reprlib
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_sparse.checkpoint import KEY, RESIDUALS
+from lightning_sparse.agreement import ranks_having
+from lightning_sparse.checkpoint import KEY, RESIDUALS, rows_of, used
 from lightning_sparse.select import is_list, is_whole
 
 SAVED = ("residuals", "size", "steps", "unsent", "groups", "compressor", "plan")  # and "checksum", of all these
 
 
-def described(state: Mapping[str, Any] | None, damaged: str | None = None) -> dict[str, object]:
-    """What of a state must be the same on every rank that goes on with it; also of one that is ``damaged``."""
+def described(state: Mapping[str, Any] | None) -> dict[str, object]:
+    """What of a state must be the same on every rank that goes on with it."""
     if state is None:
         return {"checkpoint": "without residuals"}
-    if next(_misshapen(state), None):
-        return {"checkpoint": damaged}
     groups = [(group["names"], sorted(group["memory"])) for group in state["groups"]]
     shapes = {name: list(x.shape) for name, x in state["unsent"].items()}
-    kept = {key: state.get(key) for key in ("residuals", "size", "steps", "compressor", "plan")}
-    kept |= {"groups": groups, "unsent": shapes, "damaged": damaged}
+    kept = {key: state.get(key) for key in ("residuals", "size", "steps", "compressor", "plan", "checksum")}
+    kept |= {"groups": groups, "unsent": shapes}
     return {f"checkpoint: {key}": value for key, value in kept.items()}
 
 
-def found_in(state: Any) -> str | None:
-    """What of ``state`` cannot have been saved, in words; None if it is whole, or None itself."""
-    return None if state is None else next(itertools.chain(_misshapen(state), _altered(state)), None)
+def found_in(state: Any, rank: int, size: int) -> str | None:
+    """What of ``state`` cannot have been saved, in words; None if it is whole, or None itself.
+
+    Of the rows of all ranks, only those are looked at from which ``rank`` of ``size`` goes on.
+    """
+    if state is None:
+        return None
+    found = next(_misshapen(state), None)
+    return found or next(_altered(state, rows_of(state, rank, size)), None)
 
 
 def _misshapen(state: Any) -> Iterator[str]:
@@ -56,17 +60,27 @@ def _misshapen(state: Any) -> Iterator[str]:
     yield from _wrong_plan(state["plan"])
 
 
-def _altered(state: Mapping[str, Any]) -> Iterator[str]:
-    """What has values that cannot have been saved."""
+def _altered(state: Mapping[str, Any], rows: range) -> Iterator[str]:
+    """What has values that cannot have been saved: in ``rows``, or in what has none."""
     for name, x in state["unsent"].items():
-        if not x.isfinite().all():
+        if not used(x, rows).isfinite().all():
             yield f"unsent[{name!r}] holds values that are not finite"
-    noted = state.get("checksum")
-    if "checksum" in state and (not is_whole(noted, 0) or noted != checksum(state)):
-        yield (
-            f"its checksum is {checksum(state)}, and {_shown(noted)} was noted when it was saved (after a change "
-            "that is meant, delete the entry 'checksum')"
-        )
+    if "checksum" not in state:
+        return
+    noted = state["checksum"]
+    if is_whole(noted, 0):
+        sums = {"its checksum": (_of_all(state), noted)}
+    elif is_list(noted) and len(noted) == 1 + _rows(state) and all(is_whole(each, 0) for each in noted):
+        sums = {"the checksum of what all ranks share": (_of_shared(state), noted[0])}
+        sums |= {f"the checksum of rank {row}'s part": (_of_row(state, row), noted[1 + row]) for row in rows}
+    else:
+        sums = {"its checksum": (checksum(state), _shown(noted))}
+    for what, (now, then) in sums.items():
+        if now != then:
+            yield (
+                f"{what} is {now}, and {then} was noted when it was saved (after a change that is meant, delete the "
+                "entry 'checksum')"
+            )
 
 
 def _wrong_tensors(what: str, tensors: object, rows: int | None) -> Iterator[str]:
@@ -110,9 +124,10 @@ def _shown(value: object) -> str:
     return reprlib.repr(value) if isinstance(value, str | int | float | list | None) else f"a {type(value).__name__}"
 
 
-def refuse(damaged: str | None) -> None:
-    """Raise a ValueError if anything is damaged."""
-    if damaged is not None:
+def refuse(found: Sequence[str]) -> None:
+    """Raise a ValueError if a rank has found damage; ``found`` is what each says, the same list on every rank."""
+    if any(found):
+        damaged = "; ".join(f"{what} ({ranks})" for what, ranks in ranks_having(found).items() if what)
         raise ValueError(
             f"The residuals (the gradient not yet sent) in the checkpoint are damaged: {damaged}. Resume from an older "
             f"checkpoint, or without them, so that they start from zero: load it with torch.load, pop({KEY!r}), and "
@@ -120,21 +135,49 @@ def refuse(damaged: str | None) -> None:
         )
 
 
-def checksum(state: Mapping[str, Any]) -> int:
-    """Of all that was saved, the checksum itself apart: tells whether a bit of it has changed."""
-    return _crc([state[key] for key in SAVED], 0)
+def checksum(state: Mapping[str, Any]) -> list[int]:
+    """Of what all ranks share, the checksum itself apart, then of each rank's rows: they tell if a bit has changed."""
+    return [_of_shared(state), *(_of_row(state, row) for row in range(_rows(state)))]
 
 
-def _crc(value: object, crc: int) -> int:
+def _rows(state: Mapping[str, Any]) -> int:
+    return state["size"] if state["residuals"] == "per_rank" else 0
+
+
+def _of_shared(state: Mapping[str, Any]) -> int:
+    """Of all but the rows of ranks, of which there are only the kinds and shapes."""
+    if _rows(state) == 0:
+        return _of_all(state)
+    return _crc([state[key] for key in SAVED], 0, lambda x: f"{x.dtype} {list(x.shape)}")
+
+
+def _of_row(state: Mapping[str, Any], row: int) -> int:
+    """Of what one rank has not sent, and what its compressor kept.  Reads nothing else."""
+    memories = [group["memory"] for group in state["groups"]]
+    return _crc([state["unsent"], memories], 0, lambda x: x[row : row + 1])
+
+
+def _of_all(state: Mapping[str, Any]) -> int:
+    """Of everything, as earlier versions noted."""
+    return _crc([state[key] for key in SAVED], 0, lambda x: x)
+
+
+def _crc(value: object, crc: int, part: Callable[[Tensor], Tensor | str]) -> int:
+    """Of ``value`` and all in it; of a tensor, of that ``part``."""
     if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta:  # what we save is
-        crc = zlib.crc32(f"{value.dtype} {list(value.shape)}".encode(), crc)
-        flat = value.detach().cpu().contiguous().as_strided((value.numel(),), (1,))  # whatever strides a file tells
-        return zlib.crc32(flat.view(torch.uint8).numpy().data, crc)
+        seen = part(value)
+        return _crc_of_tensor(seen, crc) if isinstance(seen, Tensor) else zlib.crc32(seen.encode(), crc)
     if isinstance(value, Mapping):
         value = [each for key in sorted(value, key=repr) for each in (key, value[key])]
     if isinstance(value, list | tuple):
         crc = zlib.crc32(f"{len(value)} items".encode(), crc)
         for each in value:
-            crc = _crc(each, crc)
+            crc = _crc(each, crc, part)
         return crc
     return zlib.crc32(repr(value).encode(), crc)
+
+
+def _crc_of_tensor(x: Tensor, crc: int) -> int:
+    crc = zlib.crc32(f"{x.dtype} {list(x.shape)}".encode(), crc)
+    flat = x.detach().cpu().contiguous().as_strided((x.numel(),), (1,))  # whatever strides a file tells
+    return zlib.crc32(flat.view(torch.uint8).numpy().data, crc)

@@ -5,16 +5,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import checkpoint, damage
-from lightning_sparse.agreement import agree, described, versions
+from lightning_sparse.agreement import agree, described, everywhere, versions
 from lightning_sparse.comm import TorchComm, wire_dtype_named
 from lightning_sparse.compressors import Compressor, Warmup, by_name
 from lightning_sparse.exchange import Exchange
-from lightning_sparse.fusion import BUCKET_BYTES, carry_over, check_fusion, lay_out
+from lightning_sparse.fusion import BUCKET_BYTES, carry_over, check_fusion, lay_out, not_carried
 from lightning_sparse.layer_fusion import LayerFusion
 from lightning_sparse.loss_scale import LossScale
 from lightning_sparse.process_groups import ProcessGroups
@@ -130,8 +130,12 @@ class SparseHook:
             self.exchange.timeline.begin_backward()
 
     def take_over(self, before: "SparseHook") -> None:
-        """Go on where ``before``, of the same parameters, ended."""
-        carry_over(before.exchange.groups, list(zip(self.exchange.groups, self.exchange.compressors, strict=True)))
+        """Go on where ``before`` ended, with parameters of the same name and shape; one warning names all others."""
+        old, new = before.exchange.groups, self.exchange.groups
+        same = repr(before.compressor) == repr(self.compressor)
+        carry_over(old, list(zip(new, self.exchange.compressors, strict=True)), memories=same)
+        if lost := not_carried(old, new):
+            rank_zero_warn(f"The model has changed since the fit before: {'; '.join(lost)}.")
 
     def state_dict(self, residuals: str = "per_rank") -> dict[str, Any]:
         """What the ranks have not sent, as tensors, strings and integers; complete on rank 0.
@@ -157,12 +161,12 @@ class SparseHook:
         To be called with the same on every rank.
 
         Raises:
-            ValueError: on every rank, if it is damaged.
+            ValueError: on every rank, if one of them finds it damaged; each reads what it goes on with, and no more.
             RuntimeError: on every rank, if they were not given the same.
         """
-        found = damage.found_in(state)
-        agree(damage.described(state, found), self._ranks, self._device)
-        damage.refuse(found)
+        found = damage.found_in(state, self.exchange.rank, self.exchange.size)
+        damage.refuse(everywhere(found or "", self._ranks, self._device))
+        agree(damage.described(state), self._ranks, self._device)
         if self.layer_fusion is not None and state is not None:
             self.layer_fusion.resume(state.get("plan", {}), state["steps"])
         checkpoint.restore(self.exchange, state, self.compressor)

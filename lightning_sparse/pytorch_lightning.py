@@ -3,6 +3,7 @@
 from typing import ClassVar
 
 from pytorch_lightning.accelerators import Accelerator
+from pytorch_lightning.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy
 
 from lightning_sparse.strategy import SparseMixin
@@ -13,3 +14,4 @@ class SparseDDPStrategy(SparseMixin, DDPStrategy):  # type: ignore[misc]  # its 
 
     package: ClassVar[str] = "pytorch_lightning"
     accelerator_class: ClassVar[type] = Accelerator
+    torch_io: ClassVar[tuple[type, type]] = (TorchCheckpointIO, AsyncCheckpointIO)

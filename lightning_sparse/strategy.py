@@ -1,13 +1,16 @@
 """The Strategy: wires the exchange into DDP and into Lightning's checkpoints."""
 
+import copy
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
@@ -37,6 +40,7 @@ class SparseMixin(_Base):
     strategy_name = "sparse_ddp"
     package: ClassVar[str] = "lightning"
     accelerator_class: ClassVar[type] = Accelerator
+    torch_io: ClassVar[tuple[type, type]] = (TorchCheckpointIO, AsyncCheckpointIO)  # what reads with torch.load alone
 
     def __init__(
         self,
@@ -186,6 +190,20 @@ class SparseMixin(_Base):
             )
         else:
             rank_zero_info(f"lightning_sparse: {figure} to a checkpoint, gathered in {1e3 * seconds:.0f} ms.")
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load a checkpoint as Lightning does; of what the ranks had not sent, a local file is mapped and not yet read.
+
+        All else is copied into memory at once, since it may be kept for longer than the file is.
+        """
+        io = self.checkpoint_io
+        plain = {type(io), type(getattr(io, "checkpoint_io", io))} <= set(self.torch_io)
+        if plain and "weights_only" in kwargs:  # Lightning 2.5 knows no such argument, and has a default of its own
+            with suppress(OSError, RuntimeError):  # remote, of an old format, damaged, or nothing can be mapped there
+                checkpoint = torch.load(checkpoint_path, map_location=lambda storage, _: storage, mmap=True, **kwargs)
+                mapped = {key: checkpoint.pop(key) for key in (checkpoints.KEY,) if key in checkpoint}
+                return copy.deepcopy(checkpoint) | mapped
+        return super().load_checkpoint(checkpoint_path, *args, **kwargs)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore optimizers, and what the ranks had not sent.  Called for fit only, once DDP exists."""

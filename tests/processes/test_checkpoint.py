@@ -181,6 +181,45 @@ def test_a_second_fit_of_the_same_model_goes_on_with_what_was_unsent(ranks: Rank
         assert all(not x.any() for x in other.values())
 
 
+def fit_again_after_changes(rank: int, size: int) -> list[tuple[bool, list[str], bool]]:
+    """Of a fit after unfreezing and of one with a wider head: whether what was unsent stayed, and what was said."""
+    strategy, look = ls.SparseDDPStrategy(ls.MomentumCorrection(0.9, ls.MiCRO(density=0.05))), Look()
+    model = small()
+    model.net[0].requires_grad_(False)
+    run = trainer(strategy, size, max_steps=4, callbacks=[look])
+    run.fit(model, data(20, size))
+    results = []
+    for change in ("unfreeze", "head"):
+        before = unsent(strategy)
+        if change == "unfreeze":
+            model.net[0].requires_grad_(True)
+        else:
+            model.net[4] = nn.Linear(17, 5)
+        run.fit_loop.epoch_loop.max_steps += 4
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run.fit(model, data(20, size))
+        same = [name for name, x in look.found.items() if name in before and x.shape == before[name].shape]
+        stayed = all(torch.equal(look.found[name], before[name]) for name in same) and any(
+            bool(before[name].any()) for name in same
+        )
+        from_zero = not any(bool(x.any()) for name, x in look.found.items() if name not in same)
+        told = [str(w.message) for w in caught if "since the fit before" in str(w.message)]
+        results.append((stayed and from_zero, told, run.global_step == run.fit_loop.epoch_loop.max_steps))
+    return results
+
+
+def test_a_second_fit_may_train_other_parameters(ranks: Ranks) -> None:
+    unfrozen, head = (
+        "The model has changed since the fit before: new parameters start from zero (net.0.bias, net.0.weight).",
+        "The model has changed since the fit before: parameters of another shape start from zero (net.4.bias, "
+        "net.4.weight).",
+    )
+    results = ranks.run(fit_again_after_changes, 2, timeout_s=LIMIT_S)
+    assert results[0] == [(True, [unfrozen], True), (True, [head], True)]
+    assert results[1] == [(True, [], True), (True, [], True)]  # rank 0 warns for all
+
+
 def test_what_residuals_add_to_a_file_is_told_once_and_is_a_warning_above_a_gibibyte() -> None:
     strategy = ls.SparseDDPStrategy()
     with pytest.warns(UserWarning, match=r"add 2,048\.0 MiB to every checkpoint, gathered on rank 0 in 1\.5 s"):
@@ -245,7 +284,7 @@ def test_what_carries_over_does_and_what_cannot_is_named_once(ranks: Ranks, how:
     if how in ("compressor", "density"):
         assert "it was written with SkipReduce(skip=0.5" in told[0]
     if how == "model":
-        assert "parameters that are gone is dropped (net.2.bias)" in told[0]
+        assert "parameters that are gone or frozen is dropped (net.2.bias)" in told[0]
         assert "parameters of another shape start from zero (net.4.bias, net.4.weight)" in told[0]
         assert "new parameters start from zero (scale)" in told[0]
         assert not results[0][0]["scale"].any()
