@@ -74,7 +74,8 @@ def _altered(state: Mapping[str, Any], rows: range) -> Iterator[str]:
         sums = {"the checksum of what all ranks share": (_of_shared(state), noted[0])}
         sums |= {f"the checksum of rank {row}'s part": (_of_row(state, row), noted[1 + row]) for row in rows}
     else:
-        sums = {"its checksum": (checksum(state), _shown(noted))}
+        yield f"checksum={_shown(noted)} must be a list of integers: one of what all ranks share, and one for each rank"
+        return
     for what, (now, then) in sums.items():
         if now != then:
             yield (

@@ -200,7 +200,9 @@ class SparseMixin(_Base):
         plain = {type(io), type(getattr(io, "checkpoint_io", io))} <= set(self.torch_io)
         if plain and "weights_only" in kwargs:  # Lightning 2.5 knows no such argument, and has a default of its own
             with suppress(OSError, RuntimeError):  # remote, of an old format, damaged, or nothing can be mapped there
-                checkpoint = torch.load(checkpoint_path, map_location=lambda storage, _: storage, mmap=True, **kwargs)
+                checkpoint: dict[str, Any] = torch.load(
+                    checkpoint_path, map_location=lambda storage, _: storage, mmap=True, **kwargs
+                )
                 mapped = {key: checkpoint.pop(key) for key in (checkpoints.KEY,) if key in checkpoint}
                 return copy.deepcopy(checkpoint) | mapped
         return super().load_checkpoint(checkpoint_path, *args, **kwargs)
