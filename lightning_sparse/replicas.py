@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_sparse.agreement import ranks_having
 from lightning_sparse.comm import Comm, world
+from lightning_sparse.select import is_whole
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
@@ -22,14 +23,21 @@ class ReplicaCheck(Callback):
         every_n_steps: optimizer steps from one check to the next.
 
     Raises:
-        ValueError: ``every_n_steps`` is not at least 1.
+        ValueError: ``every_n_steps`` is not an integer, or is below 1.
     """
 
     def __init__(self, every_n_steps: int = 100) -> None:
-        if every_n_steps < 1:
-            raise ValueError(f"every_n_steps={every_n_steps} is a number of optimizer steps, so 1 or more.")
+        if not is_whole(every_n_steps, least=1):
+            raise ValueError(
+                f"every_n_steps must be an integer of at least 1, in optimizer steps; got {every_n_steps!r}."
+            )
         self.every_n_steps = every_n_steps
-        self._checked = 0  # the step at which it was last looked
+        self._checked = 0  # the step after which the replicas were last compared
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count from this training's first step, which is above 0 where it is resumed."""
+        del pl_module
+        self._checked = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

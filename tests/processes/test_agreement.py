@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 import lightning_sparse as ls
-from lightning_sparse import damage
+from lightning_sparse import damage, replicas
 from lightning_sparse.agreement import differences, ranks_having
 from lightning_sparse.replicas import checksum
 from tests.conftest import Ranks
@@ -147,9 +148,29 @@ def test_a_checksum_tells_nan_and_zeros_apart() -> None:
     assert checksum(torch.empty(0)) == 0
 
 
-def test_a_check_needs_a_number_of_steps() -> None:
-    with pytest.raises(ValueError, match="every_n_steps=0 is a number of optimizer steps"):
-        ls.ReplicaCheck(every_n_steps=0)
+@pytest.mark.parametrize("steps", [0, -1, True, 1.5, "3", None])
+def test_a_check_needs_a_number_of_steps(steps: Any) -> None:
+    with pytest.raises(ValueError, match=f"every_n_steps must be an integer of at least 1, .* got {steps!r}"):
+        ls.ReplicaCheck(every_n_steps=steps)
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 7), (1000, 1007)])
+def test_each_training_is_checked_every_so_many_steps(monkeypatch: pytest.MonkeyPatch, first: int, last: int) -> None:
+    """A second training with the same callback, from the start or resumed, as often as the first."""
+    checked: list[int] = []
+    run: Any = SimpleNamespace(world_size=2, global_step=0)
+    monkeypatch.setattr(replicas, "world", lambda: None)
+    monkeypatch.setattr(replicas, "check_replicas", lambda parameters, comm: checked.append(run.global_step))
+    check, module = ls.ReplicaCheck(every_n_steps=2), small()
+    for start, end in ((0, 50), (first, last)):
+        checked.clear()
+        run.global_step = start
+        check.on_train_start(run, module)
+        while run.global_step < end:
+            run.global_step += 1
+            check.on_train_batch_end(run, module, None, None, 0)
+        check.on_train_end(run, module)
+    assert checked == [first + 2, first + 4, first + 6, last]
 
 
 def test_many_differences_are_counted_and_many_ranks_shortened() -> None:
