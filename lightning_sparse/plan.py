@@ -12,6 +12,7 @@ from lightning_sparse.wire import INDEX_LIMIT
 
 Array = NDArray[np.float64]
 
+MOST_STATES = 32  # plans of the same first layers that are pursued
 INEXACT = 0.05  # of a span: where plans differ by less, the model cannot tell which is faster
 
 
@@ -138,18 +139,21 @@ class StepModel:
         each = np.diff(self._prefix_sums()[[0, *ends]], axis=0)
         return bool((each <= INDEX_LIMIT).all())
 
-    def best(self) -> list[int]:
+    def best(self, others: Sequence[Sequence[int]] = ()) -> list[int]:
         """The ends of the groups with the shortest span of all; of equals, one with few groups.
 
         A dynamic program over the layers.  A plan of the first j layers leaves behind when its last group ends and by
         how much backward was delayed; of two plans of the same layers, one that is no better in either is dropped, as
-        is one that cannot end before a plan that is known already.
+        is one that cannot end before a plan that is known already.  Of more than ``MOST_STATES`` plans of the same
+        layers so many are kept, from the soonest end to the least delay; the result is then close to the shortest, and
+        no longer than any of ``others``, than one group or than what :meth:`greedy` finds.
         """
         sums = self._prefix_sums()
         layers = len(self.ready_s)
         if not layers:
             return []
-        known = min(self.span(self.greedy()), self.span([layers]))
+        shortest = min([[layers], self.greedy(), *others], key=self.span)
+        known = self.span(shortest)
         least = self.ready_s[-1] + float(self._cost(sums[-1:] - sums[-2:-1])[2][0])  # span of the last layer alone
         # States of all prefixes one after the other: where the prefix ends, end and delay it leaves, its state before.
         prefix, end, delay, before = [np.zeros(1, dtype) for dtype in (np.int64, np.float64, np.float64, np.int64)]
@@ -159,12 +163,15 @@ class StepModel:
             delays: Array = np.asarray(delay + busy if self.blocking else delay, dtype=np.float64)
             soonest = np.maximum(ends, least + delays) if last < layers else ends
             hopeful = np.flatnonzero(soonest <= known * (1 + 1e-9))
-            kept = hopeful[_undominated(ends[hopeful], delays[hopeful])]
+            hopeful = hopeful[_undominated(ends[hopeful], delays[hopeful])]
+            kept = hopeful[_spread(delays[hopeful], MOST_STATES)]
             prefix = np.concatenate([prefix, np.full(len(kept), last)])
             end = np.concatenate([end, ends[kept]])
             delay = np.concatenate([delay, delays[kept]])
             before = np.concatenate([before, kept])
         final = np.flatnonzero(prefix == layers)
+        if not len(final) or end[final].min() > known:
+            return list(shortest)
         at = int(final[np.argmin(end[final])])
         found: list[int] = []
         while at:
@@ -256,8 +263,20 @@ class Plan:
         return f"{groups}. Expected from the start of backward to the last mean: {spans}."
 
 
+def _spread(falling: Array, most: int) -> NDArray[np.int64]:
+    """Indices of at most so many of the values ``falling``, evenly spread, among them the first and the last."""
+    if len(falling) <= most:
+        return np.arange(len(falling))
+    last = len(falling) - 1
+    between = np.searchsorted(-falling, -np.linspace(falling[0], falling[-1], most)[1:-1])
+    return np.unique(np.concatenate([[0], between, [last]]))
+
+
 def _undominated(a: Array, b: Array) -> NDArray[np.int64]:
-    """Indices of the points (a, b) no other point is at most as large as in both; of equal points the first."""
+    """Indices of the points (a, b) no other point is at most as large as in both; of equal points the first.
+
+    In the order of rising a, which is that of falling b.
+    """
     if not len(a):
         return np.zeros(0, np.int64)
     least = int(np.argmin(a + b))  # one good point drops most of the others before they are sorted

@@ -100,14 +100,14 @@ def best_plan(pieces: Sequence[Piece], kinds: Kinds, measured: Measured, calibra
     by_name = {piece.name: piece for piece in pieces}
     ordered = [by_name[name] for name in position]
     present = _ends(measured.groups, position)
-    plans = {
-        "LayerFusion": model.best(),
+    others = {
         "greedy merging": model.greedy(),
         f"buckets of {BUCKET_BYTES >> 20} MiB": _ends(_names(fuse(ordered, "bucket")), position),
         "one group a layer": _ends(_names(fuse(ordered, "none")), position),
         "one group": [len(pieces)],
         "as before": present,
     }
+    plans = {"LayerFusion": model.best(list(others.values())), **others}
     spans = {name: calibration.correct(model.span(ends)) for name, ends in plans.items()}
     gains = spans["LayerFusion"] < (1 - LEAST_GAIN) * spans["as before"]
     chosen = "LayerFusion" if gains and model.can_be_indexed(plans["LayerFusion"]) else "as before"
