@@ -60,6 +60,7 @@ class SparseHook:
         process_groups: ProcessGroups | None = None,
     ) -> None:
         compressor, fusion, dtype = by_name(compressor), check_fusion(fusion), wire_dtype_named(wire_dtype)
+        check_choice(compressor, fusion)
         check_warmup(warmup_steps)
         if not is_whole(bucket_bytes, least=1):
             raise ValueError(f"bucket_bytes={bucket_bytes!r} is a number of bytes, 1 or more.")
@@ -185,6 +186,12 @@ def check_warmup(warmup_steps: object) -> None:
     """Raise a ValueError with the value unless it is a number of steps."""
     if not is_whole(warmup_steps, least=0):
         raise ValueError(f"warmup_steps={warmup_steps!r} is a number of dense steps, so 0 or more; 0 is none.")
+
+
+def check_choice(compressor: Compressor, fusion: str | Sequence[str]) -> None:
+    """Raise a ValueError if ``compressor`` is to be chosen, and with this ``fusion`` never would be."""
+    if compressor.chooses and fusion != "layer":
+        raise ValueError(f"fusion={fusion!r}: sparse_auto chooses from what LayerFusion measures; use 'layer'.")
 
 
 def _parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:

@@ -18,14 +18,16 @@ from lightning_sparse.plan import Cost, GroupTime, Plan
 from lightning_sparse.planner import Kinds, Measured, best_plan, calibrate, choose, saved_groups, with_small_dense
 from lightning_sparse.rehearsal import median_known, median_over_ranks, rehearse_all
 
-SETTLING = 4  # steps before any is measured: DDP rebuilds its buckets, memory is taken, thresholds settle
-BESIDE = 5  # steps measured as they are
-APART = 3  # steps measured that send nothing before backward has ended, so that neither slows the other
+# Steps are looked at in passes, one before each forward: between two, backward may average any number of steps.
+SETTLING = 4  # passes before any is measured: DDP rebuilds its buckets, memory is taken, thresholds settle
+BESIDE = 5  # passes measured as they are
+APART = 3  # passes measured that send nothing before backward has ended, so that neither slows the other
 STEPS_MEASURED = SETTLING + BESIDE + APART
-EVERY = 10  # of how many steps one is looked at once a plan is followed: looking waits for the device
-WINDOW = 5  # steps looked at, after which it is asked whether times have changed
+EVERY = 10  # of how many passes one is looked at once a plan is followed: looking waits for the device
+WINDOW = 5  # passes looked at, after which it is asked whether times have changed
+LONGEST_WINDOW = 320  # the same, where times have kept changing
 CHANGED = 1.5  # they have when the median moved by this factor
-TRIAL = 7  # steps after which new groups must not be slower than the old; the first two do not count
+TRIAL = 7  # passes after which new groups must not be slower than the old; the first two do not count
 SMALL_BUFFERS = 0.4  # bytes for each element of the largest group, that messages' buffers take: a tenth of a gradient
 WORTH_PLANNING = 2**18  # elements; a smaller gradient is one group
 
@@ -64,12 +66,14 @@ class LayerFusion:
         self._start()
 
     def between_steps(self) -> None:
-        """Look at the step just taken, and do what is due before the next.  To be called on every rank."""
+        """Look at the steps just taken, and do what is due before the next.  To be called on every rank, as often."""
         exchange = self._exchange
-        if not self._worthwhile or exchange.steps == self._seen:  # gradients are being accumulated
+        steps = exchange.steps - self._seen
+        if not self._worthwhile or not steps:  # gradients are being accumulated
             return
+        self._passes += 1
         now = time.perf_counter()
-        self._note(now)
+        self._note((now - self._last_s) / steps)
         self._seen, self._last_s = exchange.steps, now
         at_work = self._compressor.at(exchange.groups[0].step)
         if at_work != self._at_work:
@@ -77,7 +81,7 @@ class LayerFusion:
         elif self._measuring:
             self._go_on_measuring(at_work)
         elif self._on_trial:
-            if len(self._spans) == TRIAL:
+            if len(self._spans) >= TRIAL:
                 self._end_trial()
         elif len(self._spans) >= self._window:
             self._compare()
@@ -128,10 +132,10 @@ class LayerFusion:
     # - measuring
 
     def _start(self) -> None:
-        """Measure from the next step on."""
+        """Measure from the next pass on."""
         self._measuring = True
         self._at_work = self._compressor.at(self._exchange.groups[0].step if self._exchange.groups else 0)
-        self._since = self._exchange.steps
+        self._passes = 0  # since then
         self._exchange.deferred = False
         self._on_trial: _Trial | None = None
         self._try_one_group = False
@@ -141,25 +145,24 @@ class LayerFusion:
         self._spans: list[float] = []
         self._arrivals: list[list[float]] = []  # of each piece
 
-    def _note(self, now: float) -> None:
-        step = self._exchange.steps - self._since
+    def _note(self, step_s: float) -> None:
+        """Keep what is to be known of the last step; the steps since the last pass took ``step_s`` each."""
         timeline = self._exchange.timeline
         if not self._measuring:
-            if not self._on_trial and self._exchange.steps % EVERY:
+            if not self._on_trial and self._passes % EVERY:
                 return
             self._spans.append(timeline.span_s())
-        elif SETTLING < step <= SETTLING + BESIDE:
+        elif SETTLING < self._passes <= SETTLING + BESIDE:
             self._spans.append(timeline.span_s())
-            self._rests.append(now - self._last_s - self._spans[-1])
-        elif step > SETTLING + BESIDE:
+            self._rests.append(step_s - self._spans[-1])
+        elif self._passes > SETTLING + BESIDE:
             self._arrivals.append([timeline.arrival_s(self._parameters[piece.name]) for piece in self._pieces])
 
     def _go_on_measuring(self, at_work: Compressor) -> None:
-        step = self._exchange.steps - self._since
-        if step == SETTLING:
+        if self._passes == SETTLING:
             rank_zero_info(f"LayerFusion: measuring {BESIDE + APART} steps, then what messages cost.")
-        self._exchange.deferred = SETTLING + BESIDE <= step < STEPS_MEASURED
-        if step == STEPS_MEASURED:
+        self._exchange.deferred = SETTLING + BESIDE <= self._passes < STEPS_MEASURED
+        if self._passes == STEPS_MEASURED:
             self._make_plan(at_work)
             self._measuring = False
             self._spans = []
@@ -295,5 +298,5 @@ class LayerFusion:
                 f"LayerFusion: backward and communication take {1e3 * usual_s:.1f} ms, no longer "
                 f"{1e3 * self._usual_s:.1f} ms; measuring anew."
             )
-            self._window *= 2  # where times keep changing, ask less often
+            self._window = min(2 * self._window, LONGEST_WINDOW)  # where times keep changing, ask less often
             self._start()

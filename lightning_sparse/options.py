@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.agreement import agree, described, versions
 from lightning_sparse.comm import wire_dtype_named, world
-from lightning_sparse.compressors import NAMES, Auto, Compressor, by_name
+from lightning_sparse.compressors import NAMES, Compressor, by_name
 from lightning_sparse.fusion import BUCKET_BYTES, check_fusion
-from lightning_sparse.hook import SparseHook, check_warmup
+from lightning_sparse.hook import SparseHook, check_choice, check_warmup
 from lightning_sparse.process_groups import ProcessGroups
 from lightning_sparse.select import is_number, is_whole
 
@@ -77,8 +77,7 @@ class Options:
         wire_dtype_named(wire_dtype)  # which says if it is none
         fusion = check_fusion(fusion)
         compressor = by_name(compressor)
-        if isinstance(compressor, Auto) and fusion != "layer":
-            raise ValueError(f"fusion={fusion!r}: sparse_auto chooses from what LayerFusion measures; use 'layer'.")
+        check_choice(compressor, fusion)
         if ddp_kwargs.get("gradient_as_bucket_view") is None:
             ddp_kwargs["gradient_as_bucket_view"] = True  # else DDP copies each mean from its bucket to `.grad`
         bucket_mb = ddp_kwargs.get("bucket_cap_mb")

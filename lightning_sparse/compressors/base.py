@@ -77,6 +77,11 @@ class Compressor(ABC):
         del step
         return self
 
+    @property
+    def chooses(self) -> bool:
+        """Whether it is chosen in the first steps of a training what averages the others: see :class:`Auto`."""
+        return False
+
     def carry(self, parts: Sequence[tuple[Group, int]]) -> dict[str, Tensor]:
         """What the memory of a new group starts from, the same on every rank where the memories are.
 

@@ -43,6 +43,12 @@ class MomentumCorrection(Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.wrapped.chooses:
+            raise ValueError(
+                f"MomentumCorrection: compressor must itself select what is sent; got {self.compressor!r}. Put the "
+                "momentum around what is chosen from: Auto([MomentumCorrection(0.9, c) for c in Auto().candidates], "
+                "start=MomentumCorrection(0.9, Dense()))."
+            )
         if not (is_number(self.momentum) and 0 <= self.momentum < 1):
             raise ValueError(f"MomentumCorrection(momentum={self.momentum!r}): momentum is at least 0 and below 1.")
         if self.clip_norm is not None and not (is_number(self.clip_norm) and 0 < self.clip_norm <= sys.float_info.max):

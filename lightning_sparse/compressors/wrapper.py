@@ -44,6 +44,11 @@ class Wrapper(Compressor):
         """As the wrapped compressor says."""
         return self.wrapped.sends_whole(name, elements)
 
+    @property
+    def chooses(self) -> bool:
+        """As the wrapped compressor says."""
+        return self.wrapped.chooses
+
     def carry(self, parts: Sequence[tuple[Group, int]]) -> dict[str, Tensor]:
         """As the wrapped compressor says."""
         return self.wrapped.carry(parts)
