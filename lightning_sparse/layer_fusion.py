@@ -28,6 +28,7 @@ WINDOW = 5  # passes looked at, after which it is asked whether times have chang
 LONGEST_WINDOW = 320  # the same, where times have kept changing
 CHANGED = 1.5  # they have when the median moved by this factor
 TRIAL = 7  # passes after which new groups must not be slower than the old; the first two do not count
+MERGING_GAIN = 0.1  # of the time, by which fewer groups must be faster where more parameters then compete to be sent
 SMALL_BUFFERS = 0.4  # bytes for each element of the largest group, that messages' buffers take: a tenth of a gradient
 WORTH_PLANNING = 2**18  # elements; a smaller gradient is one group
 
@@ -259,9 +260,11 @@ class LayerFusion:
         """Go back to what there was before if that was faster; then try one group if the model cannot tell."""
         assert self._on_trial is not None
         before, now = self._on_trial, len(self._exchange.groups)
-        now_s = float(median_over_ranks(self._exchange, [median(self._spans[2:])])[0])
+        own = [median(self._spans[2:]), self._allowed(before)]
+        now_s, allowed = median_over_ranks(self._exchange, own).tolist()
         self._on_trial, self._spans = None, []
-        if now_s > before.span_s:
+        goes_back = now_s > allowed * before.span_s
+        if goes_back:
             self._try_one_group &= self._compressor == before.compressor  # else the pieces are others
             self._compressor, self._dense_up_to, self.plan = before.compressor, before.dense_up_to, before.plan
             self._at_work = self._compressor.at(self._exchange.groups[0].step)
@@ -270,9 +273,19 @@ class LayerFusion:
             self.regroup([[pieces[name] for name in names] for names in before.groups])
             rank_zero_info(
                 f"LayerFusion: back to the groups there were before: backward and communication took "
-                f"{1e3 * before.span_s:.1f} ms in {len(before.groups)}, {1e3 * now_s:.1f} ms in {now}."
+                f"{1e3 * before.span_s:.1f} ms in {len(before.groups)}, {1e3 * now_s:.1f} ms in {now}, which is not "
+                f"below {allowed:.0%} of it."
             )
-        self._follow_one_group(min(now_s, before.span_s))
+        self._follow_one_group(before.span_s if goes_back else now_s)
+
+    def _allowed(self, before: _Trial) -> float:
+        """What part of the time ``before`` the groups on trial may take.
+
+        Fewer groups have parameters with small gradients compete with more others, so that they are sent less often.
+        """
+        groups = self._exchange.groups
+        competes = self._compressor == before.compressor and any(group.target < group.n for group in groups)
+        return 1 - MERGING_GAIN if competes and len(groups) < len(before.groups) else 1.0
 
     def regroup(self, groups: Sequence[Sequence[Piece]]) -> None:
         """Average in ``groups`` from now on; nothing that is unsent is lost."""

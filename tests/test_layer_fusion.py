@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 import lightning_sparse as ls
-from lightning_sparse import layer_fusion, planner
+from lightning_sparse import layer_fusion, plan, planner
 from lightning_sparse.comm import Comm, Works
 from lightning_sparse.exchange import Exchange
-from lightning_sparse.fusion import lay_out
-from lightning_sparse.layer_fusion import EVERY, LONGEST_WINDOW, STEPS_MEASURED, TRIAL, WINDOW, LayerFusion
+from lightning_sparse.fusion import lay_out, pieces_of
+from lightning_sparse.layer_fusion import EVERY, STEPS_MEASURED, TRIAL, WINDOW, LayerFusion
 from lightning_sparse.plan import Cost, StepModel
 from lightning_sparse.timeline import Timeline
 from tests.test_bad_input import Bucket
@@ -79,13 +79,13 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_plans_after_as_many_passes_however_many_backwards_they_have(tried: None, backwards: int) -> None:
     training = Training(ls.TopK(density=0.5), backwards)
     planned, on_trial = [], []
-    for number in training.passes(STEPS_MEASURED + TRIAL + 6 * EVERY):
+    for number in training.passes(STEPS_MEASURED + TRIAL + EVERY):
         planned += [number] if training.fusion.state() else []
         on_trial += [number] if training.fusion._on_trial else []
         assert training.longest_list() <= max(STEPS_MEASURED, TRIAL, WINDOW)
     assert planned[0] == STEPS_MEASURED
     assert on_trial[:TRIAL] == list(range(STEPS_MEASURED, STEPS_MEASURED + TRIAL))
-    assert training.exchange.steps == backwards * (STEPS_MEASURED + TRIAL + 6 * EVERY)
+    assert training.exchange.steps == backwards * (STEPS_MEASURED + TRIAL + EVERY)
 
 
 def compressors_at_work(training: Training) -> set[str]:
@@ -131,8 +131,31 @@ def test_candidates_may_have_momentum_as_the_error_says(monkeypatch: pytest.Monk
 
 def test_times_that_keep_changing_fill_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_fusion, "EVERY", 1)
+    monkeypatch.setattr(layer_fusion, "LONGEST_WINDOW", 20)
     training = Training(ls.TopK(density=0.5))
-    monkeypatch.setattr(Timeline, "span_s", lambda self: 0.01 * 2 ** min(training.exchange.steps, 1000))
-    training.fusion._window = LONGEST_WINDOW
-    for _ in training.passes(2 * LONGEST_WINDOW + 50):
-        assert training.longest_list() <= LONGEST_WINDOW
+    monkeypatch.setattr(Timeline, "span_s", lambda self: 0.01 * 2**training.exchange.steps)
+    for _ in training.passes(200):
+        assert training.longest_list() <= 20
+
+
+@pytest.mark.parametrize(
+    ("compressor", "span_s", "groups"),
+    [
+        (ls.TopK(density=0.5), {3: 0.02, 2: 0.01, 1: 0.0095}, 2),  # one group gains 5 %
+        (ls.TopK(density=0.5), {3: 0.02, 2: 0.01, 1: 0.0085}, 1),  # 15 %
+        (ls.TopK(density=0.5), {3: 0.01, 2: 0.0095, 1: 0.0092}, 3),  # nor do two gain enough, beside three
+        (ls.TopK(density=0.5), {3: 0.01, 2: 0.0095, 1: 0.0088}, 1),  # one is compared with the groups there are
+        (ls.Dense(), {3: 0.02, 2: 0.01, 1: 0.0095}, 1),  # nothing competes to be sent
+        (ls.SkipReduce(), {3: 0.02, 2: 0.01, 1: 0.0095}, 1),
+    ],
+)
+def test_for_a_few_per_cent_no_groups_are_merged_in_which_parameters_compete(
+    tried: None, monkeypatch: pytest.MonkeyPatch, compressor: ls.Compressor, span_s: dict[int, float], groups: int
+) -> None:
+    monkeypatch.setattr(plan, "INEXACT", float("inf"))
+    training = Training(compressor)
+    training.fusion.regroup([[piece] for piece in pieces_of(training.parameters, compressor)])
+    monkeypatch.setattr(Timeline, "span_s", lambda self: span_s[len(training.exchange.groups)])
+    list(training.passes(STEPS_MEASURED + 2 * TRIAL + 1))
+    assert not training.fusion._on_trial
+    assert len(training.exchange.groups) == groups
