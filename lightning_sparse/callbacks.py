@@ -19,10 +19,11 @@ from rich import get_console
 
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.layer_fusion import LayerFusion
-from lightning_sparse.pictures import draw, epoch_table, summary
+from lightning_sparse.pictures import draw, epoch_table, starvation, summary
 from lightning_sparse.plan import Plan
 from lightning_sparse.plan_views import plan_table, require_matplotlib
-from lightning_sparse.record import Picks, Point, Run, Sums, measure, measure_groups
+from lightning_sparse.record import Picks, Point, Run, Sums, measure, measure_parts
+from lightning_sparse.sample import Sample
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure  # an extra, and slow to import
@@ -35,7 +36,7 @@ class CompressionMonitor(Callback):
     """Logs what compression did, and sums it up: a table each epoch, one at the end of the training, a picture.
 
     Every ``log_every_n_steps`` steps and at an epoch's end, to every logger and to ``trainer.callback_metrics``, of
-    the last step on rank 0:
+    the last step on rank 0.  Every rank gets these values, so that a scheduler or EarlyStopping does the same on each:
 
     - ``sparse/sent_bytes``: payload this rank put on the wire, padding, indices and counts included
     - ``sparse/compression_ratio``: bytes a float32 ring all-reduce sends / sent bytes
@@ -46,14 +47,18 @@ class CompressionMonitor(Callback):
     - ``sparse/unsent_norm``: Euclidean norm of what this rank keeps for later steps
     - ``sparse/ms_compress``: milliseconds in the compressor's own code (on CUDA the host's)
     - ``sparse/ms_wait``: milliseconds training waited after its last gradient was handed over
+    - ``sparse/oldest_steps``: steps that the oldest unsent gradient has waited in this fit; 0 where nothing is unsent
+    - ``sparse/unsent_over_gradient``: norm of what is unsent of a parameter over the norm of this rank's gradient, a
+      mean over about 100 steps, in the parameter where that is largest; inf where its gradient is zero
 
     The compression ratio is also in the progress bar, as ``cr``.  Tensors are read, and the device is waited for, in
-    logged steps only.
+    logged steps only.  The last two keys come of a sample of up to 64 elements of each parameter; where some starve,
+    the table and the summary say so, and what helps.
 
     Args:
         table: print a table at the end of each epoch, and LayerFusion's plan beside what was measured.
         per_group: log ``sparse/density/i``, ``sparse/threshold_error/i`` and ``sparse/overflow/i`` too, for each group
-            i in the order in which groups are sent.
+            i in the order in which groups are sent, and the last two keys with ``/name`` for each parameter.
         summary: print at the end of the training what was saved, and whether the network was its bottleneck.
         plot: save what :meth:`plot` draws as compression.png beside the logs at the end of the training.
 
@@ -108,6 +113,7 @@ class CompressionMonitor(Callback):
             self._rank = exchange.rank
             self._exchanged = self._logged = exchange.steps
             self._run.cuda = exchange.device.type == "cuda"
+            exchange.sample = Sample(exchange.groups)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start a row of the table."""
@@ -141,7 +147,7 @@ class CompressionMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, *args: Any, **kwargs: Any
     ) -> None:
         """Note the time, and log the step if it is one to log."""
-        del pl_module, args, kwargs
+        del args, kwargs
         exchange = _exchange(trainer)
         if exchange is None:
             return
@@ -158,18 +164,19 @@ class CompressionMonitor(Callback):
         self._step = trainer.fit_loop.epoch_loop._batches_that_stepped  # as Lightning counts what it logs itself
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
         if every > 0 and (self._step + 1) % every == 0:
-            self._log(trainer, exchange)
+            self._log(trainer, pl_module, exchange)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the epoch's last step and print the table."""
-        del pl_module
         exchange = _exchange(trainer)
         if exchange is None or not self._epoch.steps:
             return
         if self._exchanged != self._logged:
-            self._log(trainer, exchange)
+            self._log(trainer, pl_module, exchange)
         if self.table and trainer.is_global_zero:
             get_console().print(epoch_table(trainer.current_epoch, self._epoch, self._last))
+            if starving := starvation(self._run.waiting):
+                get_console().print(starving)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Sum up."""
@@ -230,13 +237,17 @@ class CompressionMonitor(Callback):
         run.expected_span_s = plan.span_s if plan else None
         run.planned_s = []
 
-    def _log(self, trainer: Trainer, exchange: Exchange) -> None:
+    def _log(self, trainer: Trainer, module: LightningModule, exchange: Exchange) -> None:
+        assert exchange.sample is not None
         self._logged = exchange.steps
-        self._last = metrics = measure(exchange)
+        self._run.waiting = waiting = exchange.sample.waiting()
+        self._last = measure(exchange, waiting)
         self._note(exchange, self._loss, trainer.accumulate_grad_batches)
-        if self.per_group:
-            metrics |= measure_groups(exchange)
-        trainer.callback_metrics.update({key: torch.tensor(value) for key, value in metrics.items()})
+        own = self._last | (measure_parts(exchange, waiting) if self.per_group else {})
+        metrics = trainer.strategy.broadcast(own)  # rank 0's; every rank is here, for all take as many steps
+        # Both switches: Lightning sends nothing more, nor warns that ranks may differ.  No logger: the values would be
+        # logged once more in steps that send no gradient.
+        module.log_dict(metrics, logger=False, batch_size=1, sync_dist=True, rank_zero_only=True)
         if trainer.progress_bar_callback is not None:
             trainer.progress_bar_metrics["cr"] = metrics["sparse/compression_ratio"]
         for logger in trainer.loggers:

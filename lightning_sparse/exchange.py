@@ -18,10 +18,11 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.delivery import Delivery
 from lightning_sparse.group import Group
-from lightning_sparse.lane import Lane
+from lightning_sparse.lane import Lane, spread
 from lightning_sparse.loss_scale import LossScale
 from lightning_sparse.process_groups import ProcessGroups
 from lightning_sparse.report import Report
+from lightning_sparse.sample import Sample
 from lightning_sparse.timeline import Timeline
 from lightning_sparse.used import UsedParameters
 
@@ -80,6 +81,7 @@ class Exchange:
         self.error: BaseException | None = None  # the first failure of an issuing thread
         self.steps = 0
         self.last: Report | None = None
+        self.sample: Sample | None = None  # of what is unsent, while somebody wants to know how long it waits
         self.timeline = Timeline(self.device)
         self.deferred = False  # send nothing before the step's last gradient: for measuring the one without the other
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -109,6 +111,8 @@ class Exchange:
         self._lane_of = spread([group.n for group in self.groups], len(self._lanes))
         for number, lane in enumerate(self._lanes):
             lane.groups = [index for index, its in enumerate(self._lane_of) if its == number]
+        if self.sample is not None:
+            self.sample.lay_out(self.groups)
 
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
         """DDP's communication hook: takes a bucket of gradients, gives back a future of the same bucket averaged."""
@@ -221,6 +225,8 @@ class Exchange:
             delivery.wait()
         gradients = [gradient for gradient, _ in arrived]
         put_back = self._add(group, gradients)
+        if self.sample is not None:
+            self.sample.before(group)
         total = lane.run(take_step(self.compressors[index], group, lane.comm), partial(group.make_way, gradients))
         group.hand_back(total, gradients, self.size)
         put_back()
@@ -261,7 +267,7 @@ class Exchange:
                 loss_scale.give_back(delivery.buffer)
         loss_scale.end_step()
         with self._lock:
-            self._finish_step()
+            self._finish_step(undone=undo)
             self._give_back()
 
     def _give_back(self) -> None:
@@ -278,7 +284,9 @@ class Exchange:
         unscale = self._loss_scale.unscale if self._loss_scale else lambda mean: mean
         return self._used.add(group, gradients, unscale, accumulate)
 
-    def _finish_step(self) -> None:
+    def _finish_step(self, undone: bool = False) -> None:
+        if self.sample is not None and not undone:
+            self.sample.end_step()
         self.last = Report.of(self.groups, self._lanes, time.perf_counter_ns() - self._handed_over_ns)
         self.timeline.end_backward()
         for lane in self._lanes:
@@ -287,13 +295,3 @@ class Exchange:
             self._used.end_step()
         self._averaging = len(self.groups)
         self.steps += 1
-
-
-def spread(elements: Sequence[int], lanes: int) -> list[int]:
-    """A lane for each group of so many ``elements``, in their order: the one that has the fewest so far."""
-    given = [0] * lanes
-    chosen = []
-    for n in elements:
-        chosen.append(given.index(min(given)))
-        given[chosen[-1]] += max(n, 1)
-    return chosen

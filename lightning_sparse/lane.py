@@ -84,3 +84,13 @@ class Lane:
     def _work(self) -> None:
         while (work := self._inbox.get()) is not None:
             work()
+
+
+def spread(elements: Sequence[int], lanes: int) -> list[int]:
+    """A lane for each group of so many ``elements``, in their order: the one that has the fewest so far."""
+    given = [0] * lanes
+    chosen = []
+    for n in elements:
+        chosen.append(given.index(min(given)))
+        given[chosen[-1]] += max(n, 1)
+    return chosen

@@ -14,8 +14,9 @@ from rich.padding import Padding
 from rich.table import Column, Table
 
 from lightning_sparse.metrics import compression_ratio
-from lightning_sparse.plan_views import MOST_LABELS, draw_times, label_rows, require_matplotlib
+from lightning_sparse.plan_views import LEAST_ROWS, MOST_LABELS, draw_times, label_rows, require_matplotlib
 from lightning_sparse.record import Picks, Point, Run, Sums
+from lightning_sparse.sample import STARVING, Waiting
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure  # an extra, and slow to import
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 HEADINGS = ("sent", "dense", "ratio", "density", "threshold\nerror", "unsent\nnorm", "compress", "wait")
 BOTTLENECK = 0.1  # share of a step spent waiting from which the network is called one
 LABEL = 22  # characters of a group's name in a picture
+STARVES = 0.05  # share of a parameter's elements that starve from which it is said to
+MOST_WAITING = 3  # parameters in the summary, those whose gradients wait longest
+MOST_DRAWN = 8  # of them in a picture
 
 
 def epoch_table(number: int, sums: Sums, last: Mapping[str, float]) -> Table:
@@ -71,7 +75,44 @@ def summary(run: Run) -> Group:
         table.add_row("expected by LayerFusion", f"{1e3 * run.expected_step_s:.1f} ms", "")
         table.add_row("  measured", f"{1e3 * median(run.planned_s):.1f} ms", f"median of {len(run.planned_s)} steps")
     lines = [f"Threshold error: {errors}" for errors in _errors(run)] + [verdict(run)]
-    return Group(table, *(Padding(line, (0, 2)) for line in lines))
+    lines += [sentence] if (sentence := starvation(run.waiting)) else []
+    return Group(table, *_waiting_table(run.waiting), *(Padding(line, (0, 2)) for line in lines))
+
+
+def _waiting_table(waiting: Sequence[Waiting]) -> list[Table]:
+    """The parameters whose gradients wait longest, if any wait."""
+    if not any(each.oldest for each in waiting):
+        return []
+    headings = ("oldest", "unsent /\ngradient", "starving")
+    table = Table(
+        Column("unsent gradients that wait longest", overflow="fold"),
+        *(Column(heading, justify="right", no_wrap=True) for heading in headings),
+        box=box.SIMPLE_HEAD,
+    )
+    for each in longest_waiting(waiting)[:MOST_WAITING]:
+        cells = f"{each.oldest:,} steps", f"{each.unsent_over_gradient:.3g}", f"{each.starving:.0%}"
+        table.add_row(each.name, *cells)
+    return [table]
+
+
+def longest_waiting(waiting: Sequence[Waiting]) -> list[Waiting]:
+    """The parameters of which most starves first, then those whose gradients wait longest."""
+    return sorted(waiting, key=lambda each: (-each.starving, -each.oldest))
+
+
+def starvation(waiting: Sequence[Waiting]) -> str:
+    """Which parameters starve and what helps, in a sentence or two; empty if none does."""
+    starving = [each for each in longest_waiting(waiting) if each.starving >= STARVES]
+    if not starving:
+        return ""
+    worst, others = starving[0], len(starving) - 1
+    more = f" and part of {others} other parameter{'s'[: others - 1]}" if others else ""
+    return (
+        f"Some gradients starve: {worst.starving:.0%} of {worst.name}{more} waited for more than "
+        f"{STARVING * worst.turn:,.0f} steps, though an element is sent every {worst.turn:,.0f} steps on average. "
+        "A higher density sends all of them sooner; fusion='none', or a list of groups, keeps other layers from taking "
+        "their place."
+    )
 
 
 def _errors(run: Run) -> list[str]:
@@ -127,10 +168,12 @@ def draw(run: Run) -> "Figure":
 def _draw(run: Run) -> "Figure":
     from matplotlib.figure import Figure  # without pyplot: no display, no state
 
-    rows = min(max(len(run.groups), 3), MOST_LABELS)
-    figure = Figure(figsize=(10, 5.8 + 0.2 * rows), dpi=110, layout="constrained")
+    rows = min(max(len(run.groups), LEAST_ROWS), MOST_LABELS)
+    bars = max(min(len(run.waiting), MOST_DRAWN), LEAST_ROWS)
+    heights = [2.3, 1.7, 1.2 + 0.2 * rows, 1.2 + 0.2 * bars]
+    figure = Figure(figsize=(10, 0.6 + sum(heights)), dpi=110, layout="constrained")
     axes = figure.subplot_mosaic(
-        [["time", "bytes"], ["error", "norm"], ["density", "step"]], height_ratios=[2.3, 1.7, 1.2 + 0.2 * rows]
+        [["time", "bytes"], ["error", "norm"], ["density", "step"], ["oldest", "ratio"]], height_ratios=heights
     )
     sums, points = run.sums, run.series()
     figure.suptitle(
@@ -148,6 +191,7 @@ def _draw(run: Run) -> "Figure":
     axes["norm"].set(title="norm of what is unsent", xlabel="step", ylim=(0, None))
     _draw_density(axes["density"], run.groups)
     _draw_step(axes["step"], run)
+    _draw_waiting(axes["oldest"], axes["ratio"], longest_waiting(run.waiting)[:MOST_DRAWN])
     for axis in axes.values():
         axis.grid(lw=0.3)
         axis.set_axisbelow(True)
@@ -201,6 +245,22 @@ def _draw_step(axis: Any, run: Run) -> None:
     if run.expected_span_s is not None:
         axis.axvline(1e3 * run.expected_span_s, color="tab:red", ls="--", lw=1, label="expected end")
     axis.legend(loc="lower left", fontsize="x-small")  # late groups are never there
+
+
+def _draw_waiting(oldest: Any, ratio: Any, waiting: Sequence[Waiting]) -> None:
+    """Of each parameter how long its oldest gradient waits, and how much of its gradient waits."""
+    limit = STARVING * waiting[0].turn if waiting else 0.0
+    oldest.barh(range(len(waiting)), [each.oldest for each in waiting], color="tab:brown")
+    if 0 < limit <= max(each.oldest for each in waiting):
+        oldest.axvline(limit, color="tab:red", ls="--", lw=1, label="beyond: starving")
+        oldest.legend(loc="lower right", bbox_to_anchor=(1, 1), fontsize="small", frameon=False, borderpad=0.2)
+    oldest.set(title="oldest unsent gradient", xlabel="steps it has waited")
+    ratios = [each.unsent_over_gradient for each in waiting]
+    ratio.barh(range(len(ratios)), [value if isfinite(value) else 0 for value in ratios], color="tab:purple")
+    ratio.set(title="norm of what is unsent, by parameter", xlabel="times the norm of this rank's gradient")
+    for axis in (oldest, ratio):
+        label_rows(axis, [_shortened(each.name) for each in waiting])
+        axis.set_xlim(left=0)
 
 
 def _shortened(name: str) -> str:

@@ -12,6 +12,7 @@ from lightning_sparse.group import Group
 from lightning_sparse.metrics import compression_ratio, threshold_error
 from lightning_sparse.plan import GroupTime
 from lightning_sparse.report import Report
+from lightning_sparse.sample import Waiting
 
 MOST_POINTS = 2000  # kept of a training; beyond, every other one
 MOST_STEPS = 200  # whose times are kept since there is a plan
@@ -81,6 +82,7 @@ class Run:
         logged: logged steps so far.
         groups: in the order in which they are sent, since there are these groups.
         times: of the same groups in the last logged step whose times are known.
+        waiting: what each parameter owed after the last logged step.
         expected_step_s: by LayerFusion's plan; None without one.
         expected_span_s: of that, from the start of backward to the last mean.
         planned_s: of the last steps that followed the plan, at most ``MOST_STEPS``.
@@ -94,6 +96,7 @@ class Run:
     logged: int = 0
     groups: list[Picks] = field(default_factory=list)
     times: list[GroupTime] = field(default_factory=list)
+    waiting: list[Waiting] = field(default_factory=list)
     expected_step_s: float | None = None
     expected_span_s: float | None = None
     planned_s: list[float] = field(default_factory=list)
@@ -150,12 +153,13 @@ class Run:
                 "latest": Point(*kept["latest"]) if kept["latest"] else None,
                 "groups": [Picks(**picks) for picks in kept["groups"]],
                 "times": [GroupTime(**time) for time in kept["times"]],
+                "waiting": [Waiting(**waiting) for waiting in kept["waiting"]],
             }
         )
 
 
-def measure(exchange: Exchange) -> dict[str, float]:
-    """The log keys of the last step; reads tensors, so it waits for the device."""
+def measure(exchange: Exchange, waiting: Sequence[Waiting]) -> dict[str, float]:
+    """The log keys of the last step, after which ``waiting`` waited; reads tensors, so it waits for the device."""
     report = exchange.last
     assert report is not None
     return {
@@ -166,18 +170,23 @@ def measure(exchange: Exchange) -> dict[str, float]:
         "sparse/mask_bytes": float(report.mask_bytes),
         "sparse/overflow": float(report.overflow),
         "sparse/unsent_norm": exchange.unsent_norm(),
+        "sparse/oldest_steps": float(max((each.oldest for each in waiting), default=0)),
+        "sparse/unsent_over_gradient": max((each.unsent_over_gradient for each in waiting), default=0.0),
         "sparse/ms_compress": report.ms_compress,
         "sparse/ms_wait": _ms_wait(exchange, report),
     }
 
 
-def measure_groups(exchange: Exchange) -> dict[str, float]:
-    """The log keys of each group in the last step; reads tensors, so it waits for the device."""
+def measure_parts(exchange: Exchange, waiting: Sequence[Waiting]) -> dict[str, float]:
+    """The log keys of each group and each parameter in the last step; reads tensors, so it waits for the device."""
     metrics = {}
     for group in exchange.groups:
         metrics[f"sparse/density/{group.index}"] = float(group.picked) / max(group.n, 1)
         metrics[f"sparse/threshold_error/{group.index}"] = float(threshold_error(group.picked, group.target))
         metrics[f"sparse/overflow/{group.index}"] = float(group.overflow)
+    for each in waiting:
+        metrics[f"sparse/oldest_steps/{each.name}"] = float(each.oldest)
+        metrics[f"sparse/unsent_over_gradient/{each.name}"] = each.unsent_over_gradient
     return metrics
 
 

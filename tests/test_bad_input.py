@@ -32,9 +32,9 @@ from lightning_sparse.compressors.random_k import scattered
 from lightning_sparse.control import Held
 from lightning_sparse.damage import SAVED, checksum
 from lightning_sparse.delivery import Delivery
-from lightning_sparse.exchange import spread
 from lightning_sparse.fusion import Piece, fuse
 from lightning_sparse.group import Group
+from lightning_sparse.lane import spread
 from lightning_sparse.plan import Cost, StepModel
 from lightning_sparse.select import above, count, pick, room
 from lightning_sparse.simulation import SimNetwork, simulate

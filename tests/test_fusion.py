@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 import lightning_sparse as ls
 from lightning_sparse.control import Held
-from lightning_sparse.exchange import spread
 from lightning_sparse.fusion import FUSIONS, Piece, carry_over, cut_apart, fuse, lay_out, make_groups
 from lightning_sparse.group import Group
+from lightning_sparse.lane import spread
 
 pieces = st.lists(st.tuples(st.integers(0, 100), st.booleans()), max_size=30).map(
     lambda drawn: [Piece(f"layer{i // 2}.p{i % 2}", n, whole) for i, (n, whole) in enumerate(drawn)]

@@ -34,7 +34,7 @@ LAYERS = [
     {"kernels"},
     {"comm", "group"},
     {"agreement"},
-    {"ring", "sparse_collectives", "lane", "timeline", "delivery", "loss_scale", "used", "process_groups"},
+    {"ring", "sparse_collectives", "lane", "timeline", "delivery", "loss_scale", "used", "process_groups", "sample"},
     {"report"},
     {"compressors"},
     {"fusion", "exchange", "simulation"},

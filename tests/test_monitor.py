@@ -8,12 +8,12 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from rich.console import Console
@@ -25,13 +25,13 @@ from lightning_sparse.plan import Cost, GroupTime, Plan, StepModel
 from lightning_sparse.plan_views import draw_timeline
 from lightning_sparse.record import MOST_POINTS, MOST_STEPS, Picks, Point, Run, Sums
 from lightning_sparse.report import Report
+from lightning_sparse.sample import Sample, Waiting
 from lightning_sparse.timeline import Timeline
 
 KEYS = {
     "compression_ratio", "density", "threshold_error", "sent_bytes", "unsent_norm", "ms_compress", "ms_wait",
-    "mask_bytes", "overflow",
+    "mask_bytes", "overflow", "oldest_steps", "unsent_over_gradient",
 }  # fmt: skip
-MODULE = L.LightningModule()
 
 
 class Unread(int):
@@ -52,6 +52,7 @@ class Exchange:
         self.rank = 0
         self.steps = 0
         self.last: Report | None = None
+        self.sample: Sample | None = None
         self.timeline = Timeline(self.device)
         parameters = {name: torch.zeros(elements // 2) for name in ("head.weight", "body.weight")}
         self.groups = [Group(i, (name,), (p,)) for i, (name, p) in enumerate(parameters.items())]
@@ -89,7 +90,7 @@ class Training:
         self.loggers = [Logger(), Logger()]
         self.trainer: Any = SimpleNamespace(
             **{
-                "strategy": SimpleNamespace(exchange=self.exchange, layer_fusion=None),
+                "strategy": SimpleNamespace(exchange=self.exchange, layer_fusion=None, broadcast=lambda own: own),
                 "log_every_n_steps": every,
                 "loggers": self.loggers,
                 "callback_metrics": {},
@@ -103,18 +104,23 @@ class Training:
             }
             | trainer
         )
+        self.module: Any = SimpleNamespace(log_dict=self.log_dict)
+
+    def log_dict(self, metrics: dict[str, float], **how: Any) -> None:
+        assert how["logger"] is False  # the monitor gives them to loggers itself
+        self.trainer.callback_metrics.update(metrics)
 
     def start(self) -> None:
-        self.monitor.on_train_start(self.trainer, MODULE)
-        self.monitor.on_train_epoch_start(self.trainer, MODULE)
+        self.monitor.on_train_start(self.trainer, self.module)
+        self.monitor.on_train_epoch_start(self.trainer, self.module)
 
     def batch(self, steps: int = 1, loss: float = 1.0) -> None:
-        self.monitor.on_train_batch_start(self.trainer, MODULE, None, 0)
+        self.monitor.on_train_batch_start(self.trainer, self.module, None, 0)
         for _ in range(max(steps, 1)):
             if steps:
                 self.exchange.step()
-            self.monitor.on_after_backward(self.trainer, MODULE)
-        self.monitor.on_train_batch_end(self.trainer, MODULE, {"loss": torch.tensor(loss)}, None, 0)
+            self.monitor.on_after_backward(self.trainer, self.module)
+        self.monitor.on_train_batch_end(self.trainer, self.module, {"loss": torch.tensor(loss)}, None, 0)
         if steps:
             self.trainer.fit_loop.epoch_loop._batches_that_stepped += 1
 
@@ -126,8 +132,8 @@ class Training:
         return self
 
     def end(self) -> None:
-        self.monitor.on_train_epoch_end(self.trainer, MODULE)
-        self.monitor.on_fit_end(self.trainer, MODULE)
+        self.monitor.on_train_epoch_end(self.trainer, self.module)
+        self.monitor.on_fit_end(self.trainer, self.module)
 
 
 def quiet(**options: Any) -> ls.CompressionMonitor:
@@ -157,9 +163,10 @@ def test_the_last_step_of_an_epoch_is_logged_once() -> None:
 def test_groups_are_logged_on_request() -> None:
     training = Training(quiet(per_group=True), every=5).run(5)
     row = training.loggers[0].rows[0][1]
-    assert {key for key in row if key.count("/") == 2} == {
-        f"sparse/{key}/{i}" for key in ("density", "threshold_error", "overflow") for i in (0, 1)
-    }
+    of_groups = {f"sparse/{key}/{i}" for key in ("density", "threshold_error", "overflow") for i in (0, 1)}
+    names = ("head.weight", "body.weight")
+    of_parameters = {f"sparse/{key}/{name}" for key in ("oldest_steps", "unsent_over_gradient") for name in names}
+    assert {key for key in row if key.count("/") == 2} == of_groups | of_parameters
     assert row["sparse/density/1"] == 0.04
 
 
@@ -205,7 +212,7 @@ def test_the_time_of_a_step_leaves_out_validation_and_counts_loading(monkeypatch
     for _ in range(2):
         clock.now += 1
         training.batch()  # which takes no time: all is loading
-    training.monitor.on_validation_start(training.trainer, MODULE)
+    training.monitor.on_validation_start(training.trainer, training.module)
     clock.now += 50
     training.batch()
     clock.now += 3
@@ -217,7 +224,7 @@ def test_training_resumed_within_an_epoch_is_counted() -> None:
     """Lightning does not call on_train_epoch_start then."""
     training = Training(quiet(table=True), every=5)
     training.exchange.steps, training.trainer.fit_loop.epoch_loop._batches_that_stepped = 7, 7
-    training.monitor.on_train_start(training.trainer, MODULE)
+    training.monitor.on_train_start(training.trainer, training.module)
     for _ in range(3):
         training.batch()
     training.end()
@@ -308,6 +315,9 @@ def example(groups: int = 3, count: int = 40, losses: Sequence[float] | None = N
         run.note_groups([Picks(f"network.layers.{i}.attention", 100, 1.1, 1.0, 1) for i in range(groups)])
     run.times = [GroupTime(0.01 * i, 0.01 * i + 0.002, 0.01 * i + 0.03, 0.004) for i in range(groups)]
     run.note_planned(0.2)
+    run.waiting = [
+        Waiting(f"network.layers.{i}.attention.weight", 100, 10 * i, 0.5 * i, 6.0, 0.01 * i) for i in range(groups)
+    ]
     return run
 
 
@@ -377,6 +387,33 @@ def test_the_table_of_an_epoch_and_the_summary_are_printed(
     assert capsys.readouterr().out == ""
 
 
+def test_the_summary_names_what_waits_longest_and_says_when_it_starves() -> None:
+    run = example(groups=6)
+    text = printed(summary(run))
+    rows = [line.split() for line in text.splitlines() if " steps " in line and "attention.weight" in line]
+    assert rows == [  # those of which most starves
+        [f"network.layers.{i}.attention.weight", f"{10 * i}", "steps", f"{i / 2:.3g}", f"{i}%"] for i in (5, 4, 3)
+    ], text
+    assert "Some gradients starve: 5% of network.layers.5.attention.weight waited" in " ".join(text.split())
+    assert "starve" not in printed(summary(example())).replace("starving", "")
+    run.waiting = [replace(each, oldest=0, starving=0.0) for each in run.waiting]
+    assert "wait longest" not in printed(summary(run))
+
+
+def test_the_table_of_an_epoch_says_when_something_starves(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(ls.CompressionMonitor(summary=False))
+    training.start()
+    monkeypatch.setattr(training.exchange.sample, "waiting", lambda: [Waiting("a.weight", 9, 70, 4.0, 10.0, 0.5)])
+    for _ in range(5):
+        training.batch()
+    training.end()
+    assert "Some gradients starve: 50% of a.weight waited for more than 50 steps" in capsys.readouterr().out
+    row = training.loggers[0].rows[-1][1]
+    assert (row["sparse/oldest_steps"], row["sparse/unsent_over_gradient"]) == (70, 4)
+
+
 def plan(groups: int = 3) -> Plan:
     cost = Cost((10, 100), (0.001, 0.002), (0.002, 0.004), (0.003, 0.006), 1e-5, 1e-5)
     model = StepModel(tuple(0.01 * (i + 1) for i in range(groups)), ((100,),) * groups, (cost,))
@@ -426,6 +463,11 @@ def test_a_picture_shows_what_was_noted() -> None:
     widths = [bar.get_width() for bar in axes["density by group"].patches]
     assert widths == pytest.approx([1.1] * 3)
     assert any(line.get_xdata()[0] == 100 for line in axes["last logged step"].lines)  # the expected end, in ms
+    waits = axes["oldest unsent gradient"]
+    assert [bar.get_width() for bar in waits.patches] == [20, 10, 0]
+    assert not waits.lines  # none has waited for 5 turns
+    assert [bar.get_width() for bar in axes["norm of what is unsent, by parameter"].patches] == [1, 0.5, 0]
+    assert [line.get_xdata()[0] for line in drawn(draw(example(groups=5)))["oldest unsent gradient"].lines] == [30]
 
 
 @pytest.mark.parametrize(
