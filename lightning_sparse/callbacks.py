@@ -49,7 +49,7 @@ class CompressionMonitor(Callback):
     - ``sparse/ms_wait``: milliseconds training waited after its last gradient was handed over
     - ``sparse/oldest_steps``: steps that the oldest unsent gradient has waited in this fit; 0 where nothing is unsent
     - ``sparse/unsent_over_gradient``: norm of what is unsent of a parameter over the norm of this rank's gradient, a
-      mean over about 100 steps, in the parameter where that is largest; inf where its gradient is zero
+      mean over about 100 steps, in the parameter where that is largest; inf where that gradient is zero
 
     The compression ratio is also in the progress bar, as ``cr``.  Tensors are read, and the device is waited for, in
     logged steps only.  The last two keys come of a sample of up to 64 elements of each parameter; where some starve,

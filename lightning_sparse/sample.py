@@ -30,7 +30,7 @@ class Waiting:
         elements: that it has.
         oldest: steps that the sampled element that waits longest has waited; 0 where nothing is unsent.
         unsent_over_gradient: Euclidean norm of what is unsent over that of this rank's gradient, a mean over about 100
-            steps; 0 where nothing is unsent, inf where nothing but the gradient is zero.
+            steps; 0 where nothing is unsent, inf where its gradient has been zero throughout.
         turn: steps from one sending of an element to the next, the mean over all parameters and about 10 steps.
         starving: fraction of the elements that have waited for more than ``STARVING * turn`` steps.
     """

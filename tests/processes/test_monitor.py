@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
@@ -33,9 +33,19 @@ class Logged(Small):
         self.log("validation_loss", super().training_step(batch, index))
 
 
+class Scheduled(Logged):
+    """Lowers its learning rate where what is unsent grows, which differs from rank to rank."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "sparse/unsent_norm"}}
+
+
 def log(rank: int, size: int, folder: str) -> dict[str, Any]:
     """Two fits of one Trainer with two loggers and a picture, then a validation; what is left of them."""
     monitor = ls.CompressionMonitor(table=False, summary=False, plot=True)
+    stopping = EarlyStopping("sparse/unsent_norm", patience=9, check_on_train_epoch_end=True)
     loggers = [CSVLogger(folder, "first"), CSVLogger(folder, "second")]
     run = trainer(
         "sparse_topk",
@@ -43,10 +53,10 @@ def log(rank: int, size: int, folder: str) -> dict[str, Any]:
         max_epochs=2,
         log_every_n_steps=4,
         logger=loggers,
-        callbacks=[monitor],
+        callbacks=[monitor, stopping],
         val_check_interval=3,
     )
-    model = Logged()
+    model = Scheduled()
     run.validate(model, data(2, size), verbose=False)
     before = len(monitor._run.points)
     run.fit(model, data(6, size), data(2, size))
@@ -60,6 +70,8 @@ def log(rank: int, size: int, folder: str) -> dict[str, Any]:
         "points": (before, first, [point.step for point in monitor._run.points]),
         "losses": [point.loss for point in monitor._run.points],
         "metrics": metrics,
+        "own": monitor._last,
+        "acted": (stopping.best_score.item(), stopping.wait_count, run.optimizers[0].param_groups[0]["lr"]),
         "sums": (own.steps, own.sent_bytes, own.dense_bytes),
         "sent": [lane.comm.sent_bytes for lane in run.strategy.exchange._lanes],  # type: ignore[attr-defined]
         "times": len(monitor._run.times),
@@ -68,6 +80,11 @@ def log(rank: int, size: int, folder: str) -> dict[str, Any]:
 
 def test_a_run_with_two_loggers_two_fits_and_validation(ranks: Ranks, tmp_path: Path) -> None:
     results = ranks.run(log, 2, str(tmp_path), timeout_s=LIMIT_S)
+    for key in ("unsent_norm", "unsent_over_gradient", "ms_wait"):  # of rank 0, though a rank's own are others
+        assert len({result["own"][f"sparse/{key}"] for result in results}) == 2
+    for key, value in results[0]["own"].items():
+        assert results[0]["metrics"][key] == results[1]["metrics"][key] == pytest.approx(value)
+    assert results[0]["acted"] == results[1]["acted"]
     for result in results:
         assert result["points"] == (0, [3, 5, 7, 11], [15, 17])
         steps, sent, dense = result["sums"]
@@ -76,6 +93,7 @@ def test_a_run_with_two_loggers_two_fits_and_validation(ranks: Ranks, tmp_path: 
         assert dense == 6 * 4 * n
         assert result["metrics"]["sparse/density"] > 0.01  # what two ranks picked
         assert result["metrics"]["sparse/unsent_norm"] > 0
+        assert result["metrics"]["sparse/oldest_steps"] == 6  # top-k never sent something of the second fit
         assert result["times"] == 1
     for name in ("first", "second"):
         rows = {}
