@@ -1,7 +1,8 @@
 """The only door to the network: the messages ranks exchange, counted as they leave."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -151,26 +152,37 @@ class Comm(ABC):
     def _shift(self, x: Tensor, out: Tensor, by: int) -> Pending: ...
 
 
+@contextmanager
+def explained() -> Iterator[None]:
+    """Say what it means that a message fails: when it is waited for, or at once if the other rank has already gone.
+
+    Raises:
+        RuntimeError: another rank is gone, or did not come in time.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"a message among the ranks failed: {error}\nAnother rank has ended, hangs, or lost its link; its own "
+            "output may say why. The last checkpoint is whole; to go on, start all ranks again from it."
+        ) from error
+
+
 class Works(Pending):
     """Messages of torch.distributed in flight, and every tensor they read or write."""
 
     def __init__(self, works: list[dist.Work], result: Tensor, *keep: Tensor) -> None:
         self._works, self._result, self._keep = works, result, keep
 
+    @explained()
     def wait(self) -> Tensor:
         """Wait for all.
 
         Raises:
             RuntimeError: another rank is gone, or did not come in time.
         """
-        try:
-            for work in self._works:
-                work.wait()
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"a message among the ranks failed: {error}\nAnother rank has ended, hangs, or lost its link; its own "
-                "output may say why. The last checkpoint is whole; to go on, start all ranks again from it."
-            ) from error
+        for work in self._works:
+            work.wait()
         return self._result
 
 
@@ -202,6 +214,7 @@ class TorchComm(Comm):
             return Works([], x)
         return Works([dist.broadcast(x, self._global[source], group=self._group, async_op=True)], x)
 
+    @explained()
     def _shift(self, x: Tensor, out: Tensor, by: int) -> Pending:
         if by % self.size == 0:
             return Works([], out.copy_(x))

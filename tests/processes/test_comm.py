@@ -160,6 +160,23 @@ def test_messages_that_differ_end_by_the_time_limit(ranks: Ranks) -> None:
     assert any(ranks.run(disagree, 2, timeout_s=40))
 
 
+def outlive(rank: int, size: int) -> list[str]:
+    """What a rank hears of messages to one that has gone: of the first when it is waited for, of others at once."""
+    dist.init_process_group("gloo")
+    comm, errors = TorchComm(dist.group.WORLD), []
+    for launch in (comm.all_reduce, comm.shift, comm.shift) if rank == 0 else ():
+        with pytest.raises(RuntimeError) as failed:
+            launch(torch.zeros(8)).wait()
+        errors.append(str(failed.value))
+    return errors
+
+
+def test_a_message_to_a_rank_that_has_gone_says_so(ranks: Ranks) -> None:
+    errors, _ = ranks.run(outlive, 2)
+    assert len(errors) == 3
+    assert all(error.startswith("a message among the ranks failed: ") for error in errors), errors
+
+
 def test_traffic_of_an_unknown_message_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown message 'gossip'"):
         traffic("gossip", 10, 2)
