@@ -1,6 +1,7 @@
 """The laws, for every compressor, on simulated ranks."""
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -81,6 +82,16 @@ def test_every_rank_launches_the_same_messages_whatever_its_data(compressor: ls.
 def test_one_rank_sends_nothing_and_keeps_to_the_law(compressor: ls.Compressor) -> None:
     result = simulate(compressor, gradients(3, 1, 50))
     assert not result.sent_bytes.any()
+
+
+@pytest.mark.parametrize("density", [1e-4, 0.5])
+@pytest.mark.parametrize("kind", [ls.MiCRO, ls.OkTopk, ls.ImportancePruning, ls.SketchFusion, ls.RandomK])
+def test_a_density_of_hardly_anything_or_of_half_is_held(kind: Callable[..., ls.Compressor], density: float) -> None:
+    """Of 100 elements one at least is meant to be sent; TopK is left out, whose ranks send as many each."""
+    given = gradients(100, 2, 100)
+    result = simulate(kind(density=density), given)
+    assert_nothing_lost(given, result)
+    assert result.picked[50:].double().mean() == pytest.approx(max(1, 100 * density), rel=0.25)
 
 
 @every_compressor

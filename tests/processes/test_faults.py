@@ -168,6 +168,20 @@ def test_an_exception_on_one_rank_ends_the_others(ranks: Ranks, tmp_path: Path) 
     goes_on_as_if_nothing_had_happened(ranks, 3, "sketch_fusion", tmp_path)
 
 
+def fit_longer(rank: int, size: int) -> None:
+    """Rank 1 has a batch more."""
+    strategy = ls.SparseDDPStrategy("skip_reduce", timeout=timedelta(seconds=TIMEOUT_S))
+    run = trainer(strategy, size, check_every=0, max_epochs=1, use_distributed_sampler=False)
+    run.fit(small(), data(4 + rank, 1))
+
+
+def test_a_rank_with_a_batch_more_fails_once_the_others_have_ended(ranks: Ranks) -> None:
+    with ranks.start(fit_longer, 2) as running:
+        first, second = sorted(running.ends(IN_TIME_S), key=lambda end: end.rank)
+    assert first.error is None
+    assert "a message among the ranks failed" in str(second.error), second.error
+
+
 @pytest.mark.parametrize(
     ("what", "said"), [(interrupted, "SystemExit"), (terminated, "SIGTERMException")], ids=["ctrl_c", "sigterm"]
 )

@@ -44,6 +44,7 @@ ACCUMULATION = {
     "accumulated more": Case(
         Small, {"max_epochs": 2}, callbacks=[partial(callbacks.GradientAccumulationScheduler, {0: 1, 1: 3})], batches=7
     ),
+    "batches of several sizes": Case(models.Uneven, {"accumulate_grad_batches": 2, "max_steps": 8}, batches=16),
     "toggled": Case(models.Manual, {"max_steps": 6}, batches=18),
     "blocked": Case(models.ManualBlocked),
     "two averaged backwards": Case(partial(models.TwoBackwards, used_again=True)),
@@ -76,6 +77,8 @@ WRAPPED = {
     "compiled inside": Case(models.Compiled),
     "compiled whole": Case(models.compiled_whole),
     "recomputed": Case(models.Recomputed),
+    "recomputed, reentrant": Case(partial(models.Recomputed, reentrant=True)),
+    "recomputed, reentrant twice": Case(partial(models.Recomputed, reentrant=True, calls=2), {}, STATIC),
     "view": Case(Small, {}, VIEW),
     "static": Case(Small, {}, STATIC | VIEW),
     "static, unused": Case(models.Never, {}, STATIC),

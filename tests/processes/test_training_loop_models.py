@@ -394,12 +394,31 @@ class Normed(Small):
 
 
 class Recomputed(Small):
-    """Computes activations again in backward."""
+    """Computes activations again in backward.
+
+    Args:
+        reentrant: in a backward of its own inside the backward.
+        calls: of the layers that are computed again.
+    """
+
+    def __init__(self, reentrant: bool = False, calls: int = 1) -> None:
+        super().__init__()
+        self.reentrant, self.calls = reentrant, calls
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         x, y = batch
-        hidden: Any = checkpoint(self.net[:3], x, use_reentrant=False)
+        x = x.requires_grad_()  # else a reentrant checkpoint has no gradient
+        hidden: Any = sum(checkpoint(self.net[:3], x, use_reentrant=self.reentrant) for _ in range(self.calls))
         return nn.functional.cross_entropy(self.net[3:](hidden), y)
+
+
+class Uneven(Small):
+    """Batches of another size on each rank, and smaller ones in the end."""
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        x, y = batch
+        rows = max(1, len(x) - self.global_rank - 2 * (index > 4))
+        return super().training_step((x[:rows], y[:rows]), index)
 
 
 class Scheduled(Small):
