@@ -111,6 +111,10 @@ class Comm(ABC):
         """End the loan of all buffers; the next group gets the same memory."""
         self._lent = 0
 
+    def release(self) -> None:
+        """Give back memory and process groups.  No message may be under way, and none can be sent afterwards."""
+        self._buffers.clear()
+
     def all_reduce(self, x: Tensor) -> Pending:
         """Sum over all ranks, in place: [*s] -> [*s], bit-identical on every rank."""
         self._count("all_reduce", x)
@@ -198,6 +202,11 @@ class TorchComm(Comm):
         self._global = dist.get_process_group_ranks(group)
         self._nccl = dist.get_backend(group) == "nccl"
 
+    def release(self) -> None:
+        """Forget the process group too: its sockets are open until nobody refers to it."""
+        super().release()
+        vars(self).pop("_group", None)
+
     def _all_reduce(self, x: Tensor) -> Pending:
         if self.size == 1:
             return Works([], x)
@@ -266,6 +275,13 @@ class NodeComm(Comm):
     ) -> None:
         super().__init__(node, nodes, wire_dtype)
         self._between, self._inside, self._leader = between, inside, leader
+
+    def release(self) -> None:
+        """Forget both process groups too."""
+        super().release()
+        if self._between:
+            self._between.release()
+        vars(self).pop("_inside", None)
 
     def _all_reduce(self, x: Tensor) -> Pending:
         return self._pass_on(self._between._all_reduce(x) if self._between else None, x)

@@ -185,12 +185,17 @@ class Exchange:
         """The result of one message, launched on the first lane between two steps, on every rank."""
         return self.on_lanes(lambda lane: launch(lane.comm).wait(), lanes=1)[0]
 
-    def close(self) -> None:
-        """End the issuing threads.  What is unsent stays readable."""
+    def close(self) -> bool:
+        """End the issuing threads; returns whether no message is under way.  What is unsent stays readable."""
         if self._used is not None:
             self._used.close()
+        within_a_step = self.error is not None or bool(self._deliveries)
+        ended = [lane.close(patience_s=0 if within_a_step else 2) for lane in self._lanes]
+        if within_a_step or not all(ended):
+            return False
         for lane in self._lanes:
-            lane.close(patience_s=0 if self.error else 2)
+            lane.comm.release()
+        return True
 
     def unsent_norm(self) -> float:
         """Euclidean norm of all this rank has not sent."""

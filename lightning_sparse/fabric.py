@@ -1,5 +1,6 @@
 """The same engine for ``lightning.fabric.Fabric``."""
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +16,9 @@ from lightning_sparse.options import Options, register_names
 class SparseDDPStrategy(DDPStrategy):
     """:class:`lightning_sparse.SparseDDPStrategy` for ``Fabric``: ``Fabric(strategy="micro")``, or an instance.
 
-    Every module that ``fabric.setup`` wraps gets a :class:`~lightning_sparse.SparseHook`, in ``hooks``.  Fabric saves
-    what it is given, so name it to keep what is unsent: ``fabric.save(path, {"model": model, "unsent": hook})``, on
-    every rank.
+    Every module that ``fabric.setup`` wraps gets a :class:`~lightning_sparse.SparseHook`, which is in ``hooks`` as long
+    as the module is in use.  Fabric saves what it is given, so name the hook to keep what is unsent:
+    ``fabric.save(path, {"model": model, "unsent": hook})``, on every rank.
 
     Args:
         compressor: as for the Trainer's, and so the others.
@@ -42,8 +43,14 @@ class SparseDDPStrategy(DDPStrategy):
         **kwargs: Any,
     ) -> None:
         self.options = Options.checked(compressor, fusion, wire_dtype, warmup_steps, local_group, kwargs)
-        self.hooks: list[SparseHook] = []  # in the order of setup
+        self._hooks: list[weakref.ref[SparseHook]] = []
+        kwargs = self.options.for_ddp(kwargs)
         super().__init__(**kwargs)
+
+    @property
+    def hooks(self) -> list[SparseHook]:
+        """Of the modules that were set up and are still in use, in the order of setup."""
+        return [hook for each in self._hooks if (hook := each()) is not None]
 
     def setup_module(self, module: Module) -> DistributedDataParallel:
         """Wrap ``module`` in DDP, with our hook."""
@@ -51,7 +58,7 @@ class SparseDDPStrategy(DDPStrategy):
         ddp = super().setup_module(module)
         scaler = getattr(self.precision, "scaler", None)
         groups = self.options.process_groups(ddp, self._timeout, self.num_processes)
-        self.hooks.append(self.options.hook(ddp, scaler, groups))
+        self._hooks.append(weakref.ref(self.options.hook(ddp, scaler, groups)))
         return ddp
 
     def teardown(self) -> None:

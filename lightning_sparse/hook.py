@@ -1,5 +1,6 @@
 """The engine put on a DistributedDataParallel: what the strategies share, and plain PyTorch can use."""
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import checkpoint, damage
@@ -39,7 +41,7 @@ class SparseHook:
         warmup_steps: dense steps before the compressor starts.
         scaler: the ``torch.amp.GradScaler`` that scales the loss, if there is one.
         bucket_bytes: of float32 gradient in a group with ``fusion="bucket"``.
-        process_groups: to use them again, or with a time limit or nodes of their own.
+        process_groups: with a time limit or nodes of their own.
 
     Raises:
         ValueError: for an option out of range, or a parameter whose gradient cannot be averaged.
@@ -97,12 +99,15 @@ class SparseHook:
             loss_scale=LossScale(scaler, self._device) if scaler is not None else None,
         )
         self.layer_fusion = LayerFusion(self.exchange, compressor, parameters) if fusion == "layer" else None
+        self._ddp = weakref.ref(ddp)
+        ddp.join_hook = self._join_hook  # type: ignore[method-assign]
         self._frozen = [(name, p) for name, p in ddp.module.named_parameters() if not p.requires_grad]
         self._handles = [
             ddp.register_forward_pre_hook(self._before_forward),
             ddp.register_forward_hook(self._after_forward),
         ]
         ddp.register_comm_hook(None, self.exchange.hook)
+        weakref.finalize(self, _end, self.exchange, self._groups).atexit = False  # for who drops it without close()
         rank_zero_info(
             f"lightning_sparse: {compressor} averages {sum(g.n for g in self.exchange.groups):,} elements "
             f"in {len(self.exchange.groups)} groups among {self.exchange.size} {'nodes' if nodes else 'ranks'}."
@@ -130,6 +135,28 @@ class SparseHook:
         if torch.is_grad_enabled():
             self.exchange.timeline.begin_backward()
 
+    def _join_hook(self, **options: Any) -> JoinHook:
+        """In place of DDP's: asked for on every rank by ``ddp.join()``, before its first message.
+
+        In a step that a joined rank shadows, DDP hands our hook zeros there, so what that rank has not sent goes on
+        travelling, and the mean is over all ranks as ever.
+        """
+        if self.layer_fusion is not None:
+            raise ValueError(
+                "fusion='layer' cannot be combined with join(): LayerFusion sends messages of its own before a "
+                "forward, which a joined rank no longer runs, so the others would wait for it. Give SparseHook "
+                "fusion='bucket' or 'none'."
+            )
+        if not options.get("divide_by_initial_world_size", True):
+            raise ValueError(
+                "join(divide_by_initial_world_size=False) is not supported: a joined rank still sends what it has not "
+                "sent, so a mean is always over all ranks. Leave it out."
+            )
+        ddp = self._ddp()
+        assert ddp is not None  # it called
+        ordinary: JoinHook = DistributedDataParallel.join_hook(ddp, **options)
+        return ordinary
+
     def take_over(self, before: "SparseHook") -> None:
         """Go on where ``before`` ended, with parameters of the same name and shape; one warning names all others."""
         old, new = before.exchange.groups, self.exchange.groups
@@ -151,7 +178,8 @@ class SparseHook:
         """
         if residuals not in ("per_rank", "mean"):
             raise ValueError(f"residuals={residuals!r} is neither 'per_rank' nor 'mean'.")
-        state = checkpoint.gather(self.exchange, residuals, self._groups.checkpoint)
+        with self._groups.leaders() as leaders:
+            state = checkpoint.gather(self.exchange, residuals, leaders)
         plan = self.layer_fusion.state() if self.layer_fusion else {}
         state |= {"compressor": repr(self.compressor), "plan": plan}
         return state | {"checksum": damage.checksum(state)}
@@ -173,13 +201,19 @@ class SparseHook:
         checkpoint.restore(self.exchange, state, self.compressor)
 
     def close(self) -> None:
-        """End the issuing threads.  ``ddp`` cannot be trained any more; what is unsent stays readable.
+        """End the issuing threads and process groups.  ``ddp`` cannot be trained any more.  What is unsent is kept.
 
         Let ``ddp`` go out of scope before ``dist.destroy_process_group()``; the other way round PyTorch may hang.
         """
         for handle in self._handles:
             handle.remove()
-        self.exchange.close()
+        _end(self.exchange, self._groups)
+
+
+def _end(exchange: Exchange, process_groups: ProcessGroups) -> None:
+    """End both.  Process groups with a message under way stay: to destroy one waits for its messages."""
+    if exchange.close():
+        process_groups.close()
 
 
 def check_warmup(warmup_steps: object) -> None:

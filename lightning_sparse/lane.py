@@ -25,22 +25,37 @@ class Lane:
         self.next = 0  # position in `groups` of the one to send next; only the hook's thread looks
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.start_step()
-        self._thread = threading.Thread(target=self._work, name="lightning_sparse", daemon=True) if threaded else None
-        if self._thread:
-            self._thread.start()
+        self._threaded = threaded
+        self._thread: threading.Thread | None = None  # started with its first work
+        self._closed = False
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Have ``work`` done by the issuer: at once, or by its thread, and then it must not raise."""
-        if self._thread:
-            self._inbox.put(work)
-        else:
-            work()
+        """Have ``work`` done by the issuer: at once, or by its thread, and then it must not raise.
 
-    def close(self, patience_s: float) -> None:
-        """End the thread."""
-        if self._thread and self._thread.is_alive():
-            self._inbox.put(None)
-            self._thread.join(timeout=patience_s)
+        Raises:
+            RuntimeError: the lane was closed.
+        """
+        if self._closed:
+            raise RuntimeError(
+                "the hook on this DistributedDataParallel was closed, so it averages no gradients any more; to train "
+                "on, make a new DistributedDataParallel and a new hook."
+            )
+        if not self._threaded:
+            work()
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=_work, args=(self._inbox,), name="lightning_sparse", daemon=True)
+            self._thread.start()
+        self._inbox.put(work)
+
+    def close(self, patience_s: float) -> bool:
+        """End the thread; returns whether it has ended by then, as it does at once if no message is under way."""
+        self._closed = True
+        self._inbox.put(None)
+        if self._thread is None or self._thread is threading.current_thread():  # a collector of garbage runs anywhere
+            return True
+        self._thread.join(timeout=patience_s)
+        return not self._thread.is_alive()
 
     def take_complete(self, arriving: Sequence[int]) -> list[int]:
         """Groups that may be sent now: complete, and with none before them on this lane that is not."""
@@ -81,9 +96,12 @@ class Lane:
             total: Tensor | Sparse = stop.value
             return total
 
-    def _work(self) -> None:
-        while (work := self._inbox.get()) is not None:
-            work()
+
+def _work(inbox: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
+    """What a lane's thread does.  Between two works it refers to nothing else, so that whoever is dropped goes."""
+    while (work := inbox.get()) is not None:
+        work()
+        del work
 
 
 def spread(elements: Sequence[int], lanes: int) -> list[int]:

@@ -1,6 +1,6 @@
 """What a strategy is told, checked once for the Trainer's and for Fabric's."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -49,9 +49,9 @@ class Options:
         wire_dtype: str,
         warmup_steps: int,
         local_group: int | str,
-        ddp_kwargs: dict[str, Any],
+        ddp_kwargs: Mapping[str, Any],
     ) -> "Options":
-        """The options, if they are possible; ``ddp_kwargs`` gets the bucket size that suits them.
+        """The options, if they are possible beside the arguments of DDP.
 
         Raises:
             ValueError: for an option out of range, with the value and what is allowed.
@@ -78,16 +78,18 @@ class Options:
         fusion = check_fusion(fusion)
         compressor = by_name(compressor)
         check_choice(compressor, fusion)
-        if ddp_kwargs.get("gradient_as_bucket_view") is None:
-            ddp_kwargs["gradient_as_bucket_view"] = True  # else DDP copies each mean from its bucket to `.grad`
         bucket_mb = ddp_kwargs.get("bucket_cap_mb")
         if bucket_mb is not None and not (is_number(bucket_mb) and 0 < bucket_mb <= MOST_MB):
             raise ValueError(f"bucket_cap_mb={bucket_mb!r} is a number of MiB, above 0 and at most {MOST_MB:,}.")
-        if fusion != "bucket" and bucket_mb is None:
-            # DDP's buckets decide when gradients reach us: soon, at some 50 us for each bucket.
-            ddp_kwargs["bucket_cap_mb"] = 1e-6 if fusion == "none" else HAND_OVER_MB
         bucket_bytes = max(1, int(bucket_mb * 2**20)) if fusion == "bucket" and bucket_mb is not None else BUCKET_BYTES
         return cls(compressor, fusion, wire_dtype, warmup_steps, bucket_bytes, local_group)
+
+    def for_ddp(self, ddp_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of DDP, with a bucket size that suits these options unless one was given."""
+        if self.fusion == "bucket" or ddp_kwargs.get("bucket_cap_mb") is not None:
+            return dict(ddp_kwargs)
+        # DDP's buckets decide when gradients reach us: soon, at some 50 us for each bucket.
+        return {**ddp_kwargs, "bucket_cap_mb": 1e-6 if self.fusion == "none" else HAND_OVER_MB}
 
     def agree(self, module: nn.Module, device: torch.device) -> None:
         """Go on only if every rank has these options and such a ``module``; to be called on every rank.
@@ -98,7 +100,7 @@ class Options:
         agree(versions() | vars(self) | described(module), world(), device)
 
     def process_groups(self, ddp: DistributedDataParallel, timeout: timedelta | None, devices: int) -> ProcessGroups:
-        """Of ``ddp``, on a node with so many ``devices``; to be called on every rank."""
+        """Of ``ddp``, on a node with so many ``devices``."""
         return ProcessGroups(ddp, timeout, devices if isinstance(self.local_group, str) else self.local_group)
 
     def hook(

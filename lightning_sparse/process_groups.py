@@ -1,6 +1,7 @@
 """The process groups an exchange talks over: of all ranks, or in two levels, inside nodes and between them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -20,7 +21,7 @@ class ProcessGroups:
     gradients densely, and a node then acts as one rank towards the others.  What crosses between nodes is sent by the
     first rank of each, its leader.  All ranks of a node select and keep the same, so no rank waits for another to.
 
-    To be made on every rank of ``ddp``, at once.
+    They are made when an exchange takes them, so that nothing is left of one that is refused.
 
     Args:
         ddp: whose ranks.
@@ -39,27 +40,22 @@ class ProcessGroups:
                 "of ranks that divides theirs, or 1 for none."
             )
         self._timeout = timeout
+        self._ranks = ranks
+        self._ddp_group = ddp.process_group
         self._nodes = [ranks[i : i + local_size] for i in range(0, len(ranks), local_size)]
         self._node = ranks.index(dist.get_rank()) // local_size
         self.local_size = local_size
         self.nccl = dist.get_backend(ddp.process_group) == "nccl"
-        self.lanes: list[dist.ProcessGroup] = []  # of all ranks, or between nodes: then leaders are in them
+        self._made: list[dist.ProcessGroup] = []
         self._inside: list[dist.ProcessGroup] = []  # this node's, one a lane, and the last for backward's thread
-        self.checkpoint: dist.ProcessGroup | None = None  # of the main thread; None is the default group
-        if local_size == 1:
-            # On NCCL several communicators need one order of launching, which DDP's hook has; over Gloo others may use
-            # DDP's group from the main thread.
-            self.lanes = [ddp.process_group] if self.nccl else [self._new(ranks) for _ in range(LANES)]
-        else:
-            leaders = [node[0] for node in self._nodes]
-            self.lanes = [self._new(leaders) for _ in range(1 if self.nccl else LANES)]
-            self._inside = [self._new_inside() for _ in range(len(self.lanes) + 1)]
-            self.checkpoint = self._new(leaders)
+        self._leaders: dist.ProcessGroup | None = None
 
     def comms(self, wire_dtype: torch.dtype) -> list[Comm]:
-        """The ranks, or the nodes, once for each lane."""
+        """The ranks, or the nodes, once for each lane.  Makes the groups: to be called on every rank, at once."""
         if self.local_size == 1:
-            return [TorchComm(lane, wire_dtype) for lane in self.lanes]
+            return [TorchComm(lane, wire_dtype) for lane in self._lanes()]
+        lanes = [self._new(self._first_ranks()) for _ in range(1 if self.nccl else LANES)]
+        self._inside = [self._new_inside() for _ in range(len(lanes) + 1)]
         node = self._nodes[self._node]
         return [
             NodeComm(
@@ -70,15 +66,46 @@ class ProcessGroups:
                 node[0],
                 wire_dtype,
             )
-            for lane, inside in zip(self.lanes, self._inside, strict=False)
+            for lane, inside in zip(lanes, self._inside, strict=False)
         ]
+
+    @contextmanager
+    def leaders(self) -> Iterator[dist.ProcessGroup | None]:
+        """For the main thread: the first rank of each node, or the default group, None, where there are no nodes.
+
+        To be entered on every rank; also after :meth:`close`.
+        """
+        if self.local_size > 1 and self._leaders is None:
+            self._leaders = self._new(self._first_ranks())
+        yield self._leaders
+        if not self._inside:
+            self.close()
+
+    def close(self) -> None:
+        """Give back what the operating system lent, such as file descriptors; no message may be under way.
+
+        Not on NCCL, where that would wait for the other ranks.
+        """
+        made, self._made, self._inside, self._leaders = self._made, [], [], None
+        for group in made if not self.nccl else []:
+            with suppress(ValueError):  # it went with the default group
+                dist.destroy_process_group(group)
 
     def sum_inside(self, x: Tensor) -> Pending:
         """Sum over the ranks of this node, in place: for backward's thread, where there are nodes."""
         return Works([dist.all_reduce(x, group=self._inside[-1], async_op=True)], x)
 
+    def _lanes(self) -> list[dist.ProcessGroup]:
+        # On NCCL several communicators need one order of launching, which DDP's hook has; over Gloo others may use
+        # DDP's group from the main thread.
+        return [self._ddp_group] if self.nccl else [self._new(self._ranks) for _ in range(LANES)]
+
+    def _first_ranks(self) -> list[int]:
+        return [node[0] for node in self._nodes]
+
     def _new(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._timeout)
+        self._made.append(group)
         return group
 
     def _new_inside(self) -> dist.ProcessGroup:

@@ -23,7 +23,6 @@ from lightning_sparse.layer_fusion import STEPS_MEASURED, WORTH_PLANNING, LayerF
 from lightning_sparse.options import Options, register_names
 from lightning_sparse.plan import Plan
 from lightning_sparse.plan_views import draw_timeline
-from lightning_sparse.process_groups import ProcessGroups
 
 LARGE_BYTES = 2**30  # of residuals in a checkpoint
 
@@ -55,16 +54,16 @@ class SparseMixin(_Base):
         if residuals not in checkpoints.RESIDUALS:
             raise ValueError(f"residuals={residuals!r} is not one of {', '.join(checkpoints.RESIDUALS)}.")
         self.options = Options.checked(compressor, fusion, wire_dtype, warmup_steps, local_group, ddp_kwargs)
-        super().__init__(**ddp_kwargs)
+        ddp_kwargs = self.options.for_ddp(ddp_kwargs)
+        super().__init__(**ddp_kwargs)  # by this name: jsonargparse reads here where options go
         self.residuals = residuals
         self.hook: SparseHook | None = None  # during fit, and afterwards
         self._hooked: LightningModule | None = None
-        self._groups: ProcessGroups | None = None
         self._told_size = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what a fit has made: threads and process groups belong to the process."""
-        return super().__getstate__() | {"hook": None, "_hooked": None, "_groups": None}
+        return super().__getstate__() | {"hook": None, "_hooked": None}
 
     def setup_environment(self) -> None:
         """Also keep forked workers from PyTorch's threads, with which they hang if the parent has used any."""
@@ -91,9 +90,8 @@ class SparseMixin(_Base):
                 "(expect_autograd_hooks_); leave out static_graph=True."
             )
         self._close()
-        if self._groups is None:
-            self._groups = self.options.process_groups(ddp, self._timeout, self.num_processes)
-        hook = self.options.hook(ddp, getattr(self.precision_plugin, "scaler", None), self._groups)
+        groups = self.options.process_groups(ddp, self._timeout, self.num_processes)
+        hook = self.options.hook(ddp, getattr(self.precision_plugin, "scaler", None), groups)
         if self.hook is not None and self._hooked is self.lightning_module:
             hook.take_over(self.hook)  # a second fit goes on where the first ended
         self.hook, self._hooked = hook, self.lightning_module
@@ -150,7 +148,7 @@ class SparseMixin(_Base):
             self.hook.close()
 
     def teardown(self) -> None:
-        """End the exchange's threads; the group of processes outlives them."""
+        """End the exchange's threads and process groups; the default group outlives them."""
         self._close()
         super().teardown()
 
