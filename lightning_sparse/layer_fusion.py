@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,11 +15,19 @@ from lightning_sparse.compressors import Auto, Compressor
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.fusion import Piece, carry_over, cut_apart, make_groups, pieces_of
 from lightning_sparse.plan import Cost, GroupTime, Plan
-from lightning_sparse.planner import Kinds, Measured, best_plan, calibrate, choose, saved_groups, with_small_dense
+from lightning_sparse.planner import (
+    Before,
+    Kinds,
+    Measured,
+    best_plan,
+    calibrate,
+    choose,
+    saved_groups,
+    with_small_dense,
+)
 from lightning_sparse.rehearsal import median_known, median_over_ranks, rehearse_all
 
-# Steps are looked at in passes, one before each forward: between two, backward may average any number of steps.
-SETTLING = 4  # passes before any is measured: DDP rebuilds its buckets, memory is taken, thresholds settle
+SETTLING = 4  # passes (one before each forward) until any is measured: buckets are rebuilt, thresholds settle
 BESIDE = 5  # passes measured as they are
 APART = 3  # passes measured that send nothing before backward has ended, so that neither slows the other
 STEPS_MEASURED = SETTLING + BESIDE + APART
@@ -28,19 +36,8 @@ WINDOW = 5  # passes looked at, after which it is asked whether times have chang
 LONGEST_WINDOW = 320  # the same, where times have kept changing
 CHANGED = 1.5  # they have when the median moved by this factor
 TRIAL = 7  # passes after which new groups must not be slower than the old; the first two do not count
-MERGING_GAIN = 0.1  # of the time, by which fewer groups must be faster where more parameters then compete to be sent
 SMALL_BUFFERS = 0.4  # bytes for each element of the largest group, that messages' buffers take: a tenth of a gradient
 WORTH_PLANNING = 2**18  # elements; a smaller gradient is one group
-
-
-class _Trial(NamedTuple):
-    """What to go back to if it was faster than the groups that are tried."""
-
-    groups: list[tuple[str, ...]]
-    compressor: Compressor
-    dense_up_to: int
-    span_s: float
-    plan: Plan | None  # on rank 0
 
 
 class LayerFusion:
@@ -67,14 +64,13 @@ class LayerFusion:
         self._start()
 
     def between_steps(self) -> None:
-        """Look at the steps just taken, and do what is due before the next.  To be called on every rank, as often."""
+        """Look at the last step; do what is due before the next.  To be called before each forward, on every rank."""
         exchange = self._exchange
-        steps = exchange.steps - self._seen
-        if not self._worthwhile or not steps:  # gradients are being accumulated
+        if not self._worthwhile or exchange.steps == self._seen:  # gradients are being accumulated
             return
         self._passes += 1
         now = time.perf_counter()
-        self._note((now - self._last_s) / steps)
+        self._note(now)
         self._seen, self._last_s = exchange.steps, now
         at_work = self._compressor.at(exchange.groups[0].step)
         if at_work != self._at_work:
@@ -138,7 +134,7 @@ class LayerFusion:
         self._at_work = self._compressor.at(self._exchange.groups[0].step if self._exchange.groups else 0)
         self._passes = 0  # since then
         self._exchange.deferred = False
-        self._on_trial: _Trial | None = None
+        self._on_trial: Before | None = None
         self._try_one_group = False
         self._usual_s = 0.0  # span of steps after the plan was made; 0 until known
         self._last_s = math.nan
@@ -146,8 +142,7 @@ class LayerFusion:
         self._spans: list[float] = []
         self._arrivals: list[list[float]] = []  # of each piece
 
-    def _note(self, step_s: float) -> None:
-        """Keep what is to be known of the last step; the steps since the last pass took ``step_s`` each."""
+    def _note(self, now: float) -> None:
         timeline = self._exchange.timeline
         if not self._measuring:
             if not self._on_trial and self._passes % EVERY:
@@ -155,7 +150,7 @@ class LayerFusion:
             self._spans.append(timeline.span_s())
         elif SETTLING < self._passes <= SETTLING + BESIDE:
             self._spans.append(timeline.span_s())
-            self._rests.append(step_s - self._spans[-1])
+            self._rests.append((now - self._last_s) / (self._exchange.steps - self._seen) - self._spans[-1])
         elif self._passes > SETTLING + BESIDE:
             self._arrivals.append([timeline.arrival_s(self._parameters[piece.name]) for piece in self._pieces])
 
@@ -237,7 +232,7 @@ class LayerFusion:
     ) -> None:
         """Change to the groups of a plan, and to a compressor, on trial: those there are took ``span_s``."""
         names = [group.names for group in self._exchange.groups]
-        before = _Trial(names, self._compressor, self._dense_up_to, span_s, otherwise)
+        before = Before(names, self._compressor, self._dense_up_to, span_s, otherwise)
         if compressor != self._compressor:
             self._compressor, self._at_work = compressor, compressor
             self._pieces = pieces_of(self._parameters, compressor)
@@ -260,8 +255,8 @@ class LayerFusion:
         """Go back to what there was before if that was faster; then try one group if the model cannot tell."""
         assert self._on_trial is not None
         before, now = self._on_trial, len(self._exchange.groups)
-        own = [median(self._spans[2:]), self._allowed(before)]
-        now_s, allowed = median_over_ranks(self._exchange, own).tolist()
+        allowed = before.allowed(self._exchange.groups, self._compressor)
+        now_s, allowed = median_over_ranks(self._exchange, [median(self._spans[2:]), allowed]).tolist()
         self._on_trial, self._spans = None, []
         goes_back = now_s > allowed * before.span_s
         if goes_back:
@@ -272,20 +267,10 @@ class LayerFusion:
             pieces = {piece.name: piece for piece in self._pieces}
             self.regroup([[pieces[name] for name in names] for names in before.groups])
             rank_zero_info(
-                f"LayerFusion: back to the groups there were before: backward and communication took "
-                f"{1e3 * before.span_s:.1f} ms in {len(before.groups)}, {1e3 * now_s:.1f} ms in {now}, which is not "
-                f"below {allowed:.0%} of it."
+                f"LayerFusion: back to the groups before: backward and communication took {1e3 * before.span_s:.1f} ms "
+                f"in {len(before.groups)}, {1e3 * now_s:.1f} ms in {now}, which is above {allowed:.0%} of it."
             )
         self._follow_one_group(before.span_s if goes_back else now_s)
-
-    def _allowed(self, before: _Trial) -> float:
-        """What part of the time ``before`` the groups on trial may take.
-
-        Fewer groups have parameters with small gradients compete with more others, so that they are sent less often.
-        """
-        groups = self._exchange.groups
-        competes = self._compressor == before.compressor and any(group.target < group.n for group in groups)
-        return 1 - MERGING_GAIN if competes and len(groups) < len(before.groups) else 1.0
 
     def regroup(self, groups: Sequence[Sequence[Piece]]) -> None:
         """Average in ``groups`` from now on; nothing that is unsent is lost."""

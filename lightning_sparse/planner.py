@@ -9,10 +9,12 @@ import numpy as np
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.fusion import BUCKET_BYTES, Piece, cut_apart, fuse
+from lightning_sparse.group import Group
 from lightning_sparse.plan import Cost, Plan, StepModel
 
 LEAST_GAIN = 0.1  # of a backward: the model is not exact, so for less the groups stay as they are
 LEAST_SPEEDUP = 0.05  # of a step: for less, rather the compressor that sends more
+MERGING_GAIN = 0.1  # of the time, by which fewer groups must be faster where more parameters then compete to be sent
 FARTHEST = 2.0  # times what the model expects, that steps were found to be longer
 
 
@@ -137,6 +139,33 @@ def saved_groups(
         return None
     planned = cut_apart([[by_name[name] for name in names] for names in groups], dense_up_to)
     return planned if len(planned) <= len(groups) else None
+
+
+@dataclass(frozen=True)
+class Before:
+    """What to go back to if the groups that are tried turn out no faster.
+
+    Attributes:
+        groups: names of the parameters in each.
+        compressor: what averaged them.
+        dense_up_to: elements of a group; smaller ones were summed densely.
+        span_s: how long backward and communication took.
+        plan: the plan of these groups, if there was one; on rank 0.
+    """
+
+    groups: Sequence[tuple[str, ...]]
+    compressor: Compressor
+    dense_up_to: int
+    span_s: float
+    plan: Plan | None
+
+    def allowed(self, groups: Sequence[Group], compressor: Compressor) -> float:
+        """What part of ``span_s`` the ``groups`` that are tried with ``compressor`` may take.
+
+        In fewer groups parameters with small gradients compete with more others, so that they are sent less often.
+        """
+        competes = compressor == self.compressor and any(group.target < group.n for group in groups)
+        return 1 - MERGING_GAIN if competes and len(groups) < len(self.groups) else 1.0
 
 
 def choose(plans: Sequence[Plan]) -> int:
