@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
@@ -11,12 +10,11 @@ from torch import Tensor, nn
 
 from lightning_sparse.__about__ import __version__
 from lightning_sparse.comm import Comm
+from lightning_sparse.settings import as_text
 
 T = TypeVar("T", bound=Hashable)
 
 MOST_TOLD = 8  # differences, or ranks, that an error names
-
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the repr of an object that has none of its own
 
 
 def agree(told: Mapping[str, object], comm: Comm, device: torch.device) -> None:
@@ -25,14 +23,15 @@ def agree(told: Mapping[str, object], comm: Comm, device: torch.device) -> None:
     All ranks send the digest of what they were told, 32 bytes, and only where these differ the whole.
 
     Args:
-        told: what must be the same on every rank, by a name the user knows; values are compared as their ``repr``.
+        told: what must be the same on every rank, by a name the user knows; values are compared by their text, as of
+            :func:`~lightning_sparse.settings.as_text`.
         comm: the ranks.
         device: where messages lie.
 
     Raises:
         RuntimeError: on every rank, with the values that differ and the ranks that have them.
     """
-    text = json.dumps({name: _ADDRESS.sub("", repr(value)) for name, value in told.items()})
+    text = json.dumps({name: as_text(value) for name, value in told.items()})
     digests = _gather(hashlib.sha256(text.encode()).digest(), comm, device)
     if len(set(digests)) == 1:
         return

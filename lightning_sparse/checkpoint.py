@@ -12,6 +12,7 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.fusion import carry_over, not_carried
 from lightning_sparse.group import Group
+from lightning_sparse.settings import as_text
 
 KEY = "lightning_sparse"
 RESIDUALS = ("per_rank", "mean", "none")
@@ -81,7 +82,7 @@ def _otherwise(state: Mapping[str, Any], exchange: Exchange, compressor: Compres
             f"{state['size']} ranks wrote it and {exchange.size} read it, so each starts from the mean of what they "
             "had not sent"
         )
-    if state["compressor"] != repr(compressor):
+    if state["compressor"] != as_text(compressor):
         yield f"it was written with {state['compressor']}, so {compressor} learns thresholds anew"
     elif "checksum" not in state:  # nobody knows what would come of what compressors kept
         yield f"it has no checksum, so {compressor} learns thresholds anew"

@@ -21,6 +21,7 @@ from lightning_sparse.layer_fusion import LayerFusion
 from lightning_sparse.loss_scale import LossScale
 from lightning_sparse.process_groups import ProcessGroups
 from lightning_sparse.select import is_whole
+from lightning_sparse.settings import as_text
 
 
 class SparseHook:
@@ -160,7 +161,7 @@ class SparseHook:
     def take_over(self, before: "SparseHook") -> None:
         """Go on where ``before`` ended, with parameters of the same name and shape; one warning names all others."""
         old, new = before.exchange.groups, self.exchange.groups
-        same = repr(before.compressor) == repr(self.compressor)
+        same = as_text(before.compressor) == as_text(self.compressor)
         carry_over(old, list(zip(new, self.exchange.compressors, strict=True)), memories=same)
         if lost := not_carried(old, new):
             rank_zero_warn(f"The model has changed since the fit before: {'; '.join(lost)}.")
@@ -181,7 +182,7 @@ class SparseHook:
         with self._groups.leaders() as leaders:
             state = checkpoint.gather(self.exchange, residuals, leaders)
         plan = self.layer_fusion.state() if self.layer_fusion else {}
-        state |= {"compressor": repr(self.compressor), "plan": plan}
+        state |= {"compressor": as_text(self.compressor), "plan": plan}
         return state | {"checksum": damage.checksum(state)}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:

@@ -26,6 +26,7 @@ from lightning_sparse.planner import (
     with_small_dense,
 )
 from lightning_sparse.rehearsal import median_known, median_over_ranks, rehearse_all
+from lightning_sparse.settings import as_text, same
 
 SETTLING = 4  # passes (one before each forward) until any is measured: buckets are rebuilt, thresholds settle
 BESIDE = 5  # passes measured as they are
@@ -56,7 +57,7 @@ class LayerFusion:
         self._compressor = compressor
         self._parameters = parameters
         self._pieces = pieces_of(parameters, compressor)
-        self._laid_out_for = repr(compressor)
+        self._laid_out_for = as_text(compressor)
         self._dense_up_to = 0  # elements of a group: smaller ones are summed densely
         self._worthwhile = exchange.size > 1 and sum(piece.elements for piece in self._pieces) >= WORTH_PLANNING
         self._seen = exchange.steps
@@ -73,7 +74,7 @@ class LayerFusion:
         self._note(now)
         self._seen, self._last_s = exchange.steps, now
         at_work = self._compressor.at(exchange.groups[0].step)
-        if at_work != self._at_work:
+        if not same(at_work, self._at_work):
             self._start()
         elif self._measuring:
             self._go_on_measuring(at_work)
@@ -105,7 +106,7 @@ class LayerFusion:
             return {}
         return {
             "groups": [list(group.names) for group in self._exchange.groups],
-            "compressor": repr(self._at_work),
+            "compressor": as_text(self._at_work),
             "size": self._exchange.size,
             "dense_up_to": self._dense_up_to,
         }
@@ -114,7 +115,7 @@ class LayerFusion:
         """Follow a plan saved after ``step``, if it was made for these parameters, this compressor and these ranks."""
         at_work = self._compressor.at(step)
         if isinstance(at_work, Auto):  # and what it had chosen
-            at_work = next((c for c in at_work.candidates if repr(c) == state.get("compressor")), at_work)
+            at_work = next((c for c in at_work.candidates if as_text(c) == state.get("compressor")), at_work)
         pieces = pieces_of(self._parameters, at_work)
         planned = saved_groups(state, pieces, at_work, self._exchange.size)
         if planned is None:
@@ -233,7 +234,7 @@ class LayerFusion:
         """Change to the groups of a plan, and to a compressor, on trial: those there are took ``span_s``."""
         names = [group.names for group in self._exchange.groups]
         before = Before(names, self._compressor, self._dense_up_to, span_s, otherwise)
-        if compressor != self._compressor:
+        if not same(compressor, self._compressor):
             self._compressor, self._at_work = compressor, compressor
             self._pieces = pieces_of(self._parameters, compressor)
         groups: list[list[Piece]] = [[] for _ in range(max(group_of_piece, default=-1) + 1)]
@@ -241,7 +242,7 @@ class LayerFusion:
             groups[index].append(piece)
         self._dense_up_to = dense_up_to
         self.regroup(cut_apart(groups, dense_up_to))
-        if (names, before.compressor) != ([group.names for group in self._exchange.groups], self._compressor):
+        if names != [group.names for group in self._exchange.groups] or not same(before.compressor, self._compressor):
             self._on_trial = before
 
     def _follow_one_group(self, span_s: float) -> None:
@@ -260,7 +261,7 @@ class LayerFusion:
         self._on_trial, self._spans = None, []
         goes_back = now_s > allowed * before.span_s
         if goes_back:
-            self._try_one_group &= self._compressor == before.compressor  # else the pieces are others
+            self._try_one_group &= same(self._compressor, before.compressor)  # else the pieces are others
             self._compressor, self._dense_up_to, self.plan = before.compressor, before.dense_up_to, before.plan
             self._at_work = self._compressor.at(self._exchange.groups[0].step)
             self._pieces = pieces_of(self._parameters, self._compressor)
@@ -276,12 +277,12 @@ class LayerFusion:
         """Average in ``groups`` from now on; nothing that is unsent is lost."""
         exchange = self._exchange
         new = make_groups(self._parameters, self._compressor, groups)
-        same = repr(self._compressor) == self._laid_out_for
+        text = as_text(self._compressor)
         was = zip(exchange.groups, exchange.compressors, strict=True)
-        if [(group.names, repr(c)) for group, c in was] != [(group.names, repr(c)) for group, c in new]:
-            carry_over(exchange.groups, new, memories=same)
+        if [(group.names, as_text(c)) for group, c in was] != [(group.names, as_text(c)) for group, c in new]:
+            carry_over(exchange.groups, new, memories=text == self._laid_out_for)
             exchange.lay_out(new)
-            self._laid_out_for = repr(self._compressor)
+            self._laid_out_for = text
 
     # - after the plan was made
 

@@ -11,6 +11,7 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.fusion import BUCKET_BYTES, Piece, cut_apart, fuse
 from lightning_sparse.group import Group
 from lightning_sparse.plan import Cost, Plan, StepModel
+from lightning_sparse.settings import as_text
 
 LEAST_GAIN = 0.1  # of a backward: the model is not exact, so for less the groups stay as they are
 LEAST_SPEEDUP = 0.05  # of a step: for less, rather the compressor that sends more
@@ -132,7 +133,7 @@ def saved_groups(
     by_name = {piece.name: piece for piece in pieces}
     dense_up_to = state.get("dense_up_to", 0)
     if (
-        (state.get("compressor"), state.get("size")) != (repr(compressor), size)
+        (state.get("compressor"), state.get("size")) != (as_text(compressor), size)
         or sorted(name for names in groups for name in names) != sorted(by_name)
         or not isinstance(dense_up_to, int)
     ):

@@ -20,6 +20,7 @@ from lightning_sparse.group import Group
 from lightning_sparse.lane import Lane
 from lightning_sparse.plan import Array, Cost
 from lightning_sparse.planner import Kinds, kinds_of
+from lightning_sparse.settings import as_text
 from lightning_sparse.simulation import SimNetwork
 from lightning_sparse.sparse import Sparse
 
@@ -63,18 +64,19 @@ def rehearse_all(
         return []
     found: list[tuple[Kinds, Cost]] = []
     dense: dict[str, Cost | None] = {}  # most compressors have the same in their place
+    texts = [as_text(compressor) for compressor in compressors]
     for number, compressor in enumerate(compressors):
-        if compressor in compressors[:number]:
-            found.append(found[compressors.index(compressor)])
+        if texts.index(texts[number]) < number:
+            found.append(found[texts.index(texts[number])])
             continue
         if len(compressors) > 2:
             rank_zero_info(f"LayerFusion: measuring {compressor}.")
         pieces = pieces_of(parameters, compressor)
         kinds = kinds_of(pieces, compressor, lambda c, n: rehearse(exchange, c, n, link))
         densely = compressor.densely()
-        if repr(densely) not in dense:
-            dense[repr(densely)] = rehearse(exchange, densely, SMALL, link)
-        small = dense[repr(densely)]
+        if as_text(densely) not in dense:
+            dense[as_text(densely)] = rehearse(exchange, densely, SMALL, link)
+        small = dense[as_text(densely)]
         if kinds is None or small is None:
             return []
         found.append((kinds, small))

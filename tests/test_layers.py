@@ -29,7 +29,7 @@ MAY_IMPORT_DISTRIBUTED = {
 }
 # Each file and which of ours it may import: a layer sees only the layers before it.
 LAYERS = [
-    {"__about__", "streams", "sparse", "wire", "control", "partition", "metrics"},
+    {"__about__", "streams", "sparse", "wire", "control", "partition", "metrics", "settings"},
     {"select", "sketch", "plan"},
     {"kernels"},
     {"comm", "group"},

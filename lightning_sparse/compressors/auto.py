@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_sparse.comm import Comm, Rounds
-from lightning_sparse.compressors.base import Compressor
+from lightning_sparse.compressors.base import Compressor, check_settings
 from lightning_sparse.compressors.dense import Dense
 from lightning_sparse.compressors.importance import ImportancePruning
 from lightning_sparse.compressors.micro import MiCRO
@@ -45,6 +45,7 @@ class Auto(Compressor):
         for name, given in (*(("candidates", each) for each in self.candidates), ("start", self.start)):
             if not isinstance(given, Compressor) or given.chooses:
                 raise ValueError(f"Auto: {name}: {given!r} is not a compressor to choose; give one such as MiCRO().")
+            check_settings(given)
 
     def accumulate(self, group: Group, gradients: Sequence[Tensor | None], size: int, scale: float = 1.0) -> None:
         """Add gradients as ``start`` does."""

@@ -2,6 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
+from dataclasses import fields
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from lightning_sparse.comm import Comm, Rounds
 from lightning_sparse.control import Held
 from lightning_sparse.group import Group
+from lightning_sparse.settings import as_text
 from lightning_sparse.sparse import Sparse
 from lightning_sparse.wire import CAUSE, CorruptMessage
 
@@ -23,12 +26,8 @@ class Compressor(ABC):
 
     Every rank ends a step with a bit-identical total, and launches the same messages in the same order whatever its
     data.  A compressor is settings only: a frozen dataclass, the same on every rank, made before any process starts.
-    Whatever changes from step to step lives in the group.
+    Whatever changes from step to step lives in the group.  Ranks and checkpoints compare its fields by their values.
     """
-
-    def __repr__(self) -> str:
-        """Of a dataclass, its settings; of any other, its name: the same in every process and run."""
-        return f"{type(self).__name__}()"
 
     @abstractmethod
     def reduce(self, group: Group, comm: Comm) -> Rounds:
@@ -96,6 +95,37 @@ def carry_thresholds(parts: Sequence[tuple[Group, int]], *keys: str) -> dict[str
     """The thresholds kept under ``keys``, each the mean over the groups that have it; see :meth:`Compressor.carry`."""
     known = {key: [(group.memory[key], n) for group, n in parts if n and key in group.memory] for key in keys}
     return {key: Held.joined(states) for key, states in known.items() if states}
+
+
+def check_settings(compressor: Compressor) -> None:
+    """Raise a TypeError unless all settings of ``compressor`` can be compared: between ranks, and with a checkpoint.
+
+    They are the fields of a frozen dataclass, which its own class must be, and values that :func:`as_text` knows.
+    """
+    kind = type(compressor)
+    parameters = vars(kind).get("__dataclass_params__")
+    if parameters is None or not parameters.frozen:
+        raise TypeError(
+            f"{kind.__qualname__} must be a frozen dataclass, so that ranks can compare its settings; write "
+            f"@dataclass(frozen=True) above class {kind.__name__}, also if a class it derives from has it, and every "
+            "setting as a field."
+        )
+    names = [field.name for field in fields(compressor)]  # type: ignore[arg-type]  # it is a dataclass
+    computed = {name for each in kind.__mro__ for name, x in vars(each).items() if isinstance(x, cached_property)}
+    if hidden := sorted(vars(compressor).keys() - {*names, *computed}):
+        raise TypeError(
+            f"{kind.__qualname__} must have all its settings as fields of the dataclass, so that ranks can compare "
+            f"them; got the attributes {', '.join(hidden)} beside the fields. Declare them as fields."
+        )
+    for name in names:
+        value = getattr(compressor, name)
+        try:
+            as_text(value)
+        except Exception as error:  # whatever its class raises where it is asked what it is
+            raise TypeError(
+                f"{kind.__qualname__}({name}=...) must be a value that ranks can compare, such as a number, a string, "
+                f"a tensor, a dataclass or a function of a module; got {value!r}: {error}."
+            ) from error
 
 
 def told_last(compressor: Compressor, group: Group) -> list[list[int]] | None:

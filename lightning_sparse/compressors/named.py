@@ -1,7 +1,7 @@
 """The compressors, by name."""
 
 from lightning_sparse.compressors.auto import Auto
-from lightning_sparse.compressors.base import Compressor
+from lightning_sparse.compressors.base import Compressor, check_settings
 from lightning_sparse.compressors.dense import Dense
 from lightning_sparse.compressors.importance import ImportancePruning
 from lightning_sparse.compressors.micro import MiCRO
@@ -32,9 +32,11 @@ def by_name(compressor: object) -> Compressor:
 
     Raises:
         ValueError: for a name that is not in ``NAMES``.
-        TypeError: for anything that is neither a name nor an instance.
+        TypeError: for anything that is neither a name nor an instance, and for an instance whose settings cannot be
+            compared between ranks.
     """
     if isinstance(compressor, Compressor):
+        check_settings(compressor)
         return compressor
     if isinstance(compressor, str):
         if compressor in NAMES:

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +81,13 @@ def test_what_cannot_be_counted_is_named(compressor: str, sizes: list[int], elem
         list(count(compressor, sizes, elements))
 
 
+@dataclass(frozen=True)
 class Disagreeing(ls.Compressor):
     def reduce(self, group: Group, comm: Comm) -> Rounds:
         return (yield comm.all_reduce(group.unsent[: 3 + comm.rank].clone()))
 
 
+@dataclass(frozen=True)
 class OneMore(ls.Compressor):
     def reduce(self, group: Group, comm: Comm) -> Rounds:
         if comm.rank == 1:

@@ -2,17 +2,20 @@
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import lightning_sparse as ls
 from lightning_sparse import damage, replicas
 from lightning_sparse.agreement import differences, ranks_having
+from lightning_sparse.comm import Comm, Rounds
+from lightning_sparse.group import Group
 from lightning_sparse.replicas import checksum
 from tests.conftest import Ranks
 from tests.processes.models import data, small, trainer
@@ -61,6 +64,37 @@ def test_what_one_rank_was_told_otherwise_is_named_on_every_rank(ranks: Ranks, c
         assert "The ranks were not told the same" in error
         assert all(each in error for each in said), error
         assert seconds < SOON_S
+
+
+@dataclass(frozen=True)
+class Own(ls.Compressor):
+    """A user's own, with settings that its repr does not show, or not all of."""
+
+    hidden: int = field(default=0, repr=False)
+    table: Tensor = field(default_factory=lambda: torch.zeros(5000))
+
+    def reduce(self, group: Group, comm: Comm) -> Rounds:
+        return (yield comm.all_reduce(group.unsent.clone()))
+
+
+def own(rank: int, size: int) -> list[str]:
+    torch.distributed.init_process_group("gloo")
+    ddp = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    errors = []
+    for compressor in (Own(hidden=rank), Own(table=torch.zeros(5000).index_fill(0, torch.tensor(2500), rank))):
+        try:
+            ls.SparseHook(ddp, compressor).close()
+            errors.append("")
+        except RuntimeError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_other_settings_of_an_own_compressor_are_named_on_every_rank(ranks: Ranks) -> None:
+    for hidden, table in ranks.run(own, 2):
+        assert "compressor: Own(hidden=0, table=" in hidden
+        assert "Own(hidden=1, table=" in hidden
+        assert "table=tensor(float32 [5000] " in table
 
 
 def load_another(rank: int, size: int) -> str:

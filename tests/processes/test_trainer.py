@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,7 @@ def test_parameters_without_a_gradient_lose_nothing(ranks: Ranks, name: str) -> 
     assert not any(n.startswith("never") for n in applied)
 
 
+@dataclass(frozen=True)
 class Fails(ls.Compressor):
     def reduce(self, group: Group, comm: Comm) -> Rounds:
         yield comm.all_reduce(group.unsent.clone())
