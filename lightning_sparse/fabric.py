@@ -30,7 +30,7 @@ class SparseDDPStrategy(DDPStrategy):
 
     Raises:
         ValueError: for an option out of range, with the value and what is allowed.
-        TypeError: if ``compressor`` is neither a name nor an instance.
+        TypeError: if ``compressor`` is neither a name nor an instance, or for a keyword that nobody takes.
     """
 
     def __init__(
@@ -42,7 +42,9 @@ class SparseDDPStrategy(DDPStrategy):
         local_group: int | str = 1,
         **kwargs: Any,
     ) -> None:
-        self.options = Options.checked(compressor, fusion, wire_dtype, warmup_steps, local_group, kwargs)
+        self.options = Options.checked(
+            compressor, fusion, wire_dtype, warmup_steps, local_group, kwargs, super().__init__
+        )
         self._hooks: list[weakref.ref[SparseHook]] = []
         kwargs = self.options.for_ddp(kwargs)
         super().__init__(**kwargs)

@@ -1,5 +1,6 @@
 """The engine put on a DistributedDataParallel: what the strategies share, and plain PyTorch can use."""
 
+import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -50,6 +51,8 @@ class SparseHook:
         RuntimeError: on every rank, if they were not given the same.
     """
 
+    _warned_of_bytes = False
+
     def __init__(
         self,
         ddp: DistributedDataParallel,
@@ -91,6 +94,7 @@ class SparseHook:
                 f"local_group={nodes.local_size} cannot be combined with find_unused_parameters=True: ranks of a node "
                 "may use different parameters, and only one may keep what is unsent of them. Leave one of them out."
             )
+        compressor = dense_if_alone(compressor, self._ranks.size // self._groups.local_size)
         self.exchange = Exchange(
             lay_out(parameters, compressor, fusion, bucket_bytes),
             self._groups.comms(dtype),
@@ -120,6 +124,7 @@ class SparseHook:
         del module, arguments
         if self.exchange.error is not None:
             raise self.exchange.error
+        self._warn_if_nothing_is_saved()
         thawed = [name for name, parameter in self._frozen if parameter.requires_grad]
         if thawed and dist.get_world_size() > 1 and torch.is_grad_enabled():
             raise RuntimeError(
@@ -157,6 +162,21 @@ class SparseHook:
         assert ddp is not None  # it called
         ordinary: JoinHook = DistributedDataParallel.join_hook(ddp, **options)
         return ordinary
+
+    def _warn_if_nothing_is_saved(self) -> None:
+        """Say once that the last step sent as much as dense DDP, if it was one of the compressor proper."""
+        report = self.exchange.last
+        if self._warned_of_bytes or report is None or report.saves_bytes():
+            return
+        steps = zip(self.exchange.compressors, self.exchange.groups, strict=True)
+        compressor = next((c for c, group in steps if c.compresses(group.step - 1)), None)
+        if compressor is not None:
+            self._warned_of_bytes = True
+            rank_zero_warn(
+                f"{compressor} sent {report.sent_bytes:,} bytes in a step, where dense DDP sends "
+                f"{report.dense_bytes:,}: nothing is saved. Choose settings that send less, such as a lower density or "
+                "wire_dtype='bfloat16', or train with strategy='ddp'."
+            )
 
     def take_over(self, before: "SparseHook") -> None:
         """Go on where ``before`` ended, with parameters of the same name and shape; one warning names all others."""
@@ -209,12 +229,25 @@ class SparseHook:
         for handle in self._handles:
             handle.remove()
         _end(self.exchange, self._groups)
+        self._warn_if_nothing_is_saved()
 
 
 def _end(exchange: Exchange, process_groups: ProcessGroups) -> None:
     """End both.  Process groups with a message under way stay: to destroy one waits for its messages."""
     if exchange.close():
         process_groups.close()
+
+
+def dense_if_alone(compressor: Compressor, size: int) -> Compressor:
+    """``compressor``, or among ``size`` = 1 ranks, or nodes, its dense form: there is nobody to send to."""
+    if size > 1:
+        return compressor
+    if compressor.compresses(sys.maxsize):
+        rank_zero_warn(
+            f"There is one rank, or with local_group one node, and nobody to send to: {compressor} is not used, and "
+            "every step updates all elements. A compressor starts to work from two on."
+        )
+    return compressor.densely()
 
 
 def check_warmup(warmup_steps: object) -> None:

@@ -1,8 +1,9 @@
 """What a strategy is told, checked once for the Trainer's and for Fabric's."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from datetime import timedelta
+from inspect import signature
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from lightning_sparse.fusion import BUCKET_BYTES, check_fusion
 from lightning_sparse.hook import SparseHook, check_choice, check_warmup
 from lightning_sparse.process_groups import ProcessGroups
 from lightning_sparse.select import is_number, is_whole
+from lightning_sparse.settings import same
 
 # Of DDP; with these it does not hand every gradient of every rank to its hook.
 UNSUPPORTED = (
@@ -26,6 +28,7 @@ UNSUPPORTED = (
     "process_group",
     "skip_all_reduce_unused_params",
 )
+GIVEN_BY_LIGHTNING = {"module", "device_ids", "args", "kwargs"}  # to DDP, or not by name
 MOST_MB = 2**23  # of bucket_cap_mb: 8 TiB
 HAND_OVER_MB = 1  # of gradient, between one call of our hook and the next
 
@@ -50,12 +53,15 @@ class Options:
         warmup_steps: int,
         local_group: int | str,
         ddp_kwargs: Mapping[str, Any],
+        init: Callable[..., None],
     ) -> "Options":
         """The options, if they are possible beside the arguments of DDP.
 
+        ``ddp_kwargs`` are for ``init``, of Lightning's or Fabric's DDPStrategy; what is not its own it hands on to DDP.
+
         Raises:
             ValueError: for an option out of range, with the value and what is allowed.
-            TypeError: if ``compressor`` is neither a name nor an instance.
+            TypeError: if ``compressor`` is neither a name nor an instance, or for a keyword that nobody takes.
         """
         check_warmup(warmup_steps)
         if local_group != "node" and not is_whole(local_group, least=1):
@@ -78,6 +84,7 @@ class Options:
         fusion = check_fusion(fusion)
         compressor = by_name(compressor)
         check_choice(compressor, fusion)
+        refuse_unknown(ddp_kwargs, init, compressor)
         bucket_mb = ddp_kwargs.get("bucket_cap_mb")
         if bucket_mb is not None and not (is_number(bucket_mb) and 0 < bucket_mb <= MOST_MB):
             raise ValueError(f"bucket_cap_mb={bucket_mb!r} is a number of MiB, above 0 and at most {MOST_MB:,}.")
@@ -120,6 +127,31 @@ class Options:
             bucket_bytes=self.bucket_bytes,
             process_groups=process_groups,
         )
+
+
+def refuse_unknown(keywords: Mapping[str, object], init: Callable[..., None], compressor: Compressor) -> None:
+    """Raise a TypeError for ``keywords`` that neither ``init`` nor DDP takes from its user."""
+    taken = {name for each in (init, DistributedDataParallel) for name in signature(each).parameters}
+    unknown = {name: value for name, value in keywords.items() if name not in taken - GIVEN_BY_LIGHTNING}
+    if not unknown:
+        return
+    known = fields(compressor)  # type: ignore[arg-type]  # by_name has seen to it
+    if misplaced := [field.name for field in known if field.name in unknown]:
+        given = {f.name: getattr(compressor, f.name) for f in known if not same(getattr(compressor, f.name), f.default)}
+        name = type(compressor).__name__
+        name = f"ls.{name}" if type(compressor).__module__.startswith("lightning_sparse.") else name
+        raise TypeError(
+            f"{misplaced[0]} must be given to the compressor, of which it is a setting, not to the strategy; write "
+            f"SparseDDPStrategy({name}({_call(given | {each: unknown[each] for each in misplaced})}))."
+        )
+    raise TypeError(
+        f"{next(iter(unknown))} must be an option of this strategy, of DDPStrategy or of DistributedDataParallel; got "
+        f"{_call(unknown)}. Leave it out, or correct its name."
+    )
+
+
+def _call(arguments: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
 
 
 def register_names(registry: Any, strategy: type) -> None:

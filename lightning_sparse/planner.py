@@ -11,7 +11,7 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.fusion import BUCKET_BYTES, Piece, cut_apart, fuse
 from lightning_sparse.group import Group
 from lightning_sparse.plan import Cost, Plan, StepModel
-from lightning_sparse.settings import as_text
+from lightning_sparse.settings import as_text, same
 
 LEAST_GAIN = 0.1  # of a backward: the model is not exact, so for less the groups stay as they are
 LEAST_SPEEDUP = 0.05  # of a step: for less, rather the compressor that sends more
@@ -165,7 +165,7 @@ class Before:
 
         In fewer groups parameters with small gradients compete with more others, so that they are sent less often.
         """
-        competes = compressor == self.compressor and any(group.target < group.n for group in groups)
+        competes = same(compressor, self.compressor) and any(group.target < group.n for group in groups)
         return 1 - MERGING_GAIN if competes and len(groups) < len(self.groups) else 1.0
 
 

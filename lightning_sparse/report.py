@@ -41,3 +41,7 @@ class Report:
             ms_network=sum(lane.network_ns for lane in lanes) / 1e6,
             ms_wait=waited_ns / 1e6,
         )
+
+    def saves_bytes(self) -> bool:
+        """Whether fewer bytes were sent than dense DDP would have sent; also where there was nobody to send to."""
+        return self.sent_bytes < self.dense_bytes or not self.dense_bytes

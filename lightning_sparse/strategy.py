@@ -53,7 +53,9 @@ class SparseMixin(_Base):
     ) -> None:
         if residuals not in checkpoints.RESIDUALS:
             raise ValueError(f"residuals={residuals!r} is not one of {', '.join(checkpoints.RESIDUALS)}.")
-        self.options = Options.checked(compressor, fusion, wire_dtype, warmup_steps, local_group, ddp_kwargs)
+        self.options = Options.checked(
+            compressor, fusion, wire_dtype, warmup_steps, local_group, ddp_kwargs, super().__init__
+        )
         ddp_kwargs = self.options.for_ddp(ddp_kwargs)
         super().__init__(**ddp_kwargs)  # by this name: jsonargparse reads here where options go
         self.residuals = residuals
@@ -266,5 +268,5 @@ class SparseDDPStrategy(SparseMixin, DDPStrategy):
 
     Raises:
         ValueError: for an option out of range, with the value and what is allowed.
-        TypeError: if ``compressor`` is neither a name nor an instance.
+        TypeError: if ``compressor`` is neither a name nor an instance, or for a keyword that nobody takes.
     """

@@ -64,6 +64,19 @@ def test_warmup_is_dense_first() -> None:
     assert torch.allclose(result.mean[:2], given[:2].mean(1))
 
 
+def test_phases_that_compress() -> None:
+    ladder = ls.DensityLadder(2, ls.TopK(density=0.1), densities=(0.5, 0.2))
+    for compressor, first in (
+        (ls.TopK(), 0),
+        (ls.Warmup(3, "micro"), 3),
+        (ladder, 4),
+        (ls.MomentumCorrection(0.9, ls.Warmup(5, ladder)), 5),
+    ):
+        assert [step for step in range(9) if compressor.compresses(step)] == list(range(first, 9))
+    for dense in (ls.Dense(), ls.Auto(), ls.Warmup(1, "sparse_dense")):
+        assert not any(dense.compresses(step) for step in range(9))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 import lightning_sparse as ls
+from lightning_sparse import fabric
 
 
 @pytest.mark.parametrize("name", list(ls.COMPRESSORS))
@@ -65,6 +66,27 @@ for trainer, strategy in mixed:
 def test_bad_options_name_the_value_and_what_is_allowed(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         ls.SparseDDPStrategy(**options)
+
+
+@pytest.mark.parametrize("kind", [ls.SparseDDPStrategy, fabric.SparseDDPStrategy])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compressor": "micro", "density": 0.05}, "write SparseDDPStrategy(ls.MiCRO(density=0.05))"),
+        ({"compressor": ls.OkTopk(slack=2), "density": 0.1}, "SparseDDPStrategy(ls.OkTopk(slack=2, density=0.1))"),
+        ({"skip": 0.25, "dim": 0}, "skip must be given to the compressor, of which it is a setting"),
+        ({"densty": 0.05}, "densty must be an option of this strategy, of DDPStrategy or of DistributedDataParallel"),
+        ({"device_ids": [0]}, "got device_ids=[0]. Leave it out"),
+    ],
+)
+def test_a_keyword_that_nobody_takes_is_refused_at_once(kind: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(message)):
+        kind(**options)
+
+
+@pytest.mark.parametrize("kind", [ls.SparseDDPStrategy, fabric.SparseDDPStrategy])
+def test_what_ddp_and_its_strategy_take_is_taken(kind: Any) -> None:
+    kind(find_unused_parameters=True, static_graph=False, bucket_cap_mb=2, start_method="spawn", dim=0, timeout=None)
 
 
 def test_an_unknown_name_is_lightnings_error() -> None:

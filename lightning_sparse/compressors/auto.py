@@ -64,3 +64,7 @@ class Auto(Compressor):
     def reduce(self, group: Group, comm: Comm) -> Rounds:
         """As ``start`` does."""
         return self.start.reduce(group, comm)
+
+    def compresses(self, step: int) -> bool:
+        """As ``start`` says."""
+        return self.start.compresses(step)

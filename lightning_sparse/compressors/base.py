@@ -81,6 +81,11 @@ class Compressor(ABC):
         """Whether it is chosen in the first steps of a training what averages the others: see :class:`Auto`."""
         return False
 
+    def compresses(self, step: int) -> bool:
+        """Whether ``step`` sums less than all as it was meant: not densely, and not in a phase of warm-up."""
+        del step
+        return True
+
     def carry(self, parts: Sequence[tuple[Group, int]]) -> dict[str, Tensor]:
         """What the memory of a new group starts from, the same on every rank where the memories are.
 

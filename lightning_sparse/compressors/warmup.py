@@ -29,6 +29,10 @@ class Warmup(Wrapper):
         """Dense sums, or what the wrapped compressor says."""
         return self.densely() if step < self.steps else self.wrapped.at(step)
 
+    def compresses(self, step: int) -> bool:
+        """After the dense steps, as the wrapped compressor says."""
+        return step >= self.steps and super().compresses(step)
+
 
 @dataclass(frozen=True)
 class DensityLadder(Wrapper):
@@ -66,3 +70,7 @@ class DensityLadder(Wrapper):
         if rung >= len(rungs):
             return self.wrapped
         return replace(self.wrapped, density=rungs[rung])  # type: ignore[type-var]
+
+    def compresses(self, step: int) -> bool:
+        """After the last rung, as the wrapped compressor says."""
+        return self.at(step) is self.wrapped and super().compresses(step)

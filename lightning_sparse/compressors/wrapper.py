@@ -49,6 +49,10 @@ class Wrapper(Compressor):
         """As the wrapped compressor says."""
         return self.wrapped.chooses
 
+    def compresses(self, step: int) -> bool:
+        """As the wrapped compressor says."""
+        return self.wrapped.compresses(step)
+
     def carry(self, parts: Sequence[tuple[Group, int]]) -> dict[str, Tensor]:
         """As the wrapped compressor says."""
         return self.wrapped.carry(parts)

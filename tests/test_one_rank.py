@@ -1,0 +1,113 @@
+"""One rank alone has nobody to send to: every strategy is dense, says so once, and delivers all that is owed."""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_sparse as ls
+from lightning_sparse.damage import checksum
+from lightning_sparse.settings import as_text
+
+ALONE = "There is one rank, or with local_group one node, and nobody to send to"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store: Path = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Alone:
+    """A hook on a vector of 100 weights, whose gradient is what it is given."""
+
+    def __init__(self, compressor: Any, **options: Any) -> None:
+        self.ddp = DistributedDataParallel(nn.Linear(100, 1, bias=False))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            self.hook = ls.SparseHook(self.ddp, compressor, **options)
+        self.said = [str(each.message) for each in caught]
+
+    def mean(self, gradient: Tensor) -> Tensor:
+        self.ddp.zero_grad()
+        self.ddp(gradient.view(1, 100)).sum().backward()
+        grad = self.ddp.module.weight.grad
+        assert isinstance(grad, Tensor)
+        return grad.flatten().clone()
+
+    def unsent(self) -> Tensor:
+        return torch.cat([group.unsent for group in self.hook.exchange.groups])
+
+
+@pytest.fixture
+def alone() -> Iterator[Any]:
+    made: list[Alone] = []
+
+    def make(*args: Any, **options: Any) -> Alone:
+        made.append(Alone(*args, **options))
+        return made[-1]
+
+    yield make
+    while made:
+        made.pop().hook.close()
+
+
+@pytest.mark.parametrize("name", [name for name in ls.COMPRESSORS if name != "sparse_dense"])
+@pytest.mark.parametrize("fusion", ["layer", "none"])
+def test_every_strategy_updates_all_elements_and_says_why(alone: Any, name: str, fusion: str) -> None:
+    run = alone(name, fusion=fusion, warmup_steps=1)
+    assert len(run.said) == 1
+    assert run.said[0].startswith(ALONE)
+    for _ in range(3):
+        gradient = torch.randn(100)
+        assert torch.equal(run.mean(gradient), gradient)
+    assert not run.unsent().any()
+    assert run.hook.exchange.last.picked == 100
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    ["sparse_dense", "sparse_auto", ls.Warmup(3, "sparse_dense"), ls.MomentumCorrection(0.9, "sparse_dense")],
+    ids=repr,
+)
+def test_what_is_dense_anyway_says_nothing(alone: Any, compressor: Any) -> None:
+    assert alone(compressor, fusion="layer").said == []
+
+
+def test_momentum_correction_keeps_its_velocities(alone: Any) -> None:
+    run = alone(ls.MomentumCorrection(0.5, ls.TopK(density=0.1)))
+    gradient = torch.randn(100)
+    means = [run.mean(gradient) for _ in range(3)]
+    for mean, factor in zip(means, (1, 1.5, 1.75), strict=True):
+        assert torch.allclose(mean, factor * gradient)
+
+
+def test_a_checkpoint_keeps_the_name_that_was_given(alone: Any) -> None:
+    compressor = ls.MiCRO(density=0.05)
+    run = alone(compressor)
+    run.mean(torch.randn(100))
+    assert run.hook.compressor is compressor
+    assert run.hook.state_dict()["compressor"] == as_text(compressor)
+
+
+@pytest.mark.parametrize("residuals", ["per_rank", "mean"])
+def test_what_several_ranks_owed_is_delivered_at_once(alone: Any, residuals: str) -> None:
+    run = alone(ls.TopK(density=0.01), fusion="layer")
+    run.mean(torch.zeros(100))
+    owed = torch.randn(3, 1, 100)
+    several = {"per_rank": {"size": 3, "unsent": {"weight": owed}}, "mean": {"unsent": {"weight": owed.mean(0)}}}
+    state = run.hook.state_dict(residuals) | several[residuals] | {"groups": []}
+    state["checksum"] = checksum(state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run.hook.load_state_dict(state)
+    assert torch.allclose(run.mean(torch.zeros(100)), owed.mean(0).flatten())
+    assert not run.unsent().any()
