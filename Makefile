@@ -1,6 +1,6 @@
 # Everything runs in a virtual environment that make sets up by itself.
 #   make demo    train on real data with strategy="skip_reduce" on several processes
-#   make bench   a short comparison over emulated slow networks (Linux, root)
+#   make bench   a short comparison over emulated slow networks, and limits of time (Linux, root; a quiet machine)
 #   make test    the tests; those of one process on JOBS processors
 #   make docs    the documentation site, in docs/_build/html
 #   make check   what CI runs: lint, types, tests
@@ -25,10 +25,11 @@ demo: setup
 bench: setup
 	$(BIN)/lightning-sparse bench --emulate 2x1gbit,2x100mbit --workload mlp_1m \
 	  --strategies ddp,bf16_hook,skip_reduce,skip_reduce:wire_dtype=bfloat16 --steps 5 --rounds 3 --plot
+	$(BIN)/python -m pytest tests/bench/speed.py
 
 test: setup
-	$(BIN)/python -m pytest -n $(JOBS) -m "not processes and not cluster"
-	$(BIN)/python -m pytest -m "processes or cluster"
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not processes and not cluster"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "processes or cluster"
 
 docs: setup
 	$(BIN)/python -m sphinx -W --keep-going -n -q docs docs/_build/html

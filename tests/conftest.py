@@ -6,13 +6,16 @@ import os
 import socket
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 import lightning_sparse as ls
 from lightning_sparse.bench.cluster import unavailable_reason
@@ -29,10 +32,16 @@ EVERY_COMPRESSOR = [
 ]
 
 
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
+settings.load_profile("tests")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.processes)
+        if item.get_closest_marker("cluster"):  # in one worker: creating a cluster removes what others left behind
+            item.add_marker(pytest.mark.xdist_group("cluster"))
 
 
 @pytest.fixture(autouse=True)
@@ -52,24 +61,31 @@ class Ranks:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "lightning.pytorch", "lightning_sparse", "tests.conftest"])
+        self._context.set_forkserver_preload(["lightning_sparse", "sklearn.datasets", "tests.processes.models"])
 
-    def run(self, function: Callable[..., Any], size: int, *args: Any, timeout_s: float = 60) -> list[Any]:
+    def run(self, function: Callable[..., Any], size: int, *args: Any, timeout_s: float = 100) -> list[Any]:
         """``function(rank, size, *args)`` on each rank; returns what each returned.
 
         Raises:
             AssertionError: if a rank raises, dies or is not done in time; all ranks are killed first.
         """
-        values = [None] * size
         with self.start(function, size, *args) as running:
-            for end in running.ends(timeout_s):
-                assert end.error is None, f"rank {end.rank} failed:\n{end.error}"
-                values[end.rank] = end.value
-        return values
+            return running.values(timeout_s)
 
     def start(self, function: Callable[..., Any], size: int, *args: Any) -> "Running":
         """``function(rank, size, *args)`` on each rank, in the background; killed when the context ends."""
         return Running(self._context, function, size, args)
+
+    def apart(self, function: Callable[..., Any], output: Path, *args: Any, timeout_s: float = 100) -> Any:
+        """``function(*args)`` in a process that is no rank and may start others; returns what it returned.
+
+        What it and they print goes to the file ``output``.
+
+        Raises:
+            AssertionError: as ``run``.
+        """
+        with Running(self._context, _apart, 1, (function, output, *args), daemon=False) as running:
+            return running.values(timeout_s)[0]
 
 
 @dataclass
@@ -84,13 +100,15 @@ class End:
 class Running:
     """Ranks at work."""
 
-    def __init__(self, context: Any, function: Callable[..., Any], size: int, args: tuple[Any, ...]) -> None:
+    def __init__(
+        self, context: Any, function: Callable[..., Any], size: int, args: tuple[Any, ...], daemon: bool = True
+    ) -> None:
         port = _free_port()
         self._pipes: dict[Connection, int] = {}  # what a rank says at its end, and which rank
         self.processes = []
         for rank in range(size):
             receiving, sending = context.Pipe(duplex=False)
-            process = context.Process(target=_rank, args=(function, rank, size, port, sending, args), daemon=True)
+            process = context.Process(target=_rank, args=(function, rank, size, port, sending, args), daemon=daemon)
             process.start()
             sending.close()  # ours, so that the end of the process is the end of the pipe
             self.processes.append(process)
@@ -117,6 +135,18 @@ class Running:
                     self.processes[rank].join(timeout=5)
                     error = f"died with exit code {self.processes[rank].exitcode}"
                 yield End(rank, value, error)
+
+    def values(self, timeout_s: float) -> list[Any]:
+        """What each rank returned.
+
+        Raises:
+            AssertionError: if a rank raised, died or has not ended in time.
+        """
+        values = [None] * len(self.processes)
+        for end in self.ends(timeout_s):
+            assert end.error is None, f"rank {end.rank} failed:\n{end.error}"
+            values[end.rank] = end.value
+        return values
 
     def __enter__(self) -> "Running":
         return self
@@ -150,6 +180,22 @@ def _rank(
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def _apart(rank: int, size: int, function: Callable[..., Any], output: Path, *args: Any) -> Any:
+    print_to(output)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    del os.environ["TORCHELASTIC_RUN_ID"]
+    warnings.simplefilter("ignore")
+    return function(*args)
+
+
+def print_to(output: Path) -> None:
+    """Have this process, and what it starts, print to a file."""
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
 
 
 def _free_port() -> int:

@@ -14,10 +14,10 @@ from lightning_sparse.fusion import lay_out
 from lightning_sparse.simulation import SimNetwork
 from lightning_sparse.sparse import dense
 
-RANKS, STEPS, BATCH, LR = 4, 250, 16, 0.05
+RANKS, BATCH, LR = 4, 16, 0.05
 
 
-def train_digits(compressor: ls.Compressor, seed: int, monkeypatch: pytest.MonkeyPatch) -> float:
+def train_digits(compressor: ls.Compressor, steps: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> float:
     """Test accuracy after SGD with momentum on P ranks, whose gradients ``compressor`` averages."""
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "examples")
     from digits import Digits, DigitsClassifier
@@ -30,8 +30,8 @@ def train_digits(compressor: ls.Compressor, seed: int, monkeypatch: pytest.Monke
     networks = [SimNetwork(RANKS) for _ in layouts[0]]
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
     images, labels = data.train.tensors
-    for step in range(STEPS):
-        optimizer.param_groups[0]["lr"] = LR * 0.5 * (1 + math.cos(math.pi * step / STEPS))
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = LR * 0.5 * (1 + math.cos(math.pi * step / steps))
         for layout in layouts:
             batch = torch.randint(len(labels), (BATCH,))
             gradients = torch.autograd.grad(
@@ -41,9 +41,9 @@ def train_digits(compressor: ls.Compressor, seed: int, monkeypatch: pytest.Monke
             for group, _ in layout:
                 group.add([of[parameter] for parameter in group.parameters])
         for i, network in enumerate(networks):
-            steps = [take_step(layout[i][1], layout[i][0], network.comms[r]) for r, layout in enumerate(layouts)]
+            rounds = [take_step(layout[i][1], layout[i][0], network.comms[r]) for r, layout in enumerate(layouts)]
             group = layouts[0][i][0]
-            total = dense(network.run(steps)[0], group.n)
+            total = dense(network.run(rounds)[0], group.n)
             for parameter, slot in zip(group.parameters, group.slots(total / RANKS), strict=True):
                 parameter.grad = slot.view(parameter.shape).clone()
         optimizer.step()
@@ -58,10 +58,10 @@ def _accuracy(model: nn.Module, data: object) -> float:
 
 def test_skip_reduce_is_as_accurate_as_dense_on_digits(monkeypatch: pytest.MonkeyPatch) -> None:
     accuracy = {
-        compressor: [train_digits(compressor, seed, monkeypatch) for seed in range(3)]
+        compressor: [train_digits(compressor, 160, seed, monkeypatch) for seed in range(2)]
         for compressor in (ls.Dense(), ls.SkipReduce(skip=0.5))
     }
-    dense, skip = (sum(accuracies) / 3 for accuracies in accuracy.values())
+    dense, skip = (sum(accuracies) / 2 for accuracies in accuracy.values())
     assert dense > 0.95, accuracy
     assert skip > dense - 0.01, accuracy
 
@@ -78,4 +78,4 @@ def test_skip_reduce_is_as_accurate_as_dense_on_digits(monkeypatch: pytest.Monke
 )
 def test_a_fiftieth_of_the_gradient_learns_digits(compressor: ls.Compressor, monkeypatch: pytest.MonkeyPatch) -> None:
     """A coarse net: at 250 steps an element has been sent five times.  Figures for longer runs are in the README."""
-    assert train_digits(ls.Warmup(50, compressor), 0, monkeypatch) > 0.91
+    assert train_digits(ls.Warmup(50, compressor), 250, 0, monkeypatch) > 0.91

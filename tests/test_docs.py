@@ -5,7 +5,7 @@ import doctest
 import importlib
 import os
 import re
-import signal
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import lightning_sparse as ls
+from tests.conftest import Ranks, print_to
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -106,26 +107,16 @@ def _texts(tree: ast.AST) -> list[str]:
     return found
 
 
-@pytest.mark.processes
-def test_the_script_of_the_five_minutes_trains(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(blocks(DOCS / "start.md", "python")[0])
-    process = subprocess.Popen(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=100)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, output
-    assert "averages 301,066 elements in 1 groups among 2 ranks" in output
+def train_as_shown(rank: int, size: int, folder: Path) -> None:
+    print_to(folder / f"rank{rank}.txt")
+    os.chdir(folder)
+    runpy.run_path(str(folder / "train.py"), run_name="__main__")
+
+
+def test_the_script_of_the_five_minutes_trains(ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(blocks(DOCS / "start.md", "python")[0])
+    ranks.run(train_as_shown, 2, tmp_path)
+    assert "averages 301,066 elements in 1 groups among 2 ranks" in (tmp_path / "rank0.txt").read_text()
     assert list(tmp_path.rglob("*.ckpt"))
 
 

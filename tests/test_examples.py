@@ -172,24 +172,20 @@ def test_the_list_of_examples_is_complete():
 
 
 BY_NAME = EXAMPLES / "configs" / "by_name.yaml"
-SCRIPTS = {  # and what they say
-    "digits.py --strategy ddp --devices 2 --max-steps 5": "val_acc: 0.",
-    f"cli.py fit --config {BY_NAME} --trainer.strategy micro --trainer.max_steps 5": "MiCRO(density=0.01, ",
-}
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("command", SCRIPTS, ids=lambda command: command.split()[0])
-def test_it_runs_as_a_script(command, tmp_path, monkeypatch, capfd):
+def test_it_runs_as_a_script(tmp_path, monkeypatch, capfd):
     """Lightning starts the second process, by running the same command again."""
     from demo import run
 
     monkeypatch.chdir(tmp_path)  # Lightning writes its logs and checkpoints here
-    failure = run([sys.executable, *f"{EXAMPLES}/{command}".split()], time_limit=100)
+    command = f"{EXAMPLES}/cli.py fit --config {BY_NAME} --trainer.strategy micro --trainer.max_steps 5"
+    failure = run([sys.executable, *command.split()], time_limit=LIMIT_S)
     out, err = capfd.readouterr()
     assert not failure, f"{failure}\n{err}"
     assert "MEMBER: 2/2" in err
-    assert SCRIPTS[command] in out + err
+    assert "MiCRO(density=0.01, " in out + err
 
 
 def run_script(rank, size, name, arguments, folder):
@@ -208,6 +204,14 @@ def test_quickstart_shows_what_was_sent(ranks: Ranks, tmp_path):
     out, other = ranks.run(run_script, 2, "quickstart.py", [], str(tmp_path), timeout_s=LIMIT_S)
     assert "58.13 kB" in out  # half of 4 * 29,066 bytes
     assert "58.13 kB" not in other  # rank 0 speaks
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_digits_is_tested(ranks: Ranks, tmp_path):
+    arguments = ["--strategy=ddp", "--devices=2", "--max-steps=5"]
+    out, _ = ranks.run(run_script, 2, "digits.py", arguments, str(tmp_path), timeout_s=LIMIT_S)
+    assert "val_acc: 0." in out
 
 
 @pytest.mark.processes
@@ -324,7 +328,7 @@ def test_torchrun_joins_two_machines(tmp_path):
     finally:
         for machine in machines:
             machine.terminate()  # torchrun then ends its processes
-            machine.wait(15)
+            machine.wait(60)
     first, second = (output.read_text() for output in outputs)
     assert codes == [0, 0], first + second
     assert "val_acc: 0." in first  # rank 0 speaks, and there is one
@@ -335,7 +339,7 @@ def test_torchrun_joins_two_machines(tmp_path):
 
 @pytest.mark.parametrize("name", [name for name in scripts() if name.endswith(".sh")])
 def test_launch_scripts_are_valid_bash(name):
-    subprocess.run(["bash", "-n", EXAMPLES / name], check=True, timeout=10)
+    subprocess.run(["bash", "-n", EXAMPLES / name], check=True, timeout=60)
 
 
 def test_slurm_starts_as_many_processes_as_the_trainer_expects(tmp_path, monkeypatch):
@@ -351,7 +355,7 @@ def test_slurm_starts_as_many_processes_as_the_trainer_expects(tmp_path, monkeyp
         "SLURM_NTASKS_PER_NODE": asked["ntasks-per-node"],
     }
     started = subprocess.run(
-        ["bash", script, "--strategy", "micro"], env=environment, capture_output=True, text=True, timeout=10, check=True
+        ["bash", script, "--strategy", "micro"], env=environment, capture_output=True, text=True, timeout=60, check=True
     )
     program, file, *arguments = started.stdout.split()
     assert (program, file) == ("python", "examples/digits.py")

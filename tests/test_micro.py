@@ -33,20 +33,19 @@ def assert_held(density: torch.Tensor, within: float, error: float) -> None:
 
 
 def test_density_is_held_on_a_million_elements_through_jumps_of_scale() -> None:
-    run = Run(ls.MiCRO(density=0.01), 4, 1_000_000)
-    assert_held(densities(run, layered(1_000_000, 4, 260, std=1e-3, jumps={100: 10, 180: 0.1})), 0.05, 0.10)
+    run = Run(ls.MiCRO(density=0.01), 2, 1_000_000)
+    assert_held(densities(run, layered(1_000_000, 2, 200, std=1e-3, jumps={80: 10, 130: 0.1})), 0.05, 0.10)
 
 
-@pytest.mark.parametrize("std", [1e-6, 1e-3, 1.0])
-@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize(("std", "size"), [(1e-6, 3), (1.0, 8)])
 def test_density_is_held_whatever_the_scale(std: float, size: int) -> None:
-    run = Run(ls.MiCRO(density=0.01), size, 100_000)
-    assert_held(densities(run, layered(100_000, size, 260, std=std, jumps={120: 10})), 0.05, 0.10)
+    run = Run(ls.MiCRO(density=0.01), size, 50_000)
+    assert_held(densities(run, layered(50_000, size, 200, std=std, jumps={120: 10})), 0.05, 0.10)
 
 
 def test_even_partitions_hold_the_density_too() -> None:
-    run = Run(ls.MiCRO(density=0.01, balance=False), 4, 100_000)
-    assert_held(densities(run, layered(100_000, 4, 260)), 0.05, 0.10)
+    run = Run(ls.MiCRO(density=0.01, balance=False), 4, 50_000)
+    assert_held(densities(run, layered(50_000, 4, 200)), 0.05, 0.10)
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])

@@ -253,22 +253,6 @@ def test_the_monitor_says_when_there_is_nothing_to_report(tmp_path: Path, capsys
         monitor.plot()
 
 
-def test_a_monitor_costs_less_than_a_hundredth_of_a_step() -> None:
-    """Of one of 200 ms; the norm of what is unsent, of any number of elements, comes on top of it in logged steps."""
-    training = Training(quiet(), every=50)
-    training.start()
-    without = Exchange()
-    times = {"with": 0.0, "without": 0.0}
-    for _ in range(500):
-        start = time.process_time()
-        without.step()
-        middle = time.process_time()
-        training.batch()
-        times["without"] += middle - start
-        times["with"] += time.process_time() - middle
-    assert (times["with"] - times["without"]) / 500 < 0.002  # about 0.03 ms here
-
-
 # - memory
 
 

@@ -10,7 +10,7 @@ import pytest
 from nbclient import NotebookClient
 
 NOTEBOOK = Path(__file__).parents[1] / "examples" / "compare_compressors.ipynb"
-CELL_S = 60  # that a cell may take; the whole takes 15 on two idle cores
+CELL_S = 150  # that a cell may take; the whole takes 15 on two idle cores
 
 
 @pytest.fixture

@@ -17,13 +17,13 @@ from lightning_sparse.wire import INDEX_FORMATS, PickLayout, Picks
 from tests.runs import Run, layered
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("size", [2, 3, 8])
 def test_words_sent_stay_below_six_k(size: int) -> None:
     """In the paper's format, 32-bit indices and values: 6 k (P-1)/P words a step between evaluations, k measured."""
-    n = 50_000
+    n = 20_000
     run = Run(ls.OkTopk(density=0.02, indices="int32"), size, n)
     words, picked = torch.zeros(size), 0
-    for step, gradient in enumerate(layered(n, size, 96)):
+    for step, gradient in enumerate(layered(n, size, 64)):
         before = [comm.sent_bytes for comm in run.network.comms]
         now = run.step(gradient).index.numel()
         if step > 32 and step % 32:
@@ -32,14 +32,13 @@ def test_words_sent_stay_below_six_k(size: int) -> None:
     assert (words <= 6 * picked * (size - 1) / size).all(), words / (picked * (size - 1) / size)
 
 
-@pytest.mark.parametrize("size", [4, 8])
-def test_regions_receive_as_much_under_skewed_scales(size: int) -> None:
+def test_regions_receive_as_much_under_skewed_scales() -> None:
     """Picks that all ranks together send to a region's owner; equal regions would get twice the mean."""
-    n = 100_000
+    size, n = 4, 100_000
     compressor = ls.OkTopk(density=0.01)
     run = Run(compressor, size, n)
     received, equal = torch.zeros(size), torch.zeros(size)
-    for step, gradients in enumerate(layered(n, size, 160)):
+    for step, gradients in enumerate(layered(n, size, 112)):
         if step > 64 and step % 32:
             edges = run.groups[0].memory["regions"]
             for group, gradient in zip(run.groups, gradients, strict=True):
@@ -53,8 +52,8 @@ def test_regions_receive_as_much_under_skewed_scales(size: int) -> None:
 
 
 def test_density_is_held() -> None:
-    run = Run(ls.OkTopk(density=0.01), 4, 100_000)
-    picked = torch.tensor([run.step(g).index.numel() / 1000 for g in layered(100_000, 4, 200)])
+    run = Run(ls.OkTopk(density=0.01), 4, 50_000)
+    picked = torch.tensor([run.step(g).index.numel() / 500 for g in layered(50_000, 4, 160)])
     assert (picked[50:].unfold(0, 100, 1).mean(1) - 1).abs().max() < 0.05
     assert (picked[50:] - 1).abs().mean() < 0.10
 
@@ -135,8 +134,7 @@ def test_sums_that_cancel_stay_with_their_ranks() -> None:
     assert result.mean[0].nonzero().flatten().tolist() == [8]
 
 
-@pytest.mark.parametrize("size", [1, 2, 5])
-@pytest.mark.parametrize("nonzero", [0, 1, 2])
+@pytest.mark.parametrize(("size", "nonzero"), [(1, 1), (2, 0), (2, 2), (5, 1), (5, 2)])
 def test_one_rank_and_fewer_picks_than_ranks(size: int, nonzero: int) -> None:
     given = torch.zeros(70, size, 1000)
     given[:, :, :nonzero] = 1.0

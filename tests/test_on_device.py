@@ -51,7 +51,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @every_compressor
 @pytest.mark.parametrize(
     ("size", "wire_dtype"),
-    [(1, "float32"), (2, "float32"), (8, "float32"), (1, "int8"), (3, "bfloat16"), (3, "float16"), (8, "int8")],
+    [(1, "float32"), (1, "int8"), (2, "bfloat16"), (3, "float32"), (3, "float16"), (4, "int8")],
 )
 def test_nothing_is_lost(on_device: None, compressor: ls.Compressor, size: int, wire_dtype: str) -> None:
     if compressor == ls.SketchFusion(exact=False):
@@ -61,24 +61,24 @@ def test_nothing_is_lost(on_device: None, compressor: ls.Compressor, size: int, 
         result = simulate(compressor, given, wire_dtype=wire_dtype)
         assert_nothing_lost(given, result)
         assert result.picked.sum() > 0
-        again = simulate(compressor, given, wire_dtype=wire_dtype)
-        for field in dataclasses.fields(result):
-            assert torch.equal(getattr(result, field.name), getattr(again, field.name)), field.name
+    again = simulate(compressor, given, wire_dtype=wire_dtype)
+    for field in dataclasses.fields(result):
+        assert torch.equal(getattr(result, field.name), getattr(again, field.name)), field.name
 
 
 @every_compressor
 @pytest.mark.parametrize("size", [1, 3])
 def test_zeros_stay_zero_and_what_is_owed_is_delivered(on_device: None, compressor: ls.Compressor, size: int) -> None:
-    given = torch.zeros(600, size, 40)
+    given = torch.zeros(60, size, 6)
     assert not simulate(compressor, given[:3]).mean.any()
-    given[0] = gradients(1, size, 40)[0]
+    given[0] = gradients(1, size, 6)[0]
     result = simulate(compressor, given)
     if compressor != ls.SketchFusion(exact=False):
         assert torch.allclose(result.mean.sum(0), given[0].mean(0), atol=1e-5)
     assert result.unsent.abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize(
     "compressor",
     [
@@ -94,7 +94,7 @@ def test_what_is_sent_is_what_is_sent_on_a_cpu(
     monkeypatch: pytest.MonkeyPatch, compressor: ls.Compressor, size: int
 ) -> None:
     """Bit for bit; of MiCRO, while messages have room for all."""
-    given = torch.stack(list(layered(3000, size, 60, jumps={20: 10.0, 40: 0.05})))
+    given = torch.stack(list(layered(3000, size, 36, jumps={12: 10.0, 24: 0.05})))
     weights = torch.randn(3000, generator=torch.Generator().manual_seed(1))
     expected = simulate(compressor, given, weights)
     monkeypatch.setattr(kernels, "used_for", lambda x: True)
@@ -106,8 +106,8 @@ def test_what_is_sent_is_what_is_sent_on_a_cpu(
 @pytest.mark.parametrize("compressor", [ls.OkTopk(), ls.OkTopk(density=0.05), ls.OkTopk(slack=1.0)], ids=repr)
 def test_ok_topk_finds_about_what_it_finds_on_a_cpu(monkeypatch: pytest.MonkeyPatch, compressor: ls.OkTopk) -> None:
     """Through a jump of the scale, which turns what was found before into noise."""
-    n = 50_000
-    given = torch.stack(list(layered(n, 4, 90, jumps={60: 10.0})))
+    n = 20_000
+    given = torch.stack(list(layered(n, 2, 90, jumps={60: 10.0})))
     expected = simulate(compressor, given)
     monkeypatch.setattr(kernels, "used_for", lambda x: True)
     result = simulate(compressor, given)
@@ -160,10 +160,10 @@ def test_a_device_s_run_goes_on_on_a_cpu_and_back(monkeypatch: pytest.MonkeyPatc
 
 
 def test_density_is_held(on_device: None) -> None:
-    given = torch.stack(list(layered(100_000, 4, 160, jumps={100: 10.0})))
-    picked = simulate(ls.MiCRO(), given).picked[60:] / 1000
+    given = torch.stack(list(layered(50_000, 2, 160, jumps={100: 10.0})))
+    picked = simulate(ls.MiCRO(), given).picked[60:] / 500
     assert 0.95 < picked.mean() < 1.05
-    picked = simulate(ls.SketchFusion(), given[:20]).picked / 1000
+    picked = simulate(ls.SketchFusion(), given[:10]).picked / 500
     assert picked.min() > 0.9
     assert picked.max() <= 1.1
 
@@ -214,7 +214,7 @@ def test_a_damaged_message_is_an_error_in_the_next_step(
 @pytest.mark.parametrize("kind", [ls.TopK, ls.MiCRO, ls.ImportancePruning, ls.OkTopk])
 @pytest.mark.parametrize("how", ["noise", "header", "count", "bits"])
 def test_an_altered_message_is_noticed_or_stays_in_range(on_device: None, kind: Any, how: str) -> None:
-    for seed in range(40):
+    for seed in range(13):  # every place, density, size and wire
         more = {"repartition_every": 1} if kind is ls.OkTopk else {}
         run = Groups(kind(density=[0.02, 0.1, 0.5][seed % 3], **more), 2 + seed % 3, 7 + seed)
         run.network = AlteringNetwork(run.network.size, list(WIRE_DTYPES.values())[seed % 4], seed % 13, how, seed)
@@ -395,7 +395,7 @@ class _Arrived(Pending):
     ],
     ids=repr,
 )
-@pytest.mark.parametrize("wire_dtype", WIRE_DTYPES.values())
+@pytest.mark.parametrize("wire_dtype", [torch.float32, torch.float16, torch.int8])
 def test_nobody_looks_at_a_device_s_data(compressor: ls.Compressor, wire_dtype: torch.dtype) -> None:
     group = Group(0, ("a", "b"), (torch.empty(300, 7, device="meta"), torch.empty(11, device="meta")))
     if isinstance(compressor, ls.MiCRO):

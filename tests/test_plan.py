@@ -44,7 +44,7 @@ def every_plan(layers: int) -> list[list[int]]:
     return [[*cuts, layers] for g in range(layers) for cuts in combinations(range(1, layers), g)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(models())
 def test_the_best_plan_is_that_of_trying_all(model: StepModel) -> None:
     layers = len(model.ready_s)

@@ -120,8 +120,7 @@ def test_bytes_of_values(count: int) -> None:
 
 
 @every_dtype
-@pytest.mark.parametrize("offset", [0, 1, 2, 3, 4])
-@pytest.mark.parametrize("count", [0, 1, 600])
+@pytest.mark.parametrize(("offset", "count"), [(1, 0), (2, 1), (0, 600), (1, 600), (2, 600), (3, 600), (4, 600)])
 def test_a_payload_may_lie_anywhere(dtype: torch.dtype, offset: int, count: int) -> None:
     values = draw(count)
     expected, left = travel(values, dtype)
@@ -150,11 +149,13 @@ def sum_over_ring(
 
 @every_dtype
 @pytest.mark.parametrize(("size", "skip"), [(p, s) for p in (1, 2, 3, 5) for s in range(p)])
-@pytest.mark.parametrize(("n", "segment_bytes"), [(1, 2**19), (7, 2**19), (4099, 2**19), (4099, 300), (2600, 1)])
-def test_a_ring_loses_nothing(
-    dtype: torch.dtype, size: int, skip: int, n: int, segment_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lightning_sparse.ring.SEGMENT_BYTES", segment_bytes)
+def test_a_ring_loses_nothing(dtype: torch.dtype, size: int, skip: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for n, segment_bytes in ((1, 2**19), (7, 2**19), (4099, 2**19), (4099, 300), (2600, 1)):
+        monkeypatch.setattr("lightning_sparse.ring.SEGMENT_BYTES", segment_bytes)
+        check_ring(dtype, size, skip, n)
+
+
+def check_ring(dtype: torch.dtype, size: int, skip: int, n: int) -> None:
     given = draw(size * n).view(size, n)
     totals, kept, sent = sum_over_ring(given, dtype, skip, rotation=size - 1)
     for total in totals:

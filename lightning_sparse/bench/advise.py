@@ -4,7 +4,7 @@ import logging
 import multiprocessing
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -13,9 +13,10 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console
+from torch import Tensor
 
 from lightning_sparse.bench.advice import Advice, advice, table, words
-from lightning_sparse.bench.cluster import parse
+from lightning_sparse.bench.cluster import ClusterSpec, parse
 from lightning_sparse.bench.peers import ADVISE
 from lightning_sparse.bench.run import BenchError, emulate
 from lightning_sparse.bench.worker import Place, Plan, run
@@ -58,7 +59,7 @@ def advise(asked: Asked) -> int:
     workload_named(asked.workload)
     place = None
     if asked.link:
-        advices = reckon(asked.workload, asked.link)
+        found = reckon(asked.workload, asked.link)
         where = f"{asked.link}, reckoned from steps of one process"
     else:
         plan = Plan(asked.emulate, asked.workload, ADVISE, 1, STEPS_MEASURED + 1, 1, "cpu" if asked.emulate else "auto")
@@ -82,12 +83,12 @@ def advise(asked: Asked) -> int:
             raise BenchError(
                 f"the steps to measure failed: {measured[-1].error if measured else 'nothing was measured'}"
             )
-        advices = [Advice(**each) for each in measured[-1].run.advices]
-        if not advices:
+        found = [Advice(**each) for each in measured[-1].run.advices]
+        if not found:
             raise BenchError("nothing to advise: the model is too small to plan, or no rank could tell the time.")
     console = Console()
-    console.print(table(advices, f"{asked.workload} on {where}"))
-    for line in words(advices):
+    console.print(table(found, f"{asked.workload} on {where}"))
+    for line in words(found):
         console.print(line, highlight=False, markup=False, soft_wrap=not line.startswith("Use "))
     return 0
 
@@ -97,14 +98,12 @@ def reckon(workload: str, link: str) -> list[Advice]:
 
     In a process of its own, since a training leaves a process group and environment variables behind.
     """
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as apart:
-        return apart.submit(_reckon, workload, link).result()
-
-
-def _reckon(workload: str, link: str) -> list[Advice]:
     cluster = parse(link)
-    rates = [rate for rate in (*cluster.host_rates_bits_per_s, cluster.trunk_rate_bits_per_s) if rate]
-    s_per_byte = 8 / min(rates) if rates else 0.0
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as apart:
+        return apart.submit(_in_one_process, workload, cluster).result()
+
+
+def _in_one_process(workload: str, cluster: ClusterSpec) -> list[Advice]:
     known = workload_named(workload)
     module = known.module()
     profile = _Profile()
@@ -124,7 +123,13 @@ def _reckon(workload: str, link: str) -> list[Advice]:
         warnings.simplefilter("ignore")  # of Lightning's, about workers and sizes: not what was asked
         trainer.fit(module, **known.fit_arguments())
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    measured = profile.measured(parameters)
+    return advices(parameters, profile.measured(parameters), cluster)
+
+
+def advices(parameters: Mapping[str, Tensor], measured: Measured, cluster: ClusterSpec) -> list[Advice]:
+    """What to expect of each strategy where steps take what was measured, and messages what they would on a cluster."""
+    rates = [rate for rate in (*cluster.host_rates_bits_per_s, cluster.trunk_rate_bits_per_s) if rate]
+    s_per_byte = 8 / min(rates) if rates else 0.0
     found = []
     for kind in COMPRESSORS.values():
         compressor = kind()

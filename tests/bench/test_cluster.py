@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,7 +29,8 @@ from lightning_sparse.bench.cluster import (
 from tests import conftest
 
 GBIT, MBIT = 10**9, 10**6
-emulated = conftest.emulated(60)
+LONG_S = 60  # that ends what hangs
+emulated = conftest.emulated(2 * LONG_S)
 
 
 def namespaces(prefix: str) -> list[str]:
@@ -45,7 +47,7 @@ def alive(pid: int) -> bool:
     return module._start_ticks(pid) is not None
 
 
-def wait_until(what: Callable[[], bool], timeout_s: float = 10) -> None:
+def wait_until(what: Callable[[], bool], timeout_s: float = LONG_S) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not what():
         assert time.monotonic() < deadline_s, "waited in vain"
@@ -190,9 +192,9 @@ def test_removed_on_exit_with_all_processes() -> None:
     with Cluster("2x1gbit") as cluster:
         assert len(namespaces(cluster._prefix)) == 3
         assert own_interfaces() == before
-        plain = cluster.popen(0, ["sleep", "60"])
+        plain = cluster.popen(0, ["sleep", "600"])
         # One that leaves its session, as the workers of torchrun do.
-        escaped = cluster.popen(1, ["sh", "-c", "setsid sleep 60 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
+        escaped = cluster.popen(1, ["sh", "-c", "setsid sleep 600 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
         assert escaped.stdout is not None
         with escaped.stdout:
             pids = [plain.pid, escaped.pid, int(escaped.stdout.readline())]
@@ -214,7 +216,7 @@ def test_removed_on_exception() -> None:
     pids = []
 
     def fail() -> None:
-        pids.append(cluster.popen(0, ["sleep", "60"]).pid)
+        pids.append(cluster.popen(0, ["sleep", "600"]).pid)
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError), cluster:
@@ -227,7 +229,7 @@ def test_removed_on_exception() -> None:
 def test_hosts_have_their_addresses_loopback_and_environment() -> None:
     with Cluster(hosts=2) as cluster:
         show = 'ip -brief -4 address; echo "$GLOO_SOCKET_IFNAME $NCCL_SOCKET_IFNAME $EXTRA"; ip route'
-        results = cluster.run([["sh", "-c", show]] * 2, timeout_s=10, env={"EXTRA": "more"})
+        results = cluster.run([["sh", "-c", show]] * 2, timeout_s=LONG_S, env={"EXTRA": "more"})
         for host, result in enumerate(results):
             assert result.host == host
             lines = result.stdout.splitlines()
@@ -267,11 +269,11 @@ def test_cluster_in_a_thread() -> None:
 
     def work() -> None:
         with Cluster(hosts=1) as cluster:
-            outputs.append(cluster.run([["echo", "hello"]], timeout_s=10)[0].stdout)
+            outputs.append(cluster.run([["echo", "hello"]], timeout_s=LONG_S)[0].stdout)
 
     thread = threading.Thread(target=work)
     thread.start()
-    thread.join(timeout=30)
+    thread.join(timeout=LONG_S)
     assert outputs == ["hello\n"]
 
 
@@ -284,18 +286,21 @@ sys.path.append(sys.argv[1])
 import cluster as module
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
 with module.Cluster("2x1gbit") as cluster:
-    process = cluster.popen(0, ["sleep", "60"])
-    if sys.argv[2] == "fork" and os.fork() == 0:
-        sys.exit(0)  # leaves the block in the copy, which must not remove the cluster
+    process = cluster.popen(0, ["sleep", "600"])
+    if sys.argv[2] == "fork":
+        copy = os.fork()
+        if copy == 0:
+            sys.exit(0)  # leaves the block in the copy, which must not remove the cluster
+        os.waitpid(copy, 0)
     if sys.argv[2] == "busy":  # a second signal while the cluster is being removed
         kill = cluster.kill
         def slow_kill():
             print("removing", flush=True)
-            time.sleep(0.5)
+            sys.stdin.readline()  # until that signal was sent
             kill()
         cluster.kill = slow_kill
     print(json.dumps([cluster._prefix, process.pid]), flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
@@ -304,7 +309,9 @@ def holder(mode: str = "plain") -> Iterator[tuple[subprocess.Popen[str], str, in
     """A child process that holds a cluster, the cluster's prefix, and the id of a process in the cluster."""
     command = [sys.executable, "-c", HOLDER, str(Path(module.__file__).parent), mode]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=subprocess.DEVNULL, text=True, start_new_session=True) as child:
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+    ) as child:
         try:
             assert child.stdout is not None
             prefix, pid = json.loads(child.stdout.readline())
@@ -324,7 +331,7 @@ def holder(mode: str = "plain") -> Iterator[tuple[subprocess.Popen[str], str, in
 def test_removed_on_signal(number: signal.Signals, status: int) -> None:
     with holder() as (child, prefix, pid):
         child.send_signal(number)
-        assert child.wait(timeout=20) == status
+        assert child.wait(timeout=LONG_S) == status
         assert namespaces(prefix) == []
         assert not alive(pid)
 
@@ -336,7 +343,10 @@ def test_signal_during_removal_waits_for_its_end() -> None:
         assert child.stdout is not None
         assert child.stdout.readline() == "removing\n"
         child.send_signal(signal.SIGINT)
-        assert child.wait(timeout=20) == -signal.SIGINT
+        assert child.stdin is not None
+        child.stdin.write("sent\n")
+        child.stdin.flush()
+        assert child.wait(timeout=LONG_S) == -signal.SIGINT
         assert namespaces(prefix) == []
         assert not alive(pid)
 
@@ -344,11 +354,10 @@ def test_signal_during_removal_waits_for_its_end() -> None:
 @emulated
 def test_forked_copy_leaves_the_cluster_alone() -> None:
     with holder("fork") as (child, prefix, pid):
-        time.sleep(0.3)
         assert len(namespaces(prefix)) == 3
         assert alive(pid)
         child.terminate()
-        assert child.wait(timeout=20) == 143
+        assert child.wait(timeout=LONG_S) == 143
         assert namespaces(prefix) == []
 
 
@@ -365,7 +374,7 @@ def test_next_creation_removes_what_a_killed_creator_left() -> None:
             assert not alive(pid)
             assert remove_stale() == []
             assert len(namespaces(cluster._prefix)) == 2
-        child.wait(timeout=20)
+        child.wait(timeout=LONG_S)
 
 
 # --- running commands
@@ -374,7 +383,7 @@ def test_next_creation_removes_what_a_killed_creator_left() -> None:
 @emulated
 def test_run_returns_results_by_host() -> None:
     with Cluster(hosts=3) as cluster:
-        results = cluster.run([["sh", "-c", f"echo out{i}; echo err{i} >&2"] for i in range(3)], timeout_s=10)
+        results = cluster.run([["sh", "-c", f"echo out{i}; echo err{i} >&2"] for i in range(3)], timeout_s=LONG_S)
         assert [(r.host, r.returncode, r.stdout, r.stderr) for r in results] == [
             (i, 0, f"out{i}\n", f"err{i}\n") for i in range(3)
         ]
@@ -383,21 +392,19 @@ def test_run_returns_results_by_host() -> None:
 @emulated
 def test_run_kills_all_when_one_fails_and_shows_its_errors() -> None:
     with Cluster(hosts=2) as cluster:
-        started_s = time.monotonic()
         with pytest.raises(RunFailedError, match=r"host 1 failed with status 3; [^\n]*:\nbroken cable") as caught:
-            cluster.run([["sleep", "60"], ["sh", "-c", "echo broken cable >&2; exit 3"]], timeout_s=30)
-        assert time.monotonic() - started_s < 10
+            cluster.run([["sleep", "600"], ["sh", "-c", "echo broken cable >&2; exit 3"]], timeout_s=LONG_S)
         assert (caught.value.host, caught.value.returncode, caught.value.stderr) == (1, 3, "broken cable")
         assert module._pids_inside(cluster._namespaces) == []
         with pytest.raises(RunFailedError, match="no-such-command"):
-            cluster.run([["no-such-command"]], timeout_s=10)
+            cluster.run([["no-such-command"]], timeout_s=LONG_S)
 
 
 @emulated
 def test_run_kills_all_when_the_time_is_up() -> None:
     with Cluster(hosts=2) as cluster:
-        with pytest.raises(RunFailedError, match=r"host 1 had not ended after 0\.3 s") as caught:
-            cluster.run([["true"], ["sh", "-c", "echo waiting >&2; sleep 60"]], timeout_s=0.3)
+        with pytest.raises(RunFailedError, match=r"host 1 had not ended after 2 s") as caught:
+            cluster.run([["true"], ["sh", "-c", "echo waiting >&2; sleep 600"]], timeout_s=2)
         assert caught.value.returncode is None
         assert caught.value.stderr == "waiting"
         assert module._pids_inside(cluster._namespaces) == []
@@ -408,7 +415,7 @@ def test_run_kills_all_when_the_time_is_up() -> None:
 RECEIVE = """
 import socket, sys
 with socket.create_server((sys.argv[1], 5000)) as server:
-    server.settimeout(10)
+    server.settimeout(60)
     link, _ = server.accept()
     with link:
         while link.recv(1 << 20):
@@ -418,9 +425,9 @@ with socket.create_server((sys.argv[1], 5000)) as server:
 SEND = """
 import socket, sys, time
 address, size = sys.argv[1], int(sys.argv[2])
-for _ in range(200):
+for _ in range(3000):
     try:
-        link = socket.create_connection((address, 5000), timeout=10)
+        link = socket.create_connection((address, 5000), timeout=60)
         break
     except ConnectionRefusedError:
         time.sleep(0.02)
@@ -438,32 +445,28 @@ def transfer(cluster: Cluster, source: int, target: int, payload_bytes: int) -> 
     commands = [["true"]] * cluster.hosts
     commands[target] = [sys.executable, "-S", "-c", RECEIVE, cluster.address(target)]
     commands[source] = [sys.executable, "-S", "-c", SEND, cluster.address(target), str(payload_bytes)]
-    seconds = float(cluster.run(commands, timeout_s=20)[source].stdout)
+    seconds = float(cluster.run(commands, timeout_s=LONG_S)[source].stdout)
     return payload_bytes * 8 / seconds
 
 
-def assert_rate(cluster: Cluster, source: int, target: int, payload_bytes: int, rate_bits_per_s: int) -> None:
-    """Assert that no transfer is faster than the rate, and that one of three reaches it: other work slows some."""
-    for _ in range(3):
-        share = transfer(cluster, source, target, payload_bytes) / rate_bits_per_s
-        assert share <= 1.02
-        if share >= 0.85:
-            return
-    pytest.fail(f"host {source} to {target}: {share:.0%} of the rate")
+def limits(namespace: str) -> dict[str, int]:
+    """The rate of each limited interface, as the kernel tells."""
+    shown = subprocess.run(["tc", "-n", namespace, "qdisc"], capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"^qdisc tbf \S+ dev (\S+) .*\brate (\S+)", shown, re.MULTILINE)
+    return {interface: parse_rate(rate.lower()) or 0 for interface, rate in found}
 
 
 @emulated
-def test_rate_is_reached_and_kept_in_both_directions() -> None:
-    with Cluster(hosts=2, rate="100mbit") as cluster:
-        for source, target in ((0, 1), (1, 0)):
-            assert_rate(cluster, source, target, 10_000_000, 100 * MBIT)
-
-
-@emulated
-def test_slower_end_sets_the_rate_in_both_directions() -> None:
+def test_both_ends_of_a_link_have_its_rate() -> None:
     with Cluster("1xunlimited+1x100mbit") as cluster:
-        for source, target in ((0, 1), (1, 0)):
-            assert_rate(cluster, source, target, 5_000_000, 100 * MBIT)
+        assert limits(cluster.namespace(0)) == {}
+        assert limits(cluster.namespace(1)) == {cluster.interface(1): 100 * MBIT}
+        assert limits(cluster._switch) == {"port1": 100 * MBIT}
+    with Cluster("2x2x1gbit/100mbit") as cluster:
+        for host in range(4):
+            assert limits(cluster.namespace(host)) == {cluster.interface(host): GBIT}
+        inside = {f"port{host}": GBIT for host in range(4)}
+        assert limits(cluster._switch) == inside | dict.fromkeys(("up0", "down0", "up1", "down1"), 100 * MBIT)
 
 
 @emulated
@@ -482,13 +485,13 @@ def test_counters_agree_with_the_bytes_transferred() -> None:
 
 
 @emulated
-def test_groups_are_fast_inside_and_slow_between() -> None:
-    size = 5_000_000
+def test_only_what_leaves_a_group_goes_over_its_trunk() -> None:
+    size = 1_000_000
     with Cluster("2x2x1gbit/100mbit") as cluster:
         before = cluster.trunk_counters(0)
-        assert transfer(cluster, 0, 1, payload_bytes=4 * size) > 200 * MBIT
+        transfer(cluster, 0, 1, payload_bytes=size)
         assert (cluster.trunk_counters(0) - before).tx_bytes < 10_000
-        assert_rate(cluster, 1, 2, size, 100 * MBIT)
+        transfer(cluster, 1, 2, payload_bytes=size)
         counted = cluster.trunk_counters(0) - before
         assert counted.tx_bytes >= size
         assert counted.rx_bytes < 0.06 * counted.tx_bytes

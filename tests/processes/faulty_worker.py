@@ -1,4 +1,4 @@
-"""One rank of a training with a fault, for torchrun or an emulated host: ``-m tests.processes.faulty_worker``.
+"""One rank of a training with a fault, for torchrun: ``-m tests.processes.faulty_worker``.
 
 Arguments: compressor, folder of the checkpoints, name of a fault in ``tests.processes.test_faults`` rank 1 has in its
 first attempt, time limit of messages in seconds.  Training goes on from the last checkpoint there is.

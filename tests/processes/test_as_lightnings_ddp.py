@@ -4,9 +4,6 @@ Which of Lightning's tests each of these stands for: docs/compatibility.md.
 """
 
 import io
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -506,47 +503,35 @@ def test_errors_and_going_on_after_them(ranks: Ranks, tmp_path: Path) -> None:
 
 # - processes that Lightning forks
 
-FORKED = """
-import io, sys, warnings
-import torch
-from lightning.pytorch import seed_everything
-import lightning_sparse
-from tests.processes.test_as_lightnings_ddp import Forgets, Whole, error_of
-from tests.processes.models import data, trainer, weights
 
 class Own(Whole):
-    def on_fit_start(self):
+    def on_fit_start(self) -> None:
         assert not any(p.is_shared() for p in self.parameters())
 
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    for name in ("ddp_fork", "sparse_dense_fork"):
-        torch.manual_seed(0)
-        model, held_out = Own(), data(2, 2, seed=1)
-        run = trainer(name, 2, check_every=0, max_epochs=1)
-        run.fit(model, data(4, 2), held_out)
-        seen = {
-            "weights": weights(model), "metrics": dict(run.callback_metrics), "tested": run.test(model, held_out),
-            "predicted": error_of(lambda: run.predict(model, held_out, return_predictions=True))[0],
-            "pickled": error_of(lambda: torch.save(run, io.BytesIO())),
-            "steps": (run.global_step, run.current_epoch),
-        }
-        run.fit_loop.max_epochs = 2
-        seen["again"] = error_of(lambda: run.fit(model, data(4, 2)))
-        seen["forgotten"] = error_of(lambda: trainer(name, 2, max_steps=2).fit(Forgets(), data(4, 2)))[0]
-        torch.save(seen, f"{sys.argv[1]}/{name}.pt")
-"""
+
+def fork(name: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, held_out = Own(), data(2, 2, seed=1)
+    run = trainer(name, 2, check_every=0, max_epochs=1)
+    run.fit(model, data(4, 2), held_out)
+    seen: dict[str, Any] = {
+        "weights": weights(model),
+        "metrics": dict(run.callback_metrics),
+        "tested": run.test(model, held_out),
+        "predicted": error_of(lambda: run.predict(model, held_out, return_predictions=True))[0],
+        "pickled": error_of(lambda: torch.save(run, io.BytesIO())),
+        "steps": (run.global_step, run.current_epoch),
+    }
+    run.fit_loop.max_epochs = 2
+    seen["again"] = error_of(lambda: run.fit(model, data(4, 2)))
+    seen["forgotten"] = error_of(lambda: trainer(name, 2, max_steps=2).fit(Forgets(), data(4, 2)))[0]
+    return seen
 
 
-def test_what_forked_processes_hand_back(tmp_path: Path) -> None:
-    script, root = tmp_path / "script.py", Path(__file__).parents[2]
-    script.write_text(FORKED)
-    environment = {key: value for key, value in os.environ.items() if key not in {"RANK", "WORLD_SIZE", "LOCAL_RANK"}}
-    environment |= {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    plain, sparse = (torch.load(tmp_path / f"{name}_fork.pt", weights_only=False) for name in ("ddp", "sparse_dense"))
+def test_what_forked_processes_hand_back(ranks: Ranks, tmp_path: Path) -> None:
+    plain, sparse = (
+        ranks.apart(fork, tmp_path / "output", name, timeout_s=LIMIT_S) for name in ("ddp_fork", "sparse_dense_fork")
+    )
     for name in plain:
         assert same(plain[name], sparse[name]), f"{name}: {plain[name]} with plain DDP, {sparse[name]} with ours"
     assert plain["metrics"]["max_epoch"] == 3 + 10

@@ -1,6 +1,10 @@
 """Real processes over Gloo: they agree with the simulated ones, count what the kernel counts, and end in time."""
 
+import os
+import socket
+import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -60,77 +64,80 @@ def test_real_and_simulated_ranks_agree_bit_for_bit(ranks: Ranks, size: int) -> 
             assert sent == expected.sent_bytes[:, rank].tolist(), (compressor, wire_dtype)
 
 
-def loopback_bytes() -> int:
-    line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
-    return int(line.split()[9])  # transmitted
+def acknowledged_bytes() -> int:
+    """Bytes that this process has sent over TCP and that have arrived, by the kernel's count of each connection."""
+    total = 0
+    for path in list(Path("/proc/self/fd").iterdir()):
+        if path.is_socket():
+            with suppress(OSError), socket.socket(fileno=os.dup(int(path.name))) as connection:  # where it is TCP's
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
+                total += int.from_bytes(info[120:128], sys.byteorder)  # tcpi_bytes_acked
+    return total
 
 
-def send_much(rank: int, size: int, compressor: ls.Compressor, n: int, steps: int, wire: str) -> tuple[int, int, int]:
-    """Bytes by our count (this rank), by the kernel's (all ranks together), and messages."""
+counts_connections = pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's count of each connection")
+
+
+def send_much(rank: int, size: int, jobs: list[tuple[ls.Compressor, str]], n: int, steps: int) -> list[tuple[int, int]]:
+    """Bytes that this rank sent in each job, by our count and by the kernel's."""
     dist.init_process_group("gloo")
-    lane = Lane(TorchComm(dist.group.WORLD, wire_dtype_named(wire)), threaded=False)
-    group = Group(0, ("gradient",), (torch.zeros(n),))
-    generator = torch.Generator().manual_seed(rank)
-    dist.barrier()
-    before = loopback_bytes()
-    for _ in range(steps):
-        group.unsent += torch.randn(n, generator=generator)
-        lane.run(take_step(compressor, group, lane.comm))
-    dist.barrier()
-    return lane.comm.sent_bytes, loopback_bytes() - before, lane.comm.messages
+    results = []
+    for compressor, wire in jobs:
+        lane = Lane(TorchComm(dist.group.WORLD, wire_dtype_named(wire)), threaded=False)
+        group = Group(0, ("gradient",), (torch.zeros(n),))
+        generator = torch.Generator().manual_seed(rank)
+        dist.barrier()
+        before = acknowledged_bytes()
+        for _ in range(steps):
+            group.unsent += torch.randn(n, generator=generator)
+            lane.run(take_step(compressor, group, lane.comm))
+        dist.barrier()
+        results.append((lane.comm.sent_bytes, acknowledged_bytes() - before))
+    return results
 
 
-@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "compressor",
-    [
+@counts_connections
+def test_counted_bytes_are_the_kernels(ranks: Ranks) -> None:
+    """Gloo's own headers and barriers come on top: below 3 % of messages this long."""
+    size, n, steps = 4, 300_001, 3
+    compressors = [
         ls.Dense(), ls.SkipReduce(skip=0.5), ls.SkipReduce(skip=1.0),
         ls.TopK(density=0.1), ls.MiCRO(density=0.1), ls.OkTopk(density=0.1),
-    ],
-    ids=repr,
-)  # fmt: skip
-@pytest.mark.skipif(not Path("/proc/net/dev").exists(), reason="reads the kernel's counters of the loopback interface")
-def test_counted_bytes_are_the_kernels(ranks: Ranks, compressor: ls.Compressor, wire: str) -> None:
-    """Headers, acknowledgements and Gloo's own handshakes come on top: below 3 % of messages this long."""
-    size, n, steps = 4, 1_000_001, 5
-    for attempt in range(3):  # other programs may talk over the loopback interface meanwhile
-        counted, kernel, _ = zip(*ranks.run(send_much, size, compressor, n, steps, wire), strict=True)
-        if sum(counted) <= kernel[0] <= 1.03 * sum(counted):
-            break
-        assert attempt < 2, (sum(counted), kernel)
-    if isinstance(compressor, ls.SkipReduce):
-        width = -(-n // size)
-        slices = 2 * (size - 1) - compressor.steps_skipped(size)
-        assert set(counted) == {slices * width * (4 if wire == "float32" else 2) * steps}
+    ]  # fmt: skip
+    jobs = [(compressor, wire) for compressor in compressors for wire in ("float32", "bfloat16")]
+    for (compressor, wire), *each in zip(jobs, *ranks.run(send_much, size, jobs, n, steps), strict=True):
+        for counted, kernel in each:
+            assert counted <= kernel <= 1.03 * counted, (compressor, wire)
+        if isinstance(compressor, ls.SkipReduce):
+            width = -(-n // size)
+            slices = 2 * (size - 1) - compressor.steps_skipped(size)
+            assert {counted for counted, _ in each} == {slices * width * (4 if wire == "float32" else 2) * steps}
 
 
 def bytes_a_pick(rank: int, size: int, compressor: ls.Compressor, wire: str) -> float:
-    """Bytes all ranks sent by the kernel's count, over elements updated, once thresholds have settled."""
+    """Bytes this rank sent by the kernel's count, over elements updated, once thresholds have settled."""
     dist.init_process_group("gloo")
     lane = Lane(TorchComm(dist.group.WORLD, wire_dtype_named(wire)), threaded=False)
-    group = Group(0, ("gradient",), (torch.zeros(2_000_000),))
+    group = Group(0, ("gradient",), (torch.zeros(400_000),))
     generator = torch.Generator().manual_seed(rank)
     picked, before = 0, 0
-    for step in range(60):
-        if step == 34:  # after an evaluation of Ok-Topk's thresholds, and 30 steps before the next
+    for step in range(48):
+        if step == 34:  # after an evaluation of Ok-Topk's thresholds, and long before the next
             dist.barrier()
-            picked, before = 0, loopback_bytes()
+            picked, before = 0, acknowledged_bytes()
         group.unsent += torch.randn(group.n, generator=generator)
         lane.run(take_step(compressor, group, lane.comm))
         picked += int(group.picked)
     dist.barrier()
-    return (loopback_bytes() - before) / picked
+    return (acknowledged_bytes() - before) / picked
 
 
-@pytest.mark.skipif(not Path("/proc/net/dev").exists(), reason="reads the kernel's counters of the loopback interface")
+@counts_connections
 def test_micro_sends_less_than_half_of_what_ok_topks_own_format_does(ranks: Ranks) -> None:
     """At the same k, P = 4: bfloat16 and Elias-Fano against the paper's float32 and 32-bit indices."""
-    for attempt in range(3):  # other programs may talk over the loopback interface meanwhile
-        micro = ranks.run(bytes_a_pick, 4, ls.MiCRO(density=0.01, indices="elias_fano"), "bfloat16")
-        ok_topk = ranks.run(bytes_a_pick, 4, ls.OkTopk(density=0.01, indices="int32"), "float32")
-        if max(micro) <= 0.45 * min(ok_topk):
-            break
-        assert attempt < 2, (micro, ok_topk)
+    micro = ranks.run(bytes_a_pick, 4, ls.MiCRO(density=0.01, indices="elias_fano"), "bfloat16")
+    ok_topk = ranks.run(bytes_a_pick, 4, ls.OkTopk(density=0.01, indices="int32"), "float32")
+    assert max(micro) <= 0.45 * min(ok_topk), (micro, ok_topk)
 
 
 @dataclass(frozen=True)
@@ -142,22 +149,21 @@ class DifferentMessages(ls.Compressor):
 
 
 def disagree(rank: int, size: int) -> str:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=4))
-    lane = Lane(TorchComm(dist.group.WORLD), threaded=False)
+    dist.init_process_group("gloo")
+    some = dist.new_group(timeout=timedelta(seconds=2))
+    lane = Lane(TorchComm(some), threaded=False)
     group = Group(0, ("gradient",), (torch.zeros(64),))
-    start = time.monotonic()
     try:
         lane.run(take_step(DifferentMessages(), group, lane.comm))
-        dist.barrier()
+        dist.barrier(some)
     except RuntimeError as error:
-        assert time.monotonic() - start < 20
         return str(error)
     return ""
 
 
 def test_messages_that_differ_end_by_the_time_limit(ranks: Ranks) -> None:
     """In the simulated network the same mistake is an assertion that names both (test_simulation)."""
-    assert any(ranks.run(disagree, 2, timeout_s=40))
+    assert any(ranks.run(disagree, 2))
 
 
 def outlive(rank: int, size: int) -> list[str]:
@@ -185,11 +191,10 @@ def test_traffic_of_an_unknown_message_is_refused() -> None:
 def fail_on_one(rank: int, size: int) -> Any:
     if rank == 1:
         raise RuntimeError("as it should")
-    time.sleep(60)
+    time.sleep(600)
 
 
 def test_the_harness_reports_a_failing_rank_at_once(ranks: Ranks) -> None:
-    start = time.monotonic()
+    """And does not wait for the other, which would end with another error."""
     with pytest.raises(AssertionError, match="as it should"):
         ranks.run(fail_on_one, 2)
-    assert time.monotonic() - start < 20

@@ -1,6 +1,7 @@
 """LayerFusion inside a Trainer, on real processes: measured, planned, applied between two steps."""
 
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +135,9 @@ def plan(rank: int, size: int, name: str, spoil: str, folder: str) -> tuple[list
     return groups(strategy), strategy.plan, measured_times
 
 
-@pytest.mark.parametrize("spoil", ["", "slow rank 1", "rank 1"])
-@pytest.mark.parametrize("name", ["micro", "importance"])
+@pytest.mark.parametrize(
+    ("name", "spoil"), [("micro", ""), ("importance", ""), ("micro", "slow rank 1"), ("importance", "rank 1")]
+)
 def test_all_ranks_follow_rank_0s_plan_whatever_they_measured(
     ranks: Ranks, name: str, spoil: str, tmp_path: Path
 ) -> None:
@@ -145,7 +147,7 @@ def test_all_ranks_follow_rank_0s_plan_whatever_they_measured(
     assert chosen is not None
     assert sorted(chosen.names) == sorted(name for names in results[0][0] for name in names)
     assert chosen.spans["LayerFusion"] <= min(chosen.spans.values()) * (1 + 1e-9)
-    assert 0 < chosen.span_s < chosen.step_s < 60
+    assert 0 < chosen.span_s <= chosen.step_s
     assert len(times) == len(chosen.ends)
     assert all(time.ready_s <= time.start_s < time.end_s for time in times if not spoil)
     if not spoil:
@@ -260,7 +262,7 @@ def test_the_groups_that_were_fastest_stay(ranks: Ranks) -> None:
 def measurements(rank: int, size: int, name: str) -> list[int]:
     """Steps at which measuring began."""
     layer_fusion.WINDOW, layer_fusion.EVERY = 4, 1
-    planner.LEAST_GAIN = math.inf  # no other groups are tried meanwhile
+    planner.LEAST_GAIN = math.inf  # so that the groups stay, whatever messages cost at the moment
     began: list[int] = []
     start = layer_fusion.LayerFusion._start
 
@@ -300,10 +302,17 @@ def test_it_measures_anew_when_another_compressor_sets_in(ranks: Ranks) -> None:
 # - the compressor chosen too
 
 
-def automatic(rank: int, size: int, fastest: str, folder: str) -> tuple[str, list[tuple[str, ...]], Tensor, int]:
-    """Train with sparse_auto where one compressor seems by far the fastest, or all are as slow."""
+def automatic(
+    rank: int, size: int, each: Sequence[str], folder: str
+) -> list[tuple[str, list[tuple[str, ...]], Tensor, int]]:
+    """Train with sparse_auto where one compressor seems by far the fastest, or all are as slow: each in turn."""
     honest = rehearsal._try
+    return [with_fastest(size, fastest, honest, f"{folder}/{fastest}.ckpt") for fastest in each]
 
+
+def with_fastest(
+    size: int, fastest: str, honest: Callable[..., Any], checkpoint: str
+) -> tuple[str, list[tuple[str, ...]], Tensor, int]:
     def told(exchange: Any, compressor: ls.Compressor, n: int) -> tuple[float, float, float, int]:
         sent = honest(exchange, compressor, n)[3]
         slow = 0.0001 if type(compressor).__name__ == fastest else 0.5
@@ -314,33 +323,30 @@ def automatic(rank: int, size: int, fastest: str, folder: str) -> tuple[str, lis
     run, model = trainer(strategy, size, max_steps=STEPS), Deep()
     run.fit(model, data(STEPS, size))
     assert strategy.exchange is not None
-    run.save_checkpoint(Path(folder) / "auto.ckpt")
+    run.save_checkpoint(checkpoint)
     told_of = 0 if strategy.layer_fusion is None else len(strategy.layer_fusion.plans)
     return type(strategy.exchange.compressors[0]).__name__, groups(strategy), weights(model), told_of
 
 
-@pytest.mark.parametrize("fastest", ["MiCRO", "SkipReduce", "OkTopk", "none"])
-def test_sparse_auto_chooses_the_fastest_and_dense_where_none_is(ranks: Ranks, fastest: str, tmp_path: Path) -> None:
-    results = ranks.run(automatic, 2, fastest, str(tmp_path), timeout_s=LIMIT_S)
-    chosen, laid_out, trained, _ = results[0]
-    assert chosen == ("Dense" if fastest == "none" else fastest)
-    for again, theirs, weights_there, _ in results:
-        assert (again, theirs) == (chosen, laid_out)
-        assert torch.equal(weights_there, trained)
-    assert [plans for *_, plans in results] == [len(ls.Auto().candidates), 0]
+def test_sparse_auto_chooses_the_fastest_and_dense_where_none_is(ranks: Ranks, tmp_path: Path) -> None:
+    each = ["MiCRO", "SkipReduce", "OkTopk", "none"]
+    for fastest, *results in zip(each, *ranks.run(automatic, 2, each, str(tmp_path), timeout_s=LIMIT_S), strict=True):
+        chosen, laid_out, trained, _ = results[0]
+        assert chosen == ("Dense" if fastest == "none" else fastest)
+        for again, theirs, weights_there, _ in results:
+            assert (again, theirs) == (chosen, laid_out)
+            assert torch.equal(weights_there, trained)
+        assert [plans for *_, plans in results] == [len(ls.Auto().candidates), 0]
+    assert ranks.run(resume_automatic, 2, str(tmp_path / "OkTopk.ckpt"), timeout_s=LIMIT_S) == ["OkTopk", "OkTopk"]
 
 
-def resume_automatic(rank: int, size: int, folder: str) -> str:
+def resume_automatic(rank: int, size: int, checkpoint: str) -> str:
+    """The compressor that a resumed training goes on with."""
     strategy = ls.SparseDDPStrategy("sparse_auto")
     run = trainer(strategy, size, max_steps=STEPS + 2)
-    run.fit(Deep(), data(STEPS + 2, size), ckpt_path=Path(folder) / "auto.ckpt")
+    run.fit(Deep(), data(STEPS + 2, size), ckpt_path=checkpoint)
     assert strategy.exchange is not None
     return type(strategy.exchange.compressors[0]).__name__
-
-
-def test_sparse_auto_goes_on_with_what_it_chose(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(automatic, 2, "OkTopk", str(tmp_path), timeout_s=LIMIT_S)
-    assert ranks.run(resume_automatic, 2, str(tmp_path), timeout_s=LIMIT_S) == ["OkTopk", "OkTopk"]
 
 
 def plan_and_fail(rank: int, size: int) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]], Plan | None]:

@@ -1,9 +1,7 @@
 """The monitor inside an ordinary Trainer, on real processes."""
 
 import csv
-import os
-import subprocess
-import sys
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -207,30 +205,21 @@ def test_metrics_are_of_all_ranks(ranks: Ranks) -> None:
         assert (sent, count) == [(30, 3), (40, 2)][rank]
 
 
-def test_a_picture_can_be_drawn_where_the_children_trained(tmp_path: Path) -> None:
-    script = f"""
-import warnings; warnings.simplefilter("ignore")
-import lightning_sparse as ls
-from tests.processes.models import *
-if __name__ == "__main__":
+def draw(folder: Path) -> tuple[int, bool]:
+    """Train in processes that Lightning forks, and draw here; how many points there are, and whether files are left."""
     monitor = ls.CompressionMonitor(plot=True)
-    options = dict(max_steps=9, log_every_n_steps=2, default_root_dir={str(tmp_path)!r})
+    options: dict[str, Any] = {"max_steps": 9, "log_every_n_steps": 2, "default_root_dir": folder}
     run = trainer("micro_notebook", 2, callbacks=[monitor], **options)
     run.fit(small(), data(9, 2))
-    figure = monitor.plot({str(tmp_path / "own.svg")!r})
-    print("points", len(figure.axes[2].lines[0].get_xdata()), monitor._letter)
-"""
-    path = tmp_path / "script.py"
-    path.write_text(script)
-    root = Path(__file__).parents[2]
-    outer = {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
-    env = {name: value for name, value in os.environ.items() if name not in outer} | {"PYTHONPATH": str(root)}
-    command = [sys.executable, str(path)]
-    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "compression: 9 steps on rank 0" in done.stdout
-    word, count, letter = done.stdout.splitlines()[-1].split()
-    assert (word, count) == ("points", "5")
+    count, letter = len(monitor.plot(folder / "own.svg").axes[2].lines[0].get_xdata()), monitor._letter
+    assert letter.exists()
+    del run, monitor
+    gc.collect()
+    return count, letter.exists()
+
+
+def test_a_picture_can_be_drawn_where_the_children_trained(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.apart(draw, tmp_path / "output", tmp_path, timeout_s=LIMIT_S) == (5, False)
+    assert "compression: 9 steps on rank 0" in (tmp_path / "output").read_text()
     assert "<svg" in (tmp_path / "own.svg").read_text()
     assert (tmp_path / "compression.png").exists()
-    assert not Path(letter).exists()  # it ended with the process that it was written for

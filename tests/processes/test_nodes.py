@@ -74,8 +74,13 @@ def run(rank: int, size: int, names: list[str]) -> list[Any]:
     return results
 
 
-def test_a_node_acts_as_one_rank_whose_gradient_is_the_mean_of_its_ranks(ranks: Ranks) -> None:
-    per_rank = ranks.run(run, 4, NAMES, timeout_s=LIMIT_S)
+@pytest.fixture(scope="module")
+def per_rank(ranks: Ranks) -> list[Any]:
+    """What each of four ranks on two nodes saw."""
+    return ranks.run(run, 4, NAMES, timeout_s=LIMIT_S)
+
+
+def test_a_node_acts_as_one_rank_whose_gradient_is_the_mean_of_its_ranks(per_rank: list[Any]) -> None:
     gradients = [[(given(s, 2 * node) + given(s, 2 * node + 1)) / 2 for node in range(2)] for s in range(STEPS)]
     owed = torch.stack([g.double() for step in gradients for g in step]).sum(0)  # over nodes and steps
     for i, name in enumerate(NAMES):
@@ -107,10 +112,9 @@ def same_as_two(rank: int, size: int, names: list[str]) -> list[Tensor]:
     return results
 
 
-def test_it_trains_as_half_as_many_ranks_with_the_means_would(ranks: Ranks) -> None:
+def test_it_trains_as_half_as_many_ranks_with_the_means_would(ranks: Ranks, per_rank: list[Any]) -> None:
     two = ranks.run(same_as_two, 2, NAMES, timeout_s=LIMIT_S)[0]
-    four = ranks.run(run, 4, NAMES, timeout_s=LIMIT_S)[0]
-    for name, expected, results in zip(NAMES, two, four, strict=True):
+    for name, expected, results in zip(NAMES, two, per_rank[0], strict=True):
         assert torch.allclose(results[0], expected, atol=1e-5), name
 
 

@@ -15,7 +15,7 @@ from lightning_sparse.replicas import check_replicas, checksum
 from tests.conftest import Ranks
 from tests.processes.models import unsent
 
-STEPS = int(os.environ.get("SOAK_STEPS", "300"))
+STEPS = int(os.environ.get("SOAK_STEPS", "160"))
 LIMIT_S = 60 + STEPS / 20
 MOST_GROWTH_BYTES = 4 * 2**20
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]

@@ -1,7 +1,6 @@
 """The strategy inside an ordinary Trainer, on real processes."""
 
-import subprocess
-import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ def fit(rank: int, size: int, strategies: list[Any], steps: int, **kwargs: Any) 
 def test_dense_on_two_ranks_is_plain_ddp_bit_for_bit(ranks: Ranks) -> None:
     strategies = ["ddp", "sparse_dense", ls.SparseDDPStrategy("sparse_dense", fusion="none")]
     for optimizer in ("sgd", "adam"):
-        for results in ranks.run(_fit_kw, 2, strategies, 50, {"optimizer": optimizer}):
+        for results in ranks.run(_fit_kw, 2, strategies, 20, {"optimizer": optimizer}):
             plain, *ours = [trained for trained, _ in results]
             assert all(torch.equal(plain, trained) for trained in ours)
 
@@ -79,8 +78,8 @@ def test_every_name_trains_and_replicas_stay_identical(ranks: Ranks) -> None:
         assert report["sparse/threshold_error"] == report["sparse/threshold_error/0"]
 
 
-def test_replicas_are_identical_after_200_steps_of_skip_reduce_on_four_ranks(ranks: Ranks) -> None:
-    results = ranks.run(_fit_kw, 4, ["skip_reduce"], 200, {}, timeout_s=LIMIT_S)
+def test_replicas_are_identical_after_50_steps_of_skip_reduce_on_four_ranks(ranks: Ranks) -> None:
+    results = ranks.run(_fit_kw, 4, ["skip_reduce"], 50, {}, timeout_s=LIMIT_S)
     trained = [r[0][0] for r in results]
     assert all(torch.equal(w, trained[0]) for w in trained)
     n = trained[0].numel()
@@ -115,7 +114,11 @@ class Mass(L.Callback):
                 self.applied[name] = self.applied.get(name, 0) + p.grad.double()
 
 
-def law_with_unused(rank: int, size: int, name: str) -> Any:
+def laws_with_unused(rank: int, size: int) -> list[Any]:
+    return [law_with_unused(size, name) for name in ls.COMPRESSORS]
+
+
+def law_with_unused(size: int, name: str) -> Any:
     torch.manual_seed(0)
     model, mass = Unused(), Mass()
     strategy = ls.SparseDDPStrategy(name, find_unused_parameters=True)
@@ -134,19 +137,18 @@ def law_with_unused(rank: int, size: int, name: str) -> Any:
     return mass.own, mass.applied, unsent
 
 
-@pytest.mark.parametrize("name", list(ls.COMPRESSORS))
-def test_parameters_without_a_gradient_lose_nothing(ranks: Ranks, name: str) -> None:
+def test_parameters_without_a_gradient_lose_nothing(ranks: Ranks) -> None:
     """DDP throws the mean of a parameter away that no rank used: what was sent of it then would be lost."""
     size = 2
-    results = ranks.run(law_with_unused, size, name, timeout_s=LIMIT_S)
-    applied = results[0][1]
-    for pname in results[0][2]:
-        given = sum(own.get(pname, torch.zeros((), dtype=torch.float64)) for own, _, _ in results)
-        kept = sum(unsent[pname] for _, _, unsent in results)
-        got = applied.get(pname, torch.zeros((), dtype=torch.float64)) * size
-        assert torch.allclose(got + kept, given.expand_as(kept), atol=1e-4), pname
-    assert "other.weight" in applied
-    assert not any(n.startswith("never") for n in applied)
+    for name, *results in zip(ls.COMPRESSORS, *ranks.run(laws_with_unused, size, timeout_s=LIMIT_S), strict=True):
+        applied = results[0][1]
+        for pname in results[0][2]:
+            given = sum(own.get(pname, torch.zeros((), dtype=torch.float64)) for own, _, _ in results)
+            kept = sum(unsent[pname] for _, _, unsent in results)
+            got = applied.get(pname, torch.zeros((), dtype=torch.float64)) * size
+            assert torch.allclose(got + kept, given.expand_as(kept), atol=1e-4), (name, pname)
+        assert "other.weight" in applied
+        assert not any(n.startswith("never") for n in applied)
 
 
 @dataclass(frozen=True)
@@ -196,59 +198,39 @@ def test_what_cannot_work_is_refused_at_setup(ranks: Ranks) -> None:
         assert "net.0.weight has dtype torch.float64" in messages[2]
 
 
-def test_a_single_process_trains() -> None:
-    script = """
-import warnings; warnings.simplefilter("ignore")
-import lightning_sparse as ls
-from tests.processes.models import *
-if __name__ == "__main__":
+def start(variants: list[str], folder: str) -> dict[str, tuple[bool, list[str]]]:
+    """Whether processes that Lightning starts train, and what is warned of when one saves after them."""
+    results = {}
+    for variant in variants:
+        model = small()
+        before = weights(model).clone()
+        run = trainer(f"skip_reduce{variant}", 2, max_steps=4)
+        run.fit(model, data(4, 2))
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            run.save_checkpoint(f"{folder}/late.ckpt")
+        results[variant] = bool((weights(model) != before).any()), [str(each.message) for each in told]
+    return results
+
+
+def test_every_start_method_trains(ranks: Ranks, tmp_path: Path) -> None:
+    """A script that Lightning starts once more: test_it_runs_as_a_script."""
+    variants = ["_fork", "_notebook", "_spawn"]
+    results = ranks.apart(start, tmp_path / "output", variants, str(tmp_path), timeout_s=LIMIT_S)
+    assert list(results) == variants
+    for trained, told in results.values():
+        assert trained
+        assert "late.ckpt is written without residuals and optimizer states" in "".join(told)
+
+
+def alone() -> float:
     run = trainer("skip_reduce", 1, max_steps=4, callbacks=[ls.CompressionMonitor()])
     run.fit(small(), data(4, 1))
-    print(float(run.callback_metrics["sparse/compression_ratio"]))
-"""
-    assert "1.0" in _script(script)
+    return float(run.callback_metrics["sparse/compression_ratio"])
 
 
-@pytest.mark.parametrize("variant", ["", "_spawn", "_fork", "_notebook"])
-def test_every_start_method_trains(variant: str, tmp_path: Path) -> None:
-    script = f"""
-import warnings; warnings.simplefilter("ignore")
-import lightning_sparse as ls
-from tests.processes.models import *
-if __name__ == "__main__":
-    model = small(); before = weights(model).clone()
-    run = trainer("skip_reduce{variant}", 2, max_steps=4)
-    run.fit(model, data(4, 2))
-    print("trained", bool((weights(model) != before).any()))
-    if "{variant}":
-        warnings.simplefilter("always")
-        with warnings.catch_warnings(record=True) as told:
-            run.save_checkpoint("{tmp_path}/late.ckpt")
-        print("told", [str(each.message) for each in told])
-"""
-    path = tmp_path / "script.py"
-    path.write_text(script)
-    told = _script(path)
-    assert "trained True" in told
-    if variant:
-        assert "late.ckpt is written without residuals and optimizer states" in told
-
-
-def _script(script: str | Path) -> str:
-    arguments = [str(script)] if isinstance(script, Path) else ["-c", script]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=root, env={**_environment(), "PYTHONPATH": str(root)},
-        capture_output=True, text=True, timeout=LIMIT_S, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def _environment() -> dict[str, str]:
-    import os
-
-    return {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE", "LOCAL_RANK"}}
+def test_a_single_process_trains(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.apart(alone, tmp_path / "output", timeout_s=LIMIT_S) == 1.0
 
 
 def test_the_strategy_is_a_ddp_strategy() -> None:

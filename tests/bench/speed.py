@@ -1,0 +1,83 @@
+"""What must not take long, measured: to be run by itself on a quiet machine, as ``make bench`` does at its end."""
+
+import time
+
+import pytest
+
+from lightning_sparse.bench.advise import reckon
+from lightning_sparse.bench.cluster import Cluster
+from lightning_sparse.compressors import COMPRESSORS
+from tests import test_monitor
+from tests.bench.test_cluster import MBIT, emulated, transfer
+from tests.test_plan import thousand_layers
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_thousand_layers_are_planned_in_time(blocking: bool) -> None:
+    model = thousand_layers(blocking)
+    start_s = time.process_time()
+    model.best()
+    assert time.process_time() - start_s < 2  # about 0.2 s here
+
+
+def test_a_monitor_costs_less_than_a_hundredth_of_a_step() -> None:
+    """Of one of 200 ms; the norm of what is unsent, of any number of elements, comes on top of it in logged steps."""
+    training = test_monitor.Training(test_monitor.quiet(), every=50)
+    training.start()
+    without = test_monitor.Exchange()
+    times = {"with": 0.0, "without": 0.0}
+    for _ in range(500):
+        start = time.process_time()
+        without.step()
+        middle = time.process_time()
+        training.batch()
+        times["without"] += middle - start
+        times["with"] += time.process_time() - middle
+    assert (times["with"] - times["without"]) / 500 < 0.002  # about 0.03 ms here
+
+
+@pytest.mark.parametrize("link", ["4x100mbit", "4xunlimited"])
+def test_advice_for_a_link_with_what_compressing_takes_here(link: str) -> None:
+    advices = {a.strategy: a for a in reckon("mlp_1m", link)}
+    assert advices.keys() == COMPRESSORS.keys()
+    dense = advices["sparse_dense"].step_s
+    if link == "4x100mbit":  # 4.5 MB, of which a rank sends one and a half times as much, take 0.5 s
+        assert 0.5 < dense < 1.5
+        assert advices["skip_reduce"].step_s < 0.9 * dense
+        assert advices["micro"].step_s < 0.5 * dense
+    else:
+        assert dense < 0.4
+
+
+# - rates of emulated links
+
+
+def assert_rate(cluster: Cluster, source: int, target: int, payload_bytes: int, rate_bits_per_s: int) -> None:
+    """Assert that no transfer is faster than the rate, and that one of three reaches it: other work slows some."""
+    for _ in range(3):
+        share = transfer(cluster, source, target, payload_bytes) / rate_bits_per_s
+        assert share <= 1.02
+        if share >= 0.85:
+            return
+    pytest.fail(f"host {source} to {target}: {share:.0%} of the rate")
+
+
+@emulated
+def test_rate_is_reached_and_kept_in_both_directions() -> None:
+    with Cluster(hosts=2, rate="100mbit") as cluster:
+        for source, target in ((0, 1), (1, 0)):
+            assert_rate(cluster, source, target, 10_000_000, 100 * MBIT)
+
+
+@emulated
+def test_slower_end_sets_the_rate_in_both_directions() -> None:
+    with Cluster("1xunlimited+1x100mbit") as cluster:
+        for source, target in ((0, 1), (1, 0)):
+            assert_rate(cluster, source, target, 5_000_000, 100 * MBIT)
+
+
+@emulated
+def test_groups_are_fast_inside_and_slow_between() -> None:
+    with Cluster("2x2x1gbit/100mbit") as cluster:
+        assert transfer(cluster, 0, 1, payload_bytes=20_000_000) > 200 * MBIT
+        assert_rate(cluster, 1, 2, 5_000_000, 100 * MBIT)
