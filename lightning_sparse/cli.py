@@ -9,32 +9,46 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lightning_sparse.bench import own_model, scale
-from lightning_sparse.bench.workloads import WORKLOADS
 from lightning_sparse.compressors import NAMES
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.  Returns the exit status."""
     words = sys.argv[1:] if argv is None else list(argv)
-    arguments = _parser().parse_args(words)
-    if arguments.command == "list":
+    if words == ["list"]:  # at once, without what the other commands need
         _list()
         return 0
+    arguments = vars(_parser().parse_args(words))
+    name = arguments.pop("command")
+    typed = " ".join(["lightning-sparse", *words])
     from lightning_sparse.bench.cluster import ClusterError
-    from lightning_sparse.bench.run import BenchError
+    from lightning_sparse.bench.compare.run import BenchError
 
     try:
-        if arguments.command == "scale":
-            typed = f"lightning-sparse {' '.join(words)}"
-            return scale.scale(scale.Asked(arguments.emulate, arguments.link, arguments.most, arguments.output, typed))
-        return _advise(arguments) if arguments.command == "advise" else _bench(arguments, words)
-    except (ValueError, ClusterError, BenchError) as error:
+        if name == "advise":
+            from lightning_sparse.bench.advise.advise import AdviseArguments, advise
+
+            return advise(AdviseArguments(**arguments))
+        if name == "scale":
+            from lightning_sparse.bench.scale.scale import ScaleArguments, scale
+
+            return scale(ScaleArguments(**arguments, command=typed))
+        from lightning_sparse.bench.compare.run import BenchArguments, bench
+
+        return bench(BenchArguments(**arguments, command=typed))
+    except (ValueError, ModuleNotFoundError, ClusterError, BenchError) as error:
         print(f"lightning-sparse: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        kept = f"; what was measured so far is in {arguments['output']}" if "output" in arguments else ""
+        print(f"lightning-sparse: interrupted{kept}", file=sys.stderr)
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
+    from lightning_sparse.bench.compare.own_model import FORMS
+    from lightning_sparse.bench.compare.workloads import WORKLOADS
+
     parser = argparse.ArgumentParser("lightning-sparse", description="Gradient compression for PyTorch Lightning.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="list the compressors")
@@ -44,11 +58,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Train a few steps of your model, measure, and say what to expect of every strategy. The link is "
         "measured between ranks (--emulate, or started on every host with torchrun or srun), or given (--link).",
     )
-    advise.add_argument("model", help=f"{own_model.FORMS}, or one of {', '.join(WORKLOADS)}")
-    advise.add_argument("--link", metavar="CLUSTER", default="", help="reckon with a cluster such as 4x1gbit; no root")
+    advise.add_argument("model", help=f"{FORMS}, or one of {', '.join(WORKLOADS)}")
+    advise.add_argument("--link", metavar="CLUSTER", default="", help="predict for a cluster such as 4x1gbit; no root")
     advise.add_argument("--emulate", metavar="CLUSTER", default="", help="build such a cluster here (root on Linux)")
-    advise.add_argument("--interface", help="network interface of a real cluster (default: the one towards rank 0)")
-    scale.add_scale_command(commands)
     bench = commands.add_parser(
         "bench",
         help="compare strategies on a cluster, emulated or real",
@@ -65,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         "--workload",
         metavar="NAME",
         default="mlp_25m",
-        help=f"what to train (%(default)s): one of {', '.join(WORKLOADS)}, or your own: {own_model.FORMS}",
+        help=f"what to train (%(default)s): one of {', '.join(WORKLOADS)}, or your own: {FORMS}",
     )
     bench.add_argument(
         "--strategies",
@@ -77,11 +89,34 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--steps", type=int, default=10, help="timed steps of each strategy in a round (%(default)s)")
     bench.add_argument("--warmup", type=int, default=3, help="untimed steps before them (%(default)s)")
     bench.add_argument("--rounds", type=int, default=5, help="turns of each strategy (%(default)s)")
-    bench.add_argument("--output", metavar="DIR", type=Path, default=Path("bench-results"), help="(%(default)s)")
     bench.add_argument("--plot", action="store_true", help="draw plots too")
-    bench.add_argument(
-        "--interface", help="network interface to use and to count on a real cluster (default: the one towards rank 0)"
+    for command in (advise, bench):
+        command.add_argument(
+            "--interface",
+            help="network interface to use and to count on a real cluster (default: the one towards rank 0)",
+        )
+    scale = commands.add_parser(
+        "scale",
+        help="say how bytes and time of communication grow with the number of ranks",
+        description="Count what every compressor sends among 2, 4, 8, ... ranks, all of them in this process, for the "
+        "gradient of mlp_1m, and model the time that takes on a link. With --emulate, measure up to 16 ranks too, and "
+        "fit the link to that. Writes a plot and a JSON file.",
     )
+    scale.add_argument(
+        "--emulate", metavar="RATE", default="", help="measure on links of this rate, such as 1gbit (root on Linux)"
+    )
+    scale.add_argument(
+        "--link", metavar="RATE", default="1gbit", help="rate to model where nothing is measured (%(default)s)"
+    )
+    scale.add_argument(
+        "--most",
+        metavar="RANKS",
+        type=int,
+        default=1024,
+        help="count up to so many (%(default)s, which takes half an hour and 7 GB of memory; 256: three minutes)",
+    )
+    for command in (bench, scale):
+        command.add_argument("--output", metavar="DIR", type=Path, default=Path("bench-results"), help="(%(default)s)")
     return parser
 
 
@@ -90,36 +125,6 @@ def _list() -> None:
     for name, compressor in NAMES.items():
         table.add_row(name, (compressor.__doc__ or "").strip().partition("\n")[0])
     Console().print(table)
-
-
-def _advise(arguments: argparse.Namespace) -> int:
-    from lightning_sparse.bench.advise import Asked, advise
-
-    return advise(Asked(arguments.model, arguments.emulate, arguments.link, arguments.interface))
-
-
-def _bench(arguments: argparse.Namespace, words: Sequence[str]) -> int:
-    from lightning_sparse.bench.peers import all_names
-    from lightning_sparse.bench.run import Bench, bench
-    from lightning_sparse.bench.worker import Plan
-
-    plan = Plan(
-        cluster="",
-        workload=arguments.workload,
-        strategies=arguments.strategies or all_names(),
-        steps=arguments.steps,
-        warmup=arguments.warmup,
-        rounds=arguments.rounds,
-        accelerator="cpu" if arguments.emulate else "auto",
-    )
-    clusters = [cluster.strip() for cluster in arguments.emulate.split(",")] if arguments.emulate else []
-    command = " ".join(["lightning-sparse", *words])
-    asked = Bench(clusters, plan, arguments.output, arguments.plot, arguments.interface, command)
-    try:
-        return bench(asked)
-    except KeyboardInterrupt:
-        print(f"lightning-sparse: interrupted; what was measured so far is in {asked.output}", file=sys.stderr)
-        return 130
 
 
 if __name__ == "__main__":

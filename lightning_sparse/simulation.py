@@ -84,17 +84,17 @@ def simulate(
     )
 
 
-@dataclass
-class _Message(Pending):
-    """One rank's part of one message, and what it must find unchanged when the message arrives."""
+@dataclass(slots=True)
+class _Part(Pending):
+    """One rank's part of a message, and what it must find unchanged when the message arrives."""
 
     kind: str
     rank: int
-    number: int  # the how-manieth message of its rank
+    message: "_Message"
     given: Tensor  # a copy of what the rank handed over
     unchanged: Tensor | None  # the tensor it handed over; None if the result comes back in it
-    result: Tensor
-    deliver: Callable[["_Message"], Tensor] = field(repr=False)
+    result: Tensor | None  # where the result goes; None for a tensor of its own
+    deliver: Callable[["_Part"], Tensor] = field(repr=False)
     by: int  # ranks a shift goes on
     source: int  # rank a broadcast comes from
 
@@ -105,6 +105,16 @@ class _Message(Pending):
     def wait(self) -> Tensor:
         """The result, now that every rank has launched this message."""
         return self.deliver(self)
+
+
+@dataclass
+class _Message:
+    """What all ranks launched at the same position among their messages."""
+
+    number: int
+    parts: dict[int, _Part] = field(default_factory=dict)  # by rank
+    result: Tensor | None = None  # of an all-reduce or an all-gather, which is the same for all
+    delivered: int = 0
 
 
 class SimComm(Comm):
@@ -124,7 +134,7 @@ class SimComm(Comm):
         return self._launch("all_reduce", x, result=x)
 
     def _all_gather(self, x: Tensor) -> Pending:
-        return self._launch("all_gather", x, result=x.new_empty((self.size, *x.shape)))
+        return self._launch("all_gather", x, result=None)
 
     def _broadcast(self, x: Tensor, source: int) -> Pending:
         return self._launch("broadcast", x, result=x, source=source)
@@ -132,14 +142,15 @@ class SimComm(Comm):
     def _shift(self, x: Tensor, out: Tensor, by: int) -> Pending:
         return self._launch("shift", x, result=out, by=by)
 
-    def _launch(self, kind: str, x: Tensor, result: Tensor, by: int = 0, source: int = 0) -> Pending:
+    def _launch(self, kind: str, x: Tensor, result: Tensor | None, by: int = 0, source: int = 0) -> Pending:
         given = x.clone()
-        _spoil(result)
-        sent = self._network.sent[self.rank]
+        if result is not None:
+            _spoil(result)
+        message = self._network.next_message(self.rank)
         unchanged = None if result is x else x
-        message = _Message(kind, self.rank, len(sent), given, unchanged, result, self._network.deliver, by, source)
-        sent.append(message)
-        return message
+        part = _Part(kind, self.rank, message, given, unchanged, result, self._network.deliver, by, source)
+        message.parts[self.rank] = part
+        return part
 
 
 class SimNetwork:
@@ -147,7 +158,8 @@ class SimNetwork:
 
     def __init__(self, size: int, wire_dtype: torch.dtype = torch.float32) -> None:
         self.size = size
-        self.sent: list[list[_Message]] = [[] for _ in range(size)]  # per rank, in the order of launching
+        self._launched = [0] * size  # messages, by rank
+        self._messages: dict[int, _Message] = {}  # under way, by number
         self.comms = [SimComm(self, rank, wire_dtype) for rank in range(size)]
 
     def run(self, ranks: Sequence[Rounds]) -> list[Tensor | Sparse]:
@@ -159,41 +171,63 @@ class SimNetwork:
         results: list[Tensor | Sparse | None] = [None] * self.size
         waiting: dict[int, Pending | None] = dict.fromkeys(range(self.size))
         while waiting:
-            arrived = {rank: None if pending is None else pending.wait() for rank, pending in waiting.items()}
-            for rank, value in arrived.items():
+            for rank in list(waiting):
+                pending = waiting.pop(rank)
+                value = None if pending is None else pending.wait()
                 try:
                     waiting[rank] = expect_pending(ranks[rank].send(value))  # type: ignore[arg-type]  # None starts it
                 except StopIteration as stop:
                     results[rank] = stop.value
-                    del waiting[rank]
-        counts = [len(sent) for sent in self.sent]
+        counts = self._launched
         assert len(set(counts)) == 1, f"ranks launched different numbers of messages: {dict(enumerate(counts))}"
-        for sent in self.sent:
-            sent.clear()
+        self._launched = [0] * self.size
+        self._messages.clear()
         return results  # type: ignore[return-value]  # every rank has returned
 
-    def deliver(self, message: _Message) -> Tensor:
-        """The result of ``message``, after checking that every rank launched its part of it."""
-        parts = [sent[message.number] if message.number < len(sent) else None for sent in self.sent]
-        described = {str(part) if part else "nothing" for part in parts}
-        if len(described) > 1:
-            each = "; ".join(f"rank {rank}: {part or 'nothing'}" for rank, part in enumerate(parts))
-            raise AssertionError(f"ranks disagree on message {message.number}, where real processes hang: {each}")
-        if message.unchanged is not None:
-            assert _same_bits(message.unchanged, message.given), (
-                f"rank {message.rank} changed the tensor it handed to {message} before yielding it"
+    def next_message(self, rank: int) -> _Message:
+        """The message that ``rank`` launches now."""
+        number = self._launched[rank]
+        self._launched[rank] += 1
+        return self._messages.setdefault(number, _Message(number))
+
+    def deliver(self, part: _Part) -> Tensor:
+        """The result of a message for one rank, after checking that every rank launched its part of it."""
+        message = part.message
+        if not message.delivered:
+            self._check(message)
+        if part.unchanged is not None:
+            assert _same_bits(part.unchanged, part.given), (
+                f"rank {part.rank} changed the tensor it handed to {part} before yielding it"
             )
-        given = [part.given for part in parts if part is not None]
-        if message.kind == "broadcast":
-            return message.result.copy_(given[message.source])
-        if message.kind == "shift":
-            return message.result.copy_(given[(message.rank - message.by) % self.size])
-        if message.kind == "all_gather":
-            return message.result.copy_(torch.stack(given))
-        total = given[0].clone()
-        for other in given[1:]:
-            total += other
-        return message.result.copy_(total)
+        message.delivered += 1
+        if message.delivered == self.size:
+            del self._messages[message.number]
+        if part.kind == "broadcast":
+            arrived = message.parts[part.source].given
+        elif part.kind == "shift":
+            arrived = message.parts[(part.rank - part.by) % self.size].given
+        else:
+            if message.result is None:
+                message.result = _combined(part.kind, [message.parts[rank].given for rank in range(self.size)])
+            arrived = message.result
+        return arrived.clone() if part.result is None else part.result.copy_(arrived)
+
+    def _check(self, message: _Message) -> None:
+        """Raise an AssertionError unless all ranks have launched the same."""
+        texts = {rank: str(message.parts.get(rank, "nothing")) for rank in range(self.size)}
+        if len(set(texts.values())) > 1:
+            each = "; ".join(f"rank {rank}: {text}" for rank, text in texts.items())
+            raise AssertionError(f"ranks disagree on message {message.number}, where real processes hang: {each}")
+
+
+def _combined(kind: str, given: Sequence[Tensor]) -> Tensor:
+    """What an all-gather or an all-reduce of ``given`` results in, added in the order of the ranks."""
+    if kind == "all_gather":
+        return torch.stack(list(given))
+    total = given[0].clone()
+    for other in given[1:]:
+        total += other
+    return total
 
 
 def _spoil(result: Tensor) -> None:

@@ -1,6 +1,7 @@
 """The simulated network tells mistakes that would hang real processes, or go unnoticed."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 import lightning_sparse as ls
 from lightning_sparse.comm import Comm, Rounds
 from lightning_sparse.group import Group
-from lightning_sparse.simulation import simulate
+from lightning_sparse.simulation import SimNetwork, simulate
 
 GIVEN = torch.ones(1, 2, 8)
 
@@ -139,3 +140,31 @@ def test_weights_reach_the_compressor() -> None:
 
     weights = torch.arange(8.0)
     assert torch.equal(simulate(SendsItsWeights(), GIVEN, weights).mean[0], weights)
+
+
+def test_what_each_rank_gets_of_a_message() -> None:
+    def rounds(comm: Comm, got: list[Any]) -> Rounds:
+        own = torch.tensor([float(comm.rank)])
+        got.append((yield comm.shift(own, by=2)).item())
+        got.append((yield comm.all_gather(own)).flatten().tolist())
+        got.append((yield comm.broadcast(own.clone(), source=1)).item())
+        total = yield comm.all_reduce(own)
+        got.append(total.item())
+        return total
+
+    network = SimNetwork(3)
+    results: list[list[Any]] = [[], [], []]
+    network.run([rounds(comm, got) for comm, got in zip(network.comms, results, strict=True)])
+    assert results == [[(rank - 2) % 3, [0, 1, 2], 1, 3] for rank in range(3)]
+
+
+def test_what_a_rank_does_to_its_result_is_its_own_affair() -> None:
+    def rounds(comm: Comm) -> Rounds:
+        gathered = yield comm.all_gather(torch.ones(2))
+        before = gathered.clone()
+        gathered += comm.rank + 1
+        return before
+
+    network = SimNetwork(3)
+    results = network.run([rounds(comm) for comm in network.comms])
+    assert all(torch.equal(result, torch.ones(3, 2)) for result in results)

@@ -4,20 +4,19 @@ import time
 
 import pytest
 
-from lightning_sparse.bench.advise import reckon
+from lightning_sparse.bench.advise.advise import predict
 from lightning_sparse.bench.cluster import Cluster
 from lightning_sparse.compressors import COMPRESSORS
 from tests import test_monitor
-from tests.bench.test_cluster import MBIT, emulated, transfer
-from tests.test_plan import thousand_layers
+from tests.bench.cluster.test_cluster import MBIT, emulated, transfer
+from tests.test_plan import spread_out
 
 
-@pytest.mark.parametrize("blocking", [False, True])
-def test_a_thousand_layers_are_planned_in_time(blocking: bool) -> None:
-    model = thousand_layers(blocking)
+def test_a_thousand_layers_are_planned_in_time() -> None:
+    model = spread_out(1000)
     start_s = time.process_time()
     model.best()
-    assert time.process_time() - start_s < 2  # about 0.2 s here
+    assert time.process_time() - start_s < 5  # about 1.6 s on a busy machine
 
 
 def test_a_monitor_costs_less_than_a_hundredth_of_a_step() -> None:
@@ -38,7 +37,7 @@ def test_a_monitor_costs_less_than_a_hundredth_of_a_step() -> None:
 
 @pytest.mark.parametrize("link", ["4x100mbit", "4xunlimited"])
 def test_advice_for_a_link_with_what_compressing_takes_here(link: str) -> None:
-    advices = {a.strategy: a for a in reckon("mlp_1m", link)}
+    advices = {a.strategy: a for a in predict("mlp_1m", link)}
     assert advices.keys() == COMPRESSORS.keys()
     dense = advices["sparse_dense"].step_s
     if link == "4x100mbit":  # 4.5 MB, of which a rank sends one and a half times as much, take 0.5 s

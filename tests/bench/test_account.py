@@ -5,7 +5,8 @@ import time
 import pytest
 
 import lightning_sparse as ls
-from lightning_sparse.bench.account import PHASES, REST, STEP, Clock, account, copying, main, table
+from lightning_sparse import select
+from lightning_sparse.bench.account import PHASES, REST, STEP, Clock, account, main
 
 
 @pytest.mark.parametrize("name", ls.COMPRESSORS)
@@ -24,16 +25,22 @@ def test_a_phase_is_charged_without_what_it_calls_of_another(monkeypatch: pytest
     now = iter([0.0, 1.0, 3.0, 7.0, 15.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(now))
     clock = Clock()
-    clock.enter("add")
-    clock.enter("select")
-    clock.leave()
-    clock.leave()
+    clock.turn("add")
+    clock.turn("select")
+    clock.turn()
+    clock.turn()
     assert (clock.ms[REST], clock.ms["add"], clock.ms["select"]) == (1000, 2000 + 8000, 4000)
+
+
+def test_a_call_that_raises_ends_its_phase() -> None:
+    clock = Clock()
+    with clock.watch(), pytest.raises(AttributeError):
+        select.kth_largest(None, 1)  # type: ignore[arg-type]
+    assert clock.ms["select"] > 0
+    assert clock._running == [REST, REST]
 
 
 def test_it_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--elements", "5000", "--ranks", "2"])
     shown = capsys.readouterr().out
     assert all(name in shown for name in ls.COMPRESSORS)
-    assert copying(1000) > 0
-    assert table({"a": dict.fromkeys((*PHASES, REST, STEP), 1.0)}, 1.0, "t").row_count == 1

@@ -16,23 +16,14 @@ LEAST_UNCERTAINTY = 0.1  # of a step: what repeated runs of the benchmark differ
 
 @dataclass(frozen=True)
 class Advice:
-    """What to expect of one strategy.
+    """What to expect of one strategy."""
 
-    Attributes:
-        strategy: its name.
-        step_s: seconds of a step.
-        low_s: it may be as short as this ...
-        high_s: ... or as long.
-        limit: what the step waits for at its end: "backward", "compression" or "network".
-        groups: LayerFusion would make.
-    """
-
-    strategy: str
-    step_s: float
-    low_s: float
-    high_s: float
-    limit: str
-    groups: int
+    strategy: str  # its name
+    step_s: float  # seconds of a step
+    low_s: float  # it may be as short as this ...
+    high_s: float  # ... or as long
+    limit: str  # what the step waits for at its end: "backward", "compression" or "network"
+    groups: int  # that LayerFusion would make
 
 
 def advice(compressor: Compressor, plan: Plan) -> Advice:
@@ -73,22 +64,30 @@ def recommend(advices: Sequence[Advice]) -> Advice:
 
 def table(advices: Sequence[Advice], title: str) -> Table:
     """What to expect of each, the fastest first; the recommended one in bold."""
-    result = Table(
-        "strategy",
-        *(Column(heading, justify="right") for heading in ("step", "between", "of dense", "groups")),
-        "limited by",
-        title=title,
-        box=box.SIMPLE_HEAD,
-    )
+    numbers = (Column(heading, justify="right") for heading in ("step", "between", "of dense", "groups"))
+    result = Table("strategy", *numbers, "limited by", title=title, box=box.SIMPLE_HEAD)
     dense = next(a for a in advices if a.strategy == "sparse_dense")
     best = recommend(advices)
     for a in sorted(advices, key=lambda a: a.step_s):
         between = f"{1e3 * a.low_s:.0f}..{1e3 * a.high_s:.0f}"
+        of_dense = f"{a.step_s / dense.step_s:.2f}"
         name = f"[bold]{a.strategy}[/bold]" if a is best else a.strategy
-        result.add_row(
-            name, f"{1e3 * a.step_s:.0f} ms", between, f"{a.step_s / dense.step_s:.2f}", str(a.groups), a.limit
-        )
+        result.add_row(name, f"{1e3 * a.step_s:.0f} ms", between, of_dense, str(a.groups), a.limit)
     return result
+
+
+_TO_PASTE = """
+    import lightning_sparse
+    Trainer(strategy='{name}')
+
+or in a config file:
+
+    trainer:
+      strategy:
+        class_path: lightning_sparse.SparseDDPStrategy
+        init_args:
+          compressor: {{class_path: lightning_sparse.{kind}}}
+          warmup_steps: 100"""
 
 
 def words(advices: Sequence[Advice]) -> list[str]:
@@ -115,16 +114,5 @@ def words(advices: Sequence[Advice]) -> list[str]:
         f"Use {best.strategy}: a step of about {1e3 * best.step_s:.0f} ms instead of {1e3 * dense.step_s:.0f} ms "
         f"({dense.step_s / best.step_s:.1f} times faster), limited by its {best.limit}. What is kept back costs "
         "accuracy: compare the validation loss on your own task, with a dense phase first (warmup_steps).",
-        "",
-        "    import lightning_sparse",
-        f"    Trainer(strategy='{best.strategy}')",
-        "",
-        "or in a config file:",
-        "",
-        "    trainer:",
-        "      strategy:",
-        "        class_path: lightning_sparse.SparseDDPStrategy",
-        "        init_args:",
-        f"          compressor: {{class_path: lightning_sparse.{COMPRESSORS[best.strategy].__name__}}}",
-        "          warmup_steps: 100",
+        *_TO_PASTE.format(name=best.strategy, kind=COMPRESSORS[best.strategy].__name__).split("\n"),
     ]

@@ -4,45 +4,29 @@ import json
 import os
 import platform
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from io import StringIO
 from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from lightning_sparse.bench.peers import NO_COMMUNICATION, note_of
-from lightning_sparse.bench.probe import Run, Step, mean
+from lightning_sparse.__about__ import __version__
+from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, PEERS
+from lightning_sparse.bench.compare.probe import MeasuredRun, MeasuredStep, of_known
 from lightning_sparse.pictures import human_bytes
 
 RESAMPLINGS = 1_000
 HEADER_BYTES = 14 + 20 + 32  # of a packet: Ethernet, IPv4, TCP with time stamps
-PACKAGES = ("lightning-sparse", "torch", "lightning", "torchmetrics", "numpy")
-
-EXPLANATION = {
-    "step": "from the end of one training step to the end of the next (loading data, forward, backward, exchange, "
-    "optimizer): the median over all timed steps, and the middle half of them",
-    "predicted": "what LayerFusion expected of a step when it made its plan, the median over the rounds",
-    "ratio": "median over the rounds of (median step in the round / the reference's in the same round), with its 95 % "
-    "bootstrap interval over rounds and steps",
-    "counted": "payload a rank handed to the network in a step, as its strategy counts it",
-    "wire": "what the kernel counted as sent by a host in a step: the payload, the headers of Ethernet, IP and TCP, "
-    "and the acknowledgements of what was received",
-    "unexplained": "wire without a header of 66 bytes a packet (Ethernet 14, IPv4 20, TCP with time stamps 32; an "
-    "acknowledgement is nothing else), in percent more than counted: messages of Lightning's and Gloo's own, and what "
-    "TCP sent again",
-    "Mbit/s": "wire, over the time from the first gradient ready to the end of backward",
-    "compress": "time in the compressor's own code, beside the backward pass; the peers do not tell",
-    "wait": "from the last gradient ready to the end of backward",
-    "apply": "from the end of backward to the end of the step: the optimizer",
-    "loss": "training loss of the last step, the mean over ranks and rounds",
-    "memory": "peak resident memory of a rank's process, libraries included (on CUDA: of the device); the largest "
-    "of all ranks and rounds",
-}
+PACKAGES = ("torch", "lightning", "torchmetrics", "numpy")
+COLUMNS = Path(__file__).with_name("columns.md")  # what they mean
+WIDTH = 170  # characters of a table, where no terminal says how wide it is
 
 
 # - what was measured
@@ -50,35 +34,25 @@ EXPLANATION = {
 
 @dataclass(frozen=True)
 class Round:
-    """One strategy's turn in one round.
+    """One strategy's turn in one round."""
 
-    Attributes:
-        cluster: as it was asked for, such as "4x1gbit".
-        strategy: label of the row it belongs to.
-        number: of the round, from 0; also the seed of its runs.
-        ranks: how many trained.
-        warmup: steps at the start that are not timed.
-        run: the mean over the ranks; None if it failed.
-        error: why it failed, or "".
-    """
-
-    cluster: str
-    strategy: str
-    number: int
-    ranks: int
-    warmup: int
-    run: Run | None
-    error: str = ""
+    cluster: str  # as it was asked for, such as "4x1gbit"
+    strategy: str  # label of the row it belongs to
+    number: int  # from 0; also the seed of its runs
+    ranks: int  # how many trained
+    warmup: int  # steps at the start that are not timed
+    run: MeasuredRun | None  # the mean over the ranks; None if it failed
+    error: str = ""  # why it failed
 
     @property
-    def timed(self) -> list[Step]:
+    def timed(self) -> list[MeasuredStep]:
         """The steps that count; none if it failed."""
         return self.run.steps[self.warmup :] if self.run else []
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Round":
         """The inverse of ``dataclasses.asdict``."""
-        return cls(**{**values, "run": Run.from_json(values["run"]) if values["run"] else None})
+        return cls(**{**values, "run": MeasuredRun.from_json(values["run"]) if values["run"] else None})
 
 
 # - statistics
@@ -123,7 +97,7 @@ def ratio(rounds: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Interval
 
 @dataclass(frozen=True)
 class Summary:
-    """A row of the table: one strategy on one cluster, over all rounds; units as in :class:`Step`."""
+    """A row of the table: one strategy on one cluster, over all rounds; units as in :class:`MeasuredStep`."""
 
     cluster: str
     strategy: str
@@ -160,8 +134,8 @@ def _summary(own: Sequence[Round], timed: Sequence[Round], reference: str) -> Su
     silent = [step.s for r in here if r.strategy == NO_COMMUNICATION for step in r.timed]
     pairs = [([s.s for s in r.timed], [s.s for s in theirs[r.number].timed]) for r in own if r.number in theirs]
     counted = fmean(step.counted_bytes for step in steps)
-    packets = mean(step.wire_packets for step in steps)
-    wire = mean(step.wire_bytes for step in steps)
+    packets = of_known(fmean, (step.wire_packets for step in steps))
+    wire = of_known(fmean, (step.wire_bytes for step in steps))
     span_s = fmean(step.ms_span for step in steps) / 1e3
     return Summary(
         cluster=cluster,
@@ -170,64 +144,62 @@ def _summary(own: Sequence[Round], timed: Sequence[Round], reference: str) -> Su
         rounds=len(own),
         timed_steps=len(steps),
         s=middle_half([step.s for step in steps]),
-        predicted_s=_median(r.run.predicted_s for r in own if r.run),
+        predicted_s=of_known(median, (r.run.predicted_s for r in own if r.run)),
         ratio=ratio(pairs) if pairs and own[0].strategy != reference else None,
         s_without_communication=median(silent) if silent else None,
         counted_bytes=counted,
         wire_bytes=wire,
         unexplained=(wire - HEADER_BYTES * packets) / counted - 1 if wire and packets and counted else None,
         wire_bits_per_s=8 * wire / span_s if wire is not None and span_s else None,
-        ms_compress=_median(step.ms_compress for step in steps),
+        ms_compress=of_known(median, (step.ms_compress for step in steps)),
         ms_wait=median(step.ms_wait for step in steps),
         ms_apply=median(step.ms_apply for step in steps),
-        loss=mean(r.run.steps[-1].loss for r in own if r.run),
+        loss=of_known(fmean, (r.run.steps[-1].loss for r in own if r.run)),
         peak_memory_bytes=max(r.run.peak_memory_bytes for r in own if r.run),
     )
 
 
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
+# - for people
 
 
-# - the table
+def new_console() -> Console:
+    """A console that is wide enough for the tables where it is not a terminal."""
+    console = Console()
+    return console if console.is_terminal else Console(width=WIDTH)
 
 
-def table(rows: Sequence[Summary], title: str) -> Table:
-    """The rows of one cluster, for people."""
-    of_time = ("step", "middle half", "predicted", "ratio", "95 % interval")
-    of_bytes = ("counted", "wire", "unexplained", "Mbit/s")
-    headings = (*of_time, *of_bytes, "compress", "wait", "apply", "loss", "memory")
-    result = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    result.add_column("strategy", overflow="fold")
-    for heading in headings:
-        result.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        result.add_row(row.strategy, *_cells(row))
-    return result
-
-
-def _cells(row: Summary) -> list[str]:
-    return [
-        _ms(row.s.value * 1e3),
-        f"{row.s.low * 1e3:.0f}..{row.s.high * 1e3:.0f}",
-        "-" if row.predicted_s is None else _ms(row.predicted_s * 1e3),
-        f"{row.ratio.value:.3f}" if row.ratio else "-",
-        f"{row.ratio.low:.3f}..{row.ratio.high:.3f}" if row.ratio else "-",
-        human_bytes(row.counted_bytes),
-        "-" if row.wire_bytes is None else human_bytes(row.wire_bytes),
-        "-" if row.unexplained is None else f"{row.unexplained:+.1%}",
-        "-" if row.wire_bits_per_s is None else f"{row.wire_bits_per_s / 1e6:.0f}",
-        "-" if row.ms_compress is None else _ms(row.ms_compress),
-        _ms(row.ms_wait),
-        _ms(row.ms_apply),
-        "-" if row.loss is None else f"{row.loss:.3f}",
-        human_bytes(row.peak_memory_bytes),
-    ]
+def new_progress(console: Console) -> Progress:
+    """A progress bar without a thread that redraws: on a real cluster this process forks."""
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    return Progress(*columns, console=console, auto_refresh=False, transient=True)
 
 
 def _ms(value: float) -> str:
     return f"{value:.0f} ms" if value >= 10 else f"{value:.1f} ms"
+
+
+def _known(value: float | None, text: Callable[[float], str]) -> str:
+    return "-" if value is None else text(value)
+
+
+def _cells(row: Summary) -> dict[str, str]:
+    """What stands in a row, by heading."""
+    return {
+        "step": _ms(1e3 * row.s.value),
+        "middle half": f"{1e3 * row.s.low:.0f}..{1e3 * row.s.high:.0f}",
+        "predicted": _known(row.predicted_s, lambda s: _ms(1e3 * s)),
+        "ratio": f"{row.ratio.value:.3f}" if row.ratio else "-",
+        "95 % interval": f"{row.ratio.low:.3f}..{row.ratio.high:.3f}" if row.ratio else "-",
+        "counted": human_bytes(row.counted_bytes),
+        "wire": _known(row.wire_bytes, human_bytes),
+        "unexplained": _known(row.unexplained, "{:+.1%}".format),
+        "Mbit/s": _known(row.wire_bits_per_s, lambda rate: f"{rate / 1e6:.0f}"),
+        "compress": _known(row.ms_compress, _ms),
+        "wait": _ms(row.ms_wait),
+        "apply": _ms(row.ms_apply),
+        "loss": _known(row.loss, "{:.3f}".format),
+        "memory": human_bytes(row.peak_memory_bytes),
+    }
 
 
 def title(rows: Sequence[Summary], workload: str) -> str:
@@ -245,17 +217,25 @@ def by_cluster(rows: Sequence[Summary]) -> dict[str, list[Summary]]:
 def notes(rounds: Sequence[Round]) -> list[str]:
     """What must be known about strategies, and which runs failed."""
     names = dict.fromkeys(r.strategy.partition("#")[0] for r in rounds)
-    found = [f"{name}: {note_of(name)}." for name in names if note_of(name)]
-    for r in rounds:
-        if r.error:
-            found.append(f"{r.strategy} failed on {r.cluster} in round {r.number}: {r.error}")
-    return found
+    failed = [f"{r.strategy} failed on {r.cluster} in round {r.number}: {r.error}" for r in rounds if r.error]
+    return [*(f"{name}: {PEERS[name][1]}." for name in names if name in PEERS), *failed]
+
+
+def _table(rows: Sequence[Summary], lines: box.Box, title: str | None = None) -> Table:
+    """The rows of one cluster."""
+    table = Table(title=title, box=lines, padding=(0, 1, 0, 0))
+    table.add_column("strategy", overflow="fold")
+    for heading in _cells(rows[0]):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(f"`{row.strategy}`" if lines is box.MARKDOWN else row.strategy, *_cells(row).values())
+    return table
 
 
 def show(console: Console, rows: Sequence[Summary], rounds: Sequence[Round], workload: str) -> None:
     """Print the tables and what explains them."""
     for of_cluster in by_cluster(rows).values():
-        console.print(table(of_cluster, title(of_cluster, workload)))
+        console.print(_table(of_cluster, box.SIMPLE_HEAD, title(of_cluster, workload)))
     for note in notes(rounds):
         console.print(note, highlight=False, markup=False)
 
@@ -274,7 +254,8 @@ def environment(command: str) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "tcp_congestion_control": kernel.read_text().strip() if kernel.exists() else None,
         "python": platform.python_version(),
-        **{package: _version(package) for package in PACKAGES},
+        "lightning-sparse": __version__,
+        **{package: version(package) for package in PACKAGES},
     }
 
 
@@ -284,13 +265,6 @@ def _cpu_model() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def json_line(kind: str, values: Any) -> str:
@@ -304,21 +278,13 @@ def page(
     """A page in Markdown: the tables, what they mean, and where they were measured."""
     lines = [f"# {workload}", "", f"    {facts['command']}", ""]
     for of_cluster in by_cluster(rows).values():
-        headings = [str(column.header) for column in table(of_cluster, "").columns]
-        lines += [f"## {title(of_cluster, workload)}", "", _markdown_row(headings)]
-        lines.append(_markdown_row(["---"] + ["---:"] * (len(headings) - 1)))
-        lines += [_markdown_row([f"`{row.strategy}`", *_cells(row)]) for row in of_cluster]
-        lines.append("")
-    lines += [*(f"- {note}" for note in notes(rounds)), "", "## Columns", ""]
-    lines += [f"- **{name}**: {meaning}." for name, meaning in EXPLANATION.items()]
-    lines += ["", "## Where it was measured", ""]
+        with (wide := Console(width=10_000, file=StringIO())).capture() as table:
+            wide.print(_table(of_cluster, box.MARKDOWN))
+        lines += [f"## {title(of_cluster, workload)}", "", table.get().strip(), ""]
+    lines += [*(f"- {note}" for note in notes(rounds)), "", COLUMNS.read_text(), "## Where it was measured", ""]
     lines += [f"- {name}: {value}" for name, value in facts.items() if name != "command"]
     lines += ["", "## Files", "", *(_link(name) for name in files), ""]
     return "\n".join(lines)
-
-
-def _markdown_row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def _link(name: str) -> str:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -15,17 +16,17 @@ import pytest
 from rich.console import Console
 from torch.distributed import HashStore
 
-from lightning_sparse import COMPRESSORS, SkipReduce, SparseDDPStrategy
-from lightning_sparse.bench import plots, run, worker
+from lightning_sparse import COMPRESSORS, SkipReduce, SparseDDPStrategy, plan_views
 from lightning_sparse.bench.cluster import Cluster
-from lightning_sparse.bench.peers import NO_COMMUNICATION, PEERS, all_names, contenders
-from lightning_sparse.bench.probe import Run, Step, interface_towards, read_counters
-from lightning_sparse.bench.report import Round, environment, middle_half, page, ratio, show, summarise
-from lightning_sparse.bench.worker import Place, Plan
+from lightning_sparse.bench.compare import plots, run, worker
+from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, PEERS, all_names, contenders
+from lightning_sparse.bench.compare.probe import MeasuredRun, MeasuredStep, interface_towards, read_sent
+from lightning_sparse.bench.compare.report import Round, environment, middle_half, page, ratio, show, summarise
+from lightning_sparse.bench.compare.worker import Place, Schedule
 from lightning_sparse.cli import main
 from tests import conftest
 
-PLAN = Plan("4x1gbit", "mlp_1m", "ddp,skip_reduce", steps=2, warmup=1, rounds=3, accelerator="cpu")
+SCHEDULE = Schedule("4x1gbit", "mlp_1m", "ddp,skip_reduce", steps=2, warmup=1, rounds=3, accelerator="cpu")
 
 
 def emulated(test: Callable[..., None]) -> Callable[..., None]:
@@ -58,15 +59,16 @@ def test_all_names_are_every_peer_and_every_compressor() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("", r"'' is not one of ddp"),
-        ("dpp", r"'dpp' is not one of ddp.*skip_reduce.*Write 'name' or"),
+        ("", r"the name must be one of ddp.*; got ''"),
+        ("dpp", r"the name must be one of ddp.*skip_reduce.*; got 'dpp'. Write 'name' or"),
         ("ddp:skip=1", r"ddp takes no options"),
-        ("skip_reduce:skipp=1", r"'skipp=1' is not option=value with one of skip, .*wire_dtype"),
-        ("skip_reduce:skip", r"'skip' is not option=value"),
-        ("skip_reduce:skip=half", r"'skip=half' needs a value such as 0.5"),
-        ("skip_reduce:error_feedback=0", r"needs a value such as True"),
-        ("skip_reduce:skip=2", r"skip=2.0"),
-        ("skip_reduce:wire_dtype=int4", r"wire_dtype='int4' is not one of float32"),
+        ("skip_reduce:skipp=1", r"an option must be option=value with one of skip, .*wire_dtype.*; got 'skipp=1'"),
+        ("skip_reduce:skip", r"an option must be option=value .*; got 'skip'"),
+        ("skip_reduce:skip=half", r"skip.*half"),
+        ("skip_reduce:error_feedback=0", r"error_feedback"),
+        ("skip_reduce:warmup_steps=1.5", r"warmup_steps.*1.5"),
+        ("skip_reduce:skip=2", r"skip.*2"),
+        ("skip_reduce:wire_dtype=int3", r"wire_dtype.*int3"),
     ],
 )
 def test_bad_strategy_is_named_with_the_fix(spec: str, message: str) -> None:
@@ -77,7 +79,7 @@ def test_bad_strategy_is_named_with_the_fix(spec: str, message: str) -> None:
 def test_every_other_round_runs_backwards() -> None:
     forth = [(0, NO_COMMUNICATION), (0, "ddp"), (0, "skip_reduce")]
     back = [(1, "skip_reduce"), (1, "ddp"), (1, NO_COMMUNICATION)]
-    assert [(number, c.label) for number, c in PLAN.turns()] == forth + back + [(2, label) for _, label in forth]
+    assert [(number, c.label) for number, c in SCHEDULE.turns()] == forth + back + [(2, label) for _, label in forth]
 
 
 # --- statistics
@@ -106,7 +108,7 @@ def test_ratio_of_equals_is_one_within_its_interval() -> None:
 
 
 def made_up(strategy: str, number: int, seconds: float, counted: float) -> Round:
-    step = Step(
+    step = MeasuredStep(
         s=seconds,
         loss=1 / seconds,
         counted_bytes=counted,
@@ -118,8 +120,8 @@ def made_up(strategy: str, number: int, seconds: float, counted: float) -> Round
         ms_wait=100,
         ms_apply=5,
     )
-    untimed = Step(**{**asdict(step), "s": 100.0})
-    return Round("4x1gbit", strategy, number, 4, 1, Run("cpu", 1, 1000, 10**8 + number, [untimed, step, step]))
+    untimed = MeasuredStep(**{**asdict(step), "s": 100.0})
+    return Round("4x1gbit", strategy, number, 4, 1, MeasuredRun("cpu", 1, 1000, 10**8 + number, [untimed, step, step]))
 
 
 def made_up_rounds() -> list[Round]:
@@ -155,8 +157,10 @@ def test_mean_over_ranks_leaves_out_what_a_rank_did_not_measure() -> None:
     other = made_up("ddp", 0, 4, 1e6).run
     assert one is not None
     assert other is not None
-    silent = Run("cpu", 1, 1000, 5, [Step(**{**asdict(step), "wire_bytes": None}) for step in other.steps])
-    mean = Run.mean([one, silent])
+    silent = MeasuredRun(
+        "cpu", 1, 1000, 5, [MeasuredStep(**{**asdict(step), "wire_bytes": None}) for step in other.steps]
+    )
+    mean = MeasuredRun.mean([one, silent])
     assert mean.steps[1].s == 3
     assert mean.steps[1].wire_bytes == one.steps[1].wire_bytes
     assert mean.steps[1].ms_compress is None
@@ -176,7 +180,8 @@ def test_table_and_page_show_every_row_and_every_failure() -> None:
         assert "0.500" in shown
         assert "+1.0%" in shown
         assert "powersgd_1 failed on 4x1gbit in round 0: RuntimeError: no luck" in shown
-    assert "| `skip_reduce` | 1500 ms |" in text
+    assert re.search(r"^\|`skip_reduce` +\|1500 ms \|", text, re.MULTILINE)
+    assert "- **unexplained**: wire without a header of 66 bytes a packet" in text
     assert "[a.jsonl](a.jsonl)" in text
     assert "![b.svg](b.svg)" in text
 
@@ -197,10 +202,12 @@ def test_plots(tmp_path: Path) -> None:
         assert (tmp_path / name).stat().st_size < 100_000
 
 
-def test_missing_matplotlib_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plots, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"--plot needs matplotlib.*pip install lightning-sparse\[bench\]"):
-        plots.require_matplotlib()
+def test_missing_matplotlib_is_named_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plan_views, "find_spec", lambda name: None)
+    assert main(["bench", "--plot", "--workload", "gpt_10m"]) == 2
+    assert "pip install lightning-sparse[bench]" in capsys.readouterr().err
 
 
 # --- where a rank is
@@ -220,14 +227,14 @@ def test_place_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place.find(None)
     assert place == Place(3, 1, 4, 2, "127.0.0.1", 29400, store_is_there=False, interface="lo")
     assert place.hosts == 2
-    with pytest.raises(ValueError, match=r"interface 'eth99' is not one of this host's: .*lo"):
+    with pytest.raises(ValueError, match=r"an interface must be one of this host's, .*lo.*; got 'eth99'"):
         Place.find("eth99")
 
 
 def test_interface_and_its_counters() -> None:
     assert interface_towards("127.0.0.1") == "lo"
-    before = read_counters("lo")
-    assert read_counters("lo").tx_bytes >= before.tx_bytes
+    before = read_sent("lo")
+    assert read_sent("lo") >= before
 
 
 def test_the_cause_of_a_failure_is_told_and_not_its_consequences() -> None:
@@ -236,7 +243,7 @@ def test_the_cause_of_a_failure_is_told_and_not_its_consequences() -> None:
     for rank, error in enumerate(errors):
         store.set(f"rank {rank}", json.dumps({"error": error}))
     place = Place(0, 0, 3, 1, "127.0.0.1", 29400, store_is_there=False, interface="lo")
-    measured = worker._gather(PLAN, place, 1, contenders("ddp")[0], store)
+    measured = worker._gather(worker._Turn(SCHEDULE, place, 1, contenders("ddp")[0], store))
     assert (measured.strategy, measured.number, measured.error) == ("ddp", 1, "ValueError: the cause")
     assert measured.timed == []
 
@@ -253,12 +260,12 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--workload", "gpt5"], "workload 'gpt5' is not one of mlp_1m"),
-        (["--strategies", "dpp"], "'dpp' is not one of ddp"),
-        (["--steps", "0"], "--steps 0 is too small: give 1 or more"),
-        (["--emulate", "4x1gb"], "bad cluster '4x1gb'"),
-        (["--emulate", "1x1gbit"], "cluster '1x1gbit' has one host"),
-        ([], "no cluster: give --emulate 4x1gbit, say, or start this command on every host with torchrun or srun"),
+        (["--workload", "gpt5"], "a workload must be one of mlp_1m"),
+        (["--strategies", "dpp"], "got 'dpp'"),
+        (["--steps", "0"], "--steps must be at least 1; got 0"),
+        (["--emulate", "4x1gb"], "cluster '4x1gb': a rate must be"),
+        (["--emulate", "1x1gbit"], "an emulated cluster must have at least 2 hosts; got '1x1gbit'"),
+        ([], "no ranks to measure between: give --emulate 4x1gbit, say"),
     ],
 )
 def test_bad_command_says_what_to_do(
@@ -294,7 +301,7 @@ def workers() -> Iterator[int]:
             marked = f"BENCH_TEST={os.getpid()}".encode() in (path / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"lightning_sparse.bench.worker" in words and marked:
+        if b"lightning_sparse.bench.compare.worker" in words and marked:
             yield int(path.name)
 
 

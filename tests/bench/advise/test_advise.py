@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from lightning_sparse import rehearsal
-from lightning_sparse.bench import own_model
-from lightning_sparse.bench.advice import Advice, recommend, table, words
-from lightning_sparse.bench.advise import advices
+from lightning_sparse.bench.advise.advice import Advice, recommend, table, words
+from lightning_sparse.bench.advise.advise import advices
 from lightning_sparse.bench.cluster import parse
-from lightning_sparse.bench.workloads import parameter_sizes, workload_named
+from lightning_sparse.bench.compare import own_model
+from lightning_sparse.bench.compare.workloads import parameter_sizes, workload_named
 from lightning_sparse.cli import main
 from lightning_sparse.compressors import COMPRESSORS
 from lightning_sparse.planner import Measured
@@ -134,7 +134,7 @@ def test_a_users_own_model(own: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["advise", "own.yaml", "--link", "2x100mbit"]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in COMPRESSORS)
-    assert "reckoned from steps of one process" in shown
+    assert "predicted from one process" in shown
     assert "Trainer(strategy=" in shown
 
 
@@ -147,7 +147,7 @@ def test_a_users_own_model(own: Path, capsys: pytest.CaptureFixture[str]) -> Non
         ("own_net:Data", "Data is not a LightningModule"),
         ("own_net:Net,own_net:Net", "Net is not a LightningDataModule"),
         ("missing.yaml", "config file 'missing.yaml' is not there"),
-        ("no_such_workload", "workload 'no_such_workload' is not one of"),
+        ("no_such_workload", "got 'no_such_workload'"),
     ],
 )
 def test_what_is_no_model_is_named(own: Path, model: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,7 @@
 """A user's own model as a workload: by import path, or as a LightningCLI config file describes it."""
 
-import importlib
 import os
+import pkgutil
 import sys
 import warnings
 from pathlib import Path
@@ -27,23 +27,20 @@ def load(text: str) -> tuple[LightningModule, LightningDataModule | None]:
         sys.path.insert(0, os.getcwd())  # as python does for a script
     if text.endswith((".yaml", ".yml")):
         return _from_config(text)
-    made = [_make(part) for part in text.split(",")]
-    model, data = made[0], made[1] if len(made) > 1 else None
-    if not isinstance(model, LightningModule):
-        raise ValueError(f"model {text!r}: {type(model).__name__} is not a LightningModule; give {FORMS}.")
-    if data is not None and not isinstance(data, LightningDataModule):
-        raise ValueError(f"model {text!r}: {type(data).__name__} is not a LightningDataModule; give {FORMS}.")
-    return model, data
+    model, *data = (_make(part) for part in text.split(",", 1))
+    for made, kind in ((model, LightningModule), *((each, LightningDataModule) for each in data)):
+        if not isinstance(made, kind):
+            raise ValueError(f"model {text!r}: {type(made).__name__} is not a {kind.__name__}; give {FORMS}.")
+    return model, data[0] if data else None
 
 
 def _make(path: str) -> Any:
-    module, _, name = path.strip().partition(":")
     try:
-        made = getattr(importlib.import_module(module), name)
+        kind = pkgutil.resolve_name(path.strip())
     except (ImportError, AttributeError) as error:
         raise ValueError(f"model {path!r} cannot be imported ({error}); give {FORMS}.") from error
     try:
-        return made()
+        return kind()
     except TypeError as error:
         raise ValueError(f"model {path!r} cannot be made without arguments ({error}); give a config file.") from error
 

@@ -1,4 +1,4 @@
-"""What runs on each rank: ``python -m lightning_sparse.bench.worker PLAN``, started as torchrun starts its workers.
+"""What runs on each rank: ``python -m lightning_sparse.bench.compare.worker SCHEDULE PLACE``.
 
 A worker takes the strategies in turn, round after round.  Each turn is a process of its own, forked from the worker so
 that it need not import anything, with an ordinary Trainer in it: every strategy starts with fresh memory and fresh
@@ -16,7 +16,7 @@ import socket
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -30,80 +30,59 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from lightning.pytorch import Trainer, seed_everything
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # exported at run time only
 
-from lightning_sparse.bench.advice import advice
-from lightning_sparse.bench.peers import NO_COMMUNICATION, Contender, contenders
-from lightning_sparse.bench.probe import Probe, Run, interface_towards, read_counters
-from lightning_sparse.bench.report import Round
-from lightning_sparse.bench.workloads import workload_named
+from lightning_sparse.bench.advise.advice import advice
+from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, Contender, contenders
+from lightning_sparse.bench.compare.probe import MeasuredRun, Probe, interface_towards, read_sent
+from lightning_sparse.bench.compare.report import Round
+from lightning_sparse.bench.compare.workloads import workload_named
 from lightning_sparse.strategy import SparseDDPStrategy
 
 _FORK = multiprocessing.get_context("fork")
 _PATIENCE = timedelta(days=1)  # of the workers among themselves; training has a time limit of its own
-# How often a worker asks whether another rank failed.  Gloo does not tell a rank that waits for a message of one that
-# is gone.  The question and its answer are counted with the messages of a step: some 300 bytes.
+# How often a worker asks whether another rank failed: Gloo leaves a rank waiting for a message of one that is gone.
+# The question and its answer are counted with the messages of a step: some 300 bytes.
 _GLANCE_S = 5.0
 _STOPPED = "stopped, since another rank failed"
 _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+#: Arguments of a Trainer that writes nothing.
+QUIET: dict[str, Any] = dict.fromkeys(
+    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What to run; the same on every rank.
+class Schedule:
+    """What to run; the same on every rank."""
 
-    Attributes:
-        cluster: what the rows are called.
-        workload: a name in ``WORKLOADS``.
-        strategies: comma-separated, as :func:`~lightning_sparse.bench.peers.contenders` reads them.
-        steps: timed steps of each strategy in each round.
-        warmup: steps before them that are not timed.
-        rounds: turns of each strategy.
-        accelerator: of Lightning.
-    """
-
-    cluster: str
-    workload: str
-    strategies: str
-    steps: int
-    warmup: int
-    rounds: int
-    accelerator: str
-
-    def contenders(self) -> list[Contender]:
-        """The rows, and with them the time of a step without communication."""
-        return contenders(f"{NO_COMMUNICATION},{self.strategies}")
+    cluster: str  # what the rows are called
+    workload: str  # as `workload_named` reads it
+    strategies: str  # separated by commas, as `contenders` reads them
+    steps: int  # timed steps of each strategy in each round
+    warmup: int  # steps before them that are not timed
+    rounds: int  # turns of each strategy
+    accelerator: str  # of Lightning
 
     def turns(self) -> list[tuple[int, Contender]]:
-        """Rounds and strategies in the order in which they run.
+        """Rounds and strategies in the order in which they run; the first is a step without communication.
 
         Every other round runs backwards, so that none is favoured by its place.
         """
-        rows = self.contenders()
+        rows = contenders(f"{NO_COMMUNICATION},{self.strategies}")
         return [(number, row) for number in range(self.rounds) for row in (rows[::-1] if number % 2 else rows)]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands among the ranks.
+    """Where this process stands among the ranks."""
 
-    Attributes:
-        rank: of all.
-        local_rank: of those on this host.
-        size: number of ranks.
-        local_size: number of ranks on this host.
-        address: of the host of rank 0.
-        port: there, for the workers' store.
-        store_is_there: whether torchrun's agent serves the store.
-        interface: whose traffic is counted, and which Gloo and NCCL are told to use.
-    """
-
-    rank: int
-    local_rank: int
-    size: int
-    local_size: int
-    address: str
-    port: int
-    store_is_there: bool
-    interface: str
+    rank: int  # of all
+    local_rank: int  # of those on this host
+    size: int  # number of ranks
+    local_size: int  # number of ranks on this host
+    address: str  # of the host of rank 0
+    port: int  # there, for the workers' store
+    store_is_there: bool  # whether torchrun's agent serves the store
+    interface: str  # whose traffic is counted, and which Gloo and NCCL use
 
     @property
     def hosts(self) -> int:
@@ -112,10 +91,13 @@ class Place:
 
     @classmethod
     def find(cls, interface: str | None) -> "Place | None":
-        """This process's place as torchrun or SLURM tells it; None if neither started it.
+        """Read this process's place from what torchrun or SLURM set; None if neither started it.
 
         Args:
             interface: name of the network interface; None to find the one that leads to rank 0.
+
+        Raises:
+            ValueError: there is no such interface.
         """
         variables = os.environ
         started: TorchElasticEnvironment | SLURMEnvironment
@@ -127,29 +109,43 @@ class Place:
             local_size = started.world_size() // int(variables["SLURM_NNODES"])
         else:
             return None
-        interface = interface or variables.get("GLOO_SOCKET_IFNAME") or interface_towards(started.main_address)
-        read_counters(interface)  # complains now if there is none of this name
-        return cls(
-            rank=started.global_rank(),
-            local_rank=started.local_rank(),
-            size=started.world_size(),
-            local_size=local_size,
-            address=started.main_address,
-            port=started.main_port,
-            store_is_there=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            interface=interface,
-        )
+        address, port = started.main_address, started.main_port
+        store_is_there = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        interface = interface or variables.get("GLOO_SOCKET_IFNAME") or interface_towards(address)
+        read_sent(interface)  # complains now if there is none of this name
+        ranks = started.global_rank(), started.local_rank(), started.world_size(), local_size
+        return cls(*ranks, address, port, store_is_there, interface)
 
 
-def run(plan: Plan, place: Place) -> Generator[Round, None, None]:
+@dataclass(frozen=True)
+class _Turn:
+    """One strategy in one round, on this rank; ``store`` is of this turn alone."""
+
+    schedule: Schedule
+    place: Place
+    number: int  # of the round
+    contender: Contender
+    store: Store
+
+
+def take_turns(schedule: Schedule, place: Place) -> Generator[Round, None, None]:
     """Take all turns.  Yields what was measured, on rank 0; the other ranks yield nothing."""
-    serving = place.rank == 0 and not place.store_is_there
-    server = _child(_serve, place) if serving else None
+    server = _child(_serve, place) if place.rank == 0 and not place.store_is_there else None
     try:
-        store = PrefixStore(
-            "lightning_sparse_bench", TCPStore(place.address, place.port, is_master=False, timeout=_PATIENCE)
-        )
-        yield from _take_turns(plan, place, store)
+        served = TCPStore(place.address, place.port, is_master=False, timeout=_PATIENCE)
+        store = PrefixStore("lightning_sparse_bench", served)
+        failed: set[str] = set()
+        for i, (number, contender) in enumerate(schedule.turns()):
+            if contender.label in failed:
+                continue
+            turn = _Turn(schedule, place, number, contender, PrefixStore(str(i), store))
+            turn.store.set(f"rank {place.rank}", _result(turn))
+            if place.rank == 0:
+                measured = _gather(turn)
+                turn.store.set("outcome", "failed" if measured.error else "done")
+                yield measured
+            if turn.store.get("outcome") == b"failed":
+                failed.add(contender.label)
         store.set(f"bye {place.rank}", "")
         if server:
             store.wait([f"bye {rank}" for rank in range(place.size)])
@@ -158,52 +154,39 @@ def run(plan: Plan, place: Place) -> Generator[Round, None, None]:
             server.kill()
 
 
-def _take_turns(plan: Plan, place: Place, store: Store) -> Iterator[Round]:
-    failed: set[str] = set()
-    for turn, (number, contender) in enumerate(plan.turns()):
-        if contender.label in failed:
-            continue
-        mine = PrefixStore(str(turn), store)
-        mine.set(f"rank {place.rank}", _take_turn(plan, place, number, contender, mine))
-        if place.rank == 0:
-            measured = _gather(plan, place, number, contender, mine)
-            mine.set("outcome", "failed" if measured.error else "done")
-            yield measured
-        if mine.get("outcome") == b"failed":
-            failed.add(contender.label)
-
-
-def _take_turn(plan: Plan, place: Place, number: int, contender: Contender, store: Store) -> str:
-    """Train in a process of its own.  Returns a Run as JSON, or {"error": ...}."""
-    if place.rank == 0:
+def _result(turn: _Turn) -> str:
+    """Train in a process of its own.  Returns a MeasuredRun as JSON, or {"error": ...}."""
+    if turn.place.rank == 0:
         with socket.create_server(("", 0)) as server:
-            store.set("port", str(server.getsockname()[1]))
+            turn.store.set("port", str(server.getsockname()[1]))
     receiving, sending = _FORK.Pipe(duplex=False)
-    process = _child(_train, plan, place, number, contender, int(store.get("port")), sending)
+    process = _child(_train, turn, int(turn.store.get("port")), sending)
     sending.close()  # ours: so that the end of the process is the end of the pipe
     try:
         while not receiving.poll(_GLANCE_S):
-            if store.check(["failed"]):
+            if turn.store.check(["failed"]):
                 return json.dumps({"error": _STOPPED})
         result: str = receiving.recv()
         process.join(_GLANCE_S)
     except EOFError:
         process.join()
-        result = json.dumps({"error": f"the process of rank {place.rank} ended with status {process.exitcode}"})
+        result = json.dumps({"error": f"the process of rank {turn.place.rank} ended with status {process.exitcode}"})
     finally:
         process.kill()
     if "error" in json.loads(result):
-        store.set("failed", "")
+        turn.store.set("failed", "")
     return result
 
 
-def _gather(plan: Plan, place: Place, number: int, contender: Contender, store: Store) -> Round:
+def _gather(turn: _Turn) -> Round:
     """All ranks' results as one."""
-    results = [json.loads(store.get(f"rank {rank}")) for rank in range(place.size)]
+    schedule, size = turn.schedule, turn.place.size
+    results = [json.loads(turn.store.get(f"rank {rank}")) for rank in range(size)]
     # When one rank fails the others lose their connections to it, and say so: not what one wants to read.
     errors = sorted((r["error"] for r in results if "error" in r), key=_is_a_consequence)
-    run = None if errors else Run.mean([Run.from_json(r) for r in results])
-    return Round(plan.cluster, contender.label, number, place.size, plan.warmup, run, errors[0] if errors else "")
+    run = None if errors else MeasuredRun.mean([MeasuredRun.from_json(r) for r in results])
+    label, error = turn.contender.label, errors[0] if errors else ""
+    return Round(schedule.cluster, label, turn.number, size, schedule.warmup, run, error)
 
 
 def _is_a_consequence(error: str) -> bool:
@@ -233,11 +216,11 @@ def _serve(place: Place) -> None:
         signal.pause()
 
 
-def _train(plan: Plan, place: Place, number: int, contender: Contender, port: int, results: Connection) -> None:
+def _train(turn: _Turn, port: int, results: Connection) -> None:
     """One turn of one strategy on this rank."""
     try:
-        _become_worker(place, port)
-        run = _fit(plan, place, number, contender)
+        _become_worker(turn.place, port)
+        run = _fit(turn)
     except Exception as error:
         traceback.print_exc()
         results.send(json.dumps({"error": f"{type(error).__name__}: {error}"}))
@@ -248,7 +231,7 @@ def _train(plan: Plan, place: Place, number: int, contender: Contender, port: in
 
 
 def _become_worker(place: Place, port: int) -> None:
-    """The environment torchrun would have made, but with a rendezvous of this turn's own."""
+    """Set the environment as torchrun would, but with a rendezvous of this turn's own."""
     os.environ.update(
         RANK=str(place.rank),
         LOCAL_RANK=str(place.local_rank),
@@ -265,30 +248,28 @@ def _become_worker(place: Place, port: int) -> None:
     warnings.simplefilter("ignore")
 
 
-def _fit(plan: Plan, place: Place, number: int, contender: Contender) -> Run:
-    seed_everything(number, verbose=False)  # the same model and the same batches for every strategy of a round
-    workload = workload_named(plan.workload)
+def _fit(turn: _Turn) -> MeasuredRun:
+    seed_everything(turn.number, verbose=False)  # the same model and batches for every strategy of a round
+    schedule, place = turn.schedule, turn.place
+    workload = workload_named(schedule.workload)
     module = workload.module()
     probe = Probe(place.interface if place.local_rank == 0 else None, workload.learns)
     trainer = Trainer(
-        accelerator=plan.accelerator,
+        accelerator=schedule.accelerator,
         devices=place.local_size,
         num_nodes=place.hosts,
-        strategy=contender.build(),
+        strategy=turn.contender.build(),
         plugins=[TorchElasticEnvironment()],
-        max_steps=plan.warmup + plan.steps,
+        max_steps=schedule.warmup + schedule.steps,
         max_epochs=-1,
         callbacks=[probe],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(module, **workload.fit_arguments())
     device = trainer.strategy.root_device  # the module itself is back on the CPU
     on_cuda = device.type == "cuda"
     fusion = trainer.strategy.layer_fusion if isinstance(trainer.strategy, SparseDDPStrategy) else None
-    return Run(
+    return MeasuredRun(
         device=torch.cuda.get_device_name(device) if on_cuda else "cpu",
         threads=torch.get_num_threads(),
         elements=sum(p.numel() for p in module.parameters() if p.requires_grad),
@@ -300,11 +281,9 @@ def _fit(plan: Plan, place: Place, number: int, contender: Contender) -> Run:
 
 
 def main() -> None:
-    """Run the plan given as JSON; rank 0 writes a line of JSON for each turn."""
-    plan = Plan(**json.loads(sys.argv[1]))
-    place = Place.find(None)
-    assert place is not None
-    for measured in run(plan, place):
+    """Run the schedule at the place, both given as JSON; rank 0 writes a line of JSON for each turn."""
+    schedule, place = (json.loads(word) for word in sys.argv[1:])
+    for measured in take_turns(Schedule(**schedule), Place(**place)):
         print(json.dumps(asdict(measured)), flush=True)
 
 

@@ -1,0 +1,140 @@
+"""Measures what advice needs: a few steps of a user's model, between real ranks or alone with a link as given."""
+
+import logging
+import multiprocessing
+import time
+import warnings
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from rich.console import Console
+from torch import Tensor
+
+from lightning_sparse.bench.advise.advice import Advice, advice, table, words
+from lightning_sparse.bench.cluster.spec import HOP_S, ClusterSpec, parse
+from lightning_sparse.bench.compare.peers import ADVISE
+from lightning_sparse.bench.compare.run import BenchError, find_ranks
+from lightning_sparse.bench.compare.worker import QUIET, Schedule
+from lightning_sparse.bench.compare.workloads import workload_named
+from lightning_sparse.compressors import COMPRESSORS, Dense
+from lightning_sparse.fusion import pieces_of
+from lightning_sparse.layer_fusion import STEPS_MEASURED
+from lightning_sparse.planner import Calibration, Measured, best_plan, kinds_of
+from lightning_sparse.rehearsal import Link, model_cost
+from lightning_sparse.strategy import SparseDDPStrategy
+
+STEPS = 8  # of a model that trains alone, of which the first half is not timed
+
+
+@dataclass(frozen=True)
+class AdviseArguments:
+    """What the user asked for, as ``lightning-sparse advise --help`` explains it."""
+
+    model: str
+    emulate: str
+    link: str
+    interface: str | None
+
+
+def advise(arguments: AdviseArguments) -> int:
+    """Measure and print; returns the exit status."""
+    workload_named(arguments.model)
+    if arguments.link:
+        found, where = predict(arguments.model, arguments.link), f"{arguments.link}, predicted from one process"
+    else:
+        found, where = _measure(arguments)
+    if found:
+        console = Console()
+        console.print(table(found, f"{arguments.model} on {where}"))
+        for line in words(found):
+            console.print(line, highlight=False, markup=False, soft_wrap=not line.startswith("Use "))
+    return 0
+
+
+def _measure(arguments: AdviseArguments) -> tuple[list[Advice], str]:
+    """Advice from steps between ranks, and where they were; none on other ranks than 0."""
+    try:
+        place, measure = find_ranks([arguments.emulate] if arguments.emulate else [], arguments.interface)
+    except BenchError as error:
+        raise BenchError(f"{error} To predict from one process, give --link 4x1gbit, say.") from None
+    schedule = Schedule(arguments.emulate, arguments.model, ADVISE, 1, STEPS_MEASURED + 1, 1, "cpu")
+    if place is not None:
+        schedule = replace(schedule, cluster=f"{place.size} ranks", accelerator="auto")
+    rounds = list(measure(schedule))
+    if place is not None and place.rank:
+        return [], ""
+    last = rounds[-1] if rounds else None
+    if last is None or last.run is None:
+        raise BenchError(f"the steps to measure failed: {last.error if last else 'nothing was measured'}")
+    if not last.run.advices:
+        raise BenchError("nothing to advise: the model is too small to plan, or no rank could measure times.")
+    return [Advice(**each) for each in last.run.advices], f"{schedule.cluster}, measured between ranks"
+
+
+def predict(model: str, link: str) -> list[Advice]:
+    """Advice from steps of one process here, and messages that take what they would on ``link``.
+
+    In a process of its own, since a training leaves a process group and environment variables behind.
+    """
+    cluster = parse(link)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as apart:
+        return apart.submit(_in_one_process, model, cluster).result()
+
+
+def _in_one_process(model: str, cluster: ClusterSpec) -> list[Advice]:
+    workload = workload_named(model)
+    module = workload.module()
+    profile = _Profile()
+    logging.disable(logging.WARNING)
+    trainer = Trainer(devices=1, strategy=SparseDDPStrategy(Dense()), max_steps=STEPS, callbacks=[profile], **QUIET)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Lightning's, about workers and sizes: not what was asked
+        trainer.fit(module, **workload.fit_arguments())
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    return advices(parameters, profile.measured(parameters), cluster)
+
+
+def advices(parameters: Mapping[str, Tensor], measured: Measured, cluster: ClusterSpec) -> list[Advice]:
+    """What to expect of each strategy where steps take what was measured, and messages what they would on a cluster."""
+    link = Link(HOP_S, cluster.s_per_byte)
+    found = []
+    for kind in COMPRESSORS.values():
+        compressor = kind()
+        pieces = pieces_of(parameters, compressor)
+        kinds = kinds_of(pieces, compressor, lambda c, n: model_cost(c, n, cluster.hosts, link))
+        assert kinds is not None  # a modelled cost is always known
+        found.append(advice(compressor, best_plan(pieces, kinds, measured, Calibration(blocking=False))))
+    return found
+
+
+class _Profile(Callback):
+    """Notes when gradients arrive, and how long a step and its backward take."""
+
+    def __init__(self) -> None:
+        self._arrivals: list[list[float]] = []  # of each step's gradients
+        self._steps: list[float] = []
+        self._last_s = 0.0
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """Note the step."""
+        del args
+        strategy = trainer.strategy
+        assert isinstance(strategy, SparseDDPStrategy)
+        assert strategy.exchange is not None
+        now = time.perf_counter()
+        timeline = strategy.exchange.timeline
+        self._arrivals.append([timeline.arrival_s(p) for p in pl_module.parameters() if p.requires_grad])
+        self._steps.append(now - self._last_s)
+        self._last_s = now
+
+    def measured(self, names: Iterable[str]) -> Measured:
+        """The medians of the second half."""
+        steps, arrivals = self._steps[STEPS // 2 :], self._arrivals[STEPS // 2 :]
+        spans = [max(each) for each in arrivals]
+        rest_s = median(step - span for step, span in zip(steps, spans, strict=True))
+        medians = [median(each) for each in zip(*arrivals, strict=True)]
+        return Measured(medians[::-1], median(spans), max(rest_s, 0.0), [list(names)])

@@ -1,0 +1,1 @@
+"""Estimate how bytes and time of communication grow with the number of ranks."""

@@ -1,0 +1,89 @@
+"""What communication among many ranks costs: modelled from counts, fitted to what was measured.  Pure functions."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from lightning_sparse.bench.compare.report import Summary
+from lightning_sparse.bench.scale.ranks import StepTraffic
+from lightning_sparse.rehearsal import Link
+
+DENSE = "sparse_dense"  # its all-reduce is what others' growth is compared with
+ROUNDS_IN_FLIGHT = 4  # times round a ring that wait for each other: as in `rehearsal.model_cost`
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one strategy's communication among some ranks costs, by the bench or by the model."""
+
+    strategy: str  # name of its compressor, or "ddp"
+    ranks: int  # P
+    sent_bytes: float  # payload of a rank in a step
+    seconds: float  # of communication in a step that nothing else explains
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A link that explains measured points."""
+
+    link: Link  # latency of a hop, and seconds for each byte
+    rms_s: float  # root of the mean square of (modelled - measured)
+    median_share: float  # median of |modelled - measured| / measured
+    points: int  # how many there were
+
+
+def model_s(hops: int, sent_bytes: float, ranks: int, link: Link) -> float:
+    """Seconds that messages among 2 or more ranks take: a latency for every hop, and time for every byte.
+
+    Segments of one ring follow each other, so at most ``4 (P - 1)`` hops count, as in ``rehearsal.model_cost``.
+    """
+    return _hops(hops, ranks) * link.latency_s + sent_bytes * link.s_per_byte
+
+
+def _hops(hops: int, ranks: int) -> int:
+    return min(hops, ROUNDS_IN_FLIGHT * (ranks - 1))
+
+
+def fit(measured: Sequence[Measurement], counts: Iterable[StepTraffic]) -> Fit | None:
+    """The link with the least sum of squared differences between modelled and measured seconds, neither part negative.
+
+    Bytes are those measured; hops are those counted for the same compressor (for "ddp": dense) among as many ranks.
+    None if there are too few points to tell latency and rate apart.
+    """
+    hops = {(each.strategy, each.ranks): _hops(each.hops, each.ranks) for each in counts}
+    from scipy.optimize import nnls  # an extra
+
+    rows = [(hops[DENSE if m.strategy == "ddp" else m.strategy, m.ranks], m.sent_bytes) for m in measured]
+    x = np.array(rows, dtype=np.float64).reshape(-1, 2)  # [m, 2]
+    y = np.array([point.seconds for point in measured])  # [m]
+    unit = np.abs(x).max(axis=0, initial=0)  # hops and bytes are of very different size
+    if not unit.all() or np.linalg.matrix_rank(x / unit, tol=1e-6) < 2:
+        return None
+    found = nnls(x / unit, y)[0] / unit
+    missed = x @ found - y
+    shares = [abs(miss) / seconds for miss, seconds in zip(missed, y, strict=True) if seconds > 0]
+    return Fit(
+        link=Link(float(found[0]), float(found[1])),
+        rms_s=float(np.sqrt((missed**2).mean())),
+        median_share=float(median(shares)) if shares else float("nan"),
+        points=len(y),
+    )
+
+
+def measured_points(rows: Iterable[Summary]) -> list[Measurement]:
+    """What the bench's rows say of communication; those without a step that sends nothing to compare with are left out.
+
+    Differences that noise made negative are zero.
+    """
+    return [
+        Measurement(
+            strategy=row.strategy.partition(":")[0],
+            ranks=row.ranks,
+            sent_bytes=row.counted_bytes,
+            seconds=max(row.s.value - row.s_without_communication - (row.ms_compress or 0.0) / 1e3, 0.0),
+        )
+        for row in rows
+        if row.s_without_communication is not None and row.counted_bytes > 0
+    ]

@@ -1,0 +1,81 @@
+"""What clusters there can be, as text."""
+
+import pytest
+
+from lightning_sparse.bench.cluster import ClusterSpec, parse, parse_rate
+
+GBIT, MBIT = 10**9, 10**6
+
+
+@pytest.mark.parametrize(
+    ("text", "rate_bits_per_s"),
+    [
+        ("100mbit", 100 * MBIT),
+        ("1gbit", GBIT),
+        ("2.5gbit", 2_500_000_000),
+        ("64kbit", 64_000),
+        ("9600bit", 9600),
+        (" 1GBit ", GBIT),
+        ("unlimited", None),
+    ],
+)
+def test_parse_rate(text: str, rate_bits_per_s: int | None) -> None:
+    assert parse_rate(text) == rate_bits_per_s
+
+
+@pytest.mark.parametrize("text", ["", "fast", "1", "1gb", "-1gbit", "0mbit", "0.1bit", "1e3mbit", "1gbit/s", "nan"])
+def test_bad_rate_is_named_with_the_allowed_forms(text: str) -> None:
+    with pytest.raises(ValueError, match=r"a rate must be a number and a unit, such as '100mbit'") as caught:
+        parse_rate(text)
+    assert repr(text) in str(caught.value)
+
+
+def test_parse_flat() -> None:
+    assert parse("4x1gbit") == ClusterSpec(((GBIT,) * 4,))
+    assert parse("2xunlimited") == ClusterSpec(((None, None),))
+
+
+def test_parse_hosts_of_different_rates() -> None:
+    spec = parse("3x1gbit+1x100mbit")
+    assert spec.hosts == 4
+    assert spec.groups == ((GBIT, GBIT, GBIT, 100 * MBIT),)
+
+
+def test_parse_groups() -> None:
+    spec = parse("2x3x10gbit/1gbit")
+    assert spec == ClusterSpec(((10 * GBIT,) * 3,) * 2, trunk_rate_bits_per_s=GBIT)
+    assert spec.hosts == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("", "''"),
+        ("1gbit", "'1gbit'"),
+        ("x1gbit", "''"),
+        ("0x1gbit", "'0'"),
+        ("4x", "''"),
+        ("4xfast", "'fast'"),
+        ("4x1gbit+", "''"),
+        ("2x2x10gbit", "'2x10gbit'"),
+        ("2x2x10gbit/", "''"),
+        ("2x2x10gbit/slow", "'slow'"),
+        ("4x10gbit/1gbit", "'10gbit'"),
+        ("1x4x10gbit/1gbit", "1"),
+        ("255x1gbit", "255"),
+        ("9999x1gbit", "'9999'"),
+    ],
+)
+def test_bad_spec_is_named_with_the_allowed_forms(text: str, part: str) -> None:
+    with pytest.raises(ValueError, match=r"'4x1gbit'.*'2x2x10gbit/1gbit'") as caught:
+        parse(text)
+    message = str(caught.value)
+    assert message.startswith(f"cluster {text!r}: ")
+    assert f"got {part}. Write" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "s_per_byte"), [("3x1gbit+1x100mbit", 8e-8), ("2x2x10gbit/1gbit", 8e-9), ("2xunlimited", 0)]
+)
+def test_the_slowest_link_says_how_long_a_byte_takes(text: str, s_per_byte: float) -> None:
+    assert parse(text).s_per_byte == pytest.approx(s_per_byte)
