@@ -14,8 +14,8 @@ from digits import Digits, DigitsClassifier
 from torch import Tensor
 
 import lightning_sparse as ls
-from lightning_sparse.comm import Comm, Rounds
-from lightning_sparse.group import Group
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.network.comm import Comm, Rounds
 
 
 @dataclass(frozen=True)  # settings only: what changes from step to step lives in the group

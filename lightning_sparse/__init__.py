@@ -4,7 +4,6 @@ Importing this package makes its strategies known: ``Trainer(strategy="skip_redu
 """
 
 from lightning_sparse.__about__ import __version__
-from lightning_sparse.callbacks import CompressionMonitor
 from lightning_sparse.compressors import (
     COMPRESSORS,
     Auto,
@@ -22,9 +21,10 @@ from lightning_sparse.compressors import (
     Warmup,
 )
 from lightning_sparse.hook import SparseHook
-from lightning_sparse.metrics import CompressionRatio, ThresholdError
+from lightning_sparse.monitor.callbacks import CompressionMonitor
+from lightning_sparse.monitor.metrics import CompressionRatio, ThresholdError
+from lightning_sparse.monitor.replicas import ReplicaCheck
 from lightning_sparse.registry import register
-from lightning_sparse.replicas import ReplicaCheck
 from lightning_sparse.simulation import Simulated, simulate
 from lightning_sparse.strategy import SparseDDPStrategy
 

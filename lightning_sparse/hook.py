@@ -12,16 +12,18 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import checkpoint, damage
-from lightning_sparse.agreement import agree, described, everywhere, versions
-from lightning_sparse.comm import TorchComm, wire_dtype_named
+from lightning_sparse.checkpoint import residuals as checkpoint
+from lightning_sparse.checkpoint import state as damage
+from lightning_sparse.checks import check_warmup, is_whole
 from lightning_sparse.compressors import Compressor, Warmup, by_name
-from lightning_sparse.exchange import Exchange
-from lightning_sparse.fusion import BUCKET_BYTES, carry_over, check_fusion, lay_out, not_carried
-from lightning_sparse.layer_fusion import LayerFusion
-from lightning_sparse.loss_scale import LossScale
-from lightning_sparse.process_groups import ProcessGroups
-from lightning_sparse.select import is_whole
+from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.engine.loss_scale import LossScale
+from lightning_sparse.fusion.groups import BUCKET_BYTES, carry_over, check_choice, check_fusion, lay_out, not_carried
+from lightning_sparse.fusion.layer_fusion import LayerFusion
+from lightning_sparse.network.agreement import agree, described, everywhere, versions
+from lightning_sparse.network.collect import Collector
+from lightning_sparse.network.comm import TorchComm, wire_dtype_named
+from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.settings import as_text
 
 
@@ -89,11 +91,7 @@ class SparseHook:
         agree(versions() | told | described(ddp.module), self._ranks, self._device)
         self._groups = process_groups or ProcessGroups(ddp)
         nodes = self._groups if self._groups.local_size > 1 else None
-        if nodes and ddp.find_unused_parameters:
-            raise ValueError(
-                f"local_group={nodes.local_size} cannot be combined with find_unused_parameters=True: ranks of a node "
-                "may use different parameters, and only one may keep what is unsent of them. Leave one of them out."
-            )
+        refuse_unused_in_nodes(ddp, self._groups.local_size)
         compressor = dense_if_alone(compressor, self._ranks.size // self._groups.local_size)
         self.exchange = Exchange(
             lay_out(parameters, compressor, fusion, bucket_bytes),
@@ -200,7 +198,7 @@ class SparseHook:
         if residuals not in ("per_rank", "mean"):
             raise ValueError(f"residuals={residuals!r} is neither 'per_rank' nor 'mean'.")
         with self._groups.leaders() as leaders:
-            state = checkpoint.gather(self.exchange, residuals, leaders)
+            state = checkpoint.gather(self.exchange, residuals, Collector(self.exchange.size, leaders))
         plan = self.layer_fusion.state() if self.layer_fusion else {}
         state |= {"compressor": as_text(self.compressor), "plan": plan}
         return state | {"checksum": damage.checksum(state)}
@@ -238,6 +236,15 @@ def _end(exchange: Exchange, process_groups: ProcessGroups) -> None:
         process_groups.close()
 
 
+def refuse_unused_in_nodes(ddp: DistributedDataParallel, local_size: int) -> None:
+    """Raise a ValueError if ranks of a node may use different parameters."""
+    if local_size > 1 and ddp.find_unused_parameters:
+        raise ValueError(
+            f"local_group={local_size} cannot be combined with find_unused_parameters=True: ranks of a node may use "
+            "different parameters, and only one may keep what is unsent of them. Leave one of them out."
+        )
+
+
 def dense_if_alone(compressor: Compressor, size: int) -> Compressor:
     """``compressor``, or among ``size`` = 1 ranks, or nodes, its dense form: there is nobody to send to."""
     if size > 1:
@@ -248,18 +255,6 @@ def dense_if_alone(compressor: Compressor, size: int) -> Compressor:
             "every step updates all elements. A compressor starts to work from two on."
         )
     return compressor.densely()
-
-
-def check_warmup(warmup_steps: object) -> None:
-    """Raise a ValueError with the value unless it is a number of steps."""
-    if not is_whole(warmup_steps, least=0):
-        raise ValueError(f"warmup_steps={warmup_steps!r} is a number of dense steps, so 0 or more; 0 is none.")
-
-
-def check_choice(compressor: Compressor, fusion: str | Sequence[str]) -> None:
-    """Raise a ValueError if ``compressor`` is to be chosen, and with this ``fusion`` never would be."""
-    if compressor.chooses and fusion != "layer":
-        raise ValueError(f"fusion={fusion!r}: sparse_auto chooses from what LayerFusion measures; use 'layer'.")
 
 
 def _parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:

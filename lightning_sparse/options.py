@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.agreement import agree, described, versions
-from lightning_sparse.comm import wire_dtype_named, world
+from lightning_sparse.checks import check_warmup, is_number, is_whole
 from lightning_sparse.compressors import NAMES, Compressor, by_name
-from lightning_sparse.fusion import BUCKET_BYTES, check_fusion
-from lightning_sparse.hook import SparseHook, check_choice, check_warmup
-from lightning_sparse.process_groups import ProcessGroups
-from lightning_sparse.select import is_number, is_whole
+from lightning_sparse.fusion.groups import BUCKET_BYTES, check_choice, check_fusion
+from lightning_sparse.hook import SparseHook
+from lightning_sparse.network.agreement import agree, described, versions
+from lightning_sparse.network.comm import wire_dtype_named, world
+from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.settings import same
 
 # Of DDP; with these it does not hand every gradient of every rank to its hook.

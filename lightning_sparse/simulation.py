@@ -1,16 +1,16 @@
 """P ranks in one process, in lockstep: for trying a compressor on gradients, and for testing one without processes."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lightning_sparse.comm import Comm, Pending, Rounds, expect_pending, wire_dtype_named
 from lightning_sparse.compressors import Compressor, Dense, by_name
 from lightning_sparse.compressors.base import take_step
-from lightning_sparse.group import Group
-from lightning_sparse.sparse import Sparse, dense
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.network.comm import wire_dtype_named
+from lightning_sparse.network.simulated import SimNetwork, same_bits
+from lightning_sparse.selection.sparse import dense
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def simulate(
         totals = network.run([take_step(compressor, g, c) for g, c in zip(groups, network.comms, strict=True)])
         results = [dense(total, n) for total in totals]
         for rank, result in enumerate(results):
-            assert _same_bits(result, results[0]), f"the totals differ: rank {rank}'s is not rank 0's, bit for bit"
+            assert same_bits(result, results[0]), f"the totals differ: rank {rank}'s is not rank 0's, bit for bit"
         means.append(results[0] / size)
         sent_bytes.append([comm.sent_bytes - b for comm, b in zip(network.comms, before, strict=True)])
         picked.append(int(groups[0].picked))
@@ -82,161 +82,3 @@ def simulate(
         sent_bytes=torch.tensor(sent_bytes, dtype=torch.int64).reshape(steps, size),
         picked=torch.tensor(picked, dtype=torch.int64),
     )
-
-
-@dataclass(slots=True)
-class _Part(Pending):
-    """One rank's part of a message, and what it must find unchanged when the message arrives."""
-
-    kind: str
-    rank: int
-    message: "_Message"
-    given: Tensor  # a copy of what the rank handed over
-    unchanged: Tensor | None  # the tensor it handed over; None if the result comes back in it
-    result: Tensor | None  # where the result goes; None for a tensor of its own
-    deliver: Callable[["_Part"], Tensor] = field(repr=False)
-    by: int  # ranks a shift goes on
-    source: int  # rank a broadcast comes from
-
-    def __str__(self) -> str:
-        way = f" by {self.by}" if self.by > 1 else f" from rank {self.source}" if self.kind == "broadcast" else ""
-        return f"{self.kind}{way} of {str(self.given.dtype).removeprefix('torch.')} {list(self.given.shape)}"
-
-    def wait(self) -> Tensor:
-        """The result, now that every rank has launched this message."""
-        return self.deliver(self)
-
-
-@dataclass
-class _Message:
-    """What all ranks launched at the same position among their messages."""
-
-    number: int
-    parts: dict[int, _Part] = field(default_factory=dict)  # by rank
-    result: Tensor | None = None  # of an all-reduce or an all-gather, which is the same for all
-    delivered: int = 0
-
-
-class SimComm(Comm):
-    """One rank of a :class:`SimNetwork`."""
-
-    def __init__(self, network: "SimNetwork", rank: int, wire_dtype: torch.dtype) -> None:
-        super().__init__(rank, network.size, wire_dtype)
-        self._network = network
-
-    def buffer(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Fresh and spoilt, so that nobody leans on what a buffer held before."""
-        fresh = torch.empty(elements, dtype=dtype, device=device)
-        _spoil(fresh)
-        return fresh
-
-    def _all_reduce(self, x: Tensor) -> Pending:
-        return self._launch("all_reduce", x, result=x)
-
-    def _all_gather(self, x: Tensor) -> Pending:
-        return self._launch("all_gather", x, result=None)
-
-    def _broadcast(self, x: Tensor, source: int) -> Pending:
-        return self._launch("broadcast", x, result=x, source=source)
-
-    def _shift(self, x: Tensor, out: Tensor, by: int) -> Pending:
-        return self._launch("shift", x, result=out, by=by)
-
-    def _launch(self, kind: str, x: Tensor, result: Tensor | None, by: int = 0, source: int = 0) -> Pending:
-        given = x.clone()
-        if result is not None:
-            _spoil(result)
-        message = self._network.next_message(self.rank)
-        unchanged = None if result is x else x
-        part = _Part(kind, self.rank, message, given, unchanged, result, self._network.deliver, by, source)
-        message.parts[self.rank] = part
-        return part
-
-
-class SimNetwork:
-    """P ranks that hand each other messages in one process."""
-
-    def __init__(self, size: int, wire_dtype: torch.dtype = torch.float32) -> None:
-        self.size = size
-        self._launched = [0] * size  # messages, by rank
-        self._messages: dict[int, _Message] = {}  # under way, by number
-        self.comms = [SimComm(self, rank, wire_dtype) for rank in range(size)]
-
-    def run(self, ranks: Sequence[Rounds]) -> list[Tensor | Sparse]:
-        """Run one generator a rank to its end, each to its next yield in turn; returns what each returned.
-
-        Raises:
-            AssertionError: if the ranks' messages do not match, naming the ranks and what each launched.
-        """
-        results: list[Tensor | Sparse | None] = [None] * self.size
-        waiting: dict[int, Pending | None] = dict.fromkeys(range(self.size))
-        while waiting:
-            for rank in list(waiting):
-                pending = waiting.pop(rank)
-                value = None if pending is None else pending.wait()
-                try:
-                    waiting[rank] = expect_pending(ranks[rank].send(value))  # type: ignore[arg-type]  # None starts it
-                except StopIteration as stop:
-                    results[rank] = stop.value
-        counts = self._launched
-        assert len(set(counts)) == 1, f"ranks launched different numbers of messages: {dict(enumerate(counts))}"
-        self._launched = [0] * self.size
-        self._messages.clear()
-        return results  # type: ignore[return-value]  # every rank has returned
-
-    def next_message(self, rank: int) -> _Message:
-        """The message that ``rank`` launches now."""
-        number = self._launched[rank]
-        self._launched[rank] += 1
-        return self._messages.setdefault(number, _Message(number))
-
-    def deliver(self, part: _Part) -> Tensor:
-        """The result of a message for one rank, after checking that every rank launched its part of it."""
-        message = part.message
-        if not message.delivered:
-            self._check(message)
-        if part.unchanged is not None:
-            assert _same_bits(part.unchanged, part.given), (
-                f"rank {part.rank} changed the tensor it handed to {part} before yielding it"
-            )
-        message.delivered += 1
-        if message.delivered == self.size:
-            del self._messages[message.number]
-        if part.kind == "broadcast":
-            arrived = message.parts[part.source].given
-        elif part.kind == "shift":
-            arrived = message.parts[(part.rank - part.by) % self.size].given
-        else:
-            if message.result is None:
-                message.result = _combined(part.kind, [message.parts[rank].given for rank in range(self.size)])
-            arrived = message.result
-        return arrived.clone() if part.result is None else part.result.copy_(arrived)
-
-    def _check(self, message: _Message) -> None:
-        """Raise an AssertionError unless all ranks have launched the same."""
-        texts = {rank: str(message.parts.get(rank, "nothing")) for rank in range(self.size)}
-        if len(set(texts.values())) > 1:
-            each = "; ".join(f"rank {rank}: {text}" for rank, text in texts.items())
-            raise AssertionError(f"ranks disagree on message {message.number}, where real processes hang: {each}")
-
-
-def _combined(kind: str, given: Sequence[Tensor]) -> Tensor:
-    """What an all-gather or an all-reduce of ``given`` results in, added in the order of the ranks."""
-    if kind == "all_gather":
-        return torch.stack(list(given))
-    total = given[0].clone()
-    for other in given[1:]:
-        total += other
-    return total
-
-
-def _spoil(result: Tensor) -> None:
-    """Fill with what nobody can mistake for a result: NaN, the smallest integer, or bits that are all set."""
-    if result.is_floating_point():
-        result.fill_(torch.nan)
-    else:
-        result.fill_(255 if result.dtype in (torch.uint8, torch.bool) else torch.iinfo(result.dtype).min)
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

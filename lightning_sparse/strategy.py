@@ -15,14 +15,14 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_sparse import checkpoint as checkpoints
+from lightning_sparse.checkpoint import residuals as checkpoints
 from lightning_sparse.compressors import COMPRESSORS, Compressor
-from lightning_sparse.exchange import Exchange
+from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.fusion.layer_fusion import STEPS_MEASURED, WORTH_PLANNING, LayerFusion
+from lightning_sparse.fusion.model import Plan
 from lightning_sparse.hook import SparseHook
-from lightning_sparse.layer_fusion import STEPS_MEASURED, WORTH_PLANNING, LayerFusion
+from lightning_sparse.monitor.plan_views import draw_timeline
 from lightning_sparse.options import Options, register_names
-from lightning_sparse.plan import Plan
-from lightning_sparse.plan_views import draw_timeline
 
 LARGE_BYTES = 2**30  # of residuals in a checkpoint
 

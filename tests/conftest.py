@@ -61,7 +61,7 @@ class Ranks:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["lightning_sparse", "sklearn.datasets", "tests.processes.models"])
+        self._context.set_forkserver_preload(["lightning_sparse", "sklearn.datasets", "tests.training.models"])
 
     def run(self, function: Callable[..., Any], size: int, *args: Any, timeout_s: float = 100) -> list[Any]:
         """``function(rank, size, *args)`` on each rank; returns what each returned.

@@ -7,9 +7,9 @@ from torch import Tensor
 
 import lightning_sparse as ls
 from lightning_sparse.compressors.base import take_step
-from lightning_sparse.group import Group
-from lightning_sparse.simulation import SimNetwork
-from lightning_sparse.sparse import Sparse
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.network.simulated import SimNetwork
+from lightning_sparse.selection.sparse import Sparse
 
 
 def layered(

@@ -24,25 +24,27 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from lightning_sparse import hook, partition
-from lightning_sparse.checkpoint import KEY
-from lightning_sparse.comm import WIRE_DTYPES, traffic
+from lightning_sparse import hook
+from lightning_sparse.checkpoint.residuals import KEY
+from lightning_sparse.checkpoint.state import SAVED, checksum
 from lightning_sparse.compressors.base import take_step
+from lightning_sparse.compressors.group import Group
 from lightning_sparse.compressors.random_k import scattered
-from lightning_sparse.control import Held
-from lightning_sparse.damage import SAVED, checksum
-from lightning_sparse.delivery import Delivery
-from lightning_sparse.fusion import Piece, fuse
-from lightning_sparse.group import Group
-from lightning_sparse.lane import spread
-from lightning_sparse.plan import Cost, StepModel
-from lightning_sparse.select import above, count, pick, room
-from lightning_sparse.simulation import SimNetwork, simulate
-from lightning_sparse.sketch import CountSketch
-from lightning_sparse.sparse import Sparse, dense
+from lightning_sparse.engine.delivery import Delivery
+from lightning_sparse.engine.lane import spread
+from lightning_sparse.fusion.groups import Piece, fuse
+from lightning_sparse.fusion.model import Cost, StepModel
+from lightning_sparse.network.comm import WIRE_DTYPES, traffic
+from lightning_sparse.network.simulated import SimNetwork
+from lightning_sparse.selection import partition
+from lightning_sparse.selection.host import above, count, pick, room
+from lightning_sparse.selection.sketch import CountSketch
+from lightning_sparse.selection.sparse import Sparse, dense
+from lightning_sparse.selection.threshold import Held
+from lightning_sparse.simulation import simulate
 from lightning_sparse.wire import INDEX_FORMATS, CorruptMessage, PickLayout, Picks, cheapest
 from tests.conftest import EVERY_COMPRESSOR
-from tests.processes.models import small, unsent
+from tests.training.models import small, unsent
 
 TRIES: Counter[str] = Counter()  # of each property
 ASKED = int(os.environ.get("BAD_INPUT_TRIES", "0"))  # of each property with each compressor; 0: a few

@@ -17,7 +17,7 @@ import yaml
 
 import lightning_sparse as ls
 from tests.conftest import Ranks
-from tests.processes.models import LIMIT_S, weights
+from tests.training.models import LIMIT_S, weights
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CONFIGS = EXAMPLES / "configs"

@@ -16,7 +16,7 @@ import torch
 
 import lightning_sparse as ls
 from tests.conftest import Ranks, _free_port
-from tests.processes.models import LIMIT_S, trainer, weights
+from tests.training.models import LIMIT_S, trainer, weights
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from lightning_sparse.damage import checksum
+from lightning_sparse.checkpoint.state import checksum
 from lightning_sparse.settings import as_text
 
 ALONE = "There is one rank, or with local_group one node, and nobody to send to"

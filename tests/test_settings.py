@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import lightning_sparse as ls
-from lightning_sparse.comm import Comm, Rounds
-from lightning_sparse.group import Group
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.settings import as_text, same
 from lightning_sparse.simulation import simulate
 from tests.conftest import EVERY_COMPRESSOR

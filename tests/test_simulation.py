@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import lightning_sparse as ls
-from lightning_sparse.comm import Comm, Rounds
-from lightning_sparse.group import Group
-from lightning_sparse.simulation import SimNetwork, simulate
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.network.comm import Comm, Rounds
+from lightning_sparse.network.simulated import SimNetwork
+from lightning_sparse.simulation import simulate
 
 GIVEN = torch.ones(1, 2, 8)
 

@@ -18,8 +18,8 @@ from lightning.pytorch.trainer.connectors import accelerator_connector
 from torch import nn
 
 import lightning_sparse as ls
-from tests.processes.models import data, small, trainer
-from tests.processes.test_as_lightnings_ddp import error_of, ours
+from tests.training.models import data, small, trainer
+from tests.training.test_as_lightnings_ddp import error_of, ours
 
 
 def described(run: L.Trainer) -> dict[str, Any]:

@@ -15,11 +15,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lightning_sparse import select, sketch, sparse, wire
+from lightning_sparse import wire
 from lightning_sparse.compressors import COMPRESSORS, Compressor
 from lightning_sparse.compressors.base import take_step
-from lightning_sparse.group import Group
-from lightning_sparse.simulation import SimComm, SimNetwork
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.network.simulated import SimComm, SimNetwork
+from lightning_sparse.selection import host as select
+from lightning_sparse.selection import sketch, sparse
 
 STEPS_BEFORE, STEPS = 4, 5  # not timed: thresholds find their place in them; timed
 

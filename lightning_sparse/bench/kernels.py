@@ -12,7 +12,7 @@ from rich.table import Table
 
 from lightning_sparse import kernels
 from lightning_sparse.kernels.ops import HAS_TRITON
-from lightning_sparse.sketch import CountSketch
+from lightning_sparse.selection.sketch import CountSketch, hashes
 from lightning_sparse.wire import INDEX_FORMATS
 
 ELEMENTS = 100_000_000  # 400 MB: more than a GPU's caches hold
@@ -58,7 +58,7 @@ def _calls(n: int, device: torch.device) -> dict[str, tuple[Call, int]]:
     payload = torch.empty(block16.nbytes(n, capacity), dtype=torch.uint8, device=device)
     kernels.encode_indices(index, count, n, payload)
     sketch = CountSketch(ROWS, max(1, round(4 * DENSITY * n)))
-    hashed = kernels.hashes(sketch, n, device)
+    hashed = hashes(sketch, n, device)
     table = torch.empty(ROWS, sketch.columns, device=device)
     sketched, coded = 4 * (n + table.numel()), payload.numel()
     return {

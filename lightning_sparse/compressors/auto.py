@@ -5,16 +5,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_sparse.comm import Comm, Rounds
+from lightning_sparse.checks import is_list
 from lightning_sparse.compressors.base import Compressor, check_settings
 from lightning_sparse.compressors.dense import Dense
+from lightning_sparse.compressors.group import Group
 from lightning_sparse.compressors.importance import ImportancePruning
 from lightning_sparse.compressors.micro import MiCRO
 from lightning_sparse.compressors.ok_topk import OkTopk
 from lightning_sparse.compressors.sketch_fusion import SketchFusion
 from lightning_sparse.compressors.skip_reduce import SkipReduce
-from lightning_sparse.group import Group
-from lightning_sparse.select import is_list
+from lightning_sparse.network.comm import Comm, Rounds
 
 # Those first that send most; of those that send as much, the one that selects with least work: its time is surest.
 CANDIDATES = (Dense(), SkipReduce(), SketchFusion(), MiCRO(), OkTopk(), ImportancePruning())

@@ -8,11 +8,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lightning_sparse.comm import Comm, Rounds
-from lightning_sparse.control import Held
-from lightning_sparse.group import Group
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.network.comm import Comm, Rounds
+from lightning_sparse.selection.sparse import Sparse
+from lightning_sparse.selection.threshold import Held
 from lightning_sparse.settings import as_text
-from lightning_sparse.sparse import Sparse
 from lightning_sparse.wire import CAUSE, CorruptMessage
 
 

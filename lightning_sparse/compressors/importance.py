@@ -9,29 +9,25 @@ import torch
 from torch import Tensor
 
 from lightning_sparse import kernels
-from lightning_sparse.comm import Comm, Rounds
-from lightning_sparse.compressors.base import Compressor, told_last
-from lightning_sparse.control import LARGEST
-from lightning_sparse.group import Group
-from lightning_sparse.kernels import messages, padded
-from lightning_sparse.ring import sum_at, sum_padded
-from lightning_sparse.select import (
+from lightning_sparse.checks import (
     check_density,
     check_seed,
     check_slack,
     checked_patterns,
-    count,
     is_number,
     is_whole,
     matches,
-    not_nan,
-    pick,
-    room,
-    sampled_threshold,
 )
-from lightning_sparse.sparse import Sparse
-from lightning_sparse.sparse_collectives import Talk
-from lightning_sparse.streams import draw
+from lightning_sparse.compressors.base import Compressor, told_last
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.network.comm import Comm, Rounds
+from lightning_sparse.network.ring import sum_at, sum_padded
+from lightning_sparse.network.sparse_collectives import Talk
+from lightning_sparse.selection import messages, padded
+from lightning_sparse.selection.host import count, not_nan, pick, room, sampled_threshold
+from lightning_sparse.selection.sparse import Sparse
+from lightning_sparse.selection.streams import draw
+from lightning_sparse.selection.threshold import LARGEST
 from lightning_sparse.wire import PickLayout, Picks, check_index_format, index_format
 
 RULES = ("density", "fixed", "adaptive")

@@ -6,15 +6,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sparse import kernels, partition
-from lightning_sparse.comm import Comm, Pending, Rounds
+from lightning_sparse import kernels
+from lightning_sparse.checks import check_density, check_slack, check_switch
 from lightning_sparse.compressors.base import Compressor, carry_thresholds, told_last
-from lightning_sparse.control import Held
-from lightning_sparse.group import Group
-from lightning_sparse.kernels import messages, padded
-from lightning_sparse.ring import sum_at, sum_padded
-from lightning_sparse.select import check_density, check_slack, check_switch, count, estimate_threshold, pick, room
-from lightning_sparse.sparse import Sparse
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.network.comm import Comm, Pending, Rounds
+from lightning_sparse.network.ring import sum_at, sum_padded
+from lightning_sparse.selection import messages, padded, partition
+from lightning_sparse.selection.host import count, estimate_threshold, pick, room
+from lightning_sparse.selection.sparse import Sparse
+from lightning_sparse.selection.threshold import Held
 from lightning_sparse.wire import PickLayout, check_index_format, index_format, joined
 
 
@@ -30,9 +31,10 @@ class MiCRO(Compressor):
     for ``slack`` times the picks meant; where there are more, the largest go and the others wait (``group.overflow``).
 
     Where ours differs from the authors' code (kljp/micro): the threshold starts from a sampled quantile, not from
-    1 / (2 sqrt(k)), and is estimated anew when it misses widely; between, :class:`~lightning_sparse.control.Held`
-    corrects it in proportion to the miss, where the code takes fixed steps of 0.5 % and 0.125 %; partitions may move,
-    as in ExDyna (Yoon and Oh, CCGrid 2024); an owner who finds nothing sends nothing, where the code sends an element.
+    1 / (2 sqrt(k)), and is estimated anew when it misses widely; between,
+    :class:`~lightning_sparse.selection.threshold.Held` corrects it in proportion to the miss, where the code takes
+    fixed steps of 0.5 % and 0.125 %; partitions may move, as in ExDyna (Yoon and Oh, CCGrid 2024); an owner who finds
+    nothing sends nothing, where the code sends an element.
 
     Args:
         density: fraction of elements updated in a step, in (0, 1].  The paper's experiments: 0.001.

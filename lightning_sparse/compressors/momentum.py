@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_sparse.comm import Comm, Rounds
+from lightning_sparse.checks import is_number
 from lightning_sparse.compressors.base import Compressor
+from lightning_sparse.compressors.group import Group
 from lightning_sparse.compressors.wrapper import Wrapper
-from lightning_sparse.group import Group
-from lightning_sparse.select import is_number
-from lightning_sparse.sparse import Sparse
+from lightning_sparse.network.comm import Comm, Rounds
+from lightning_sparse.selection.sparse import Sparse
 
 
 @dataclass(frozen=True)

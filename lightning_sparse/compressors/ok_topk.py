@@ -7,26 +7,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sparse import kernels, partition
-from lightning_sparse.comm import Comm, Rounds
+from lightning_sparse import kernels
+from lightning_sparse.checks import check_density, check_slack, is_whole
 from lightning_sparse.compressors import ok_topk_device
 from lightning_sparse.compressors.base import Compressor, carry_thresholds
-from lightning_sparse.control import Held
-from lightning_sparse.group import Group
-from lightning_sparse.select import (
-    at_most,
-    check_density,
-    check_slack,
-    count,
-    is_whole,
-    kth_largest,
-    pick,
-    pooled_threshold,
-    room,
-    summary,
-)
-from lightning_sparse.sparse import Sparse, contained, nonzero
-from lightning_sparse.sparse_collectives import Talk, even_out, reduce_scatter
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.network.comm import Comm, Rounds
+from lightning_sparse.network.sparse_collectives import Talk, even_out, reduce_scatter
+from lightning_sparse.selection import partition
+from lightning_sparse.selection.host import at_most, count, kth_largest, pick, pooled_threshold, room, summary
+from lightning_sparse.selection.sparse import Sparse, contained, nonzero
+from lightning_sparse.selection.threshold import Held
 from lightning_sparse.wire import CAUSE, CorruptMessage, PickLayout, Picks, check_index_format, index_format, joined
 
 
@@ -45,9 +36,10 @@ class OkTopk(Compressor):
     indices and values that is 4 ``slack`` k (P-1)/P words.  The paper's bound is 6, and 2 are needed (Theorem 3.1).
 
     Thresholds are evaluated every ``evaluate_every`` steps, or where they missed by a factor of two; between,
-    :class:`~lightning_sparse.control.Held` corrects them.  Regions are cut anew every ``repartition_every`` steps, so
-    that ranks have equally many picks in each.  Where ours differs from the authors' code: the shared threshold comes
-    from 128 quantiles of each owner's sums, not from gathering all of them; messages have a fixed size.
+    :class:`~lightning_sparse.selection.threshold.Held` corrects them.  Regions are cut anew every
+    ``repartition_every`` steps, so that ranks have equally many picks in each.  Where ours differs from the authors'
+    code: the shared threshold comes from 128 quantiles of each owner's sums, not from gathering all of them; messages
+    have a fixed size.
 
     On a GPU step 3 does not even out, and thresholds and regions follow a step later, so that nobody waits for it: see
     :mod:`~lightning_sparse.compressors.ok_topk_device`.

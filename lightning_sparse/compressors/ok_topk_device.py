@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_sparse import kernels, partition
-from lightning_sparse.comm import Comm, Rounds, Sums
+from lightning_sparse import kernels
 from lightning_sparse.compressors.base import told_last
-from lightning_sparse.control import Held
-from lightning_sparse.group import Group
-from lightning_sparse.kernels import Selection, messages, padded
-from lightning_sparse.select import count, not_nan, pooled, sampled_threshold, summary_of_largest
-from lightning_sparse.sparse_collectives import Talk
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.kernels import Selection
+from lightning_sparse.network.comm import Comm, Rounds, Sums
+from lightning_sparse.network.sparse_collectives import Talk
+from lightning_sparse.selection import messages, padded, partition
+from lightning_sparse.selection.host import count, not_nan, pooled, sampled_threshold, summary_of_largest
+from lightning_sparse.selection.threshold import Held
 from lightning_sparse.wire import CAUSE, CorruptMessage, PickLayout
 
 if TYPE_CHECKING:

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sparse.comm import Comm, Rounds
+from lightning_sparse.checks import check_density, check_seed
 from lightning_sparse.compressors.base import Compressor
-from lightning_sparse.group import Group
-from lightning_sparse.ring import sum_values
-from lightning_sparse.select import check_density, check_seed, count
-from lightning_sparse.sparse import Sparse
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.network.comm import Comm, Rounds
+from lightning_sparse.network.ring import sum_values
+from lightning_sparse.selection.host import count
+from lightning_sparse.selection.sparse import Sparse
 
 
 @dataclass(frozen=True)

@@ -6,24 +6,14 @@ import torch
 from torch import Tensor
 
 from lightning_sparse import kernels
-from lightning_sparse.comm import Comm, Rounds
+from lightning_sparse.checks import check_density, check_seed, check_switch, is_number, is_whole
 from lightning_sparse.compressors.base import Compressor
-from lightning_sparse.group import Group
-from lightning_sparse.ring import sum_at, sum_padded, sum_values
-from lightning_sparse.select import (
-    above,
-    check_density,
-    check_seed,
-    check_switch,
-    count,
-    is_number,
-    is_whole,
-    kth_largest,
-    room,
-    sampled_threshold,
-)
-from lightning_sparse.sketch import CountSketch
-from lightning_sparse.sparse import Sparse
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.network.comm import Comm, Rounds
+from lightning_sparse.network.ring import sum_at, sum_padded, sum_values
+from lightning_sparse.selection.host import above, count, kth_largest, room, sampled_threshold
+from lightning_sparse.selection.sketch import CountSketch, DeviceSketch
+from lightning_sparse.selection.sparse import Sparse
 from lightning_sparse.wire import INDEX_LIMIT
 
 FEWEST_COLUMNS = 16
@@ -40,7 +30,7 @@ class SketchFusion(Compressor):
     and the exact values of k = density * n candidates.
 
     Of the Sketch-Fusion paper only the abstract could be had.  That sketches are fused over layers and summed, and
-    error fed back, is the paper's; table size, hashes (:mod:`lightning_sparse.sketch`) and the rule that all
+    error fed back, is the paper's; table size, hashes (:mod:`lightning_sparse.selection.sketch`) and the rule that all
     candidates are delivered, not the best quarter of them as in Sketched-SGD's code, are ours.
 
     Args:
@@ -90,7 +80,7 @@ class SketchFusion(Compressor):
         k = group.target = count(self.density, n)
         sketch = self.sketch(group)
         on_device = kernels.used_for(unsent)
-        coder = kernels.DeviceSketch(sketch, n, unsent.device) if on_device else sketch
+        coder = DeviceSketch(sketch, n, unsent.device) if on_device else sketch
         own = comm.buffer(sketch.rows * sketch.columns, torch.float32, unsent.device)
         coder.encode(unsent, out=own.view(sketch.rows, sketch.columns))
         # What rounding for the wire leaves is not kept: only candidates come of the table.

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_sparse.comm import Comm, Rounds
+from lightning_sparse.checks import check_seed, check_switch, checked_patterns, is_number, is_whole, matches
 from lightning_sparse.compressors.base import Compressor
-from lightning_sparse.group import Group
-from lightning_sparse.ring import ring_sum
-from lightning_sparse.select import check_seed, check_switch, checked_patterns, is_number, is_whole, matches
-from lightning_sparse.streams import draw
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.network.comm import Comm, Rounds
+from lightning_sparse.network.ring import ring_sum
+from lightning_sparse.selection.streams import draw
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from lightning_sparse import kernels
-from lightning_sparse.comm import Comm, Rounds
+from lightning_sparse.checks import check_density
 from lightning_sparse.compressors.base import Compressor, told_last
-from lightning_sparse.group import Group
-from lightning_sparse.kernels import messages, padded
-from lightning_sparse.select import check_density, count, largest, not_nan, room, sampled_threshold
-from lightning_sparse.sparse import Sparse, add_up
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.network.comm import Comm, Rounds
+from lightning_sparse.selection import messages, padded
+from lightning_sparse.selection.host import count, largest, not_nan, room, sampled_threshold
+from lightning_sparse.selection.sparse import Sparse, add_up
 from lightning_sparse.wire import PickLayout, Picks, check_index_format, index_format
 
 SOUGHT = 1.25  # times k elements are meant to reach the threshold on a device, of which the k largest go

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, replace
 
-from lightning_sparse.comm import Comm, Rounds
+from lightning_sparse.checks import is_list, is_whole
 from lightning_sparse.compressors.base import Compressor
+from lightning_sparse.compressors.group import Group
 from lightning_sparse.compressors.wrapper import Wrapper
-from lightning_sparse.group import Group
-from lightning_sparse.select import is_list, is_whole
+from lightning_sparse.network.comm import Comm, Rounds
 
 
 @dataclass(frozen=True)

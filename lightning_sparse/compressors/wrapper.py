@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lightning_sparse.compressors.base import Compressor
+from lightning_sparse.compressors.group import Group
 from lightning_sparse.compressors.named import by_name
-from lightning_sparse.group import Group
 
 
 class Wrapper(Compressor):

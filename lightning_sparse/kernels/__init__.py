@@ -10,17 +10,13 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.kernels import ops
-from lightning_sparse.sketch import CountSketch
-from lightning_sparse.streams import draw
 from lightning_sparse.wire import INDEX_FORMATS
 
 __all__ = [
-    "DeviceSketch",
     "Hashes",
     "Selection",
     "decode_indices",
     "encode_indices",
-    "hashes",
     "largest_first",
     "scatter",
     "select",
@@ -41,7 +37,7 @@ class Selection:
         index: [capacity] int64, of the first ``count`` of them, strictly rising; then n.
         count: [] int64, how many indices there are: ``seen``, or the capacity where that is less.
         seen: [] int64, elements that reached the threshold.
-        near: [] int64, elements that reached ``control.NEAR`` times the threshold, those that were seen included.
+        near: [] int64, elements that reached ``reference.NEAR`` times the threshold, those that were seen included.
     """
 
     index: Tensor
@@ -130,17 +126,8 @@ def scatter(index: Tensor, values: Tensor, count: Tensor, size: int, out: Tensor
     return out
 
 
-def hashes(sketch: CountSketch, n: int, device: torch.device | None = None) -> Hashes:
-    """The hashes of ``sketch`` for vectors of ``n`` elements, drawn on the host: R * n / c draws of about 1 µs."""
-    blocks = -(-n // sketch.columns)
-    drawn = [[draw(sketch.seed, row, block) for block in range(blocks)] for row in range(sketch.rows)]
-    offsets = torch.tensor([[(x >> 1) % sketch.columns for x in row] for row in drawn], dtype=torch.int64)
-    signs = torch.tensor([[1 - 2 * (x & 1) for x in row] for row in drawn], dtype=torch.float32)
-    return Hashes(offsets.to(device, non_blocking=True), signs.to(device, non_blocking=True))
-
-
 def sketch_encode(x: Tensor, hashed: Hashes, out: Tensor) -> Tensor:
-    """The table of ``x`` in ``out``, which is returned: the same bits as :meth:`CountSketch.encode` on any device.
+    """The table of ``x`` in ``out``, which is returned: the bits of ``CountSketch.encode``, on any device.
 
     Args:
         x: [n] float32.
@@ -158,7 +145,7 @@ def sketch_encode(x: Tensor, hashed: Hashes, out: Tensor) -> Tensor:
 
 
 def sketch_estimate(table: Tensor, hashed: Hashes, out: Tensor) -> Tensor:
-    """What ``table`` tells of each element, in ``out``, which is returned: as :meth:`CountSketch.estimate`.
+    """What ``table`` tells of each element, in ``out``, which is returned: the bits of ``CountSketch.estimate``.
 
     Args:
         table: [R, c] float32, R odd.
@@ -173,21 +160,6 @@ def sketch_estimate(table: Tensor, hashed: Hashes, out: Tensor) -> Tensor:
     _check_hashes(hashed, out.numel(), table)
     ops.sketch_estimate(table, hashed.offsets, hashed.signs, out)
     return out
-
-
-class DeviceSketch:
-    """``sketch`` for vectors of ``n`` elements on a device: the methods of :class:`CountSketch`, and the same bits."""
-
-    def __init__(self, sketch: CountSketch, n: int, device: torch.device) -> None:
-        self._hashed = hashes(sketch, n, device)
-
-    def encode(self, x: Tensor, out: Tensor) -> Tensor:
-        """See :func:`sketch_encode`."""
-        return sketch_encode(x, self._hashed, out)
-
-    def estimate(self, table: Tensor, out: Tensor) -> Tensor:
-        """See :func:`sketch_estimate`."""
-        return sketch_estimate(table, self._hashed, out)
 
 
 def encode_indices(index: Tensor, count: Tensor, n: int, out: Tensor) -> Tensor:

@@ -7,9 +7,7 @@ Nothing here waits for the device, so counts and thresholds are tensors [] on it
 import torch
 from torch import Tensor
 
-from lightning_sparse.control import NEAR
-from lightning_sparse.sketch import median
-
+NEAR = 0.95  # elements above this multiple of the threshold are counted too: they tell how steep the distribution is
 BLOCK_BITS = 16  # of an index that the block16 format writes out
 MAGNITUDE = 0x7FFFFFFF  # the bits of a float32 but for its sign: as a whole number they rise with the magnitude
 
@@ -113,3 +111,21 @@ def borders(index: Tensor, count: Tensor, n: int, step: int) -> Tensor:
 
 def _blocks(n: int, step: int) -> int:
     return -(-n // step)
+
+
+def median(rows: Tensor) -> Tensor:
+    """The median of each column of ``rows`` [R, m], R odd: [m]."""
+    if len(rows) == 1:
+        return rows[0]
+    if len(rows) == 3:
+        return _median3(*rows)
+    if len(rows) == 5:
+        a, b, c, d, e = rows
+        below = torch.maximum(torch.minimum(a, b), torch.minimum(c, d))  # neither of these two is the least ...
+        above = torch.minimum(torch.maximum(a, b), torch.maximum(c, d))  # ... or the greatest of the five
+        return _median3(below, above, e)
+    return rows.median(0).values
+
+
+def _median3(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    return torch.maximum(torch.minimum(a, b), torch.minimum(torch.maximum(a, b), c))

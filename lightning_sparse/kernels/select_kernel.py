@@ -10,8 +10,8 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
-from lightning_sparse.control import NEAR
 from lightning_sparse.kernels.launch import launch
+from lightning_sparse.kernels.reference import NEAR
 
 BLOCK = 4096  # elements a program works on
 WORD = 32  # of them share an int32, a bit each

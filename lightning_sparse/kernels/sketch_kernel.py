@@ -1,7 +1,8 @@
 # mypy: allow-untyped-decorators
 """Count-sketches: a thread owns a bucket and adds up its elements, or owns an element and looks up its buckets.
 
-Blocks are added in the order of :meth:`lightning_sparse.sketch.CountSketch.encode`, so the table has the same bits.
+Blocks are added in the order of :meth:`lightning_sparse.selection.sketch.CountSketch.encode`, so that the table has
+the same bits.
 """
 
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -73,7 +74,7 @@ def _estimate(
         else:
             d = _told(table + 3 * columns, offsets + 3 * blocks, signs + 3 * blocks, place, inside, columns)
             e = _told(table + 4 * columns, offsets + 4 * blocks, signs + 4 * blocks, place, inside, columns)
-            below = _larger(_smaller(told, b), _smaller(c, d))  # as lightning_sparse.sketch.median
+            below = _larger(_smaller(told, b), _smaller(c, d))  # as lightning_sparse.selection.sketch.median
             above = _smaller(_larger(told, b), _larger(c, d))
             told = _median3(below, above, e)
     tl.store(out + element, told, mask=inside)

@@ -7,9 +7,9 @@ import pytest
 from lightning_sparse.bench.advise.advise import predict
 from lightning_sparse.bench.cluster import Cluster
 from lightning_sparse.compressors import COMPRESSORS
-from tests import test_monitor
 from tests.bench.cluster.test_cluster import MBIT, emulated, transfer
-from tests.test_plan import spread_out
+from tests.fusion.test_model import spread_out
+from tests.monitor import test_monitor
 
 
 def test_a_thousand_layers_are_planned_in_time() -> None:

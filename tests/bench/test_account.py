@@ -5,8 +5,8 @@ import time
 import pytest
 
 import lightning_sparse as ls
-from lightning_sparse import select
 from lightning_sparse.bench.account import PHASES, REST, STEP, Clock, account, main
+from lightning_sparse.selection import host as select
 
 
 @pytest.mark.parametrize("name", ls.COMPRESSORS)

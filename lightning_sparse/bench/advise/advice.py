@@ -7,8 +7,8 @@ from rich import box
 from rich.table import Column, Table
 
 from lightning_sparse.compressors import COMPRESSORS, Auto, Compressor
-from lightning_sparse.plan import Plan
-from lightning_sparse.planner import LEAST_SPEEDUP
+from lightning_sparse.fusion.model import Plan
+from lightning_sparse.fusion.planner import LEAST_SPEEDUP
 
 MOST_UNCERTAINTY = 0.25  # of a step: beyond, something else kept the machines or the network busy
 LEAST_UNCERTAINTY = 0.1  # of a step: what repeated runs of the benchmark differ by

@@ -21,10 +21,10 @@ from lightning_sparse.bench.compare.run import BenchError, find_ranks
 from lightning_sparse.bench.compare.worker import QUIET, Schedule
 from lightning_sparse.bench.compare.workloads import workload_named
 from lightning_sparse.compressors import COMPRESSORS, Dense
-from lightning_sparse.fusion import pieces_of
-from lightning_sparse.layer_fusion import STEPS_MEASURED
-from lightning_sparse.planner import Calibration, Measured, best_plan, kinds_of
-from lightning_sparse.rehearsal import Link, model_cost
+from lightning_sparse.fusion.groups import pieces_of
+from lightning_sparse.fusion.layer_fusion import STEPS_MEASURED
+from lightning_sparse.fusion.planner import Calibration, Measured, best_plan, kinds_of
+from lightning_sparse.fusion.rehearsal import Link, model_cost
 from lightning_sparse.strategy import SparseDDPStrategy
 
 STEPS = 8  # of a model that trains alone, of which the first half is not timed

@@ -21,8 +21,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.futures import Future
 
-from lightning_sparse.comm import traffic
 from lightning_sparse.compressors import COMPRESSORS, NAMES, Auto, MiCRO
+from lightning_sparse.network.comm import traffic
 from lightning_sparse.strategy import SparseDDPStrategy
 
 NO_COMMUNICATION = "no_communication"

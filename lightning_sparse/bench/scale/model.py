@@ -8,7 +8,7 @@ import numpy as np
 
 from lightning_sparse.bench.compare.report import Summary
 from lightning_sparse.bench.scale.ranks import StepTraffic
-from lightning_sparse.rehearsal import Link
+from lightning_sparse.fusion.rehearsal import Link
 
 DENSE = "sparse_dense"  # its all-reduce is what others' growth is compared with
 ROUNDS_IN_FLIGHT = 4  # times round a ring that wait for each other: as in `rehearsal.model_cost`

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from lightning_sparse.compressors import Compressor, Dense, by_name
 from lightning_sparse.compressors.base import take_step
-from lightning_sparse.group import Group
-from lightning_sparse.simulation import SimNetwork
-from lightning_sparse.streams import draw
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.network.simulated import SimNetwork
+from lightning_sparse.selection.streams import draw
 
 STEPS = 4  # of which the last is counted: then thresholds and partitions are known
 FEW_RANKS = 32  # up to so many, every rank takes all steps; more go on where half as many ended, and take one

@@ -24,9 +24,9 @@ from lightning_sparse.bench.scale import plot
 from lightning_sparse.bench.scale.model import Fit, Measurement, fit, measured_points, model_s
 from lightning_sparse.bench.scale.ranks import MOST_FLOATS, StepTraffic, count_traffic
 from lightning_sparse.compressors import COMPRESSORS
-from lightning_sparse.pictures import human_bytes
-from lightning_sparse.plan_views import require_matplotlib
-from lightning_sparse.rehearsal import Link
+from lightning_sparse.fusion.rehearsal import Link
+from lightning_sparse.monitor.pictures import human_bytes
+from lightning_sparse.monitor.plan_views import require_matplotlib
 
 WORKLOAD = "mlp_1m"
 MEASURED = (2, 4, 8, 16)  # ranks the bench measures: more keep few cores busy with computing, not with messages

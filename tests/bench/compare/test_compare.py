@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 from torch.distributed import HashStore
 
-from lightning_sparse import COMPRESSORS, SkipReduce, SparseDDPStrategy, plan_views
+from lightning_sparse import COMPRESSORS, SkipReduce, SparseDDPStrategy
 from lightning_sparse.bench.cluster import Cluster
 from lightning_sparse.bench.compare import plots, run, worker
 from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, PEERS, all_names, contenders
@@ -24,6 +24,7 @@ from lightning_sparse.bench.compare.probe import MeasuredRun, MeasuredStep, inte
 from lightning_sparse.bench.compare.report import Round, environment, middle_half, page, ratio, show, summarise
 from lightning_sparse.bench.compare.worker import Place, Schedule
 from lightning_sparse.cli import main
+from lightning_sparse.monitor import plan_views
 from tests import conftest
 
 SCHEDULE = Schedule("4x1gbit", "mlp_1m", "ddp,skip_reduce", steps=2, warmup=1, rounds=3, accelerator="cpu")

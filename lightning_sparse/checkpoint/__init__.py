@@ -1,0 +1,1 @@
+"""What a checkpoint keeps of the gradient that has not been sent."""

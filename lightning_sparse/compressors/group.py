@@ -1,0 +1,151 @@
+"""A group: parameters whose gradients travel together, and what this rank still owes of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_sparse import kernels
+from lightning_sparse.selection.sparse import Sparse, clear
+from lightning_sparse.selection.streams import draw
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a step changes in a group."""
+
+    unsent: Tensor
+    memory: dict[str, Tensor]
+    step: int
+
+
+@dataclass
+class Group:
+    """Parameters that travel together.  n = elements in the group.
+
+    Args:
+        index: position in the order in which groups are sent.
+        names: of the parameters, in the order in which they lie in ``unsent``.
+        parameters: the parameters themselves.
+
+    Attributes:
+        unsent: [n] float32, this rank's gradient that has not been sent yet.
+        mask_bytes: of the bytes this rank sent in the last step, those that only said which elements travel.
+        shapes: of the parameters when the group was made.
+        memory: the compressor's own tensors, under the same names and of the same shapes on every rank; saved with a
+            checkpoint.
+        step: optimizer steps this group has taken part in.
+        picked: distinct elements updated in the last step, a number or a 0-d tensor (not read before it is logged).
+        target: elements the compressor meant to update in the last step.
+        overflow: elements this rank meant to send in the last step but kept, for want of room in a message; likewise.
+    """
+
+    index: int
+    names: tuple[str, ...]
+    parameters: tuple[Tensor, ...]
+    unsent: Tensor = field(init=False)
+    memory: dict[str, Tensor] = field(default_factory=dict)
+    mask_bytes: int = 0
+    step: int = 0
+    picked: int | Tensor = 0
+    target: int = 0
+    overflow: int | Tensor = 0
+    _sparse: bool = field(default=False, repr=False)  # the total of the last step was
+    _made_way: bool = field(default=False, repr=False)
+    _told: dict[str, tuple[Tensor, Tensor, "torch.cuda.Event"]] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        self.shapes = [p.shape for p in self.parameters]
+        self.sizes = [p.numel() for p in self.parameters]
+        device = self.parameters[0].device if self.parameters else None
+        self.unsent = torch.zeros(sum(self.sizes), dtype=torch.float32, device=device)
+
+    @property
+    def n(self) -> int:
+        """Elements in the group."""
+        return self.unsent.numel()
+
+    def slots(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """``flat`` [n] cut into one view a parameter, in the order of ``names``."""
+        return torch.split(flat, self.sizes)
+
+    def add(self, gradients: Sequence[Tensor | None], scale: float = 1.0) -> None:
+        """Add the gradient of each parameter, of its shape, times ``scale``, to what is unsent; None where is none."""
+        for slot, gradient in zip(self.slots(self.unsent), gradients, strict=True):
+            if gradient is not None:
+                slot.view(gradient.shape).add_(gradient, alpha=scale)
+
+    def snapshot(self) -> Snapshot:
+        """A copy of what a step changes."""
+        return Snapshot(self.unsent.clone(), {key: kept.clone() for key, kept in self.memory.items()}, self.step)
+
+    def restore(self, before: Snapshot) -> None:
+        """Undo what happened since ``before``."""
+        self.unsent.copy_(before.unsent)
+        self.memory, self.step = before.memory, before.step
+
+    def make_way(self, gradients: Sequence[Tensor]) -> None:
+        """Set gradients that were added to zero already, if a sparse mean is to be expected in their place.
+
+        While a message is under way that costs nothing.
+        """
+        if self._sparse and not kernels.used_for(self.unsent):
+            for gradient in gradients:
+                if gradient.is_contiguous():
+                    clear(gradient)
+            self._made_way = True
+
+    def hand_back(self, total: Tensor | Sparse, gradients: Sequence[Tensor], size: int) -> None:
+        """Set the gradient of each parameter to the mean over ``size`` ranks, ``total`` / P."""
+        self._sparse, made_way, self._made_way = isinstance(total, Sparse), self._made_way, False
+        if isinstance(total, Sparse) and kernels.used_for(total.index):
+            self._scatter(total, gradients, size)
+        elif isinstance(total, Sparse):
+            mean = Sparse(total.index, total.values / size)
+            for gradient, part in zip(gradients, mean.split(self.sizes), strict=True):
+                part.write(gradient, cleared=made_way)
+        else:
+            for gradient, slot in zip(gradients, self.slots(total), strict=True):
+                torch.div(slot.view(gradient.shape), size, out=gradient)
+
+    def _scatter(self, total: Sparse, gradients: Sequence[Tensor], size: int) -> None:
+        """As :meth:`hand_back`, on a device: nobody waits to know which elements are of which parameter."""
+        count = total.index.new_full((), total.index.numel())
+        start = 0
+        for gradient in gradients:
+            flat = gradient.view(-1) if gradient.is_contiguous() else gradient.new_empty(gradient.numel())
+            kernels.scatter(total.index - start, total.values, count, size, flat)
+            if not gradient.is_contiguous():
+                gradient.copy_(flat.view(gradient.shape))
+            start += gradient.numel()
+
+    def tell_host(self, key: str, x: Tensor) -> None:
+        """Keep ``x`` in memory under ``key``, for the host to read in the next step with :meth:`told`."""
+        self.memory[key] = x
+        if x.device.type == "cuda":
+            host = torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+            self._told[key] = x, host, arrived
+
+    def told(self, key: str) -> Tensor | None:
+        """What was kept under ``key``, where the host can read it, if anything was.
+
+        A step after :meth:`tell_host` it has long arrived, so that nobody waits for what the device is doing now.
+        """
+        kept = self.memory.get(key)
+        x, host, arrived = self._told.get(key, (None, None, None))
+        if kept is None or x is not kept:  # resumed, or undone
+            return kept
+        assert arrived is not None
+        arrived.synchronize()
+        return host
+
+    def draw(self, seed: int) -> int:
+        """A random integer of this step in [0, 2**63), the same on every rank."""
+        return draw(seed, self.step, self.index)
+
+    def generator(self, seed: int) -> torch.Generator:
+        """A random stream of this step, the same on every rank whose device is of the same kind."""
+        return torch.Generator(self.unsent.device).manual_seed(self.draw(seed))

@@ -1,0 +1,1 @@
+"""What turns DDP's buckets of gradients into means."""

@@ -1,0 +1,44 @@
+"""One of DDP's buckets: where its gradients lie, and the future that gives it back."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported at run time only
+from torch.futures import Future
+
+from lightning_sparse.network.comm import Pending
+
+
+class Delivery:
+    """A bucket handed over, until it is given back averaged."""
+
+    def __init__(self, bucket: GradBucket) -> None:
+        self.buffer: Tensor = bucket.buffer()
+        self.gradients = list(_gradients(bucket))  # each parameter and its gradient, a view of the buffer
+        self.summed: Pending | None = None  # its sum over this rank's node, under way
+        self.missing = len(self.gradients)  # parameters whose mean is not in the buffer yet
+        device = self.buffer.device
+        self.future: Future[Tensor] = Future(devices=None if device.type == "cpu" else [device])
+
+    def wait(self) -> None:
+        """Until its gradients may be read."""
+        if self.summed is not None:
+            self.summed.wait()
+
+    def give_back(self) -> None:
+        """Let backward go on."""
+        self.future.set_result(self.buffer)
+
+
+def _gradients(bucket: GradBucket) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each parameter and its gradient's place in the bucket, as a view of the parameter's shape and memory order."""
+    buffer = bucket.buffer()
+    offset = buffer.storage_offset()
+    for parameter in bucket.parameters():
+        dense = parameter.numel() == 1 + sum(
+            (s - 1) * st for s, st in zip(parameter.shape, parameter.stride(), strict=True)
+        )
+        stride = parameter.stride() if dense else torch.empty(parameter.shape, device="meta").stride()
+        yield parameter, buffer.as_strided(parameter.shape, stride, offset)
+        offset += parameter.numel()

@@ -1,0 +1,147 @@
+"""A sample of what a rank has not sent: how long its elements have waited, parameter by parameter."""
+
+import itertools
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.selection.streams import draw
+
+MOST = 64  # elements sampled of a parameter: what starves of 5 % of it is missed in 4 of 100 parameters
+DECAY_OF_GRADIENTS = 0.99  # of a mean over about 100 steps
+DECAY_OF_TURNS = 0.9  # over about 10, so that dense steps of a warm-up are soon forgotten
+LEAST = 0.01  # of a mean of how often an element was sent: that it was within about 40 steps
+STARVING = 5  # turns; an element that has waited longer starves
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """What one parameter owes on this rank, judged by a sample of its elements.
+
+    An element waits from the first step that leaves some of its gradient unsent until the next step that sends it.
+
+    Attributes:
+        name: of the parameter.
+        elements: that it has.
+        oldest: steps that the sampled element that waits longest has waited; 0 where nothing is unsent.
+        unsent_over_gradient: Euclidean norm of what is unsent over that of this rank's gradient, a mean over about 100
+            steps; 0 where nothing is unsent, inf where its gradient has been zero throughout.
+        turn: steps from one sending of an element to the next, the mean over all parameters and about 10 steps.
+        starving: fraction of the elements that have waited for more than ``STARVING * turn`` steps.
+    """
+
+    name: str
+    elements: int
+    oldest: int
+    unsent_over_gradient: float
+    turn: float
+    starving: float
+
+
+class Sample:
+    """Elements of ``unsent`` that are looked at in every step: at most ``MOST`` of each parameter, for ever the same.
+
+    That an element was sent shows in ``unsent``: a compressor takes out what it sends, and touches nothing else.  So
+    each element is read twice a step, before and after, and nobody waits for the device.
+    """
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._steps = 0
+        self._sizes: dict[str, int] = {}  # elements of each parameter, in the order in which they are sampled
+        device = groups[0].unsent.device if groups else torch.device("cpu")
+        # Of each sampled element what is unsent, the last step that sent it or left nothing to send, and means over
+        # steps: of whether it was sent, and of the square of its gradient.
+        self._state = torch.zeros(4, 0, device=device)
+        self._decays = torch.tensor([[DECAY_OF_TURNS], [DECAY_OF_GRADIENTS]], device=device)
+        self.lay_out(groups)
+
+    def lay_out(self, groups: Sequence[Group]) -> None:
+        """Go on with the same parameters in other groups.  To be called between two steps."""
+        device = self._state.device
+        known = dict(zip(self._sizes, self._state.split(self._counts(), dim=1), strict=True))
+        self._groups = groups
+        self._sizes = {name: n for group in groups for name, n in zip(group.names, group.sizes, strict=True)}
+        own = [known.get(name, torch.zeros(4, min(n, MOST), device=device)) for name, n in self._sizes.items()]
+        self._state = torch.cat([self._state[:, :0], *own], dim=1)  # [4, m]
+        self._places = [_places(group).to(device) for group in groups]  # in each group's unsent
+        self._owed, self._left = torch.zeros_like(self._state[:2])  # [m], unsent before a step's messages, and after
+        counts = [places.numel() for places in self._places]
+        self._owed_of, self._left_of = self._owed.split(counts), self._left.split(counts)  # each group's part
+        self._read()
+        self._state[0] = self._left
+
+    def before(self, group: Group) -> None:
+        """Note what ``group`` owes in this step, its gradient included."""
+        torch.index_select(group.unsent, 0, self._places[group.index], out=self._owed_of[group.index])
+
+    def end_step(self) -> None:
+        """Note what is left of it."""
+        self._steps += 1
+        earlier, cleared, sent, squares = self._state
+        self._read()
+        unsent = self._left
+        # A parameter that was not used in this step owed nothing while others were sent, and owes again what it did.
+        owed = torch.where(self._owed == 0, unsent, self._owed)
+        gradient, went = owed - earlier, unsent != owed
+        self._state[2:] *= self._decays
+        sent += went
+        squares.addcmul_(gradient, gradient)
+        cleared.masked_fill_(went.logical_or_(unsent == 0), self._steps)
+        self._state[0] = unsent
+
+    def waiting(self) -> list[Waiting]:
+        """What each parameter that has elements owes after the last step.  Waits for the device."""
+        parts = self._state.cpu().split(self._counts(), dim=1)
+        found = [(name, n, part) for (name, n), part in zip(self._sizes.items(), parts, strict=True) if n]
+        turn = self._turn([(n, part) for _, n, part in found])
+        return [self._waiting(name, n, part, turn) for name, n, part in found]
+
+    def _turn(self, parts: Sequence[tuple[int, Tensor]]) -> float:
+        """Steps from one sending of an element to the next, the mean over those that are sent or wait."""
+        sent = busy = 0.0
+        for n, (unsent, _, often, _) in parts:
+            sent += n * float(often.mean()) / _weight(DECAY_OF_TURNS, self._steps)
+            busy += n * float(((unsent != 0) | (often > LEAST)).float().mean())
+        return busy / sent if sent else math.inf
+
+    def _waiting(self, name: str, n: int, part: Tensor, turn: float) -> Waiting:
+        unsent, cleared, _, squares = part
+        waited = torch.where(unsent == 0, 0, self._steps - cleared)
+        norm = float(unsent.norm())
+        gradient = math.sqrt(float(squares.sum()) / _weight(DECAY_OF_GRADIENTS, self._steps))
+        ratio = norm / gradient if gradient else math.inf
+        starving = float((waited > STARVING * turn).float().mean())
+        return Waiting(name, n, int(waited.max()), ratio if norm else 0.0, turn, starving)
+
+    def _counts(self) -> list[int]:
+        """Sampled elements of each parameter."""
+        return [min(n, MOST) for n in self._sizes.values()]
+
+    def _read(self) -> None:
+        for group, places, left in zip(self._groups, self._places, self._left_of, strict=True):
+            torch.index_select(group.unsent, 0, places, out=left)
+
+
+def _weight(decay: float, steps: int) -> float:
+    """Of all ``steps`` in a sum over them in which each counts ``decay`` times as much as the next; 1 before any."""
+    return (1 - decay**steps) / (1 - decay) if steps else 1.0
+
+
+def _places(group: Group) -> Tensor:
+    """Where the sampled elements lie in ``group.unsent``: [m] int64, rising, spread evenly over each parameter."""
+    starts = [0, *itertools.accumulate(group.sizes)]
+    found = [start + _spread(name, n) for name, n, start in zip(group.names, group.sizes, starts, strict=False)]
+    return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
+
+
+def _spread(name: str, n: int) -> Tensor:
+    """Of each of as many equal stretches of ``n`` elements one, the same whenever and wherever the name is the same."""
+    k = min(n, MOST)
+    edges = torch.arange(k + 1) * n // max(k, 1)
+    generator = torch.Generator().manual_seed(draw(zlib.crc32(name.encode())))
+    return edges[:-1] + (torch.rand(k, generator=generator, dtype=torch.float64) * edges.diff()).long()

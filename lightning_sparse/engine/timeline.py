@@ -1,0 +1,99 @@
+"""When what happened in a step: backward's start and end, each gradient's arrival, each group's averaging."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.compressors.group import Group
+
+Moment: TypeAlias = "int | torch.cuda.Event"
+
+
+@dataclass(frozen=True)
+class GroupTime:
+    """When one group of a step was ready, taken up and averaged, since backward began; and the processor's part."""
+
+    ready_s: float
+    start_s: float
+    end_s: float
+    busy_s: float
+
+    @staticmethod
+    def joined(times: Sequence["GroupTime"]) -> "GroupTime":
+        """Of several groups that count as one."""
+        return GroupTime(
+            max(time.ready_s for time in times),
+            min(time.start_s for time in times),
+            max(time.end_s for time in times),
+            sum(time.busy_s for time in times),
+        )
+
+
+class Timeline:
+    """The moments of this rank's last step, as its device passes them.
+
+    On the CPU a moment is a reading of the clock; on CUDA an event in the current stream, so that noting one waits for
+    nothing.  Reading times waits for the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._began = self._ended = self.now()
+        self._arrived: dict[Tensor, Moment] = {}
+        self._averaged: dict[Tensor, tuple[Moment, Moment, float]] = {}  # first parameter -> taken up, averaged, busy
+
+    def now(self) -> Moment:
+        """This moment."""
+        if not self._cuda:
+            return time.perf_counter_ns()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def begin_backward(self) -> None:
+        """Note it."""
+        self._began = self.now()
+
+    def end_backward(self) -> None:
+        """Note it: every mean has arrived."""
+        self._ended = self.now()
+
+    def arrive(self, parameters: Sequence[Tensor]) -> None:
+        """Note that DDP handed over the gradients of ``parameters``."""
+        self._arrived.update(dict.fromkeys(parameters, self.now()))
+
+    def average(self, group: Group, taken_up: Moment, busy_s: float) -> None:
+        """Note that ``group``, ``taken_up`` then, is averaged now, and how long that kept the processor busy."""
+        self._averaged[group.parameters[0]] = (taken_up, self.now(), busy_s)
+
+    def span_s(self) -> float:
+        """From the start of backward to its end."""
+        return self._since_backward_began(self._ended)
+
+    def arrival_s(self, parameter: Tensor) -> float:
+        """From the start of backward until the gradient of ``parameter`` was handed over; NaN if it never was."""
+        return self._since_backward_began(self._arrived[parameter]) if parameter in self._arrived else math.nan
+
+    def group_times(self, groups: Sequence[Group]) -> list[GroupTime]:
+        """Of ``groups``; without those that have not been averaged since they were laid out."""
+        found = []
+        for group in groups:
+            if group.parameters and group.parameters[0] in self._averaged:
+                taken_up, averaged, busy_s = self._averaged[group.parameters[0]]
+                ready_s = max(self.arrival_s(p) for p in group.parameters)
+                start_s, end_s = self._since_backward_began(taken_up), self._since_backward_began(averaged)
+                found.append(GroupTime(ready_s, start_s, end_s, busy_s))
+        return found
+
+    def _since_backward_began(self, moment: Moment) -> float:
+        if isinstance(moment, int) and isinstance(self._began, int):
+            return (moment - self._began) / 1e9
+        assert isinstance(moment, torch.cuda.Event)
+        assert isinstance(self._began, torch.cuda.Event)
+        moment.synchronize()
+        return float(self._began.elapsed_time(moment)) / 1e3

@@ -1,0 +1,88 @@
+"""Parameters that may get no gradient in a step: what they still owe stays, and earlier means are not sent again."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.compressors.group import Group
+
+
+class UsedParameters:
+    """Notes which parameters a backward used, and what their ``.grad`` held before.
+
+    A parameter that got no gradient on this rank sends nothing and keeps what it owes: perhaps no rank uses it, and DDP
+    then throws the mean away.  And where backward runs twice before an optimizer step, ``.grad`` holds the mean of the
+    first when the second begins; only what the second adds is this rank's to send.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._used: set[Tensor] = set()
+        self._earlier: dict[Tensor, Tensor] = {}  # parameter -> the mean it had when this backward began
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        for parameter in parameters:
+            self._handles += [
+                parameter.register_hook(partial(self._note_earlier, parameter)),
+                parameter.register_post_accumulate_grad_hook(self._used.add),
+            ]
+
+    def add(
+        self,
+        group: Group,
+        gradients: Sequence[Tensor],
+        unscale: Callable[[Tensor], Tensor],
+        accumulate: Callable[[Sequence[Tensor | None]], None],
+    ) -> Callable[[], None]:
+        """Add the gradients of a step to ``group``; what is returned must be called when the means are in their place.
+
+        Args:
+            group: whose.
+            gradients: of each parameter, its ``.grad`` as DDP's bucket holds it.
+            unscale: takes the loss scale out of an earlier mean, which has not been taken in.
+            accumulate: adds what is new in them to the group, None where a parameter got no gradient.
+        """
+        held: list[tuple[Tensor, Tensor]] = []  # slots emptied for this step, and what they held
+        earlier: list[tuple[Tensor, Tensor]] = []  # gradients, and the means to be added to theirs
+        new: list[Tensor | None] = []
+        slots = group.slots(group.unsent)
+        for parameter, gradient, slot in zip(group.parameters, gradients, slots, strict=True):
+            if parameter in self._used:
+                mean = self._earlier.get(parameter)
+                if mean is not None:
+                    mean = unscale(mean)
+                    earlier.append((gradient, mean))
+                    gradient = gradient - mean
+                new.append(gradient)
+            else:
+                if parameter.grad is not None:
+                    earlier.append((gradient, gradient.clone()))
+                held.append((slot, slot.clone()))
+                new.append(None)
+        accumulate(new)
+        for slot, _ in held:
+            slot.zero_()
+
+        def put_back() -> None:
+            for slot, kept in held:
+                slot.add_(kept)
+            for gradient, mean in earlier:
+                gradient.add_(mean)
+
+        return put_back
+
+    def end_step(self) -> None:
+        """Forget the step."""
+        self._used.clear()
+        self._earlier.clear()
+
+    def close(self) -> None:
+        """Note nothing any more."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _note_earlier(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Called before ``gradient`` is added to ``parameter.grad``."""
+        del gradient
+        if parameter not in self._used and parameter.grad is not None:
+            self._earlier[parameter] = parameter.grad.clone()

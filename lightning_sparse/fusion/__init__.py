@@ -1,0 +1,1 @@
+"""Which parameters travel together."""

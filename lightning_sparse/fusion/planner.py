@@ -1,0 +1,198 @@
+"""From what was measured to the groups, and to the compressor, with the shortest step.  Pure functions."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lightning_sparse.compressors import Compressor
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.fusion.groups import BUCKET_BYTES, Piece, cut_apart, fuse
+from lightning_sparse.fusion.model import Cost, Plan, StepModel
+from lightning_sparse.settings import as_text, same
+
+LEAST_GAIN = 0.1  # of a backward: the model is not exact, so for less the groups stay as they are
+LEAST_SPEEDUP = 0.05  # of a step: for less, rather the compressor that sends more
+MERGING_GAIN = 0.1  # of the time, by which fewer groups must be faster where more parameters then compete to be sent
+FARTHEST = 2.0  # times what the model expects, that steps were found to be longer
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the ranks found together, in seconds.
+
+    Attributes:
+        arrivals_s: of each piece's gradient, since backward began; NaN where it never arrived.
+        span_s: from the start of backward to the last mean.
+        rest_s: of a step, outside that.
+        groups: names of the parameters in each group there was meanwhile.
+    """
+
+    arrivals_s: Sequence[float]
+    span_s: float
+    rest_s: float
+    groups: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How steps as they were differ from the model.
+
+    Attributes:
+        blocking: compressing takes the processor from backward.
+        factor: 1, or less where they were shorter.
+        offset_s: by which they were longer: backward and messages slow each other in ways that are not modelled.
+    """
+
+    blocking: bool
+    factor: float = 1.0
+    offset_s: float = 0.0
+
+    def correct(self, span_s: float) -> float:
+        """What is to be expected where the model says ``span_s``."""
+        return self.factor * span_s + self.offset_s
+
+
+#: Whether pieces travel whole, and what groups of them cost.
+Kinds = Sequence[tuple[bool, Cost]]
+
+
+def kinds_of(
+    pieces: Sequence[Piece], compressor: Compressor, cost: Callable[[Compressor, int], Cost | None]
+) -> Kinds | None:
+    """What ``compressor`` costs, and its dense part; ``cost`` is of groups up to a number of elements.
+
+    None if a cost is not known.
+    """
+    found = []
+    for whole, averages in ((False, compressor), (True, compressor.densely())):
+        elements = sum(piece.elements for piece in pieces if piece.whole == whole)
+        if not elements:
+            continue
+        known = cost(averages, elements)
+        if known is None:
+            return None
+        found.append((whole, known))
+    return found
+
+
+def with_small_dense(kinds: Kinds, dense: Cost) -> tuple[Kinds, int]:
+    """The same, but for groups that are sooner summed densely, and up to how many elements these have."""
+    up_to = max((cost.dense_up_to(dense) for whole, cost in kinds if not whole), default=0)
+    return [(whole, cost if whole else cost.with_dense(dense, up_to)) for whole, cost in kinds], up_to
+
+
+def calibrate(pieces: Sequence[Piece], kinds: Kinds, measured: Measured) -> Calibration:
+    """Compare the model with the steps as they were; ``kinds`` are of the compressor that was at work."""
+    spans = {}
+    for blocking in (False, True):
+        model, position = _model(pieces, kinds, measured, blocking)
+        spans[blocking] = model.span(_ends(measured.groups, position))
+    blocking = min(spans, key=lambda blocking: abs(math.log(spans[blocking] / measured.span_s)))
+    expected = spans[blocking]
+    if measured.span_s < expected:
+        return Calibration(blocking, factor=max(measured.span_s / expected, 1 / FARTHEST))
+    return Calibration(blocking, offset_s=min(measured.span_s - expected, FARTHEST * expected))
+
+
+def best_plan(pieces: Sequence[Piece], kinds: Kinds, measured: Measured, calibration: Calibration) -> Plan:
+    """The groups to follow: the best there are, or those there were if these are hardly slower."""
+    model, position = _model(pieces, kinds, measured, calibration.blocking)
+    by_name = {piece.name: piece for piece in pieces}
+    ordered = [by_name[name] for name in position]
+    present = _ends(measured.groups, position)
+    others = {
+        "greedy merging": model.greedy(),
+        f"buckets of {BUCKET_BYTES >> 20} MiB": _ends(_names(fuse(ordered, "bucket")), position),
+        "one group a layer": _ends(_names(fuse(ordered, "none")), position),
+        "one group": [len(pieces)],
+        "as before": present,
+    }
+    plans = {"LayerFusion": model.best(list(others.values())), **others}
+    spans = {name: calibration.correct(model.span(ends)) for name, ends in plans.items()}
+    gains = spans["LayerFusion"] < (1 - LEAST_GAIN) * spans["as before"]
+    chosen = "LayerFusion" if gains and model.can_be_indexed(plans["LayerFusion"]) else "as before"
+    return Plan(
+        model=model,
+        names=tuple(position),
+        ends=tuple(plans[chosen]),
+        before=tuple(present),
+        rest_s=measured.rest_s,
+        span_s=spans[chosen],
+        spans=spans,
+    )
+
+
+def saved_groups(
+    state: Mapping[str, Any], pieces: Sequence[Piece], compressor: Compressor, size: int
+) -> list[list[Piece]] | None:
+    """The groups in a checkpoint's plan, if it was made for these pieces, this compressor and so many ranks."""
+    groups = state.get("groups", [])
+    by_name = {piece.name: piece for piece in pieces}
+    dense_up_to = state.get("dense_up_to", 0)
+    if (
+        (state.get("compressor"), state.get("size")) != (as_text(compressor), size)
+        or sorted(name for names in groups for name in names) != sorted(by_name)
+        or not isinstance(dense_up_to, int)
+    ):
+        return None
+    planned = cut_apart([[by_name[name] for name in names] for names in groups], dense_up_to)
+    return planned if len(planned) <= len(groups) else None
+
+
+@dataclass(frozen=True)
+class Before:
+    """What to go back to if the groups that are tried turn out no faster.
+
+    Attributes:
+        groups: names of the parameters in each.
+        compressor: what averaged them.
+        dense_up_to: elements of a group; smaller ones were summed densely.
+        span_s: how long backward and communication took.
+        plan: the plan of these groups, if there was one; on rank 0.
+    """
+
+    groups: Sequence[tuple[str, ...]]
+    compressor: Compressor
+    dense_up_to: int
+    span_s: float
+    plan: Plan | None
+
+    def allowed(self, groups: Sequence[Group], compressor: Compressor) -> float:
+        """What part of ``span_s`` the ``groups`` that are tried with ``compressor`` may take.
+
+        In fewer groups parameters with small gradients compete with more others, so that they are sent less often.
+        """
+        competes = same(compressor, self.compressor) and any(group.target < group.n for group in groups)
+        return 1 - MERGING_GAIN if competes and len(groups) < len(self.groups) else 1.0
+
+
+def choose(plans: Sequence[Plan]) -> int:
+    """Index of the plan to follow, of plans for several compressors, those first that send most.
+
+    The first whose step is hardly longer than the shortest: what is kept costs accuracy, so the less of it the better.
+    """
+    steps_s = [plan.step_s for plan in plans]
+    return min(i for i, step_s in enumerate(steps_s) if step_s * (1 - LEAST_SPEEDUP) <= min(steps_s))
+
+
+def _model(
+    pieces: Sequence[Piece], kinds: Kinds, measured: Measured, blocking: bool
+) -> tuple[StepModel, Mapping[str, int]]:
+    """The model, and the place of each parameter in the order in which they become ready."""
+    ready = np.where(np.isfinite(measured.arrivals_s), measured.arrivals_s, 0.0)
+    order = np.argsort(ready, kind="stable")
+    elements = [tuple(pieces[i].elements * (pieces[i].whole == whole) for whole, _ in kinds) for i in order]
+    model = StepModel(tuple(ready[order].tolist()), tuple(elements), tuple(cost for _, cost in kinds), blocking)
+    return model, {pieces[i].name: place for place, i in enumerate(order)}
+
+
+def _ends(groups: Iterable[Sequence[str]], position: Mapping[str, int]) -> list[int]:
+    """Where ``groups`` end in the order in which parameters become ready."""
+    return sorted({len(position), *(max(position[name] for name in names) + 1 for names in groups if names)})
+
+
+def _names(groups: Sequence[Sequence[Piece]]) -> list[list[str]]:
+    return [[piece.name for piece in group] for group in groups]

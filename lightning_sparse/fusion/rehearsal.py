@@ -1,0 +1,229 @@
+"""What averaging a group costs here: measured between two steps, with the compressor and over the network in use."""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+
+from lightning_sparse.compressors import Compressor
+from lightning_sparse.compressors.base import take_step
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.engine.lane import Lane
+from lightning_sparse.fusion.groups import pieces_of
+from lightning_sparse.fusion.model import Array, Cost
+from lightning_sparse.fusion.planner import Kinds, kinds_of
+from lightning_sparse.network.comm import Rounds, traffic
+from lightning_sparse.network.simulated import SimNetwork
+from lightning_sparse.selection.sparse import Sparse
+from lightning_sparse.settings import as_text
+
+SIZES = (2**8, 2**16, 2**20, 2**22)  # elements of the groups that are tried
+RUNS = 3  # of each, after one that is not timed: then thresholds are known
+SMALL = 2**16  # elements at most of groups that are summed densely where that is sooner
+LONG_S = 0.1  # what would take longer is not tried: there, the line is drawn from the link and the processor
+FEW_RANKS = 8  # that are simulated with all sizes; with more, memory allows the smaller ones
+POOL = 1_000_003  # made-up gradients repeat after so many elements
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a message costs: a fixed time, and time for each byte on the wire."""
+
+    latency_s: float
+    s_per_byte: float
+
+
+def measure_link(exchange: Exchange) -> Link | None:
+    """Time all-reduces of a few bytes and of 4 MiB; None if no rank could tell the time."""
+
+    def seconds(elements: int) -> float:
+        x = torch.zeros(elements, device=exchange.device)
+        return median([_time(exchange, lambda lane: lane.comm.all_reduce(x).wait(), lanes=1) for _ in range(RUNS)])
+
+    few, many = SIZES[0], SIZES[2]
+    latency_s, long_s = median_over_ranks(exchange, [seconds(few), seconds(many)]).tolist()
+    if not (math.isfinite(latency_s) and math.isfinite(long_s)):
+        return None
+    bytes_more = traffic("all_reduce", 4 * (many - few), exchange.size)
+    return Link(latency_s, max(long_s - latency_s, 0.0) / bytes_more)
+
+
+def rehearse_all(
+    exchange: Exchange, parameters: Mapping[str, Tensor], compressors: Sequence[Compressor]
+) -> list[tuple[Kinds, Cost]]:
+    """What each costs here, its dense part, and small dense groups; nothing if no rank could tell the time."""
+    link = measure_link(exchange)
+    if link is None:
+        return []
+    found: list[tuple[Kinds, Cost]] = []
+    dense: dict[str, Cost | None] = {}  # most compressors have the same in their place
+    texts = [as_text(compressor) for compressor in compressors]
+    for number, compressor in enumerate(compressors):
+        if texts.index(texts[number]) < number:
+            found.append(found[texts.index(texts[number])])
+            continue
+        if len(compressors) > 2:
+            rank_zero_info(f"LayerFusion: measuring {compressor}.")
+        pieces = pieces_of(parameters, compressor)
+        kinds = kinds_of(pieces, compressor, lambda c, n: rehearse(exchange, c, n, link))
+        densely = compressor.densely()
+        if as_text(densely) not in dense:
+            dense[as_text(densely)] = rehearse(exchange, densely, SMALL, link)
+        small = dense[as_text(densely)]
+        if kinds is None or small is None:
+            return []
+        found.append((kinds, small))
+    return found
+
+
+def rehearse(exchange: Exchange, compressor: Compressor, largest: int, link: Link) -> Cost | None:
+    """Measure groups of several sizes, up to ``largest`` elements; None if no rank could tell the time.
+
+    Made-up gradients, normally distributed, are averaged as real ones are; nothing of it touches the training.  To be
+    called between two steps, on every rank; returns the same on each, the median of what the ranks measured.
+    """
+    samples: list[_Sample] = []
+    for n in sorted({min(size, largest) for size in SIZES}):
+        if samples and samples[-1].latency_s * n / samples[-1].elements > LONG_S and n > SIZES[2]:
+            break
+        *seconds, sent = _try(exchange, compressor, n)
+        busy, spacing, latency = median_over_ranks(exchange, seconds).tolist()
+        if math.isfinite(busy + spacing + latency):
+            samples.append(_Sample(n, busy, spacing, max(busy, latency), sent))
+    return _cost(samples, link) if samples else None
+
+
+def model_cost(compressor: Compressor, largest: int, size: int, link: Link) -> Cost:
+    """What groups would cost among ``size`` ranks over ``link``; only the compressor's own work is measured, here.
+
+    The ranks are simulated.  A message takes the link's latency for every hop of its way round a ring, and a time for
+    every byte; what a group does while another's messages are under way is not lost.
+    """
+    samples = []
+    for n in sorted({min(each, largest) for each in SIZES[: 3 if size > FEW_RANKS else None]}):
+        network = SimNetwork(size)
+        groups = [Group(0, ("rehearsal",), (_made_up(n, -1, torch.device("cpu")),)) for _ in range(size)]
+        gradients = [_made_up(n, rank, torch.device("cpu")) for rank in range(size)]
+        bucket = torch.empty_like(gradients[0])
+        busy_s: list[float] = []
+        for _ in range(1 + RUNS):
+            busy_s.append(0.0)
+            start_s = time.perf_counter()
+            for group, gradient in zip(groups, gradients, strict=True):
+                group.unsent.copy_(gradient)
+            sent, hops = network.comms[0].sent_bytes, network.comms[0].hops
+            added_s = (time.perf_counter() - start_s) / size
+            ranks = [take_step(compressor, g, c) for g, c in zip(groups, network.comms, strict=True)]
+            total = network.run([_timed(ranks[0], busy_s), *ranks[1:]])[0]
+            start_s = time.perf_counter()
+            groups[0].hand_back(total, [bucket], size)
+            busy_s[-1] += added_s + time.perf_counter() - start_s
+        sent, hops = network.comms[0].sent_bytes - sent, network.comms[0].hops - hops
+        wire_s = sent * link.s_per_byte
+        wait_s = wire_s + min(hops, 4 * (size - 1)) * link.latency_s  # segments of one ring follow each other
+        busy = median(busy_s[1:])
+        samples.append(_Sample(n, busy, max(busy, wire_s, (busy + wait_s) / 2), busy + wait_s, sent))
+    return _cost(samples, link)
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """What groups of one size cost, as in :class:`Cost`, and send."""
+
+    elements: int
+    busy_s: float
+    spacing_s: float
+    latency_s: float
+    sent_bytes: int
+
+
+def _cost(samples: Sequence[_Sample], link: Link) -> Cost:
+    first, last = samples[0], samples[-1]
+    return Cost(
+        elements=tuple(sample.elements for sample in samples),
+        busy_s=tuple(sample.busy_s for sample in samples),
+        spacing_s=tuple(sample.spacing_s for sample in samples),
+        latency_s=tuple(sample.latency_s for sample in samples),
+        busy_rise=max(last.busy_s - first.busy_s, 0.0) / max(last.elements - first.elements, 1),
+        wire_rise=last.sent_bytes / last.elements * link.s_per_byte,
+    )
+
+
+def _timed(rounds: Rounds, busy_s: list[float]) -> Rounds:
+    """The same rounds; adds the time they take themselves to the last of ``busy_s``."""
+    arrived = None
+    while True:
+        start_s = time.perf_counter()
+        try:
+            pending = rounds.send(arrived)  # type: ignore[arg-type]  # None starts it
+        except StopIteration as stop:
+            busy_s[-1] += time.perf_counter() - start_s
+            total: Tensor | Sparse = stop.value
+            return total
+        busy_s[-1] += time.perf_counter() - start_s
+        arrived = yield pending
+
+
+def median_known(seconds: Sequence[float]) -> float:
+    """Of those that are known; NaN if none is."""
+    known = [s for s in seconds if math.isfinite(s)]
+    return median(known) if known else math.nan
+
+
+def median_over_ranks(exchange: Exchange, seconds: Sequence[float]) -> Array:
+    """The median over the ranks of each of ``seconds`` [m], the same on every rank.
+
+    What cannot be a duration (zero, negative, infinite, NaN) does not count; NaN where no rank has any other.
+    """
+    own = torch.tensor(seconds, dtype=torch.float64, device=exchange.device)
+    every = exchange.ask(lambda comm: comm.all_gather(own)).cpu().numpy()  # [P, m]
+    columns = [column[np.isfinite(column) & (column > 0)] for column in every.T]
+    return np.array([np.median(column) if len(column) else np.nan for column in columns])
+
+
+def _try(exchange: Exchange, compressor: Compressor, n: int) -> tuple[float, float, float, int]:
+    """Busy, spacing and latency of groups of ``n`` elements on this rank, in seconds, and bytes sent for each."""
+    made_up = _made_up(n + 1, exchange.rank, exchange.device)
+    gradient, weights = made_up[1:], made_up[:-1]  # in the same memory: they only must not be alike
+    bucket = torch.empty_like(gradient)  # of all lanes: nobody reads the means
+    groups = {lane: Group(0, ("rehearsal",), (weights,)) for lane in exchange.on_lanes(lambda lane: lane)}
+    sent = 0
+
+    def average(lane: Lane) -> float:
+        """Seconds the processor was busy."""
+        nonlocal sent
+        start_ns, waited_ns, sent_before = time.perf_counter_ns(), lane.network_ns, lane.comm.sent_bytes
+        group = groups[lane]
+        group.unsent.copy_(gradient)
+        total = lane.run(take_step(compressor, group, lane.comm))
+        group.hand_back(total, [bucket], exchange.size)
+        sent = lane.comm.sent_bytes - sent_before
+        return (time.perf_counter_ns() - start_ns - (lane.network_ns - waited_ns)) / 1e9
+
+    busy_s: list[float] = []
+    total_s = [_time(exchange, lambda lane: busy_s.append(average(lane)), lanes=1) for _ in range(1 + RUNS)]
+    exchange.on_lanes(average)  # each lane's group has thresholds of its own
+    queued_s = _time(exchange, lambda lane: [average(lane) for _ in range(RUNS)])
+    return median(busy_s[1:]), queued_s / (RUNS * len(groups)), median(total_s[1:]), sent
+
+
+def _time(exchange: Exchange, work: Callable[[Lane], object], lanes: int | None = None) -> float:
+    """Seconds that ``work`` takes on the first ``lanes`` lanes at once."""
+    start_s = time.perf_counter()
+    exchange.on_lanes(work, lanes)
+    if exchange.device.type == "cuda":
+        torch.cuda.synchronize(exchange.device)
+    return time.perf_counter() - start_s
+
+
+def _made_up(n: int, seed: int, device: torch.device) -> Tensor:
+    """[n] normally distributed."""
+    pool = torch.randn(min(n, POOL), generator=torch.Generator().manual_seed(seed + 1))
+    return pool.repeat(-(-n // POOL))[:n].to(device)

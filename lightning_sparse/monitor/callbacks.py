@@ -1,0 +1,297 @@
+"""Tells what compression does: log keys for any logger, tables, and a picture."""
+
+import math
+import os
+import tempfile
+import time
+import uuid
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from rich import get_console
+
+from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.engine.sample import Sample
+from lightning_sparse.fusion.layer_fusion import LayerFusion
+from lightning_sparse.fusion.model import Plan
+from lightning_sparse.monitor.pictures import draw, epoch_table, starvation, summary
+from lightning_sparse.monitor.plan_views import plan_table, require_matplotlib
+from lightning_sparse.monitor.record import Picks, Point, Run, Sums, measure, measure_parts
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure  # an extra, and slow to import
+
+STEPS_BEFORE_PLAN = 3  # that follow a plan before it is shown beside one of them
+PICTURE = "compression.png"
+
+
+class CompressionMonitor(Callback):
+    """Logs what compression did, and sums it up: a table each epoch, one at the end of the training, a picture.
+
+    Every ``log_every_n_steps`` steps and at an epoch's end, to every logger and to ``trainer.callback_metrics``, of
+    the last step on rank 0.  Every rank gets these values, so that a scheduler or EarlyStopping does the same on each:
+
+    - ``sparse/sent_bytes``: payload this rank put on the wire, padding, indices and counts included
+    - ``sparse/compression_ratio``: bytes a float32 ring all-reduce sends / sent bytes
+    - ``sparse/density``: distinct elements updated / n
+    - ``sparse/threshold_error``: |picked - k| / k
+    - ``sparse/mask_bytes``: of the bytes sent, those that only said which elements travel (importance)
+    - ``sparse/overflow``: elements this rank meant to send but kept, for want of room in a message
+    - ``sparse/unsent_norm``: Euclidean norm of what this rank keeps for later steps
+    - ``sparse/ms_compress``: milliseconds in the compressor's own code (on CUDA the host's)
+    - ``sparse/ms_wait``: milliseconds training waited after its last gradient was handed over
+    - ``sparse/oldest_steps``: steps that the oldest unsent gradient has waited in this fit; 0 where nothing is unsent
+    - ``sparse/unsent_over_gradient``: norm of what is unsent of a parameter over the norm of this rank's gradient, a
+      mean over about 100 steps, in the parameter where that is largest; inf where that gradient is zero
+
+    The compression ratio is also in the progress bar, as ``cr``.  Tensors are read, and the device is waited for, in
+    logged steps only.  The last two keys come of a sample of up to 64 elements of each parameter; where some starve,
+    the table and the summary say so, and what helps.
+
+    Args:
+        table: print a table at the end of each epoch, and LayerFusion's plan beside what was measured.
+        per_group: log ``sparse/density/i``, ``sparse/threshold_error/i`` and ``sparse/overflow/i`` too, for each group
+            i in the order in which groups are sent, and the last two keys with ``/name`` for each parameter.
+        summary: print at the end of the training what was saved, and whether the network was its bottleneck.
+        plot: save what :meth:`plot` draws as compression.png beside the logs at the end of the training.
+
+    Raises:
+        ModuleNotFoundError: ``plot`` needs matplotlib, which is not installed.
+    """
+
+    def __init__(self, table: bool = True, per_group: bool = False, summary: bool = True, plot: bool = False) -> None:
+        if plot:
+            require_matplotlib()  # now, not when the training has ended
+        self.table = table
+        self.per_group = per_group
+        self.summary = summary
+        self._save_picture = plot
+        # With _notebook, _fork and _spawn a training runs in child processes, where rank 0 leaves here what it noted.
+        self._pid = os.getpid()
+        self._letter = Path(tempfile.gettempdir(), f"lightning_sparse-{uuid.uuid4().hex}.json")
+        weakref.finalize(self, self._letter.unlink, missing_ok=True)
+        self._rank = 0
+        self._start()
+
+    def _start(self) -> None:
+        self._run = Run()
+        self._epoch = Sums()
+        self._last: dict[str, float] = {}  # that was logged
+        self._exchanged = 0  # the exchange's count of steps when it was last looked at
+        self._logged = 0  # and when a step was last logged
+        self._plan: Plan | None = None
+        self._plan_shown = False
+
+        # - the batch
+        self._steps = 0  # taken in it
+        self._step = 0  # its number, in Lightning's counting
+        self._step_s = 0.0  # since the last step
+        self._loss: object = None  # not read before it is logged
+
+        # - clocks
+        self._began_s = time.perf_counter()
+        self._batch_ended_s: float | None = None  # the one before; None where there was something else between
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start counting."""
+        del pl_module
+        self._start()
+        exchange = _exchange(trainer)
+        if exchange is None:
+            rank_zero_warn(
+                f"CompressionMonitor has nothing to report: {type(trainer.strategy).__name__} is not a strategy of "
+                "lightning_sparse. Give the Trainer strategy='skip_reduce', say."
+            )
+        else:
+            self._rank = exchange.rank
+            self._exchanged = self._logged = exchange.steps
+            self._run.cuda = exchange.device.type == "cuda"
+            exchange.sample = Sample(exchange.groups)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start a row of the table."""
+        del trainer, pl_module
+        self._epoch = Sums()
+        self._batch_ended_s = None
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave validation out of the time of steps."""
+        del trainer, pl_module
+        self._batch_ended_s = None
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """Start the clock where it was stopped."""
+        del trainer, pl_module, args
+        if self._batch_ended_s is None:
+            self._batch_ended_s = time.perf_counter()
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count the step, if this backward was one: there may be several in a batch, or none."""
+        del pl_module
+        exchange = _exchange(trainer)
+        if exchange is None or exchange.last is None or exchange.steps == self._exchanged:
+            return
+        self._exchanged = exchange.steps
+        self._steps += 1
+        self._epoch.add(exchange.last)
+        self._run.sums.add(exchange.last)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, *args: Any, **kwargs: Any
+    ) -> None:
+        """Note the time, and log the step if it is one to log."""
+        del args, kwargs
+        exchange = _exchange(trainer)
+        if exchange is None:
+            return
+        now_s = time.perf_counter()
+        batch_s = now_s - (self._batch_ended_s or now_s)
+        self._batch_ended_s = now_s
+        self._step_s += batch_s
+        self._run.sums.ms_step += 1e3 * batch_s
+        if not self._steps:
+            return  # gradients are being accumulated
+        self._follow_plan(_fusion(trainer))
+        self._steps, self._step_s = 0, 0.0
+        self._loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        self._step = trainer.fit_loop.epoch_loop._batches_that_stepped  # as Lightning counts what it logs itself
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
+        if every > 0 and (self._step + 1) % every == 0:
+            self._log(trainer, pl_module, exchange)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the epoch's last step and print the table."""
+        exchange = _exchange(trainer)
+        if exchange is None or not self._epoch.steps:
+            return
+        if self._exchanged != self._logged:
+            self._log(trainer, pl_module, exchange)
+        if self.table and trainer.is_global_zero:
+            get_console().print(epoch_table(trainer.current_epoch, self._epoch, self._last))
+            if starving := starvation(self._run.waiting):
+                get_console().print(starving)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Sum up."""
+        del pl_module
+        run = self._run
+        save = self._save_picture and not trainer.fast_dev_run  # type: ignore[attr-defined]  # set by a connector
+        folder = (trainer.log_dir or trainer.default_root_dir) if save else ""  # asks every rank
+        if not run.points or not trainer.is_global_zero:
+            return
+        if self.summary:
+            get_console().print(summary(run))
+        try:
+            if os.getpid() != self._pid:
+                self._letter.write_text(run.to_json())
+            if save:
+                _save(run, folder)
+        except OSError as error:  # no reason for a training to fail
+            rank_zero_warn(f"CompressionMonitor could not save what it noted: {error}")
+
+    def plot(self, path: str | Path | None = None) -> "Figure":
+        """Draw the last training: its loss by time and by bytes sent, errors, residuals, groups, and a step.
+
+        Where the training ran in child processes (``_notebook``, ``_fork``, ``_spawn``) it is rank 0's on this machine.
+
+        Args:
+            path: save it there, on rank 0; the ending says the kind: ``.svg``, ``.png``, ...
+
+        Returns:
+            The figure, which shows itself as the last expression of a notebook's cell.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed.
+            ValueError: nothing was logged.
+        """
+        run = self._run
+        if not run.points:
+            with suppress(FileNotFoundError):
+                run = Run.from_json(self._letter.read_text())
+        if not run.points:
+            raise ValueError(
+                "CompressionMonitor has nothing to plot: no step was logged. Train first, with a strategy of "
+                "lightning_sparse and this monitor among the Trainer's callbacks."
+            )
+        figure = draw(run)
+        if path is not None and self._rank == 0:
+            figure.savefig(path)
+        return figure
+
+    def _follow_plan(self, fusion: LayerFusion | None) -> None:
+        """Note how long steps took that followed a plan; not the one before which it was made."""
+        plan, run = fusion.plan if fusion else None, self._run
+        if plan is self._plan:
+            if plan is not None:
+                run.note_planned(self._step_s / self._steps)
+            return
+        self._plan, self._plan_shown = plan, False
+        run.expected_step_s = plan.step_s if plan else None
+        run.expected_span_s = plan.span_s if plan else None
+        run.planned_s = []
+
+    def _log(self, trainer: Trainer, module: LightningModule, exchange: Exchange) -> None:
+        assert exchange.sample is not None
+        self._logged = exchange.steps
+        self._run.waiting = waiting = exchange.sample.waiting()
+        self._last = measure(exchange, waiting)
+        self._note(exchange, self._loss, trainer.accumulate_grad_batches)
+        own = self._last | (measure_parts(exchange, waiting) if self.per_group else {})
+        metrics = trainer.strategy.broadcast(own)  # rank 0's; every rank is here, for all take as many steps
+        # Both switches: Lightning sends nothing more, nor warns that ranks may differ.  No logger: the values would be
+        # logged once more in steps that send no gradient.
+        module.log_dict(metrics, logger=False, batch_size=1, sync_dist=True, rank_zero_only=True)
+        if trainer.progress_bar_callback is not None:
+            trainer.progress_bar_metrics["cr"] = metrics["sparse/compression_ratio"]
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=self._step)
+        if self.table:
+            self._print_plan(_fusion(trainer))
+
+    def _print_plan(self, fusion: LayerFusion | None) -> None:
+        """Once for each plan, when a few steps have followed it."""
+        if fusion and fusion.plan and not self._plan_shown and len(self._run.planned_s) >= STEPS_BEFORE_PLAN:
+            self._plan_shown = True
+            get_console().print(plan_table(fusion.plan, fusion.measured()))
+
+    def _note(self, exchange: Exchange, loss: object, batches: int) -> None:
+        """Keep what pictures show; ``loss`` is of one of ``batches`` a step was accumulated from, divided by them."""
+        run = self._run
+        run.note(
+            Point(
+                step=self._step,
+                seconds=time.perf_counter() - self._began_s,
+                sent_bytes=run.sums.sent_bytes,
+                loss=float(loss) * batches if isinstance(loss, torch.Tensor) and loss.numel() == 1 else math.nan,
+                threshold_error=self._last["sparse/threshold_error"],
+                unsent_norm=self._last["sparse/unsent_norm"],
+                ms_wait=self._last["sparse/ms_wait"],
+            )
+        )
+        run.note_groups([Picks.of(group) for group in exchange.groups])
+        times = exchange.timeline.group_times(exchange.groups)
+        if len(times) == len(run.groups) and all(math.isfinite(t.ready_s) and t.start_s >= 0 for t in times):
+            run.times = times  # known, and since the last backward began
+
+
+def _exchange(trainer: Trainer) -> Exchange | None:
+    return getattr(trainer.strategy, "exchange", None)
+
+
+def _fusion(trainer: Trainer) -> LayerFusion | None:
+    return getattr(trainer.strategy, "layer_fusion", None)
+
+
+def _save(run: Run, folder: str) -> None:
+    files, path = get_filesystem(folder), os.path.join(folder, PICTURE)
+    files.makedirs(folder, exist_ok=True)
+    with files.open(path, "wb") as file:
+        draw(run).savefig(file, format="png")
+    rank_zero_info(f"CompressionMonitor: a picture of the training is in {path}")

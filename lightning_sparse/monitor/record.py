@@ -1,0 +1,199 @@
+"""What a monitor notes of a training: sums over its steps, and points of those that were logged, in bounded memory."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import fmean
+from typing import NamedTuple
+
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.engine.sample import Waiting
+from lightning_sparse.engine.step_report import Report
+from lightning_sparse.engine.timeline import GroupTime
+from lightning_sparse.monitor.metrics import compression_ratio, threshold_error
+
+MOST_POINTS = 2000  # kept of a training; beyond, every other one
+MOST_STEPS = 200  # whose times are kept since there is a plan
+
+
+@dataclass
+class Sums:
+    """Over steps, of this rank.  A step is a gradient averaged."""
+
+    steps: int = 0
+    sent_bytes: int = 0
+    dense_bytes: int = 0
+    ms_compress: float = 0.0
+    ms_network: float = 0.0
+    ms_wait: float = 0.0
+    ms_step: float = 0.0  # from the end of the batch before to the end of the batch, data loading included
+
+    def add(self, report: Report) -> None:
+        """Count a step."""
+        self.steps += 1
+        self.sent_bytes += report.sent_bytes
+        self.dense_bytes += report.dense_bytes
+        self.ms_compress += report.ms_compress
+        self.ms_network += report.ms_network
+        self.ms_wait += report.ms_wait
+
+
+class Point(NamedTuple):
+    """Of one logged step of this rank."""
+
+    step: int
+    seconds: float  # since training began
+    sent_bytes: int  # since training began
+    loss: float  # of this rank's batch; NaN if it is not known
+    threshold_error: float
+    unsent_norm: float
+    ms_wait: float
+
+
+@dataclass
+class Picks:
+    """Of one group, over logged steps."""
+
+    name: str
+    elements: int
+    picked: float = 0.0
+    target: float = 0.0
+    steps: int = 0
+
+    @classmethod
+    def of(cls, group: Group) -> "Picks":
+        """Of the last step; named after the modules of its first and its last parameter."""
+        modules = [name.rpartition(".")[0] or name for name in group.names] or [""]
+        name = modules[0] if len(set(modules)) == 1 else f"{modules[0]} … {modules[-1]}"
+        return cls(name, group.n, float(group.picked), group.target, steps=1)
+
+
+@dataclass
+class Run:
+    """What was noted of a training on this rank.
+
+    Attributes:
+        sums: over all steps.
+        points: of logged steps, evenly spaced, the first among them; at most ``MOST_POINTS``.
+        latest: the last one.
+        stride: logged steps from one point to the next.
+        logged: logged steps so far.
+        groups: in the order in which they are sent, since there are these groups.
+        times: of the same groups in the last logged step whose times are known.
+        waiting: what each parameter owed after the last logged step.
+        expected_step_s: by LayerFusion's plan; None without one.
+        expected_span_s: of that, from the start of backward to the last mean.
+        planned_s: of the last steps that followed the plan, at most ``MOST_STEPS``.
+        cuda: steps ran on a GPU, of which the host's clock knows little.
+    """
+
+    sums: Sums = field(default_factory=Sums)
+    points: list[Point] = field(default_factory=list)
+    latest: Point | None = None
+    stride: int = 1
+    logged: int = 0
+    groups: list[Picks] = field(default_factory=list)
+    times: list[GroupTime] = field(default_factory=list)
+    waiting: list[Waiting] = field(default_factory=list)
+    expected_step_s: float | None = None
+    expected_span_s: float | None = None
+    planned_s: list[float] = field(default_factory=list)
+    cuda: bool = False
+
+    def note(self, point: Point) -> None:
+        """Keep ``point``, or drop it and every other one when there are too many."""
+        if self.logged % self.stride == 0:
+            self.points.append(point)
+        self.logged += 1
+        self.latest = point
+        if len(self.points) > MOST_POINTS:
+            self.points = self.points[::2]
+            self.stride *= 2
+
+    def note_groups(self, picks: Sequence[Picks]) -> None:
+        """Add what was picked in a step; begin anew where the groups are others."""
+        if [(group.name, group.elements) for group in picks] != [(group.name, group.elements) for group in self.groups]:
+            self.groups = [Picks(group.name, group.elements) for group in picks]
+            self.times = []
+        for group, new in zip(self.groups, picks, strict=True):
+            group.picked += new.picked
+            group.target += new.target
+            group.steps += new.steps
+
+    def note_planned(self, seconds: float) -> None:
+        """Keep how long a step took that followed the plan."""
+        self.planned_s = [*self.planned_s, seconds][-MOST_STEPS:]
+
+    def series(self) -> list[Point]:
+        """The points, the last one among them."""
+        last = [self.latest] if self.latest is not None and self.points[-1] != self.latest else []
+        return [*self.points, *last]
+
+    def ms_wait(self) -> float:
+        """The mean over steps; on CUDA over logged steps, for which the device was asked."""
+        if self.cuda and self.points:
+            return fmean(point.ms_wait for point in self.points)
+        return self.sums.ms_wait / max(self.sums.steps, 1)
+
+    def to_json(self) -> str:
+        """All of it."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Run":
+        """What :meth:`to_json` wrote."""
+        kept = json.loads(text)
+        return cls(
+            **kept
+            | {
+                "sums": Sums(**kept["sums"]),
+                "points": [Point(*point) for point in kept["points"]],
+                "latest": Point(*kept["latest"]) if kept["latest"] else None,
+                "groups": [Picks(**picks) for picks in kept["groups"]],
+                "times": [GroupTime(**time) for time in kept["times"]],
+                "waiting": [Waiting(**waiting) for waiting in kept["waiting"]],
+            }
+        )
+
+
+def measure(exchange: Exchange, waiting: Sequence[Waiting]) -> dict[str, float]:
+    """The log keys of the last step, after which ``waiting`` waited; reads tensors, so it waits for the device."""
+    report = exchange.last
+    assert report is not None
+    return {
+        "sparse/sent_bytes": float(report.sent_bytes),
+        "sparse/compression_ratio": float(compression_ratio(report.dense_bytes, report.sent_bytes)),
+        "sparse/density": float(report.picked) / max(report.elements, 1),
+        "sparse/threshold_error": float(threshold_error(report.picked, report.target)),
+        "sparse/mask_bytes": float(report.mask_bytes),
+        "sparse/overflow": float(report.overflow),
+        "sparse/unsent_norm": exchange.unsent_norm(),
+        "sparse/oldest_steps": float(max((each.oldest for each in waiting), default=0)),
+        "sparse/unsent_over_gradient": max((each.unsent_over_gradient for each in waiting), default=0.0),
+        "sparse/ms_compress": report.ms_compress,
+        "sparse/ms_wait": _ms_wait(exchange, report),
+    }
+
+
+def measure_parts(exchange: Exchange, waiting: Sequence[Waiting]) -> dict[str, float]:
+    """The log keys of each group and each parameter in the last step; reads tensors, so it waits for the device."""
+    metrics = {}
+    for group in exchange.groups:
+        metrics[f"sparse/density/{group.index}"] = float(group.picked) / max(group.n, 1)
+        metrics[f"sparse/threshold_error/{group.index}"] = float(threshold_error(group.picked, group.target))
+        metrics[f"sparse/overflow/{group.index}"] = float(group.overflow)
+    for each in waiting:
+        metrics[f"sparse/oldest_steps/{each.name}"] = float(each.oldest)
+        metrics[f"sparse/unsent_over_gradient/{each.name}"] = each.unsent_over_gradient
+    return metrics
+
+
+def _ms_wait(exchange: Exchange, report: Report) -> float:
+    """Milliseconds from the last gradient to the last mean."""
+    if exchange.device.type == "cpu":
+        return report.ms_wait
+    timeline = exchange.timeline  # the host only launches: the device knows
+    arrivals = [timeline.arrival_s(parameter) for group in exchange.groups for parameter in group.parameters]
+    return 1e3 * (timeline.span_s() - max((s for s in arrivals if math.isfinite(s)), default=math.nan))

@@ -1,0 +1,89 @@
+"""Whether the replicas of a model are still the same, bit for bit."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from lightning_sparse.checks import is_whole
+from lightning_sparse.network.agreement import ranks_having
+from lightning_sparse.network.comm import Comm, world
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+
+
+class ReplicaCheck(Callback):
+    """Ends the training if the ranks' parameters are not the same, bit for bit, and names the first that differs.
+
+    A check reads every parameter once and sends 8 bytes for each.
+
+    Args:
+        every_n_steps: optimizer steps from one check to the next.
+
+    Raises:
+        ValueError: ``every_n_steps`` is not an integer, or is below 1.
+    """
+
+    def __init__(self, every_n_steps: int = 100) -> None:
+        if not is_whole(every_n_steps, least=1):
+            raise ValueError(
+                f"every_n_steps must be an integer of at least 1, in optimizer steps; got {every_n_steps!r}."
+            )
+        self.every_n_steps = every_n_steps
+        self._checked = 0  # the step after which the replicas were last compared
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count from this training's first step, which is above 0 where it is resumed."""
+        del pl_module
+        self._checked = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Check, if it is time."""
+        del outputs, batch, batch_idx
+        if trainer.global_step - self._checked >= self.every_n_steps:
+            self._check(trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check a last time."""
+        self._check(trainer, pl_module)
+
+    def _check(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._checked = trainer.global_step
+        if trainer.world_size > 1:
+            check_replicas(dict(pl_module.named_parameters()), world())
+
+
+def check_replicas(parameters: Mapping[str, Tensor], comm: Comm) -> None:
+    """Go on only if all ranks hold the same; to be called on every rank, between two steps.
+
+    Raises:
+        RuntimeError: on every rank, with the first parameter that differs and the ranks it differs on.
+    """
+    if not parameters:
+        return
+    sums = comm.all_gather(torch.stack([checksum(p) for p in parameters.values()])).wait()  # [P, parameters]
+    differs = (sums != sums[0]).any(0)
+    if not bool(differs.any()):
+        return
+    first = int(differs.nonzero()[0])
+    parties = " and ".join(ranks_having(sums[:, first].tolist()).values())
+    raise RuntimeError(
+        f"The replicas have drifted apart: {list(parameters)[first]}, the first of {int(differs.sum())} parameters, is "
+        f"not the same on {parties}. What is averaged is the same on every rank, so something else changes it on some: "
+        "an optimizer step not all of them take, a random number, or code that asks for its rank."
+    )
+
+
+def checksum(x: Tensor) -> Tensor:
+    """The bits of ``x``, added up as integers modulo 2**64: int64 [], in one pass.
+
+    Elements that only change places go unseen.
+    """
+    x = x.detach()
+    if x.is_complex():
+        x = torch.view_as_real(x)
+    return x.view(_BITS[x.element_size()]).sum(dtype=torch.int64)

@@ -1,0 +1,1 @@
+"""The ranks: process groups, and the messages they exchange."""

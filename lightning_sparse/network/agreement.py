@@ -1,0 +1,95 @@
+"""Ranks say what they were told, and a difference is an error on all of them that names it."""
+
+import hashlib
+import json
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sparse.__about__ import __version__
+from lightning_sparse.network.comm import Comm
+from lightning_sparse.settings import as_text
+
+T = TypeVar("T", bound=Hashable)
+
+MOST_TOLD = 8  # differences, or ranks, that an error names
+
+
+def agree(told: Mapping[str, object], comm: Comm, device: torch.device) -> None:
+    """Go on only if every rank was told the same; to be called on every rank, at once.
+
+    All ranks send the digest of what they were told, 32 bytes, and only where these differ the whole.
+
+    Args:
+        told: what must be the same on every rank, by a name the user knows; values are compared by their text, as of
+            :func:`~lightning_sparse.settings.as_text`.
+        comm: the ranks.
+        device: where messages lie.
+
+    Raises:
+        RuntimeError: on every rank, with the values that differ and the ranks that have them.
+    """
+    text = json.dumps({name: as_text(value) for name, value in told.items()})
+    digests = _gather(hashlib.sha256(text.encode()).digest(), comm, device)
+    if len(set(digests)) == 1:
+        return
+    found = differences([json.loads(each) for each in everywhere(text, comm, device)])
+    more = f"\n  and {len(found) - MOST_TOLD} more" if len(found) > MOST_TOLD else ""
+    raise RuntimeError(
+        "The ranks were not told the same; they would wait for each other or drift apart. Start all of them with the "
+        "same program, settings and model:\n  " + "\n  ".join(found[:MOST_TOLD]) + more
+    )
+
+
+def everywhere(text: str, comm: Comm, device: torch.device) -> list[str]:
+    """What each rank says, in order of rank; to be called on every rank, at once.  Saying nothing takes 8 bytes."""
+    said = text.encode()
+    length = max(int.from_bytes(each, "big") for each in _gather(len(said).to_bytes(8, "big"), comm, device))
+    if not length:
+        return [""] * comm.size
+    return [each.rstrip().decode() for each in _gather(said.ljust(length), comm, device)]
+
+
+def versions() -> dict[str, object]:
+    """Of what every rank must run: another may draw other random numbers, or send other messages."""
+    return {"lightning_sparse": __version__, "torch": torch.__version__.partition("+")[0]}
+
+
+def described(module: nn.Module) -> dict[str, object]:
+    """Every parameter of ``module``, in order: its dtype, its shape and whether it is trained."""
+    return {
+        f"parameter {name}": f"{p.dtype} {list(p.shape)}{'' if p.requires_grad else ' frozen'}".removeprefix("torch.")
+        for name, p in module.named_parameters()
+    }
+
+
+def differences(told: Sequence[Mapping[str, str]]) -> list[str]:
+    """In words, where the ranks' settings differ: who has which value."""
+    names = dict.fromkeys(name for each in told for name in each)
+    found = []
+    for name in names:
+        having = ranks_having([each.get(name, "missing") for each in told])
+        if len(having) > 1:
+            found.append(f"{name}: " + "; ".join(f"{value} on {ranks}" for value, ranks in having.items()))
+    return found or ["the order of the parameters"]
+
+
+def ranks_having(values: Sequence[T]) -> dict[T, str]:
+    """Each of the values the ranks have, in order of rank, and in words which ranks have it."""
+    ranks_of: dict[T, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks_of.setdefault(value, []).append(rank)
+    return {value: _in_words(ranks) for value, ranks in ranks_of.items()}
+
+
+def _in_words(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:MOST_TOLD])) + (", ..." if len(ranks) > MOST_TOLD else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+def _gather(text: bytes, comm: Comm, device: torch.device) -> list[bytes]:
+    """What every rank handed over, of one length on all."""
+    own: Tensor = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+    return [bytes(row.tolist()) for row in comm.all_gather(own).wait()]

@@ -1,0 +1,249 @@
+"""The only door to the network: the messages ranks exchange, counted as they leave."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_sparse.selection.sparse import Sparse
+
+# Values are float32 where they are summed and kept; on the wire they may be rounded to one of these.
+# int8 carries values in blocks of 256, each block with a float32 scale.
+WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
+
+
+def wire_dtype_named(name: str) -> torch.dtype:
+    """The torch dtype called ``name``.
+
+    Raises:
+        ValueError: if ``name`` is not one of ``WIRE_DTYPES``.
+    """
+    if not isinstance(name, str) or name not in WIRE_DTYPES:
+        raise ValueError(f"wire_dtype={name!r} is not one of {', '.join(WIRE_DTYPES)}.")
+    return WIRE_DTYPES[name]
+
+
+def traffic(message: str, payload_bytes: int, size: int) -> int:
+    """Bytes one rank puts on the wire for one message whose payload on each rank has ``payload_bytes`` bytes.
+
+    Ring algorithms, as Gloo and NCCL run them for large messages: an all-reduce sends 2(P-1)/P of its payload,
+    an all-gather sends what each rank contributes P-1 times, a shift sends it once.  Of a broadcast, which all but
+    one rank receive once, each rank is charged a P-th: who passes it on depends on the backend.
+    """
+    if size == 1:
+        return 0
+    if message == "all_reduce":
+        return 2 * (size - 1) * payload_bytes // size
+    if message == "all_gather":
+        return (size - 1) * payload_bytes
+    if message == "shift":
+        return payload_bytes
+    if message == "broadcast":
+        return (size - 1) * payload_bytes // size
+    raise ValueError(f"unknown message {message!r}")
+
+
+class Pending(ABC):
+    """A message on its way.  A compressor yields it and gets its result back: ``sums = yield comm.all_reduce(x)``."""
+
+    @abstractmethod
+    def wait(self) -> Tensor:
+        """Block until the message has arrived and return its result."""
+
+
+def expect_pending(launched: object) -> Pending:
+    """What a compressor yielded, if it is a message under way.
+
+    Raises:
+        TypeError: if it is anything else.
+    """
+    if not isinstance(launched, Pending):
+        raise TypeError(f"a compressor yielded {type(launched).__name__}; yield what a method of comm returned.")
+    return launched
+
+
+#: A part of a compressor at work: yields each message it waits for, gets its result, and returns a tensor in the end.
+Sums = Generator[Pending, Tensor, Tensor]
+#: A compressor at work: the same, and its total may be sparse.
+Rounds = Generator[Pending, Tensor, "Tensor | Sparse"]
+
+
+class Comm(ABC):
+    """What one rank may say to the others.  P = ``size``.
+
+    Each method launches a message and returns at once; the result is what ``yield`` gives back.  Several may be
+    in flight.  Every rank launches the same messages in the same order with the same shapes, whatever its data.
+    A tensor handed over must not be touched before its message was yielded.
+    """
+
+    def __init__(self, rank: int, size: int, wire_dtype: torch.dtype = torch.float32) -> None:
+        self.rank = rank
+        self.size = size
+        self.wire_dtype = wire_dtype
+        self.sent_bytes = 0  # since the start; payload only, as `traffic` defines it
+        self.messages = 0
+        self.hops = 0  # from rank to rank, one after the other, that a message needs round a ring
+        self._buffers: list[Tensor] = []  # bytes, each reused by the same call of the next group
+        self._lent = 0
+
+    def buffer(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor [elements] for messages, uninitialised, to be used until this group's step ends.
+
+        Fresh memory costs the operating system three times as much as copying into memory in use.
+        """
+        size = elements * dtype.itemsize
+        if self._lent == len(self._buffers):
+            self._buffers.append(torch.empty(size, dtype=torch.uint8, device=device))
+        elif self._buffers[self._lent].numel() < size:
+            self._buffers[self._lent] = torch.empty(size, dtype=torch.uint8, device=device)
+        self._lent += 1
+        return self._buffers[self._lent - 1][:size].view(dtype)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory all buffers take."""
+        return sum(buffer.numel() for buffer in self._buffers)
+
+    def reuse_buffers(self) -> None:
+        """End the loan of all buffers; the next group gets the same memory."""
+        self._lent = 0
+
+    def release(self) -> None:
+        """Give back memory and process groups.  No message may be under way, and none can be sent afterwards."""
+        self._buffers.clear()
+
+    def all_reduce(self, x: Tensor) -> Pending:
+        """Sum over all ranks, in place: [*s] -> [*s], bit-identical on every rank."""
+        self._count("all_reduce", x)
+        return self._all_reduce(x)
+
+    def all_gather(self, x: Tensor) -> Pending:
+        """What every rank handed over: [*s] -> [P, *s]."""
+        self._count("all_gather", x)
+        return self._all_gather(x)
+
+    def broadcast(self, x: Tensor, source: int) -> Pending:
+        """What rank ``source`` handed over, in ``x``: [*s] -> [*s].  On the others x is overwritten."""
+        self._count("broadcast", x)
+        return self._broadcast(x, source)
+
+    def shift(self, x: Tensor, out: Tensor | None = None, by: int = 1) -> Pending:
+        """Send to the rank ``by`` further on, receive from as far back: [*s] -> [*s], into ``out`` if given."""
+        self._count("shift", x)
+        return self._shift(x, torch.empty_like(x) if out is None else out, by)
+
+    def _count(self, message: str, x: Tensor) -> None:
+        if x.numel() == 0:
+            raise ValueError(f"{message} of an empty tensor: not every backend can carry one.")
+        self.sent_bytes += traffic(message, x.numel() * x.element_size(), self.size)
+        self.messages += 1
+        self.hops += (self.size - 1) * {"all_reduce": 2, "all_gather": 1, "broadcast": 1}.get(message, 0)
+        self.hops += message == "shift"
+
+    @abstractmethod
+    def _all_reduce(self, x: Tensor) -> Pending: ...
+
+    @abstractmethod
+    def _all_gather(self, x: Tensor) -> Pending: ...
+
+    @abstractmethod
+    def _broadcast(self, x: Tensor, source: int) -> Pending: ...
+
+    @abstractmethod
+    def _shift(self, x: Tensor, out: Tensor, by: int) -> Pending: ...
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Say what it means that a message fails: when it is waited for, or at once if the other rank has already gone.
+
+    Raises:
+        RuntimeError: another rank is gone, or did not come in time.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"a message among the ranks failed: {error}\nAnother rank has ended, hangs, or lost its link; its own "
+            "output may say why. The last checkpoint is whole; to go on, start all ranks again from it."
+        ) from error
+
+
+class Works(Pending):
+    """Messages of torch.distributed in flight, and every tensor they read or write."""
+
+    def __init__(self, works: list[dist.Work], result: Tensor, *keep: Tensor) -> None:
+        self._works, self._result, self._keep = works, result, keep
+
+    @explained()
+    def wait(self) -> Tensor:
+        """Wait for all.
+
+        Raises:
+            RuntimeError: another rank is gone, or did not come in time.
+        """
+        for work in self._works:
+            work.wait()
+        return self._result
+
+
+class TorchComm(Comm):
+    """The ranks of a torch.distributed process group, over Gloo or NCCL.
+
+    On NCCL ``wait`` makes the current CUDA stream wait, not the host.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, wire_dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), wire_dtype)
+        self._group = group
+        self._global = dist.get_process_group_ranks(group)
+        self._nccl = dist.get_backend(group) == "nccl"
+
+    def release(self) -> None:
+        """Forget the process group too: its sockets are open until nobody refers to it."""
+        super().release()
+        vars(self).pop("_group", None)
+
+    def _all_reduce(self, x: Tensor) -> Pending:
+        if self.size == 1:
+            return Works([], x)
+        return Works([dist.all_reduce(x, group=self._group, async_op=True)], x)
+
+    def _all_gather(self, x: Tensor) -> Pending:
+        if self.size == 1:
+            return Works([], x.unsqueeze(0).clone())
+        result = x.new_empty((self.size, *x.shape))
+        return Works([dist.all_gather(list(result), x, group=self._group, async_op=True)], result, x)
+
+    def _broadcast(self, x: Tensor, source: int) -> Pending:
+        if self.size == 1:
+            return Works([], x)
+        return Works([dist.broadcast(x, self._global[source], group=self._group, async_op=True)], x)
+
+    @explained()
+    def _shift(self, x: Tensor, out: Tensor, by: int) -> Pending:
+        if by % self.size == 0:
+            return Works([], out.copy_(x))
+        to, source = self._global[(self.rank + by) % self.size], self._global[(self.rank - by) % self.size]
+        # The receive is posted first: on Gloo nothing is buffered for a receiver that is not there yet.
+        if self._nccl:
+            pair = [
+                dist.P2POp(dist.irecv, out, source, self._group),
+                dist.P2POp(dist.isend, x, to, self._group),
+            ]
+            return Works(dist.batch_isend_irecv(pair), out, x)
+        received = dist.irecv(out, source, self._group)
+        sent = dist.isend(x, to, self._group)
+        assert received is not None  # both are None only on a rank outside the group
+        assert sent is not None
+        return Works([received, sent], out, x)
+
+
+def world() -> TorchComm:
+    """All ranks, for the main thread."""
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    return TorchComm(everyone)

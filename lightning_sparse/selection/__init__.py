@@ -1,0 +1,1 @@
+"""How the elements that travel are chosen, and sparse vectors."""

@@ -1,0 +1,70 @@
+"""Holding a threshold so that a wanted number of elements reaches it, step after step."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.kernels.reference import NEAR
+
+GAIN = 0.5  # of the miss is corrected at once ...
+TREND_GAIN = 0.1  # ... and so much of it is added to what the threshold moves by in every step
+WIDEST_MISS = 0.2  # natural logarithms of what is corrected, and of the trend: beyond, the control would overshoot
+FASTEST_TREND = 0.03
+_LEAST = 1e-300  # a threshold of zero has no logarithm
+LARGEST = torch.finfo(torch.float32).max  # magnitudes are float32
+
+
+@dataclass(frozen=True)
+class Held:
+    """A threshold under control: of magnitudes, and the logarithm it moves by in every step.
+
+    What is unsent grows for the first hundreds of steps, shrinks when gradients do, and ends abruptly just above the
+    threshold, so how many more elements a lower threshold picks varies by a factor of fifty.  Hence the control
+    measures that (by the count at ``NEAR`` times the threshold), corrects the logarithm of the threshold by a part of
+    the miss, and follows a trend.  It is symmetric: twice too many moves it up as far as half as many moves it down.
+    """
+
+    threshold: float
+    trend: float = 0.0
+
+    def after(self, picked: int, target: int, seen: int, near: int) -> "Held":
+        """The threshold of the next step.
+
+        Args:
+            picked: elements sent in this step.
+            target: elements that should have been.
+            seen: elements that reached the threshold, where messages had room for all of them.
+            near: elements there that reached ``NEAR`` times the threshold.
+        """
+        steepness = math.log(max(near, 1) / max(seen, 1)) / -math.log(NEAR)  # -d log(count) / d log(threshold)
+        miss = _bounded(math.log(max(picked, 0.5) / target) / max(steepness, 1.0), WIDEST_MISS)
+        trend = _bounded(self.trend + TREND_GAIN * miss, FASTEST_TREND)
+        return Held(min(self.threshold * math.exp(GAIN * miss + trend), LARGEST), trend)
+
+    def lost(self, seen: int, near: int, target: int) -> bool:
+        """Whether the threshold missed so widely that it is better evaluated anew than corrected."""
+        return seen > 2 * target or (near < target / 2 and self.threshold > 0)
+
+    def state(self) -> Tensor:
+        """[2] float64, to keep in a group's memory."""
+        return torch.tensor([self.threshold, self.trend], dtype=torch.float64)
+
+    @staticmethod
+    def joined(states: Sequence[tuple[Tensor, int]]) -> Tensor:
+        """The state of a group made of parts of others: of each its state, and how many elements come from it."""
+        total = sum(elements for _, elements in states)
+        logs = [math.log(max(float(state[0]), _LEAST)) * elements for state, elements in states]
+        trends = [float(state[1]) * elements for state, elements in states]
+        return Held(math.exp(sum(logs) / total), sum(trends) / total).state()
+
+    @staticmethod
+    def of(state: Tensor) -> "Held":
+        """What :meth:`state` kept."""
+        return Held(*state.tolist())
+
+
+def _bounded(x: float, limit: float) -> float:
+    return min(max(x, -limit), limit)

@@ -1,0 +1,301 @@
+"""What is unsent survives a checkpoint."""
+
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import lightning_sparse as ls
+from lightning_sparse.checkpoint.residuals import KEY
+from tests.conftest import Ranks
+from tests.training.models import LIMIT_S, Small, data, small, trainer, unsent, weights
+
+OTHERS = {
+    "momentum": ls.MomentumCorrection(0.9, ls.MiCRO(density=0.05), clip_norm=1.0),
+    "warmup": ls.Warmup(12, ls.OkTopk(density=0.05)),
+    "ladder": ls.DensityLadder(4, ls.TopK(density=0.01)),
+    "sketch": ls.SketchFusion(density=0.05, momentum=0.9),
+}
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
+
+
+def train(
+    rank: int, size: int, folder: str, name: str, steps: int, resume: str | None, residuals: str
+) -> tuple[Tensor, dict[str, Tensor]]:
+    strategy = ls.SparseDDPStrategy(OTHERS.get(name, name), residuals=residuals)
+    model = small(optimizer="adam")
+    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=10, save_top_k=-1)
+    run = trainer(strategy, size, max_steps=steps, callbacks=[saver], enable_checkpointing=True)
+    run.fit(model, data(10, size), ckpt_path=resume)
+    return weights(model), unsent(strategy)
+
+
+def train_each(rank: int, size: int, folder: str, names: list[str], resume: bool) -> list[Any]:
+    """20 steps with each name, or the last ten of them, from the checkpoint that others wrote after the first ten."""
+    results = []
+    for name in names:
+        half = f"{folder}/{name}/step=10.ckpt" if resume else None
+        results.append(train(rank, size, f"{folder}/{name}{'-resumed' * resume}", name, 20, half, "per_rank"))
+    return results
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_resumed_run_equals_one_that_never_stopped(ranks: Ranks, size: int, tmp_path: Path) -> None:
+    names = [*ls.COMPRESSORS, *OTHERS]
+    straight, resumed = (
+        ranks.run(train_each, size, str(tmp_path), names, resume, timeout_s=LIMIT_S) for resume in (False, True)
+    )
+    for one, other in zip(straight, resumed, strict=True):
+        for name, (w, u), (w2, u2) in zip(names, one, other, strict=True):
+            assert torch.equal(w, w2), name
+            assert u.keys() == u2.keys()
+            assert all(torch.equal(u[k], u2[k]) for k in u), name
+    for name in names:
+        state = torch.load(tmp_path / name / "step=10.ckpt", weights_only=True)[KEY]
+        assert state["size"] == size
+        assert state["steps"] == 10
+        assert state["unsent"]["net.0.weight"].shape == (size, 33, 8)
+
+
+class Look(L.Callback):
+    """What is unsent when training starts."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert isinstance(trainer.strategy, ls.SparseDDPStrategy)
+        self.found = unsent(trainer.strategy)
+
+
+def resume_elsewhere(rank: int, size: int, path: str) -> tuple[dict[str, Tensor], Tensor]:
+    """What is unsent before the first of three more steps, and the weights after them."""
+    look, model = Look(), small(optimizer="adam")
+    trainer("skip_reduce", size, max_steps=13, callbacks=[look]).fit(model, data(20, size), ckpt_path=path)
+    return look.found, weights(model)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "residuals"), [(4, 2, "per_rank"), (2, 4, "mean"), (3, 1, "per_rank"), (3, 1, "mean")]
+)
+def test_another_number_of_ranks_starts_from_the_mean(
+    ranks: Ranks, before: int, after: int, residuals: str, tmp_path: Path
+) -> None:
+    """What the mean gradient still owes is a P-th of the sum of what the ranks keep."""
+    saved = ranks.run(train, before, str(tmp_path), "skip_reduce", 10, None, residuals, timeout_s=LIMIT_S)
+    results = ranks.run(resume_elsewhere, after, str(tmp_path / "step=10.ckpt"), timeout_s=LIMIT_S)
+    back = [found for found, _ in results]
+    assert all(torch.equal(trained, results[0][1]) for _, trained in results)
+    assert not torch.equal(results[0][1], saved[0][0])
+    for name in saved[0][1]:
+        owed = sum(u[name].double() for _, u in saved) / before
+        assert torch.allclose(sum(u[name].double() for u in back) / after, owed, rtol=1e-6, atol=1e-9)
+
+
+def cross_load(rank: int, size: int, folder: str) -> Any:
+    """Ours into plain DDP, plain DDP's into ours, and ours with other parameters."""
+    out = Path(folder)
+
+    def fit(strategy: Any, steps: int, resume: Path | None = None) -> Any:
+        run = trainer(strategy, size, max_steps=steps)
+        run.fit(small(), data(10, size), ckpt_path=resume)
+        return run
+
+    fit("skip_reduce", 3).save_checkpoint(out / "ours.ckpt")
+    fit("ddp", 5, out / "ours.ckpt").save_checkpoint(out / "plain.ckpt")
+    with pytest.warns(UserWarning, match="holds no residuals") if rank == 0 else nullcontext():
+        fit("skip_reduce", 7, out / "plain.ckpt").save_checkpoint(out / "weights.ckpt", weights_only=True)
+    fit(ls.SparseDDPStrategy(residuals="none"), 3).save_checkpoint(out / "none.ckpt")
+    return [KEY in torch.load(out / f"{n}.ckpt", weights_only=True) for n in ("ours", "plain", "weights", "none")]
+
+
+def test_checkpoints_go_to_and_from_plain_ddp(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(cross_load, 2, str(tmp_path), timeout_s=LIMIT_S)[0] == [True, False, False, False]
+
+
+# - where a checkpoint is written and how
+
+
+class Counted(DataLoader[Any]):
+    """Goes on where it was, as Lightning lets a loader that has a state."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        super().__init__(loader.dataset, batch_size=4)
+        self.given = 0
+
+    def __iter__(self) -> Any:
+        for number, batch in enumerate(super().__iter__()):
+            if number >= self.given:
+                self.given += 1
+                yield batch
+        self.given = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.given = state["given"]
+
+
+def train_with_many_checkpoints(
+    rank: int, size: int, folder: str, steps: int, resume: str | None
+) -> tuple[Tensor, dict[str, Tensor], list[str]]:
+    """Saved in mid-epoch, in the background, only the best kept, the last as a link."""
+    strategy = ls.SparseDDPStrategy("micro", fusion="none")
+    saver = ModelCheckpoint(
+        folder, filename="{step}", every_n_train_steps=7, save_top_k=1, monitor="step", mode="max", save_last="link"
+    )
+    run = trainer(
+        strategy, size, max_steps=steps, callbacks=[saver], enable_checkpointing=True, plugins=[AsyncCheckpointIO()],
+        use_distributed_sampler=False,
+    )  # fmt: skip
+    run.fit(small(optimizer="adam"), Counted(data(10, size, seed=rank)), ckpt_path=resume)
+    return weights(run.lightning_module), unsent(strategy), sorted(p.name for p in Path(folder).iterdir())
+
+
+def test_mid_epoch_links_deletion_and_background_writing(ranks: Ranks, tmp_path: Path) -> None:
+    size = 2
+    a, b, c = (str(tmp_path / name) for name in "abc")
+    straight = ranks.run(train_with_many_checkpoints, size, a, 17, None, timeout_s=LIMIT_S)
+    half = ranks.run(train_with_many_checkpoints, size, b, 7, None, timeout_s=LIMIT_S)
+    assert straight[0][2] == ["last.ckpt", "step=14.ckpt"]  # step=7.ckpt, and all in it, is gone
+    assert half[0][2] == ["last.ckpt", "step=7.ckpt"]
+    assert (tmp_path / "b" / "last.ckpt").is_symlink()
+    resumed = ranks.run(train_with_many_checkpoints, size, c, 17, str(tmp_path / "b" / "last.ckpt"), timeout_s=LIMIT_S)
+    for (w, u, _), (w2, u2, _) in zip(straight, resumed, strict=True):
+        assert torch.equal(w, w2)
+        assert all(torch.equal(u[k], u2[k]) for k in u)
+
+
+def fit_twice(rank: int, size: int) -> list[dict[str, Tensor]]:
+    """What is unsent after a fit of no steps that follows one of five, and after one of another model."""
+    strategy = ls.SparseDDPStrategy("micro")
+    run, model = trainer(strategy, size, max_steps=5), small()
+    run.fit(model, data(10, size))
+    left = [unsent(strategy)]
+    for again in (model, small()):
+        run.fit(again, data(10, size))  # which ends at once
+        left.append(unsent(strategy))
+    return left
+
+
+def test_a_second_fit_of_the_same_model_goes_on_with_what_was_unsent(ranks: Ranks) -> None:
+    for first, same, other in ranks.run(fit_twice, 2, timeout_s=LIMIT_S):
+        assert sum(float(x.abs().sum()) for x in first.values()) > 0
+        assert all(torch.equal(first[name], same[name]) for name in first)
+        assert all(not x.any() for x in other.values())
+
+
+def fit_again_after_changes(rank: int, size: int) -> list[tuple[bool, list[str], bool]]:
+    """Of a fit after unfreezing and of one with a wider head: whether what was unsent stayed, and what was said."""
+    strategy, look = ls.SparseDDPStrategy(ls.MomentumCorrection(0.9, ls.MiCRO(density=0.05))), Look()
+    model = small()
+    model.net[0].requires_grad_(False)
+    run = trainer(strategy, size, max_steps=4, callbacks=[look])
+    run.fit(model, data(20, size))
+    results = []
+    for change in ("unfreeze", "head"):
+        before = unsent(strategy)
+        if change == "unfreeze":
+            model.net[0].requires_grad_(True)
+        else:
+            model.net[4] = nn.Linear(17, 5)
+        run.fit_loop.epoch_loop.max_steps += 4
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run.fit(model, data(20, size))
+        same = [name for name, x in look.found.items() if name in before and x.shape == before[name].shape]
+        stayed = all(torch.equal(look.found[name], before[name]) for name in same) and any(
+            bool(before[name].any()) for name in same
+        )
+        from_zero = not any(bool(x.any()) for name, x in look.found.items() if name not in same)
+        told = [str(w.message) for w in caught if "since the fit before" in str(w.message)]
+        results.append((stayed and from_zero, told, run.global_step == run.fit_loop.epoch_loop.max_steps))
+    return results
+
+
+def test_a_second_fit_may_train_other_parameters(ranks: Ranks) -> None:
+    unfrozen, head = (
+        "The model has changed since the fit before: new parameters start from zero (net.0.bias, net.0.weight).",
+        "The model has changed since the fit before: parameters of another shape start from zero (net.4.bias, "
+        "net.4.weight).",
+    )
+    results = ranks.run(fit_again_after_changes, 2, timeout_s=LIMIT_S)
+    assert results[0] == [(True, [unfrozen], True), (True, [head], True)]
+    assert results[1] == [(True, [], True), (True, [], True)]  # rank 0 warns for all
+
+
+def test_what_residuals_add_to_a_file_is_told_once_and_is_a_warning_above_a_gibibyte() -> None:
+    strategy = ls.SparseDDPStrategy()
+    with pytest.warns(UserWarning, match=r"add 2,048\.0 MiB to every checkpoint, gathered on rank 0 in 1\.5 s"):
+        strategy._tell_size(2**31, 1.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        strategy._tell_size(2**31, 1.5)
+        ls.SparseDDPStrategy()._tell_size(2**20, 0.1)
+
+
+# - into another configuration
+
+
+class Changed(Small):
+    """One parameter reshaped, one gone, one new."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="adam")
+        self.net[4] = nn.Linear(17, 5)
+        self.net[2] = nn.Linear(33, 17, bias=False)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self.net(x)[:, :3] * self.scale, y)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """What a user does who changes a model in mid-training."""
+        checkpoint["state_dict"] = self.state_dict()
+        checkpoint["optimizer_states"] = []
+
+
+def resume_as(rank: int, size: int, path: str, how: str) -> tuple[dict[str, Tensor], list[str], int]:
+    """What is unsent before the first step, and the warnings about it."""
+    strategy = ls.SparseDDPStrategy(
+        {"compressor": "micro", "density": ls.SkipReduce(0.75)}.get(how, "skip_reduce"),
+        fusion="none" if how == "fusion" else "layer",
+    )
+    model = Changed() if how == "model" else small(optimizer="adam")
+    look = Look()
+    run = trainer(strategy, size, max_steps=12, callbacks=[look])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.fit(model, data(20, size), ckpt_path=path)  # two steps more
+    assert strategy.exchange is not None
+    told = [str(w.message) for w in caught if "another configuration" in str(w.message)]
+    return look.found, told, strategy.exchange.steps
+
+
+@pytest.mark.parametrize("how", ["compressor", "density", "fusion", "model"])
+def test_what_carries_over_does_and_what_cannot_is_named_once(ranks: Ranks, how: str, tmp_path: Path) -> None:
+    size = 2
+    saved = ranks.run(train, size, str(tmp_path), "skip_reduce", 10, None, "per_rank", timeout_s=LIMIT_S)
+    results = ranks.run(resume_as, size, str(tmp_path / "step=10.ckpt"), how, timeout_s=LIMIT_S)
+    for (_, kept), (found, _, steps) in zip(saved, results, strict=True):
+        same = [name for name in found if name in kept and found[name].shape == kept[name].shape]
+        assert len(same) == (2 + 1 if how == "model" else len(kept))
+        assert all(torch.equal(found[name], kept[name]) for name in same)
+        assert steps == 2
+    told = results[0][1]
+    assert len(told) == (how != "fusion")
+    if how in ("compressor", "density"):
+        assert "it was written with SkipReduce(skip=0.5" in told[0]
+    if how == "model":
+        assert "parameters that are gone or frozen is dropped (net.2.bias)" in told[0]
+        assert "parameters of another shape start from zero (net.4.bias, net.4.weight)" in told[0]
+        assert "new parameters start from zero (scale)" in told[0]
+        assert not results[0][0]["scale"].any()

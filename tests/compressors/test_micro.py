@@ -1,0 +1,129 @@
+"""MiCRO: who picks what, and how well the threshold holds the density."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+import lightning_sparse as ls
+from lightning_sparse.selection import partition
+from lightning_sparse.selection.threshold import Held
+from lightning_sparse.simulation import simulate
+from tests.runs import Run, layered
+
+
+def densities(run: Run, gradients: object) -> torch.Tensor:
+    """Picked elements over k, of each step."""
+    picked = []
+    for gradient in gradients:  # type: ignore[attr-defined]
+        picked.append(run.step(gradient).index.numel() / run.groups[0].target)
+        states = [group.memory.get("held") for group in run.groups]
+        assert all(s is None if states[0] is None else torch.equal(s, states[0]) for s in states), "thresholds differ"
+    return torch.tensor(picked)
+
+
+def assert_held(density: torch.Tensor, within: float, error: float) -> None:
+    settled = density[50:]
+    means = settled.unfold(0, 100, 1).mean(1)  # over any 100 steps
+    errors = (settled - 1).abs().unfold(0, 100, 1).mean(1)
+    assert 1 - within < means.min(), (means.min(), means.max())
+    assert means.max() < 1 + within, (means.min(), means.max())
+    assert errors.max() < error, errors.max()
+
+
+def test_density_is_held_on_a_million_elements_through_jumps_of_scale() -> None:
+    run = Run(ls.MiCRO(density=0.01), 2, 1_000_000)
+    assert_held(densities(run, layered(1_000_000, 2, 200, std=1e-3, jumps={80: 10, 130: 0.1})), 0.05, 0.10)
+
+
+@pytest.mark.parametrize(("std", "size"), [(1e-6, 3), (1.0, 8)])
+def test_density_is_held_whatever_the_scale(std: float, size: int) -> None:
+    run = Run(ls.MiCRO(density=0.01), size, 50_000)
+    assert_held(densities(run, layered(50_000, size, 200, std=std, jumps={120: 10})), 0.05, 0.10)
+
+
+def test_even_partitions_hold_the_density_too() -> None:
+    run = Run(ls.MiCRO(density=0.01, balance=False), 4, 50_000)
+    assert_held(densities(run, layered(50_000, 4, 200)), 0.05, 0.10)
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_each_rank_owns_each_partition_once_in_p_steps(size: int) -> None:
+    """Only the owner's own large elements are picked: give each rank an element of its own in every partition."""
+    n = 40 * size
+    gradients = torch.zeros(size, n)
+    for rank in range(size):
+        gradients[rank, rank::40] = 1.0
+    run = Run(ls.MiCRO(density=size / n, balance=False), size, n)
+    picked = [set(run.step(gradients * (step == 0)).index.tolist()) for step in range(size)]
+    for step, indices in enumerate(picked):
+        assert indices == {40 * p + (p - step) % size for p in range(size)}
+
+
+def test_balance_gives_each_partition_as_many_picks() -> None:
+    loads = {}
+    for balance in (False, True):
+        run = Run(ls.MiCRO(density=0.01, balance=balance, slack=1.25), 4, 100_000)
+        for gradient in layered(100_000, 4, 150):
+            total = run.step(gradient)
+        edges = run.groups[0].memory["edges"]
+        counts = torch.histogram(total.index.double(), edges.double()).hist
+        loads[balance] = float(counts.max() / counts.mean())
+        overflow = sum(group.overflow for group in run.groups) / run.groups[0].target
+    assert loads[True] < 1.15, loads
+    assert overflow < 0.1
+    assert loads[False] > 1.2, loads
+
+
+def test_what_does_not_fit_stays_and_is_counted() -> None:
+    run = Run(ls.MiCRO(density=0.01, balance=False), 2, 10_000)
+    run.step(torch.randn(2, 10_000))
+    run.step(1000 * torch.ones(2, 10_000))
+    for group in run.groups:
+        assert group.overflow == 5000 - math.ceil(1.1 * 50)
+    assert run.groups[0].picked == 2 * math.ceil(1.1 * 50)
+
+
+def test_the_largest_go_first() -> None:
+    gradients = torch.arange(1.0, 1001.0).repeat(2, 1)
+    run = Run(ls.MiCRO(density=0.1, balance=False, slack=1.0), 2, 1000)
+    run.step(1e-3 * torch.rand(2, 1000))
+    total = run.step(gradients)
+    assert total.index.tolist() == [*range(450, 500), *range(950, 1000)]
+
+
+def test_bytes_are_those_of_indices_and_values() -> None:
+    """P = 4, 1 %: an all-gather of k/P indices with room for a tenth more, and a sum of as many values."""
+    n = 1_000_000
+    sent = simulate(ls.MiCRO(density=0.01, indices="int32"), torch.randn(2, 4, n)).sent_bytes[1]
+    room = math.ceil(1.1 * 10_000 / 4)
+    message = 16 + 4 * room
+    assert (sent - (3 * message + 2 * 3 * 4 * room)).abs().max() <= 3 * 8
+
+
+def test_the_threshold_moves_as_far_up_as_down() -> None:
+    twice, half = (Held(1.0).after(picked, 100, 100, 150) for picked in (200, 50))
+    assert twice.threshold * half.threshold == pytest.approx(1)
+    assert twice.threshold > 1
+    assert Held(1.0).after(100, 100, 100, 150) == Held(1.0)
+
+
+def test_partitions_tile_and_move_towards_balance() -> None:
+    edges = partition.even(1003, 4).tolist()
+    assert sorted(partition.widths(edges)) == [250, 251, 251, 251]
+    for _ in range(50):
+        inside = [max(0, min(stop, 200) - start) for start, stop in itertools.pairwise(edges)]
+        edges = partition.balanced(edges, inside)  # all the load lies in the first 200 elements
+        assert edges[0] == 0
+        assert edges[-1] == 1003
+        assert min(partition.widths(edges)) >= int(partition.NARROWEST * 1003 / 4)
+    assert inside[:3] == pytest.approx([50] * 3, abs=5)
+    assert partition.balanced(edges, [0, 0, 0, 0]) == edges
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_fewer_elements_than_ranks(n: int) -> None:
+    result = simulate(ls.MiCRO(density=0.5), torch.ones(40, 8, n))
+    assert (result.mean.sum(0) + result.unsent.mean(0) - 40).abs().max() < 1e-4
+    assert (result.mean.sum(0) > 30).all()

@@ -1,0 +1,232 @@
+"""Ok-Topk: its volume, its balance, and each bug known of the authors' code."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import lightning_sparse as ls
+from lightning_sparse.network.simulated import SimNetwork
+from lightning_sparse.network.sparse_collectives import even_out
+from lightning_sparse.selection import partition
+from lightning_sparse.selection.host import (
+    above,
+    kth_largest,
+    largest,
+    pooled,
+    pooled_threshold,
+    summary,
+    summary_of_largest,
+)
+from lightning_sparse.selection.sparse import Sparse, contained
+from lightning_sparse.selection.threshold import Held
+from lightning_sparse.simulation import simulate
+from lightning_sparse.wire import INDEX_FORMATS, PickLayout, Picks
+from tests.runs import Run, layered
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_words_sent_stay_below_six_k(size: int) -> None:
+    """In the paper's format, 32-bit indices and values: 6 k (P-1)/P words a step between evaluations, k measured."""
+    n = 20_000
+    run = Run(ls.OkTopk(density=0.02, indices="int32"), size, n)
+    words, picked = torch.zeros(size), 0
+    for step, gradient in enumerate(layered(n, size, 64)):
+        before = [comm.sent_bytes for comm in run.network.comms]
+        now = run.step(gradient).index.numel()
+        if step > 32 and step % 32:
+            picked += now
+            words += torch.tensor([c.sent_bytes - b for c, b in zip(run.network.comms, before, strict=True)]) / 4
+    assert (words <= 6 * picked * (size - 1) / size).all(), words / (picked * (size - 1) / size)
+
+
+def test_regions_receive_as_much_under_skewed_scales() -> None:
+    """Picks that all ranks together send to a region's owner; equal regions would get twice the mean."""
+    size, n = 4, 100_000
+    compressor = ls.OkTopk(density=0.01)
+    run = Run(compressor, size, n)
+    received, equal = torch.zeros(size), torch.zeros(size)
+    for step, gradients in enumerate(layered(n, size, 112)):
+        if step > 64 and step % 32:
+            edges = run.groups[0].memory["regions"]
+            for group, gradient in zip(run.groups, gradients, strict=True):
+                owed = group.unsent + gradient
+                found = above(owed, float(group.memory["local"][0])).double()
+                received += torch.histogram(found, edges.double()).hist.float()
+                equal += torch.histogram(found, partition.even(n, size).double()).hist.float()
+        run.step(gradients)
+    assert received.max() / received.mean() < 1.15, received
+    assert equal.max() / equal.mean() > 1.5, "the scales are not skewed: this test shows nothing"
+
+
+def test_density_is_held() -> None:
+    run = Run(ls.OkTopk(density=0.01), 4, 50_000)
+    picked = torch.tensor([run.step(g).index.numel() / 500 for g in layered(50_000, 4, 160)])
+    assert (picked[50:].unfold(0, 100, 1).mean(1) - 1).abs().max() < 0.05
+    assert (picked[50:] - 1).abs().mean() < 0.10
+
+
+def test_what_is_delivered_is_the_largest_of_the_sums_of_the_largest() -> None:
+    """At an evaluation: within a percent of k, and no sum left out is larger than one delivered."""
+    given = torch.randn(1, 4, 50_000)
+    local = torch.zeros(50_000)
+    for own in given[0]:
+        index = own.abs().topk(500).indices
+        local[index] += own[index]
+    result = simulate(ls.OkTopk(density=0.01, slack=3), given)
+    delivered = result.mean[0] * 4
+    assert torch.allclose(delivered[delivered != 0], local[delivered != 0])
+    assert result.picked[0] == pytest.approx(500, rel=0.02)
+    assert local[delivered == 0].abs().max() <= delivered[delivered != 0].abs().min()
+
+
+# - the bugs of the reference code, in the order in which our notes list them
+
+
+@pytest.mark.parametrize("evaluate_every", [1, 2, 1000])
+def test_what_was_delivered_is_taken_out_at_evaluations_too(evaluate_every: int) -> None:
+    """Its search for the delivered picks needs sorted indices, which an evaluation's were not: they were sent again."""
+    given = torch.randn(6, 3, 5000)
+    result = simulate(ls.OkTopk(density=0.05, evaluate_every=evaluate_every), given)
+    arrived = 3 * result.mean.double().sum(0) + result.unsent.double().sum(0)
+    assert torch.allclose(arrived, given.double().sum((0, 1)), atol=1e-4)
+
+
+def test_nothing_delivered_is_no_error() -> None:
+    """Its search raised an IndexError."""
+    assert not contained(torch.arange(3), torch.empty(0, dtype=torch.int64)).any()
+    assert contained(torch.empty(0, dtype=torch.int64), torch.arange(3)).numel() == 0
+    assert contained(torch.tensor([1, 5, 9]), torch.tensor([0, 1, 9, 10])).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("name", INDEX_FORMATS)
+def test_indices_beyond_the_precision_of_float32_arrive(name: str) -> None:
+    """It sent indices as float32, which holds whole numbers only up to 2**24."""
+    n = 2**24 + 100
+    index = torch.tensor([3, 2**24 - 1, 2**24 + 1, 2**24 + 3, n - 1])
+    layout = PickLayout(n, 8, INDEX_FORMATS[name], torch.float32)
+    message = layout.pack(Picks(index, torch.arange(5.0)), torch.empty(layout.nbytes, dtype=torch.uint8))
+    assert layout.unpack(message).index.tolist() == index.tolist()
+
+
+def test_boundaries_of_huge_groups_do_not_overflow() -> None:
+    """It summed positions as int32, which wraps once n * P reaches 2**31."""
+    size, n = 8, 2**31
+    network = SimNetwork(size)
+    groups = [SimpleNamespace(n=n, step=0, memory={}) for _ in range(size)]
+    found = torch.arange(0, n, n // 64)
+
+    def regions(group: SimpleNamespace, comm: object) -> object:
+        edges = yield from ls.OkTopk()._regions(group, comm, found)  # type: ignore[arg-type]
+        return torch.tensor(edges)
+
+    edges = network.run([regions(g, c) for g, c in zip(groups, network.comms, strict=True)])[0]  # type: ignore[misc]
+    assert edges.tolist() == partition.even(n, size).tolist()
+
+
+def test_as_many_as_meant_reach_the_exact_threshold() -> None:
+    """It took what is strictly above the k-th largest: one too few, and none of several that are equal."""
+    x = torch.randn(10_000)
+    for k in (1, 10, 1000, 9999, 10_000):
+        assert (x.abs() >= kth_largest(x, k)).sum() == k
+        assert largest(x, k).tolist() == x.abs().topk(k).indices.sort().values.tolist()
+    assert simulate(ls.OkTopk(density=0.1), torch.ones(1, 2, 100)).picked[0] > 0
+
+
+def test_sums_that_cancel_stay_with_their_ranks() -> None:
+    given = torch.zeros(1, 2, 100)
+    given[0, 0, 7], given[0, 1, 7] = 5.0, -5.0
+    given[0, :, 8] = 1.0
+    result = simulate(ls.OkTopk(density=0.02), given)
+    assert result.unsent[:, 7].tolist() == [5.0, -5.0]
+    assert result.mean[0].nonzero().flatten().tolist() == [8]
+
+
+@pytest.mark.parametrize(("size", "nonzero"), [(1, 1), (2, 0), (2, 2), (5, 1), (5, 2)])
+def test_one_rank_and_fewer_picks_than_ranks(size: int, nonzero: int) -> None:
+    given = torch.zeros(70, size, 1000)
+    given[:, :, :nonzero] = 1.0
+    result = simulate(ls.OkTopk(density=0.01, repartition_every=3, evaluate_every=7), given)
+    assert torch.allclose(result.mean.sum(0) + result.unsent.mean(0), given.mean(1).sum(0))
+    assert result.mean.sum() == pytest.approx(70 * nonzero, rel=0.1)
+
+
+@pytest.mark.parametrize("dense_steps", [1, 3, 5])
+def test_warmup_need_not_be_a_multiple_of_anything(dense_steps: int) -> None:
+    """Thresholds and regions started at zero if warm-up ended between two evaluations."""
+    compressor = ls.Warmup(dense_steps, ls.OkTopk(density=0.01, evaluate_every=4, repartition_every=8))
+    picked = simulate(compressor, torch.randn(12, 4, 10_000)).picked
+    assert (picked[:dense_steps] == 10_000).all()
+    assert picked[dense_steps:].min() > 50
+    assert picked[dense_steps:].max() <= 4 * 32  # a quarter more than 25 from each rank
+
+
+# - its parts
+
+
+@pytest.mark.parametrize(
+    "counts", [[10, 0, 0, 0], [0, 0, 0, 11], [1, 7, 2, 3], [4, 4, 4, 4], [0, 0, 0, 0], [0, 1, 0, 0]]
+)
+def test_evening_out_keeps_the_order_and_every_element(counts: list[int]) -> None:
+    network = SimNetwork(4)
+    held = list(torch.arange(100, 100 + sum(counts)).split(counts))
+    own = [Sparse(index, index.float()) for index in held]
+    layout = PickLayout(1000, 1, INDEX_FORMATS["int32"], torch.float32)
+    steps = [even_out(own[r], counts, layout, network.comms[r]) for r in range(4)]
+    after = network.run(steps)  # type: ignore[arg-type]
+    assert [v.index.numel() for v in after] == partition.widths(partition.even(sum(counts), 4).tolist())
+    assert torch.cat([v.index for v in after]).tolist() == list(range(100, 100 + sum(counts)))
+    assert all(torch.equal(v.values, v.index.float()) for v in after)
+    assert not any(v.values.any() for v in own)
+
+
+def test_a_region_with_most_of_the_sums_is_evened_out() -> None:
+    """Everything large lies in one region, which its message would not hold."""
+    given = 1e-3 * torch.randn(3, 4, 1000, generator=torch.Generator().manual_seed(0))
+    given[1:, :, 100:140] += 1.0
+    result = simulate(ls.OkTopk(density=0.04, repartition_every=1000), given)  # regions are cut before they are large
+    assert set(result.mean[1].topk(30).indices.tolist()) <= set(range(100, 140))
+    assert result.picked[1] >= 30 > math.ceil(1.25 * 40 / 4)
+
+
+def test_the_pooled_threshold_is_that_of_all_magnitudes() -> None:
+    parts = [torch.randn(m) * scale for m, scale in ((10_000, 1.0), (50, 100.0), (0, 1.0), (3000, 0.1))]
+    threshold = pooled_threshold(torch.stack([summary(part) for part in parts]), 2000)
+    within = 13_050 / 128  # each quantile of a part stands for a 128th of it
+    assert (torch.cat(parts).abs() >= threshold).sum() == pytest.approx(2000, abs=within)
+    assert pooled_threshold(torch.stack([summary(part) for part in parts]), 20_000) == 0
+
+
+@pytest.mark.parametrize("most", [1, 100, 700, 5000])
+def test_the_pooled_threshold_of_the_largest_is_that_of_what_there_is_room_for(most: int) -> None:
+    parts = [torch.randn(m) * scale for m, scale in ((10_000, 1.0), (50, 100.0), (0, 1.0), (3000, 0.1))]
+    largest_of_each = torch.cat([part.abs().sort().values[-most:] for part in parts])
+    k = min(2, most) * largest_of_each.numel() // 3
+    threshold = pooled(torch.stack([summary_of_largest(part, most) for part in parts]), k)
+    assert (largest_of_each >= threshold).sum() == pytest.approx(k, abs=1 + 3 * most / 128)
+    assert pooled(torch.stack([summary_of_largest(part, most) for part in parts]), 20_000) == 0
+
+
+def test_a_threshold_that_missed_widely_is_given_up() -> None:
+    held = Held(1.0)
+    assert held.lost(201, 400, 100)
+    assert held.lost(10, 49, 100)
+    assert not held.lost(10, 51, 100)
+    assert not Held(0.0).lost(10, 10, 100)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ls.OkTopk(density=2), r"OkTopk\(density=2\): density is the fraction"),
+        (lambda: ls.OkTopk(evaluate_every=0), r"OkTopk\(evaluate_every=0\) is a number of steps"),
+        (lambda: ls.OkTopk(repartition_every=0), r"OkTopk\(repartition_every=0\)"),
+        (lambda: ls.OkTopk(slack=0.5), r"OkTopk\(slack=0.5\): a message needs room"),
+        (lambda: ls.MiCRO(slack=float("nan")), r"MiCRO\(slack=nan\)"),
+        (lambda: ls.MiCRO(indices="zip"), r"MiCRO\(indices='zip'\): .* auto, int32, block16, bitmap, elias_fano"),
+    ],
+)
+def test_bad_settings_name_the_value(make: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()  # type: ignore[operator]

@@ -1,0 +1,123 @@
+"""What the papers say about Skip-Reduce (algorithms: ring reduce-scatter with its first steps left out)."""
+
+import itertools
+
+import pytest
+import torch
+
+import lightning_sparse as ls
+from lightning_sparse.simulation import simulate
+
+WHOLE = ls.SkipReduce(skip=0.5, rotation="static", error_feedback=False)
+
+
+def contributors(compressor: ls.SkipReduce, size: int, width: int = 3, steps: int = 1) -> torch.Tensor:
+    """Who is in each slice: [steps, P slices, P ranks] bool, read off powers of two that each rank alone sends."""
+    powers = 2.0 ** torch.arange(size)
+    result = simulate(compressor, powers[None, :, None].expand(steps, size, size * width))
+    totals = (result.mean * size).reshape(steps, size, width)
+    assert (totals == totals[:, :, :1]).all()  # a slice is of one piece
+    return (totals[:, :, 0].long()[:, :, None] >> torch.arange(size)) % 2 == 1
+
+
+@pytest.mark.parametrize(("size", "skipped"), [(p, s) for p in (2, 3, 4, 8) for s in range(p)])
+def test_a_slice_holds_all_but_the_ranks_after_its_owner(size: int, skipped: int) -> None:
+    compressor = ls.SkipReduce(skip=skipped / size, rotation="static", error_feedback=False)
+    inside = contributors(compressor, size)[0]
+    for owner, rank in itertools.product(range(size), range(size)):
+        left_out = (rank - owner - 1) % size < skipped
+        assert inside[owner, rank] == (not left_out), (owner, rank)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@pytest.mark.parametrize("skip", [0.0, 0.25, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize("n", [1, 5, 4096, 4099])
+def test_sent_bytes_are_the_papers(size: int, skip: float, n: int) -> None:
+    compressor = ls.SkipReduce(skip=skip)
+    sent = simulate(compressor, torch.ones(2, size, n)).sent_bytes
+    slices = 2 * (size - 1) - compressor.steps_skipped(size)
+    assert (sent == slices * -(-n // size) * 4).all()
+
+
+def test_at_most_all_but_one_step_is_skipped() -> None:
+    assert [ls.SkipReduce(skip=1.0).steps_skipped(p) for p in (1, 2, 3, 8)] == [0, 1, 2, 7]
+    assert [ls.SkipReduce(skip=0.5).steps_skipped(p) for p in (1, 2, 4, 8)] == [0, 1, 2, 4]
+
+
+def test_all_steps_skipped_gathers_the_owners_slices() -> None:
+    given = torch.randn(1, 4, 20)
+    result = simulate(ls.SkipReduce(skip=1.0, rotation="static", error_feedback=False), given)
+    owners = torch.cat([given[0, rank, 5 * rank : 5 * rank + 5] for rank in range(4)])
+    assert torch.equal(result.mean[0], owners / 4)
+
+
+def test_nothing_skipped_is_the_dense_mean() -> None:
+    given = torch.randint(-1000, 1000, (3, 4, 50)).float()  # whole numbers: sums are exact in any order
+    assert torch.equal(simulate(ls.SkipReduce(skip=0), given).mean, simulate(ls.Dense(), given).mean)
+
+
+def test_random_rotation_skips_every_rank_and_slice_equally_often() -> None:
+    steps, size = 1000, 4
+    inside = contributors(ls.SkipReduce(skip=0.5, rotation="random", error_feedback=False), size, steps=steps)
+    skipped = 1 - inside.float().mean(0)  # [P slices, P ranks]
+    sigma = (0.5 * 0.5 / steps) ** 0.5
+    assert (skipped - 0.5).abs().max() < 4 * sigma
+
+
+@pytest.mark.parametrize(("size", "skipped"), [(p, s) for p in (2, 3, 4, 8) for s in range(1, p)])
+def test_even_rotation_skips_in_s_of_p_steps_and_never_longer_than_it_must(size: int, skipped: int) -> None:
+    compressor = ls.SkipReduce(skip=skipped / size, rotation="even", error_feedback=False)
+    out = ~contributors(compressor, size, steps=4 * size)  # [T, P slices, P ranks]
+    for start in range(3 * size):
+        assert (out[start : start + size].sum(0) == skipped).all()
+    longest = -(-skipped // (size - skipped))  # steps in a row
+    in_a_row = out.unfold(0, longest + 1, 1).all(-1)
+    assert not in_a_row.any()
+
+
+def test_static_rotation_always_skips_the_same() -> None:
+    inside = contributors(WHOLE, 4, steps=50)
+    assert (inside == inside[:1]).all()
+
+
+def test_dividing_by_the_contributors_gives_the_true_mean_on_average() -> None:
+    """E[output] * P / (P - s) is the mean: the paper's shrink by 1 - s / P is undone.
+
+    Over P steps of the even rotation, in which each rank is left out of each slice as often, that is so exactly.
+    """
+    size = 4
+    given = torch.randn(1, size, 8, generator=torch.Generator().manual_seed(1)).expand(size, -1, -1)
+    unbiased = ls.SkipReduce(skip=0.5, divisor="contributors", error_feedback=False)
+    assert torch.allclose(simulate(unbiased, given).mean.mean(0), given[0].mean(0))
+    shrunk = simulate(ls.SkipReduce(skip=0.5, error_feedback=False), given).mean.mean(0)
+    assert torch.allclose(shrunk, given[0].mean(0) / 2)
+
+
+def test_without_error_feedback_exactly_the_skipped_slices_are_dropped() -> None:
+    given = torch.randint(-100, 100, (1, 4, 40)).float()
+    kept = simulate(ls.SkipReduce(skip=0.5), given)
+    dropped = simulate(ls.SkipReduce(skip=0.5, error_feedback=False), given)
+    assert torch.equal(kept.mean, dropped.mean)
+    assert not dropped.unsent.any()
+    assert torch.equal(given[0].sum(0) - 4 * dropped.mean[0], kept.unsent.sum(0))
+    assert ((kept.unsent != 0).reshape(4, 4, 10).any(2).sum(1) == 2).all()  # each rank keeps s = 2 of its P slices
+
+
+def test_protected_parameters_are_dense() -> None:
+    given = torch.randint(-100, 100, (2, 4, 40)).float()
+    dense = simulate(ls.Dense(), given)
+    for compressor in (ls.SkipReduce(protect=["grad*"]), ls.SkipReduce(protect_below=41)):
+        result = simulate(compressor, given)
+        assert torch.equal(result.mean, dense.mean)
+        assert torch.equal(result.sent_bytes, dense.sent_bytes)
+    assert not torch.equal(simulate(ls.SkipReduce(protect_below=40), given).mean, dense.mean)
+
+
+def test_long_vectors_travel_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = torch.randn(2, 3, 1000)
+    whole = simulate(ls.SkipReduce(), given, wire_dtype="bfloat16")
+    monkeypatch.setattr("lightning_sparse.network.ring.SEGMENT_BYTES", 100)
+    cut = simulate(ls.SkipReduce(), given, wire_dtype="bfloat16")
+    assert torch.equal(whole.mean, cut.mean)
+    assert torch.equal(whole.unsent, cut.unsent)
+    assert torch.equal(whole.sent_bytes, cut.sent_bytes)

@@ -1,0 +1,131 @@
+"""Training with a scaled loss: residuals in true units, and a step that nobody takes where one rank overflowed."""
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset
+
+import lightning_sparse as ls
+from tests.conftest import Ranks
+from tests.training.models import LIMIT_S, Small, data, trainer, weights
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
+
+SPIKE = 5  # the step in which one gradient of one rank is infinite
+STEPS = 12
+BATCH = 4
+
+
+class ScaledOnly(MixedPrecision):
+    """Scales the loss and casts nothing: a power of two then changes no bit of what is trained."""
+
+    def autocast_context_manager(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return nullcontext()
+
+
+class Spiky(Small):
+    """One layer's gradient is not finite, in one step of one rank."""
+
+    def __init__(self, rank: int, value: float = math.inf) -> None:
+        super().__init__()
+        self.rank = rank
+        self.value = value
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        x, y = batch
+        weight = self.net[2].weight
+        if index == SPIKE and self.global_rank == self.rank:
+            weight = weight * 1  # so that its gradient can be spoilt on the way
+            weight.register_hook(lambda gradient: gradient * self.value)
+        hidden = nn.functional.linear(torch.tanh(self.net[0](x)), weight, self.net[2].bias)
+        return nn.functional.cross_entropy(self.net[4](torch.tanh(hidden)), y)
+
+
+def without_batch(loader: DataLoader[Any], number: int, size: int) -> DataLoader[Any]:
+    """All but what the ranks see in one step."""
+    gone = range(number * BATCH * size, (number + 1) * BATCH * size)
+    return DataLoader(Subset(loader.dataset, [i for i in range(len(loader.dataset)) if i not in gone]), BATCH)  # type: ignore[arg-type]
+
+
+def in_order(loader: DataLoader[Any], rank: int, size: int) -> dict[str, Any]:
+    """Samples dealt to the ranks in turn, unshuffled."""
+    sampler = torch.utils.data.DistributedSampler(loader.dataset, size, rank, shuffle=False)  # type: ignore[arg-type]
+    return {"train_dataloaders": DataLoader(loader.dataset, BATCH, sampler=sampler)}
+
+
+def scaled_and_not(rank: int, size: int, cases: list[tuple[str, float]]) -> list[Any]:
+    results = []
+    for name, value in cases:
+        torch.manual_seed(0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+        plugin = ScaledOnly("16-mixed", "cpu", scaler)
+        strategy = ls.SparseDDPStrategy(name, fusion="none", warmup_steps=0)
+        run = trainer(strategy, size, max_steps=STEPS, plugins=[plugin], use_distributed_sampler=False)
+        model = Spiky(1, value)
+        run.fit(model, **in_order(data(STEPS, size), rank, size))
+
+        torch.manual_seed(0)
+        plain = ls.SparseDDPStrategy(name, fusion="none")
+        reference = trainer(plain, size, max_steps=STEPS - 1, use_distributed_sampler=False)
+        expected = Spiky(-1)
+        reference.fit(expected, **in_order(without_batch(data(STEPS, size), SPIKE, size), rank, size))
+        assert strategy.exchange is not None
+        assert plain.exchange is not None
+        residuals = [torch.cat([g.unsent for g in exchange.groups]) for exchange in (strategy.exchange, plain.exchange)]
+        results.append((weights(model), weights(expected), *residuals, scaler.get_scale()))
+    return results
+
+
+def test_a_step_in_which_one_rank_overflows_never_was(ranks: Ranks) -> None:
+    """Bit for bit: a power of two takes no digit away, and the rest of the run does not know of the step."""
+    cases = [*((name, math.inf) for name in ls.COMPRESSORS), ("micro", math.nan)]
+    for results in ranks.run(scaled_and_not, 2, cases, timeout_s=LIMIT_S):
+        for (name, _), (scaled, plain, unsent, plain_unsent, scale) in zip(cases, results, strict=True):
+            assert torch.equal(scaled, plain), name
+            assert torch.equal(unsent, plain_unsent), name
+            assert unsent.isfinite().all(), name
+            # doubled after steps 3 and 6 - 1, halved by the overflow, and so on: it did change, both ways
+            assert scale == 2.0**10 * 2 / 2 * 2 * 2, name
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+def test_mixed_precision_trains_on_a_gpu(ranks: Ranks, precision: str) -> None:
+    trained, finite = ranks.run(on_gpu, 1, precision, timeout_s=LIMIT_S)[0]
+    assert trained.isfinite().all()
+    assert finite
+
+
+def on_gpu(rank: int, size: int, precision: Any) -> tuple[Tensor, bool]:
+    strategy, model = ls.SparseDDPStrategy("micro"), Small()
+    trainer(strategy, size, accelerator="gpu", max_steps=10, precision=precision).fit(model, data(10, size))
+    assert strategy.exchange is not None
+    return weights(model).cpu(), all(bool(group.unsent.isfinite().all()) for group in strategy.exchange.groups)
+
+
+def mixed(rank: int, size: int, precision: str) -> tuple[Tensor, bool]:
+    torch.manual_seed(0)
+    plugins = []
+    if precision == "16-mixed":  # on the CPU Lightning makes it bf16-mixed, unless a scaler is given
+        plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**12))]
+    strategy = ls.SparseDDPStrategy("micro")
+    options = {"plugins": plugins} if plugins else {"precision": precision}
+    model = Small()
+    trainer(strategy, size, max_steps=10, **options).fit(model, data(10, size))
+    assert strategy.exchange is not None
+    unsent = torch.cat([group.unsent for group in strategy.exchange.groups])
+    return weights(model).float(), bool(unsent.isfinite().all()) and unsent.dtype == torch.float32
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "bf16-true", "32-true"])
+def test_every_precision_trains_and_replicas_stay_identical(ranks: Ranks, precision: str) -> None:
+    results = ranks.run(mixed, 2, precision, timeout_s=LIMIT_S)
+    assert all(good for _, good in results)
+    assert torch.equal(results[0][0], results[1][0])
+    assert results[0][0].isfinite().all()

@@ -1,0 +1,213 @@
+"""How long gradients wait, by a sample of each parameter's elements."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lightning_sparse as ls
+from lightning_sparse.compressors.base import take_step
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.engine.loss_scale import LossScale
+from lightning_sparse.engine.sample import MOST, STARVING, Sample, Waiting
+from lightning_sparse.fusion.groups import carry_over
+from lightning_sparse.monitor.pictures import starvation
+from lightning_sparse.network.comm import Comm, Rounds
+from lightning_sparse.network.simulated import SimNetwork
+
+SIZES = {"norm.weight": 20, "embedding.weight": 60}
+
+
+def groups_of(*layout: tuple[str, ...], parameters: dict[str, Tensor] | None = None) -> list[Group]:
+    known = parameters or {name: torch.zeros(n) for name, n in SIZES.items()}
+    return [Group(i, names, tuple(known[name] for name in names)) for i, names in enumerate(layout)]
+
+
+def gradients(steps: int, ranks: int = 2, scale: float = 1.0) -> Tensor:
+    """[T, P, n]; those of the embedding are ``scale`` times as large."""
+    drawn = torch.randn(steps, ranks, sum(SIZES.values()), generator=torch.Generator().manual_seed(0))
+    drawn[..., SIZES["norm.weight"] :] *= scale
+    return drawn
+
+
+class Ranks:
+    """Ranks that take steps, each with a sample; ``waited`` [P, n] is what it must find, counted element by element."""
+
+    def __init__(self, compressor: ls.Compressor, layout: tuple[tuple[str, ...], ...], size: int = 2) -> None:
+        self.compressors = [compressor] * len(layout)
+        self.networks = [SimNetwork(size) for _ in layout]
+        self.groups = [groups_of(*layout) for _ in range(size)]
+        self.samples = [Sample(groups) for groups in self.groups]
+        self.waited = torch.zeros(size, sum(SIZES.values()))
+
+    def step(self, given: Tensor) -> None:
+        """``given`` [P, n], in the order of SIZES."""
+        for rank, groups in enumerate(self.groups):
+            for group, own in zip(groups, given[rank].split([group.n for group in groups]), strict=True):
+                group.unsent += own
+                self.samples[rank].before(group)
+        before = self.unsent()
+        for index, network in enumerate(self.networks):
+            pairs = zip(self.groups, network.comms, strict=True)
+            network.run([take_step(self.compressors[index], groups[index], comm) for groups, comm in pairs])
+        for sample in self.samples:
+            sample.end_step()
+        after = self.unsent()
+        self.waited = torch.where((before == after) & (after != 0), self.waited + 1, 0)
+
+    def unsent(self) -> Tensor:
+        return torch.stack([torch.cat([group.unsent for group in groups]) for groups in self.groups])
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [ls.TopK(0.05), ls.MiCRO(0.05), ls.OkTopk(0.05), ls.ImportancePruning(0.05), ls.SkipReduce(0.5), ls.Dense()],
+    ids=repr,
+)
+@pytest.mark.parametrize("layout", [(tuple(SIZES),), tuple((name,) for name in SIZES)], ids=["one group", "two"])
+def test_of_parameters_sampled_whole_the_oldest_is_exact(
+    compressor: ls.Compressor, layout: tuple[tuple[str, ...], ...]
+) -> None:
+    ranks = Ranks(compressor, layout)
+    drawn = gradients(20, scale=0.3)
+    for given in drawn:
+        ranks.step(given)
+        for rank, sample in enumerate(ranks.samples):
+            parts = ranks.waited[rank].split(list(SIZES.values()))
+            assert [each.oldest for each in sample.waiting()] == [int(part.max()) for part in parts]
+    weights = 0.99 ** torch.arange(19, -1, -1.0)
+    squares = (drawn[:, 0] ** 2 * weights[:, None] / weights.sum()).sum(0).split(list(SIZES.values()))
+    unsent = ranks.unsent()[0].split(list(SIZES.values()))
+    for each, square, kept in zip(ranks.samples[0].waiting(), squares, unsent, strict=True):
+        assert each.unsent_over_gradient == pytest.approx(float(kept.norm() / square.sum().sqrt()), rel=1e-3)
+
+
+def test_a_layer_of_small_gradients_starves_beside_others_and_not_by_itself() -> None:
+    together = Ranks(ls.TopK(0.1), (tuple(SIZES),), size=1)
+    apart = Ranks(ls.TopK(0.1), tuple((name,) for name in SIZES), size=1)
+    for given in gradients(60, ranks=1, scale=1e-3):
+        together.step(given)
+        apart.step(given)
+    norm, embedding = together.samples[0].waiting()
+    assert (embedding.oldest, embedding.starving, norm.starving) == (60, 1.0, 0.0)
+    assert embedding.turn == pytest.approx(10, rel=0.1)  # density 0.1
+    assert starvation([norm, embedding]) == (
+        f"Some gradients starve: 100% of embedding.weight waited for more than {STARVING * embedding.turn:.0f} steps, "
+        f"though an element is sent every {embedding.turn:.0f} steps on average. A higher density sends all of them "
+        "sooner; fusion='none', or a list of groups, keeps other layers from taking their place."
+    )
+    assert starvation(apart.samples[0].waiting()) == ""
+
+
+def test_other_parameters_that_starve_are_counted() -> None:
+    starving = Waiting("a", 10, 900, 3.0, 100.0, 0.2)
+    assert "20% of a waited" in starvation([starving])
+    assert "20% of a and part of 1 other parameter waited" in starvation([starving, replace(starving, starving=0.05)])
+    assert "and part of 2 other parameters waited" in starvation([replace(starving, name=name) for name in "abc"])
+    assert starvation([replace(starving, starving=0.04)]) == starvation([]) == ""
+
+
+# - beside an exchange
+
+
+@dataclass(frozen=True)
+class EveryFifth(ls.Compressor):
+    """Sends every fifth element of each parameter, the next one in the next step, whatever the groups are."""
+
+    def reduce(self, group: Group, comm: Comm) -> Rounds:
+        chosen = torch.cat([(torch.arange(n) + group.step) % 5 == 0 for n in group.sizes])
+        total = yield comm.all_reduce(torch.where(chosen, group.unsent, 0))
+        group.unsent[chosen] = 0
+        return total
+
+
+class Bucket:
+    """As DDP hands it over: the gradients of all parameters one after the other."""
+
+    def __init__(self, parameters: Sequence[Tensor], buffer: Tensor) -> None:
+        self.parameters = lambda: list(parameters)
+        self.buffer = lambda: buffer
+
+
+def watched(layout: Sequence[tuple[str, ...]], parameters: dict[str, Tensor], **options: Any) -> Exchange:
+    """The only rank."""
+    pairs = [(group, EveryFifth()) for group in groups_of(*layout, parameters=parameters)]
+    exchange = Exchange(pairs, [SimNetwork(1).comms[0]], threaded=False, **options)
+    exchange.sample = Sample(exchange.groups)
+    return exchange
+
+
+def oldest(exchange: Exchange) -> dict[str, Waiting]:
+    assert exchange.sample is not None
+    return {each.name: each for each in exchange.sample.waiting()}
+
+
+def test_other_groups_of_the_same_parameters_go_on_waiting() -> None:
+    parameters = {name: torch.zeros(n) for name, n in {"a": 3, "b": 1000, "c": 0, "d": 200}.items()}
+    exchanges = [watched([tuple(parameters)], parameters) for _ in range(2)]
+    generator = torch.Generator().manual_seed(0)
+    for step in range(12):
+        if step in (3, 8):
+            layout = [("b",), ("d", "c", "a")] if step == 3 else [("a", "d"), ("c", "b")]
+            new = [(group, EveryFifth()) for group in groups_of(*layout, parameters=parameters)]
+            carry_over(exchanges[0].groups, new)
+            exchanges[0].lay_out(new)
+        gradient = torch.randn(1203, generator=generator)
+        for exchange in exchanges:
+            exchange.hook(None, Bucket(list(parameters.values()), gradient.clone()))  # type: ignore[arg-type]
+        assert oldest(exchanges[0]) == oldest(exchanges[1])
+    assert {name: each.oldest for name, each in oldest(exchanges[0]).items()} == {"a": 3, "b": 4, "d": 4}
+    assert oldest(exchanges[0])["b"].turn == pytest.approx(5, rel=0.3)  # the sample is not of all
+
+
+def test_a_step_that_is_undone_changes_nothing() -> None:
+    parameters = {name: torch.zeros(n) for name, n in SIZES.items()}
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    exchange = watched([tuple(SIZES)], parameters, loss_scale=LossScale(scaler, torch.device("cpu")))
+    bucket = Bucket(list(parameters.values()), torch.empty(80))
+    for step in range(4):
+        bucket.buffer().fill_(8.0)
+        bucket.buffer()[7] = math.inf if step == 2 else 8.0
+        before = oldest(exchange)
+        exchange.hook(None, bucket)  # type: ignore[arg-type]
+        assert (oldest(exchange) == before) == (step == 2)
+    assert oldest(exchange)["norm.weight"].oldest == 3
+
+
+def test_what_was_not_used_goes_on_waiting() -> None:
+    (group,) = groups_of(("a", "b"), parameters={"a": torch.zeros(5), "b": torch.zeros(5)})
+    sample = Sample([group])
+    for step in range(6):
+        aside = step % 2 == 1  # "b" got no gradient: what it owes is laid aside, and put back
+        group.unsent += 1 - 1 * aside
+        kept = group.unsent[5:].clone()
+        group.unsent[5:] *= not aside
+        sample.before(group)
+        group.unsent[:5] = 0
+        if aside:
+            group.unsent[5:] = kept
+        sample.end_step()
+    assert [(each.oldest, each.starving) for each in sample.waiting()] == [(0, 0.0), (6, 0.0)]
+    assert sample.waiting()[1].unsent_over_gradient == pytest.approx(3 / math.sqrt(0.5), rel=0.01)
+
+
+@pytest.mark.parametrize("n", [0, 1, MOST - 1, MOST, MOST + 1, 100_003])
+def test_a_sample_is_spread_over_a_parameter(n: int) -> None:
+    (group,) = groups_of(("first", "second"), parameters={"first": torch.zeros(10), "second": torch.zeros(n)})
+    places = Sample([group])._places[0]
+    assert places[:10].tolist() == list(range(10))
+    assert places.numel() == 10 + min(n, MOST)
+    assert (places.diff() > 0).all()
+    assert places.diff().max() <= max(2 * n / MOST + 1, 1)
+    assert int(places.max()) < 10 + n
+
+
+def test_nobody_pays_who_does_not_look() -> None:
+    assert Exchange([], [SimNetwork(1).comms[0]], threaded=False).sample is None
+    assert Sample([]).waiting() == []

@@ -1,0 +1,160 @@
+"""Which parameters travel together."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import lightning_sparse as ls
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.engine.lane import spread
+from lightning_sparse.fusion.groups import FUSIONS, Piece, carry_over, cut_apart, fuse, lay_out, make_groups
+from lightning_sparse.selection.threshold import Held
+
+pieces = st.lists(st.tuples(st.integers(0, 100), st.booleans()), max_size=30).map(
+    lambda drawn: [Piece(f"layer{i // 2}.p{i % 2}", n, whole) for i, (n, whole) in enumerate(drawn)]
+)
+
+
+@given(pieces=pieces, fusion=st.sampled_from(FUSIONS), bucket_bytes=st.integers(1, 1000))
+def test_every_parameter_is_in_one_group_and_dense_ones_keep_apart(
+    pieces: list[Piece], fusion: str, bucket_bytes: int
+) -> None:
+    groups = fuse(pieces, fusion, bucket_bytes)
+    assert sorted(p.name for g in groups for p in g) == sorted(p.name for p in pieces)
+    assert all(len({p.whole for p in group}) == 1 for group in groups)
+
+
+@given(pieces=pieces, fusion=st.sampled_from(FUSIONS))
+def test_groups_come_in_the_order_in_which_backward_completes_them(pieces: list[Piece], fusion: str) -> None:
+    place = {piece.name: i for i, piece in enumerate(pieces)}
+    last = [place[group[-1].name] for group in fuse(pieces, fusion, 100)]
+    assert last == sorted(last)
+
+
+def test_one_group_a_layer() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
+    groups = lay_out(dict(model.named_parameters()), ls.TopK(), "none")
+    assert [group.names for group, _ in groups] == [("1.bias", "1.weight"), ("0.bias", "0.weight")]
+
+
+def test_a_bucket_closes_when_it_is_full() -> None:
+    parts = [Piece(str(i), 10) for i in range(5)]  # 40 bytes each
+    assert [len(group) for group in fuse(parts, "bucket", 80)] == [2, 2, 1]
+
+
+def test_protected_parameters_get_dense_groups() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
+    skip = ls.SkipReduce(protect=["*.bias"])
+    groups = {group.names: used for group, used in lay_out(dict(model.named_parameters()), skip, "bucket")}
+    assert groups == {("1.weight", "0.weight"): skip, ("1.bias", "0.bias"): ls.Dense()}
+
+
+def test_small_groups_are_made_whole() -> None:
+    a, b, bias = Piece("a", 100), Piece("b", 20), Piece("bias", 5, whole=True)
+    assert cut_apart([[a, bias], [b]], 0) == [[a], [bias], [b]]
+    assert cut_apart([[a, bias], [b]], 20) == [[a], [bias], [Piece("b", 20, whole=True)]]
+    assert cut_apart([[b, bias]], 20) == [[Piece("b", 20, whole=True), bias]]
+    assert cut_apart([[]], 20) == []
+
+
+def test_an_unknown_fusion_names_what_is_allowed() -> None:
+    with pytest.raises(ValueError, match="fusion='all' is not one of layer, bucket, none"):
+        fuse([], "all")
+
+
+# - patterns
+
+
+def test_a_list_of_patterns_makes_a_group_each() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
+    groups = lay_out(dict(model.named_parameters()), ls.TopK(), ["1.*", "*.weight", "*"])
+    assert [group.names for group, _ in groups] == [
+        ("1.bias", "1.weight"),
+        ("2.bias", "0.bias"),
+        ("2.weight", "0.weight"),
+    ]  # in the order in which backward completes them
+
+
+def test_a_parameter_without_a_pattern_is_named() -> None:
+    with pytest.raises(ValueError, match=r"parameter 'b\.x' matches none of the patterns"):
+        fuse([Piece("a.x", 1), Piece("b.x", 1)], ["a.*"])
+
+
+@pytest.mark.parametrize("fusion", ["all", [], [1], 3, None])
+def test_what_is_no_fusion_is_refused(fusion: object) -> None:
+    with pytest.raises(ValueError, match=r"fusion=.* is not one of layer, bucket, none"):
+        ls.SparseDDPStrategy(fusion=fusion)  # type: ignore[arg-type]
+
+
+# - from one set of groups to another
+
+
+def laid_out(sizes: list[int], cuts: list[int], compressor: ls.Compressor) -> list[tuple[Group, ls.Compressor]]:
+    parts = [Piece(f"p{i}", n) for i, n in enumerate(sizes)]
+    edges = [0, *sorted(cuts), len(parts)]
+    parameters = {piece.name: torch.zeros(piece.elements) for piece in parts}
+    return make_groups(parameters, compressor, [parts[a:b] for a, b in pairwise(edges) if b > a])
+
+
+@given(
+    sizes=st.lists(st.integers(0, 50), min_size=1, max_size=12),
+    before=st.sets(st.integers(0, 12)),
+    after=st.sets(st.integers(0, 12)),
+)
+def test_what_is_unsent_moves_by_name(sizes: list[int], before: set[int], after: set[int]) -> None:
+    compressor = ls.MomentumCorrection(0.9, ls.MiCRO())
+    old, new = (laid_out(sizes, [c for c in cuts if c < len(sizes)], compressor) for cuts in (before, after))
+
+    def by_name(groups: list[tuple[Group, ls.Compressor]]) -> dict[str, torch.Tensor]:
+        return {n: s.clone() for g, _ in groups for n, s in zip(g.names, g.slots(g.unsent), strict=True)}
+
+    for group, _ in old:
+        group.unsent.normal_()
+        group.step = 7
+        group.memory["velocity"] = 2 * group.unsent
+    expected = by_name(old)
+    carry_over([group for group, _ in old], new)
+    moved = by_name(new)
+    assert moved.keys() == expected.keys()
+    assert all(torch.equal(moved[name], expected[name]) for name in moved)
+    for group, _ in new:
+        assert group.step == 7
+        assert torch.equal(group.memory["velocity"], 2 * group.unsent)
+
+
+def test_thresholds_are_carried_and_partitions_start_anew() -> None:
+    old = laid_out([100, 100, 300], [1], ls.MiCRO())
+    for (group, _), threshold in zip(old, (1.0, 4.0), strict=True):
+        group.memory = {"held": Held(threshold, 0.5).state(), "edges": torch.tensor([0, group.n])}
+    new = laid_out([100, 100, 300], [2], ls.MiCRO())
+    same = old[0][0].memory
+    carry_over([group for group, _ in old], new)
+    joined, rest = (group.memory for group, _ in new)
+    assert Held.of(joined["held"]).threshold == pytest.approx(2.0)  # the geometric mean, by elements
+    assert Held.of(rest["held"]) == Held(pytest.approx(4.0), pytest.approx(0.5))
+    assert "edges" not in joined | rest
+    assert "edges" in same
+
+
+def test_a_group_that_stays_keeps_all_its_memory() -> None:
+    old, new = (laid_out([10, 20], [1], ls.OkTopk()) for _ in range(2))
+    old[1][0].memory = {"regions": torch.tensor([0, 5, 20])}
+    kept = old[1][0].memory
+    carry_over([group for group, _ in old], new)
+    assert new[1][0].memory is kept
+
+
+def test_groups_are_spread_over_lanes_by_their_elements() -> None:
+    assert spread([5, 5, 5, 5], 2) == [0, 1, 0, 1]
+    assert spread([500, 1, 500, 1], 2) == [
+        0,
+        1,
+        1,
+        0,
+    ]  # compressed and dense groups by turns
+    assert spread([0, 0, 0], 2) == [0, 1, 0]
+    assert spread([3, 4], 1) == [0, 0]
+    assert spread([], 2) == []

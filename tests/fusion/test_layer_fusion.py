@@ -1,0 +1,162 @@
+"""LayerFusion step by step in one process: what it does between which steps, however many backwards there are."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lightning_sparse as ls
+from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.engine.timeline import Timeline
+from lightning_sparse.fusion import layer_fusion, planner
+from lightning_sparse.fusion import model as plan
+from lightning_sparse.fusion.groups import lay_out, pieces_of
+from lightning_sparse.fusion.layer_fusion import EVERY, STEPS_MEASURED, TRIAL, WINDOW, LayerFusion
+from lightning_sparse.fusion.model import Cost, StepModel
+from lightning_sparse.network.comm import Comm, Works
+from tests.test_bad_input import Bucket
+
+
+class Mirror(Comm):
+    """A second rank that does whatever this one does."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 2)
+
+    def _all_reduce(self, x: Tensor) -> Works:
+        return Works([], x.mul_(2))
+
+    def _all_gather(self, x: Tensor) -> Works:
+        return Works([], torch.stack([x, x]))
+
+    def _broadcast(self, x: Tensor, source: int) -> Works:
+        return Works([], x)
+
+    def _shift(self, x: Tensor, out: Tensor, by: int) -> Works:
+        return Works([], out.copy_(x))
+
+
+class Training:
+    """A model of three layers that is trained with ``backwards`` averaged backwards to a forward."""
+
+    def __init__(self, compressor: ls.Compressor, backwards: int = 1) -> None:
+        self.parameters: dict[str, Tensor] = {f"{i}.weight": nn.Parameter(torch.zeros(20 + i)) for i in range(3)}
+        groups = lay_out(self.parameters, compressor, "layer")
+        self.exchange = Exchange(groups, [Mirror()], threaded=False)
+        self.fusion = LayerFusion(self.exchange, compressor, self.parameters)
+        self.backwards = backwards
+
+    def passes(self, count: int) -> Iterator[int]:
+        """The forwards, 0 the first, each after what is done before it and before its backwards."""
+        for number in range(count):
+            self.fusion.between_steps()
+            yield number
+            for _ in range(self.backwards):
+                self.exchange.timeline.begin_backward()
+                bucket = Bucket(list(reversed(self.parameters.values())), 0)
+                self.exchange.hook(None, bucket)  # type: ignore[arg-type]
+
+    def longest_list(self) -> int:
+        return max(len(kept) for kept in (self.fusion._spans, self.fusion._rests, self.fusion._arrivals))
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small groups are planned, and not summed densely for it."""
+    monkeypatch.setattr(layer_fusion, "WORTH_PLANNING", 1)
+    monkeypatch.setattr(Cost, "dense_up_to", lambda self, dense: 0)
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two groups are always planned, tried, and found no slower."""
+    monkeypatch.setattr(planner, "LEAST_GAIN", -float("inf"))
+    monkeypatch.setattr(StepModel, "best", lambda self, others=(): [1, len(self.ready_s)])
+    monkeypatch.setattr(Timeline, "span_s", lambda self: 0.01)
+
+
+@pytest.mark.parametrize("backwards", [1, 2, 5, 7, 8])
+def test_it_plans_after_as_many_passes_however_many_backwards_they_have(tried: None, backwards: int) -> None:
+    training = Training(ls.TopK(density=0.5), backwards)
+    planned, on_trial = [], []
+    for number in training.passes(STEPS_MEASURED + TRIAL + EVERY):
+        planned += [number] if training.fusion.state() else []
+        on_trial += [number] if training.fusion._on_trial else []
+        assert training.longest_list() <= max(STEPS_MEASURED, TRIAL, WINDOW)
+    assert planned[0] == STEPS_MEASURED
+    assert on_trial[:TRIAL] == list(range(STEPS_MEASURED, STEPS_MEASURED + TRIAL))
+    assert training.exchange.steps == backwards * (STEPS_MEASURED + TRIAL + EVERY)
+
+
+def compressors_at_work(training: Training) -> set[str]:
+    return {type(compressor).__name__ for compressor in training.exchange.compressors}
+
+
+@pytest.mark.parametrize("backwards", [1, 5])
+@pytest.mark.parametrize("warmup", [0, 3, STEPS_MEASURED + 1])
+def test_auto_chooses_also_after_a_warmup(monkeypatch: pytest.MonkeyPatch, warmup: int, backwards: int) -> None:
+    monkeypatch.setattr(layer_fusion, "choose", lambda plans: len(plans) - 1)
+    monkeypatch.setattr(Timeline, "span_s", lambda self: 0.01)
+    auto = ls.Auto((ls.Dense(), ls.TopK(density=0.5)))
+    training = Training(ls.Warmup(warmup, auto) if warmup else auto, backwards)
+    chosen = [n for n in training.passes(2 * STEPS_MEASURED + 4) if compressors_at_work(training) == {"TopK"}]
+    measured_from = -(-warmup // backwards)
+    assert chosen[0] == measured_from + STEPS_MEASURED
+    assert chosen[-1] == 2 * STEPS_MEASURED + 3
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ls.MomentumCorrection(0.9, "sparse_auto"), "MomentumCorrection: compressor must itself select"),
+        (lambda: ls.MomentumCorrection(0.9, ls.Warmup(3, "sparse_auto")), "compressor must itself select"),
+        (lambda: ls.DensityLadder(3, "sparse_auto"), "has no density to change"),
+        (lambda: ls.Auto((ls.Warmup(3, "sparse_auto"),)), "is not a compressor to choose"),
+        (lambda: ls.SparseDDPStrategy(ls.Warmup(3, "sparse_auto"), fusion="bucket"), "fusion='bucket': sparse_auto"),
+        (lambda: ls.SparseHook(None, "sparse_auto"), "fusion='bucket': sparse_auto"),  # type: ignore[arg-type]
+    ],
+)
+def test_where_auto_would_never_choose_it_is_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_candidates_may_have_momentum_as_the_error_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_fusion, "choose", lambda plans: len(plans) - 1)
+    candidates = tuple(ls.MomentumCorrection(0.9, c) for c in (ls.Dense(), ls.TopK(density=0.5)))
+    training = Training(ls.Auto(candidates, start=candidates[0]))
+    list(training.passes(STEPS_MEASURED + 4))
+    assert training.exchange.compressors == [candidates[1]]
+
+
+def test_times_that_keep_changing_fill_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_fusion, "EVERY", 1)
+    monkeypatch.setattr(layer_fusion, "LONGEST_WINDOW", 20)
+    training = Training(ls.TopK(density=0.5))
+    monkeypatch.setattr(Timeline, "span_s", lambda self: 0.01 * 2**training.exchange.steps)
+    for _ in training.passes(200):
+        assert training.longest_list() <= 20
+
+
+@pytest.mark.parametrize(
+    ("compressor", "span_s", "groups"),
+    [
+        (ls.TopK(density=0.5), {3: 0.02, 2: 0.01, 1: 0.0095}, 2),  # one group gains 5 %
+        (ls.TopK(density=0.5), {3: 0.02, 2: 0.01, 1: 0.0085}, 1),  # 15 %
+        (ls.TopK(density=0.5), {3: 0.01, 2: 0.0095, 1: 0.0092}, 3),  # nor do two gain enough, beside three
+        (ls.TopK(density=0.5), {3: 0.01, 2: 0.0095, 1: 0.0088}, 1),  # one is compared with the groups there are
+        (ls.Dense(), {3: 0.02, 2: 0.01, 1: 0.0095}, 1),  # nothing competes to be sent
+        (ls.SkipReduce(), {3: 0.02, 2: 0.01, 1: 0.0095}, 1),
+    ],
+)
+def test_for_a_few_per_cent_no_groups_are_merged_in_which_parameters_compete(
+    tried: None, monkeypatch: pytest.MonkeyPatch, compressor: ls.Compressor, span_s: dict[int, float], groups: int
+) -> None:
+    monkeypatch.setattr(plan, "INEXACT", float("inf"))
+    training = Training(compressor)
+    training.fusion.regroup([[piece] for piece in pieces_of(training.parameters, compressor)])
+    monkeypatch.setattr(Timeline, "span_s", lambda self: span_s[len(training.exchange.groups)])
+    list(training.passes(STEPS_MEASURED + 2 * TRIAL + 1))
+    assert not training.fusion._on_trial
+    assert len(training.exchange.groups) == groups

@@ -1,0 +1,348 @@
+"""Kernels agree with plain PyTorch, and that with the rest of the library; Triton's interpreter stands in for a GPU.
+
+``python -m tests.kernels.test_kernels`` makes all comparisons under the interpreter: a process of its own, as Triton
+reads TRITON_INTERPRET when it is imported.
+"""
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_sparse import kernels
+from lightning_sparse.bench import kernels as bench
+from lightning_sparse.kernels import ops, reference
+from lightning_sparse.selection.host import SMALLEST, above
+from lightning_sparse.selection.sketch import CountSketch, hashes
+from lightning_sparse.selection.threshold import NEAR
+from lightning_sparse.wire import INDEX_FORMATS, CorruptMessage
+from tests.wire.test_indices import encoded, random_set, sets
+
+BLOCK16 = INDEX_FORMATS["block16"]
+SIZES = [0, 1, 7, 1000, 4097]  # 4,096 elements are a block of the kernels that select and scatter
+TABLES = [(0, 4, 3), (1, 1, 1), (7, 3, 5), (1000, 96, 5), (1000, 1000, 3), (4097, 1500, 5), (500, 64, 7)]  # n, c, R
+TIME_LIMIT_S = 100  # where the machine is busy; 13 s of one core
+
+
+def rng(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def vectors(n: int) -> Iterator[Tensor]:
+    """[n] float32: random, with everything that is not a number or hardly one, all zeros, all equal."""
+    x = torch.randn(n, generator=rng(n))
+    yield x
+    odd = torch.tensor([torch.nan, torch.inf, -torch.inf, -torch.nan, -0.0, 0.0, SMALLEST, -1e-40, 3e38])
+    yield torch.cat([odd, x])[:n]
+    yield torch.zeros(n)
+    yield torch.full((n,), -1.5)
+
+
+def same(ours: Any, theirs: Any) -> None:
+    torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def padded(index: Tensor, n: int, capacity: int) -> Tensor:
+    return torch.cat([index, torch.full((capacity - index.numel(),), n)])
+
+
+def check_select(device: torch.device) -> None:
+    for n in SIZES:
+        for x in vectors(n):
+            for gradient in (None, torch.randn(n, generator=rng(1))):
+                for threshold, capacity in ((1.5, n), (0.0, n + 3), (1.0, n // 5), (torch.inf, 2)):
+                    compare_select(device, x, gradient, threshold, capacity)
+    for dtype in (torch.bfloat16, torch.float16):
+        compare_select(device, torch.zeros(1000), torch.randn(1000, generator=rng()).to(dtype), 1.0, 400)
+    for threshold in (torch.nan, -1.0, -0.0, 1e-300, 1e-40, float(np.float32(NEAR) * np.float32(0.1))):
+        compare_select(device, next(vectors(1000)), None, threshold, 1000)
+    shifted = torch.randn(2001, generator=rng())[1:]  # whose first element is not aligned to 16 bytes
+    compare_select(device, shifted, None, 1.0, 2000)
+
+
+def compare_select(device: torch.device, x: Tensor, gradient: Tensor | None, threshold: float, capacity: int) -> None:
+    limit, expected = torch.tensor(threshold), x.clone()
+    index, (seen, near) = reference.select(expected, gradient, limit, capacity)
+    unsent = x.to(device, copy=True)
+    found = kernels.select(unsent, None if gradient is None else gradient.to(device), limit.to(device), capacity)
+    same(unsent, expected)
+    same(found.index, index)
+    same(found.seen, seen)
+    same(found.near, near)
+    same(found.count, seen.clamp(max=capacity))
+
+
+def check_scatter(device: torch.device) -> None:
+    for n in SIZES:
+        for m, count in ((n, n), (n // 7, n // 7), (n // 7, n // 9), (n // 7, n + 5), (0, 0)):
+            index = random_set(n, m, seed=m)
+            values = torch.randn(m, generator=rng(m))
+            values[:2] = torch.tensor([torch.nan, -torch.inf])[:m]
+            for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                cut = dtype == torch.bfloat16 and ops.INTERPRETED  # the interpreter does not round to the nearest
+                sums = 3 * values.round() if cut else values
+                compare_scatter(device, index, sums, torch.tensor(count), torch.empty(n, dtype=dtype))
+    astray = torch.tensor([-5, 3, 99, 100, 2**40])  # as decoded from a corrupt message: nothing is written elsewhere
+    compare_scatter(device, astray, torch.ones(5), torch.tensor(5), torch.empty(100))
+
+
+def compare_scatter(device: torch.device, index: Tensor, values: Tensor, count: Tensor, out: Tensor) -> None:
+    expected = out.clone()
+    reference.scatter(index, values, count, 3, expected)
+    room = torch.full((out.numel() + 2,), 7.0, dtype=out.dtype, device=device)
+    kernels.scatter(index.to(device), values.to(device), count.to(device), 3, room[1:-1])
+    same(room[1:-1], expected)
+    assert room[0] == 7.0
+    assert room[-1] == 7.0
+
+
+def check_sketch(device: torch.device) -> None:
+    for n, columns, rows in TABLES:
+        sketch = CountSketch(rows, columns, seed=n)
+        hashed = hashes(sketch, n, device)
+        for x in vectors(n):
+            table = sketch.encode(x, torch.empty(rows, columns))
+            same(kernels.sketch_encode(x.to(device), hashed, torch.full_like(table, 7.0, device=device)), table)
+            told = sketch.estimate(table, torch.empty(n))
+            same(kernels.sketch_estimate(table.to(device), hashed, torch.full((n,), 7.0, device=device)), told)
+
+
+def check_indices(device: torch.device) -> None:
+    for n in (*SIZES, 65_536, 65_537, 300_000):
+        for m in {0, min(n, 1), min(n, 7), min(n, 1030)}:
+            for capacity in (max(1, m), m + 600):
+                compare_indices(device, random_set(n, m, seed=n), n, capacity)
+    compare_indices(device, torch.tensor([0, 65_535, 2**30 - 1, 2**31 - 2, 2**31 - 1]), 2**31, 6)
+
+
+def compare_indices(device: torch.device, index: Tensor, n: int, capacity: int) -> None:
+    count = torch.tensor(index.numel(), dtype=torch.int32, device=device)
+    payload = torch.empty(BLOCK16.nbytes(n, capacity), dtype=torch.uint8)
+    BLOCK16.encode(index, n, capacity, payload)
+    room = torch.full((payload.numel() + 2,), 0xA5, dtype=torch.uint8, device=device)
+    kernels.encode_indices(padded(index, n, capacity).to(device), count, n, room[1:-1])  # not aligned
+    same(room[1:-1], payload)
+    assert room[[0, -1]].tolist() == [0xA5, 0xA5]
+    decoded, intact = kernels.decode_indices(room[1:-1], n, capacity, count)
+    same(decoded, padded(index, n, capacity))
+    assert intact
+
+
+def check_damaged_indices(device: torch.device) -> None:
+    n, capacity, index = 150_000, 50, random_set(150_000, 40, seed=0)
+    for seed in range(8):
+        payload = encoded(BLOCK16, index, n, capacity)
+        at = torch.randint(0, payload.numel(), (1 + seed % 2,), generator=rng(seed))
+        payload[at] = torch.randint(0, 256, at.shape, dtype=torch.uint8, generator=rng(seed))
+        for count in (40, 39, -1, 51):
+            expected, intact = reference.decode_indices(payload, n, capacity, torch.tensor(count))
+            ours = kernels.decode_indices(payload.to(device), n, capacity, torch.tensor(count, device=device))
+            same(ours[0], expected)
+            same(ours[1], intact)
+
+
+CHECKS = [check_select, check_scatter, check_sketch, check_indices, check_damaged_indices]
+every_check = pytest.mark.parametrize("check", CHECKS)
+
+
+@every_check
+def test_operators_without_triton_agree_with_the_reference(check: Any) -> None:
+    check(torch.device("cpu"))
+
+
+@pytest.mark.skipif(not ops.HAS_TRITON, reason="needs triton, which is optional: pip install triton")
+def test_kernels_agree_with_the_reference_under_tritons_interpreter() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.test_kernels"],
+        cwd=Path(__file__).parents[2], env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=TIME_LIMIT_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.split() == [check.__name__ for check in CHECKS]
+
+
+cuda = pytest.mark.cuda
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@cuda
+@needs_cuda
+@every_check
+def test_kernels_agree_with_the_reference_on_a_cuda_device(check: Any) -> None:
+    check(torch.device("cuda"))
+
+
+@cuda
+@needs_cuda
+def test_a_large_vector_on_a_cuda_device() -> None:
+    device, n = torch.device("cuda"), 10_000_019
+    x, gradient = torch.randn(2, n, generator=rng())
+    compare_select(device, x, gradient, 3.5, n // 20)
+    index = random_set(n, n // 100, seed=0)
+    values = torch.randn(index.numel(), generator=rng())
+    compare_scatter(device, index, values, torch.tensor(index.numel()), torch.empty(n))
+    compare_indices(device, index, n, index.numel() + 1000)
+    sketch = CountSketch(5, n // 25, seed=1)
+    hashed = hashes(sketch, n, device)
+    table = sketch.encode(x, torch.empty(5, sketch.columns))
+    same(kernels.sketch_encode(x.to(device), hashed, torch.empty_like(table, device=device)), table)
+    told = sketch.estimate(table, torch.empty(n))
+    same(kernels.sketch_estimate(table.to(device), hashed, torch.empty(n, device=device)), told)
+
+
+@cuda
+@needs_cuda
+@pytest.mark.parametrize("functions", [kernels, reference], ids=["operators", "reference"])
+def test_nothing_waits_for_the_device(functions: Any) -> None:
+    x, threshold = torch.randn(5000, device="cuda"), torch.ones((), device="cuda")
+    payload = torch.empty(BLOCK16.nbytes(5000, 2000), dtype=torch.uint8, device="cuda")
+    sketch = CountSketch(5, 200)
+    table = torch.empty(5, 200, device="cuda")
+    hashed = hashes(sketch, 5000, x.device)
+    turns = (hashed,) if functions is kernels else (hashed.offsets, hashed.signs)
+
+    def all_of_them() -> None:
+        found = functions.select(x, x.clone(), threshold, 2000)
+        index, count = (found.index, found.count) if functions is kernels else (found[0], found[1][0])
+        functions.scatter(index, x[:2000], count, 3, torch.empty_like(x))
+        functions.encode_indices(index, count, 5000, payload)
+        functions.decode_indices(payload, 5000, 2000, count)
+        functions.sketch_encode(x, *turns, table)
+        functions.sketch_estimate(table, *turns, torch.empty_like(x))
+        hashes(sketch, 5000, x.device)
+
+    all_of_them()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        all_of_them()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+floats = st.floats(width=32)  # infinities, NaN, both zeros and the smallest included
+
+
+@settings(deadline=None)
+@given(
+    values=st.lists(floats, max_size=60),
+    threshold=st.one_of(floats.filter(lambda x: not math.isnan(x)), st.sampled_from([0.0, SMALLEST, 1e-300])),
+    capacity=st.integers(0, 70),
+)
+def test_the_reference_selects_what_above_does(values: list[float], threshold: float, capacity: int) -> None:
+    x = torch.tensor(values, dtype=torch.float32)
+    found = kernels.select(x.clone(), None, torch.tensor(threshold, dtype=torch.float64), capacity)
+    expected = above(x, threshold)
+    assert found.index.tolist() == padded(expected[:capacity], len(values), capacity).tolist()
+    assert (int(found.seen), int(found.count)) == (expected.numel(), min(expected.numel(), capacity))
+    assert int(found.near) == above(x, float(np.float32(NEAR) * np.float32(threshold))).numel()
+
+
+@settings(deadline=None)
+@given(data=st.data(), n=st.integers(0, 50))
+def test_the_reference_adds_before_it_selects(data: st.DataObject, n: int) -> None:
+    x, gradient = (torch.tensor(data.draw(st.lists(floats, min_size=n, max_size=n)), dtype=torch.float32) for _ in "xg")
+    unsent = x.clone()
+    found = kernels.select(unsent, gradient, torch.tensor(1.0), n)
+    same(unsent, x + gradient)
+    assert found.index[: int(found.count)].tolist() == above(x + gradient, 1.0).tolist()
+
+
+@settings(deadline=None)
+@given(drawn=sets())
+def test_the_reference_writes_and_reads_the_bytes_of_block16(drawn: tuple[int, int, Tensor]) -> None:
+    n, capacity, index = drawn
+    compare_indices(torch.device("cpu"), index, n, capacity)
+
+
+@settings(deadline=None)
+@given(drawn=sets(largest=2000), data=st.data())
+def test_the_reference_calls_intact_what_block16_decodes(drawn: tuple[int, int, Tensor], data: st.DataObject) -> None:
+    n, capacity, index = drawn
+    payload = encoded(BLOCK16, index, n, capacity)
+    for bit in data.draw(st.lists(st.integers(0, 8 * payload.numel() - 1), max_size=3), label="flipped bits"):
+        payload[bit // 8] ^= 1 << bit % 8
+    count = data.draw(st.one_of(st.just(index.numel()), st.integers(-1, capacity + 1)), label="count")
+    decoded, intact = kernels.decode_indices(payload, n, capacity, torch.tensor(count))
+    assert ((decoded >= 0) & (decoded <= n)).all()
+    try:
+        expected = BLOCK16.decode(payload, n, capacity, count)
+    except CorruptMessage:
+        assert not intact
+    else:
+        assert intact
+        same(decoded, padded(expected, n, capacity))
+
+
+def test_the_mean_is_what_a_group_hands_back() -> None:
+    index, values = torch.tensor([1, 4]), torch.tensor([3.0, 1.0])
+    out = kernels.scatter(index, values, torch.tensor(2), 3, torch.full((6,), 7.0))
+    assert torch.equal(out, torch.zeros(6).index_copy(0, index, values / 3))
+
+
+def test_operators_keep_to_their_schemas() -> None:
+    x, table, payload = torch.randn(50), torch.zeros(3, 8), torch.zeros(BLOCK16.nbytes(50, 9), dtype=torch.uint8)
+    hashed = hashes(CountSketch(3, 8), 50)
+    index, count = torch.arange(9), torch.tensor(9)
+    for operator, arguments in (
+        (ops.select, (x, x.clone(), torch.tensor(1.0), 9)),
+        (ops.select, (x, None, torch.tensor(1.0), 9)),
+        (ops.scatter, (index, x[:9].clone(), count, 2, torch.zeros(50))),
+        (ops.sketch_encode, (x, hashed.offsets, hashed.signs, table)),
+        (ops.sketch_estimate, (table, hashed.offsets, hashed.signs, x)),
+        (ops.encode_indices, (index, count, 50, payload)),
+        (ops.decode_indices, (payload, 50, 9, count)),
+    ):
+        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+x, index, count = torch.zeros(10), torch.arange(3), torch.tensor(3)
+table, payload = torch.zeros(3, 4), torch.zeros(10, dtype=torch.uint8)
+hashed = hashes(CountSketch(3, 4), 10)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: kernels.select(x.double(), None, x[0], 3), r"unsent is \[10\] torch.float64; a contiguous"),
+        (lambda: kernels.select(x[::2], None, x[0], 3), r"unsent is \[5\] torch.float32, not contiguous"),
+        (lambda: kernels.select(x, x[1:], x[0], 3), "gradient has 9 elements, unsent 10"),
+        (lambda: kernels.scatter(index, x, count, 1, x), "3 indices and 10 values"),
+        (lambda: kernels.scatter(index.int(), x[:3], count, 1, x), "index is"),
+        (lambda: kernels.sketch_encode(x, hashed, torch.zeros(5, 4)), r"hashes of shape \[3, 3\] do not fit 10 elem"),
+        (lambda: kernels.sketch_estimate(table, hashed, torch.zeros(13)), r"hashes\(sketch, 13\) has \[3, 4\]"),
+        (lambda: kernels.sketch_estimate(table[0], hashed, x), "tensor of 2 dimensions is needed"),
+        (lambda: kernels.encode_indices(index, count, 10, payload[1:]), "out has 9 bytes; 3 indices below 10 take 10"),
+        (lambda: kernels.decode_indices(payload, 10, 4, count), "payload has 10 bytes; 4 indices below 10 take 12"),
+    ],
+)
+def test_what_does_not_fit_is_refused(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_the_benchmark_says_that_it_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main([]) != 0
+    assert "no CUDA device" in capsys.readouterr().err
+
+
+if __name__ == "__main__":
+    assert ops.INTERPRETED
+    own = {f"lightning_sparse.kernels.{module}_kernel" for module in ("select", "scatter", "sketch", "index")}
+    assert not own & set(sys.modules), "imported before they were needed"
+    torch.set_num_threads(1)
+    for each in CHECKS:
+        each(torch.device("cpu"))
+        print(each.__name__, flush=True)
+    assert own <= set(sys.modules), "never used"

@@ -1,0 +1,528 @@
+"""The monitor, its tables and its picture, without processes: a Trainer made up of what the monitor looks at."""
+
+import gc
+import io
+import os
+import pickle
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+import lightning_sparse as ls
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.engine.sample import Sample, Waiting
+from lightning_sparse.engine.step_report import Report
+from lightning_sparse.engine.timeline import GroupTime, Timeline
+from lightning_sparse.fusion.model import Cost, Plan, StepModel
+from lightning_sparse.monitor.pictures import BOTTLENECK, draw, human_bytes, summary, verdict
+from lightning_sparse.monitor.plan_views import draw_timeline
+from lightning_sparse.monitor.record import MOST_POINTS, MOST_STEPS, Picks, Point, Run, Sums
+
+KEYS = {
+    "compression_ratio", "density", "threshold_error", "sent_bytes", "unsent_norm", "ms_compress", "ms_wait",
+    "mask_bytes", "overflow", "oldest_steps", "unsent_over_gradient",
+}  # fmt: skip
+
+
+class Unread(int):
+    """A number that a device has not computed yet, as far as the monitor can tell; counts who asks for it."""
+
+    asked = 0
+
+    def __float__(self) -> float:
+        Unread.asked += 1
+        return float(int(self))
+
+
+class Exchange:
+    """Two groups whose steps cost what they are told."""
+
+    def __init__(self, elements: int = 600) -> None:
+        self.device = torch.device("cpu")
+        self.rank = 0
+        self.steps = 0
+        self.last: Report | None = None
+        self.sample: Sample | None = None
+        self.timeline = Timeline(self.device)
+        parameters = {name: torch.zeros(elements // 2) for name in ("head.weight", "body.weight")}
+        self.groups = [Group(i, (name,), (p,)) for i, (name, p) in enumerate(parameters.items())]
+        self.norms_asked = 0
+
+    def step(self, sent_bytes: int = 100) -> None:
+        self.timeline.begin_backward()
+        for group in self.groups:
+            self.timeline.arrive(group.parameters)
+            self.timeline.average(group, self.timeline.now(), 0.0)
+            group.picked, group.target = Unread(12), 10
+        elements = sum(group.n for group in self.groups)
+        self.last = Report(sent_bytes, 8 * elements, elements, Unread(24), 20, 0, 0, 1.0, 2.0, 3.0)
+        self.steps += 1
+
+    def unsent_norm(self) -> float:
+        self.norms_asked += 1
+        return float(torch.stack([group.unsent.norm() for group in self.groups]).norm())
+
+
+class Logger:
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.rows.append((step, dict(metrics)))
+
+
+class Training:
+    """A Trainer's hooks in Lightning's order."""
+
+    def __init__(self, monitor: ls.CompressionMonitor, every: int = 5, **trainer: Any) -> None:
+        self.monitor = monitor
+        self.exchange = Exchange()
+        self.loggers = [Logger(), Logger()]
+        self.trainer: Any = SimpleNamespace(
+            **{
+                "strategy": SimpleNamespace(exchange=self.exchange, layer_fusion=None, broadcast=lambda own: own),
+                "log_every_n_steps": every,
+                "loggers": self.loggers,
+                "callback_metrics": {},
+                "progress_bar_metrics": {},
+                "progress_bar_callback": None,
+                "fit_loop": SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=0)),
+                "accumulate_grad_batches": 1,
+                "is_global_zero": True,
+                "current_epoch": 0,
+                "fast_dev_run": False,
+            }
+            | trainer
+        )
+        self.module: Any = SimpleNamespace(log_dict=self.log_dict)
+
+    def log_dict(self, metrics: dict[str, float], **how: Any) -> None:
+        assert how["logger"] is False  # the monitor gives them to loggers itself
+        self.trainer.callback_metrics.update(metrics)
+
+    def start(self) -> None:
+        self.monitor.on_train_start(self.trainer, self.module)
+        self.monitor.on_train_epoch_start(self.trainer, self.module)
+
+    def batch(self, steps: int = 1, loss: float = 1.0) -> None:
+        self.monitor.on_train_batch_start(self.trainer, self.module, None, 0)
+        for _ in range(max(steps, 1)):
+            if steps:
+                self.exchange.step()
+            self.monitor.on_after_backward(self.trainer, self.module)
+        self.monitor.on_train_batch_end(self.trainer, self.module, {"loss": torch.tensor(loss)}, None, 0)
+        if steps:
+            self.trainer.fit_loop.epoch_loop._batches_that_stepped += 1
+
+    def run(self, batches: int) -> "Training":
+        self.start()
+        for _ in range(batches):
+            self.batch()
+        self.end()
+        return self
+
+    def end(self) -> None:
+        self.monitor.on_train_epoch_end(self.trainer, self.module)
+        self.monitor.on_fit_end(self.trainer, self.module)
+
+
+def quiet(**options: Any) -> ls.CompressionMonitor:
+    return ls.CompressionMonitor(**({"table": False, "summary": False} | options))
+
+
+# - log keys
+
+
+def test_every_key_goes_to_every_logger_at_lightnings_own_steps() -> None:
+    training = Training(quiet(), every=5).run(12)
+    for logger in training.loggers:
+        assert [step for step, _ in logger.rows] == [4, 9, 11]  # every fifth, and the last of the epoch
+        assert all(set(row) == {f"sparse/{key}" for key in KEYS} for _, row in logger.rows)
+    metrics = {key: float(value) for key, value in training.trainer.callback_metrics.items()}
+    assert metrics == pytest.approx(training.loggers[0].rows[-1][1])
+    row = training.loggers[0].rows[-1][1]
+    assert (row["sparse/sent_bytes"], row["sparse/compression_ratio"]) == (100, 48)
+    assert (row["sparse/density"], row["sparse/threshold_error"]) == (0.04, pytest.approx(0.2))
+
+
+def test_the_last_step_of_an_epoch_is_logged_once() -> None:
+    training = Training(quiet(), every=5).run(10)
+    assert [step for step, _ in training.loggers[0].rows] == [4, 9]
+
+
+def test_groups_are_logged_on_request() -> None:
+    training = Training(quiet(per_group=True), every=5).run(5)
+    row = training.loggers[0].rows[0][1]
+    of_groups = {f"sparse/{key}/{i}" for key in ("density", "threshold_error", "overflow") for i in (0, 1)}
+    names = ("head.weight", "body.weight")
+    of_parameters = {f"sparse/{key}/{name}" for key in ("oldest_steps", "unsent_over_gradient") for name in names}
+    assert {key for key in row if key.count("/") == 2} == of_groups | of_parameters
+    assert row["sparse/density/1"] == 0.04
+
+
+@pytest.mark.parametrize("every", [0, 5])
+def test_nothing_of_the_device_is_asked_for_between_logging_steps(every: int) -> None:
+    training = Training(quiet(per_group=True), every=every)
+    training.start()
+    before = Unread.asked
+    for _ in range(4):
+        training.batch()
+    assert (Unread.asked, training.exchange.norms_asked) == (before, 0)
+    training.batch()
+    assert training.exchange.norms_asked == (1 if every else 0)
+    assert (Unread.asked > before) == bool(every)
+
+
+def test_the_progress_bar_has_one_short_value_if_there_is_a_bar() -> None:
+    assert Training(quiet(), progress_bar_callback=object()).run(5).trainer.progress_bar_metrics == {"cr": 48}
+    assert Training(quiet()).run(5).trainer.progress_bar_metrics == {}
+
+
+# - what is counted
+
+
+def test_accumulated_batches_are_one_step_and_a_batch_may_be_two() -> None:
+    training = Training(quiet(), every=1, accumulate_grad_batches=2)
+    training.start()
+    training.batch(steps=0)
+    assert training.loggers[0].rows == []
+    training.batch(loss=0.5)  # Lightning has divided it by two
+    training.batch(steps=2)  # two optimizers
+    run = training.monitor._run
+    assert (run.sums.steps, run.sums.sent_bytes) == (3, 300)
+    assert [(point.step, point.sent_bytes, point.loss) for point in run.points] == [(0, 100, 1.0), (1, 300, 2.0)]
+
+
+def test_the_time_of_a_step_leaves_out_validation_and_counts_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+    training = Training(quiet(), every=1)
+    training.start()
+    clock.now += 100  # before the first batch
+    for _ in range(2):
+        clock.now += 1
+        training.batch()  # which takes no time: all is loading
+    training.monitor.on_validation_start(training.trainer, training.module)
+    clock.now += 50
+    training.batch()
+    clock.now += 3
+    training.batch()
+    assert training.monitor._run.sums.ms_step == 4000  # 1 s for the second batch, 3 s for the last
+
+
+def test_training_resumed_within_an_epoch_is_counted() -> None:
+    """Lightning does not call on_train_epoch_start then."""
+    training = Training(quiet(table=True), every=5)
+    training.exchange.steps, training.trainer.fit_loop.epoch_loop._batches_that_stepped = 7, 7
+    training.monitor.on_train_start(training.trainer, training.module)
+    for _ in range(3):
+        training.batch()
+    training.end()
+    assert training.monitor._run.sums.steps == 3
+    assert [point.step for point in training.monitor._run.points] == [9]
+
+
+def test_each_fit_is_counted_anew() -> None:
+    monitor = quiet()
+    Training(monitor).run(20)
+    Training(monitor).run(10)
+    assert monitor._run.sums.steps == 10
+    assert len(monitor._run.points) == 2
+
+
+def test_the_monitor_says_when_there_is_nothing_to_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monitor = ls.CompressionMonitor()
+    training = Training(monitor, strategy=SimpleNamespace(), log_dir=str(tmp_path), default_root_dir=str(tmp_path))
+    monitor._save_picture = True
+    with pytest.warns(UserWarning, match="CompressionMonitor has nothing to report"):
+        training.run(5)
+    assert training.trainer.callback_metrics == {}
+    assert not list(tmp_path.iterdir())
+    assert capsys.readouterr().out == ""
+    with pytest.raises(ValueError, match="nothing to plot: no step was logged"):
+        monitor.plot()
+
+
+# - memory
+
+
+def points(count: int) -> list[Point]:
+    return [Point(i, float(i), 10 * i, 1 / (i + 1), 0.1, 1.0, 2.0) for i in range(count)]
+
+
+@pytest.mark.parametrize("count", [0, 1, MOST_POINTS, MOST_POINTS + 1, 5 * MOST_POINTS + 3])
+def test_points_are_thinned_evenly_and_keep_both_ends(count: int) -> None:
+    run = Run()
+    for point in points(count):
+        run.note(point)
+        assert len(run.points) <= MOST_POINTS
+    series = [point.step for point in run.series()]
+    assert series[:1] == [0][:count]
+    assert series[-1:] == [count - 1][:count]
+    assert len(series) > min(count, MOST_POINTS) // 2 or count == 0
+    gaps = {b - a for a, b in pairwise(series[:-1])}
+    assert len(gaps) <= 1
+
+
+def test_times_of_planned_steps_are_bounded_too() -> None:
+    run = Run()
+    for i in range(MOST_STEPS + 5):
+        run.note_planned(i)
+    assert run.planned_s == list(range(5, MOST_STEPS + 5))
+
+
+def test_picks_add_up_until_there_are_other_groups() -> None:
+    run = Run()
+    for _ in range(2):
+        run.note_groups([Picks("a", 10, 2, 1, 1), Picks("b", 10, 4, 2, 1)])
+    assert [(g.picked, g.target, g.steps) for g in run.groups] == [(4, 2, 2), (8, 4, 2)]
+    run.note_groups([Picks("a … b", 20, 5, 3, 1)])
+    assert run.groups == [Picks("a … b", 20, 5, 3, 1)]
+
+
+def example(groups: int = 3, count: int = 40, losses: Sequence[float] | None = None) -> Run:
+    """A training of ``count`` logged steps."""
+    run = Run(Sums(400, 10**8, 10**10, 4000.0, 12000.0, 16000.0, 80000.0), expected_step_s=0.18, expected_span_s=0.1)
+    for point in points(count):
+        run.note(point._replace(loss=losses[point.step]) if losses else point)
+    for _ in range(count):
+        run.note_groups([Picks(f"network.layers.{i}.attention", 100, 1.1, 1.0, 1) for i in range(groups)])
+    run.times = [GroupTime(0.01 * i, 0.01 * i + 0.002, 0.01 * i + 0.03, 0.004) for i in range(groups)]
+    run.note_planned(0.2)
+    run.waiting = [
+        Waiting(f"network.layers.{i}.attention.weight", 100, 10 * i, 0.5 * i, 6.0, 0.01 * i) for i in range(groups)
+    ]
+    return run
+
+
+@pytest.mark.parametrize("run", [Run(), example(), example(count=MOST_POINTS + 10)])
+def test_what_was_noted_survives_its_letter_to_the_parent_process(run: Run) -> None:
+    again = Run.from_json(run.to_json())
+    assert again == run
+    assert again.series() == run.series()
+
+
+# - tables
+
+
+def printed(what: Any) -> str:
+    console = Console(width=80, file=io.StringIO())
+    console.print(what)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_summary_says_what_was_saved_and_fits_in_80_columns() -> None:
+    text = printed(summary(example()))
+    assert "…" not in text
+    for figure in ("100.00 MB", "10.00 GB", "9.90 GB (99.0%)", "200.0 ms", "10.0 ms", "5.0%", "40.0 ms", "20.0%",
+                   "180.0 ms", "median of 1 steps", "10.0% first, 10.0% median, 10.0% last"):  # fmt: skip
+        assert figure in text, text
+    assert "expected" not in printed(summary(Run(Sums(400, 1, 1, 1.0, 1.0, 1.0, 1.0))))
+
+
+@pytest.mark.parametrize(
+    ("sums", "cuda", "says"),  # Sums(steps, sent, dense, compressing, messages, waiting, all)
+    [
+        (Sums(10, 1, 1, 100.0, 900.0, 500.0, 2000.0), False, "was your bottleneck, or slower ranks: .* waited 25"),
+        (Sums(10, 1, 1, 900.0, 100.0, 500.0, 2000.0), False, "was not your bottleneck, compression was: .* 90.0 ms"),
+        (Sums(10, 1, 1, 900.0, 100.0, 500.0, 2000.0), True, r"was your bottleneck.* 25.0% of a step \(50.0 of 200.0"),
+        (Sums(10, 1, 1, 100.0, 900.0, 100.0, 2000.0), False, "was not your bottleneck: training waited 5.0% of a step"),
+        (Sums(10, 0, 0, 100.0, 0.0, 500.0, 2000.0), False, "was not your bottleneck: there was nobody"),
+    ],
+)  # fmt: skip
+def test_the_verdict_follows_from_the_wait(sums: Sums, cuda: bool, says: str) -> None:
+    run = Run(sums, cuda=cuda)
+    if cuda:
+        run.note(points(1)[0]._replace(ms_wait=50.0))  # as the device saw it
+    assert re.search(f"The network {says}", verdict(run)), verdict(run)
+
+
+def test_the_verdict_turns_at_the_limit_it_names() -> None:
+    sums = Sums(1, 1, 1, 0.0, 1.0, 1000 * BOTTLENECK - 1, 1000.0)
+    assert "was not" in verdict(Run(sums))
+    sums.ms_wait += 2
+    assert "was your" in verdict(Run(sums))
+
+
+def test_the_table_of_an_epoch_and_the_summary_are_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import rich
+
+    monkeypatch.setattr(rich, "_console", Console(width=80))
+    Training(ls.CompressionMonitor()).run(5)
+    out = capsys.readouterr().out
+    assert "epoch 0: means of 5 steps" in out
+    assert "compression: 5 steps" in out
+    assert "…" not in out
+    assert "48.00" in out
+    Training(ls.CompressionMonitor(), is_global_zero=False).run(5)
+    Training(quiet()).run(5)
+    assert capsys.readouterr().out == ""
+
+
+def test_the_summary_names_what_waits_longest_and_says_when_it_starves() -> None:
+    run = example(groups=6)
+    text = printed(summary(run))
+    rows = [line.split() for line in text.splitlines() if " steps " in line and "attention.weight" in line]
+    assert rows == [  # those of which most starves
+        [f"network.layers.{i}.attention.weight", f"{10 * i}", "steps", f"{i / 2:.3g}", f"{i}%"] for i in (5, 4, 3)
+    ], text
+    assert "Some gradients starve: 5% of network.layers.5.attention.weight waited" in " ".join(text.split())
+    assert "starve" not in printed(summary(example())).replace("starving", "")
+    run.waiting = [replace(each, oldest=0, starving=0.0) for each in run.waiting]
+    assert "wait longest" not in printed(summary(run))
+
+
+def test_the_table_of_an_epoch_says_when_something_starves(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(ls.CompressionMonitor(summary=False))
+    training.start()
+    monkeypatch.setattr(training.exchange.sample, "waiting", lambda: [Waiting("a.weight", 9, 70, 4.0, 10.0, 0.5)])
+    for _ in range(5):
+        training.batch()
+    training.end()
+    assert "Some gradients starve: 50% of a.weight waited for more than 50 steps" in capsys.readouterr().out
+    row = training.loggers[0].rows[-1][1]
+    assert (row["sparse/oldest_steps"], row["sparse/unsent_over_gradient"]) == (70, 4)
+
+
+def plan(groups: int = 3) -> Plan:
+    cost = Cost((10, 100), (0.001, 0.002), (0.002, 0.004), (0.003, 0.006), 1e-5, 1e-5)
+    model = StepModel(tuple(0.01 * (i + 1) for i in range(groups)), ((100,),) * groups, (cost,))
+    ends = tuple(range(1, groups + 1))
+    names = tuple(f"l{i}.w" for i in range(groups))
+    return Plan(model, names, ends, ends, rest_s=0.1, span_s=0.05, spans={"one": 0.05})
+
+
+def test_steps_that_follow_a_plan_are_compared_with_it(capsys: pytest.CaptureFixture[str]) -> None:
+    training = Training(ls.CompressionMonitor(summary=False), every=5)
+    fusion = SimpleNamespace(plan=None, measured=lambda: plan().times)
+    training.trainer.strategy.layer_fusion = fusion
+    training.start()
+    for batch in range(20):
+        if batch == 8:
+            fusion.plan = plan()
+        training.batch()
+    run = training.monitor._run
+    assert len(run.planned_s) == 11  # not the step before which the plan was made: it waited for that
+    assert run.expected_step_s == fusion.plan.step_s
+    assert capsys.readouterr().out.count("expected (and measured)") == 1
+    fusion.plan = plan(2)
+    training.batch()
+    assert (run.planned_s, run.expected_step_s) == ([], fusion.plan.step_s)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1500, "1.50 kB"), (2.5e6, "2.50 MB"), (3e9, "3.00 GB"), (4e12, "4.00 TB")],
+)
+def test_bytes_read_well(count: float, text: str) -> None:
+    assert human_bytes(count) == text
+
+
+# - pictures
+
+
+def drawn(figure: Any) -> dict[str, Any]:
+    return {axis.get_title(loc="left"): axis for axis in figure.axes}
+
+
+def test_a_picture_shows_what_was_noted() -> None:
+    axes = drawn(draw(example()))
+    assert [line.get_xdata()[-1] for line in axes["training loss"].lines] == [390 / 1e6] * 2  # by MB: single, and mean
+    assert axes["threshold error: |picked - k| / k"].lines[0].get_ydata()[0] == 10
+    assert len(axes["norm of what is unsent"].lines[0].get_xdata()) == 40
+    widths = [bar.get_width() for bar in axes["density by group"].patches]
+    assert widths == pytest.approx([1.1] * 3)
+    assert any(line.get_xdata()[0] == 100 for line in axes["last logged step"].lines)  # the expected end, in ms
+    waits = axes["oldest unsent gradient"]
+    assert [bar.get_width() for bar in waits.patches] == [20, 10, 0]
+    assert not waits.lines  # none has waited for 5 turns
+    assert [bar.get_width() for bar in axes["norm of what is unsent, by parameter"].patches] == [1, 0.5, 0]
+    assert [line.get_xdata()[0] for line in drawn(draw(example(groups=5)))["oldest unsent gradient"].lines] == [30]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [example(groups=1, count=1), example(groups=120), example(losses=[float("nan")] * 40), Run(points=points(2))],
+    ids=["one of each", "many groups", "no loss", "no groups"],
+)
+def test_odd_trainings_can_be_drawn_without_a_warning(run: Run) -> None:
+    assert drawn(draw(run))
+    assert len(draw(run)._repr_png_()) > 10_000  # type: ignore[attr-defined]
+
+
+def test_plot_returns_a_figure_that_shows_itself_and_saves_it(tmp_path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    monitor = quiet()
+    Training(monitor).run(12)
+    figure = monitor.plot(tmp_path / "picture.svg")
+    assert isinstance(figure, Figure)
+    assert "<svg" in (tmp_path / "picture.svg").read_text()
+    assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]  # IPython asks for it
+
+
+def test_only_rank_0_saves_a_picture(tmp_path: Path) -> None:
+    training = Training(quiet())
+    training.exchange.rank = 1
+    training.run(5)
+    assert training.monitor.plot(tmp_path / "picture.png") is not None
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("log_dir", ["logs/version_0", None])
+def test_a_script_finds_the_picture_beside_its_logs(tmp_path: Path, log_dir: str | None) -> None:
+    folder = tmp_path / log_dir if log_dir else tmp_path
+    options = {"log_dir": log_dir and str(folder), "default_root_dir": str(tmp_path)}
+    Training(quiet(plot=True), fast_dev_run=True, **options).run(5)
+    assert not (folder / "compression.png").exists()
+    Training(quiet(plot=True), **options).run(5)
+    assert (folder / "compression.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_folder_that_cannot_be_written_ends_no_training(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.warns(UserWarning, match="could not save what it noted"):
+        Training(quiet(plot=True), log_dir=str(tmp_path / "file" / "logs")).run(5)
+
+
+def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monitor = quiet()
+    Training(monitor).run(5)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for draws in (lambda: quiet(plot=True), monitor.plot, lambda: draw_timeline(plan(), [], tmp_path / "a.png")):
+        with pytest.raises(ModuleNotFoundError, match=r"pip install lightning-sparse\[bench\]"):
+            draws()
+
+
+def test_what_a_child_process_noted_is_plotted_by_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monitor = quiet()
+    child = pickle.loads(pickle.dumps(monitor))  # as _spawn does
+    other_pid = monitor._pid + 1
+    monkeypatch.setattr(os, "getpid", lambda: other_pid)
+    Training(child).run(12)
+    assert monitor._run.points == []
+    assert len(drawn(monitor.plot())) >= 5
+    letter = monitor._letter
+    assert letter.exists()
+    del monitor, child
+    gc.collect()
+    assert not letter.exists()
+
+
+def test_a_timeline_of_many_groups_has_room_for_its_labels(tmp_path: Path) -> None:
+    draw_timeline(plan(60), plan(60).times, tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").stat().st_size > 10_000

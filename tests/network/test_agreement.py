@@ -1,0 +1,209 @@
+"""Ranks that were not told the same say so, all of them and soon; so do replicas that are not the same any more."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lightning_sparse as ls
+from lightning_sparse.checkpoint import state as damage
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.monitor import replicas
+from lightning_sparse.monitor.replicas import checksum
+from lightning_sparse.network.agreement import differences, ranks_having
+from lightning_sparse.network.comm import Comm, Rounds
+from tests.conftest import Ranks
+from tests.training.models import data, small, trainer
+
+
+def fit(rank: int, size: int, others: Mapping[str, Any], odd: int) -> str:
+    """Train, on one rank with the options ``others``; returns the error."""
+    mine = dict(others) if rank == odd else {}
+    model = small()
+    if width := mine.pop("width", None):
+        model.net[0], model.net[2] = nn.Linear(8, width), nn.Linear(width, 17)
+    if dtype := mine.pop("dtype", None):
+        model.net[4].to(dtype)
+    if mine.pop("frozen", False):
+        model.net[0].weight.requires_grad_(False)
+    if mine.pop("renamed", False):
+        model.last = nn.Linear(3, 3)
+    try:
+        trainer(ls.SparseDDPStrategy(**mine), size, max_steps=3).fit(model, data(3, size))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+CASES = {
+    "compressor": ({"compressor": ls.MiCRO(density=0.5)}, "compressor: SkipReduce(", "MiCRO(density=0.5"),
+    "wire_dtype": ({"wire_dtype": "bfloat16"}, "wire_dtype: 'float32' on ranks 0, 1; 'bfloat16' on rank 2"),
+    "fusion": ({"fusion": "none"}, "fusion: 'layer' on ranks 0, 1; 'none' on rank 2"),
+    "patterns": ({"fusion": ["*weight", "*"]}, "fusion: ", "('*weight', '*') on rank 2"),
+    "warm-up": ({"warmup_steps": 3}, "warmup_steps: 0 on ranks 0, 1; 3 on rank 2"),
+    "nodes": ({"local_group": 3}, "local_group: 1 on ranks 0, 1; 3 on rank 2"),
+    "shape": ({"width": 40}, "parameter net.0.weight: 'float32 [33, 8]' on ranks 0, 1; 'float32 [40, 8]' on rank 2"),
+    "dtype": ({"dtype": torch.bfloat16}, "parameter net.4.bias", "'bfloat16 [3]' on rank 2"),
+    "frozen": ({"frozen": True}, "parameter net.0.weight", "'float32 [33, 8] frozen' on rank 2"),
+    "names": ({"renamed": True}, "parameter last.weight: missing on ranks 0, 1; 'float32 [3, 3]' on rank 2"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_one_rank_was_told_otherwise_is_named_on_every_rank(ranks: Ranks, case: str) -> None:
+    """And soon: the process group's own limit is half an hour."""
+    others, *said = CASES[case]
+    for error in ranks.run(fit, 3, others, 2):
+        assert "The ranks were not told the same" in error
+        assert all(each in error for each in said), error
+
+
+@dataclass(frozen=True)
+class Own(ls.Compressor):
+    """A user's own, with settings that its repr does not show, or not all of."""
+
+    hidden: int = field(default=0, repr=False)
+    table: Tensor = field(default_factory=lambda: torch.zeros(5000))
+
+    def reduce(self, group: Group, comm: Comm) -> Rounds:
+        return (yield comm.all_reduce(group.unsent.clone()))
+
+
+def own(rank: int, size: int) -> list[str]:
+    torch.distributed.init_process_group("gloo")
+    ddp = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    errors = []
+    for compressor in (Own(hidden=rank), Own(table=torch.zeros(5000).index_fill(0, torch.tensor(2500), rank))):
+        try:
+            ls.SparseHook(ddp, compressor).close()
+            errors.append("")
+        except RuntimeError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_other_settings_of_an_own_compressor_are_named_on_every_rank(ranks: Ranks) -> None:
+    for hidden, table in ranks.run(own, 2):
+        assert "compressor: Own(hidden=0, table=" in hidden
+        assert "Own(hidden=1, table=" in hidden
+        assert "table=tensor(float32 [5000] " in table
+
+
+def load_another(rank: int, size: int) -> str:
+    ddp = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    hook = ls.SparseHook(ddp, "sparse_topk")
+    state = hook.state_dict()
+    everywhere: list[Any] = [state]
+    torch.distributed.broadcast_object_list(everywhere)
+    state = dict(everywhere[0])
+    if rank == 1:
+        state = {key: x for key, x in (state | {"steps": 7}).items() if key != "checksum"}
+        state["checksum"] = damage.checksum(state)
+    try:
+        hook.load_state_dict(state)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        hook.close()
+    return ""
+
+
+def with_gloo(rank: int, size: int) -> str:
+    torch.distributed.init_process_group("gloo")
+    return load_another(rank, size)
+
+
+def test_a_checkpoint_that_is_another_on_one_rank_is_refused_on_every_rank(ranks: Ranks) -> None:
+    for error in ranks.run(with_gloo, 2):
+        assert "checkpoint: steps: 0 on rank 0; 7 on rank 1" in error
+
+
+class Drifts(L.Callback):
+    """Changes a parameter on one rank, by the least that float32 can tell."""
+
+    def __init__(self, rank: int | None, name: str, step: int) -> None:
+        super().__init__()
+        self.rank, self.name, self.step = rank, name, step
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.step and trainer.global_rank == self.rank:
+            with torch.no_grad():
+                weight = pl_module.get_parameter(self.name).view(-1)[:1]
+                weight.copy_(torch.nextafter(weight, weight + 1))
+
+
+def drift(rank: int, size: int, odd: int | None, step: int) -> tuple[str, int]:
+    run = trainer("micro", size, check_every=2, max_steps=8, callbacks=[Drifts(odd, "net.2.bias", step)])
+    try:
+        run.fit(small(), data(8, size))
+    except RuntimeError as error:
+        return str(error), run.global_step
+    return "", run.global_step
+
+
+def test_a_drift_names_the_first_parameter_that_differs_and_where(ranks: Ranks) -> None:
+    for error, step in ranks.run(drift, 3, 1, 4):
+        assert "drifted apart: net.2.bias, the first of" in error
+        assert "not the same on ranks 0, 2 and rank 1" in error
+        assert step == 6  # the next check
+
+
+def test_a_drift_in_the_last_step_is_seen_too(ranks: Ranks) -> None:
+    assert all("net.2.bias" in error for error, _ in ranks.run(drift, 2, 0, 7))
+
+
+def test_replicas_that_do_not_drift_pass(ranks: Ranks) -> None:
+    assert ranks.run(drift, 2, None, 0) == [("", 8)] * 2
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.uint8, torch.bool]
+)
+def test_a_checksum_sees_one_bit_of_any_dtype(dtype: torch.dtype) -> None:
+    x = torch.ones(5, 3, dtype=dtype).t()
+    y = x.clone()
+    assert checksum(x) == checksum(y)
+    y[1, 2] = 0
+    assert checksum(x) != checksum(y)
+
+
+def test_a_checksum_tells_nan_and_zeros_apart() -> None:
+    nan, zeros = torch.full((3,), torch.nan), torch.zeros(3)
+    assert checksum(nan) == checksum(nan.clone())
+    assert checksum(zeros) != checksum(-zeros)
+    assert checksum(torch.empty(0)) == 0
+
+
+@pytest.mark.parametrize("steps", [0, -1, True, 1.5, "3", None])
+def test_a_check_needs_a_number_of_steps(steps: Any) -> None:
+    with pytest.raises(ValueError, match=f"every_n_steps must be an integer of at least 1, .* got {steps!r}"):
+        ls.ReplicaCheck(every_n_steps=steps)
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 7), (1000, 1007)])
+def test_each_training_is_checked_every_so_many_steps(monkeypatch: pytest.MonkeyPatch, first: int, last: int) -> None:
+    """A second training with the same callback, from the start or resumed, as often as the first."""
+    checked: list[int] = []
+    run: Any = SimpleNamespace(world_size=2, global_step=0)
+    monkeypatch.setattr(replicas, "world", lambda: None)
+    monkeypatch.setattr(replicas, "check_replicas", lambda parameters, comm: checked.append(run.global_step))
+    check, module = ls.ReplicaCheck(every_n_steps=2), small()
+    for start, end in ((0, 50), (first, last)):
+        checked.clear()
+        run.global_step = start
+        check.on_train_start(run, module)
+        while run.global_step < end:
+            run.global_step += 1
+            check.on_train_batch_end(run, module, None, None, 0)
+        check.on_train_end(run, module)
+    assert checked == [first + 2, first + 4, first + 6, last]
+
+
+def test_many_differences_are_counted_and_many_ranks_shortened() -> None:
+    assert differences([{"a": "1", "b": "2"}, {"a": "1"}]) == ["b: 2 on rank 0; missing on rank 1"]
+    assert ranks_having(["x"] * 20) == {"x": "ranks 0, 1, 2, 3, 4, 5, 6, 7, ..."}

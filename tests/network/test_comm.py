@@ -1,0 +1,200 @@
+"""Real processes over Gloo: they agree with the simulated ones, count what the kernel counts, and end in time."""
+
+import os
+import socket
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lightning_sparse as ls
+from lightning_sparse.compressors.base import take_step
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.engine.lane import Lane
+from lightning_sparse.network.comm import Comm, Rounds, TorchComm, traffic, wire_dtype_named
+from lightning_sparse.selection.sparse import dense
+from lightning_sparse.simulation import simulate
+from tests.conftest import EVERY_COMPRESSOR, Ranks
+
+pytestmark = pytest.mark.processes
+
+
+def run_real(
+    rank: int, size: int, jobs: list[tuple[ls.Compressor, torch.Tensor, str]]
+) -> list[tuple[torch.Tensor, torch.Tensor, list[int]]]:
+    """What `simulate` does, on this rank of real ones: totals [T, n], unsent [n], sent bytes [T] of each job."""
+    dist.init_process_group("gloo")
+    results = []
+    for compressor, gradients, wire_dtype in jobs:
+        comm = TorchComm(dist.group.WORLD, wire_dtype_named(wire_dtype))
+        lane = Lane(comm, threaded=False)
+        group = Group(0, ("gradient",), (torch.zeros(gradients.shape[2]),))
+        totals, sent = [], []
+        for gradient in gradients:
+            group.unsent += gradient[rank]
+            before = comm.sent_bytes
+            totals.append(dense(lane.run(take_step(compressor, group, comm)), group.n).clone())
+            sent.append(comm.sent_bytes - before)
+        results.append((torch.stack(totals), group.unsent, sent))
+    return results
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_real_and_simulated_ranks_agree_bit_for_bit(ranks: Ranks, size: int) -> None:
+    """Above two ranks an all-reduce may add in another order, so there the gradients are whole numbers."""
+    whole = torch.randint(-64, 64, (4, size, 301)).float()
+    jobs = [(c.values[0], whole, wire) for c in EVERY_COMPRESSOR for wire in ("float32", "bfloat16")]
+    broken = torch.randn(4, size, 301)
+    jobs += [(c.values[0], broken, wire) for c in EVERY_COMPRESSOR for wire in ("float32", "float16") if size == 2]
+    jobs += [(ls.SkipReduce(skip=skip), broken, "float32") for skip in (0.0, 0.5, 1.0)]
+    real = ranks.run(run_real, size, jobs)
+    for number, (compressor, gradients, wire_dtype) in enumerate(jobs):
+        expected = simulate(compressor, gradients, wire_dtype=wire_dtype)
+        for rank in range(size):
+            totals, unsent, sent = real[rank][number]
+            assert torch.equal(totals / size, expected.mean), (compressor, wire_dtype)
+            assert torch.equal(unsent, expected.unsent[rank]), (compressor, wire_dtype)
+            assert sent == expected.sent_bytes[:, rank].tolist(), (compressor, wire_dtype)
+
+
+def acknowledged_bytes() -> int:
+    """Bytes that this process has sent over TCP and that have arrived, by the kernel's count of each connection."""
+    total = 0
+    for path in list(Path("/proc/self/fd").iterdir()):
+        if path.is_socket():
+            with suppress(OSError), socket.socket(fileno=os.dup(int(path.name))) as connection:  # where it is TCP's
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
+                total += int.from_bytes(info[120:128], sys.byteorder)  # tcpi_bytes_acked
+    return total
+
+
+counts_connections = pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's count of each connection")
+
+
+def send_much(rank: int, size: int, jobs: list[tuple[ls.Compressor, str]], n: int, steps: int) -> list[tuple[int, int]]:
+    """Bytes that this rank sent in each job, by our count and by the kernel's."""
+    dist.init_process_group("gloo")
+    results = []
+    for compressor, wire in jobs:
+        lane = Lane(TorchComm(dist.group.WORLD, wire_dtype_named(wire)), threaded=False)
+        group = Group(0, ("gradient",), (torch.zeros(n),))
+        generator = torch.Generator().manual_seed(rank)
+        dist.barrier()
+        before = acknowledged_bytes()
+        for _ in range(steps):
+            group.unsent += torch.randn(n, generator=generator)
+            lane.run(take_step(compressor, group, lane.comm))
+        dist.barrier()
+        results.append((lane.comm.sent_bytes, acknowledged_bytes() - before))
+    return results
+
+
+@counts_connections
+def test_counted_bytes_are_the_kernels(ranks: Ranks) -> None:
+    """Gloo's own headers and barriers come on top: below 3 % of messages this long."""
+    size, n, steps = 4, 300_001, 3
+    compressors = [
+        ls.Dense(), ls.SkipReduce(skip=0.5), ls.SkipReduce(skip=1.0),
+        ls.TopK(density=0.1), ls.MiCRO(density=0.1), ls.OkTopk(density=0.1),
+    ]  # fmt: skip
+    jobs = [(compressor, wire) for compressor in compressors for wire in ("float32", "bfloat16")]
+    for (compressor, wire), *each in zip(jobs, *ranks.run(send_much, size, jobs, n, steps), strict=True):
+        for counted, kernel in each:
+            assert counted <= kernel <= 1.03 * counted, (compressor, wire)
+        if isinstance(compressor, ls.SkipReduce):
+            width = -(-n // size)
+            slices = 2 * (size - 1) - compressor.steps_skipped(size)
+            assert {counted for counted, _ in each} == {slices * width * (4 if wire == "float32" else 2) * steps}
+
+
+def bytes_a_pick(rank: int, size: int, compressor: ls.Compressor, wire: str) -> float:
+    """Bytes this rank sent by the kernel's count, over elements updated, once thresholds have settled."""
+    dist.init_process_group("gloo")
+    lane = Lane(TorchComm(dist.group.WORLD, wire_dtype_named(wire)), threaded=False)
+    group = Group(0, ("gradient",), (torch.zeros(400_000),))
+    generator = torch.Generator().manual_seed(rank)
+    picked, before = 0, 0
+    for step in range(48):
+        if step == 34:  # after an evaluation of Ok-Topk's thresholds, and long before the next
+            dist.barrier()
+            picked, before = 0, acknowledged_bytes()
+        group.unsent += torch.randn(group.n, generator=generator)
+        lane.run(take_step(compressor, group, lane.comm))
+        picked += int(group.picked)
+    dist.barrier()
+    return (acknowledged_bytes() - before) / picked
+
+
+@counts_connections
+def test_micro_sends_less_than_half_of_what_ok_topks_own_format_does(ranks: Ranks) -> None:
+    """At the same k, P = 4: bfloat16 and Elias-Fano against the paper's float32 and 32-bit indices."""
+    micro = ranks.run(bytes_a_pick, 4, ls.MiCRO(density=0.01, indices="elias_fano"), "bfloat16")
+    ok_topk = ranks.run(bytes_a_pick, 4, ls.OkTopk(density=0.01, indices="int32"), "float32")
+    assert max(micro) <= 0.45 * min(ok_topk), (micro, ok_topk)
+
+
+@dataclass(frozen=True)
+class DifferentMessages(ls.Compressor):
+    def reduce(self, group: Group, comm: Comm) -> Rounds:
+        if comm.rank == 0:
+            return (yield comm.shift(group.unsent.clone()))
+        return (yield comm.all_reduce(group.unsent.clone()))
+
+
+def disagree(rank: int, size: int) -> str:
+    dist.init_process_group("gloo")
+    some = dist.new_group(timeout=timedelta(seconds=2))
+    lane = Lane(TorchComm(some), threaded=False)
+    group = Group(0, ("gradient",), (torch.zeros(64),))
+    try:
+        lane.run(take_step(DifferentMessages(), group, lane.comm))
+        dist.barrier(some)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_messages_that_differ_end_by_the_time_limit(ranks: Ranks) -> None:
+    """In the simulated network the same mistake is an assertion that names both (test_simulation)."""
+    assert any(ranks.run(disagree, 2))
+
+
+def outlive(rank: int, size: int) -> list[str]:
+    """What a rank hears of messages to one that has gone: of the first when it is waited for, of others at once."""
+    dist.init_process_group("gloo")
+    comm, errors = TorchComm(dist.group.WORLD), []
+    for launch in (comm.all_reduce, comm.shift, comm.shift) if rank == 0 else ():
+        with pytest.raises(RuntimeError) as failed:
+            launch(torch.zeros(8)).wait()
+        errors.append(str(failed.value))
+    return errors
+
+
+def test_a_message_to_a_rank_that_has_gone_says_so(ranks: Ranks) -> None:
+    errors, _ = ranks.run(outlive, 2)
+    assert len(errors) == 3
+    assert all(error.startswith("a message among the ranks failed: ") for error in errors), errors
+
+
+def test_traffic_of_an_unknown_message_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown message 'gossip'"):
+        traffic("gossip", 10, 2)
+
+
+def fail_on_one(rank: int, size: int) -> Any:
+    if rank == 1:
+        raise RuntimeError("as it should")
+    time.sleep(600)
+
+
+def test_the_harness_reports_a_failing_rank_at_once(ranks: Ranks) -> None:
+    """And does not wait for the other, which would end with another error."""
+    with pytest.raises(AssertionError, match="as it should"):
+        ranks.run(fail_on_one, 2)

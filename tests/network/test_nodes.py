@@ -1,0 +1,184 @@
+"""Two levels: ranks of a node average densely, and nodes exchange compressed gradients, each as one rank."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_sparse as ls
+from lightning_sparse.network.process_groups import ProcessGroups
+from tests.conftest import Ranks
+from tests.training.models import LIMIT_S, data, small, trainer, weights
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
+
+NAMES = list(ls.COMPRESSORS)
+STEPS = 6
+
+
+class Given(nn.Module):
+    """Two parameters whose gradients are what it is fed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(37, 5))
+        self.b = nn.Parameter(torch.ones(211))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.a.flatten() * x[:185]).sum() + (self.b * x[185:]).sum()
+
+
+def given(step: int, rank: int) -> Tensor:
+    return torch.randn(396, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def kept(hook: ls.SparseHook) -> Tensor:
+    parts = {n: s for g in hook.exchange.groups for n, s in zip(g.names, g.slots(g.unsent), strict=True)}
+    return torch.cat([parts["a"], parts["b"]])
+
+
+def delivered(ddp: DistributedDataParallel, steps: range, rank: int) -> Tensor:
+    """The sum of the means of ``steps``."""
+    total = torch.zeros(396, dtype=torch.float64)
+    for step in steps:
+        ddp.zero_grad()
+        ddp(given(step, rank)).backward()
+        total += torch.cat([p.grad.flatten() for p in ddp.parameters() if p.grad is not None])
+    return total
+
+
+def run(rank: int, size: int, names: list[str]) -> list[Any]:
+    dist.init_process_group("gloo")
+    results: list[Any] = []
+    for name in names:
+        ddp = DistributedDataParallel(Given())
+        hook = ls.SparseHook(ddp, name, fusion="none", process_groups=ProcessGroups(ddp, local_size=2))
+        total = delivered(ddp, range(STEPS), rank)
+        unsent = kept(hook).clone()
+        saved = [hook.state_dict()]
+        dist.broadcast_object_list(saved)  # as if read from rank 0's file
+        onward = delivered(ddp, range(STEPS, 2 * STEPS), rank)
+        assert hook.exchange.last is not None
+        sent = hook.exchange.last.sent_bytes
+        hook.close()
+
+        again = DistributedDataParallel(Given())
+        resumed = ls.SparseHook(again, name, fusion="none", process_groups=ProcessGroups(again, local_size=2))
+        resumed.load_state_dict(saved[0])
+        results.append((total, unsent, onward, delivered(again, range(STEPS, 2 * STEPS), rank), sent))
+        resumed.close()
+        del ddp, again
+    return results
+
+
+@pytest.fixture(scope="module")
+def per_rank(ranks: Ranks) -> list[Any]:
+    """What each of four ranks on two nodes saw."""
+    return ranks.run(run, 4, NAMES, timeout_s=LIMIT_S)
+
+
+def test_a_node_acts_as_one_rank_whose_gradient_is_the_mean_of_its_ranks(per_rank: list[Any]) -> None:
+    gradients = [[(given(s, 2 * node) + given(s, 2 * node + 1)) / 2 for node in range(2)] for s in range(STEPS)]
+    owed = torch.stack([g.double() for step in gradients for g in step]).sum(0)  # over nodes and steps
+    for i, name in enumerate(NAMES):
+        totals, unsent, onward, resumed, sent = zip(*(results[i] for results in per_rank), strict=True)
+        assert all(total.equal(totals[0]) for total in totals), name
+        assert unsent[0].equal(unsent[1]), name
+        assert unsent[2].equal(unsent[3]), name
+        law = 2 * totals[0] + unsent[0].double() + unsent[2].double()
+        assert torch.allclose(law, owed, atol=1e-4), name
+        assert all(one.equal(other) for one, other in zip(onward, resumed, strict=True)), name
+        assert len(set(sent)) <= 2, name  # of the node, whichever of its ranks tells
+
+
+def same_as_two(rank: int, size: int, names: list[str]) -> list[Tensor]:
+    """Two ranks, each fed the mean of what two ranks of a node are fed above."""
+    dist.init_process_group("gloo")
+    results = []
+    for name in names:
+        ddp = DistributedDataParallel(Given())
+        hook = ls.SparseHook(ddp, name, fusion="none")
+        total = torch.zeros(396, dtype=torch.float64)
+        for step in range(STEPS):
+            ddp.zero_grad()
+            ddp((given(step, 2 * rank) + given(step, 2 * rank + 1)) / 2).backward()
+            total += torch.cat([p.grad.flatten() for p in ddp.parameters() if p.grad is not None])
+        results.append(total)
+        hook.close()
+        del ddp
+    return results
+
+
+def test_it_trains_as_half_as_many_ranks_with_the_means_would(ranks: Ranks, per_rank: list[Any]) -> None:
+    two = ranks.run(same_as_two, 2, NAMES, timeout_s=LIMIT_S)[0]
+    for name, expected, results in zip(NAMES, two, per_rank[0], strict=True):
+        assert torch.allclose(results[0], expected, atol=1e-5), name
+
+
+def fit(rank: int, size: int, folder: str) -> Any:
+    strategy = ls.SparseDDPStrategy(ls.MiCRO(density=0.1), local_group=2)
+    run = trainer(strategy, size, max_steps=6, callbacks=[ls.CompressionMonitor(table=False, summary=False)])
+    model = small()
+    run.fit(model, data(8, size))
+    run.save_checkpoint(f"{folder}/nodes.ckpt")
+    messages = []
+    for wrong in (3, 0, "nodes"):
+        try:
+            ls_strategy = ls.SparseDDPStrategy("micro", local_group=wrong)
+            trainer(ls_strategy, size, max_steps=1).fit(small(), data(2, size))
+        except ValueError as error:
+            messages.append(str(error))
+    try:
+        both = ls.SparseDDPStrategy("micro", local_group=2, find_unused_parameters=True)
+        trainer(both, size, max_steps=1).fit(small(), data(2, size))
+    except ValueError as error:
+        messages.append(str(error))
+    return weights(model), float(run.callback_metrics["sparse/compression_ratio"]), messages
+
+
+def test_a_trainer_with_nodes_and_what_it_refuses(ranks: Ranks, tmp_path: Any) -> None:
+    results = ranks.run(fit, 4, str(tmp_path), timeout_s=LIMIT_S)
+    assert all(trained.equal(results[0][0]) for trained, _, _ in results)
+    assert all(ratio > 1 for _, ratio, _ in results)
+    saved = torch.load(tmp_path / "nodes.ckpt", weights_only=True)["lightning_sparse"]
+    assert saved["size"] == 2
+    assert all(len(rows) == 2 for rows in saved["unsent"].values())  # one a node
+    for _, _, messages in results:
+        assert len(messages) == 4
+        assert "4 ranks cannot be cut into nodes of 3" in messages[0]
+        assert "local_group=0 is neither 'node' nor a number" in messages[1]
+        assert "local_group='nodes' is neither" in messages[2]
+        assert "cannot be combined with find_unused_parameters=True" in messages[3]
+
+
+def overflow(rank: int, size: int, wrong: int) -> list[Any]:
+    """One step in which a gradient of rank ``wrong`` is infinite, between two good ones."""
+    dist.init_process_group("gloo")
+    ddp = DistributedDataParallel(Given())
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    hook = ls.SparseHook(ddp, "micro", scaler=scaler, process_groups=ProcessGroups(ddp, local_size=2))
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    trace: list[Any] = []
+    for step in range(3):
+        x = given(step, rank)
+        if step == 1 and rank == wrong:
+            x = x.clone()
+            x[200] = torch.inf
+        optimizer.zero_grad()
+        scaler.scale(ddp(x)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        trace.append((weights(ddp), kept(hook).clone()))
+    hook.close()
+    return trace
+
+
+def test_an_overflow_on_any_rank_of_a_node_undoes_the_step_everywhere(ranks: Ranks) -> None:
+    for trace in ranks.run(overflow, 4, 3, timeout_s=LIMIT_S):  # rank 3 leads no node
+        assert trace[1][0].equal(trace[0][0])
+        assert trace[1][1].equal(trace[0][1])
+        assert not trace[2][0].equal(trace[1][0])
+        assert trace[2][1].isfinite().all()

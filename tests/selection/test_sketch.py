@@ -1,0 +1,153 @@
+"""Count-sketches and Sketch-Fusion: linearity, recovery, error, recall, and what travels."""
+
+import math
+
+import pytest
+import torch
+
+import lightning_sparse as ls
+from lightning_sparse.compressors.sketch_fusion import top
+from lightning_sparse.selection.host import kth_largest
+from lightning_sparse.selection.sketch import CountSketch, median
+from lightning_sparse.simulation import simulate
+from tests.runs import Run, layered
+
+
+def table(sketch: CountSketch, x: torch.Tensor) -> torch.Tensor:
+    return sketch.encode(x, torch.full((sketch.rows, sketch.columns), torch.nan))
+
+
+def estimate(sketch: CountSketch, x: torch.Tensor) -> torch.Tensor:
+    return sketch.estimate(table(sketch, x), torch.full((x.numel(),), torch.nan))
+
+
+@pytest.mark.parametrize(("n", "columns"), [(1, 1), (10, 16), (1000, 64), (70_001, 1000), (200_000, 4096)])
+def test_linear(n: int, columns: int) -> None:
+    sketch = CountSketch(3, columns, seed=5)
+    x, y = torch.randint(-100, 100, (2, n)).float()  # whole numbers: sums are exact
+    assert torch.equal(table(sketch, x) + table(sketch, y), table(sketch, x + y))
+
+
+@pytest.mark.parametrize("n", [1, 100, 4096, 100_000])
+def test_each_element_is_in_one_bucket_of_each_row(n: int) -> None:
+    sketch = CountSketch(5, 64, seed=1)
+    ones = torch.zeros(n)
+    ones[n // 2] = 3.0
+    rows = table(sketch, ones)
+    assert ((rows != 0).sum(1) == 1).all()
+    assert (rows.abs().sum(1) == 3).all()
+
+
+def test_few_elements_are_recovered_exactly() -> None:
+    x = torch.zeros(100_000)
+    index = torch.randperm(100_000, generator=torch.Generator().manual_seed(0))[:20]
+    x[index] = torch.randn(20)
+    told = estimate(CountSketch(5, 4096, seed=2), x)
+    assert torch.equal(told[index], x[index])
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5, 7])
+def test_the_median_is_the_median(rows: int) -> None:
+    x = torch.randn(rows, 1000).round(decimals=1)  # with ties
+    assert torch.equal(median(x), x.median(0).values)
+
+
+def test_errors_are_those_of_a_count_sketch() -> None:
+    """Each row's error has the variance ||x||^2 / c; the median of five is within 4 ||x|| / sqrt(c) everywhere."""
+    n, columns = 200_000, 2000
+    x = torch.cat(list(layered(n, 1, 1, seed=3)))[0]
+    scale = float(x.norm()) / math.sqrt(columns)
+    one = torch.stack([estimate(CountSketch(1, columns, seed), x) - x for seed in range(20)])
+    assert float(one.pow(2).mean()) == pytest.approx(scale**2, rel=0.1)
+    assert abs(float(one.mean())) < 0.02 * scale
+    five = estimate(CountSketch(5, columns, seed=9), x) - x
+    assert float(five.abs().max()) < 4 * scale
+    assert float(five.pow(2).mean()) < 0.5 * scale**2
+
+
+def test_two_elements_rarely_meet_and_with_independent_signs() -> None:
+    columns, seeds = 16, 1000
+    pair = torch.zeros(2, 1000)
+    pair[0, 100], pair[1, 900] = 1.0, 1.0
+    met, sign = 0, 0.0
+    for seed in range(seeds):
+        a, b = (table(CountSketch(1, columns, seed), x) for x in pair)
+        product = float((a * b).sum())
+        met += product != 0
+        sign += product
+    assert met / seeds == pytest.approx(1 / columns, rel=0.4)
+    assert abs(sign) < 4 * math.sqrt(met)
+
+
+def candidates(x: torch.Tensor, k: int) -> torch.Tensor:
+    return top(x, k, kth_largest(x, k))
+
+
+def test_recall_grows_with_the_table_and_the_candidates() -> None:
+    n, k = 100_000, 1000
+    x = torch.stack(list(layered(n, 8, 1)))[0].sum(0)
+    largest = set(candidates(x, k).tolist())
+
+    def recall(fraction: float, factor: int) -> float:
+        sketch = CountSketch(5, round(fraction * n / 5), seed=1)
+        return len(largest & set(candidates(estimate(sketch, x), factor * k).tolist())) / k
+
+    small, large, more = recall(0.05, 1), recall(0.5, 1), recall(0.5, 4)
+    assert 0.05 < small < large - 0.2
+    assert large < more
+    assert more > 0.9
+
+
+def test_equal_magnitudes_go_in_order() -> None:
+    assert candidates(torch.tensor([1.0, -2.0, 2.0, 1.0, -1.0, 2.0]), 4).tolist() == [0, 1, 2, 5]
+    assert candidates(torch.zeros(5), 2).tolist() == []
+    assert candidates(torch.tensor([0.0, 3.0, 0.0]), 2).tolist() == [1]
+
+
+def test_bytes_are_those_of_a_table_and_k_values() -> None:
+    n, size = 100_000, 4
+    sent = simulate(ls.SketchFusion(density=0.01), torch.randn(2, size, n)).sent_bytes
+    values = 5 * 4000 + 1000
+    assert (sent - 2 * (size - 1) * 4 * values // size).abs().max() <= 4
+
+
+def test_the_sum_at_candidates_is_exact_and_the_estimate_within_its_tolerance() -> None:
+    given = torch.stack(list(layered(50_000, 4, 1, seed=7)))
+    total = given[0].double().sum(0)
+    exact = simulate(ls.SketchFusion(density=0.02), given)
+    at = exact.mean[0].nonzero().flatten()
+    assert at.numel() == 1000
+    assert torch.allclose(4 * exact.mean[0][at].double(), total[at], rtol=1e-4, atol=1e-5)
+    rough = simulate(ls.SketchFusion(density=0.02, exact=False), given)
+    at = rough.mean[0].nonzero().flatten()
+    tolerance = float(total.norm()) / math.sqrt(4000)
+    error = (4 * rough.mean[0][at].double() - total[at]).pow(2).mean().sqrt()
+    assert error < 2 * tolerance
+    assert not rough.unsent[:, at].any()
+
+
+def test_momentum_chooses_what_was_large_for_long() -> None:
+    """A steady small gradient against a noise that jumps about: the running sum of tables finds it."""
+    n = 20_000
+    given = torch.randn(30, 2, n, generator=torch.Generator().manual_seed(0))
+    run = Run(ls.SketchFusion(density=0.01, width=8, momentum=0.9), 2, n)
+    for gradient in given:
+        total = run.step(gradient)
+    assert total.index.numel() == 200
+    assert run.groups[0].memory["table"].shape == (5, 1600)
+    assert torch.equal(run.groups[0].memory["table"], run.groups[1].memory["table"])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ls.SketchFusion(rows=4), r"SketchFusion\(rows=4\): the median needs an odd number"),
+        (lambda: ls.SketchFusion(rows=-1), r"rows=-1"),
+        (lambda: ls.SketchFusion(width=0), r"SketchFusion\(width=0\)"),
+        (lambda: ls.SketchFusion(momentum=1), r"SketchFusion\(momentum=1\)"),
+        (lambda: ls.SketchFusion(density=0), r"SketchFusion\(density=0\)"),
+    ],
+)
+def test_bad_settings_name_the_value(make: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()  # type: ignore[operator]

@@ -1,0 +1,180 @@
+"""The hook without a Trainer: on a bare DistributedDataParallel, and through Fabric."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_sparse as ls
+from lightning_sparse.network.process_groups import ProcessGroups
+from tests.conftest import Ranks
+from tests.training.models import LIMIT_S, weights
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 33), nn.Tanh(), nn.Linear(33, 17), nn.Tanh(), nn.Linear(17, 3))
+
+
+def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+    return x, (x.sum(1).abs() % 3).long()
+
+
+def steps(ddp: nn.Module, optimizer: Any, first: int, last: int, rank: int) -> None:
+    for step in range(first, last):
+        x, y = batch(step, rank)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(ddp(x), y).backward()
+        optimizer.step()
+
+
+def bare(rank: int, size: int, names: list[str]) -> list[Any]:
+    dist.init_process_group("gloo")
+    results: list[Any] = []
+    plain = DistributedDataParallel(network())
+    steps(plain, torch.optim.SGD(plain.parameters(), 0.1), 0, 10, rank)
+    for name in names:
+        ddp = DistributedDataParallel(network())
+        hook = ls.SparseHook(ddp, name)
+        optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+        steps(ddp, optimizer, 0, 5, rank)
+        saved = [hook.state_dict()]
+        dist.broadcast_object_list(saved)  # as if read from rank 0's file
+        model = {key: value.clone() for key, value in ddp.module.state_dict().items()}
+        steps(ddp, optimizer, 5, 10, rank)
+        hook.close()
+
+        again = DistributedDataParallel(network())
+        again.module.load_state_dict(model)
+        resumed = ls.SparseHook(again, name)
+        resumed.load_state_dict(saved[0])
+        steps(again, torch.optim.SGD(again.parameters(), 0.1), 5, 10, rank)
+        resumed.close()
+        results.append((weights(ddp), weights(again), weights(plain)))
+    return results
+
+
+def test_a_bare_ddp_trains_and_resumes_bit_for_bit(ranks: Ranks) -> None:
+    names = list(ls.COMPRESSORS)
+    every = ranks.run(bare, 2, names, timeout_s=LIMIT_S)
+    for results in every:
+        for i, (name, (straight, resumed, plain)) in enumerate(zip(names, results, strict=True)):
+            assert torch.equal(straight, resumed), name
+            assert torch.equal(straight, every[0][i][0]), name
+            assert torch.equal(straight, plain) == (name == "sparse_dense"), name
+
+
+def said(rank: int, size: int, cases: list[tuple[ls.Compressor, int]]) -> list[list[str]]:
+    """What is said before and in each of four steps, with nodes of so many ranks."""
+    dist.init_process_group("gloo")
+    rank_zero_only.rank = rank  # as Lightning sets it, and torchrun's variables before it is imported
+    results = []
+    for compressor, local_size in cases:
+        ddp = DistributedDataParallel(nn.Linear(100, 50))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            hook = ls.SparseHook(ddp, compressor, process_groups=ProcessGroups(ddp, local_size=local_size))
+            for step in range(4):
+                ddp(torch.randn(2, 100)).sum().backward()
+                warnings.warn(f"end of step {step}", stacklevel=1)
+            hook.close()
+        results.append([str(each.message) for each in caught])
+    return results
+
+
+def test_bytes_that_reach_those_of_dense_ddp_are_named_once(ranks: Ranks) -> None:
+    steps = [f"end of step {step}" for step in range(4)]
+    cases = [
+        (ls.MiCRO(density=1.0), 1),
+        (ls.Warmup(2, ls.TopK(density=1.0)), 1),
+        (ls.MiCRO(density=0.05), 1),
+        (ls.Dense(), 1),
+        (ls.MiCRO(density=1.0), 2),
+    ]
+    results = ranks.run(said, 2, cases, timeout_s=LIMIT_S)
+    assert results[1] == [steps] * len(cases)  # rank 0 speaks
+    micro, warmed_up, *others, alone = results[0]
+    assert micro[:1] + micro[2:] == steps
+    assert micro[1].startswith("MiCRO(density=1.0, ")
+    assert " sent 20,540 bytes in a step, where dense DDP sends 20,200: nothing is saved" in micro[1]
+    assert warmed_up[:3] + warmed_up[4:] == steps
+    assert "TopK(density=1.0, indices='auto')) sent" in warmed_up[3]
+    assert others == [steps] * 2
+    assert alone[1:] == steps
+    assert "with local_group one node, and nobody to send to: MiCRO(density=1.0" in alone[0]
+
+
+def scaled(rank: int, size: int) -> tuple[Tensor, float, bool]:
+    """An ordinary loop with a GradScaler; rank 1's gradient overflows once."""
+    dist.init_process_group("gloo")
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    ddp = DistributedDataParallel(network())
+    hook = ls.SparseHook(ddp, "ok_topk", fusion="layer", scaler=scaler)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    for step in range(10):
+        x, y = batch(step, rank)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(ddp(x), y) * (float("inf") if step == 4 and rank == 1 else 1.0)
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
+    finite = all(bool(group.unsent.isfinite().all()) for group in hook.exchange.groups)
+    hook.close()
+    return weights(ddp), scaler.get_scale(), finite
+
+
+def test_a_bare_ddp_with_a_scaler(ranks: Ranks) -> None:
+    results = ranks.run(scaled, 2, timeout_s=LIMIT_S)
+    for trained, scale, finite in results:
+        assert torch.equal(trained, results[0][0])
+        assert trained.isfinite().all()
+        assert finite
+        assert scale == 128.0
+
+
+def fabric(rank: int, size: int, strategy: Any, folder: str) -> tuple[Tensor, Tensor, list[str]]:
+    run = L.Fabric(accelerator="cpu", devices=size, strategy=strategy)
+    run.launch()
+
+    def train(first: int, last: int, resume: str | None) -> Tensor:
+        model = network()
+        optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
+        model, optimizer = run.setup(model, optimizer)
+        hook = run.strategy.hooks[-1]  # type: ignore[attr-defined]
+        state = {"model": model, "unsent": hook}
+        if resume:
+            run.load(resume, state)
+        for step in range(first, last):
+            x, y = batch(step, rank)
+            optimizer.zero_grad()
+            run.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+            if step == 4:
+                run.save(Path(folder) / "half.ckpt", state)
+        return weights(model)
+
+    straight = train(0, 10, None)
+    resumed = train(5, 10, str(Path(folder) / "half.ckpt"))
+    return straight, resumed, sorted(torch.load(Path(folder) / "half.ckpt", weights_only=True)["unsent"]["unsent"])
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_fabric_trains_saves_and_resumes_bit_for_bit(ranks: Ranks, named: bool, tmp_path: Path) -> None:
+    from lightning_sparse.fabric import SparseDDPStrategy
+
+    strategy = "micro" if named else SparseDDPStrategy(ls.SkipReduce(0.5), wire_dtype="bfloat16")
+    results = ranks.run(fabric, 2, strategy, str(tmp_path), timeout_s=LIMIT_S)
+    for straight, resumed, saved in results:
+        assert torch.equal(straight, resumed)
+        assert torch.equal(straight, results[0][0])
+        assert saved == sorted(name for name, _ in network().named_parameters())

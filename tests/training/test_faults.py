@@ -1,0 +1,272 @@
+"""What goes wrong on one rank ends all of them, soon and with a word about it, and costs nothing that was saved."""
+
+import ctypes
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+import lightning_sparse as ls
+from lightning_sparse.bench.cluster import Cluster
+from tests import conftest
+from tests.conftest import End, Ranks, Running
+from tests.training.models import data, small, trainer, unsent, weights
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 8  # of messages, where one is waited for in vain
+LONG_S = 60  # of messages, where none is
+IN_TIME_S = 100  # to start, to notice and to end, beside other work on few cores
+Whole = Callable[[int, str], list[Any]]
+EPOCH, STEPS, FAULT_STEP = 4, 12, 5  # a checkpoint is written at every epoch's end
+
+emulated = conftest.emulated(3 * IN_TIME_S)
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(3 * IN_TIME_S)]
+
+
+class Fault(L.Callback):
+    """Does ``what`` on one rank, or on all, before a step."""
+
+    def __init__(self, what: Callable[[], None], on: int | None) -> None:
+        self.what, self.on = what, on
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == FAULT_STEP and self.on in (None, trainer.global_rank):
+            self.what()
+
+
+def killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stopped() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stopped_for_a_while() -> None:
+    own = os.getpid()
+    if os.fork() == 0:
+        time.sleep(1)
+        os.kill(own, signal.SIGCONT)
+        os._exit(0)
+    stopped()
+
+
+def cut_off() -> None:
+    """Take this host's link away, for good."""
+    subprocess.run(["ip", "link", "set", "dev", os.environ["GLOO_SOCKET_IFNAME"], "down"], check=True)
+
+
+def cut_off_for_a_while() -> None:
+    cut_off()
+    if os.fork() == 0:
+        time.sleep(5)
+        subprocess.run(["ip", "link", "set", "dev", os.environ["GLOO_SOCKET_IFNAME"], "up"], check=True)
+        os._exit(0)
+
+
+def interrupted() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has background jobs ignore it
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def terminated() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fail() -> None:
+    raise ValueError("this batch cannot be read")
+
+
+def no_room_on_disk() -> None:
+    """Let no file of this process grow beyond what a checkpoint needs: the error of a full disk, for this process."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, resource.RLIM_INFINITY))
+
+
+def fit(
+    rank: int,
+    size: int,
+    name: str,
+    folder: str,
+    what: Callable[[], None] | None,
+    on: int | None,
+    resume: str | None,
+    timeout_s: float = LONG_S,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    strategy = ls.SparseDDPStrategy(name, timeout=timedelta(seconds=timeout_s))
+    saver = ModelCheckpoint(dirpath=folder, every_n_train_steps=EPOCH, save_top_k=-1, filename="{step}")
+    callbacks: list[L.Callback] = [saver, *([Fault(what, on)] if what else [])]
+    run = trainer(strategy, size, max_steps=STEPS, callbacks=callbacks, enable_checkpointing=True)
+    model = small()
+    run.fit(model, data(EPOCH, size), ckpt_path=resume)
+    return weights(model), unsent(strategy)
+
+
+def ends_of(ranks: Ranks, size: int, *args: Any) -> list[End]:
+    with ranks.start(fit, size, *args, TIMEOUT_S) as running:
+        return in_order(running)
+
+
+def in_order(running: Running) -> list[End]:
+    return sorted(running.ends(IN_TIME_S), key=lambda end: end.rank)
+
+
+def same(some: list[Any], others: list[Any]) -> bool:
+    return all(
+        torch.equal(weights, weights2) and all(torch.equal(owed[name], owed2[name]) for name in owed)
+        for (weights, owed), (weights2, owed2) in zip(some, others, strict=True)
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """The results of a training without a fault, by number of ranks and compressor."""
+
+    @cache
+    def train(size: int, name: str) -> list[Any]:
+        return ranks.run(fit, size, name, str(tmp_path_factory.mktemp("whole")), None, None, None)
+
+    return train
+
+
+def goes_on_as_if_nothing_had_happened(ranks: Ranks, whole: Whole, size: int, name: str, folder: Path) -> None:
+    """The last checkpoint before the fault resumes to the bits of a run without it."""
+    saved = sorted(folder.glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
+    assert [path.name for path in saved] == ["step=4.ckpt"], saved
+    resumed = ranks.run(fit, size, name, str(folder / "on"), None, None, str(saved[-1]))
+    assert same(resumed, whole(size, name))
+
+
+def test_a_rank_that_is_killed_ends_the_others_and_training_resumes(ranks: Ranks, whole: Whole, tmp_path: Path) -> None:
+    ends = ends_of(ranks, 3, "micro", str(tmp_path), killed, 1, None)
+    assert ends[1].error == "died with exit code -9"
+    for end in (ends[0], ends[2]):
+        assert "a message among the ranks failed" in str(end.error), end.error
+    goes_on_as_if_nothing_had_happened(ranks, whole, 3, "micro", tmp_path)
+
+
+def test_a_rank_that_stops_ends_the_others_within_the_time_limit(ranks: Ranks, tmp_path: Path) -> None:
+    with ranks.start(fit, 3, "ok_topk", str(tmp_path), stopped, 1, None, TIMEOUT_S) as running:
+        found = running.ends(IN_TIME_S)
+        for end in (next(found), next(found)):
+            assert "a message among the ranks failed" in str(end.error), end.error
+            assert "imed out" in str(end.error) or "onnection closed" in str(end.error), end.error
+
+
+@pytest.mark.parametrize("name", ["skip_reduce", "micro"])
+def test_a_rank_that_stops_for_a_while_changes_nothing(ranks: Ranks, whole: Whole, tmp_path: Path, name: str) -> None:
+    assert same(ranks.run(fit, 2, name, str(tmp_path), stopped_for_a_while, 1, None), whole(2, name))
+
+
+def test_an_exception_on_one_rank_ends_the_others(ranks: Ranks, whole: Whole, tmp_path: Path) -> None:
+    ends = ends_of(ranks, 3, "sketch_fusion", str(tmp_path), fail, 2, None)
+    assert "ValueError: this batch cannot be read" in str(ends[2].error)
+    for end in ends[:2]:
+        assert "a message among the ranks failed" in str(end.error), end.error
+    goes_on_as_if_nothing_had_happened(ranks, whole, 3, "sketch_fusion", tmp_path)
+
+
+def fit_longer(rank: int, size: int) -> None:
+    """Rank 1 has a batch more."""
+    strategy = ls.SparseDDPStrategy("skip_reduce", timeout=timedelta(seconds=TIMEOUT_S))
+    run = trainer(strategy, size, check_every=0, max_epochs=1, use_distributed_sampler=False)
+    run.fit(small(), data(4 + rank, 1))
+
+
+def test_a_rank_with_a_batch_more_fails_once_the_others_have_ended(ranks: Ranks) -> None:
+    with ranks.start(fit_longer, 2) as running:
+        first, second = sorted(running.ends(IN_TIME_S), key=lambda end: end.rank)
+    assert first.error is None
+    assert "a message among the ranks failed" in str(second.error), second.error
+
+
+@pytest.mark.parametrize(
+    ("what", "said"), [(interrupted, "SystemExit"), (terminated, "SIGTERMException")], ids=["ctrl_c", "sigterm"]
+)
+def test_a_signal_to_every_rank_ends_all(
+    ranks: Ranks, whole: Whole, tmp_path: Path, what: Callable[[], None], said: str
+) -> None:
+    for end in ends_of(ranks, 2, "importance", str(tmp_path), what, None, None):
+        assert said in str(end.error), end.error
+    goes_on_as_if_nothing_had_happened(ranks, whole, 2, "importance", tmp_path)
+
+
+def test_sigterm_to_one_rank_ends_all(ranks: Ranks, whole: Whole, tmp_path: Path) -> None:
+    """Lightning's handler sends a message and waits for ranks that wait for its gradient: until the time limit."""
+    folders = [tmp_path / str(which) for which in range(2)]
+    args = [("ok_topk", str(folder), terminated, which, None, TIMEOUT_S) for which, folder in enumerate(folders)]
+    with ranks.start(fit, 2, *args[0]) as first, ranks.start(fit, 2, *args[1]) as second:
+        for end in in_order(first) + in_order(second):
+            assert re.search("SIGTERMException|a message among the ranks failed|Timed out waiting", str(end.error)), (
+                end.error
+            )
+    for folder in folders:
+        goes_on_as_if_nothing_had_happened(ranks, whole, 2, "ok_topk", folder)
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_whole(ranks: Ranks, whole: Whole, tmp_path: Path) -> None:
+    ends = ends_of(ranks, 2, "micro", str(tmp_path), no_room_on_disk, 0, None)
+    assert "File too large" in str(ends[0].error), ends[0].error
+    assert ends[1].error is not None
+    goes_on_as_if_nothing_had_happened(ranks, whole, 2, "micro", tmp_path)
+
+
+def test_torchrun_starts_all_ranks_again_and_they_go_on_bit_for_bit(ranks: Ranks, whole: Whole, tmp_path: Path) -> None:
+    folder = tmp_path / "restarted"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    worker = ["-m", "tests.training.faulty_worker", "micro", str(folder), "killed", str(TIMEOUT_S)]
+    # Else the second attempt finds the first one's addresses in the store, where a rank is faster than its neighbour.
+    env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    done = subprocess.run(
+        [*torchrun, *worker], cwd=ROOT, env=env, capture_output=True, text=True, timeout=IN_TIME_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "step=4.ckpt" in done.stderr + done.stdout  # "Restoring states from ..."
+    results = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+    assert same(results, whole(2, "micro"))
+
+
+def on_host(rank: int, size: int, namespaces: list[str], address: str, interface: str, *args: Any) -> Any:
+    """``fit`` as the only rank of an emulated host, whose network namespace this process joins."""
+    with Path("/run/netns", namespaces[rank]).open() as namespace:
+        assert ctypes.CDLL(None).setns(namespace.fileno(), 0) == 0
+    os.environ.update(
+        GROUP_RANK=str(rank), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR=address, GLOO_SOCKET_IFNAME=interface
+    )
+    return fit(rank, size, *args)
+
+
+def on_emulated_hosts(ranks: Ranks, folder: Path, fault: Callable[[], None], timeout_s: float) -> list[End]:
+    """Train on three hosts, of which number 1 is cut off."""
+    with Cluster("3x1gbit") as cluster:
+        where = [cluster.namespace(host) for host in range(3)], cluster.address(0), cluster.interface(0)
+        with ranks.start(on_host, 3, *where, "micro", str(folder), fault, 1, None, timeout_s) as running:
+            return in_order(running)
+
+
+@emulated
+def test_a_link_that_is_cut_for_five_seconds_changes_nothing(ranks: Ranks, whole: Whole, tmp_path: Path) -> None:
+    ends = on_emulated_hosts(ranks, tmp_path, cut_off_for_a_while, LONG_S)
+    assert [end.error for end in ends] == [None] * 3
+    assert same([end.value for end in ends], whole(3, "micro"))
+
+
+@emulated
+def test_a_link_that_is_cut_for_good_ends_all_within_the_time_limit(ranks: Ranks, whole: Whole, tmp_path: Path) -> None:
+    for end in on_emulated_hosts(ranks, tmp_path, cut_off, TIMEOUT_S):
+        assert "a message among the ranks failed" in str(end.error), end.error
+    goes_on_as_if_nothing_had_happened(ranks, whole, 3, "micro", tmp_path)

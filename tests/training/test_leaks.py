@@ -1,0 +1,162 @@
+"""What a fit or a hook takes of the process, it gives back: file descriptors and threads."""
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_sparse as ls
+from lightning_sparse.engine.lane import Lane
+from lightning_sparse.network.comm import Comm
+from lightning_sparse.network.process_groups import ProcessGroups
+from lightning_sparse.network.simulated import SimNetwork
+from tests.conftest import Ranks
+from tests.test_hook import network, steps
+from tests.training.models import LIMIT_S, Small, data, small, trainer, unsent
+
+FITS = 4
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
+
+
+def held() -> tuple[int, int]:
+    """File descriptors and threads of this process."""
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def after_each(work: Callable[[], object]) -> list[tuple[int, int]]:
+    """What is held after each of several times ``work``; the first takes what the process takes once."""
+    found = []
+    for _ in range(FITS):
+        work()
+        found.append(held())
+    return found
+
+
+class Breaks(Small):
+    """Raises on every rank, between two steps."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        if index == 1:
+            raise KeyError("this batch")
+        return super().training_step(batch, index)
+
+
+def of_trainers(rank: int, size: int, folder: str) -> dict[str, list[tuple[int, int]]]:
+    def fit(strategy: Any, model: L.LightningModule, **options: Any) -> L.Trainer:
+        run = trainer(strategy, size, check_every=0, max_steps=2, **options)
+        run.fit(model, data(2, size))
+        return run
+
+    def saved_afterwards() -> None:
+        run = fit(ls.SparseDDPStrategy("micro", local_group=2), small())
+        run.save_checkpoint(f"{folder}/late.ckpt")
+        assert torch.load(f"{folder}/late.ckpt", weights_only=True)["lightning_sparse"]["unsent"] or rank
+
+    def broken() -> None:
+        with pytest.raises(KeyError, match="this batch"):
+            fit("micro", Breaks())
+
+    def refused() -> None:
+        with pytest.raises(ValueError, match="has dtype"):
+            fit("micro", small().double())
+
+    kept = [trainer("micro", size, check_every=0, max_epochs=1)]
+
+    def again() -> None:
+        kept[0].fit_loop.max_epochs = kept[0].current_epoch + 1
+        kept[0].fit(model, data(2, size))
+
+    model = small()
+    return {work.__name__: after_each(work) for work in (saved_afterwards, broken, refused, again)}
+
+
+def test_fits_one_after_the_other_hold_no_more_than_one(ranks: Ranks, tmp_path: Any) -> None:
+    """On four ranks, since with two in a node a save after fit needs a process group of the leaders."""
+    for found in ranks.run(of_trainers, 4, str(tmp_path), timeout_s=LIMIT_S):
+        for name, each in found.items():
+            assert len(set(each[1:])) == 1, (name, each)
+
+
+def of_hooks(rank: int, size: int) -> dict[str, list[tuple[int, int]]]:
+    run = L.Fabric(accelerator="cpu", devices=size, strategy="micro")
+    run.launch()
+
+    def of_fabric() -> None:
+        model = network()
+        model, _ = run.setup(model, torch.optim.SGD(model.parameters(), 0.1))  # type: ignore[assignment]
+        run.backward(model(torch.ones(2, 8)).sum())
+        assert len(run.strategy.hooks) == 1  # type: ignore[attr-defined]
+
+    def dropped() -> None:
+        ddp = DistributedDataParallel(network())
+        ls.SparseHook(ddp, "skip_reduce", process_groups=ProcessGroups(ddp, local_size=size))
+        steps(ddp, torch.optim.SGD(ddp.parameters(), 0.1), 0, 2, rank)
+
+    return {work.__name__: after_each(work) for work in (of_fabric, dropped)}
+
+
+def test_a_hook_that_is_dropped_without_being_closed_holds_nothing(ranks: Ranks) -> None:
+    for found in ranks.run(of_hooks, 2, timeout_s=LIMIT_S):
+        for name, each in found.items():
+            assert len(set(each)) == 1, (name, each)
+
+
+def two_at_once(rank: int, size: int) -> tuple[bool, str]:
+    dist.init_process_group("gloo")
+    ddps = [DistributedDataParallel(network()) for _ in range(2)]
+    hooks = [ls.SparseHook(ddp, "micro") for ddp in ddps]
+    optimizers = [torch.optim.SGD(ddp.parameters(), 0.1) for ddp in ddps]
+    for ddp, optimizer in zip(ddps, optimizers, strict=True):
+        steps(ddp, optimizer, 0, 2, rank)
+    hooks[0].close()
+    hooks[0].close()
+    steps(ddps[1], optimizers[1], 2, 4, rank)
+    readable = all(bool(kept.isfinite().all()) for kept in unsent(hooks[0]).values()) and bool(hooks[0].state_dict())
+    try:
+        steps(ddps[0], optimizers[0], 2, 3, rank)
+    except RuntimeError as error:
+        return readable, str(error)
+    return readable, "it trained on"
+
+
+def test_one_of_two_hooks_is_closed_and_the_other_trains_on(ranks: Ranks) -> None:
+    for readable, message in ranks.run(two_at_once, 2, timeout_s=LIMIT_S):
+        assert readable
+        assert "was closed, so it averages no gradients any more" in message
+
+
+def lane_threads() -> int:
+    return sum(thread.name == "lightning_sparse" for thread in threading.enumerate())
+
+
+def test_a_lane_has_a_thread_from_its_first_work_on_that_holds_nothing_between_two() -> None:
+    comm: Comm = SimNetwork(1).comms[0]
+    lane, done = Lane(comm, threaded=True), threading.Event()
+    before = lane_threads()
+    lane.submit(done.set)
+    assert done.wait(5)
+    assert lane_threads() == before + 1
+
+    class Held:
+        def work(self) -> None: ...
+
+    gone = weakref.ref(held := Held())
+    lane.submit(held.work)
+    del held
+    deadline = time.monotonic() + 5
+    while gone() is not None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert gone() is None
+    assert lane.close(patience_s=5)
+    assert lane_threads() == before
+    with pytest.raises(RuntimeError, match="was closed"):
+        lane.submit(done.set)
