@@ -102,19 +102,22 @@ class SparseHook:
             loss_scale=LossScale(scaler, self._device) if scaler is not None else None,
         )
         self.layer_fusion = LayerFusion(self.exchange, compressor, parameters) if fusion == "layer" else None
-        self._ddp = weakref.ref(ddp)
-        ddp.join_hook = self._join_hook  # type: ignore[method-assign]
         self._frozen = [(name, p) for name, p in ddp.module.named_parameters() if not p.requires_grad]
+        self._put_on(ddp)
+        rank_zero_info(
+            f"lightning_sparse: {compressor} averages {sum(g.n for g in self.exchange.groups):,} elements "
+            f"in {len(self.exchange.groups)} groups among {self.exchange.size} {'nodes' if nodes else 'ranks'}."
+        )
+
+    def _put_on(self, ddp: DistributedDataParallel) -> None:
         self._handles = [
             ddp.register_forward_pre_hook(self._before_forward),
             ddp.register_forward_hook(self._after_forward),
         ]
         ddp.register_comm_hook(None, self.exchange.hook)
+        self._ddp = weakref.ref(ddp)
+        ddp.join_hook = self._join_hook  # type: ignore[method-assign]
         weakref.finalize(self, _end, self.exchange, self._groups).atexit = False  # for who drops it without close()
-        rank_zero_info(
-            f"lightning_sparse: {compressor} averages {sum(g.n for g in self.exchange.groups):,} elements "
-            f"in {len(self.exchange.groups)} groups among {self.exchange.size} {'nodes' if nodes else 'ranks'}."
-        )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(self, module: nn.Module, arguments: object) -> None:

@@ -187,12 +187,8 @@ class Exchange:
         if self._used is not None:
             self._used.close()
         within_a_step = self.error is not None or bool(self._deliveries)
-        ended = [lane.close(patience_s=0 if within_a_step else 2) for lane in self._lanes]
-        if within_a_step or not all(ended):
-            return False
-        for lane in self._lanes:
-            lane.comm.release()
-        return True
+        closed = [lane.close(within_a_step) for lane in self._lanes]
+        return all(closed)
 
     def unsent_norm(self) -> float:
         """Euclidean norm of all this rank has not sent."""

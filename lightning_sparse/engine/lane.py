@@ -10,6 +10,8 @@ from torch import Tensor
 from lightning_sparse.network.comm import Comm, Rounds, expect_pending
 from lightning_sparse.selection.sparse import Sparse
 
+PATIENCE_S = 2  # for a thread with nothing to do to end
+
 
 class Lane:
     """One process group and its issuer: whoever submits work, or a thread that runs it in order.
@@ -48,13 +50,22 @@ class Lane:
             self._thread.start()
         self._inbox.put(work)
 
-    def close(self, patience_s: float) -> bool:
-        """End the thread; returns whether it has ended by then, as it does at once if no message is under way."""
+    def close(self, within_a_step: bool = False) -> bool:
+        """End the thread and release the ranks; returns whether that was possible.
+
+        It is not while a message may be under way, as ``within_a_step``; then nobody waits for the thread.
+        """
         self._closed = True
         self._inbox.put(None)
-        if self._thread is None or self._thread is threading.current_thread():  # a collector of garbage runs anywhere
+        if within_a_step or not self._has_ended():
+            return False
+        self.comm.release()
+        return True
+
+    def _has_ended(self) -> bool:
+        if self._thread is None or self._thread is threading.current_thread():  # garbage is collected on any thread
             return True
-        self._thread.join(timeout=patience_s)
+        self._thread.join(timeout=PATIENCE_S)
         return not self._thread.is_alive()
 
     def take_complete(self, arriving: Sequence[int]) -> list[int]:

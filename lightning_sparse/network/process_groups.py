@@ -76,10 +76,13 @@ class ProcessGroups:
 
         To be entered on every rank; also after :meth:`close`.
         """
-        if self.local_size > 1 and self._leaders is None:
+        if self.local_size == 1:
+            yield None
+            return
+        if self._leaders is None:
             self._leaders = self._new(self._first_ranks())
         yield self._leaders
-        if not self._inside:
+        if not self._inside:  # closed before, so nobody closes this one later
             self.close()
 
     def close(self) -> None:
