@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="RANKS",
         type=int,
         default=1024,
-        help="count up to so many (%(default)s, which takes half an hour and 7 GB of memory; 256: three minutes)",
+        help="count up to so many (%(default)s, which takes an hour and 7 GB of memory; 256: five minutes)",
     )
     for command in (bench, scale):
         command.add_argument("--output", metavar="DIR", type=Path, default=Path("bench-results"), help="(%(default)s)")

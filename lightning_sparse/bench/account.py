@@ -53,7 +53,7 @@ class Clock:
         self._running = [REST]
         self._since_s = time.perf_counter()
 
-    def turn(self, phase: str | None = None) -> None:
+    def switch(self, phase: str | None = None) -> None:
         """Start a phase within the one that runs; None ends that one."""
         now_s = time.perf_counter()
         self.ms[self._running[-1]] += 1e3 * (now_s - self._since_s)
@@ -70,23 +70,20 @@ class Clock:
         def notice(frame: FrameType, event: str, argument: object) -> None:
             del argument
             if event in ("call", "return") and (phase := _PHASE_OF.get(frame.f_code)):
-                self.turn(phase if event == "call" else None)
+                self.switch(phase if event == "call" else None)
 
         sys.setprofile(notice)
         try:
             yield
         finally:
             sys.setprofile(None)
-            self.turn(REST)
+            self.switch(REST)
 
 
 def account(compressor: Compressor, elements: int, ranks: int) -> dict[str, float]:
     """Milliseconds of each phase of one rank's step, and of the step: medians of ``STEPS`` steps, means over ranks.
 
-    Args:
-        compressor: whose.
-        elements: n, of one group with one parameter.
-        ranks: P, in this process, by turns.
+    The ranks take turns in this process; all ``elements`` are one parameter in one group.
     """
     network = SimNetwork(ranks)
     generator = torch.Generator().manual_seed(0)

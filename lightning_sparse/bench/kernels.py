@@ -72,19 +72,19 @@ def _calls(n: int, device: torch.device) -> dict[str, tuple[Call, int]]:
 
 
 def _median_ms(call: Call) -> float:
-    from triton.testing import do_bench  # is there only where triton is
+    from triton.testing import do_bench  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
     return float(do_bench(call, return_mode="median"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the timings; the exit status."""
-    arguments = sys.argv[1:] if arguments is None else arguments
     if not torch.cuda.is_available() or not HAS_TRITON:
         missing = "triton (pip install triton)" if torch.cuda.is_available() else "CUDA device"
         print(f"There is no {missing}, so there is nothing to time.", file=sys.stderr)
         return 1
-    n = int(arguments[0]) if arguments else ELEMENTS
+    words = sys.argv[1:] if arguments is None else arguments
+    n = int(words[0]) if words else ELEMENTS
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: {n:,} elements, {DENSITY:.0%} selected")
     Console(width=100).print(measure(n))
     return 0

@@ -25,10 +25,10 @@ def test_a_phase_is_charged_without_what_it_calls_of_another(monkeypatch: pytest
     now = iter([0.0, 1.0, 3.0, 7.0, 15.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(now))
     clock = Clock()
-    clock.turn("add")
-    clock.turn("select")
-    clock.turn()
-    clock.turn()
+    clock.switch("add")
+    clock.switch("select")
+    clock.switch()
+    clock.switch()
     assert (clock.ms[REST], clock.ms["add"], clock.ms["select"]) == (1000, 2000 + 8000, 4000)
 
 

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -116,8 +117,7 @@ class _Profile(Callback):
 
     def __init__(self) -> None:
         self._arrivals: list[list[float]] = []  # of each step's gradients
-        self._steps: list[float] = []
-        self._last_s = 0.0
+        self._ends: list[float] = []  # of steps
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Note the step."""
@@ -125,15 +125,14 @@ class _Profile(Callback):
         strategy = trainer.strategy
         assert isinstance(strategy, SparseDDPStrategy)
         assert strategy.exchange is not None
-        now = time.perf_counter()
-        timeline = strategy.exchange.timeline
-        self._arrivals.append([timeline.arrival_s(p) for p in pl_module.parameters() if p.requires_grad])
-        self._steps.append(now - self._last_s)
-        self._last_s = now
+        arrival_s = strategy.exchange.timeline.arrival_s
+        self._arrivals.append([arrival_s(p) for p in pl_module.parameters() if p.requires_grad])
+        self._ends.append(time.perf_counter())
 
     def measured(self, names: Iterable[str]) -> Measured:
         """The medians of the second half."""
-        steps, arrivals = self._steps[STEPS // 2 :], self._arrivals[STEPS // 2 :]
+        arrivals = self._arrivals[STEPS // 2 :]
+        steps = [end - start for start, end in pairwise(self._ends[STEPS // 2 - 1 :])]
         spans = [max(each) for each in arrivals]
         rest_s = median(step - span for step, span in zip(steps, spans, strict=True))
         medians = [median(each) for each in zip(*arrivals, strict=True)]

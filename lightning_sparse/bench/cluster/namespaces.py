@@ -121,7 +121,7 @@ def unavailable_reason() -> str | None:
     if os.geteuid() != 0:
         return "an emulated cluster needs root, to make network namespaces: run as root, or with sudo"
     for tool in ("ip", "tc"):
-        if _find(tool) is None:
+        if find(tool) is None:
             return f"an emulated cluster needs iproute2, but {tool!r} is not found: apt-get install iproute2"
     if not _capable():
         return (
@@ -160,21 +160,17 @@ def _capable() -> bool:
     return all(mask >> bit & 1 for bit in _CAPABILITIES)
 
 
-def _find(tool: str) -> str | None:
+def find(tool: str) -> str | None:
+    """Path of ``ip`` or ``tc``."""
     # The tools' folders are not on every user's PATH.
     return shutil.which(tool, path=os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"]))
-
-
-def inside(namespace: str, command: Iterable[str]) -> list[str]:
-    """The command that runs ``command`` in a namespace, in the same process."""
-    return [_find("ip") or "ip", "netns", "exec", namespace, *command]
 
 
 def _run(tool: str, *arguments: str) -> None:
     """Run ``ip`` or ``tc``."""
     # In a session of its own: a Ctrl-C in the terminal must not stop it halfway.
     done = subprocess.run(
-        [_find(tool) or tool, *arguments],
+        [find(tool) or tool, *arguments],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import IO, Any
@@ -117,7 +117,7 @@ class Cluster:
         """
         variables = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE, **(env or {})}
         # `ip netns exec` replaces itself by the command, so the process id is the command's.
-        command = namespaces.inside(self.namespace(host), argv)
+        command = [namespaces.find("ip") or "ip", "netns", "exec", self.namespace(host), *argv]
         process = subprocess.Popen(command, env=variables, start_new_session=True, **options)
         self._processes.append(process)
         return process
@@ -140,7 +140,9 @@ class Cluster:
                 pass
             return [subprocess.CompletedProcess(p.args, 0, _text(out), _text(err)) for p, out, err in jobs]
 
-    def lines(self, argv_per_host: Sequence[Sequence[str]], *, env: Mapping[str, str] | None = None) -> Iterator[str]:
+    def lines(
+        self, argv_per_host: Sequence[Sequence[str]], *, env: Mapping[str, str] | None = None
+    ) -> Generator[str, None, None]:
         """Run commands as :meth:`run` does, without a time limit; yield the lines that host 0 writes as they come."""
         with self._jobs(argv_per_host, env) as jobs:
             output, read = jobs[0][1].fileno(), 0

@@ -18,11 +18,7 @@ def is_own(text: str) -> bool:
 
 
 def load(text: str) -> tuple[LightningModule, LightningDataModule | None]:
-    """The model, and its data if it does not bring them itself.
-
-    Raises:
-        ValueError: what ``text`` names is not there, or is not a model.
-    """
+    """The model, and its data if it does not bring them itself; raises a ValueError if ``text`` does not name one."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as python does for a script
     if text.endswith((".yaml", ".yml")):

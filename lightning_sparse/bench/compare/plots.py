@@ -15,7 +15,8 @@ def draw(rows: Sequence[Summary], rounds: Sequence[Round], folder: Path, stem: s
     """Draw every plot there is data for, as SVG files in ``folder``.  Returns their names."""
     figures = {"step-time": _step_time(rows)}
     for cluster in by_cluster(rows):
-        learning = [r for r in rounds if r.cluster == cluster and r.strategy != NO_COMMUNICATION and _learns(r)]
+        trained = [r for r in rounds if r.cluster == cluster and r.strategy != NO_COMMUNICATION]
+        learning = [r for r in trained if r.run and r.run.steps[-1].loss is not None]
         if learning:
             name = "".join(c if c.isalnum() else "-" for c in cluster)
             figures[f"{name}-loss-by-time"] = _loss(learning, "seconds", lambda step: step.s)
@@ -79,7 +80,3 @@ def _loss(rounds: Sequence[Round], label: str, cost: Callable[[MeasuredStep], fl
 def _style(i: int) -> dict[str, Any]:
     """Colour and marker of the i-th strategy."""
     return {"color": f"C{i % 10}", "marker": "osv^D"[i // 10 % 5], "markersize": 4, "linewidth": 1}
-
-
-def _learns(measured: Round) -> bool:
-    return measured.run is not None and measured.run.steps[-1].loss is not None

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from resource import RUSAGE_SELF, getrusage
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -117,8 +117,7 @@ class Place:
         return cls(*ranks, address, port, store_is_there, interface)
 
 
-@dataclass(frozen=True)
-class _Turn:
+class _Turn(NamedTuple):
     """One strategy in one round, on this rank; ``store`` is of this turn alone."""
 
     schedule: Schedule

@@ -1,7 +1,6 @@
 """A picture of how traffic and time of communication grow with the number of ranks."""
 
 from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,12 @@ def draw(
 
     figure = new_figure(11, 4.8)
     panels = figure.subplots(1, 2)
-    hollow, filled = {"fillstyle": "none", "linewidth": 0.8}, {"linestyle": "none", "label": "_measured"}
-    strategies = list(dict.fromkeys(each.strategy for each in (*modelled, *measured)))
-    for points, style in ((modelled, hollow), (measured, filled)):
-        for strategy, same in groupby(sorted(points, key=lambda p: strategies.index(p.strategy)), lambda p: p.strategy):
-            own, i = list(same), strategies.index(strategy)
-            look = {"color": f"C{i % 10}", "marker": MARKERS[i % len(MARKERS)], "markersize": 5, "label": strategy}
+    hollow: dict[str, Any] = {"fillstyle": "none", "linewidth": 0.8}
+    filled = {"linestyle": "none", "label": "_measured"}
+    for i, strategy in enumerate(dict.fromkeys(each.strategy for each in (*modelled, *measured))):
+        look = {"color": f"C{i % 10}", "marker": MARKERS[i % len(MARKERS)], "markersize": 5, "label": strategy}
+        for points, style in ((modelled, hollow), (measured, filled)):
+            own = [each for each in points if each.strategy == strategy]
             ranks = [each.ranks for each in own]
             panels[0].plot(ranks, [each.sent_bytes for each in own], **{**look, **style})
             panels[1].plot(ranks, [1e3 * each.seconds for each in own], **{**look, **style})

@@ -116,10 +116,10 @@ def count_all(sizes: Sequence[int], elements: int, progress: Progress) -> list[S
     task = progress.add_task("counting", total=len(COMPRESSORS) * len(sizes))
     found = []
     for name in COMPRESSORS:
-        progress.update(task, description=f"counting {name}", refresh=True)
-        for each in count_traffic(name, sizes, elements):
-            found.append(each)
-            progress.update(task, advance=1, description=f"counting {name} {each.ranks}", refresh=True)
+        for size in sizes:
+            progress.update(task, description=f"counting {name} {size}", refresh=True)
+            found.append(count_traffic(name, size, elements))
+            progress.advance(task)
     return found
 
 

@@ -60,7 +60,7 @@ def test_without_root_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch)
 
 def test_without_iproute2_the_error_names_the_tool_and_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(module, "_find", lambda tool: None if tool == "tc" else f"/sbin/{tool}")
+    monkeypatch.setattr(module, "find", lambda tool: None if tool == "tc" else f"/sbin/{tool}")
     with (
         pytest.raises(ClusterError, match="'tc' is not found: apt-get install iproute2"),
         Cluster("2xunlimited"),
@@ -70,7 +70,7 @@ def test_without_iproute2_the_error_names_the_tool_and_the_package(monkeypatch: 
 
 def test_without_capabilities_the_error_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(module, "_find", lambda tool: f"/sbin/{tool}")
+    monkeypatch.setattr(module, "find", lambda tool: f"/sbin/{tool}")
     monkeypatch.setattr(module, "_capable", lambda: False)
     with pytest.raises(ClusterError, match=r"CAP_NET_ADMIN.*--privileged"), Cluster("2xunlimited"):
         pass
