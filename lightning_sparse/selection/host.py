@@ -8,8 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_sparse.kernels.reference import NEAR
 from lightning_sparse.selection.sparse import nonzero
-from lightning_sparse.selection.threshold import NEAR
 from lightning_sparse.wire import Picks
 
 Magnitudes = NDArray[np.float32]

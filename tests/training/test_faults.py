@@ -6,7 +6,6 @@ import re
 import resource
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,6 +17,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import lightning_sparse as ls
 from lightning_sparse.bench.cluster import Cluster
@@ -25,7 +25,6 @@ from tests import conftest
 from tests.conftest import End, Ranks, Running
 from tests.training.models import data, small, trainer, unsent, weights
 
-ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 8  # of messages, where one is waited for in vain
 LONG_S = 60  # of messages, where none is
 IN_TIME_S = 100  # to start, to notice and to end, beside other work on few cores
@@ -225,17 +224,30 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(ranks: Ranks, whole: Whole
     goes_on_as_if_nothing_had_happened(ranks, whole, 2, "micro", tmp_path)
 
 
+def work(folder: Path) -> None:
+    """One of torchrun's ranks: rank 1 is killed in its first attempt, and training goes on from the last checkpoint."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    what = killed if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else None
+    saved = sorted(folder.glob("step=*.ckpt"), key=lambda path: path.stat().st_mtime)
+    result = fit(rank, size, "micro", str(folder), what, 1, str(saved[-1]) if saved else None)
+    torch.save(result, folder / f"rank{rank}.pt")
+
+
+def torchrun(folder: Path) -> None:
+    """What ``torchrun --standalone --nproc-per-node=2 --max-restarts=1`` does, with forked processes."""
+    # Else the second attempt finds the first one's addresses in the store, where a rank is faster than its neighbour.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=1, start_method="fork", monitor_interval=0.1,
+        run_id="tests", rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+    )  # fmt: skip
+    elastic_launch(config, work)(folder)
+
+
 def test_torchrun_starts_all_ranks_again_and_they_go_on_bit_for_bit(ranks: Ranks, whole: Whole, tmp_path: Path) -> None:
     folder = tmp_path / "restarted"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    worker = ["-m", "tests.training.faulty_worker", "micro", str(folder), "killed", str(TIMEOUT_S)]
-    # Else the second attempt finds the first one's addresses in the store, where a rank is faster than its neighbour.
-    env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    done = subprocess.run(
-        [*torchrun, *worker], cwd=ROOT, env=env, capture_output=True, text=True, timeout=IN_TIME_S, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "step=4.ckpt" in done.stderr + done.stdout  # "Restoring states from ..."
+    ranks.apart(torchrun, tmp_path / "output", folder, timeout_s=IN_TIME_S)
+    assert "step=4.ckpt" in (tmp_path / "output").read_text()  # "Restoring states from ..."
     results = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
     assert same(results, whole(2, "micro"))
 
