@@ -46,12 +46,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from lightning_sparse.bench.compare.own_model import FORMS
-    from lightning_sparse.bench.compare.workloads import WORKLOADS
-
     parser = argparse.ArgumentParser("lightning-sparse", description="Gradient compression for PyTorch Lightning.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="list the compressors")
+    advise, bench, scale = _add_advise(commands), _add_bench(commands), _add_scale(commands)
+    for command in (advise, bench):
+        command.add_argument(
+            "--interface",
+            help="network interface to use and to count on a real cluster (default: the one towards rank 0)",
+        )
+    for command in (bench, scale):
+        command.add_argument("--output", metavar="DIR", type=Path, default=Path("bench-results"), help="(%(default)s)")
+    return parser
+
+
+def _add_advise(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
+    from lightning_sparse.bench.compare.own_model import FORMS
+    from lightning_sparse.bench.compare.workloads import WORKLOADS
+
     advise = commands.add_parser(
         "advise",
         help="say whether compression pays for your model and link, and which",
@@ -61,6 +73,13 @@ def _parser() -> argparse.ArgumentParser:
     advise.add_argument("model", help=f"{FORMS}, or one of {', '.join(WORKLOADS)}")
     advise.add_argument("--link", metavar="CLUSTER", default="", help="predict for a cluster such as 4x1gbit; no root")
     advise.add_argument("--emulate", metavar="CLUSTER", default="", help="build such a cluster here (root on Linux)")
+    return advise
+
+
+def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
+    from lightning_sparse.bench.compare.own_model import FORMS
+    from lightning_sparse.bench.compare.workloads import WORKLOADS
+
     bench = commands.add_parser(
         "bench",
         help="compare strategies on a cluster, emulated or real",
@@ -90,11 +109,10 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--warmup", type=int, default=3, help="untimed steps before them (%(default)s)")
     bench.add_argument("--rounds", type=int, default=5, help="turns of each strategy (%(default)s)")
     bench.add_argument("--plot", action="store_true", help="draw plots too")
-    for command in (advise, bench):
-        command.add_argument(
-            "--interface",
-            help="network interface to use and to count on a real cluster (default: the one towards rank 0)",
-        )
+    return bench
+
+
+def _add_scale(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
     scale = commands.add_parser(
         "scale",
         help="say how bytes and time of communication grow with the number of ranks",
@@ -115,9 +133,7 @@ def _parser() -> argparse.ArgumentParser:
         default=1024,
         help="count up to so many (%(default)s, which takes an hour and 7 GB of memory; 256: five minutes)",
     )
-    for command in (bench, scale):
-        command.add_argument("--output", metavar="DIR", type=Path, default=Path("bench-results"), help="(%(default)s)")
-    return parser
+    return scale
 
 
 def _list() -> None:
