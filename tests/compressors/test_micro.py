@@ -77,12 +77,26 @@ def test_balance_gives_each_partition_as_many_picks() -> None:
 
 
 def test_what_does_not_fit_stays_and_is_counted() -> None:
-    run = Run(ls.MiCRO(density=0.01, balance=False), 2, 10_000)
+    run = Run(ls.MiCRO(density=0.01, balance=False, slack=1.1), 2, 10_000)
     run.step(torch.randn(2, 10_000))
     run.step(1000 * torch.ones(2, 10_000))
     for group in run.groups:
         assert group.overflow == 5000 - math.ceil(1.1 * 50)
     assert run.groups[0].picked == 2 * math.ceil(1.1 * 50)
+
+
+def test_equal_partitions_have_room_for_all_as_in_the_paper() -> None:
+    """Where one of four partitions holds nearly all that is large, its owner sends all of it."""
+    n = 20_000
+    run = Run(ls.MiCRO(density=0.01, balance=False), 4, n)
+    gradients = torch.randn(30, 4, n, generator=torch.Generator().manual_seed(0))
+    gradients[:, :, : n // 4] *= 100
+    for gradient in gradients:
+        picked = run.step(gradient).index
+    assert run.groups[0].memory["edges"].tolist() == [0, 5000, 10_000, 15_000, 20_000]
+    assert sum(group.overflow for group in run.groups) < 10
+    assert 150 < picked.numel() < 260  # k = 200
+    assert (picked < n // 4).all()
 
 
 def test_the_largest_go_first() -> None:
