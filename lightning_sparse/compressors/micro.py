@@ -18,7 +18,6 @@ from lightning_sparse.selection.sparse import Sparse
 from lightning_sparse.selection.threshold import Held
 from lightning_sparse.wire import PickLayout, check_index_format, index_format, joined
 
-
 SLACK = 1.1  # with 1.25 one element in 10,000 waits for want of room, with 1.1 one in 200
 
 
