@@ -35,11 +35,11 @@ class OkTopk(Compressor):
     its rank.  A rank sends k (P-1)/P (index, value) pairs in step 2 and as many in step 3, times ``slack``; with 32-bit
     indices and values that is 4 ``slack`` k (P-1)/P words.  The paper's bound is 6, and 2 are needed (Theorem 3.1).
 
-    Thresholds are evaluated every ``evaluate_every`` steps, or where they missed by a factor of two; between,
-    :class:`~lightning_sparse.selection.threshold.Held` corrects them.  Regions are cut anew every
-    ``repartition_every`` steps, so that ranks have equally many picks in each.  Where ours differs from the authors'
-    code: the shared threshold comes from 128 quantiles of each owner's sums, not from gathering all of them; messages
-    have a fixed size.
+    Thresholds are evaluated every ``evaluate_every`` steps, or where they missed by a factor of two, and the shared one
+    where it finds less than a quarter of k; between, :class:`~lightning_sparse.selection.threshold.Held` corrects them.
+    Regions are cut anew every ``repartition_every`` steps, so that ranks have equally many picks in each.  Where ours
+    differs from the authors' code: the shared threshold comes from 128 quantiles of each owner's sums, not from
+    gathering all of them; messages have a fixed size.
 
     On a GPU step 3 does not even out, and thresholds and regions follow a step later, so that nobody waits for it: see
     :mod:`~lightning_sparse.compressors.ok_topk_device`.
@@ -149,19 +149,21 @@ class OkTopk(Compressor):
         space = comm.size * self.layout(group, comm, group.n).capacity
         held = Held.of(memory["shared"]) if "shared" in memory else None
         evaluated = held is None or group.step % self.evaluate_every == 0
+        lost = False
         while True:
             if evaluated or held is None:
                 summaries = yield comm.all_gather(summary(region.values))
-                held = Held(pooled_threshold(summaries, k), held.trend if held else 0.0)
+                threshold = pooled_threshold(summaries, k)
+                held = held.renewed(threshold) if held and lost else Held(threshold, held.trend if held else 0.0)
             picks = pick(region.values, held.threshold, region.values.numel())
             own = torch.tensor([picks.seen, picks.near], dtype=torch.int32, device=region.index.device)
             sizes = yield comm.all_gather(own)  # [P, 2]
             if int(sizes.min()) < 0 or int(sizes.max()) > group.n:
                 raise CorruptMessage(f"counts {sizes.tolist()} arrived, 0 to {group.n} expected: {CAUSE}")
             seen, near = sizes.sum(0).tolist()
-            if evaluated or not held.lost(seen, near, k):
+            if evaluated or not (held.lost(seen, near, k) or held.blind(seen, near, k)):
                 break
-            evaluated = True
+            evaluated = lost = True
         memory["shared"] = held.after(min(seen, space), k, seen, near).state()
         counts = sizes[:, 0].tolist()
         if seen > space:  # each rank keeps its share of what there is room for

@@ -30,7 +30,7 @@ from lightning_sparse.wire import CAUSE, CorruptMessage, PickLayout
 if TYPE_CHECKING:
     from lightning_sparse.compressors.ok_topk import OkTopk
 
-UNKNOWN = Held(-1.0)  # no threshold: one is evaluated in the next step
+UNKNOWN = Held(-1.0)  # one is evaluated in the next step; likewise where that of a lost one is negative
 CROWDED = 0.5  # of k sums that had no room in the last step: then regions are cut anew at once
 ONE = 2**16  # a pick, where picks are counted in parts of it: whole numbers add up to the same in any order
 
@@ -112,8 +112,8 @@ def _adapt_shared(group: Group, threshold: float, told: Sequence[Sequence[int]],
     held = _used(group, "shared", threshold)
     picked, seen, near, _ = (list(column) for column in zip(*told, strict=True))  # of each owner
     crowded: bool = sum(seen) - sum(picked) > CROWDED * k
-    if crowded or held.lost(sum(seen), sum(near), k):
-        held = Held(UNKNOWN.threshold, held.trend)
+    if crowded or held.lost(sum(seen), sum(near), k) or held.blind(sum(seen), sum(near), k):
+        held = Held(-held.threshold or UNKNOWN.threshold, held.trend)
     else:
         roomy = [p for p in range(len(told)) if seen[p] == picked[p]] or range(len(told))
         held = held.after(sum(picked), k, sum(seen[p] for p in roomy), sum(near[p] for p in roomy))
@@ -140,7 +140,10 @@ def _known(group: Group, key: str, evaluate_every: int) -> Tensor | None:
 
 def _used(group: Group, key: str, threshold: float) -> Held:
     """What was held under ``key`` in the last step, where ``threshold`` may have been evaluated."""
-    return Held(threshold, Held.of(group.memory[key]).trend)
+    before = Held.of(group.memory[key])
+    if before.threshold < 0 and before.threshold != UNKNOWN.threshold:
+        return Held(-before.threshold, before.trend).renewed(threshold)
+    return Held(threshold, before.trend)
 
 
 def _reduce_scatter(

@@ -13,6 +13,8 @@ GAIN = 0.5  # of the miss is corrected at once ...
 TREND_GAIN = 0.1  # ... and so much of it is added to what the threshold moves by in every step
 WIDEST_MISS = 0.2  # natural logarithms of what is corrected, and of the trend: beyond, the control would overshoot
 FASTEST_TREND = 0.03
+STARVED = 0.25  # of the target: fewer are next to nothing
+CROWDED, LEVEL = 1.1, 1.2  # more than so many times the target, and below the threshold less than so many times these
 _LEAST = 1e-300  # a threshold of zero has no logarithm
 LARGEST = torch.finfo(torch.float32).max  # magnitudes are float32
 
@@ -47,6 +49,25 @@ class Held:
     def lost(self, seen: int, near: int, target: int) -> bool:
         """Whether the threshold missed so widely that it is better evaluated anew than corrected."""
         return seen > 2 * target or (near < target / 2 and self.threshold > 0)
+
+    def blind(self, seen: int, near: int, target: int) -> bool:
+        """Whether it is better evaluated anew, since these counts do not tell how far to move it.
+
+        Next to nothing reaches it, or there is too much and nothing just below: then what was counted ends near it.
+        Gradients that have shrunk leave everything unsent piled up just below the threshold, and it would jump to and
+        fro across that edge.
+        """
+        too_many = seen > CROWDED * target and near < LEVEL * seen
+        return self.threshold > 0 and (seen < STARVED * target or too_many)
+
+    def renewed(self, threshold: float) -> "Held":
+        """``threshold``, evaluated anew since this one was lost, with the trend that would have led there.
+
+        After a jump of the scale there is none.
+        """
+        moved = math.log(max(threshold, _LEAST)) - math.log(max(self.threshold, _LEAST))  # not of a ratio: inf / inf
+        trend = _bounded(self.trend + moved, FASTEST_TREND) if abs(moved) < WIDEST_MISS else 0.0
+        return Held(threshold, trend)
 
     def state(self) -> Tensor:
         """[2] float64, to keep in a group's memory."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import lightning_sparse as ls
+from lightning_sparse import kernels
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.network.sparse_collectives import even_out
 from lightning_sparse.selection import partition
@@ -20,7 +21,7 @@ from lightning_sparse.selection.host import (
     summary_of_largest,
 )
 from lightning_sparse.selection.sparse import Sparse, contained
-from lightning_sparse.selection.threshold import Held
+from lightning_sparse.selection.threshold import FASTEST_TREND, Held
 from lightning_sparse.simulation import simulate
 from lightning_sparse.wire import INDEX_FORMATS, PickLayout, Picks
 from tests.runs import Run, layered
@@ -65,6 +66,20 @@ def test_density_is_held() -> None:
     picked = torch.tensor([run.step(g).index.numel() / 500 for g in layered(50_000, 4, 160)])
     assert (picked[50:].unfold(0, 100, 1).mean(1) - 1).abs().max() < 0.05
     assert (picked[50:] - 1).abs().mean() < 0.10
+
+
+@pytest.mark.parametrize(("on_device", "empty"), [(False, 0), (True, 2)])
+@pytest.mark.parametrize("factor", [0.01, 1e-4])
+def test_steps_go_on_after_a_lasting_fall_of_the_gradient(
+    monkeypatch: pytest.MonkeyPatch, factor: float, on_device: bool, empty: int
+) -> None:
+    """What is unsent then ends in an edge at the threshold, which jumped to and fro across it."""
+    monkeypatch.setattr(kernels, "used_for", lambda x: on_device)
+    given = torch.randn(140, 2, 5000, generator=torch.Generator().manual_seed(2))
+    given[60:] *= factor
+    picked = simulate(ls.OkTopk(density=0.02), given).picked[60:] / 100
+    assert (picked == 0).sum() <= empty  # on a device thresholds follow a step later
+    assert 0.85 < picked.mean() < 1.15
 
 
 def test_what_is_delivered_is_the_largest_of_the_sums_of_the_largest() -> None:
@@ -214,6 +229,23 @@ def test_a_threshold_that_missed_widely_is_given_up() -> None:
     assert held.lost(10, 49, 100)
     assert not held.lost(10, 51, 100)
     assert not Held(0.0).lost(10, 10, 100)
+
+
+def test_counts_that_tell_nothing_are_known() -> None:
+    held = Held(1.0)
+    assert held.blind(24, 500, 100)
+    assert not held.blind(26, 500, 100)
+    assert held.blind(150, 170, 100)
+    assert not held.blind(150, 190, 100)
+    assert not held.blind(90, 90, 100)
+    assert not Held(0.0).blind(10, 10, 100)
+
+
+def test_a_threshold_evaluated_anew_has_the_trend_that_would_have_led_there() -> None:
+    assert Held(1.0, 0.02).renewed(math.exp(-0.03)) == Held(math.exp(-0.03), pytest.approx(-0.01))
+    assert Held(1.0, 0.02).renewed(0.9).trend == -FASTEST_TREND
+    assert Held(1.0, 0.02).renewed(10.0) == Held(10.0)
+    assert Held(1.0, 0.02).renewed(0.0) == Held(0.0)
 
 
 @pytest.mark.parametrize(
