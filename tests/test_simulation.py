@@ -1,5 +1,7 @@
 """The simulated network tells mistakes that would hang real processes, or go unnoticed."""
 
+import gc
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,3 +171,19 @@ def test_what_a_rank_does_to_its_result_is_its_own_affair() -> None:
     network = SimNetwork(3)
     results = network.run([rounds(comm) for comm in network.comms])
     assert all(torch.equal(result, torch.ones(3, 2)) for result in results)
+
+
+def test_what_was_handed_over_is_let_go_of_when_it_has_arrived() -> None:
+    def rounds(comm: Comm) -> Rounds:
+        return (yield comm.all_reduce(torch.ones(2)))
+
+    gc.disable()  # nothing must wait for it: tensors are large, and it does not see that
+    try:
+        network = SimNetwork(3)
+        given = []
+        add = network.add
+        network.add = lambda part: (given.append(weakref.ref(part.given)), add(part))[1]  # type: ignore[method-assign]
+        network.run([rounds(comm) for comm in network.comms])
+        assert [tensor() for tensor in given] == [None] * 3
+    finally:
+        gc.enable()

@@ -1,4 +1,4 @@
-"""Where a rank's own milliseconds go: one step of every compressor on one core, without a network.
+"""Splits a rank's own milliseconds into phases: one step of every compressor on one core, without a network.
 
 python -m lightning_sparse.bench.account --elements 25000000 --ranks 4
 """

@@ -1,4 +1,4 @@
-"""How fast the kernels are on a GPU, beside a copy of as many bytes and ``torch.topk``.
+"""Times the kernels on a GPU, beside a copy of as many bytes and ``torch.topk``.
 
 ``python -m lightning_sparse.bench.kernels [elements]``
 """

@@ -16,7 +16,7 @@ class _Part(Pending):
 
     kind: str
     rank: int
-    message: "_Message"
+    number: int  # its position among its rank's messages
     given: Tensor  # a copy of what the rank handed over
     unchanged: Tensor | None  # the tensor it handed over; None if the result comes back in it
     result: Tensor | None  # where the result goes; None for a tensor of its own
@@ -37,7 +37,6 @@ class _Part(Pending):
 class _Message:
     """What all ranks launched at the same position among their messages."""
 
-    number: int
     parts: dict[int, _Part] = field(default_factory=dict)  # by rank
     result: Tensor | None = None  # of an all-reduce or an all-gather, which is the same for all
     delivered: int = 0
@@ -72,11 +71,9 @@ class SimComm(Comm):
         given = x.clone()
         if result is not None:
             _spoil(result)
-        message = self._network.next_message(self.rank)
         unchanged = None if result is x else x
-        part = _Part(kind, self.rank, message, given, unchanged, result, self._network.deliver, by, source)
-        message.parts[self.rank] = part
-        return part
+        number, deliver = self._network.launched[self.rank], self._network.deliver
+        return self._network.add(_Part(kind, self.rank, number, given, unchanged, result, deliver, by, source))
 
 
 class SimNetwork:
@@ -84,7 +81,7 @@ class SimNetwork:
 
     def __init__(self, size: int, wire_dtype: torch.dtype = torch.float32) -> None:
         self.size = size
-        self._launched = [0] * size  # messages, by rank
+        self.launched = [0] * size  # messages, by rank
         self._messages: dict[int, _Message] = {}  # under way, by number
         self.comms = [SimComm(self, rank, wire_dtype) for rank in range(size)]
 
@@ -104,30 +101,30 @@ class SimNetwork:
                     waiting[rank] = expect_pending(ranks[rank].send(value))  # type: ignore[arg-type]  # None starts it
                 except StopIteration as stop:
                     results[rank] = stop.value
-        counts = self._launched
+        counts = self.launched
         assert len(set(counts)) == 1, f"ranks launched different numbers of messages: {dict(enumerate(counts))}"
-        self._launched = [0] * self.size
+        self.launched = [0] * self.size
         self._messages.clear()
         return results  # type: ignore[return-value]  # every rank has returned
 
-    def next_message(self, rank: int) -> _Message:
-        """The message that ``rank`` launches now."""
-        number = self._launched[rank]
-        self._launched[rank] += 1
-        return self._messages.setdefault(number, _Message(number))
+    def add(self, part: _Part) -> Pending:
+        """Take a rank's part of a message that it launches."""
+        self.launched[part.rank] += 1
+        self._messages.setdefault(part.number, _Message()).parts[part.rank] = part
+        return part
 
     def deliver(self, part: _Part) -> Tensor:
         """The result of a message for one rank, after checking that every rank launched its part of it."""
-        message = part.message
+        message = self._messages[part.number]
         if not message.delivered:
-            self._check(message)
+            self._check(part.number, message.parts)
         if part.unchanged is not None:
             assert same_bits(part.unchanged, part.given), (
                 f"rank {part.rank} changed the tensor it handed to {part} before yielding it"
             )
         message.delivered += 1
         if message.delivered == self.size:
-            del self._messages[message.number]
+            del self._messages[part.number]
         if part.kind == "broadcast":
             arrived = message.parts[part.source].given
         elif part.kind == "shift":
@@ -138,12 +135,12 @@ class SimNetwork:
             arrived = message.result
         return arrived.clone() if part.result is None else part.result.copy_(arrived)
 
-    def _check(self, message: _Message) -> None:
+    def _check(self, number: int, parts: dict[int, _Part]) -> None:
         """Raise an AssertionError unless all ranks have launched the same."""
-        texts = {rank: str(message.parts.get(rank, "nothing")) for rank in range(self.size)}
+        texts = {rank: str(parts.get(rank, "nothing")) for rank in range(self.size)}
         if len(set(texts.values())) > 1:
             each = "; ".join(f"rank {rank}: {text}" for rank, text in texts.items())
-            raise AssertionError(f"ranks disagree on message {message.number}, where real processes hang: {each}")
+            raise AssertionError(f"ranks disagree on message {number}, where real processes hang: {each}")
 
 
 def _combined(kind: str, given: Sequence[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""What to expect of every strategy, and which to use.  Pure functions."""
+"""Advice: what to expect of every strategy, and which to use.  Pure functions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ LEAST_UNCERTAINTY = 0.1  # of a step: what repeated runs of the benchmark differ
 
 @dataclass(frozen=True)
 class Advice:
-    """What to expect of one strategy."""
+    """The expected step of one strategy."""
 
     strategy: str  # its name
     step_s: float  # seconds of a step
@@ -27,7 +27,7 @@ class Advice:
 
 
 def advice(compressor: Compressor, plan: Plan) -> Advice:
-    """What a plan for ``compressor`` promises."""
+    """Read off a plan for ``compressor`` what it promises."""
     correction = abs(plan.span_s - plan.model.span(plan.ends))  # of the model by the steps as they were
     uncertain = max(correction, LEAST_UNCERTAINTY * plan.step_s)
     return Advice(
@@ -41,7 +41,7 @@ def advice(compressor: Compressor, plan: Plan) -> Advice:
 
 
 def _limit(plan: Plan) -> str:
-    """What is under way between the last gradient and the last mean."""
+    """Name what is under way between the last gradient and the last mean."""
     last = plan.times[-1]
     after_backward = last.end_s - plan.model.ready_s[-1]
     if after_backward < LEAST_UNCERTAINTY * plan.step_s:
@@ -51,7 +51,7 @@ def _limit(plan: Plan) -> str:
 
 
 def recommend(advices: Sequence[Advice]) -> Advice:
-    """The strategy to use: of those hardly slower than the fastest the first of ``Auto``'s; dense where none gains 5 %.
+    """Choose, of those hardly slower than the fastest, the first of ``Auto``'s candidates; dense where none gains 5 %.
 
     Baselines (top-k, random-k) are shown but not recommended.
     """
@@ -63,7 +63,7 @@ def recommend(advices: Sequence[Advice]) -> Advice:
 
 
 def table(advices: Sequence[Advice], title: str) -> Table:
-    """What to expect of each, the fastest first; the recommended one in bold."""
+    """Show what to expect of each, the fastest first; the recommended one in bold."""
     numbers = (Column(heading, justify="right") for heading in ("step", "between", "of dense", "groups"))
     result = Table("strategy", *numbers, "limited by", title=title, box=box.SIMPLE_HEAD)
     dense = next(a for a in advices if a.strategy == "sparse_dense")
@@ -91,7 +91,7 @@ or in a config file:
 
 
 def words(advices: Sequence[Advice]) -> list[str]:
-    """The recommendation, and the configuration to paste; before them, whether to trust what was measured."""
+    """Write the recommendation and the configuration to paste; before them, whether to trust what was measured."""
     dense, best = next(a for a in advices if a.strategy == "sparse_dense"), recommend(advices)
     doubt = []
     if best.high_s - best.step_s > MOST_UNCERTAINTY * best.step_s:

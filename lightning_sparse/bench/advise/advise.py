@@ -33,7 +33,7 @@ STEPS = 8  # of a model that trains alone, of which the first half is not timed
 
 @dataclass(frozen=True)
 class AdviseArguments:
-    """What the user asked for, as ``lightning-sparse advise --help`` explains it."""
+    """Arguments of ``lightning-sparse advise``, as its ``--help`` explains them."""
 
     model: str
     emulate: str
@@ -57,7 +57,7 @@ def advise(arguments: AdviseArguments) -> int:
 
 
 def _measure(arguments: AdviseArguments) -> tuple[list[Advice], str]:
-    """Advice from steps between ranks, and where they were; none on other ranks than 0."""
+    """Return advice from steps between ranks, and where they ran; no advice on ranks other than 0."""
     try:
         place, measure = find_ranks([arguments.emulate] if arguments.emulate else [], arguments.interface)
     except BenchError as error:
@@ -77,9 +77,9 @@ def _measure(arguments: AdviseArguments) -> tuple[list[Advice], str]:
 
 
 def predict(model: str, link: str) -> list[Advice]:
-    """Advice from steps of one process here, and messages that take what they would on ``link``.
+    """Return advice from steps of one process here, and messages that take what they would on ``link``.
 
-    In a process of its own, since a training leaves a process group and environment variables behind.
+    It trains in a process of its own, since a training leaves a process group and environment variables behind.
     """
     cluster = parse(link)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as apart:
@@ -100,7 +100,7 @@ def _in_one_process(model: str, cluster: ClusterSpec) -> list[Advice]:
 
 
 def advices(parameters: Mapping[str, Tensor], measured: Measured, cluster: ClusterSpec) -> list[Advice]:
-    """What to expect of each strategy where steps take what was measured, and messages what they would on a cluster."""
+    """Advise on each strategy, where steps take what was measured and messages what they would on the cluster."""
     link = Link(HOP_S, cluster.s_per_byte)
     found = []
     for kind in COMPRESSORS.values():

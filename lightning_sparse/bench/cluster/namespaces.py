@@ -117,7 +117,7 @@ def address(host: int) -> str:
 
 
 def unavailable_reason() -> str | None:
-    """Why no cluster can be built here and what to do about it, or None."""
+    """Say why no cluster can be built here and what to do about it; None if one can."""
     if os.geteuid() != 0:
         return "an emulated cluster needs root, to make network namespaces: run as root, or with sudo"
     for tool in ("ip", "tc"):
@@ -134,7 +134,7 @@ def unavailable_reason() -> str | None:
 def remove_stale() -> list[str]:
     """Remove the clusters whose creator is dead, with the processes in them; returns the names of the namespaces."""
     names = sorted(path.name for path in _NETNS_FOLDER.iterdir()) if _NETNS_FOLDER.is_dir() else []
-    # The start time tells the creator from a later process with the same id.
+    # A later process with the same id has another start time than the creator.
     matches = filter(None, map(_NAME.fullmatch, names))
     stale = [match[0] for match in matches if start_ticks(int(match["pid"])) != int(match["start"])]
     kill_inside(stale)
@@ -144,7 +144,7 @@ def remove_stale() -> list[str]:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot, or None when it is dead."""
+    """Return when a process started, in clock ticks since boot, or None when it is dead."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:

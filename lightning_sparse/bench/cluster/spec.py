@@ -1,4 +1,4 @@
-"""What clusters there can be: hosts and the rates of their links, written as text such as ``4x1gbit``."""
+"""Clusters as text, such as ``4x1gbit``: hosts and the rates of their links."""
 
 import re
 from dataclasses import dataclass

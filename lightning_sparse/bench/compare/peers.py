@@ -1,4 +1,4 @@
-"""What a benchmark compares: this project's strategies and their peers, by name.
+"""The strategies that a benchmark compares, by name: this project's and their peers.
 
 All of them run through the same Trainer.  Lightning registers DDP's communication hooks on CUDA only, so the peers
 here register theirs themselves, on every device.

@@ -1,4 +1,4 @@
-"""What is measured on a rank: times, losses, and the kernel's counters."""
+"""Measures a training on one rank: times, losses, and the kernel's counters."""
 
 import fcntl
 import math
@@ -53,7 +53,7 @@ class MeasuredRun:
 
     @staticmethod
     def mean(runs: Sequence["MeasuredRun"]) -> "MeasuredRun":
-        """The same run over several ranks."""
+        """Average the same run over several ranks."""
         names = [each.name for each in fields(MeasuredStep)]
         steps = [
             MeasuredStep(**{name: of_known(fmean, (getattr(step, name) for step in same)) for name in names})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What a benchmark measured: statistics, the table, JSON lines and a page to keep.  Nothing here runs anything."""
+"""Reports what a benchmark measured: statistics, tables, JSON lines and a page to keep.  Nothing here trains."""
 
 import json
 import os
@@ -183,7 +183,7 @@ def _known(value: float | None, text: Callable[[float], str]) -> str:
 
 
 def _cells(row: Summary) -> dict[str, str]:
-    """What stands in a row, by heading."""
+    """Write the cells of a row, by heading."""
     return {
         "step": _ms(1e3 * row.s.value),
         "middle half": f"{1e3 * row.s.low:.0f}..{1e3 * row.s.high:.0f}",
@@ -203,7 +203,7 @@ def _cells(row: Summary) -> dict[str, str]:
 
 
 def title(rows: Sequence[Summary], workload: str) -> str:
-    """What the rows of one cluster have in common."""
+    """Name what the rows of one cluster have in common."""
     most = max(row.rounds for row in rows)
     return f"{workload} on {rows[0].cluster}: {rows[0].ranks} ranks, {most} {'round' if most == 1 else 'rounds'}"
 
@@ -215,7 +215,7 @@ def by_cluster(rows: Sequence[Summary]) -> dict[str, list[Summary]]:
 
 
 def notes(rounds: Sequence[Round]) -> list[str]:
-    """What must be known about strategies, and which runs failed."""
+    """Say what must be known about strategies, and which runs failed."""
     names = dict.fromkeys(r.strategy.partition("#")[0] for r in rounds)
     failed = [f"{r.strategy} failed on {r.cluster} in round {r.number}: {r.error}" for r in rounds if r.error]
     return [*(f"{name}: {PEERS[name][1]}." for name in names if name in PEERS), *failed]
@@ -244,7 +244,7 @@ def show(console: Console, rows: Sequence[Summary], rounds: Sequence[Round], wor
 
 
 def environment(command: str) -> dict[str, Any]:
-    """The machine and the versions, without any names of hosts or people."""
+    """Describe the machine and the versions, without any names of hosts or people."""
     kernel = Path("/proc/sys/net/ipv4/tcp_congestion_control")
     return {
         "command": command,

@@ -34,7 +34,7 @@ class BenchError(RuntimeError):
 
 @dataclass(frozen=True)
 class BenchArguments:
-    """What the user asked for, as ``lightning-sparse bench --help`` explains it; and the command that did."""
+    """Arguments of ``lightning-sparse bench``, as its ``--help`` explains them, and the command that was typed."""
 
     emulate: str
     workload: str
@@ -48,7 +48,7 @@ class BenchArguments:
     command: str
 
     def schedules(self) -> list[Schedule]:
-        """What to run, for each cluster; raises a ValueError for an unknown name or a number that is too small."""
+        """Return what to run on each cluster; raises a ValueError for an unknown name or a number that is too small."""
         for name, least in (("steps", 1), ("warmup", 0), ("rounds", 1)):
             if (value := getattr(self, name)) < least:
                 raise ValueError(f"--{name} must be at least {least}; got {value}")
@@ -78,7 +78,7 @@ def bench(arguments: BenchArguments) -> int:
 
 
 def find_ranks(clusters: Sequence[str], interface: str | None) -> tuple[Place | None, Measure]:
-    """This process's place among the ranks that it was started with, None if it emulates; and what measures on them.
+    """Find this process's place among the ranks it was started with, None if it emulates; and what measures on them.
 
     Raises:
         ValueError: a cluster to emulate, or the interface of a real one, does not exist or has one host.
@@ -156,7 +156,7 @@ def _report(arguments: BenchArguments, schedules: Sequence[Schedule], measure: M
 
 
 def _new_file(folder: Path, stem: str) -> Path:
-    """An empty file of results, with a name that no run beside this one has taken."""
+    """Make an empty file of results, with a name that no run beside this one has taken."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{stem}.jsonl"
     for i in count(2):

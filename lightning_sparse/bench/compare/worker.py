@@ -1,4 +1,4 @@
-"""What runs on each rank: ``python -m lightning_sparse.bench.compare.worker SCHEDULE PLACE``.
+"""The program that runs on each rank: ``python -m lightning_sparse.bench.compare.worker SCHEDULE PLACE``.
 
 A worker takes the strategies in turn, round after round.  Each turn is a process of its own, forked from the worker so
 that it need not import anything, with an ordinary Trainer in it: every strategy starts with fresh memory and fresh
@@ -52,7 +52,7 @@ QUIET: dict[str, Any] = dict.fromkeys(
 
 @dataclass(frozen=True)
 class Schedule:
-    """What to run; the same on every rank."""
+    """The turns to run; the same on every rank."""
 
     cluster: str  # what the rows are called
     workload: str  # as `workload_named` reads it
@@ -73,7 +73,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands among the ranks."""
+    """The position of this process among the ranks."""
 
     rank: int  # of all
     local_rank: int  # of those on this host
@@ -178,7 +178,7 @@ def _result(turn: _Turn) -> str:
 
 
 def _gather(turn: _Turn) -> Round:
-    """All ranks' results as one."""
+    """Join all ranks' results."""
     schedule, size = turn.schedule, turn.place.size
     results = [json.loads(turn.store.get(f"rank {rank}")) for rank in range(size)]
     # When one rank fails the others lose their connections to it, and say so: not what one wants to read.
@@ -216,7 +216,7 @@ def _serve(place: Place) -> None:
 
 
 def _train(turn: _Turn, port: int, results: Connection) -> None:
-    """One turn of one strategy on this rank."""
+    """Take one turn of one strategy on this rank."""
     try:
         _become_worker(turn.place, port)
         run = _fit(turn)

@@ -1,4 +1,4 @@
-"""What is trained in a benchmark: real models on real data, and the layer shapes of well-known models.
+"""Models and data to train in a benchmark: real ones, and the layer shapes of well-known models.
 
 Nothing is downloaded: the digits come with scikit-learn, the text is the source of Python's own standard library.
 """
@@ -39,7 +39,7 @@ class Workload:
 
 
 class Classifier(LightningModule):
-    """Layers that tell images of digits apart."""
+    """Layers that classify images of digits."""
 
     def __init__(self, layers: Sequence[nn.Module], learning_rate: float) -> None:
         super().__init__()

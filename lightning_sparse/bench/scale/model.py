@@ -1,4 +1,4 @@
-"""What communication among many ranks costs: modelled from counts, fitted to what was measured.  Pure functions."""
+"""Models what communication among many ranks costs: from counts, with a link fitted to what was measured."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ ROUNDS_IN_FLIGHT = 4  # times round a ring that wait for each other: as in `rehe
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one strategy's communication among some ranks costs, by the bench or by the model."""
+    """Traffic and time of one strategy among some ranks, measured by the bench or modelled."""
 
     strategy: str  # name of its compressor, or "ddp"
     ranks: int  # P
@@ -35,7 +35,7 @@ class Fit:
 
 
 def model_s(hops: int, sent_bytes: float, ranks: int, link: Link) -> float:
-    """Seconds that messages among 2 or more ranks take: a latency for every hop, and time for every byte.
+    """Return the seconds that messages take among 2 or more ranks: a latency for every hop, and time for every byte.
 
     Segments of one ring follow each other, so at most ``4 (P - 1)`` hops count, as in ``rehearsal.model_cost``.
     """
@@ -47,10 +47,10 @@ def _hops(hops: int, ranks: int) -> int:
 
 
 def fit(measured: Sequence[Measurement], counts: Iterable[StepTraffic]) -> Fit | None:
-    """The link with the least sum of squared differences between modelled and measured seconds, neither part negative.
+    """Find the link with the least sum of squared differences between modelled and measured seconds.
 
     Bytes are those measured; hops are those counted for the same compressor (for "ddp": dense) among as many ranks.
-    None if there are too few points to tell latency and rate apart.
+    None if there are too few points to separate latency and rate.
     """
     hops = {(each.strategy, each.ranks): _hops(each.hops, each.ranks) for each in counts}
     from scipy.optimize import nnls  # an extra
@@ -73,7 +73,7 @@ def fit(measured: Sequence[Measurement], counts: Iterable[StepTraffic]) -> Fit |
 
 
 def measured_points(rows: Iterable[Summary]) -> list[Measurement]:
-    """What the bench's rows say of communication; those without a step that sends nothing to compare with are left out.
+    """Read traffic and time off the bench's rows; those with no step without communication beside them are left out.
 
     Differences that noise made negative are zero.
     """

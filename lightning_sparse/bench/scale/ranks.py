@@ -18,7 +18,7 @@ SPREAD = 3.0  # deviation of the logarithm of the elements' scales: of the large
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """What each rank puts on the wire in one step of one strategy, for one group of gradients."""
+    """Messages of each rank in one step of one strategy, for one group of gradients."""
 
     strategy: str  # its name
     ranks: int  # P

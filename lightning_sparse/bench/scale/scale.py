@@ -37,7 +37,7 @@ GROUPS = "fusion=bucket"  # so that the model travels in one group, as it is cou
 
 @dataclass(frozen=True)
 class ScaleArguments:
-    """What the user asked for, as ``lightning-sparse scale --help`` explains it; and the command that did."""
+    """Arguments of ``lightning-sparse scale``, as its ``--help`` explains them, and the command that was typed."""
 
     emulate: str
     link: str
@@ -57,11 +57,11 @@ class ScaleArguments:
         require_matplotlib()
 
     def sizes(self) -> list[int]:
-        """Numbers of ranks to count: 2, 4, 8, ..."""
+        """Return the numbers of ranks to count: 2, 4, 8, ..."""
         return [2**i for i in range(1, self.most.bit_length())]
 
     def schedules(self) -> list[Schedule]:
-        """What to measure; nothing without ``emulate``."""
+        """Return what to measure; nothing without ``emulate``."""
         strategies = ",".join(["ddp", *(f"{name}:{GROUPS}" for name in COMPRESSORS)])
         clusters = [f"{size}x{self.emulate}" for size in MEASURED if self.emulate and size <= self.most]
         return [Schedule(cluster, WORKLOAD, strategies, STEPS, WARMUP, ROUNDS, "cpu") for cluster in clusters]
@@ -112,7 +112,7 @@ def scale(arguments: ScaleArguments) -> int:
 
 
 def count_all(sizes: Sequence[int], elements: int, progress: Progress) -> list[StepTraffic]:
-    """What every compressor sends among so many ranks; of gradients of ``elements``, or fewer where memory is short."""
+    """Count what every compressor sends, for gradients of ``elements``, or fewer where memory is short."""
     task = progress.add_task("counting", total=len(COMPRESSORS) * len(sizes))
     found = []
     for name in COMPRESSORS:
@@ -124,7 +124,7 @@ def count_all(sizes: Sequence[int], elements: int, progress: Progress) -> list[S
 
 
 def _modelled(count: StepTraffic, elements: int, link: Link) -> Measurement:
-    """What a gradient of ``elements`` takes, in proportion to the one counted.
+    """Model what a gradient of ``elements`` takes, in proportion to the one counted.
 
     That is a little much where the one counted is shorter: parts of fixed size weigh less in longer messages.
     """
@@ -136,7 +136,7 @@ def _modelled(count: StepTraffic, elements: int, link: Link) -> Measurement:
 
 
 def words(arguments: ScaleArguments, link: Link, fitted: Fit | None) -> str:
-    """Which link the model has, and how well it fits."""
+    """Say which link the model has, and how well it fits."""
     rate = f"{8e-6 / link.s_per_byte:,.0f} Mbit/s" if link.s_per_byte else "no limit"
     described = f"{1e3 * link.latency_s:.2f} ms a hop, {rate}"
     if fitted is None:

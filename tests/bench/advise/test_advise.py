@@ -43,15 +43,15 @@ def test_the_fastest_is_recommended_and_of_equals_the_one_that_sends_most() -> N
 def test_words_say_when_not_to_compress_and_what_to_paste() -> None:
     assert words(made(micro=0.97))[0].startswith("Do not compress")
     assert "Trainer(strategy='ddp')" in "\n".join(words(made(micro=0.97)))
-    told = "\n".join(words(made(micro=0.5)))
-    assert told.startswith("Use micro")
+    shown = "\n".join(words(made(micro=0.5)))
+    assert shown.startswith("Use micro")
     unsure = [DENSE, replace(DENSE, strategy="micro", step_s=0.5, low_s=0.3, high_s=0.7)]
     assert words(unsure)[0].endswith(
         "micro's may take 300 to 700 ms. Ask again when nothing else runs on these machines."
     )
     assert words(unsure)[2:] == words(made(micro=0.5))
-    assert "Use micro: a step of about 500 ms instead of 1000 ms (2.0 times faster)" in told
-    assert "class_path: lightning_sparse.MiCRO" in told
+    assert "Use micro: a step of about 500 ms instead of 1000 ms (2.0 times faster)" in shown
+    assert "class_path: lightning_sparse.MiCRO" in shown
     assert [str(cell) for cell in table(made(micro=0.5), "title").columns[0].cells] == [
         "[bold]micro[/bold]",
         "sparse_dense",

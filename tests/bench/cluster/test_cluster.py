@@ -363,7 +363,7 @@ def transfer(cluster: Cluster, source: int, target: int, payload_bytes: int) -> 
 
 
 def limits(namespace: str) -> dict[str, int]:
-    """The rate of each limited interface, as the kernel tells."""
+    """The rate of each limited interface, as the kernel reports it."""
     shown = subprocess.run(["tc", "-n", namespace, "qdisc"], capture_output=True, text=True, check=True).stdout
     found = re.findall(r"^qdisc tbf \S+ dev (\S+) .*\brate (\S+)", shown, re.MULTILINE)
     return {interface: parse_rate(rate.lower()) or 0 for interface, rate in found}
