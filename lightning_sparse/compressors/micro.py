@@ -18,8 +18,6 @@ from lightning_sparse.selection.sparse import Sparse
 from lightning_sparse.selection.threshold import Held
 from lightning_sparse.wire import PickLayout, check_index_format, index_format, joined
 
-SLACK = 1.1  # with 1.25 one element in 10,000 waits for want of room, with 1.1 one in 200
-
 
 @dataclass(frozen=True)
 class MiCRO(Compressor):
@@ -31,6 +29,7 @@ class MiCRO(Compressor):
 
     Two messages: an all-gather of indices, coded relative to the partition, and a sum of k values.  A message has room
     for ``slack`` times the picks meant; where there are more, the largest go and the others wait (``group.overflow``).
+    Without ``balance`` each rank's indices have room for all k, since they may all lie in its partition.
 
     Where ours differs from the authors' code (kljp/micro): the threshold starts from a sampled quantile, not from
     1 / (2 sqrt(k)), and is estimated anew when it misses widely; between,
@@ -41,22 +40,21 @@ class MiCRO(Compressor):
     Args:
         density: fraction of elements updated in a step, in (0, 1].  The paper's experiments: 0.001.
         balance: move the partitions' edges until each holds as many picks; False, as the paper: all n / P elements.
-        slack: room in a message, as a multiple of the k / P elements meant, at least 1.  None: 1.1 where edges move;
-            where they do not, 1.1 P, so that one partition may hold all k, as in the code, which has no limit.
+        slack: room in a message, as a multiple of the k / P picks meant, or of k without ``balance``, at least 1.  The
+            code has no limit.
         indices: how indices travel: "auto" (the cheapest), "int32", "block16", "bitmap" or "elias_fano"; on a GPU
             always "block16".  The code: 64 bits each.
     """
 
     density: float = 0.01
     balance: bool = True
-    slack: float | None = None
+    slack: float = 1.1
     indices: str = "auto"
 
     def __post_init__(self) -> None:
         check_density(self, self.density)
         check_switch(self, "balance")
-        if self.slack is not None:
-            check_slack(self, self.slack)
+        check_slack(self, self.slack)
         check_index_format(self, self.indices)
 
     def reduce(self, group: Group, comm: Comm) -> Rounds:
@@ -81,7 +79,7 @@ class MiCRO(Compressor):
         owners = [(p - group.step) % size for p in range(size)]  # of each partition
         picks = [layout.unpack(gathered[owner]) for owner in owners]
         index = joined(picks, edges, group.n)  # [m]
-        total = yield from sum_at(index, unsent, size * layout.capacity, comm)
+        total = yield from sum_at(index, unsent, max(index.numel(), self._values(group.n, size, layout)), comm)
         group.tell_host("told", torch.tensor([[p.index.numel(), p.seen, p.near, True] for p in picks]))
         return Sparse(index, total)
 
@@ -99,8 +97,10 @@ class MiCRO(Compressor):
 
         rows, told = messages.unpack(layout, gathered.roll(group.step, 0), partition.widths(edges))  # of each partition
         index = padded.joined(list(rows), edges)  # n where there is no pick
+        if not self.balance:
+            index = index.sort().values[: self._values(n, comm.size, layout)]
         group.tell_host("told", told)
-        group.picked = told[:, 0].sum()
+        group.picked = (index < n).sum()
         return (yield from sum_padded(index, unsent, comm))
 
     def carry(self, parts: Sequence[tuple[Group, int]]) -> dict[str, Tensor]:
@@ -115,10 +115,14 @@ class MiCRO(Compressor):
         return PickLayout(width, capacity, index_format(indices, width, capacity))
 
     def _room(self, n: int, edges: list[int]) -> int:
-        """Elements there is room for in a message."""
-        size = len(edges) - 1
-        slack = self.slack or (SLACK if self.balance else size * SLACK)
-        return min(max(partition.widths(edges)), room(count(self.density, n) / size, slack))
+        """Picks there is room for in a message: without balance all of them may lie in one partition."""
+        meant = count(self.density, n) / (len(edges) - 1 if self.balance else 1)
+        return min(max(partition.widths(edges)), room(meant, self.slack))
+
+    def _values(self, n: int, size: int, layout: PickLayout) -> int:
+        """Values there is room for in the sum: of all picks meant, wherever they lie."""
+        picks = size * layout.capacity
+        return picks if self.balance else min(picks, room(count(self.density, n), self.slack))
 
     def _threshold(self, group: Group, comm: Comm) -> Generator[Pending, Tensor, float]:
         """The threshold all ranks share; where there is none, the mean of the ranks' estimates."""

@@ -112,7 +112,9 @@ def _adapt_shared(group: Group, threshold: float, told: Sequence[Sequence[int]],
     held = _used(group, "shared", threshold)
     picked, seen, near, _ = (list(column) for column in zip(*told, strict=True))  # of each owner
     crowded: bool = sum(seen) - sum(picked) > CROWDED * k
-    if crowded or held.lost(sum(seen), sum(near), k) or held.blind(sum(seen), sum(near), k):
+    if crowded:
+        held = Held(UNKNOWN.threshold, held.trend)
+    elif held.lost(sum(seen), sum(near), k) or held.blind(sum(seen), sum(near), k):
         held = Held(-held.threshold or UNKNOWN.threshold, held.trend)
     else:
         roomy = [p for p in range(len(told)) if seen[p] == picked[p]] or range(len(told))

@@ -30,7 +30,7 @@ from tests.runs import Run, layered
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_words_sent_stay_below_six_k(size: int) -> None:
     """In the paper's format, 32-bit indices and values: 6 k (P-1)/P words a step between evaluations, k measured."""
-    n = 20_000
+    n = 50_000
     run = Run(ls.OkTopk(density=0.02, indices="int32"), size, n)
     words, picked = torch.zeros(size), 0
     for step, gradient in enumerate(layered(n, size, 64)):
