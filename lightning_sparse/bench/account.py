@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_sparse import wire
-from lightning_sparse.compressors import COMPRESSORS, Compressor
+from lightning_sparse.compressors import COMPRESSORS, Compressor, MomentumCorrection
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.network.simulated import SimComm, SimNetwork
@@ -30,7 +30,7 @@ REST = "rest"
 STEP = "step"
 # Phase -> the functions whose time it is, but for what another phase takes of it.
 FUNCTIONS: dict[str, tuple[Callable[..., object], ...]] = {
-    "add": (Group.add,),
+    "add": (Group.add, Compressor.accumulate, MomentumCorrection.accumulate),
     "select": (
         *(select.above, select.sampled_threshold, select.summary, select.pooled_threshold),
         *(select.kth_largest, select.largest, select.at_most),

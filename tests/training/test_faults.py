@@ -265,7 +265,7 @@ def on_host(rank: int, size: int, namespaces: list[str], address: str, interface
 def on_emulated_hosts(ranks: Ranks, folder: Path, fault: Callable[[], None], timeout_s: float) -> list[End]:
     """Train on three hosts, of which number 1 is cut off."""
     with Cluster("3x1gbit") as cluster:
-        where = [cluster.namespace(host) for host in range(3)], cluster.address(0), cluster.interface(0)
+        where = [cluster.namespace(host) for host in range(3)], cluster.address(0), "eth0"
         with ranks.start(on_host, 3, *where, "micro", str(folder), fault, 1, None, timeout_s) as running:
             return in_order(running)
 
