@@ -14,15 +14,13 @@ from digits import Digits, DigitsClassifier
 from torch import Tensor
 
 import lightning_sparse as ls
-from lightning_sparse.compressors.group import Group
-from lightning_sparse.network.comm import Comm, Rounds
 
 
 @dataclass(frozen=True)  # settings only: what changes from step to step lives in the group
 class Signs(ls.Compressor):
     """Sends ``scale * sign(x)``; the scale is the mean magnitude of the group."""
 
-    def reduce(self, group: Group, comm: Comm) -> Rounds:
+    def reduce(self, group: ls.Group, comm: ls.Comm) -> ls.Rounds:
         scale = group.unsent.abs().mean()
         positive = group.unsent >= 0  # [n]
         group.unsent -= scale * sign(positive)  # what this rank sends it takes out, and nothing is lost

@@ -20,11 +20,14 @@ from lightning_sparse.compressors import (
     TopK,
     Warmup,
 )
+from lightning_sparse.compressors.group import Group
 from lightning_sparse.hook import SparseHook
 from lightning_sparse.monitor.callbacks import CompressionMonitor
 from lightning_sparse.monitor.metrics import CompressionRatio, ThresholdError
 from lightning_sparse.monitor.replicas import ReplicaCheck
+from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.registry import register
+from lightning_sparse.selection.sparse import Sparse
 from lightning_sparse.simulation import Simulated, simulate
 from lightning_sparse.strategy import SparseDDPStrategy
 
@@ -33,20 +36,24 @@ register()
 __all__ = [
     "COMPRESSORS",
     "Auto",
+    "Comm",
     "CompressionMonitor",
     "CompressionRatio",
     "Compressor",
     "Dense",
     "DensityLadder",
+    "Group",
     "ImportancePruning",
     "MiCRO",
     "MomentumCorrection",
     "OkTopk",
     "RandomK",
     "ReplicaCheck",
+    "Rounds",
     "Simulated",
     "SketchFusion",
     "SkipReduce",
+    "Sparse",
     "SparseDDPStrategy",
     "SparseHook",
     "ThresholdError",
