@@ -149,21 +149,22 @@ class OkTopk(Compressor):
         space = comm.size * self.layout(group, comm, group.n).capacity
         held = Held.of(memory["shared"]) if "shared" in memory else None
         evaluated = held is None or group.step % self.evaluate_every == 0
-        lost = False
+        blind = False
         while True:
             if evaluated or held is None:
                 summaries = yield comm.all_gather(summary(region.values))
                 threshold = pooled_threshold(summaries, k)
-                held = held.renewed(threshold) if held and lost else Held(threshold, held.trend if held else 0.0)
+                held = held.renewed(threshold) if held and blind else Held(threshold, held.trend if held else 0.0)
             picks = pick(region.values, held.threshold, region.values.numel())
             own = torch.tensor([picks.seen, picks.near], dtype=torch.int32, device=region.index.device)
             sizes = yield comm.all_gather(own)  # [P, 2]
             if int(sizes.min()) < 0 or int(sizes.max()) > group.n:
                 raise CorruptMessage(f"counts {sizes.tolist()} arrived, 0 to {group.n} expected: {CAUSE}")
             seen, near = sizes.sum(0).tolist()
-            if evaluated or not (held.lost(seen, near, k) or held.blind(seen, near, k)):
+            blind = held.blind(min(seen, space), k, seen, near)
+            if evaluated or not (blind or held.lost(seen, near, k)):
                 break
-            evaluated = lost = True
+            evaluated = True
         memory["shared"] = held.after(min(seen, space), k, seen, near).state()
         counts = sizes[:, 0].tolist()
         if seen > space:  # each rank keeps its share of what there is room for

@@ -30,7 +30,7 @@ from lightning_sparse.wire import CAUSE, CorruptMessage, PickLayout
 if TYPE_CHECKING:
     from lightning_sparse.compressors.ok_topk import OkTopk
 
-UNKNOWN = Held(-1.0)  # one is evaluated in the next step; likewise where that of a lost one is negative
+UNKNOWN = Held(-1.0)  # one is evaluated in the next step; likewise where one that was blind is kept negative
 CROWDED = 0.5  # of k sums that had no room in the last step: then regions are cut anew at once
 ONE = 2**16  # a pick, where picks are counted in parts of it: whole numbers add up to the same in any order
 
@@ -112,10 +112,10 @@ def _adapt_shared(group: Group, threshold: float, told: Sequence[Sequence[int]],
     held = _used(group, "shared", threshold)
     picked, seen, near, _ = (list(column) for column in zip(*told, strict=True))  # of each owner
     crowded: bool = sum(seen) - sum(picked) > CROWDED * k
-    if crowded:
+    if crowded or held.lost(sum(seen), sum(near), k):
         held = Held(UNKNOWN.threshold, held.trend)
-    elif held.lost(sum(seen), sum(near), k) or held.blind(sum(seen), sum(near), k):
-        held = Held(-held.threshold or UNKNOWN.threshold, held.trend)
+    elif held.blind(sum(picked), k, sum(seen), sum(near)):
+        held = Held(-held.threshold, held.trend)
     else:
         roomy = [p for p in range(len(told)) if seen[p] == picked[p]] or range(len(told))
         held = held.after(sum(picked), k, sum(seen[p] for p in roomy), sum(near[p] for p in roomy))

@@ -50,18 +50,18 @@ class Held:
         """Whether the threshold missed so widely that it is better evaluated anew than corrected."""
         return seen > 2 * target or (near < target / 2 and self.threshold > 0)
 
-    def blind(self, seen: int, near: int, target: int) -> bool:
-        """Whether it is better evaluated anew, since these counts do not tell how far to move it.
+    def blind(self, picked: int, target: int, seen: int, near: int) -> bool:
+        """Whether it is better evaluated anew, since these counts, as of :meth:`after`, do not tell how far to move it.
 
-        Next to nothing reaches it, or there is too much and nothing just below: then what was counted ends near it.
-        Gradients that have shrunk leave everything unsent piled up just below the threshold, and it would jump to and
-        fro across that edge.
+        Next to nothing reaches it, or too much was sent and hardly anything is just below: then what was counted ends
+        near it.  Gradients that have shrunk leave everything unsent piled up just below the threshold, and it would
+        jump to and fro across that edge.
         """
-        too_many = seen > CROWDED * target and near < LEVEL * seen
+        too_many = picked > CROWDED * target and near < LEVEL * seen
         return self.threshold > 0 and (seen < STARVED * target or too_many)
 
     def renewed(self, threshold: float) -> "Held":
-        """``threshold``, evaluated anew since this one was lost, with the trend that would have led there.
+        """``threshold``, evaluated anew since this one was blind, with the trend that would have led there.
 
         After a jump of the scale there is none.
         """

@@ -233,12 +233,13 @@ def test_a_threshold_that_missed_widely_is_given_up() -> None:
 
 def test_counts_that_tell_nothing_are_known() -> None:
     held = Held(1.0)
-    assert held.blind(24, 500, 100)
-    assert not held.blind(26, 500, 100)
-    assert held.blind(150, 170, 100)
-    assert not held.blind(150, 190, 100)
-    assert not held.blind(90, 90, 100)
-    assert not Held(0.0).blind(10, 10, 100)
+    assert held.blind(24, 100, 24, 500)
+    assert not held.blind(26, 100, 26, 500)
+    assert held.blind(125, 100, 150, 170)
+    assert not held.blind(100, 100, 150, 170)
+    assert not held.blind(125, 100, 150, 190)
+    assert not held.blind(90, 100, 90, 90)
+    assert not Held(0.0).blind(10, 100, 10, 10)
 
 
 def test_a_threshold_evaluated_anew_has_the_trend_that_would_have_led_there() -> None:
