@@ -78,7 +78,7 @@ class Compressor(ABC):
 
     @property
     def chooses(self) -> bool:
-        """Whether it is chosen in the first steps of a training what averages the others: see :class:`Auto`."""
+        """Whether the first steps of a training decide what averages the later ones, as with :class:`Auto`."""
         return False
 
     def compresses(self, step: int) -> bool:
