@@ -74,7 +74,7 @@ def _estimate(
         else:
             d = _told(table + 3 * columns, offsets + 3 * blocks, signs + 3 * blocks, place, inside, columns)
             e = _told(table + 4 * columns, offsets + 4 * blocks, signs + 4 * blocks, place, inside, columns)
-            below = _larger(_smaller(told, b), _smaller(c, d))  # as lightning_sparse.selection.sketch.median
+            below = _larger(_smaller(told, b), _smaller(c, d))  # as lightning_sparse.kernels.reference.median
             above = _smaller(_larger(told, b), _larger(c, d))
             told = _median3(below, above, e)
     tl.store(out + element, told, mask=inside)
