@@ -79,7 +79,7 @@ class SparseHook:
         refuse_what_cannot_be_averaged(ddp.module, parameters)
         self._ranks = TorchComm(ddp.process_group)  # for the main thread, between two steps
         self._device = next((p.device for p in parameters.values()), torch.device("cpu"))
-        told = {
+        settings = {
             "compressor": compressor,
             "fusion": fusion,
             "wire_dtype": wire_dtype,
@@ -88,7 +88,7 @@ class SparseHook:
             "find_unused_parameters": ddp.find_unused_parameters,
             "a gradient scaler": scaler is not None,
         }
-        agree(versions() | told | described(ddp.module), self._ranks, self._device)
+        agree(versions() | settings | described(ddp.module), self._ranks, self._device)
         self._groups = process_groups or ProcessGroups(ddp)
         nodes = self._groups if self._groups.local_size > 1 else None
         refuse_unused_in_nodes(ddp, self._groups.local_size)
@@ -257,7 +257,7 @@ def dense_if_alone(compressor: Compressor, size: int) -> Compressor:
             f"There is one rank, or with local_group one node, and nobody to send to: {compressor} is not used, and "
             "every step updates all elements. A compressor starts to work from two on."
         )
-    return compressor.densely()
+    return compressor.dense_variant()
 
 
 def _parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What a strategy is told, checked once for the Trainer's and for Fabric's."""
+"""The options of a strategy, checked once for the Trainer's and for Fabric's."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields

@@ -59,7 +59,7 @@ def simulate(
     if weights.shape != (n,):
         raise ValueError(f"weights is [n] = [{n}], one for each element of a gradient; got {list(weights.shape)}.")
     compressor = by_name(compressor)
-    if compressor.sends_whole("gradient", n):
+    if compressor.is_dense("gradient", n):
         compressor = Dense()
     network = SimNetwork(size, wire_dtype_named(wire_dtype))
     groups = [Group(0, ("gradient",), (weights,)) for _ in range(size)]

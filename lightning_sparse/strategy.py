@@ -61,7 +61,7 @@ class SparseMixin(_Base):
         self.residuals = residuals
         self.hook: SparseHook | None = None  # during fit, and afterwards
         self._hooked: LightningModule | None = None
-        self._told_size = False
+        self._size_reported = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what a fit has made: threads and process groups belong to the process."""
@@ -179,9 +179,9 @@ class SparseMixin(_Base):
 
     def _tell_size(self, nbytes: int, seconds: float) -> None:
         """Say once what residuals add to a checkpoint."""
-        if self._told_size:
+        if self._size_reported:
             return
-        self._told_size = True
+        self._size_reported = True
         figure = f"residuals (the gradient not yet sent, residuals={self.residuals!r}) add {nbytes / 2**20:,.1f} MiB"
         if nbytes > LARGE_BYTES:
             rank_zero_warn(

@@ -363,9 +363,9 @@ def test_a_mean_is_written_in_any_memory_order_and_nowhere_else(x: Tensor, size:
     group = Group(0, ("x",), (x,))
     expected = (total / size).to(x.dtype).view(x.shape)
     memory = x.new_empty(0).set_(x.untyped_storage())  # type: ignore[call-overload]
-    for told in (total, Sparse(index, total[index])):
+    for result in (total, Sparse(index, total[index])):
         memory.fill_(7)
-        group.hand_back(told, [x], size)
+        group.hand_back(result, [x], size)
         assert torch.equal(x, expected)
         x.fill_(7)
         assert (memory == 7).all()  # in the gaps nothing was written
@@ -701,10 +701,10 @@ def test_a_genuine_checkpoint_is_loaded_without_a_word(trained: Trained) -> None
     trained.step()
 
 
-def test_every_way_to_alter_a_checkpoint_by_hand_is_told(trained: Trained) -> None:
+def test_every_way_to_alter_a_checkpoint_by_hand_is_reported(trained: Trained) -> None:
     """One by one, what the fuzzing may take long to find."""
     name = next(iter(trained.unsent))
-    for change, told in (
+    for change, expected in (
         ({"size": 0}, "size=0 is no whole number from 1 up"),
         ({"checksum": torch.tensor([])}, "checksum=a Tensor must be a list of integers"),
         ({"size": 2}, "without a row for each of 2 ranks"),
@@ -718,8 +718,8 @@ def test_every_way_to_alter_a_checkpoint_by_hand_is_told(trained: Trained) -> No
         ({"steps": 7}, "the checksum of what all ranks share is"),
         ({"checksum": [1]}, "checksum=[1] must be a list of integers"),
     ):
-        TRIES["test_every_way_to_alter_a_checkpoint_by_hand_is_told"] += 1
-        assert told in trained.load(trained.state | change)
+        TRIES["test_every_way_to_alter_a_checkpoint_by_hand_is_reported"] += 1
+        assert expected in trained.load(trained.state | change)
     for key in SAVED:
         assert f"{key!r} is missing" in trained.load({k: x for k, x in trained.state.items() if k != key})
     without = {key: trained.state[key] for key in SAVED}
@@ -761,13 +761,13 @@ def test_a_file_with_other_bits_is_refused_or_as_it_was(trained: Trained, bits: 
     assert_refused_or_whole(trained, bytes(file))
 
 
-def test_a_value_altered_in_the_file_is_told(trained: Trained) -> None:
+def test_a_value_altered_in_the_file_is_reported(trained: Trained) -> None:
     """PyTorch reads it without a word."""
     file = bytearray(written(trained))
     name, x = max(trained.state["unsent"].items(), key=lambda item: item[1].numel())
     at = file.index(x.numpy().tobytes())
     for byte in range(at, at + 4 * x.numel(), 41):
-        TRIES["test_a_value_altered_in_the_file_is_told"] += 1
+        TRIES["test_a_value_altered_in_the_file_is_reported"] += 1
         altered = bytearray(file)
         altered[byte] ^= 4
         state = torch.load(io.BytesIO(altered), weights_only=True)[KEY]

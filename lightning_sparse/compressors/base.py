@@ -60,18 +60,18 @@ class Compressor(ABC):
         """
         return ()
 
-    def densely(self) -> "Compressor":
+    def dense_variant(self) -> "Compressor":
         """What sums without compression in this one's place: for parameters sent whole, and for warm-up."""
         from lightning_sparse.compressors.dense import Dense
 
         return Dense()
 
-    def sends_whole(self, name: str, elements: int) -> bool:
+    def is_dense(self, name: str, elements: int) -> bool:
         """Whether the parameter called ``name`` is always averaged densely, in a group with its like."""
         del name, elements
         return False
 
-    def at(self, step: int) -> "Compressor":
+    def active(self, step: int) -> "Compressor":
         """The compressor at work in ``step``: where this changes, so does what a step costs."""
         del step
         return self
@@ -133,8 +133,8 @@ def check_settings(compressor: Compressor) -> None:
             ) from error
 
 
-def told_last(compressor: Compressor, group: Group) -> list[list[int]] | None:
-    """What all messages of the last step said of themselves, if that was kept for the host under "told"; and forget it.
+def last_report(compressor: Compressor, group: Group) -> list[list[int]] | None:
+    """Return the headers of all messages of the last step, kept for the host under "report", if any; and forget them.
 
     Returns:
         Of each message how many picks, ``seen``, ``near`` and whether it was intact: see ``kernels.messages.unpack``.
@@ -142,11 +142,11 @@ def told_last(compressor: Compressor, group: Group) -> list[list[int]] | None:
     Raises:
         CorruptMessage: if one was not.
     """
-    told = group.told("told")
-    if told is None:
+    report = group.on_host("report")
+    if report is None:
         return None
-    del group.memory["told"]
-    rows: list[list[int]] = told.tolist()
+    del group.memory["report"]
+    rows: list[list[int]] = report.tolist()
     damaged = sum(not intact for *_, intact in rows)
     if damaged:
         raise CorruptMessage(

@@ -53,7 +53,7 @@ class Group:
     overflow: int | Tensor = 0
     _sparse: bool = field(default=False, repr=False)  # the total of the last step was
     _made_way: bool = field(default=False, repr=False)
-    _told: dict[str, tuple[Tensor, Tensor, "torch.cuda.Event"]] = field(default_factory=dict, repr=False)
+    _on_host: dict[str, tuple[Tensor, Tensor, "torch.cuda.Event"]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self.shapes = [p.shape for p in self.parameters]
@@ -120,22 +120,22 @@ class Group:
                 gradient.copy_(flat.view(gradient.shape))
             start += gradient.numel()
 
-    def tell_host(self, key: str, x: Tensor) -> None:
-        """Keep ``x`` in memory under ``key``, for the host to read in the next step with :meth:`told`."""
+    def send_to_host(self, key: str, x: Tensor) -> None:
+        """Keep ``x`` in memory under ``key``, for the host to read in the next step with :meth:`on_host`."""
         self.memory[key] = x
         if x.device.type == "cuda":
             host = torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()
-            self._told[key] = x, host, arrived
+            self._on_host[key] = x, host, arrived
 
-    def told(self, key: str) -> Tensor | None:
+    def on_host(self, key: str) -> Tensor | None:
         """What was kept under ``key``, where the host can read it, if anything was.
 
-        A step after :meth:`tell_host` it has long arrived, so that nobody waits for what the device is doing now.
+        A step after :meth:`send_to_host` it has long arrived, so that nobody waits for what the device is doing now.
         """
         kept = self.memory.get(key)
-        x, host, arrived = self._told.get(key, (None, None, None))
+        x, host, arrived = self._on_host.get(key, (None, None, None))
         if kept is None or x is not kept:  # resumed, or undone
             return kept
         assert arrived is not None

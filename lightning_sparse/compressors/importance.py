@@ -18,7 +18,7 @@ from lightning_sparse.checks import (
     is_whole,
     matches,
 )
-from lightning_sparse.compressors.base import Compressor, told_last
+from lightning_sparse.compressors.base import Compressor, last_report
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.network.ring import sum_at, sum_padded
@@ -56,7 +56,7 @@ class ImportancePruning(Compressor):
         slack: room in a mask's message, as a multiple of what is meant, at least 1.
         indices: how masks travel: "auto" (the smallest), "int32", "block16", "bitmap" or "elias_fano"; on a GPU always
             "block16".
-        protect: patterns (as of a shell) of names of parameters that are always summed densely: where weights are near
+        protect: shell-style patterns of names of parameters that are always summed densely: where weights are near
             zero, importance says nothing.
         seed: of the draw of mask-givers; the same on every rank.
     """
@@ -120,7 +120,7 @@ class ImportancePruning(Compressor):
         Indices are block16, which the device codes by itself.
         """
         n, unsent = group.n, group.unsent
-        told_last(self, group)
+        last_report(self, group)
         layout = self._layout(group, len(givers), "block16")
 
         def give(message: Tensor) -> Tensor:
@@ -129,8 +129,8 @@ class ImportancePruning(Compressor):
             return mask.seen - mask.count
 
         arrived = yield from self._broadcast(group, comm, givers, layout, give)
-        masks, told = messages.unpack(layout, torch.stack(arrived))  # [R, capacity], n where there is no pick
-        group.tell_host("told", told)
+        masks, report = messages.unpack(layout, torch.stack(arrived))  # [R, capacity], n where there is no pick
+        group.send_to_host("report", report)
         index = masks[0] if len(givers) == 1 else padded.distinct(masks.flatten(), n)
         group.picked = (index < n).sum()
         return (yield from sum_padded(index, unsent, comm))
@@ -160,7 +160,7 @@ class ImportancePruning(Compressor):
     def carry(self, parts: Sequence[tuple[Group, int]]) -> dict[str, Tensor]:
         """Nothing, where no message was damaged."""
         for group, _ in parts:
-            told_last(self, group)
+            last_report(self, group)
         return {}
 
     def _layout(self, group: Group, givers: int, indices: str) -> PickLayout:
@@ -219,7 +219,7 @@ class ImportancePruning(Compressor):
             return mean + self.threshold * deviation
         return sampled_threshold(importance, wanted)
 
-    def sends_whole(self, name: str, elements: int) -> bool:
+    def is_dense(self, name: str, elements: int) -> bool:
         """Whether ``protect`` exempts this parameter."""
         del elements
         return matches(name, self.protect)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_sparse import kernels
 from lightning_sparse.checks import check_density, check_slack, check_switch
-from lightning_sparse.compressors.base import Compressor, carry_thresholds, told_last
+from lightning_sparse.compressors.base import Compressor, carry_thresholds, last_report
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.network.comm import Comm, Pending, Rounds
 from lightning_sparse.network.ring import sum_at, sum_padded
@@ -80,7 +80,7 @@ class MiCRO(Compressor):
         picks = [layout.unpack(gathered[owner]) for owner in owners]
         index = joined(picks, edges, group.n)  # [m]
         total = yield from sum_at(index, unsent, max(index.numel(), self._values(group.n, size, layout)), comm)
-        group.tell_host("told", torch.tensor([[p.index.numel(), p.seen, p.near, True] for p in picks]))
+        group.send_to_host("report", torch.tensor([[p.index.numel(), p.seen, p.near, True] for p in picks]))
         return Sparse(index, total)
 
     def _on_device(self, group: Group, comm: Comm, mine: Tensor, threshold: float, edges: list[int]) -> Rounds:
@@ -95,11 +95,13 @@ class MiCRO(Compressor):
         message = messages.pack(layout, found, out=comm.buffer(layout.nbytes, torch.uint8, unsent.device))
         gathered = yield comm.all_gather(message)  # [P, bytes]
 
-        rows, told = messages.unpack(layout, gathered.roll(group.step, 0), partition.widths(edges))  # of each partition
+        rows, report = messages.unpack(
+            layout, gathered.roll(group.step, 0), partition.widths(edges)
+        )  # of each partition
         index = padded.joined(list(rows), edges)  # n where there is no pick
         if not self.balance:
             index = index.sort().values[: self._values(n, comm.size, layout)]
-        group.tell_host("told", told)
+        group.send_to_host("report", report)
         group.picked = (index < n).sum()
         return (yield from sum_padded(index, unsent, comm))
 
@@ -134,11 +136,11 @@ class MiCRO(Compressor):
 
     def _adapt(self, group: Group) -> list[int]:
         """Threshold and edges of this step, from what all ranks know of the last; returns the edges, [P + 1]."""
-        told = told_last(self, group)
+        report = last_report(self, group)
         edges: list[int] = group.memory["edges"].tolist() if "edges" in group.memory else []
-        if told is None:
+        if report is None:
             return edges
-        picked, seen, near, _ = (list(column) for column in zip(*told, strict=True))  # of each partition
+        picked, seen, near, _ = (list(column) for column in zip(*report, strict=True))  # of each partition
         k, size = count(self.density, group.n), len(seen)
         held = Held.of(group.memory["held"])
         if held.lost(size * min(seen), sum(near), k):

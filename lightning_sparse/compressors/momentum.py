@@ -82,13 +82,13 @@ class MomentumCorrection(Wrapper):
             _velocity(group).masked_fill_(total != 0, 0)
         return total
 
-    def at(self, step: int) -> Compressor:
+    def active(self, step: int) -> Compressor:
         """The same around whatever is at work in ``step``."""
-        return replace(self, compressor=self.wrapped.at(step))
+        return replace(self, compressor=self.wrapped.active(step))
 
-    def densely(self) -> Compressor:
+    def dense_variant(self) -> Compressor:
         """Dense sums of velocities."""
-        return replace(self, compressor=self.wrapped.densely())
+        return replace(self, compressor=self.wrapped.dense_variant())
 
 
 def _velocity(group: Group) -> Tensor:

@@ -117,9 +117,9 @@ class OkTopk(Compressor):
                 if found.numel() >= size:
                     inner.copy_(found[partition.even(found.numel(), size)[1:-1].to(found.device)])
                 edges[1:-1] = (yield comm.all_reduce(inner)) // size
-                told = edges.tolist()
-                if sorted(told) != told or told[0] != 0 or told[-1] != group.n:
-                    raise CorruptMessage(f"regions with the edges {told} arrived, rising ones expected: {CAUSE}")
+                cut = edges.tolist()
+                if sorted(cut) != cut or cut[0] != 0 or cut[-1] != group.n:
+                    raise CorruptMessage(f"regions with the edges {cut} arrived, rising ones expected: {CAUSE}")
             group.memory["regions"] = edges
         edges_now: list[int] = group.memory["regions"].tolist()
         return edges_now

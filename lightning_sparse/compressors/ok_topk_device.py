@@ -2,8 +2,8 @@
 
 As :class:`OkTopk` says, but for what the host must know:
 
-- What a step told of thresholds and regions is looked at in the next.  A threshold that was lost is evaluated then, and
-  regions cut anew are used from then on.
+- What a step reported of thresholds and regions is looked at in the next.  A threshold that was lost is evaluated
+  then, and regions cut anew are used from then on.
 - A rank's own threshold is evaluated from a sample; the shared one from the largest sums of each region, as many as a
   message has room for.
 - Nothing is evened out: what a fuller region has beyond its room stays with its ranks (``group.overflow``), since only
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse import kernels
-from lightning_sparse.compressors.base import told_last
+from lightning_sparse.compressors.base import last_report
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.kernels import Selection
 from lightning_sparse.network.comm import Comm, Rounds, Sums
@@ -60,7 +60,7 @@ def reduce(settings: "OkTopk", group: Group, comm: Comm) -> Rounds:
         shared = not_nan(pooled(summaries, group.target).float()).clamp(min=0)  # of a damaged message anything may come
     chosen = kernels.largest_first(region, shared, layout.capacity)
     left = sums.index_select(0, chosen.index)
-    delivered, total, told = yield from _gather(chosen, left, layout, edges, comm)
+    delivered, total, report = yield from _gather(chosen, left, layout, edges, comm)
 
     reached = torch.zeros(n + 1, dtype=torch.bool, device=unsent.device).index_fill_(0, delivered, True)
     arrived_at = reached.index_select(0, index) & (index < n)
@@ -69,17 +69,17 @@ def reduce(settings: "OkTopk", group: Group, comm: Comm) -> Rounds:
     padded.put(own, padded.take(unsent, own) + left, unsent)
 
     seen, near, sent = (torch.stack([getattr(part, key) for part in found]) for key in ("seen", "near", "count"))  # [P]
-    group.tell_host("told", torch.cat([told, *arrived]))
-    group.tell_host("thresholds", torch.stack([local, shared, seen.sum(), near.sum()]).double())
-    group.picked = told[:, 0].sum()
+    group.send_to_host("report", torch.cat([report, *arrived]))
+    group.send_to_host("thresholds", torch.stack([local, shared, seen.sum(), near.sum()]).double())
+    group.picked = report[:, 0].sum()
     group.overflow = (seen - sent).sum() + chosen.seen - chosen.count
     if cut and comm.size > 1:
-        group.tell_host("cut", (yield from _edges(index.view(comm.size, -1), seen, sent, n, comm)))
+        group.send_to_host("cut", (yield from _edges(index.view(comm.size, -1), seen, sent, n, comm)))
     return total
 
 
 def adapt(settings: "OkTopk", group: Group) -> bool:
-    """Thresholds and regions of this step, from what was told in the last, if anything was.
+    """Thresholds and regions of this step, from what was reported in the last, if anything was.
 
     Returns:
         Whether so many had no room that regions are to be cut anew.
@@ -87,19 +87,19 @@ def adapt(settings: "OkTopk", group: Group) -> bool:
     Raises:
         CorruptMessage: if a message of the last step arrived damaged.
     """
-    told = told_last(settings, group)
-    if told is None:
+    report = last_report(settings, group)
+    if report is None:
         return False
-    k, size = count(settings.density, group.n), (len(told) + 1) // 2
-    local, shared, *counts = _told(group, "thresholds")
+    k, size = count(settings.density, group.n), (len(report) + 1) // 2
+    local, shared, *counts = _reported(group, "thresholds")
     seen, near = (int(x) for x in counts)  # on this rank
     held = _used(group, "local", local)
     lost = held.lost(seen, near, k)
     group.memory["local"] = (UNKNOWN if lost else held.after(seen, k, seen, near)).state()
 
-    crowded = _adapt_shared(group, shared, told[:size], k)
+    crowded = _adapt_shared(group, shared, report[:size], k)
     if "cut" in group.memory:
-        edges = [0, *_told(group, "cut"), group.n]
+        edges = [0, *_reported(group, "cut"), group.n]
         if sorted(edges) != edges:
             raise CorruptMessage(f"regions with the edges {edges} arrived, rising ones expected: {CAUSE}")
         group.memory["regions"] = torch.tensor(edges)
@@ -107,28 +107,28 @@ def adapt(settings: "OkTopk", group: Group) -> bool:
     return crowded
 
 
-def _adapt_shared(group: Group, threshold: float, told: Sequence[Sequence[int]], k: int) -> bool:
+def _adapt_shared(group: Group, threshold: float, report: Sequence[Sequence[int]], k: int) -> bool:
     """Correct the shared threshold as MiCRO's, since there is no room for all in a full region; see :func:`adapt`."""
     held = _used(group, "shared", threshold)
-    picked, seen, near, _ = (list(column) for column in zip(*told, strict=True))  # of each owner
+    picked, seen, near, _ = (list(column) for column in zip(*report, strict=True))  # of each owner
     crowded: bool = sum(seen) - sum(picked) > CROWDED * k
     if crowded or held.lost(sum(seen), sum(near), k):
         held = Held(UNKNOWN.threshold, held.trend)
     elif held.blind(sum(picked), k, sum(seen), sum(near)):
         held = Held(-held.threshold, held.trend)
     else:
-        roomy = [p for p in range(len(told)) if seen[p] == picked[p]] or range(len(told))
+        roomy = [p for p in range(len(report)) if seen[p] == picked[p]] or range(len(report))
         held = held.after(sum(picked), k, sum(seen[p] for p in roomy), sum(near[p] for p in roomy))
     group.memory["shared"] = held.state()
     return crowded
 
 
-def _told(group: Group, key: str) -> list[Any]:
-    """What was told under ``key`` in the last step; and forget it."""
-    told = group.told(key)
-    assert told is not None
+def _reported(group: Group, key: str) -> list[Any]:
+    """What was reported under ``key`` in the last step; and forget it."""
+    report = group.on_host(key)
+    assert report is not None
     del group.memory[key]
-    values: list[Any] = told.tolist()
+    values: list[Any] = report.tolist()
     return values
 
 
@@ -154,7 +154,7 @@ def _reduce_scatter(
     """As ``sparse_collectives.reduce_scatter``, of ``found`` [P] and ``values`` [P, capacity], which keep what is left.
 
     Returns:
-        The sum in this rank's region of ``width`` elements, and zeros beyond: [layout.n + 1]; and what was told of each
+        The sum in this rank's region of ``width`` elements, and zeros beyond: [layout.n + 1]; and the header of each
         message that arrived, [1, 4] each.
     """
     flights = []
@@ -165,13 +165,13 @@ def _reduce_scatter(
         flights.append(comm.shift(leaving, out=arriving, by=j))
     sums = values.new_zeros(layout.n + 1).index_add_(0, found[comm.rank].index, values[comm.rank])
     values[comm.rank] = 0
-    told = []
+    report = []
     for flight in flights:
         payload = (yield flight).unsqueeze(0)
         index, header = messages.unpack(layout, payload, [width])
         sums.index_add_(0, index[0], messages.values(layout, payload, index)[0])
-        told.append(header)
-    return sums, told
+        report.append(header)
+    return sums, report
 
 
 def _gather(
@@ -180,15 +180,15 @@ def _gather(
     """What each rank chose in its region, everywhere; ``values`` [capacity] keep what rounding left.
 
     Returns:
-        Where, [P * capacity], n where there is nothing; the vector in full, [n]; what was told of each message, [P, 4].
+        Where, [P * capacity], n where there is nothing; the vector in full, [n]; the header of each message, [P, 4].
     """
     n = edges[-1]
     message = messages.pack(layout, chosen, comm.buffer(layout.nbytes, torch.uint8, values.device), values)
     gathered = yield comm.all_gather(message)  # [P, bytes]
-    rows, told = messages.unpack(layout, gathered, partition.widths(edges))
+    rows, report = messages.unpack(layout, gathered, partition.widths(edges))
     index = padded.joined(list(rows), edges)
     total = values.new_zeros(n + 1).index_copy_(0, index, messages.values(layout, gathered, rows).flatten())
-    return index, total[:n], told
+    return index, total[:n], report
 
 
 def _edges(index: Tensor, seen: Tensor, sent: Tensor, n: int, comm: Comm) -> Sums:

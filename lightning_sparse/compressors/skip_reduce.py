@@ -28,7 +28,7 @@ class SkipReduce(Compressor):
         divisor: "world" divides the sum by P; "contributors" by the P - s ranks in it, an unbiased estimate for use
             without error feedback.
         error_feedback: keep what was left out.  False drops it, as the papers' code does, for replication.
-        protect: patterns (as of a shell: ``"*.embedding.*"``) of parameter names that are always summed densely.
+        protect: shell-style patterns (``"*.embedding.*"``) of parameter names that are always summed densely.
         protect_below: parameters with fewer elements than this are always summed densely.
         seed: of the rotation's start or draws; the same on every rank.
     """
@@ -88,6 +88,6 @@ class SkipReduce(Compressor):
             return (draw(self.seed, group.index) + group.step * skipped) % size
         return 0
 
-    def sends_whole(self, name: str, elements: int) -> bool:
+    def is_dense(self, name: str, elements: int) -> bool:
         """Whether ``protect`` or ``protect_below`` exempts this parameter (selective SkipReduce)."""
         return elements < self.protect_below or matches(name, self.protect)

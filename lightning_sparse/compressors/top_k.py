@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_sparse import kernels
 from lightning_sparse.checks import check_density
-from lightning_sparse.compressors.base import Compressor, told_last
+from lightning_sparse.compressors.base import Compressor, last_report
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.selection import messages, padded
@@ -61,7 +61,7 @@ class TopK(Compressor):
         which the device codes by itself.
         """
         n, unsent = group.n, group.unsent
-        told_last(self, group)
+        last_report(self, group)
         layout = PickLayout(n, k, index_format("block16", n, k), comm.wire_dtype)
         threshold = not_nan(sampled_threshold(unsent, min(n, room(k, SOUGHT))))
         found = kernels.largest_first(unsent, threshold, k)
@@ -70,8 +70,8 @@ class TopK(Compressor):
         padded.put(found.index, values, unsent)  # what rounding left
         gathered = yield comm.all_gather(message)  # [P, bytes]
 
-        index, told = messages.unpack(layout, gathered)  # [P, k], n where there is no pick
-        group.tell_host("told", told)
+        index, report = messages.unpack(layout, gathered)  # [P, k], n where there is no pick
+        group.send_to_host("report", report)
         total = unsent.new_zeros(n + 1)
         for row, picked in zip(index, messages.values(layout, gathered, index), strict=True):
             total.index_add_(0, row, picked)
@@ -82,5 +82,5 @@ class TopK(Compressor):
     def carry(self, parts: Sequence[tuple[Group, int]]) -> dict[str, Tensor]:
         """Nothing, where no message was damaged."""
         for group, _ in parts:
-            told_last(self, group)
+            last_report(self, group)
         return {}

@@ -23,11 +23,11 @@ class Warmup(Wrapper):
 
     def reduce(self, group: Group, comm: Comm) -> Rounds:
         """Whichever's turn it is; what one leaves unsent the other sends."""
-        return self.at(group.step).reduce(group, comm)
+        return self.active(group.step).reduce(group, comm)
 
-    def at(self, step: int) -> Compressor:
+    def active(self, step: int) -> Compressor:
         """Dense sums, or what the wrapped compressor says."""
-        return self.densely() if step < self.steps else self.wrapped.at(step)
+        return self.dense_variant() if step < self.steps else self.wrapped.active(step)
 
     def compresses(self, step: int) -> bool:
         """After the dense steps, as the wrapped compressor says."""
@@ -60,9 +60,9 @@ class DensityLadder(Wrapper):
 
     def reduce(self, group: Group, comm: Comm) -> Rounds:
         """As the compressor does at the density whose turn it is."""
-        return self.at(group.step).reduce(group, comm)
+        return self.active(group.step).reduce(group, comm)
 
-    def at(self, step: int) -> Compressor:
+    def active(self, step: int) -> Compressor:
         """The compressor with the density of ``step``."""
         last: float = self.wrapped.density  # type: ignore[attr-defined]
         rungs = [density for density in self.densities if density > last]
@@ -73,4 +73,4 @@ class DensityLadder(Wrapper):
 
     def compresses(self, step: int) -> bool:
         """After the last rung, as the wrapped compressor says."""
-        return self.at(step) is self.wrapped and super().compresses(step)
+        return self.active(step) is self.wrapped and super().compresses(step)

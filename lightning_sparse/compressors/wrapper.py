@@ -36,13 +36,13 @@ class Wrapper(Compressor):
         """The keys that the wrapped compressor names."""
         return self.wrapped.per_element
 
-    def densely(self) -> Compressor:
+    def dense_variant(self) -> Compressor:
         """As the wrapped compressor says."""
-        return self.wrapped.densely()
+        return self.wrapped.dense_variant()
 
-    def sends_whole(self, name: str, elements: int) -> bool:
+    def is_dense(self, name: str, elements: int) -> bool:
         """As the wrapped compressor says."""
-        return self.wrapped.sends_whole(name, elements)
+        return self.wrapped.is_dense(name, elements)
 
     @property
     def chooses(self) -> bool:

@@ -253,7 +253,7 @@ class Exchange:
         assert loss_scale is not None
         undo = bool(self._overflowed.wait())
         while not self._all_averaged.wait(timeout=1):
-            if self.error is not None:  # of another lane, which has told backward
+            if self.error is not None:  # of another lane, which has reported it to backward
                 return
         self._all_averaged.clear()
         if undo:

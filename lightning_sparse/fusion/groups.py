@@ -95,7 +95,7 @@ def _layer(piece: Piece) -> str:
 def pieces_of(parameters: Mapping[str, Tensor], compressor: Compressor) -> list[Piece]:
     """The pieces of ``parameters``, given in the order of definition, in that of backward."""
     backward = reversed(list(parameters.items()))
-    return [Piece(name, p.numel(), compressor.sends_whole(name, p.numel())) for name, p in backward]
+    return [Piece(name, p.numel(), compressor.is_dense(name, p.numel())) for name, p in backward]
 
 
 def cut_apart(groups: Sequence[Sequence[Piece]], dense_up_to: int) -> list[list[Piece]]:
@@ -115,7 +115,7 @@ def make_groups(
     return [
         (
             Group(index, tuple(p.name for p in group), tuple(parameters[p.name] for p in group)),
-            compressor.densely() if group[0].whole else compressor,
+            compressor.dense_variant() if group[0].whole else compressor,
         )
         for index, group in enumerate(groups)
     ]

@@ -73,7 +73,7 @@ class LayerFusion:
         self._passes += 1
         self._note(now := time.perf_counter())
         self._seen, self._last_s = exchange.steps, now
-        at_work = self._compressor.at(exchange.groups[0].step)
+        at_work = self._compressor.active(exchange.groups[0].step)
         if not same(at_work, self._at_work):
             self._start()
         elif self._measuring:
@@ -113,14 +113,14 @@ class LayerFusion:
 
     def resume(self, state: Mapping[str, Any], step: int) -> None:
         """Follow a plan saved after ``step``, if it was made for these parameters, this compressor and these ranks."""
-        at_work = self._compressor.at(step)
+        at_work = self._compressor.active(step)
         if isinstance(at_work, Auto):  # and what it had chosen
             at_work = next((c for c in at_work.candidates if as_text(c) == state.get("compressor")), at_work)
         pieces = pieces_of(self._parameters, at_work)
         planned = saved_groups(state, pieces, at_work, self._exchange.size)
         if planned is None:
             return
-        if isinstance(self._compressor.at(step), Auto):
+        if isinstance(self._compressor.active(step), Auto):
             self._compressor, self._pieces = at_work, pieces
         self.regroup(planned)
         self._at_work, self._dense_up_to = at_work, state.get("dense_up_to", 0)
@@ -132,7 +132,7 @@ class LayerFusion:
     def _start(self) -> None:
         """Measure from the next pass on."""
         self._measuring = True
-        self._at_work = self._compressor.at(self._exchange.groups[0].step if self._exchange.groups else 0)
+        self._at_work = self._compressor.active(self._exchange.groups[0].step if self._exchange.groups else 0)
         self._passes = 0  # since then
         self._exchange.deferred = False
         self._on_trial: Before | None = None
@@ -262,7 +262,7 @@ class LayerFusion:
         if goes_back := now_s > allowed * before.span_s:
             self._try_one_group &= same(self._compressor, before.compressor)  # else the pieces are others
             self._compressor, self._dense_up_to, self.plan = before.compressor, before.dense_up_to, before.plan
-            self._at_work = self._compressor.at(self._exchange.groups[0].step)
+            self._at_work = self._compressor.active(self._exchange.groups[0].step)
             self._pieces = pieces_of(self._parameters, self._compressor)
             pieces = {piece.name: piece for piece in self._pieces}
             self.regroup([[pieces[name] for name in names] for names in before.groups])

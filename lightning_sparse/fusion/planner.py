@@ -67,7 +67,7 @@ def kinds_of(
     None if a cost is not known.
     """
     found = []
-    for whole, averages in ((False, compressor), (True, compressor.densely())):
+    for whole, averages in ((False, compressor), (True, compressor.dense_variant())):
         elements = sum(piece.elements for piece in pieces if piece.whole == whole)
         if not elements:
             continue

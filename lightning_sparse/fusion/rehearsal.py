@@ -73,7 +73,7 @@ def rehearse_all(
             rank_zero_info(f"LayerFusion: measuring {compressor}.")
         pieces = pieces_of(parameters, compressor)
         kinds = kinds_of(pieces, compressor, lambda c, n: rehearse(exchange, c, n, link))
-        densely = compressor.densely()
+        densely = compressor.dense_variant()
         if as_text(densely) not in dense:
             dense[as_text(densely)] = rehearse(exchange, densely, SMALL, link)
         small = dense[as_text(densely)]

@@ -65,23 +65,23 @@ def _estimate(
     inside = (place < columns) & (element < n)
     offsets += block
     signs += block
-    told = _told(table, offsets, signs, place, inside, columns)
+    estimate = _row_estimate(table, offsets, signs, place, inside, columns)
     if ROWS > 1:
-        b = _told(table + columns, offsets + blocks, signs + blocks, place, inside, columns)
-        c = _told(table + 2 * columns, offsets + 2 * blocks, signs + 2 * blocks, place, inside, columns)
+        b = _row_estimate(table + columns, offsets + blocks, signs + blocks, place, inside, columns)
+        c = _row_estimate(table + 2 * columns, offsets + 2 * blocks, signs + 2 * blocks, place, inside, columns)
         if ROWS == 3:
-            told = _median3(told, b, c)
+            estimate = _median3(estimate, b, c)
         else:
-            d = _told(table + 3 * columns, offsets + 3 * blocks, signs + 3 * blocks, place, inside, columns)
-            e = _told(table + 4 * columns, offsets + 4 * blocks, signs + 4 * blocks, place, inside, columns)
-            below = _larger(_smaller(told, b), _smaller(c, d))  # as lightning_sparse.kernels.reference.median
-            above = _smaller(_larger(told, b), _larger(c, d))
-            told = _median3(below, above, e)
-    tl.store(out + element, told, mask=inside)
+            d = _row_estimate(table + 3 * columns, offsets + 3 * blocks, signs + 3 * blocks, place, inside, columns)
+            e = _row_estimate(table + 4 * columns, offsets + 4 * blocks, signs + 4 * blocks, place, inside, columns)
+            below = _larger(_smaller(estimate, b), _smaller(c, d))  # as lightning_sparse.kernels.reference.median
+            above = _smaller(_larger(estimate, b), _larger(c, d))
+            estimate = _median3(below, above, e)
+    tl.store(out + element, estimate, mask=inside)
 
 
 @triton.jit
-def _told(
+def _row_estimate(
     row: tl.tensor, offset: tl.tensor, sign: tl.tensor, place: tl.tensor, inside: tl.tensor, columns: tl.tensor
 ) -> tl.tensor:
     bucket = place + tl.load(offset)

@@ -1,4 +1,4 @@
-"""Ranks say what they were told, and a difference is an error on all of them that names it."""
+"""Ranks compare their settings; a difference is an error on all of them that names it."""
 
 import hashlib
 import json
@@ -14,16 +14,16 @@ from lightning_sparse.settings import as_text
 
 T = TypeVar("T", bound=Hashable)
 
-MOST_TOLD = 8  # differences, or ranks, that an error names
+MOST_NAMED = 8  # differences, or ranks, that an error names
 
 
-def agree(told: Mapping[str, object], comm: Comm, device: torch.device) -> None:
-    """Go on only if every rank was told the same; to be called on every rank, at once.
+def agree(settings: Mapping[str, object], comm: Comm, device: torch.device) -> None:
+    """Go on only if every rank was given the same settings; to be called on every rank, at once.
 
-    All ranks send the digest of what they were told, 32 bytes, and only where these differ the whole.
+    All ranks send the digest of the settings they were given, 32 bytes, and only where these differ the whole.
 
     Args:
-        told: what must be the same on every rank, by a name the user knows; values are compared by their text, as of
+        settings: what must be the same on every rank, by a name the user knows; values are compared by
             :func:`~lightning_sparse.settings.as_text`.
         comm: the ranks.
         device: where messages lie.
@@ -31,15 +31,15 @@ def agree(told: Mapping[str, object], comm: Comm, device: torch.device) -> None:
     Raises:
         RuntimeError: on every rank, with the values that differ and the ranks that have them.
     """
-    text = json.dumps({name: as_text(value) for name, value in told.items()})
+    text = json.dumps({name: as_text(value) for name, value in settings.items()})
     digests = _gather(hashlib.sha256(text.encode()).digest(), comm, device)
     if len(set(digests)) == 1:
         return
     found = differences([json.loads(each) for each in everywhere(text, comm, device)])
-    more = f"\n  and {len(found) - MOST_TOLD} more" if len(found) > MOST_TOLD else ""
+    more = f"\n  and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
     raise RuntimeError(
-        "The ranks were not told the same; they would wait for each other or drift apart. Start all of them with the "
-        "same program, settings and model:\n  " + "\n  ".join(found[:MOST_TOLD]) + more
+        "Ranks were started with different settings; they would wait for each other or drift apart. Start all of them "
+        "with the same program, settings and model:\n  " + "\n  ".join(found[:MOST_NAMED]) + more
     )
 
 
@@ -65,12 +65,12 @@ def described(module: nn.Module) -> dict[str, object]:
     }
 
 
-def differences(told: Sequence[Mapping[str, str]]) -> list[str]:
+def differences(settings: Sequence[Mapping[str, str]]) -> list[str]:
     """In words, where the ranks' settings differ: who has which value."""
-    names = dict.fromkeys(name for each in told for name in each)
+    names = dict.fromkeys(name for each in settings for name in each)
     found = []
     for name in names:
-        having = ranks_having([each.get(name, "missing") for each in told])
+        having = ranks_having([each.get(name, "missing") for each in settings])
         if len(having) > 1:
             found.append(f"{name}: " + "; ".join(f"{value} on {ranks}" for value, ranks in having.items()))
     return found or ["the order of the parameters"]
@@ -85,7 +85,7 @@ def ranks_having(values: Sequence[T]) -> dict[T, str]:
 
 
 def _in_words(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:MOST_TOLD])) + (", ..." if len(ranks) > MOST_TOLD else "")
+    shown = ", ".join(map(str, ranks[:MOST_NAMED])) + (", ..." if len(ranks) > MOST_NAMED else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 

@@ -25,8 +25,8 @@ def pack(layout: PickLayout, found: "kernels.Selection", out: Tensor, values: Te
             without values.
     """
     header, value_part, index_part = layout.parts(out)
-    told = torch.stack([found.count, found.seen, found.near, torch.zeros_like(found.seen)])
-    header.view(torch.int32).copy_(told.clamp(max=MOST))
+    report = torch.stack([found.count, found.seen, found.near, torch.zeros_like(found.seen)])
+    header.view(torch.int32).copy_(report.clamp(max=MOST))
     if layout.dtype is not None:
         assert values is not None
         used = wire.nbytes(layout.capacity, layout.dtype)
@@ -38,7 +38,7 @@ def pack(layout: PickLayout, found: "kernels.Selection", out: Tensor, values: Te
 
 
 def unpack(layout: PickLayout, payloads: Tensor, widths: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
-    """Read messages, ``payloads`` [P, nbytes] uint8; as :meth:`PickLayout.unpack`, but for damage, which is told.
+    """Read messages, ``payloads`` [P, nbytes] uint8; as :meth:`PickLayout.unpack`, but for damage, which is reported.
 
     Args:
         layout: of the messages.
@@ -50,15 +50,15 @@ def unpack(layout: PickLayout, payloads: Tensor, widths: Sequence[int] = ()) -> 
         and whether it was intact, [P, 4] int32.  All indices are in [0, n], also where it was not.
     """
     header, _, index_part = layout.parts(payloads)
-    told = header.contiguous().view(torch.int32).clone()  # [P, 4]
+    report = header.contiguous().view(torch.int32).clone()  # [P, 4]
     rows = []
-    for p, count in enumerate(told[:, 0]):
+    for p, count in enumerate(report[:, 0]):
         index, intact = kernels.decode_indices(index_part[p, : layout.index_bytes], layout.n, layout.capacity, count)
         if widths:
             intact = intact & ~((index >= widths[p]) & (index < layout.n)).any()
         rows.append(index)
-        told[p, 3] = intact & (told[p, 1:3] >= 0).all()
-    return torch.stack(rows), told
+        report[p, 3] = intact & (report[p, 1:3] >= 0).all()
+    return torch.stack(rows), report
 
 
 def values(layout: PickLayout, payloads: Tensor, index: Tensor) -> Tensor:

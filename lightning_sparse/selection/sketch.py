@@ -1,4 +1,4 @@
-"""A count-sketch: a table of signed sums from which large elements can be told, and which can be added up.
+"""A count-sketch: a table of signed sums from which large elements can be found, and which can be added up.
 
 Charikar, Chen and Farach-Colton, "Finding frequent items in data streams" (2002).  With table T [R, c], row j adds
 element i, times a sign, to bucket h_j(i).  Here the vector is cut into blocks of c elements, and in row j block b is
@@ -50,14 +50,14 @@ class CountSketch:
         Signs are flipped and values compared but nothing is rounded: the same table gives the same bits everywhere.
         """
         n = out.numel()
-        told = out.new_empty((self.rows, min(SPAN, n)))
+        estimates = out.new_empty((self.rows, min(SPAN, n)))
         for start in range(0, n, SPAN):
             stop = min(start + SPAN, n)
             for row in range(self.rows):
                 for elements, buckets, sign in self._runs(row, start, stop):
-                    part = told[row, elements.start - start : elements.stop - start]
+                    part = estimates[row, elements.start - start : elements.stop - start]
                     torch.mul(table[row, buckets], sign, out=part)
-            out[start:stop] = median(told[:, : stop - start])
+            out[start:stop] = median(estimates[:, : stop - start])
         return out
 
     def _runs(self, row: int, start: int, stop: int) -> Iterator[tuple[slice, slice, int]]:

@@ -215,8 +215,8 @@ def fit_again_after_changes(rank: int, size: int) -> list[tuple[bool, list[str],
             bool(before[name].any()) for name in same
         )
         from_zero = not any(bool(x.any()) for name, x in look.found.items() if name not in same)
-        told = [str(w.message) for w in caught if "since the fit before" in str(w.message)]
-        results.append((stayed and from_zero, told, run.global_step == run.fit_loop.epoch_loop.max_steps))
+        warned = [str(w.message) for w in caught if "since the fit before" in str(w.message)]
+        results.append((stayed and from_zero, warned, run.global_step == run.fit_loop.epoch_loop.max_steps))
     return results
 
 
@@ -231,7 +231,7 @@ def test_a_second_fit_may_train_other_parameters(ranks: Ranks) -> None:
     assert results[1] == [(True, [], True), (True, [], True)]  # rank 0 warns for all
 
 
-def test_what_residuals_add_to_a_file_is_told_once_and_is_a_warning_above_a_gibibyte() -> None:
+def test_what_residuals_add_to_a_file_is_reported_once_and_is_a_warning_above_a_gibibyte() -> None:
     strategy = ls.SparseDDPStrategy()
     with pytest.warns(UserWarning, match=r"add 2,048\.0 MiB to every checkpoint, gathered on rank 0 in 1\.5 s"):
         strategy._tell_size(2**31, 1.5)
@@ -276,8 +276,8 @@ def resume_as(rank: int, size: int, path: str, how: str) -> tuple[dict[str, Tens
         warnings.simplefilter("always")
         run.fit(model, data(20, size), ckpt_path=path)  # two steps more
     assert strategy.exchange is not None
-    told = [str(w.message) for w in caught if "another configuration" in str(w.message)]
-    return look.found, told, strategy.exchange.steps
+    warned = [str(w.message) for w in caught if "another configuration" in str(w.message)]
+    return look.found, warned, strategy.exchange.steps
 
 
 @pytest.mark.parametrize("how", ["compressor", "density", "fusion", "model"])
@@ -290,12 +290,12 @@ def test_what_carries_over_does_and_what_cannot_is_named_once(ranks: Ranks, how:
         assert len(same) == (2 + 1 if how == "model" else len(kept))
         assert all(torch.equal(found[name], kept[name]) for name in same)
         assert steps == 2
-    told = results[0][1]
-    assert len(told) == (how != "fusion")
+    warned = results[0][1]
+    assert len(warned) == (how != "fusion")
     if how in ("compressor", "density"):
-        assert "it was written with SkipReduce(skip=0.5" in told[0]
+        assert "it was written with SkipReduce(skip=0.5" in warned[0]
     if how == "model":
-        assert "parameters that are gone or frozen is dropped (net.2.bias)" in told[0]
-        assert "parameters of another shape start from zero (net.4.bias, net.4.weight)" in told[0]
-        assert "new parameters start from zero (scale)" in told[0]
+        assert "parameters that are gone or frozen is dropped (net.2.bias)" in warned[0]
+        assert "parameters of another shape start from zero (net.4.bias, net.4.weight)" in warned[0]
+        assert "new parameters start from zero (scale)" in warned[0]
         assert not results[0][0]["scale"].any()

@@ -164,7 +164,7 @@ def test_gradients_are_clipped_before_they_are_added() -> None:
 def test_the_ladder_goes_down_to_the_compressors_own_density() -> None:
     ladder = ls.DensityLadder(2, ls.RandomK(density=0.05), densities=(0.5, 0.1, 0.01))
     assert simulate(ladder, torch.randn(6, 2, 1000)).picked.tolist() == [500, 500, 100, 100, 50, 50]
-    assert dataclasses.replace(ladder, steps=0).at(0) == ls.RandomK(density=0.05)
+    assert dataclasses.replace(ladder, steps=0).active(0) == ls.RandomK(density=0.05)
 
 
 def test_warmup_keeps_momentum() -> None:

@@ -236,10 +236,10 @@ def test_whatever_a_message_holds_its_indices_are_in_range() -> None:
         if seed % 5 == 0:
             payloads[:, 16:] = 0
             payloads[:, :4] = 0  # none, and anything of how many nearly were
-        index, told = messages.unpack(layout, payloads)
+        index, report = messages.unpack(layout, payloads)
         assert index.min() >= 0
         assert index.max() <= layout.n
-        for payload, intact in zip(payloads, told[:, 3], strict=True):
+        for payload, intact in zip(payloads, report[:, 3], strict=True):
             try:
                 layout.unpack(payload)
             except CorruptMessage:
@@ -263,9 +263,9 @@ def test_messages_are_those_of_a_cpu(dtype: torch.dtype | None, capacity: int) -
     expected = layout.pack(picks, torch.full((layout.nbytes,), 171, dtype=torch.uint8))
     if dtype != torch.int8 or capacity == 50:  # as many blocks as on the CPU: scales come before values
         assert torch.equal(message, expected)
-    rows, told = messages.unpack(layout, message[None])
+    rows, report = messages.unpack(layout, message[None])
     assert torch.equal(rows[0], found.index)
-    assert told.tolist() == [[index.numel(), picks.seen, picks.near, 1]]
+    assert report.tolist() == [[index.numel(), picks.seen, picks.near, 1]]
     if dtype is not None:
         assert torch.equal(values[: index.numel()], left)
         arrived = messages.values(layout, message[None], rows)[0]
@@ -408,11 +408,11 @@ def test_nobody_looks_at_a_device_s_data(compressor: ls.Compressor, wire_dtype: 
         total = finish(take_step(compressor, group, comm))
         group.hand_back(total, gradients, 4)
         for key, x in group.memory.items():  # what has arrived at the host by the next step
-            if key in ("told", "thresholds", "cut"):
+            if key in ("report", "thresholds", "cut"):
                 full = isinstance(compressor, ls.OkTopk) and step > 3
                 counts = [5, 900, 999, 1] if full else [5, 5, 6, 1]
-                told = {"told": counts, "thresholds": [1.0, 1.0, 21.0, 25.0], "cut": [500, 500, 1700]}
-                group.memory[key] = torch.tensor(told[key]).to(x.dtype).expand(x.shape)
+                report = {"report": counts, "thresholds": [1.0, 1.0, 21.0, 25.0], "cut": [500, 500, 1700]}
+                group.memory[key] = torch.tensor(report[key]).to(x.dtype).expand(x.shape)
 
 
 @pytest.mark.cuda

@@ -313,19 +313,19 @@ def automatic(
 def with_fastest(
     size: int, fastest: str, honest: Callable[..., Any], checkpoint: str
 ) -> tuple[str, list[tuple[str, ...]], Tensor, int]:
-    def told(exchange: Any, compressor: ls.Compressor, n: int) -> tuple[float, float, float, int]:
+    def given_times(exchange: Any, compressor: ls.Compressor, n: int) -> tuple[float, float, float, int]:
         sent = honest(exchange, compressor, n)[3]
         slow = 0.0001 if type(compressor).__name__ == fastest else 0.5
         return slow, slow, slow, sent
 
-    rehearsal._try = told
+    rehearsal._try = given_times
     strategy = ls.SparseDDPStrategy("sparse_auto")
     run, model = trainer(strategy, size, max_steps=STEPS), Deep()
     run.fit(model, data(STEPS, size))
     assert strategy.exchange is not None
     run.save_checkpoint(checkpoint)
-    told_of = 0 if strategy.layer_fusion is None else len(strategy.layer_fusion.plans)
-    return type(strategy.exchange.compressors[0]).__name__, groups(strategy), weights(model), told_of
+    plans_made = 0 if strategy.layer_fusion is None else len(strategy.layer_fusion.plans)
+    return type(strategy.exchange.compressors[0]).__name__, groups(strategy), weights(model), plans_made
 
 
 def test_sparse_auto_chooses_the_fastest_and_dense_where_none_is(ranks: Ranks, tmp_path: Path) -> None:

@@ -113,8 +113,8 @@ def check_sketch(device: torch.device) -> None:
         for x in vectors(n):
             table = sketch.encode(x, torch.empty(rows, columns))
             same(kernels.sketch_encode(x.to(device), hashed, torch.full_like(table, 7.0, device=device)), table)
-            told = sketch.estimate(table, torch.empty(n))
-            same(kernels.sketch_estimate(table.to(device), hashed, torch.full((n,), 7.0, device=device)), told)
+            estimates = sketch.estimate(table, torch.empty(n))
+            same(kernels.sketch_estimate(table.to(device), hashed, torch.full((n,), 7.0, device=device)), estimates)
 
 
 def check_indices(device: torch.device) -> None:
@@ -196,8 +196,8 @@ def test_a_large_vector_on_a_cuda_device() -> None:
     hashed = hashes(sketch, n, device)
     table = sketch.encode(x, torch.empty(5, sketch.columns))
     same(kernels.sketch_encode(x.to(device), hashed, torch.empty_like(table, device=device)), table)
-    told = sketch.estimate(table, torch.empty(n))
-    same(kernels.sketch_estimate(table.to(device), hashed, torch.empty(n, device=device)), told)
+    estimates = sketch.estimate(table, torch.empty(n))
+    same(kernels.sketch_estimate(table.to(device), hashed, torch.empty(n, device=device)), estimates)
 
 
 @cuda

@@ -1,4 +1,4 @@
-"""Ranks that were not told the same say so, all of them and soon; so do replicas that are not the same any more."""
+"""Ranks with different settings say so, all of them and soon; so do replicas that are not the same any more."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -55,11 +55,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_one_rank_was_told_otherwise_is_named_on_every_rank(ranks: Ranks, case: str) -> None:
+def test_what_one_rank_was_given_otherwise_is_named_on_every_rank(ranks: Ranks, case: str) -> None:
     """And soon: the process group's own limit is half an hour."""
     others, *said = CASES[case]
     for error in ranks.run(fit, 3, others, 2):
-        assert "The ranks were not told the same" in error
+        assert "Ranks were started with different settings" in error
         assert all(each in error for each in said), error
 
 

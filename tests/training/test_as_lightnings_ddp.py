@@ -287,7 +287,7 @@ def talk(make: Callable[..., DDPStrategy], size: int, folder: Path) -> dict[str,
         "gathered": model.all_gather(tree),
         "reduced": [strategy.reduce(some.clone(), reduce_op=op) for op in ("sum", "mean")] + [strategy.reduce(3)],
         "decided": [strategy.reduce_boolean_decision(rank == 0, all=every) for every in (True, False)],
-        "told": (strategy.broadcast(mine), mine, strategy.broadcast(rank, src=1)),
+        "report": (strategy.broadcast(mine), mine, strategy.broadcast(rank, src=1)),
         "started": start.tested,
     }
 
@@ -296,7 +296,7 @@ def test_ranks_gather_reduce_and_tell(ranks: Ranks, tmp_path: Path) -> None:
     first, second = check_same(ranks, talk, tmp_path)
     assert first["gradient"] == second["gradient"] == 1 + 2
     assert torch.equal(first["gathered"]["float"], second["gathered"]["float"])
-    assert first["told"] == ([["0"], (0,), {"rank": 0}], [["0"], (0,), {"rank": 0}], 1)
+    assert first["report"] == ([["0"], (0,), {"rank": 0}], [["0"], (0,), {"rank": 0}], 1)
     assert torch.equal(first["started"], second["started"])
 
 

@@ -58,8 +58,8 @@ class Holey(Small):
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
         x, y = batch
-        told = self.net(x) * self.one + self.no_columns(x[:, :0]) + self.none.sum()
-        return nn.functional.cross_entropy(told, y)
+        output = self.net(x) * self.one + self.no_columns(x[:, :0]) + self.none.sum()
+        return nn.functional.cross_entropy(output, y)
 
 
 def train_holey(rank: int, size: int, name: str, fusion: str) -> tuple[Tensor, int, int]:

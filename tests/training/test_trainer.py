@@ -206,10 +206,10 @@ def start(variants: list[str], folder: str) -> dict[str, tuple[bool, list[str]]]
         before = weights(model).clone()
         run = trainer(f"skip_reduce{variant}", 2, max_steps=4)
         run.fit(model, data(4, 2))
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             run.save_checkpoint(f"{folder}/late.ckpt")
-        results[variant] = bool((weights(model) != before).any()), [str(each.message) for each in told]
+        results[variant] = bool((weights(model) != before).any()), [str(each.message) for each in warned]
     return results
 
 
@@ -218,9 +218,9 @@ def test_every_start_method_trains(ranks: Ranks, tmp_path: Path) -> None:
     variants = ["_fork", "_notebook", "_spawn"]
     results = ranks.apart(start, tmp_path / "output", variants, str(tmp_path), timeout_s=LIMIT_S)
     assert list(results) == variants
-    for trained, told in results.values():
+    for trained, warned in results.values():
         assert trained
-        assert "late.ckpt is written without residuals and optimizer states" in "".join(told)
+        assert "late.ckpt is written without residuals and optimizer states" in "".join(warned)
 
 
 def alone() -> float:

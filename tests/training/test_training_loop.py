@@ -174,7 +174,7 @@ def test_a_frozen_sparse_embedding_is_allowed(ranks: Ranks) -> None:
 
 
 def test_two_optimizers_taking_turns_lose_nothing_in_many_steps(ranks: Ranks) -> None:
-    """While one network learns the other has no gradient, which DDP must be told to look for."""
+    """While one network learns the other has no gradient, which DDP must look for."""
     names = [*SPARSE, "importance", "sketch_fusion", "ok_topk"]
     case = Case(models.Gan, {"max_steps": 60}, UNUSED, batches=30)
     results = ranks.run(train, 2, case, names, timeout_s=LIMIT_S)

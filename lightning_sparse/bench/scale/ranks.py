@@ -44,7 +44,7 @@ def count_traffic(strategy: str, ranks: int, elements: int) -> StepTraffic:
     """
     n = min(elements, MOST_FLOATS // ranks)
     compressor = COMPRESSORS[strategy]()
-    if compressor.sends_whole("gradient", elements):
+    if compressor.is_dense("gradient", elements):
         compressor = Dense()
     weights, scale = torch.zeros(n), scales(n)
     groups = [Group(0, ("gradient",), (weights,)) for _ in range(ranks)]
