@@ -1,4 +1,4 @@
-"""Train from a config file; every option in it can also be given, or overruled, on the command line.
+"""Train from a config file; every option in it can also be given, or overridden, on the command line.
 
     python examples/cli.py fit --config examples/configs/by_name.yaml
     python examples/cli.py fit --config examples/configs/by_name.yaml --trainer.strategy ok_topk

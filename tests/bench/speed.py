@@ -19,7 +19,7 @@ def test_a_thousand_layers_are_planned_in_time() -> None:
     assert time.process_time() - start_s < 5  # about 1.6 s on a busy machine
 
 
-def test_a_monitor_costs_less_than_a_hundredth_of_a_step() -> None:
+def test_a_monitor_costs_less_than_one_percent_of_a_step() -> None:
     """Of one of 200 ms; the norm of what is unsent, of any number of elements, comes on top of it in logged steps."""
     training = test_monitor.Training(test_monitor.quiet(), every=50)
     training.start()
