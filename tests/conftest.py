@@ -1,8 +1,10 @@
 """What the tests share: every compressor, and real processes that end in time."""
 
+import contextlib
 import io
 import multiprocessing
 import os
+import random
 import socket
 import time
 import traceback
@@ -103,7 +105,7 @@ class Running:
     def __init__(
         self, context: Any, function: Callable[..., Any], size: int, args: tuple[Any, ...], daemon: bool = True
     ) -> None:
-        port = _free_port()
+        port = free_port()
         self._pipes: dict[Connection, int] = {}  # what a rank says at its end, and which rank
         self.processes = []
         for rank in range(size):
@@ -184,9 +186,10 @@ def _rank(
 
 def _apart(rank: int, size: int, function: Callable[..., Any], output: Path, *args: Any) -> Any:
     print_to(output)
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR"):
         del os.environ[name]
     del os.environ["TORCHELASTIC_RUN_ID"]
+    os.environ["MASTER_PORT"] = str(free_port())  # that Lightning gives to the processes it starts
     warnings.simplefilter("ignore")
     return function(*args)
 
@@ -198,7 +201,10 @@ def print_to(output: Path) -> None:
         os.dup2(file.fileno(), 2)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_port() -> int:
+    """A port that is free, and below those the kernel gives to outgoing connections, which might take it meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import lightning_sparse as ls
-from tests.conftest import Ranks, _free_port
+from tests.conftest import Ranks, free_port
 from tests.training.models import LIMIT_S, trainer, weights
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -310,7 +310,7 @@ def test_torchrun_joins_two_machines(tmp_path):
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "NNODES": "2",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
         "GLOO_SOCKET_IFNAME": "lo",
     }
     command = ["bash", str(EXAMPLES / "multinode_torchrun.sh"), "--strategy", "micro", "--max-steps", "5"]

@@ -185,7 +185,8 @@ import json, os, signal, sys, time, types
 package = sys.modules["lightning_sparse"] = types.ModuleType("lightning_sparse")
 package.__path__ = [sys.argv[1]]
 from lightning_sparse.bench import cluster as module
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background ...
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ... or with nohup
 with module.Cluster("2x1gbit") as cluster:
     process = cluster.popen(0, ["sleep", "600"])
     if sys.argv[2] == "fork":
