@@ -93,6 +93,7 @@ def send_much(rank: int, size: int, jobs: list[tuple[ls.Compressor, str]], n: in
             lane.run(take_step(compressor, group, lane.comm))
         dist.barrier()
         results.append((lane.comm.sent_bytes, acknowledged_bytes() - before))
+    dist.barrier()  # nobody may leave, and close a connection, before all have counted
     return results
 
 
