@@ -43,7 +43,7 @@ class Auto(Compressor):
         if not self.candidates:
             raise ValueError("Auto(candidates=()): there must be one to choose.")
         for name, given in (*(("candidates", each) for each in self.candidates), ("start", self.start)):
-            if not isinstance(given, Compressor) or given.chooses:
+            if not isinstance(given, Compressor) or given.candidates:
                 raise ValueError(f"Auto: {name}: {given!r} is not a compressor to choose; give one such as MiCRO().")
             check_settings(given)
 
@@ -55,11 +55,6 @@ class Auto(Compressor):
     def per_element(self) -> tuple[str, ...]:
         """The keys that ``start`` names."""
         return self.start.per_element
-
-    @property
-    def chooses(self) -> bool:
-        """It does."""
-        return True
 
     def reduce(self, group: Group, comm: Comm) -> Rounds:
         """As ``start`` does."""

@@ -77,9 +77,9 @@ class Compressor(ABC):
         return self
 
     @property
-    def chooses(self) -> bool:
-        """Whether the first steps of a training decide what averages the later ones, as with :class:`Auto`."""
-        return False
+    def candidates(self) -> tuple["Compressor", ...]:
+        """The compressors among which the first steps of a training choose, as with :class:`Auto`; else none."""
+        return ()
 
     def compresses(self, step: int) -> bool:
         """Whether ``step`` sums less than all as it was meant: not densely, and not in a phase of warm-up."""

@@ -43,7 +43,7 @@ class MomentumCorrection(Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.wrapped.chooses:
+        if self.wrapped.candidates:
             raise ValueError(
                 f"MomentumCorrection: compressor must itself select what is sent; got {self.compressor!r}. Put the "
                 "momentum around what is chosen from: Auto([MomentumCorrection(0.9, c) for c in Auto().candidates], "

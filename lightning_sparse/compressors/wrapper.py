@@ -45,9 +45,9 @@ class Wrapper(Compressor):
         return self.wrapped.is_dense(name, elements)
 
     @property
-    def chooses(self) -> bool:
-        """As the wrapped compressor says."""
-        return self.wrapped.chooses
+    def candidates(self) -> tuple[Compressor, ...]:
+        """Return what the wrapped compressor says."""
+        return self.wrapped.candidates
 
     def compresses(self, step: int) -> bool:
         """As the wrapped compressor says."""

@@ -43,7 +43,7 @@ def check_fusion(fusion: object) -> str | tuple[str, ...]:
 
 def check_choice(compressor: Compressor, fusion: str | Sequence[str]) -> None:
     """Raise a ValueError if ``compressor`` is to be chosen, and with this ``fusion`` never would be."""
-    if compressor.chooses and fusion != "layer":
+    if compressor.candidates and fusion != "layer":
         raise ValueError(f"fusion={fusion!r}: sparse_auto chooses from what LayerFusion measures; use 'layer'.")
 
 

@@ -1,6 +1,7 @@
 """The best way to fuse layers into groups, under a model of a step's time.  Pure functions; times in seconds."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -234,9 +235,9 @@ class Plan:
             return None
         return replace(self, ends=one, span_s=span_s)
 
-    def group_of(self) -> list[int]:
-        """The group of each parameter in ``names``."""
-        return [int(i) for i in np.searchsorted(self.ends, np.arange(len(self.names)), side="right")]
+    def group_of(self) -> dict[str, int]:
+        """The index of each parameter's group, by name."""
+        return {name: bisect_right(self.ends, place) for place, name in enumerate(self.names)}
 
     def __str__(self) -> str:
         spans = ", ".join(f"{name} {1e3 * span:.1f} ms" for name, span in self.spans.items())

@@ -9,7 +9,7 @@ import numpy as np
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.fusion.groups import BUCKET_BYTES, Piece, cut_apart, fuse
+from lightning_sparse.fusion.groups import BUCKET_BYTES, Piece, fuse
 from lightning_sparse.fusion.model import Cost, Plan, StepModel
 from lightning_sparse.settings import as_text, same
 
@@ -55,27 +55,20 @@ class Calibration:
         return self.factor * span_s + self.offset_s
 
 
-#: Whether pieces travel whole, and what groups of them cost.
+#: Whether pieces are summed densely, and what groups of them cost.
 Kinds = Sequence[tuple[bool, Cost]]
 
 
-def kinds_of(
-    pieces: Sequence[Piece], compressor: Compressor, cost: Callable[[Compressor, int], Cost | None]
-) -> Kinds | None:
-    """What ``compressor`` costs, and its dense part; ``cost`` is of groups up to a number of elements.
+def kinds_of(pieces: Sequence[Piece], compressor: Compressor, cost: Callable[[Compressor, int], Cost]) -> Kinds:
+    """Return the costs of ``compressor`` and of its dense variant, if there are pieces for each.
 
-    None if a cost is not known.
+    ``cost`` gets one of the two and how many elements it averages.
     """
-    found = []
+    kinds = []
     for whole, averages in ((False, compressor), (True, compressor.dense_variant())):
-        elements = sum(piece.elements for piece in pieces if piece.whole == whole)
-        if not elements:
-            continue
-        known = cost(averages, elements)
-        if known is None:
-            return None
-        found.append((whole, known))
-    return found
+        if elements := sum(piece.elements for piece in pieces if piece.whole == whole):
+            kinds.append((whole, cost(averages, elements)))
+    return kinds
 
 
 def with_small_dense(kinds: Kinds, dense: Cost) -> tuple[Kinds, int]:
@@ -125,48 +118,40 @@ def best_plan(pieces: Sequence[Piece], kinds: Kinds, measured: Measured, calibra
     )
 
 
-def saved_groups(
-    state: Mapping[str, Any], pieces: Sequence[Piece], compressor: Compressor, size: int
-) -> list[list[Piece]] | None:
-    """The groups in a checkpoint's plan, if it was made for these pieces, this compressor and so many ranks."""
-    groups = state.get("groups", [])
-    by_name = {piece.name: piece for piece in pieces}
-    dense_up_to = state.get("dense_up_to", 0)
-    if (
-        (state.get("compressor"), state.get("size")) != (as_text(compressor), size)
-        or sorted(name for names in groups for name in names) != sorted(by_name)
-        or not isinstance(dense_up_to, int)
-    ):
-        return None
-    planned = cut_apart([[by_name[name] for name in names] for names in groups], dense_up_to)
-    return planned if len(planned) <= len(groups) else None
-
-
 @dataclass(frozen=True)
-class Before:
-    """What to go back to if the groups that are tried turn out no faster.
+class Layout:
+    """Groups to average in.
 
     Attributes:
         groups: names of the parameters in each.
-        compressor: what averaged them.
-        dense_up_to: elements of a group; smaller ones were summed densely.
-        span_s: how long backward and communication took.
-        plan: the plan of these groups, if there was one; on rank 0.
+        compressor: what averages them.
+        dense_up_to: elements of a group; smaller ones are summed densely.
+        plan: the plan of these groups, if there is one; on rank 0.
     """
 
-    groups: Sequence[tuple[str, ...]]
+    groups: Sequence[Sequence[str]]
     compressor: Compressor
     dense_up_to: int
-    span_s: float
-    plan: Plan | None
+    plan: Plan | None = None
 
-    def allowed(self, groups: Sequence[Group], compressor: Compressor) -> float:
-        """What part of ``span_s`` the ``groups`` that are tried with ``compressor`` may take.
 
-        In fewer groups parameters with small gradients compete with more others, so that they are sent less often.
-        """
-        competes = same(compressor, self.compressor) and any(group.target < group.n for group in groups)
-        return 1 - MERGING_GAIN if competes and len(groups) < len(self.groups) else 1.0
+def saved_layout(state: Mapping[str, Any], names: Sequence[str], compressor: Compressor, size: int) -> Layout | None:
+    """The layout in a checkpoint, if it was made for these parameters, this compressor and so many ranks."""
+    groups, dense_up_to = state.get("groups", []), state.get("dense_up_to", 0)
+    same_names = sorted(name for group in groups for name in group) == sorted(names)
+    made_for = (state.get("compressor"), state.get("size"))
+    if same_names and made_for == (as_text(compressor), size) and isinstance(dense_up_to, int):
+        return Layout(groups, compressor, dense_up_to)
+    return None
+
+
+def share_allowed(before: Layout, compressor: Compressor, groups: Sequence[Group]) -> float:
+    """Return the share of the time ``before`` took that ``groups``, which are on trial, may take with ``compressor``.
+
+    In fewer groups parameters with small gradients compete with more others, so that they are sent less often.
+    """
+    competes = same(compressor, before.compressor) and any(group.target < group.n for group in groups)
+    return 1 - MERGING_GAIN if competes and len(groups) < len(before.groups) else 1.0
 
 
 def choose(plans: Sequence[Plan]) -> int:

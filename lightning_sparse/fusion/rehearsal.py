@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,8 +41,12 @@ class Link:
     s_per_byte: float
 
 
-def measure_link(exchange: Exchange) -> Link | None:
-    """Time all-reduces of a few bytes and of 4 MiB; None if no rank could tell the time."""
+class NoClock(Exception):
+    """No rank could tell the time; raised on every rank."""
+
+
+def measure_link(exchange: Exchange) -> Link:
+    """Time all-reduces of a few bytes and of 4 MiB."""
 
     def seconds(elements: int) -> float:
         x = torch.zeros(elements, device=exchange.device)
@@ -49,55 +54,59 @@ def measure_link(exchange: Exchange) -> Link | None:
 
     few, many = SIZES[0], SIZES[2]
     latency_s, long_s = median_over_ranks(exchange, [seconds(few), seconds(many)]).tolist()
-    if not (math.isfinite(latency_s) and math.isfinite(long_s)):
-        return None
+    if not math.isfinite(latency_s + long_s):
+        raise NoClock
     bytes_more = traffic("all_reduce", 4 * (many - few), exchange.size)
     return Link(latency_s, max(long_s - latency_s, 0.0) / bytes_more)
 
 
+@dataclass(frozen=True)
+class Costs:
+    """What groups cost with one compressor: of each kind there is, and of small groups summed densely."""
+
+    kinds: Kinds
+    small_dense: Cost
+
+
 def rehearse_all(
     exchange: Exchange, parameters: Mapping[str, Tensor], compressors: Sequence[Compressor]
-) -> list[tuple[Kinds, Cost]]:
-    """What each costs here, its dense part, and small dense groups; nothing if no rank could tell the time."""
+) -> list[Costs]:
+    """Measure what groups of ``parameters`` cost with each compressor; returns the same on every rank.
+
+    Raises:
+        NoClock: if no rank could tell the time.
+    """
     link = measure_link(exchange)
-    if link is None:
-        return []
-    found: list[tuple[Kinds, Cost]] = []
-    dense: dict[str, Cost | None] = {}  # most compressors have the same in their place
-    texts = [as_text(compressor) for compressor in compressors]
+    costs = []
+    small_dense: dict[str, Cost] = {}  # by compressor: most have the same dense variant
     for number, compressor in enumerate(compressors):
-        if texts.index(texts[number]) < number:
-            found.append(found[texts.index(texts[number])])
-            continue
-        if len(compressors) > 2:
+        if number:  # a candidate
             rank_zero_info(f"LayerFusion: measuring {compressor}.")
-        pieces = pieces_of(parameters, compressor)
-        kinds = kinds_of(pieces, compressor, lambda c, n: rehearse(exchange, c, n, link))
-        densely = compressor.dense_variant()
-        if as_text(densely) not in dense:
-            dense[as_text(densely)] = rehearse(exchange, densely, SMALL, link)
-        small = dense[as_text(densely)]
-        if kinds is None or small is None:
-            return []
-        found.append((kinds, small))
-    return found
+        kinds = kinds_of(pieces_of(parameters, compressor), compressor, lambda c, n: rehearse(exchange, c, n, link))
+        dense = compressor.dense_variant()
+        if as_text(dense) not in small_dense:
+            small_dense[as_text(dense)] = rehearse(exchange, dense, SMALL, link)
+        costs.append(Costs(kinds, small_dense[as_text(dense)]))
+    return costs
 
 
-def rehearse(exchange: Exchange, compressor: Compressor, largest: int, link: Link) -> Cost | None:
-    """Measure groups of several sizes, up to ``largest`` elements; None if no rank could tell the time.
+def rehearse(exchange: Exchange, compressor: Compressor, largest: int, link: Link) -> Cost:
+    """Measure groups of several sizes, up to ``largest`` elements; the medians over the ranks.
 
     Made-up gradients, normally distributed, are averaged as real ones are; nothing of it touches the training.  To be
-    called between two steps, on every rank; returns the same on each, the median of what the ranks measured.
+    called between two steps, on every rank.
     """
-    samples: list[_Sample] = []
+    samples: list[Sample] = []
     for n in sorted({min(size, largest) for size in SIZES}):
         if samples and samples[-1].latency_s * n / samples[-1].elements > LONG_S and n > SIZES[2]:
             break
         *seconds, sent = _try(exchange, compressor, n)
         busy, spacing, latency = median_over_ranks(exchange, seconds).tolist()
         if math.isfinite(busy + spacing + latency):
-            samples.append(_Sample(n, busy, spacing, max(busy, latency), sent))
-    return _cost(samples, link) if samples else None
+            samples.append(Sample(n, busy, spacing, max(busy, latency), sent))
+    if not samples:
+        raise NoClock
+    return _cost(samples, link)
 
 
 def model_cost(compressor: Compressor, largest: int, size: int, link: Link) -> Cost:
@@ -129,13 +138,12 @@ def model_cost(compressor: Compressor, largest: int, size: int, link: Link) -> C
         wire_s = sent * link.s_per_byte
         wait_s = wire_s + min(hops, 4 * (size - 1)) * link.latency_s  # segments of one ring follow each other
         busy = median(busy_s[1:])
-        samples.append(_Sample(n, busy, max(busy, wire_s, (busy + wait_s) / 2), busy + wait_s, sent))
+        samples.append(Sample(n, busy, max(busy, wire_s, (busy + wait_s) / 2), busy + wait_s, sent))
     return _cost(samples, link)
 
 
-@dataclass(frozen=True)
-class _Sample:
-    """What groups of one size cost, as in :class:`Cost`, and send."""
+class Sample(NamedTuple):
+    """What groups of one size cost, as in :class:`Cost`, and the bytes a rank sends for one."""
 
     elements: int
     busy_s: float
@@ -144,15 +152,15 @@ class _Sample:
     sent_bytes: int
 
 
-def _cost(samples: Sequence[_Sample], link: Link) -> Cost:
-    first, last = samples[0], samples[-1]
+def _cost(samples: Sequence[Sample], link: Link) -> Cost:
+    elements, busy_s, spacing_s, latency_s, sent_bytes = zip(*samples, strict=True)
     return Cost(
-        elements=tuple(sample.elements for sample in samples),
-        busy_s=tuple(sample.busy_s for sample in samples),
-        spacing_s=tuple(sample.spacing_s for sample in samples),
-        latency_s=tuple(sample.latency_s for sample in samples),
-        busy_rise=max(last.busy_s - first.busy_s, 0.0) / max(last.elements - first.elements, 1),
-        wire_rise=last.sent_bytes / last.elements * link.s_per_byte,
+        elements,
+        busy_s,
+        spacing_s,
+        latency_s,
+        busy_rise=max(busy_s[-1] - busy_s[0], 0.0) / max(elements[-1] - elements[0], 1),
+        wire_rise=sent_bytes[-1] / elements[-1] * link.s_per_byte,
     )
 
 

@@ -1,6 +1,7 @@
 """LayerFusion step by step in one process: what it does between which steps, however many backwards there are."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -58,7 +59,13 @@ class Training:
                 self.exchange.hook(None, bucket)  # type: ignore[arg-type]
 
     def longest_list(self) -> int:
-        return max(len(kept) for kept in (self.fusion._spans, self.fusion._rests, self.fusion._arrivals))
+        """Of all lists that the generators at work keep."""
+        generator: Any = self.fusion._course
+        longest = 0
+        while generator is not None:
+            kept = [value for value in generator.gi_frame.f_locals.values() if isinstance(value, list)]
+            longest, generator = max([longest, *map(len, kept)]), generator.gi_yieldfrom
+        return longest
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +89,7 @@ def test_it_plans_after_as_many_passes_however_many_backwards_they_have(tried: N
     planned, on_trial = [], []
     for number in training.passes(STEPS_MEASURED + TRIAL + EVERY):
         planned += [number] if training.fusion.state() else []
-        on_trial += [number] if training.fusion._on_trial else []
+        on_trial += [number] if training.fusion.phase == "try" else []
         assert training.longest_list() <= max(STEPS_MEASURED, TRIAL, WINDOW)
     assert planned[0] == STEPS_MEASURED
     assert on_trial[:TRIAL] == list(range(STEPS_MEASURED, STEPS_MEASURED + TRIAL))
@@ -158,5 +165,5 @@ def test_for_a_few_per_cent_no_groups_are_merged_in_which_parameters_compete(
     training.fusion.regroup([[piece] for piece in pieces_of(training.parameters, compressor)])
     monkeypatch.setattr(Timeline, "span_s", lambda self: span_s[len(training.exchange.groups)])
     list(training.passes(STEPS_MEASURED + 2 * TRIAL + 1))
-    assert not training.fusion._on_trial
+    assert training.fusion.phase == "watch"
     assert len(training.exchange.groups) == groups

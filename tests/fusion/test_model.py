@@ -107,7 +107,7 @@ def test_one_group_is_tried_where_the_model_cannot_tell_and_indices_can(
     one = plan.one_group()
     assert (one is not None) == tried
     if one is not None:
-        assert (one.ends, one.span_s, one.group_of(), one.one_group()) == ((2,), span_s, [0, 0], None)
+        assert (one.ends, one.span_s, one.group_of(), one.one_group()) == ((2,), span_s, {"b": 0, "a": 0}, None)
 
 
 def test_costs_are_lines_and_never_fall() -> None:

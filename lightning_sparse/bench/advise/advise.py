@@ -107,7 +107,6 @@ def advices(parameters: Mapping[str, Tensor], measured: Measured, cluster: Clust
         compressor = kind()
         pieces = pieces_of(parameters, compressor)
         kinds = kinds_of(pieces, compressor, lambda c, n: model_cost(c, n, cluster.hosts, link))
-        assert kinds is not None  # a modelled cost is always known
         found.append(advice(compressor, best_plan(pieces, kinds, measured, Calibration(blocking=False))))
     return found
 
