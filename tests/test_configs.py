@@ -285,7 +285,7 @@ def test_what_is_no_option_or_of_another_kind_is_refused_by_the_parser(
         (".compressor.density=5", "MiCRO(density=5.0): density is the fraction of elements sent"),
         (".compressor.slack=0.5", "MiCRO(slack=0.5): a message needs room"),
         (".wire_dtype=bf16", "wire_dtype='bf16' is not one of float32, bfloat16, float16, int8"),
-        (".fusion=all", "fusion='all' is not one of layer, bucket, none"),
+        (".fusion=all", "fusion must be one of layer, bucket, none, or a list of patterns; got 'all'"),
         (".warmup_steps=-1", "warmup_steps=-1 is a number of dense steps, so 0 or more"),
         (".residuals=some", "residuals='some' is not one of per_rank, mean, none"),
     ],

@@ -55,7 +55,7 @@ for trainer, strategy in mixed:
     ("options", "message"),
     [
         ({"compressor": "gzip"}, "compressor='gzip' is not one of skip_reduce, "),
-        ({"fusion": "all"}, "fusion='all' is not one of layer, bucket, none"),
+        ({"fusion": "all"}, "fusion must be one of layer, bucket, none, or a list of patterns; got 'all'"),
         ({"wire_dtype": "int4"}, "wire_dtype='int4' is not one of float32, bfloat16, float16, int8"),
         ({"warmup_steps": -1}, "warmup_steps=-1 is a number of dense steps"),
         ({"residuals": "all"}, "residuals='all' is not one of per_rank, mean, none"),

@@ -1,13 +1,14 @@
 """Which parameters travel together, and what groups take over from those before them."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from lightning_sparse.checks import matches
+from lightning_sparse.checks import is_list, matches
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.group import Group
 
@@ -21,23 +22,27 @@ class Piece:
 
     name: str
     elements: int
-    whole: bool = False  # averaged densely, apart from the others
+    dense: bool = False  # summed densely, in groups with its like
+
+    @property
+    def layer(self) -> str:
+        """The name of the module it belongs to."""
+        return self.name.rpartition(".")[0]
 
 
 def check_fusion(fusion: object) -> str | tuple[str, ...]:
-    """``fusion`` if it is one of ``FUSIONS``, or as a tuple if it is a list of patterns.
+    """Return ``fusion`` if it is one of ``FUSIONS``, or as a tuple if it is a list of patterns.
 
     Raises:
         ValueError: if it is neither.
     """
-    if isinstance(fusion, Sequence) and not isinstance(fusion, str) and all(isinstance(p, str) for p in fusion):
-        if fusion:
-            return tuple(fusion)
-    elif fusion in FUSIONS:
-        return str(fusion)
+    if isinstance(fusion, str) and fusion in FUSIONS:
+        return fusion
+    if isinstance(fusion, Sequence) and is_list(fusion) and fusion and all(isinstance(each, str) for each in fusion):
+        return tuple(fusion)
     raise ValueError(
-        f"fusion={fusion!r} is not one of {', '.join(FUSIONS)}, nor a list with a pattern of parameter names (as of a "
-        "shell) for each group, such as ['head.*', '*']."
+        f"fusion must be one of {', '.join(FUSIONS)}, or a list of patterns; got {fusion!r}. A list has a shell-style "
+        "pattern of parameter names for each group, such as ['head.*', '*']."
     )
 
 
@@ -52,31 +57,36 @@ def fuse(pieces: Sequence[Piece], fusion: str | Sequence[str], bucket_bytes: int
 
     "bucket" and, until a plan has been measured, "layer": a group is closed once it holds ``bucket_bytes`` of float32
     gradient.  "none": one group a layer, that is for the parameters of one module.  A list of patterns: a group for
-    each, of the parameters whose first match it is.  Pieces that travel whole share groups only with each other.
+    each, of the parameters whose first match it is.  Dense pieces share groups only with each other.
 
     Raises:
         ValueError: as :func:`check_fusion`, or if a parameter matches none of the patterns.
     """
     fusion = check_fusion(fusion)
+    groups: list[list[Piece]] = []
+    for dense in (False, True):
+        of_kind = [piece for piece in pieces if piece.dense == dense]
+        if not isinstance(fusion, str):
+            groups += _by_pattern(of_kind, fusion)
+        elif fusion == "none":
+            groups += [list(layer) for _, layer in groupby(of_kind, lambda piece: piece.layer)]
+        else:
+            groups += _filled(of_kind, bucket_bytes)
     place = {piece.name: i for i, piece in enumerate(pieces)}
-    if not isinstance(fusion, str):
-        groups = _by_pattern(pieces, fusion)
-    else:
-        groups = []
-        filling: dict[bool, list[Piece]] = {True: [], False: []}
-        for piece in pieces:
-            group = filling[piece.whole]
-            full = sum(p.elements for p in group) * 4 >= bucket_bytes
-            if group and (_layer(group[-1]) != _layer(piece) if fusion == "none" else full):
-                groups.append(group)
-                group = filling[piece.whole] = []
-            group.append(piece)
-        groups += [group for group in filling.values() if group]
     return sorted(groups, key=lambda group: place[group[-1].name])
 
 
+def _filled(pieces: Sequence[Piece], bucket_bytes: int) -> list[list[Piece]]:
+    groups: list[list[Piece]] = []
+    for piece in pieces:
+        if not groups or sum(p.elements for p in groups[-1]) * 4 >= bucket_bytes:
+            groups.append([])
+        groups[-1].append(piece)
+    return groups
+
+
 def _by_pattern(pieces: Sequence[Piece], patterns: Sequence[str]) -> list[list[Piece]]:
-    groups: dict[tuple[str, bool], list[Piece]] = {}
+    groups: dict[str, list[Piece]] = {}
     for piece in pieces:
         pattern = next((p for p in patterns if matches(piece.name, [p])), None)
         if pattern is None:
@@ -84,38 +94,34 @@ def _by_pattern(pieces: Sequence[Piece], patterns: Sequence[str]) -> list[list[P
                 f"fusion={list(patterns)!r}: parameter {piece.name!r} matches none of the patterns; end the list with "
                 "'*' for all others."
             )
-        groups.setdefault((pattern, piece.whole), []).append(piece)
+        groups.setdefault(pattern, []).append(piece)
     return list(groups.values())
 
 
-def _layer(piece: Piece) -> str:
-    return piece.name.rpartition(".")[0]
-
-
 def pieces_of(parameters: Mapping[str, Tensor], compressor: Compressor) -> list[Piece]:
-    """The pieces of ``parameters``, given in the order of definition, in that of backward."""
+    """Return the pieces of ``parameters``, given in the order of definition, in that of backward."""
     backward = reversed(list(parameters.items()))
     return [Piece(name, p.numel(), compressor.is_dense(name, p.numel())) for name, p in backward]
 
 
 def cut_apart(groups: Sequence[Sequence[Piece]], dense_up_to: int) -> list[list[Piece]]:
-    """Each of ``groups`` cut in two: what is compressed, if that is more than so many elements, and what is whole."""
+    """Cut each group in two: what is compressed, if it has more than ``dense_up_to`` elements, and what is dense."""
     found = []
     for group in groups:
-        small = sum(piece.elements for piece in group if not piece.whole) <= dense_up_to
-        pieces = [replace(piece, whole=piece.whole or small) for piece in group]
-        found += [[piece for piece in pieces if piece.whole == whole] for whole in (False, True)]
+        small = sum(piece.elements for piece in group if not piece.dense) <= dense_up_to
+        pieces = [replace(piece, dense=piece.dense or small) for piece in group]
+        found += [[piece for piece in pieces if piece.dense == dense] for dense in (False, True)]
     return [group for group in found if group]
 
 
 def make_groups(
     parameters: Mapping[str, Tensor], compressor: Compressor, groups: Sequence[Sequence[Piece]]
 ) -> list[tuple[Group, Compressor]]:
-    """Each of ``groups`` as a :class:`Group`, and what averages it."""
+    """Make a :class:`Group` of each of ``groups``; returns it with what averages it."""
     return [
         (
             Group(index, tuple(p.name for p in group), tuple(parameters[p.name] for p in group)),
-            compressor.dense_variant() if group[0].whole else compressor,
+            compressor.dense_variant() if group[0].dense else compressor,
         )
         for index, group in enumerate(groups)
     ]
@@ -127,8 +133,13 @@ def lay_out(
     fusion: str | Sequence[str],
     bucket_bytes: int = BUCKET_BYTES,
 ) -> list[tuple[Group, Compressor]]:
-    """Groups for ``parameters``, given in the order of definition, and what averages each."""
+    """Make groups of ``parameters``, given in the order of definition; returns each with what averages it."""
     return make_groups(parameters, compressor, fuse(pieces_of(parameters, compressor), fusion, bucket_bytes))
+
+
+# - from one set of groups to another
+
+Part = tuple[Group, int]  # the group that has a parameter, and the parameter's place in it
 
 
 def carry_over(old: Sequence[Group], new: Sequence[tuple[Group, Compressor]], memories: bool = True) -> None:
@@ -139,33 +150,24 @@ def carry_over(old: Sequence[Group], new: Sequence[tuple[Group, Compressor]], me
     ``memories=False``, for another compressor, keeps none.  The old groups are emptied on the way, so that there is
     never a second copy of all that is unsent.
     """
-    source = {
-        (name, shape): (group, slot)
-        for group in old
-        for slot, (name, shape) in enumerate(zip(group.names, group.shapes, strict=True))
-    }
-    parts_of = [
-        [source.get(parameter) for parameter in zip(group.names, group.shapes, strict=True)] for group, _ in new
-    ]
-    left = Counter(id(part[0]) for parts in parts_of for part in parts if part)
-    step = max((group.step for group in old), default=0)
-    for (group, compressor), parts in zip(new, parts_of, strict=True):
-        group.step = step
+    source = {parameter: (group, slot) for group in old for slot, parameter in enumerate(_parameters(group))}
+    parts_of = [[source.get(parameter) for parameter in _parameters(group)] for group, _ in new]
+    last_use = {id(part[0]): number for number, parts in enumerate(parts_of) for part in parts if part}
+    for number, ((group, compressor), parts) in enumerate(zip(new, parts_of, strict=True)):
+        group.step = max((giver.step for giver in old), default=0)
         group.memory = _memory(group, compressor, parts) if memories else {}
-        for mine, part in zip(group.slots(group.unsent), parts, strict=True):
-            if part is None:
-                mine.zero_()
-                continue
-            giver, slot = part
-            mine.copy_(giver.slots(giver.unsent)[slot])
-            left[id(giver)] -= 1
-        for giver in {id(part[0]): part[0] for part in parts if part}.values():
-            if not left[id(giver)]:
+        _take(group.slots(group.unsent), parts, lambda giver: giver.unsent)
+        for giver in old:
+            if last_use.get(id(giver)) == number:
                 giver.unsent, giver.memory = giver.unsent.new_empty(0), {}
 
 
-def _memory(group: Group, compressor: Compressor, parts: Sequence[tuple[Group, int] | None]) -> dict[str, Tensor]:
-    """What ``group`` remembers from the start; ``parts`` are each parameter's group before and its place in it."""
+def _parameters(group: Group) -> list[tuple[str, torch.Size]]:
+    return list(zip(group.names, group.shapes, strict=True))
+
+
+def _memory(group: Group, compressor: Compressor, parts: Sequence[Part | None]) -> dict[str, Tensor]:
+    """What ``group`` remembers from the start; ``parts`` are where its parameters were before."""
     givers = {id(part[0]): part[0] for part in parts if part}
     if None not in parts and [giver.names for giver in givers.values()] == [group.names]:
         return next(iter(givers.values())).memory
@@ -176,26 +178,28 @@ def _memory(group: Group, compressor: Compressor, parts: Sequence[tuple[Group, i
     memory = compressor.carry([(givers[key], n) for key, n in elements.items()])
     for key in compressor.per_element:
         if any(key in giver.memory for giver in givers.values()):
-            slots = zip(parts, group.slots(group.unsent), strict=True)
-            memory[key] = torch.cat([_slot(key, part, own) for part, own in slots])
+            memory[key] = torch.empty_like(group.unsent)
+            _take(group.slots(memory[key]), parts, lambda giver, key=key: giver.memory.get(key))  # type: ignore[misc]
     return memory
 
 
-def _slot(key: str, part: tuple[Group, int] | None, own: Tensor) -> Tensor:
-    """What the group before kept under ``key`` of a parameter, zeros if nothing, on the device of its ``own`` slot."""
-    if part is None or key not in part[0].memory:
-        return torch.zeros_like(own)
-    giver, slot = part
-    return giver.slots(giver.memory[key])[slot].to(own.device)
+def _take(slots: Sequence[Tensor], parts: Sequence[Part | None], kept: Callable[[Group], Tensor | None]) -> None:
+    """Copy what the groups before ``kept`` of each parameter into its slot; zeros where there is nothing."""
+    for slot, part in zip(slots, parts, strict=True):
+        before = kept(part[0]) if part else None
+        if part is None or before is None:
+            slot.zero_()
+        else:
+            slot.copy_(part[0].slots(before)[part[1]])
 
 
 def not_carried(old: Sequence[Group], new: Sequence[Group]) -> list[str]:
-    """What :func:`carry_over` drops and what it starts from zero, in words: nothing if the parameters are the same."""
-    before, now = ({n: s for g in groups for n, s in zip(g.names, g.shapes, strict=True)} for groups in (old, new))
-    both = before.keys() & now.keys()
+    """Say in words what :func:`carry_over` drops and what it starts from zero; empty if the parameters are the same."""
+    before, now = (dict(parameter for group in groups for parameter in _parameters(group)) for groups in (old, new))
+    reshaped = {name for name in before.keys() & now.keys() if before[name] != now[name]}
     kinds = (
         (before.keys() - now.keys(), "what was not sent of parameters that are gone or frozen is dropped"),
-        ({name for name in both if before[name] != now[name]}, "parameters of another shape start from zero"),
+        (reshaped, "parameters of another shape start from zero"),
         (now.keys() - before.keys(), "new parameters start from zero"),
     )
     return [f"{what} ({_some(sorted(names))})" for names, what in kinds if names]

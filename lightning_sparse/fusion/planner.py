@@ -1,7 +1,7 @@
-"""From what was measured to the groups, and to the compressor, with the shortest step.  Pure functions."""
+"""Finds the groups, and the compressor, with the shortest step.  Pure functions."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,17 +16,17 @@ from lightning_sparse.settings import as_text, same
 LEAST_GAIN = 0.1  # of a backward: the model is not exact, so for less the groups stay as they are
 LEAST_SPEEDUP = 0.05  # of a step: for less, rather the compressor that sends more
 MERGING_GAIN = 0.1  # of the time, by which fewer groups must be faster where more parameters then compete to be sent
-FARTHEST = 2.0  # times what the model expects, that steps were found to be longer
+FARTHEST = 2.0  # the most by which measured steps correct the model, in spans it expects
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What the ranks found together, in seconds.
+    """Medians over steps and ranks, in seconds.
 
     Attributes:
-        arrivals_s: of each piece's gradient, since backward began; NaN where it never arrived.
+        arrivals_s: from the start of backward to the gradient of each piece; NaN where it never arrived.
         span_s: from the start of backward to the last mean.
-        rest_s: of a step, outside that.
+        rest_s: the rest of a step.
         groups: names of the parameters in each group there was meanwhile.
     """
 
@@ -38,21 +38,17 @@ class Measured:
 
 @dataclass(frozen=True)
 class Calibration:
-    """How steps as they were differ from the model.
+    """How measured steps differ from the model.
 
     Attributes:
         blocking: compressing takes the processor from backward.
-        factor: 1, or less where they were shorter.
+        factor: 1, or less where steps were shorter.
         offset_s: by which they were longer: backward and messages slow each other in ways that are not modelled.
     """
 
     blocking: bool
     factor: float = 1.0
     offset_s: float = 0.0
-
-    def correct(self, span_s: float) -> float:
-        """What is to be expected where the model says ``span_s``."""
-        return self.factor * span_s + self.offset_s
 
 
 #: Whether pieces are summed densely, and what groups of them cost.
@@ -65,57 +61,88 @@ def kinds_of(pieces: Sequence[Piece], compressor: Compressor, cost: Callable[[Co
     ``cost`` gets one of the two and how many elements it averages.
     """
     kinds = []
-    for whole, averages in ((False, compressor), (True, compressor.dense_variant())):
-        if elements := sum(piece.elements for piece in pieces if piece.whole == whole):
-            kinds.append((whole, cost(averages, elements)))
+    for dense, averages in ((False, compressor), (True, compressor.dense_variant())):
+        if elements := sum(piece.elements for piece in pieces if piece.dense == dense):
+            kinds.append((dense, cost(averages, elements)))
     return kinds
 
 
-def with_small_dense(kinds: Kinds, dense: Cost) -> tuple[Kinds, int]:
-    """The same, but for groups that are sooner summed densely, and up to how many elements these have."""
-    up_to = max((cost.dense_up_to(dense) for whole, cost in kinds if not whole), default=0)
-    return [(whole, cost if whole else cost.with_dense(dense, up_to)) for whole, cost in kinds], up_to
+def with_small_dense(kinds: Kinds, small: Cost) -> tuple[Kinds, int]:
+    """Return the costs where groups whose dense sum is sooner are summed densely, and the elements of the largest."""
+    up_to = max((cost.dense_up_to(small) for dense, cost in kinds if not dense), default=0)
+    return [(dense, cost if dense else cost.with_dense(small, up_to)) for dense, cost in kinds], up_to
 
 
 def calibrate(pieces: Sequence[Piece], kinds: Kinds, measured: Measured) -> Calibration:
-    """Compare the model with the steps as they were; ``kinds`` are of the compressor that was at work."""
+    """Compare the model with the measured steps; ``kinds`` are of the compressor that was at work."""
     spans = {}
     for blocking in (False, True):
         model, position = _model(pieces, kinds, measured, blocking)
         spans[blocking] = model.span(_ends(measured.groups, position))
     blocking = min(spans, key=lambda blocking: abs(math.log(spans[blocking] / measured.span_s)))
-    expected = spans[blocking]
-    if measured.span_s < expected:
-        return Calibration(blocking, factor=max(measured.span_s / expected, 1 / FARTHEST))
-    return Calibration(blocking, offset_s=min(measured.span_s - expected, FARTHEST * expected))
+    expected_s = spans[blocking]
+    if measured.span_s < expected_s:
+        return Calibration(blocking, factor=max(measured.span_s / expected_s, 1 / FARTHEST))
+    return Calibration(blocking, offset_s=min(measured.span_s - expected_s, FARTHEST * expected_s))
 
 
 def best_plan(pieces: Sequence[Piece], kinds: Kinds, measured: Measured, calibration: Calibration) -> Plan:
-    """The groups to follow: the best there are, or those there were if these are hardly slower."""
+    """Return the best groups, or those there were if these are hardly slower."""
     model, position = _model(pieces, kinds, measured, calibration.blocking)
     by_name = {piece.name: piece for piece in pieces}
     ordered = [by_name[name] for name in position]
-    present = _ends(measured.groups, position)
+    ends = {
+        fusion: _ends([[piece.name for piece in group] for group in fuse(ordered, fusion)], position)
+        for fusion in ("bucket", "none")
+    }
     others = {
         "greedy merging": model.greedy(),
-        f"buckets of {BUCKET_BYTES >> 20} MiB": _ends(_names(fuse(ordered, "bucket")), position),
-        "one group a layer": _ends(_names(fuse(ordered, "none")), position),
+        f"buckets of {BUCKET_BYTES >> 20} MiB": ends["bucket"],
+        "one group a layer": ends["none"],
         "one group": [len(pieces)],
-        "as before": present,
+        "as before": _ends(measured.groups, position),
     }
     plans = {"LayerFusion": model.best(list(others.values())), **others}
-    spans = {name: calibration.correct(model.span(ends)) for name, ends in plans.items()}
+    spans = {name: calibration.factor * model.span(ends) + calibration.offset_s for name, ends in plans.items()}
     gains = spans["LayerFusion"] < (1 - LEAST_GAIN) * spans["as before"]
     chosen = "LayerFusion" if gains and model.can_be_indexed(plans["LayerFusion"]) else "as before"
     return Plan(
         model=model,
         names=tuple(position),
         ends=tuple(plans[chosen]),
-        before=tuple(present),
+        before=tuple(plans["as before"]),
         rest_s=measured.rest_s,
         span_s=spans[chosen],
         spans=spans,
     )
+
+
+def choose(plans: Sequence[Plan]) -> int:
+    """Return the index of the plan to follow, of one for each candidate.
+
+    The first whose step is hardly longer than the shortest: those first send most, and what is kept costs accuracy.
+    """
+    steps_s = [plan.step_s for plan in plans]
+    return next(i for i, step_s in enumerate(steps_s) if step_s * (1 - LEAST_SPEEDUP) <= min(steps_s))
+
+
+def _model(
+    pieces: Sequence[Piece], kinds: Kinds, measured: Measured, blocking: bool
+) -> tuple[StepModel, Mapping[str, int]]:
+    """Return the model, and the place of each parameter in the order in which they become ready."""
+    ready = np.where(np.isfinite(measured.arrivals_s), measured.arrivals_s, 0.0)
+    order = np.argsort(ready, kind="stable")
+    elements = [tuple(pieces[i].elements * (pieces[i].dense == dense) for dense, _ in kinds) for i in order]
+    model = StepModel(tuple(ready[order].tolist()), tuple(elements), tuple(cost for _, cost in kinds), blocking)
+    return model, {pieces[i].name: place for place, i in enumerate(order)}
+
+
+def _ends(groups: Sequence[Sequence[str]], position: Mapping[str, int]) -> list[int]:
+    """Return where ``groups`` end in the order in which parameters become ready."""
+    return sorted({len(position), *(max(position[name] for name in names) + 1 for names in groups if names)})
+
+
+# - trials and checkpoints
 
 
 @dataclass(frozen=True)
@@ -152,32 +179,3 @@ def share_allowed(before: Layout, compressor: Compressor, groups: Sequence[Group
     """
     competes = same(compressor, before.compressor) and any(group.target < group.n for group in groups)
     return 1 - MERGING_GAIN if competes and len(groups) < len(before.groups) else 1.0
-
-
-def choose(plans: Sequence[Plan]) -> int:
-    """Index of the plan to follow, of plans for several compressors, those first that send most.
-
-    The first whose step is hardly longer than the shortest: what is kept costs accuracy, so the less of it the better.
-    """
-    steps_s = [plan.step_s for plan in plans]
-    return min(i for i, step_s in enumerate(steps_s) if step_s * (1 - LEAST_SPEEDUP) <= min(steps_s))
-
-
-def _model(
-    pieces: Sequence[Piece], kinds: Kinds, measured: Measured, blocking: bool
-) -> tuple[StepModel, Mapping[str, int]]:
-    """The model, and the place of each parameter in the order in which they become ready."""
-    ready = np.where(np.isfinite(measured.arrivals_s), measured.arrivals_s, 0.0)
-    order = np.argsort(ready, kind="stable")
-    elements = [tuple(pieces[i].elements * (pieces[i].whole == whole) for whole, _ in kinds) for i in order]
-    model = StepModel(tuple(ready[order].tolist()), tuple(elements), tuple(cost for _, cost in kinds), blocking)
-    return model, {pieces[i].name: place for place, i in enumerate(order)}
-
-
-def _ends(groups: Iterable[Sequence[str]], position: Mapping[str, int]) -> list[int]:
-    """Where ``groups`` end in the order in which parameters become ready."""
-    return sorted({len(position), *(max(position[name] for name in names) + 1 for names in groups if names)})
-
-
-def _names(groups: Sequence[Sequence[Piece]]) -> list[list[str]]:
-    return [[piece.name for piece in group] for group in groups]
