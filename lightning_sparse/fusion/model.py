@@ -20,15 +20,15 @@ INEXACT = 0.05  # of a span: where plans differ by less, the model cannot tell w
 
 @dataclass(frozen=True)
 class Cost:
-    """What averaging a group costs, by its size: lines between what was measured, and one beyond it.
+    """The cost of averaging a group, by its size: lines between measured sizes, and one beyond them.
 
     Attributes:
-        elements: [m] sizes at which it was measured, rising.
+        elements: [m] measured sizes, rising.
         busy_s: [m] of a processor, in the compressor's own code.
         spacing_s: [m] by which a group ends after the one before where groups queue: the inverse of the throughput.
         latency_s: [m] from the last gradient to the mean where nothing else is under way; not below ``busy_s``.
-        busy_rise: of ``busy_s`` with each element beyond the last size.
-        wire_rise: seconds the link needs for each.
+        busy_rise: seconds by which ``busy_s`` rises with each element beyond the last size.
+        wire_rise: seconds the link needs for each element beyond the last size.
     """
 
     elements: tuple[int, ...]
@@ -47,28 +47,21 @@ class Cost:
         )
 
     def dense_up_to(self, dense: "Cost") -> int:
-        """Elements up to which a ``dense`` sum has its mean sooner, 0 for none: it is one message, and selects nothing.
-
-        A power of two, at most the largest size at which the dense sum was measured.
-        """
+        """Return the elements, a power of two, up to which a ``dense`` sum has its mean sooner; 0 for none."""
         sizes = 2 ** np.arange(dense.elements[-1].bit_length())
         first_later = np.append(dense.at(sizes)[2] < self.at(sizes)[2], False).argmin()
         return int(sizes[first_later - 1]) if first_later else 0
 
     def with_dense(self, dense: "Cost", up_to: int) -> "Cost":
-        """What groups cost of which those of at most ``up_to`` elements are summed densely."""
+        """Return the cost where groups of at most ``up_to`` elements are summed densely."""
         if not up_to:
             return self
         small = [n for n in {*dense.elements, up_to} if n <= up_to]
         sizes = np.array(sorted({*small, up_to + 1, *(n for n in self.elements if n > up_to)}))
-        each = [np.where(sizes <= up_to, a, b).tolist() for a, b in zip(dense.at(sizes), self.at(sizes), strict=True)]
-        return replace(
-            self,
-            elements=tuple(sizes.tolist()),
-            busy_s=tuple(each[0]),
-            spacing_s=tuple(each[1]),
-            latency_s=tuple(each[2]),
-        )
+        both = zip(dense.at(sizes), self.at(sizes), strict=True)
+        busy_s, spacing_s, latency_s = (tuple(np.where(sizes <= up_to, a, b).tolist()) for a, b in both)
+        elements = tuple(sizes.tolist())
+        return replace(self, elements=elements, busy_s=busy_s, spacing_s=spacing_s, latency_s=latency_s)
 
     def _line(self, measured: Sequence[float], rise: float, elements: NDArray[np.int64]) -> Array:
         seconds = np.maximum.accumulate(np.asarray(measured, dtype=np.float64))  # more elements never cost less
@@ -100,7 +93,7 @@ class StepModel:
     blocking: bool = False
 
     def times(self, ends: Sequence[int]) -> list[GroupTime]:
-        """Of the groups that end before the layers ``ends`` [G], rising, the last of which is L."""
+        """Return the times of the groups that end before the layers ``ends`` [G], rising, the last of which is L."""
         sums = self._prefix_sums()
         found: list[GroupTime] = []
         end = delay = 0.0
@@ -113,7 +106,7 @@ class StepModel:
         return found
 
     def span(self, ends: Sequence[int]) -> float:
-        """From the start of backward to the last mean."""
+        """Seconds from the start of backward to the last mean."""
         return max(time.end_s for time in self.times(ends)) if ends else 0.0
 
     def can_be_indexed(self, ends: Sequence[int]) -> bool:
@@ -197,13 +190,13 @@ class Plan:
     """The groups chosen, and what was expected of them.
 
     Attributes:
-        model: what was measured.
+        model: of what was measured.
         names: [L] of the parameters, in the order in which they become ready.
         ends: [G] where the groups end.
-        before: where those ended that there were before.
-        rest_s: of a step, outside backward and communication.
-        span_s: expected from the start of backward to the last mean; the model's, corrected by steps as they were.
-        spans: the same of each plan that was looked at, by name.
+        before: where the groups before them ended.
+        rest_s: seconds of a step outside backward and communication.
+        span_s: expected from the start of backward to the last mean; the model's, corrected by measured steps.
+        spans: ``span_s`` of each plan that was considered, by name.
     """
 
     model: StepModel
@@ -216,20 +209,20 @@ class Plan:
 
     @property
     def times(self) -> list[GroupTime]:
-        """Expected of each group, without that correction."""
+        """The expected times of each group, not corrected."""
         return self.model.times(self.ends)
 
     @property
     def step_s(self) -> float:
-        """Expected of a step."""
+        """The expected seconds of a step."""
         return self.rest_s + self.span_s
 
     def rejected(self) -> "Plan":
-        """The groups there were before, in place of these."""
+        """Return the plan of the groups there were before."""
         return replace(self, ends=self.before, span_s=self.spans["as before"])
 
     def one_group(self) -> "Plan | None":
-        """One group in place of these, where the model, which is not exact, cannot tell which is faster."""
+        """Return the plan of one group; None unless the model, which is not exact, cannot tell which is faster."""
         one, span_s = (len(self.names),), self.spans.get("one group", math.inf)
         if self.ends == one or span_s > (1 + INEXACT) * self.span_s or not self.model.can_be_indexed(one):
             return None
@@ -246,7 +239,7 @@ class Plan:
 
 
 def _spread(falling: Array, most: int) -> NDArray[np.int64]:
-    """Indices of at most so many of the values ``falling``, evenly spread, among them the first and the last."""
+    """Indices of at most ``most`` values, evenly spread over ``falling``, among them the first and the last."""
     if len(falling) <= most:
         return np.arange(len(falling))
     last = len(falling) - 1

@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
@@ -28,8 +29,8 @@ from lightning_sparse.settings import as_text
 SIZES = (2**8, 2**16, 2**20, 2**22)  # elements of the groups that are tried
 RUNS = 3  # of each, after one that is not timed: then thresholds are known
 SMALL = 2**16  # elements at most of groups that are summed densely where that is sooner
-LONG_S = 0.1  # what would take longer is not tried: there, the line is drawn from the link and the processor
-FEW_RANKS = 8  # that are simulated with all sizes; with more, memory allows the smaller ones
+LONG_S = 0.1  # larger groups that would take longer are not tried: their costs follow from the link and the processor
+FEW_RANKS = 8  # the most that are simulated with all sizes; with more, memory allows the smaller ones
 POOL = 1_000_003  # made-up gradients repeat after so many elements
 
 
@@ -50,14 +51,13 @@ def measure_link(exchange: Exchange) -> Link:
 
     def seconds(elements: int) -> float:
         x = torch.zeros(elements, device=exchange.device)
-        return median([_time(exchange, lambda lane: lane.comm.all_reduce(x).wait(), lanes=1) for _ in range(RUNS)])
+        return median(_time(exchange, lambda lane: lane.comm.all_reduce(x).wait(), lanes=1) for _ in range(RUNS))
 
     few, many = SIZES[0], SIZES[2]
     latency_s, long_s = median_over_ranks(exchange, [seconds(few), seconds(many)]).tolist()
     if not math.isfinite(latency_s + long_s):
         raise NoClock
-    bytes_more = traffic("all_reduce", 4 * (many - few), exchange.size)
-    return Link(latency_s, max(long_s - latency_s, 0.0) / bytes_more)
+    return Link(latency_s, max(long_s - latency_s, 0.0) / traffic("all_reduce", 4 * (many - few), exchange.size))
 
 
 @dataclass(frozen=True)
@@ -109,39 +109,6 @@ def rehearse(exchange: Exchange, compressor: Compressor, largest: int, link: Lin
     return _cost(samples, link)
 
 
-def model_cost(compressor: Compressor, largest: int, size: int, link: Link) -> Cost:
-    """What groups would cost among ``size`` ranks over ``link``; only the compressor's own work is measured, here.
-
-    The ranks are simulated.  A message takes the link's latency for every hop of its way round a ring, and a time for
-    every byte; what a group does while another's messages are under way is not lost.
-    """
-    samples = []
-    for n in sorted({min(each, largest) for each in SIZES[: 3 if size > FEW_RANKS else None]}):
-        network = SimNetwork(size)
-        groups = [Group(0, ("rehearsal",), (_made_up(n, -1, torch.device("cpu")),)) for _ in range(size)]
-        gradients = [_made_up(n, rank, torch.device("cpu")) for rank in range(size)]
-        bucket = torch.empty_like(gradients[0])
-        busy_s: list[float] = []
-        for _ in range(1 + RUNS):
-            busy_s.append(0.0)
-            start_s = time.perf_counter()
-            for group, gradient in zip(groups, gradients, strict=True):
-                group.unsent.copy_(gradient)
-            sent, hops = network.comms[0].sent_bytes, network.comms[0].hops
-            added_s = (time.perf_counter() - start_s) / size
-            ranks = [take_step(compressor, g, c) for g, c in zip(groups, network.comms, strict=True)]
-            total = network.run([_timed(ranks[0], busy_s), *ranks[1:]])[0]
-            start_s = time.perf_counter()
-            groups[0].hand_back(total, [bucket], size)
-            busy_s[-1] += added_s + time.perf_counter() - start_s
-        sent, hops = network.comms[0].sent_bytes - sent, network.comms[0].hops - hops
-        wire_s = sent * link.s_per_byte
-        wait_s = wire_s + min(hops, 4 * (size - 1)) * link.latency_s  # segments of one ring follow each other
-        busy = median(busy_s[1:])
-        samples.append(Sample(n, busy, max(busy, wire_s, (busy + wait_s) / 2), busy + wait_s, sent))
-    return _cost(samples, link)
-
-
 class Sample(NamedTuple):
     """What groups of one size cost, as in :class:`Cost`, and the bytes a rank sends for one."""
 
@@ -164,23 +131,58 @@ def _cost(samples: Sequence[Sample], link: Link) -> Cost:
     )
 
 
+def model_cost(compressor: Compressor, largest: int, size: int, link: Link) -> Cost:
+    """What groups would cost among ``size`` ranks over ``link``; only the compressor's own work is measured, here.
+
+    The ranks are simulated.  A message takes the link's latency for every hop of its way round a ring, and a time for
+    every byte; what a group does while another's messages are under way is not lost.
+    """
+    samples = []
+    for n in sorted({min(each, largest) for each in SIZES[: 3 if size > FEW_RANKS else None]}):
+        network = SimNetwork(size)
+        gradients = [_made_up(n, rank, torch.device("cpu")) for rank in range(size)]
+        groups = [Group(0, ("rehearsal",), (gradient,)) for gradient in gradients]
+        bucket, comm = torch.empty_like(gradients[0]), network.comms[0]
+        busy_s: list[float] = []
+        for _ in range(1 + RUNS):
+            busy_s.append(0.0)
+            sent_before, hops_before = comm.sent_bytes, comm.hops
+            for group, gradient in zip(groups, gradients, strict=True):
+                with _adding_to(busy_s if group is groups[0] else [0.0]):
+                    group.unsent.copy_(gradient)
+            own, *others = (take_step(compressor, g, c) for g, c in zip(groups, network.comms, strict=True))
+            total = network.run([_timed(own, busy_s), *others])[0]
+            with _adding_to(busy_s):
+                groups[0].hand_back(total, [bucket], size)
+        sent, hops, busy = comm.sent_bytes - sent_before, comm.hops - hops_before, median(busy_s[1:])
+        wire_s = sent * link.s_per_byte
+        wait_s = wire_s + min(hops, 4 * (size - 1)) * link.latency_s  # segments of one ring follow each other
+        samples.append(Sample(n, busy, max(busy, wire_s, (busy + wait_s) / 2), busy + wait_s, sent))
+    return _cost(samples, link)
+
+
+@contextmanager
+def _adding_to(seconds: list[float]) -> Iterator[None]:
+    start_s = time.perf_counter()
+    yield
+    seconds[-1] += time.perf_counter() - start_s
+
+
 def _timed(rounds: Rounds, busy_s: list[float]) -> Rounds:
-    """The same rounds; adds the time they take themselves to the last of ``busy_s``."""
+    """Go through ``rounds``, and add the time they take themselves to the last of ``busy_s``."""
     arrived = None
     while True:
-        start_s = time.perf_counter()
-        try:
-            pending = rounds.send(arrived)  # type: ignore[arg-type]  # None starts it
-        except StopIteration as stop:
-            busy_s[-1] += time.perf_counter() - start_s
-            total: Tensor | Sparse = stop.value
-            return total
-        busy_s[-1] += time.perf_counter() - start_s
+        with _adding_to(busy_s):
+            try:
+                pending = rounds.send(arrived)  # type: ignore[arg-type]  # None starts it
+            except StopIteration as stop:
+                total: Tensor | Sparse = stop.value
+                return total
         arrived = yield pending
 
 
 def median_known(seconds: Sequence[float]) -> float:
-    """Of those that are known; NaN if none is."""
+    """The median of the finite ones; NaN if there is none."""
     known = [s for s in seconds if math.isfinite(s)]
     return median(known) if known else math.nan
 
@@ -202,24 +204,26 @@ def _try(exchange: Exchange, compressor: Compressor, n: int) -> tuple[float, flo
     gradient, weights = made_up[1:], made_up[:-1]  # in the same memory: they only must not be alike
     bucket = torch.empty_like(gradient)  # of all lanes: nobody reads the means
     groups = {lane: Group(0, ("rehearsal",), (weights,)) for lane in exchange.on_lanes(lambda lane: lane)}
-    sent = 0
+    busy_s, sent_bytes = [], []
 
-    def average(lane: Lane) -> float:
-        """Seconds the processor was busy."""
-        nonlocal sent
+    def average(lane: Lane) -> None:
         start_ns, waited_ns, sent_before = time.perf_counter_ns(), lane.network_ns, lane.comm.sent_bytes
-        group = groups[lane]
-        group.unsent.copy_(gradient)
-        total = lane.run(take_step(compressor, group, lane.comm))
-        group.hand_back(total, [bucket], exchange.size)
-        sent = lane.comm.sent_bytes - sent_before
-        return (time.perf_counter_ns() - start_ns - (lane.network_ns - waited_ns)) / 1e9
+        groups[lane].unsent.copy_(gradient)
+        total = lane.run(take_step(compressor, groups[lane], lane.comm))
+        groups[lane].hand_back(total, [bucket], exchange.size)
+        sent_bytes.append(lane.comm.sent_bytes - sent_before)
+        busy_s.append((time.perf_counter_ns() - start_ns - (lane.network_ns - waited_ns)) / 1e9)
 
-    busy_s: list[float] = []
-    total_s = [_time(exchange, lambda lane: busy_s.append(average(lane)), lanes=1) for _ in range(1 + RUNS)]
+    alone_s = [_time(exchange, average, lanes=1) for _ in range(1 + RUNS)][1:]
+    busy, sent = median(busy_s[1:]), sent_bytes[-1]
     exchange.on_lanes(average)  # each lane's group has thresholds of its own
-    queued_s = _time(exchange, lambda lane: [average(lane) for _ in range(RUNS)])
-    return median(busy_s[1:]), queued_s / (RUNS * len(groups)), median(total_s[1:]), sent
+
+    def queue(lane: Lane) -> None:
+        for _ in range(RUNS):
+            average(lane)
+
+    queued_s = _time(exchange, queue)
+    return busy, queued_s / (RUNS * len(groups)), median(alone_s), sent
 
 
 def _time(exchange: Exchange, work: Callable[[Lane], object], lanes: int | None = None) -> float:
