@@ -4,6 +4,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -50,10 +51,11 @@ class MomentumCorrection(Wrapper):
                 "start=MomentumCorrection(0.9, Dense()))."
             )
         if not (is_number(self.momentum) and 0 <= self.momentum < 1):
-            raise ValueError(f"MomentumCorrection(momentum={self.momentum!r}): momentum is at least 0 and below 1.")
+            raise ValueError(f"MomentumCorrection: momentum must be at least 0 and below 1; got {self.momentum!r}.")
         if self.clip_norm is not None and not (is_number(self.clip_norm) and 0 < self.clip_norm <= sys.float_info.max):
             raise ValueError(
-                f"MomentumCorrection(clip_norm={self.clip_norm!r}) is a norm, above 0 and finite; None is no clipping."
+                f"MomentumCorrection: clip_norm must be above 0 and finite, or None for no clipping; got "
+                f"{self.clip_norm!r}."
             )
 
     @property
@@ -65,16 +67,16 @@ class MomentumCorrection(Wrapper):
         """Add each gradient to its velocity, and the velocity to what is unsent."""
         if self.clip_norm is not None:
             scale *= _shrunk(gradients, scale, self.clip_norm / math.sqrt(size))
-        speeds: list[Tensor | None] = []
-        for speed, gradient in zip(group.slots(_velocity(group)), gradients, strict=True):
+        velocities: list[Tensor | None] = []
+        for velocity, gradient in zip(group.slots(_velocity(group)), gradients, strict=True):
             if gradient is None:
-                speeds.append(None)
+                velocities.append(None)
             else:
-                speeds.append(speed.view(gradient.shape).mul_(self.momentum).add_(gradient, alpha=scale))
-        self.wrapped.accumulate(group, speeds, size)
+                velocities.append(velocity.view(gradient.shape).mul_(self.momentum).add_(gradient, alpha=scale))
+        self.wrapped.accumulate(group, velocities, size)
 
     def reduce(self, group: Group, comm: Comm) -> Rounds:
-        """As the wrapped compressor; then the velocities of what was delivered start anew."""
+        """Sum as the wrapped compressor does; then set the velocities of what was delivered to zero."""
         total = yield from self.wrapped.reduce(group, comm)
         if isinstance(total, Sparse):
             _velocity(group).index_fill_(0, total.index, 0)
@@ -82,12 +84,19 @@ class MomentumCorrection(Wrapper):
             _velocity(group).masked_fill_(total != 0, 0)
         return total
 
+    @cached_property
+    def _latest(self) -> list["MomentumCorrection"]:
+        return [self]  # the last that was active
+
     def active(self, step: int) -> Compressor:
-        """The same around whatever is at work in ``step``."""
-        return replace(self, compressor=self.wrapped.active(step))
+        """Return the correction around what is active in the wrapped compressor."""
+        latest, wrapped = self._latest[0], self.wrapped.active(step)
+        if latest.compressor is not wrapped:
+            latest = self._latest[0] = replace(self, compressor=wrapped)
+        return latest
 
     def dense_variant(self) -> Compressor:
-        """Dense sums of velocities."""
+        """Return dense sums of velocities."""
         return replace(self, compressor=self.wrapped.dense_variant())
 
 

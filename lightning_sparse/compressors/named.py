@@ -28,7 +28,7 @@ NAMES: dict[str, type[Compressor]] = {**COMPRESSORS, "sparse_auto": Auto}
 
 
 def by_name(compressor: object) -> Compressor:
-    """A compressor with its defaults if a name is given; an instance is returned as it is.
+    """Return a compressor with its defaults if a name is given, or the instance that is given.
 
     Raises:
         ValueError: for a name that is not in ``NAMES``.

@@ -1,17 +1,16 @@
 """Dense steps first, or denser ones."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from lightning_sparse.checks import is_list, is_whole
 from lightning_sparse.compressors.base import Compressor
-from lightning_sparse.compressors.group import Group
 from lightning_sparse.compressors.wrapper import Wrapper
-from lightning_sparse.network.comm import Comm, Rounds
 
 
 @dataclass(frozen=True)
 class Warmup(Wrapper):
-    """Dense sums for the first ``steps`` steps, then ``compressor``."""
+    """Dense sums for the first ``steps`` steps, then ``compressor``, which sends what they left unsent."""
 
     steps: int
     compressor: Compressor | str
@@ -19,18 +18,18 @@ class Warmup(Wrapper):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not is_whole(self.steps, least=0):
-            raise ValueError(f"Warmup(steps={self.steps!r}): a whole number of dense steps, 0 or more; 0 is none.")
+            raise ValueError(f"Warmup: steps must be an integer of at least 0, where 0 is none; got {self.steps!r}.")
 
-    def reduce(self, group: Group, comm: Comm) -> Rounds:
-        """Whichever's turn it is; what one leaves unsent the other sends."""
-        return self.active(group.step).reduce(group, comm)
+    @cached_property
+    def _dense(self) -> Compressor:
+        return self.dense_variant()
 
     def active(self, step: int) -> Compressor:
-        """Dense sums, or what the wrapped compressor says."""
-        return self.dense_variant() if step < self.steps else self.wrapped.active(step)
+        """Return what sums densely, or what is active in the wrapped compressor."""
+        return self._dense if step < self.steps else self.wrapped.active(step)
 
     def compresses(self, step: int) -> bool:
-        """After the dense steps, as the wrapped compressor says."""
+        """Whether the dense steps are over and the wrapped compressor compresses."""
         return step >= self.steps and super().compresses(step)
 
 
@@ -49,28 +48,28 @@ class DensityLadder(Wrapper):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not is_whole(self.steps, least=0):
-            raise ValueError(f"DensityLadder(steps={self.steps!r}): steps on a rung, so a whole number, 0 or more.")
+            raise ValueError(f"DensityLadder: steps must be an integer of at least 0; got {self.steps!r}.")
         if "density" not in getattr(self.wrapped, "__dataclass_fields__", ()):
             raise ValueError(f"DensityLadder: {self.wrapped!r} has no density to change.")
         if not is_list(self.densities):
-            raise ValueError(f"DensityLadder(densities={self.densities!r}): densities is a list, such as [0.25, 0.05].")
+            raise ValueError(f"DensityLadder: densities must be a list, such as [0.25, 0.05]; got {self.densities!r}.")
         object.__setattr__(self, "densities", tuple(self.densities))  # a config file gives a list
         for density in self.densities:
-            replace(self.wrapped, density=density)  # type: ignore[type-var]  # which says if it is out of range
+            self._at(density)  # raises if it is out of range
 
-    def reduce(self, group: Group, comm: Comm) -> Rounds:
-        """As the compressor does at the density whose turn it is."""
-        return self.active(group.step).reduce(group, comm)
+    def _at(self, density: float) -> Compressor:
+        return replace(self.wrapped, density=density)  # type: ignore[type-var]  # it is a dataclass
+
+    @cached_property
+    def _rungs(self) -> list[Compressor]:
+        own: float = self.wrapped.density  # type: ignore[attr-defined]  # it has one
+        return [self._at(density) for density in self.densities if density > own]
 
     def active(self, step: int) -> Compressor:
-        """The compressor with the density of ``step``."""
-        last: float = self.wrapped.density  # type: ignore[attr-defined]
-        rungs = [density for density in self.densities if density > last]
-        rung = step // self.steps if self.steps else len(rungs)
-        if rung >= len(rungs):
-            return self.wrapped
-        return replace(self.wrapped, density=rungs[rung])  # type: ignore[type-var]
+        """Return the compressor with the density of ``step``."""
+        rung = step // self.steps if self.steps else len(self._rungs)
+        return self._rungs[rung] if rung < len(self._rungs) else self.wrapped
 
     def compresses(self, step: int) -> bool:
-        """After the last rung, as the wrapped compressor says."""
+        """Whether the last rung is over and the wrapped compressor compresses."""
         return self.active(step) is self.wrapped and super().compresses(step)

@@ -1,6 +1,7 @@
 """What is particular to a compressor, and what bad settings say."""
 
 import re
+from itertools import pairwise
 
 import pytest
 import torch
@@ -77,6 +78,16 @@ def test_phases_that_compress() -> None:
         assert not any(dense.compresses(step) for step in range(9))
 
 
+def test_what_is_active_is_made_once_for_each_phase() -> None:
+    """It was made and checked in every step."""
+    ladder = ls.DensityLadder(2, ls.TopK(density=0.1), densities=(0.5, 0.2))
+    for compressor in (ladder, ls.MomentumCorrection(0.9, ladder), ls.Warmup(3, ls.MomentumCorrection(0.9, "micro"))):
+        active = [compressor.active(step) for step in range(9)]
+        assert [compressor.active(step) for step in range(9)] == active
+        assert all(compressor.active(step) is compressor.active(step) for step in range(9))
+        assert all(b is a for a, b in pairwise(active) if a == b)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -89,7 +100,7 @@ def test_phases_that_compress() -> None:
         (lambda: ls.SkipReduce(divisor="contributors"), "use divisor='world', or error_feedback=False"),
         (lambda: ls.SkipReduce(protect="bias"), "protect is a list of patterns: ['bias']"),  # type: ignore[arg-type]
         (lambda: ls.SkipReduce(protect_below=-1), "protect_below=-1"),
-        (lambda: ls.Warmup(-1, ls.Dense()), "Warmup(steps=-1)"),
+        (lambda: ls.Warmup(-1, ls.Dense()), "Warmup: steps must be an integer of at least 0, where 0 is none; got -1"),
         (lambda: by_name("skipreduce"), "compressor='skipreduce' is not one of skip_reduce, "),
         (lambda: simulate("dense", torch.ones(1, 1, 1)), "compressor='dense' is not one of"),
         (lambda: simulate("skip_reduce", torch.ones(1, 1)), "gradients is [steps, ranks, elements]"),
