@@ -1,4 +1,4 @@
-"""Tells what compression does: log keys for any logger, tables, and a picture."""
+"""Reports what compression does: log keys for any logger, tables, and a picture."""
 
 import math
 import os
@@ -23,12 +23,12 @@ from lightning_sparse.fusion.layer_fusion import LayerFusion
 from lightning_sparse.fusion.model import Plan
 from lightning_sparse.monitor.pictures import draw, epoch_table, starvation, summary
 from lightning_sparse.monitor.plan_views import plan_table, require_matplotlib
-from lightning_sparse.monitor.record import Picks, Point, Run, Sums, measure, measure_parts
+from lightning_sparse.monitor.record import Point, Run, Selected, Sums, measure, measure_parts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure  # an extra, and slow to import
 
-STEPS_BEFORE_PLAN = 3  # that follow a plan before it is shown beside one of them
+STEPS_BEFORE_PLAN = 3  # steps that follow a plan before it is shown beside one of them
 PICTURE = "compression.png"
 
 
@@ -41,7 +41,7 @@ class CompressionMonitor(Callback):
     - ``sparse/sent_bytes``: payload this rank put on the wire, padding, indices and counts included
     - ``sparse/compression_ratio``: bytes a float32 ring all-reduce sends / sent bytes
     - ``sparse/density``: distinct elements updated / n
-    - ``sparse/threshold_error``: |picked - k| / k
+    - ``sparse/threshold_error``: |updated - k| / k, where k elements were meant to be updated
     - ``sparse/mask_bytes``: of the bytes sent, those that only said which elements travel (importance)
     - ``sparse/overflow``: elements this rank meant to send but kept, for want of room in a message
     - ``sparse/unsent_norm``: Euclidean norm of what this rank keeps for later steps
@@ -52,7 +52,7 @@ class CompressionMonitor(Callback):
       mean over about 100 steps, in the parameter where that is largest; inf where that gradient is zero
 
     The compression ratio is also in the progress bar, as ``cr``.  Tensors are read, and the device is waited for, in
-    logged steps only.  The last two keys come of a sample of up to 64 elements of each parameter; where some starve,
+    logged steps only.  The last two keys come from a sample of up to 64 elements of each parameter; where some starve,
     the table and the summary say so, and what helps.
 
     Args:
@@ -73,7 +73,7 @@ class CompressionMonitor(Callback):
         self.per_group = per_group
         self.summary = summary
         self._save_picture = plot
-        # With _notebook, _fork and _spawn a training runs in child processes, where rank 0 leaves here what it noted.
+        # With _notebook, _fork and _spawn a training runs in child processes: rank 0 leaves its notes in this file.
         self._pid = os.getpid()
         self._letter = Path(tempfile.gettempdir(), f"lightning_sparse-{uuid.uuid4().hex}.json")
         weakref.finalize(self, self._letter.unlink, missing_ok=True)
@@ -83,25 +83,22 @@ class CompressionMonitor(Callback):
     def _start(self) -> None:
         self._run = Run()
         self._epoch = Sums()
-        self._last: dict[str, float] = {}  # that was logged
-        self._exchanged = 0  # the exchange's count of steps when it was last looked at
-        self._logged = 0  # and when a step was last logged
+        self._last: dict[str, float] = {}  # values logged last
+        self._exchanged = 0  # the exchange's count of steps after the last backward
+        self._logged = 0  # the same when a step was last logged
         self._plan: Plan | None = None
         self._plan_shown = False
+        self._began_s = time.perf_counter()
 
         # - the batch
         self._steps = 0  # taken in it
         self._step = 0  # its number, in Lightning's counting
         self._step_s = 0.0  # since the last step
         self._loss: object = None  # not read before it is logged
-
-        # - clocks
-        self._began_s = time.perf_counter()
-        self._batch_ended_s: float | None = None  # the one before; None where there was something else between
+        self._batch_ended_s: float | None = None  # end of the batch before; None if something else came between
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start counting."""
-        del pl_module
         self._start()
         exchange = _exchange(trainer)
         if exchange is None:
@@ -109,32 +106,28 @@ class CompressionMonitor(Callback):
                 f"CompressionMonitor has nothing to report: {type(trainer.strategy).__name__} is not a strategy of "
                 "lightning_sparse. Give the Trainer strategy='skip_reduce', say."
             )
-        else:
-            self._rank = exchange.rank
-            self._exchanged = self._logged = exchange.steps
-            self._run.cuda = exchange.device.type == "cuda"
-            exchange.sample = Sample(exchange.groups)
+            return
+        self._rank = exchange.rank
+        self._exchanged = self._logged = exchange.steps
+        self._run.cuda = exchange.device.type == "cuda"
+        exchange.sample = Sample(exchange.groups)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start a row of the table."""
-        del trainer, pl_module
         self._epoch = Sums()
         self._batch_ended_s = None
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave validation out of the time of steps."""
-        del trainer, pl_module
         self._batch_ended_s = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Start the clock where it was stopped."""
-        del trainer, pl_module, args
         if self._batch_ended_s is None:
             self._batch_ended_s = time.perf_counter()
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count the step, if this backward was one: there may be several in a batch, or none."""
-        del pl_module
         exchange = _exchange(trainer)
         if exchange is None or exchange.last is None or exchange.steps == self._exchanged:
             return
@@ -147,7 +140,6 @@ class CompressionMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, *args: Any, **kwargs: Any
     ) -> None:
         """Note the time, and log the step if it is one to log."""
-        del args, kwargs
         exchange = _exchange(trainer)
         if exchange is None:
             return
@@ -180,7 +172,6 @@ class CompressionMonitor(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Sum up."""
-        del pl_module
         run = self._run
         save = self._save_picture and not trainer.fast_dev_run  # type: ignore[attr-defined]  # set by a connector
         folder = (trainer.log_dir or trainer.default_root_dir) if save else ""  # asks every rank
@@ -228,21 +219,19 @@ class CompressionMonitor(Callback):
     def _follow_plan(self, fusion: LayerFusion | None) -> None:
         """Note how long steps took that followed a plan; not the one before which it was made."""
         plan, run = fusion.plan if fusion else None, self._run
-        if plan is self._plan:
-            if plan is not None:
-                run.note_planned(self._step_s / self._steps)
-            return
-        self._plan, self._plan_shown = plan, False
-        run.expected_step_s = plan.step_s if plan else None
-        run.expected_span_s = plan.span_s if plan else None
-        run.planned_s = []
+        if plan is not self._plan:
+            self._plan, self._plan_shown = plan, False
+            run.expected_step_s, run.expected_span_s = (plan.step_s, plan.span_s) if plan else (None, None)
+            run.planned_s = []
+        elif plan is not None:
+            run.note_planned(self._step_s / self._steps)
 
     def _log(self, trainer: Trainer, module: LightningModule, exchange: Exchange) -> None:
         assert exchange.sample is not None
         self._logged = exchange.steps
         self._run.waiting = waiting = exchange.sample.waiting()
         self._last = measure(exchange, waiting)
-        self._note(exchange, self._loss, trainer.accumulate_grad_batches)
+        self._note(exchange, trainer.accumulate_grad_batches)
         own = self._last | (measure_parts(exchange, waiting) if self.per_group else {})
         metrics = trainer.strategy.broadcast(own)  # rank 0's; every rank is here, for all take as many steps
         # Both switches: Lightning sends nothing more, nor warns that ranks may differ.  No logger: the values would be
@@ -252,18 +241,15 @@ class CompressionMonitor(Callback):
             trainer.progress_bar_metrics["cr"] = metrics["sparse/compression_ratio"]
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=self._step)
-        if self.table:
-            self._print_plan(_fusion(trainer))
+        fusion = _fusion(trainer)
+        if self.table and fusion and fusion.plan and not self._plan_shown:
+            self._plan_shown = len(self._run.planned_s) >= STEPS_BEFORE_PLAN
+            if self._plan_shown:
+                get_console().print(plan_table(fusion.plan, fusion.measured()))
 
-    def _print_plan(self, fusion: LayerFusion | None) -> None:
-        """Once for each plan, when a few steps have followed it."""
-        if fusion and fusion.plan and not self._plan_shown and len(self._run.planned_s) >= STEPS_BEFORE_PLAN:
-            self._plan_shown = True
-            get_console().print(plan_table(fusion.plan, fusion.measured()))
-
-    def _note(self, exchange: Exchange, loss: object, batches: int) -> None:
-        """Keep what pictures show; ``loss`` is of one of ``batches`` a step was accumulated from, divided by them."""
-        run = self._run
+    def _note(self, exchange: Exchange, batches: int) -> None:
+        """Keep what pictures show; the loss is of one of ``batches`` a step was accumulated from, divided by them."""
+        run, loss = self._run, self._loss
         run.note(
             Point(
                 step=self._step,
@@ -275,7 +261,7 @@ class CompressionMonitor(Callback):
                 ms_wait=self._last["sparse/ms_wait"],
             )
         )
-        run.note_groups([Picks.of(group) for group in exchange.groups])
+        run.note_groups([Selected.of(group) for group in exchange.groups])
         times = exchange.timeline.group_times(exchange.groups)
         if len(times) == len(run.groups) and all(math.isfinite(t.ready_s) and t.start_s >= 0 for t in times):
             run.times = times  # known, and since the last backward began

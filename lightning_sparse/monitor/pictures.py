@@ -1,4 +1,4 @@
-"""What compression did in a training, for people: tables and a picture of what a monitor noted."""
+"""Shows people what compression did in a training: tables, sentences and a picture."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,7 +16,7 @@ from rich.table import Column, Table
 from lightning_sparse.engine.sample import STARVING, Waiting
 from lightning_sparse.monitor.metrics import compression_ratio
 from lightning_sparse.monitor.plan_views import LEAST_ROWS, MOST_LABELS, draw_times, label_rows, require_matplotlib
-from lightning_sparse.monitor.record import Picks, Point, Run, Sums
+from lightning_sparse.monitor.record import Point, Run, Selected, Sums
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure  # an extra, and slow to import
@@ -74,9 +74,11 @@ def summary(run: Run) -> Group:
     if run.expected_step_s is not None and run.planned_s:
         table.add_row("expected by LayerFusion", f"{1e3 * run.expected_step_s:.1f} ms", "")
         table.add_row("  measured", f"{1e3 * median(run.planned_s):.1f} ms", f"median of {len(run.planned_s)} steps")
-    lines = [f"Threshold error: {errors}" for errors in _errors(run)] + [verdict(run)]
-    lines += [sentence] if (sentence := starvation(run.waiting)) else []
-    return Group(table, *_waiting_table(run.waiting), *(Padding(line, (0, 2)) for line in lines))
+    lines = [verdict(run), starvation(run.waiting)]
+    if errors := [point.threshold_error for point in run.series()]:
+        figures = f"{errors[0]:.1%} first, {median(errors):.1%} median, {errors[-1]:.1%} last"
+        lines.insert(0, f"Threshold error: {figures}.")
+    return Group(table, *_waiting_table(run.waiting), *(Padding(line, (0, 2)) for line in lines if line))
 
 
 def _waiting_table(waiting: Sequence[Waiting]) -> list[Table]:
@@ -113,11 +115,6 @@ def starvation(waiting: Sequence[Waiting]) -> str:
         "A higher density sends all of them sooner; fusion='none', or a list of groups, keeps other layers from taking "
         "their place."
     )
-
-
-def _errors(run: Run) -> list[str]:
-    errors = [point.threshold_error for point in run.series()]
-    return [f"{errors[0]:.1%} first, {median(errors):.1%} median, {errors[-1]:.1%} last."] if errors else []
 
 
 def verdict(run: Run) -> str:
@@ -186,9 +183,9 @@ def _draw(run: Run) -> "Figure":
     _draw_loss(axes["bytes"], points, lambda point: point.sent_bytes / sizes[unit], f"{unit} sent by rank 0")
     steps = [point.step for point in points]
     axes["error"].plot(steps, [100 * point.threshold_error for point in points], color="tab:red", lw=1)
-    axes["error"].set(title="threshold error: |picked - k| / k", xlabel="step", ylabel="%", ylim=(0, None))
+    axes["error"].set(title="threshold error: |updated - target| / target", xlabel="step", ylabel="%", ylim=(0, None))
     axes["norm"].plot(steps, [point.unsent_norm for point in points], color="tab:purple", lw=1)
-    axes["norm"].set(title="norm of what is unsent", xlabel="step", ylim=(0, None))
+    axes["norm"].set(title="norm of unsent gradient", xlabel="step", ylim=(0, None))
     _draw_density(axes["density"], run.groups)
     _draw_step(axes["step"], run)
     _draw_waiting(axes["oldest"], axes["ratio"], longest_waiting(run.waiting)[:MOST_DRAWN])
@@ -206,7 +203,7 @@ def _png(figure: "Figure") -> bytes:
 
 
 def _draw_loss(axis: Any, points: Sequence[Point], cost: Callable[[Point], float], label: str) -> None:
-    """The loss of single batches, and its moving mean over a twentieth of the points."""
+    """Draw the loss of single batches, and its moving mean over a twentieth of the points."""
     known = [point for point in points if isfinite(point.loss)]
     axis.set(title="training loss", xlabel=label, xlim=(0, 1.02 * max(map(cost, points)) or 1))
     if not known:
@@ -221,14 +218,14 @@ def _draw_loss(axis: Any, points: Sequence[Point], cost: Callable[[Point], float
         axis.plot(costs, means, color="tab:blue", lw=1.5)
 
 
-def _draw_density(axis: Any, groups: Sequence[Picks]) -> None:
-    """Of each group: bars for what was updated, marks for what was meant."""
+def _draw_density(axis: Any, groups: Sequence[Selected]) -> None:
+    """Draw for each group a bar of the elements updated, and a mark at the target."""
     height = 0.8 if len(groups) <= MOST_LABELS else 1.0
     for row, group in enumerate(groups):
         n = max(group.steps * group.elements, 1) / 100
-        updated, meant = ("updated", "meant") if row == 0 else (None, None)
+        updated, target = ("updated", "target") if row == 0 else (None, None)
         axis.barh(row, group.picked / n, height, color="tab:green", label=updated)
-        axis.plot([group.target / n] * 2, [row - 0.45, row + 0.45], color="black", lw=1.2, label=meant)
+        axis.plot([group.target / n] * 2, [row - 0.45, row + 0.45], color="black", lw=1.2, label=target)
     label_rows(axis, [_shortened(group.name) for group in groups])
     axis.set(title="density by group", xlabel="% of its elements, mean of logged steps", xlim=(0, None))
     if groups:  # above, where nothing is hidden
@@ -236,10 +233,10 @@ def _draw_density(axis: Any, groups: Sequence[Picks]) -> None:
 
 
 def _draw_step(axis: Any, run: Run) -> None:
-    """The groups of the last logged step, and when LayerFusion expected it to end."""
+    """Draw the groups of the last logged step, and when LayerFusion expected it to end."""
     axis.set(title="last logged step", xlabel="ms since backward began")
     if not run.times:
-        axis.text(0.5, 0.5, "no times were noted", ha="center", transform=axis.transAxes)
+        axis.text(0.5, 0.5, "times are not known", ha="center", transform=axis.transAxes)
         return
     draw_times(axis, run.times)
     if run.expected_span_s is not None:
@@ -248,7 +245,7 @@ def _draw_step(axis: Any, run: Run) -> None:
 
 
 def _draw_waiting(oldest: Any, ratio: Any, waiting: Sequence[Waiting]) -> None:
-    """Of each parameter how long its oldest gradient waits, and how much of its gradient waits."""
+    """Draw for each parameter how long its oldest gradient waits, and how much of its gradient waits."""
     limit = STARVING * waiting[0].turn if waiting else 0.0
     oldest.barh(range(len(waiting)), [each.oldest for each in waiting], color="tab:brown")
     if 0 < limit <= max(each.oldest for each in waiting):
@@ -257,7 +254,7 @@ def _draw_waiting(oldest: Any, ratio: Any, waiting: Sequence[Waiting]) -> None:
     oldest.set(title="oldest unsent gradient", xlabel="steps it has waited")
     ratios = [each.unsent_over_gradient for each in waiting]
     ratio.barh(range(len(ratios)), [value if isfinite(value) else 0 for value in ratios], color="tab:purple")
-    ratio.set(title="norm of what is unsent, by parameter", xlabel="times the norm of this rank's gradient")
+    ratio.set(title="norm of unsent gradient, by parameter", xlabel="times the norm of this rank's gradient")
     for axis in (oldest, ratio):
         label_rows(axis, [_shortened(each.name) for each in waiting])
         axis.set_xlim(left=0)

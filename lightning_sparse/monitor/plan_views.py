@@ -63,9 +63,8 @@ def draw_timeline(plan: Plan, measured: Sequence[GroupTime], path: str | Path) -
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for axis, (title, times) in zip(axes, panels, strict=True):
         draw_times(axis, times)
-        corrected = (
-            f" by the model, {1e3 * plan.span_s:.0f} ms corrected by steps before it" if title == "expected" else ""
-        )
+        corrected = f" by the model, {1e3 * plan.span_s:.0f} ms corrected by measured steps"
+        corrected = corrected if title == "expected" else ""
         axis.set_title(f"{title}: {1e3 * max(time.end_s for time in times):.0f} ms{corrected}", loc="left")
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1].set_xlabel(

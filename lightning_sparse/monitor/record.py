@@ -1,4 +1,4 @@
-"""What a monitor notes of a training: sums over its steps, and points of those that were logged, in bounded memory."""
+"""Notes of a training: sums over its steps, and points of those that were logged, in bounded memory."""
 
 import json
 import math
@@ -14,13 +14,13 @@ from lightning_sparse.engine.step_report import Report
 from lightning_sparse.engine.timeline import GroupTime
 from lightning_sparse.monitor.metrics import compression_ratio, threshold_error
 
-MOST_POINTS = 2000  # kept of a training; beyond, every other one
-MOST_STEPS = 200  # whose times are kept since there is a plan
+MOST_POINTS = 2000  # of a training; of more, every other one is kept
+MOST_STEPS = 200  # of which times are kept since there is a plan
 
 
 @dataclass
 class Sums:
-    """Over steps, of this rank.  A step is a gradient averaged."""
+    """Sums over steps of this rank.  A step is a gradient averaged."""
 
     steps: int = 0
     sent_bytes: int = 0
@@ -33,15 +33,12 @@ class Sums:
     def add(self, report: Report) -> None:
         """Count a step."""
         self.steps += 1
-        self.sent_bytes += report.sent_bytes
-        self.dense_bytes += report.dense_bytes
-        self.ms_compress += report.ms_compress
-        self.ms_network += report.ms_network
-        self.ms_wait += report.ms_wait
+        for name in ("sent_bytes", "dense_bytes", "ms_compress", "ms_network", "ms_wait"):
+            setattr(self, name, getattr(self, name) + getattr(report, name))
 
 
 class Point(NamedTuple):
-    """Of one logged step of this rank."""
+    """One logged step of this rank."""
 
     step: int
     seconds: float  # since training began
@@ -53,8 +50,8 @@ class Point(NamedTuple):
 
 
 @dataclass
-class Picks:
-    """Of one group, over logged steps."""
+class Selected:
+    """Elements of one group that were updated, over logged steps."""
 
     name: str
     elements: int
@@ -63,8 +60,8 @@ class Picks:
     steps: int = 0
 
     @classmethod
-    def of(cls, group: Group) -> "Picks":
-        """Of the last step; named after the modules of its first and its last parameter."""
+    def of(cls, group: Group) -> "Selected":
+        """Return those of the last step; named after the modules of the first and the last parameter."""
         modules = [name.rpartition(".")[0] or name for name in group.names] or [""]
         name = modules[0] if len(set(modules)) == 1 else f"{modules[0]} … {modules[-1]}"
         return cls(name, group.n, float(group.picked), group.target, steps=1)
@@ -72,21 +69,21 @@ class Picks:
 
 @dataclass
 class Run:
-    """What was noted of a training on this rank.
+    """Notes of a training on this rank.
 
     Attributes:
         sums: over all steps.
-        points: of logged steps, evenly spaced, the first among them; at most ``MOST_POINTS``.
-        latest: the last one.
+        points: logged steps, evenly spaced, the first among them; at most ``MOST_POINTS``.
+        latest: the last logged step.
         stride: logged steps from one point to the next.
-        logged: logged steps so far.
+        logged: the number of logged steps.
         groups: in the order in which they are sent, since there are these groups.
         times: of the same groups in the last logged step whose times are known.
         waiting: what each parameter owed after the last logged step.
-        expected_step_s: by LayerFusion's plan; None without one.
-        expected_span_s: of that, from the start of backward to the last mean.
-        planned_s: of the last steps that followed the plan, at most ``MOST_STEPS``.
-        cuda: steps ran on a GPU, of which the host's clock knows little.
+        expected_step_s: seconds of a step by LayerFusion's plan; None without one.
+        expected_span_s: the part of it from the start of backward to the last mean.
+        planned_s: seconds of the last steps that followed the plan, at most ``MOST_STEPS``.
+        cuda: whether steps ran on a GPU, of which the host's clock knows little.
     """
 
     sums: Sums = field(default_factory=Sums)
@@ -94,7 +91,7 @@ class Run:
     latest: Point | None = None
     stride: int = 1
     logged: int = 0
-    groups: list[Picks] = field(default_factory=list)
+    groups: list[Selected] = field(default_factory=list)
     times: list[GroupTime] = field(default_factory=list)
     waiting: list[Waiting] = field(default_factory=list)
     expected_step_s: float | None = None
@@ -112,12 +109,14 @@ class Run:
             self.points = self.points[::2]
             self.stride *= 2
 
-    def note_groups(self, picks: Sequence[Picks]) -> None:
-        """Add what was picked in a step; begin anew where the groups are others."""
-        if [(group.name, group.elements) for group in picks] != [(group.name, group.elements) for group in self.groups]:
-            self.groups = [Picks(group.name, group.elements) for group in picks]
+    def note_groups(self, selected: Sequence[Selected]) -> None:
+        """Add a logged step; begin anew where the groups are others."""
+        if [(group.name, group.elements) for group in selected] != [
+            (group.name, group.elements) for group in self.groups
+        ]:
+            self.groups = [Selected(group.name, group.elements) for group in selected]
             self.times = []
-        for group, new in zip(self.groups, picks, strict=True):
+        for group, new in zip(self.groups, selected, strict=True):
             group.picked += new.picked
             group.target += new.target
             group.steps += new.steps
@@ -127,23 +126,23 @@ class Run:
         self.planned_s = [*self.planned_s, seconds][-MOST_STEPS:]
 
     def series(self) -> list[Point]:
-        """The points, the last one among them."""
+        """Return the points, the last logged step among them."""
         last = [self.latest] if self.latest is not None and self.points[-1] != self.latest else []
         return [*self.points, *last]
 
     def ms_wait(self) -> float:
-        """The mean over steps; on CUDA over logged steps, for which the device was asked."""
+        """Return the mean over steps; on CUDA over logged steps, whose times come from the device."""
         if self.cuda and self.points:
             return fmean(point.ms_wait for point in self.points)
         return self.sums.ms_wait / max(self.sums.steps, 1)
 
     def to_json(self) -> str:
-        """All of it."""
+        """Return all notes as text."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "Run":
-        """What :meth:`to_json` wrote."""
+        """Return what :meth:`to_json` wrote."""
         kept = json.loads(text)
         return cls(
             **kept
@@ -151,7 +150,7 @@ class Run:
                 "sums": Sums(**kept["sums"]),
                 "points": [Point(*point) for point in kept["points"]],
                 "latest": Point(*kept["latest"]) if kept["latest"] else None,
-                "groups": [Picks(**picks) for picks in kept["groups"]],
+                "groups": [Selected(**selected) for selected in kept["groups"]],
                 "times": [GroupTime(**time) for time in kept["times"]],
                 "waiting": [Waiting(**waiting) for waiting in kept["waiting"]],
             }
@@ -159,7 +158,7 @@ class Run:
 
 
 def measure(exchange: Exchange, waiting: Sequence[Waiting]) -> dict[str, float]:
-    """The log keys of the last step, after which ``waiting`` waited; reads tensors, so it waits for the device."""
+    """Return the log keys of the last step, after which ``waiting`` waited; waits for the device."""
     report = exchange.last
     assert report is not None
     return {
@@ -178,7 +177,7 @@ def measure(exchange: Exchange, waiting: Sequence[Waiting]) -> dict[str, float]:
 
 
 def measure_parts(exchange: Exchange, waiting: Sequence[Waiting]) -> dict[str, float]:
-    """The log keys of each group and each parameter in the last step; reads tensors, so it waits for the device."""
+    """Return the log keys of each group and each parameter in the last step; waits for the device."""
     metrics = {}
     for group in exchange.groups:
         metrics[f"sparse/density/{group.index}"] = float(group.picked) / max(group.n, 1)

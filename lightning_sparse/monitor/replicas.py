@@ -36,14 +36,10 @@ class ReplicaCheck(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count from this training's first step, which is above 0 where it is resumed."""
-        del pl_module
         self._checked = trainer.global_step
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Check, if it is time."""
-        del outputs, batch, batch_idx
         if trainer.global_step - self._checked >= self.every_n_steps:
             self._check(trainer, pl_module)
 
@@ -58,7 +54,7 @@ class ReplicaCheck(Callback):
 
 
 def check_replicas(parameters: Mapping[str, Tensor], comm: Comm) -> None:
-    """Go on only if all ranks hold the same; to be called on every rank, between two steps.
+    """Raise unless all ranks hold the same; to be called on every rank, between two steps.
 
     Raises:
         RuntimeError: on every rank, with the first parameter that differs and the ranks it differs on.
@@ -73,15 +69,15 @@ def check_replicas(parameters: Mapping[str, Tensor], comm: Comm) -> None:
     parties = " and ".join(ranks_having(sums[:, first].tolist()).values())
     raise RuntimeError(
         f"The replicas have drifted apart: {list(parameters)[first]}, the first of {int(differs.sum())} parameters, is "
-        f"not the same on {parties}. What is averaged is the same on every rank, so something else changes it on some: "
-        "an optimizer step not all of them take, a random number, or code that asks for its rank."
+        f"not the same on {parties}. Averaged gradients are the same on every rank, so something else changes it on "
+        "some: an optimizer step not all of them take, a random number, or code that asks for its rank."
     )
 
 
 def checksum(x: Tensor) -> Tensor:
-    """The bits of ``x``, added up as integers modulo 2**64: int64 [], in one pass.
+    """Add up the bits of ``x`` as integers modulo 2**64: int64 [], in one pass.
 
-    Elements that only change places go unseen.
+    Elements that only change places are not noticed.
     """
     x = x.detach()
     if x.is_complex():

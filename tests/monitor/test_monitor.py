@@ -26,7 +26,7 @@ from lightning_sparse.engine.timeline import GroupTime, Timeline
 from lightning_sparse.fusion.model import Cost, Plan, StepModel
 from lightning_sparse.monitor.pictures import BOTTLENECK, draw, human_bytes, summary, verdict
 from lightning_sparse.monitor.plan_views import draw_timeline
-from lightning_sparse.monitor.record import MOST_POINTS, MOST_STEPS, Picks, Point, Run, Sums
+from lightning_sparse.monitor.record import MOST_POINTS, MOST_STEPS, Point, Run, Selected, Sums
 
 KEYS = {
     "compression_ratio", "density", "threshold_error", "sent_bytes", "unsent_norm", "ms_compress", "ms_wait",
@@ -284,10 +284,10 @@ def test_times_of_planned_steps_are_bounded_too() -> None:
 def test_picks_add_up_until_there_are_other_groups() -> None:
     run = Run()
     for _ in range(2):
-        run.note_groups([Picks("a", 10, 2, 1, 1), Picks("b", 10, 4, 2, 1)])
+        run.note_groups([Selected("a", 10, 2, 1, 1), Selected("b", 10, 4, 2, 1)])
     assert [(g.picked, g.target, g.steps) for g in run.groups] == [(4, 2, 2), (8, 4, 2)]
-    run.note_groups([Picks("a … b", 20, 5, 3, 1)])
-    assert run.groups == [Picks("a … b", 20, 5, 3, 1)]
+    run.note_groups([Selected("a … b", 20, 5, 3, 1)])
+    assert run.groups == [Selected("a … b", 20, 5, 3, 1)]
 
 
 def example(groups: int = 3, count: int = 40, losses: Sequence[float] | None = None) -> Run:
@@ -296,7 +296,7 @@ def example(groups: int = 3, count: int = 40, losses: Sequence[float] | None = N
     for point in points(count):
         run.note(point._replace(loss=losses[point.step]) if losses else point)
     for _ in range(count):
-        run.note_groups([Picks(f"network.layers.{i}.attention", 100, 1.1, 1.0, 1) for i in range(groups)])
+        run.note_groups([Selected(f"network.layers.{i}.attention", 100, 1.1, 1.0, 1) for i in range(groups)])
     run.times = [GroupTime(0.01 * i, 0.01 * i + 0.002, 0.01 * i + 0.03, 0.004) for i in range(groups)]
     run.note_planned(0.2)
     run.waiting = [
@@ -442,15 +442,15 @@ def drawn(figure: Any) -> dict[str, Any]:
 def test_a_picture_shows_what_was_noted() -> None:
     axes = drawn(draw(example()))
     assert [line.get_xdata()[-1] for line in axes["training loss"].lines] == [390 / 1e6] * 2  # by MB: single, and mean
-    assert axes["threshold error: |picked - k| / k"].lines[0].get_ydata()[0] == 10
-    assert len(axes["norm of what is unsent"].lines[0].get_xdata()) == 40
+    assert axes["threshold error: |updated - target| / target"].lines[0].get_ydata()[0] == 10
+    assert len(axes["norm of unsent gradient"].lines[0].get_xdata()) == 40
     widths = [bar.get_width() for bar in axes["density by group"].patches]
     assert widths == pytest.approx([1.1] * 3)
     assert any(line.get_xdata()[0] == 100 for line in axes["last logged step"].lines)  # the expected end, in ms
     waits = axes["oldest unsent gradient"]
     assert [bar.get_width() for bar in waits.patches] == [20, 10, 0]
     assert not waits.lines  # none has waited for 5 turns
-    assert [bar.get_width() for bar in axes["norm of what is unsent, by parameter"].patches] == [1, 0.5, 0]
+    assert [bar.get_width() for bar in axes["norm of unsent gradient, by parameter"].patches] == [1, 0.5, 0]
     assert [line.get_xdata()[0] for line in drawn(draw(example(groups=5)))["oldest unsent gradient"].lines] == [30]
 
 
