@@ -167,7 +167,7 @@ def _parameters(group: Group) -> list[tuple[str, torch.Size]]:
 
 
 def _memory(group: Group, compressor: Compressor, parts: Sequence[Part | None]) -> dict[str, Tensor]:
-    """What ``group`` remembers from the start; ``parts`` are where its parameters were before."""
+    """Return the memory ``group`` starts with; ``parts`` are where its parameters were before."""
     givers = {id(part[0]): part[0] for part in parts if part}
     if None not in parts and [giver.names for giver in givers.values()] == [group.names]:
         return next(iter(givers.values())).memory

@@ -1,4 +1,4 @@
-"""The best way to fuse layers into groups, under a model of a step's time.  Pure functions; times in seconds."""
+"""Finds the groups with the shortest step, under a model of its time.  Pure functions; times in seconds."""
 
 import math
 from bisect import bisect_right

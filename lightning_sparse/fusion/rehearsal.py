@@ -1,4 +1,4 @@
-"""What averaging a group costs here: measured between two steps, with the compressor and over the network in use."""
+"""Measures between two steps how long averaging a group takes, with the compressor and over the network in use."""
 
 import math
 import time
@@ -36,7 +36,7 @@ POOL = 1_000_003  # made-up gradients repeat after so many elements
 
 @dataclass(frozen=True)
 class Link:
-    """What a message costs: a fixed time, and time for each byte on the wire."""
+    """The time of a message: a latency, and time for each byte on the wire."""
 
     latency_s: float
     s_per_byte: float
@@ -62,7 +62,7 @@ def measure_link(exchange: Exchange) -> Link:
 
 @dataclass(frozen=True)
 class Costs:
-    """What groups cost with one compressor: of each kind there is, and of small groups summed densely."""
+    """The costs of groups with one compressor, of each kind there is, and of small groups summed densely."""
 
     kinds: Kinds
     small_dense: Cost
@@ -110,7 +110,7 @@ def rehearse(exchange: Exchange, compressor: Compressor, largest: int, link: Lin
 
 
 class Sample(NamedTuple):
-    """What groups of one size cost, as in :class:`Cost`, and the bytes a rank sends for one."""
+    """The cost of groups of one size, as in :class:`Cost`, and the bytes a rank sends for one."""
 
     elements: int
     busy_s: float
@@ -132,7 +132,7 @@ def _cost(samples: Sequence[Sample], link: Link) -> Cost:
 
 
 def model_cost(compressor: Compressor, largest: int, size: int, link: Link) -> Cost:
-    """What groups would cost among ``size`` ranks over ``link``; only the compressor's own work is measured, here.
+    """Estimate the cost of groups among ``size`` ranks over ``link``; only the compressor's own work is measured.
 
     The ranks are simulated.  A message takes the link's latency for every hop of its way round a ring, and a time for
     every byte; what a group does while another's messages are under way is not lost.

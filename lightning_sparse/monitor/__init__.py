@@ -1,1 +1,1 @@
-"""What a training reports about compression."""
+"""Reports on compression in a training."""

@@ -18,7 +18,7 @@ LEAST_ROWS = 3  # there is room for
 
 
 def plan_table(plan: Plan, measured: Sequence[GroupTime]) -> Group:
-    """What was expected of each group, and in the line below it what was measured; and the plans that were compared.
+    """Show what was expected of each group, below it what was measured, and the plans that were compared.
 
     Times are milliseconds since backward began: the group's last gradient ready, the group taken up, its mean there.
     """
@@ -75,11 +75,7 @@ def draw_timeline(plan: Plan, measured: Sequence[GroupTime], path: str | Path) -
 
 
 def require_matplotlib() -> None:
-    """Say what to install if it is missing.
-
-    Raises:
-        ModuleNotFoundError: it is.
-    """
+    """Raise a ModuleNotFoundError that says what to install if it is missing."""
     if find_spec("matplotlib") is None:
         raise ModuleNotFoundError(
             "pictures need matplotlib, which is not installed: pip install lightning-sparse[bench]", name="matplotlib"

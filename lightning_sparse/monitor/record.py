@@ -111,9 +111,8 @@ class Run:
 
     def note_groups(self, selected: Sequence[Selected]) -> None:
         """Add a logged step; begin anew where the groups are others."""
-        if [(group.name, group.elements) for group in selected] != [
-            (group.name, group.elements) for group in self.groups
-        ]:
+        before, now = ([(each.name, each.elements) for each in groups] for groups in (self.groups, selected))
+        if now != before:
             self.groups = [Selected(group.name, group.elements) for group in selected]
             self.times = []
         for group, new in zip(self.groups, selected, strict=True):

@@ -1,4 +1,4 @@
-"""Whether the replicas of a model are still the same, bit for bit."""
+"""Checks that the replicas of a model stay the same, bit for bit."""
 
 from collections.abc import Mapping
 from typing import Any
