@@ -2,8 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
@@ -21,16 +20,13 @@ from lightning_sparse.engine.lane import Lane
 from lightning_sparse.fusion.groups import pieces_of
 from lightning_sparse.fusion.model import Array, Cost
 from lightning_sparse.fusion.planner import Kinds, kinds_of
-from lightning_sparse.network.comm import Rounds, traffic
-from lightning_sparse.network.simulated import SimNetwork
-from lightning_sparse.selection.sparse import Sparse
+from lightning_sparse.network.comm import traffic
 from lightning_sparse.settings import as_text
 
 SIZES = (2**8, 2**16, 2**20, 2**22)  # elements of the groups that are tried
 RUNS = 3  # of each, after one that is not timed: then thresholds are known
 SMALL = 2**16  # elements at most of groups that are summed densely where that is sooner
 LONG_S = 0.1  # larger groups that would take longer are not tried: their costs follow from the link and the processor
-FEW_RANKS = 8  # the most that are simulated with all sizes; with more, memory allows the smaller ones
 POOL = 1_000_003  # made-up gradients repeat after so many elements
 
 
@@ -106,7 +102,7 @@ def rehearse(exchange: Exchange, compressor: Compressor, largest: int, link: Lin
             samples.append(Sample(n, busy, spacing, max(busy, latency), sent))
     if not samples:
         raise NoClock
-    return _cost(samples, link)
+    return cost_of(samples, link)
 
 
 class Sample(NamedTuple):
@@ -119,7 +115,8 @@ class Sample(NamedTuple):
     sent_bytes: int
 
 
-def _cost(samples: Sequence[Sample], link: Link) -> Cost:
+def cost_of(samples: Sequence[Sample], link: Link) -> Cost:
+    """Return the cost of groups of any size, from samples of rising sizes."""
     elements, busy_s, spacing_s, latency_s, sent_bytes = zip(*samples, strict=True)
     return Cost(
         elements,
@@ -129,56 +126,6 @@ def _cost(samples: Sequence[Sample], link: Link) -> Cost:
         busy_rise=max(busy_s[-1] - busy_s[0], 0.0) / max(elements[-1] - elements[0], 1),
         wire_rise=sent_bytes[-1] / elements[-1] * link.s_per_byte,
     )
-
-
-def model_cost(compressor: Compressor, largest: int, size: int, link: Link) -> Cost:
-    """Estimate the cost of groups among ``size`` ranks over ``link``; only the compressor's own work is measured.
-
-    The ranks are simulated.  A message takes the link's latency for every hop of its way round a ring, and a time for
-    every byte; what a group does while another's messages are under way is not lost.
-    """
-    samples = []
-    for n in sorted({min(each, largest) for each in SIZES[: 3 if size > FEW_RANKS else None]}):
-        network = SimNetwork(size)
-        gradients = [_made_up(n, rank, torch.device("cpu")) for rank in range(size)]
-        groups = [Group(0, ("rehearsal",), (gradient,)) for gradient in gradients]
-        bucket, comm = torch.empty_like(gradients[0]), network.comms[0]
-        busy_s: list[float] = []
-        for _ in range(1 + RUNS):
-            busy_s.append(0.0)
-            sent_before, hops_before = comm.sent_bytes, comm.hops
-            for group, gradient in zip(groups, gradients, strict=True):
-                with _adding_to(busy_s if group is groups[0] else [0.0]):
-                    group.unsent.copy_(gradient)
-            own, *others = (take_step(compressor, g, c) for g, c in zip(groups, network.comms, strict=True))
-            total = network.run([_timed(own, busy_s), *others])[0]
-            with _adding_to(busy_s):
-                groups[0].hand_back(total, [bucket], size)
-        sent, hops, busy = comm.sent_bytes - sent_before, comm.hops - hops_before, median(busy_s[1:])
-        wire_s = sent * link.s_per_byte
-        wait_s = wire_s + min(hops, 4 * (size - 1)) * link.latency_s  # segments of one ring follow each other
-        samples.append(Sample(n, busy, max(busy, wire_s, (busy + wait_s) / 2), busy + wait_s, sent))
-    return _cost(samples, link)
-
-
-@contextmanager
-def _adding_to(seconds: list[float]) -> Iterator[None]:
-    start_s = time.perf_counter()
-    yield
-    seconds[-1] += time.perf_counter() - start_s
-
-
-def _timed(rounds: Rounds, busy_s: list[float]) -> Rounds:
-    """Go through ``rounds``, and add the time they take themselves to the last of ``busy_s``."""
-    arrived = None
-    while True:
-        with _adding_to(busy_s):
-            try:
-                pending = rounds.send(arrived)  # type: ignore[arg-type]  # None starts it
-            except StopIteration as stop:
-                total: Tensor | Sparse = stop.value
-                return total
-        arrived = yield pending
 
 
 def median_known(seconds: Sequence[float]) -> float:
@@ -200,8 +147,8 @@ def median_over_ranks(exchange: Exchange, seconds: Sequence[float]) -> Array:
 
 def _try(exchange: Exchange, compressor: Compressor, n: int) -> tuple[float, float, float, int]:
     """Busy, spacing and latency of groups of ``n`` elements on this rank, in seconds, and bytes sent for each."""
-    made_up = _made_up(n + 1, exchange.rank, exchange.device)
-    gradient, weights = made_up[1:], made_up[:-1]  # in the same memory: they only must not be alike
+    values = made_up(n + 1, exchange.rank, exchange.device)
+    gradient, weights = values[1:], values[:-1]  # in the same memory: they only must not be alike
     bucket = torch.empty_like(gradient)  # of all lanes: nobody reads the means
     groups = {lane: Group(0, ("rehearsal",), (weights,)) for lane in exchange.on_lanes(lambda lane: lane)}
     busy_s, sent_bytes = [], []
@@ -235,7 +182,7 @@ def _time(exchange: Exchange, work: Callable[[Lane], object], lanes: int | None 
     return time.perf_counter() - start_s
 
 
-def _made_up(n: int, seed: int, device: torch.device) -> Tensor:
-    """[n] normally distributed."""
+def made_up(n: int, seed: int, device: torch.device) -> Tensor:
+    """Return [n] normally distributed values."""
     pool = torch.randn(min(n, POOL), generator=torch.Generator().manual_seed(seed + 1))
     return pool.repeat(-(-n // POOL))[:n].to(device)

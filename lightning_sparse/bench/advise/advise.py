@@ -16,6 +16,7 @@ from rich.console import Console
 from torch import Tensor
 
 from lightning_sparse.bench.advise.advice import Advice, advice, table, words
+from lightning_sparse.bench.advise.cost import model_cost
 from lightning_sparse.bench.cluster.spec import HOP_S, ClusterSpec, parse
 from lightning_sparse.bench.compare.peers import ADVISE
 from lightning_sparse.bench.compare.run import BenchError, find_ranks
@@ -25,7 +26,7 @@ from lightning_sparse.compressors import COMPRESSORS, Dense
 from lightning_sparse.fusion.groups import pieces_of
 from lightning_sparse.fusion.layer_fusion import STEPS_MEASURED
 from lightning_sparse.fusion.planner import Calibration, Measured, best_plan, kinds_of
-from lightning_sparse.fusion.rehearsal import Link, model_cost
+from lightning_sparse.fusion.rehearsal import Link
 from lightning_sparse.strategy import SparseDDPStrategy
 
 STEPS = 8  # of a model that trains alone, of which the first half is not timed

@@ -11,7 +11,7 @@ from lightning_sparse.bench.scale.ranks import StepTraffic
 from lightning_sparse.fusion.rehearsal import Link
 
 DENSE = "sparse_dense"  # its all-reduce is what others' growth is compared with
-ROUNDS_IN_FLIGHT = 4  # times round a ring that wait for each other: as in `rehearsal.model_cost`
+ROUNDS_IN_FLIGHT = 4  # times round a ring that wait for each other: as in `advise.cost.model_cost`
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Fit:
 def model_s(hops: int, sent_bytes: float, ranks: int, link: Link) -> float:
     """Return the seconds that messages take among 2 or more ranks: a latency for every hop, and time for every byte.
 
-    Segments of one ring follow each other, so at most ``4 (P - 1)`` hops count, as in ``rehearsal.model_cost``.
+    Segments of one ring follow each other, so at most ``4 (P - 1)`` hops count, as in ``advise.cost.model_cost``.
     """
     return _hops(hops, ranks) * link.latency_s + sent_bytes * link.s_per_byte
 

@@ -11,6 +11,7 @@ import torch
 
 from lightning_sparse.bench.advise.advice import Advice, recommend, table, words
 from lightning_sparse.bench.advise.advise import advices
+from lightning_sparse.bench.advise.cost import model_cost
 from lightning_sparse.bench.cluster import parse
 from lightning_sparse.bench.compare import own_model
 from lightning_sparse.bench.compare.workloads import parameter_sizes, workload_named
@@ -18,7 +19,7 @@ from lightning_sparse.cli import main
 from lightning_sparse.compressors import COMPRESSORS
 from lightning_sparse.fusion import rehearsal
 from lightning_sparse.fusion.planner import Measured
-from lightning_sparse.fusion.rehearsal import SIZES, Link, model_cost
+from lightning_sparse.fusion.rehearsal import SIZES, Link
 from tests.conftest import emulated
 
 DENSE = Advice("sparse_dense", 1.0, 0.9, 1.1, "network", 1)
