@@ -167,3 +167,44 @@ def test_for_a_few_per_cent_no_groups_are_merged_in_which_parameters_compete(
     list(training.passes(STEPS_MEASURED + 2 * TRIAL + 1))
     assert training.fusion.phase == "watch"
     assert len(training.exchange.groups) == groups
+
+
+def laid_out(training: Training) -> list[tuple[tuple[str, ...], ls.Compressor]]:
+    exchange = training.exchange
+    return [(group.names, c) for group, c in zip(exchange.groups, exchange.compressors, strict=True)]
+
+
+def test_groups_that_were_dense_for_being_small_are_dense_again_after_a_trial(
+    tried: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were compressed when a trial went back to them."""
+    monkeypatch.setattr(plan, "INEXACT", -float("inf"))  # one group is not tried
+    monkeypatch.setattr(Cost, "dense_up_to", lambda self, dense: 22)
+    training = Training(ls.TopK(density=0.5))
+    list(training.passes(STEPS_MEASURED + TRIAL + 1))
+    planned = laid_out(training)
+    assert planned == [(("2.weight",), ls.Dense()), (("1.weight", "0.weight"), ls.TopK(density=0.5))]
+    monkeypatch.setattr(StepModel, "best", lambda self, others=(): [2, len(self.ready_s)])
+    monkeypatch.setattr(Timeline, "span_s", lambda self: 0.01 if laid_out(training) == planned else 0.02)
+    training.fusion._start(training.fusion._at_work)
+    seen = [laid_out(training) for _ in training.passes(STEPS_MEASURED + TRIAL + 2)]
+    assert [names for names, _ in seen[STEPS_MEASURED + 1]] == [("2.weight", "1.weight"), ("0.weight",)]
+    assert seen[-1] == planned
+
+
+def test_a_plan_resumed_within_a_warmup_keeps_protected_parameters_apart(tried: None) -> None:
+    compressor = ls.Warmup(100, ls.SkipReduce(protect=["0.*"]))
+    saved, resumed = Training(compressor), Training(compressor)
+    list(saved.passes(STEPS_MEASURED + TRIAL + 1))
+    resumed.fusion.resume(saved.fusion.state(), saved.exchange.steps)
+    assert laid_out(resumed) == laid_out(saved)
+    assert (("0.weight",), ls.Dense()) in laid_out(resumed)
+
+
+def test_until_auto_chooses_its_start_says_what_is_dense_and_remembered() -> None:
+    auto = ls.Auto(start=ls.MomentumCorrection(0.9, ls.SkipReduce(protect=["*.bias"])))
+    assert auto.is_dense("a.bias", 1)
+    assert not auto.is_dense("a.weight", 1)
+    assert auto.dense_variant() == ls.MomentumCorrection(0.9, ls.Dense())
+    assert auto.per_element == ("velocity",)
+    assert auto.candidates == ls.Auto().candidates
