@@ -21,7 +21,7 @@ from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.fusion.layer_fusion import STEPS_MEASURED, WORTH_PLANNING, LayerFusion
 from lightning_sparse.fusion.model import Plan
 from lightning_sparse.hook import SparseHook
-from lightning_sparse.monitor.plan_views import draw_timeline
+from lightning_sparse.monitor.pictures import draw_timeline
 from lightning_sparse.options import Options, register_names
 
 LARGE_BYTES = 2**30  # of residuals in a checkpoint

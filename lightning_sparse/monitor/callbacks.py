@@ -21,9 +21,9 @@ from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.sample import Sample
 from lightning_sparse.fusion.layer_fusion import LayerFusion
 from lightning_sparse.fusion.model import Plan
-from lightning_sparse.monitor.pictures import draw, epoch_table, starvation, summary
-from lightning_sparse.monitor.plan_views import plan_table, require_matplotlib
+from lightning_sparse.monitor.pictures import draw, require_matplotlib
 from lightning_sparse.monitor.record import Point, Run, Selected, Sums, measure, measure_parts
+from lightning_sparse.monitor.tables import epoch_table, plan_table, starvation, summary
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure  # an extra, and slow to import

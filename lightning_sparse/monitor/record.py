@@ -73,8 +73,7 @@ class Run:
 
     Attributes:
         sums: over all steps.
-        points: logged steps, evenly spaced, the first among them; at most ``MOST_POINTS``.
-        latest: the last logged step.
+        points: the first and the last logged step, and steps evenly spaced between them; at most ``MOST_POINTS``.
         stride: logged steps from one point to the next.
         logged: the number of logged steps.
         groups: in the order in which they are sent, since there are these groups.
@@ -88,7 +87,6 @@ class Run:
 
     sums: Sums = field(default_factory=Sums)
     points: list[Point] = field(default_factory=list)
-    latest: Point | None = None
     stride: int = 1
     logged: int = 0
     groups: list[Selected] = field(default_factory=list)
@@ -100,11 +98,11 @@ class Run:
     cuda: bool = False
 
     def note(self, point: Point) -> None:
-        """Keep ``point``, or drop it and every other one when there are too many."""
-        if self.logged % self.stride == 0:
-            self.points.append(point)
+        """Add the last logged step; drop every other one when there are too many."""
+        if (self.logged - 1) % self.stride:  # the step before was kept only as the last
+            self.points.pop()
+        self.points.append(point)
         self.logged += 1
-        self.latest = point
         if len(self.points) > MOST_POINTS:
             self.points = self.points[::2]
             self.stride *= 2
@@ -123,11 +121,6 @@ class Run:
     def note_planned(self, seconds: float) -> None:
         """Keep how long a step took that followed the plan."""
         self.planned_s = [*self.planned_s, seconds][-MOST_STEPS:]
-
-    def series(self) -> list[Point]:
-        """Return the points, the last logged step among them."""
-        last = [self.latest] if self.latest is not None and self.points[-1] != self.latest else []
-        return [*self.points, *last]
 
     def ms_wait(self) -> float:
         """Return the mean over steps; on CUDA over logged steps, whose times come from the device."""
@@ -148,7 +141,6 @@ class Run:
             | {
                 "sums": Sums(**kept["sums"]),
                 "points": [Point(*point) for point in kept["points"]],
-                "latest": Point(*kept["latest"]) if kept["latest"] else None,
                 "groups": [Selected(**selected) for selected in kept["groups"]],
                 "times": [GroupTime(**time) for time in kept["times"]],
                 "waiting": [Waiting(**waiting) for waiting in kept["waiting"]],

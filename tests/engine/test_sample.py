@@ -16,7 +16,7 @@ from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.loss_scale import LossScale
 from lightning_sparse.engine.sample import MOST, STARVING, Sample, Waiting
 from lightning_sparse.fusion.groups import carry_over
-from lightning_sparse.monitor.pictures import starvation
+from lightning_sparse.monitor.tables import starvation
 from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.network.simulated import SimNetwork
 

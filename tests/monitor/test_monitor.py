@@ -24,9 +24,9 @@ from lightning_sparse.engine.sample import Sample, Waiting
 from lightning_sparse.engine.step_report import Report
 from lightning_sparse.engine.timeline import GroupTime, Timeline
 from lightning_sparse.fusion.model import Cost, Plan, StepModel
-from lightning_sparse.monitor.pictures import BOTTLENECK, draw, human_bytes, summary, verdict
-from lightning_sparse.monitor.plan_views import draw_timeline
+from lightning_sparse.monitor.pictures import draw, draw_timeline
 from lightning_sparse.monitor.record import MOST_POINTS, MOST_STEPS, Point, Run, Selected, Sums
+from lightning_sparse.monitor.tables import BOTTLENECK, human_bytes, summary, verdict
 
 KEYS = {
     "compression_ratio", "density", "threshold_error", "sent_bytes", "unsent_norm", "ms_compress", "ms_wait",
@@ -266,7 +266,7 @@ def test_points_are_thinned_evenly_and_keep_both_ends(count: int) -> None:
     for point in points(count):
         run.note(point)
         assert len(run.points) <= MOST_POINTS
-    series = [point.step for point in run.series()]
+    series = [point.step for point in run.points]
     assert series[:1] == [0][:count]
     assert series[-1:] == [count - 1][:count]
     assert len(series) > min(count, MOST_POINTS) // 2 or count == 0
@@ -309,7 +309,6 @@ def example(groups: int = 3, count: int = 40, losses: Sequence[float] | None = N
 def test_what_was_noted_survives_its_letter_to_the_parent_process(run: Run) -> None:
     again = Run.from_json(run.to_json())
     assert again == run
-    assert again.series() == run.series()
 
 
 # - tables

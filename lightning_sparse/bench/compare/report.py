@@ -20,7 +20,7 @@ from rich.table import Table
 from lightning_sparse.__about__ import __version__
 from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, PEERS
 from lightning_sparse.bench.compare.probe import MeasuredRun, MeasuredStep, of_known
-from lightning_sparse.monitor.pictures import human_bytes
+from lightning_sparse.monitor.tables import human_bytes
 
 RESAMPLINGS = 1_000
 HEADER_BYTES = 14 + 20 + 32  # of a packet: Ethernet, IPv4, TCP with time stamps

@@ -20,7 +20,7 @@ from lightning_sparse.bench.compare.peers import all_names, contenders
 from lightning_sparse.bench.compare.report import Round, json_line
 from lightning_sparse.bench.compare.worker import Place, Schedule, take_turns
 from lightning_sparse.bench.compare.workloads import parameter_sizes, workload_named
-from lightning_sparse.monitor.plan_views import require_matplotlib
+from lightning_sparse.monitor.pictures import require_matplotlib
 
 _PORT = 29500  # of the workers' store; every emulated cluster has its ports to itself
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_sparse.bench.compare.plots import new_figure, save
 from lightning_sparse.bench.scale.model import Measurement
-from lightning_sparse.monitor.pictures import human_bytes
+from lightning_sparse.monitor.tables import human_bytes
 
 MARKERS = "os^Dv<>Phd"
 

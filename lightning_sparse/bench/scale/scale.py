@@ -25,8 +25,8 @@ from lightning_sparse.bench.scale.model import Fit, Measurement, fit, measured_p
 from lightning_sparse.bench.scale.ranks import MOST_FLOATS, StepTraffic, count_traffic
 from lightning_sparse.compressors import COMPRESSORS
 from lightning_sparse.fusion.rehearsal import Link
-from lightning_sparse.monitor.pictures import human_bytes
-from lightning_sparse.monitor.plan_views import require_matplotlib
+from lightning_sparse.monitor.pictures import require_matplotlib
+from lightning_sparse.monitor.tables import human_bytes
 
 WORKLOAD = "mlp_1m"
 MEASURED = (2, 4, 8, 16)  # ranks the bench measures: more keep few cores busy with computing, not with messages

@@ -24,7 +24,7 @@ from lightning_sparse.bench.compare.probe import MeasuredRun, MeasuredStep, inte
 from lightning_sparse.bench.compare.report import Round, environment, middle_half, page, ratio, show, summarise
 from lightning_sparse.bench.compare.worker import Place, Schedule
 from lightning_sparse.cli import main
-from lightning_sparse.monitor import plan_views
+from lightning_sparse.monitor import pictures
 from tests import conftest
 
 SCHEDULE = Schedule("4x1gbit", "mlp_1m", "ddp,skip_reduce", steps=2, warmup=1, rounds=3, accelerator="cpu")
@@ -206,7 +206,7 @@ def test_plots(tmp_path: Path) -> None:
 def test_missing_matplotlib_is_named_with_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(plan_views, "find_spec", lambda name: None)
+    monkeypatch.setattr(pictures, "find_spec", lambda name: None)
     assert main(["bench", "--plot", "--workload", "gpt_10m"]) == 2
     assert "pip install lightning-sparse[bench]" in capsys.readouterr().err
 
