@@ -14,16 +14,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.checkpoint import residuals as checkpoint
 from lightning_sparse.checkpoint import state as damage
-from lightning_sparse.checks import check_warmup, is_whole
-from lightning_sparse.compressors import Compressor, Warmup, by_name
+from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.loss_scale import LossScale
-from lightning_sparse.fusion.groups import BUCKET_BYTES, carry_over, check_choice, check_fusion, lay_out, not_carried
+from lightning_sparse.fusion.groups import BUCKET_BYTES, carry_over, lay_out, not_carried
 from lightning_sparse.fusion.layer_fusion import LayerFusion
-from lightning_sparse.network.agreement import agree, described, everywhere, versions
+from lightning_sparse.network.agreement import agree, everywhere
 from lightning_sparse.network.collect import Collector
 from lightning_sparse.network.comm import TorchComm, wire_dtype_named
 from lightning_sparse.network.process_groups import ProcessGroups
+from lightning_sparse.options import Options
 from lightning_sparse.settings import as_text
 
 
@@ -41,7 +41,8 @@ class SparseHook:
         compressor: a name in ``COMPRESSORS``, for its defaults, or an instance.
         fusion: which parameters travel together, as for ``SparseDDPStrategy``; for "layer" and "none" make ``ddp`` with
             a small ``bucket_cap_mb``, such as 1, since its buckets decide when gradients arrive.
-        wire_dtype: of values on the wire: "float32", "bfloat16", "float16" or "int8"; what rounding leaves is kept.
+        wire_dtype: of values on the wire: "float32", "bfloat16", "float16" or "int8"; rounding errors are carried
+            over to the next step.
         warmup_steps: dense steps before the compressor starts.
         scaler: the ``torch.amp.GradScaler`` that scales the loss, if there is one.
         bucket_bytes: of float32 gradient in a group with ``fusion="bucket"``.
@@ -67,49 +68,62 @@ class SparseHook:
         bucket_bytes: int = BUCKET_BYTES,
         process_groups: ProcessGroups | None = None,
     ) -> None:
-        compressor, fusion, dtype = by_name(compressor), check_fusion(fusion), wire_dtype_named(wire_dtype)
-        check_choice(compressor, fusion)
-        check_warmup(warmup_steps)
-        if not is_whole(bucket_bytes, least=1):
-            raise ValueError(f"bucket_bytes={bucket_bytes!r} is a number of bytes, 1 or more.")
-        if warmup_steps:
-            compressor = Warmup(warmup_steps, compressor)
-        self.compressor = compressor
-        parameters = _parameters(ddp)
-        refuse_what_cannot_be_averaged(ddp.module, parameters)
+        groups = process_groups or ProcessGroups(ddp)
+        options = Options.of(
+            compressor, fusion, wire_dtype=wire_dtype, warmup_steps=warmup_steps, bucket_bytes=bucket_bytes
+        )
+        options.agree(
+            ddp.module,
+            TorchComm(ddp.process_group),
+            ddp.device,
+            local_size=groups.local_size,
+            unused=ddp.find_unused_parameters,
+            scaled=scaler is not None,
+        )
+        self._put_on(ddp, options, scaler, groups)
+
+    @classmethod
+    def with_options(
+        cls,
+        ddp: DistributedDataParallel,
+        options: Options,
+        scaler: torch.amp.GradScaler | None,
+        process_groups: ProcessGroups,
+    ) -> "SparseHook":
+        """Return a hook with ``options``, on which the ranks have agreed."""
+        hook = cls.__new__(cls)
+        hook._put_on(ddp, options, scaler, process_groups)
+        return hook
+
+    def _put_on(
+        self,
+        ddp: DistributedDataParallel,
+        options: Options,
+        scaler: torch.amp.GradScaler | None,
+        groups: ProcessGroups,
+    ) -> None:
+        parameters = averaged_parameters(ddp)
+        self.compressor = options.averaging
+        self._groups = groups
         self._ranks = TorchComm(ddp.process_group)  # for the main thread, between two steps
-        self._device = next((p.device for p in parameters.values()), torch.device("cpu"))
-        settings = {
-            "compressor": compressor,
-            "fusion": fusion,
-            "wire_dtype": wire_dtype,
-            "bucket_bytes": bucket_bytes,
-            "local_size": process_groups.local_size if process_groups else 1,
-            "find_unused_parameters": ddp.find_unused_parameters,
-            "a gradient scaler": scaler is not None,
-        }
-        agree(versions() | settings | described(ddp.module), self._ranks, self._device)
-        self._groups = process_groups or ProcessGroups(ddp)
-        nodes = self._groups if self._groups.local_size > 1 else None
-        refuse_unused_in_nodes(ddp, self._groups.local_size)
-        compressor = dense_if_alone(compressor, self._ranks.size // self._groups.local_size)
+        self._device = ddp.device
+        nodes = groups if groups.local_size > 1 else None
+        if nodes and ddp.find_unused_parameters:
+            raise ValueError(
+                f"local_group={groups.local_size} cannot be combined with find_unused_parameters=True: ranks of a node "
+                "may use different parameters, and only one may keep what is unsent of them. Leave one of them out."
+            )
+        compressor = dense_if_alone(self.compressor, self._ranks.size // groups.local_size)
         self.exchange = Exchange(
-            lay_out(parameters, compressor, fusion, bucket_bytes),
-            self._groups.comms(dtype),
-            threaded=not self._groups.nccl,
+            lay_out(parameters, compressor, options.fusion, options.bucket_bytes),
+            groups.comms(wire_dtype_named(options.wire_dtype)),
+            threaded=not groups.nccl,
             node=nodes,
             may_be_unused=ddp.find_unused_parameters,
             loss_scale=LossScale(scaler, self._device) if scaler is not None else None,
         )
-        self.layer_fusion = LayerFusion(self.exchange, compressor, parameters) if fusion == "layer" else None
+        self.layer_fusion = LayerFusion(self.exchange, compressor, parameters) if options.fusion == "layer" else None
         self._frozen = [(name, p) for name, p in ddp.module.named_parameters() if not p.requires_grad]
-        self._put_on(ddp)
-        rank_zero_info(
-            f"lightning_sparse: {compressor} averages {sum(g.n for g in self.exchange.groups):,} elements "
-            f"in {len(self.exchange.groups)} groups among {self.exchange.size} {'nodes' if nodes else 'ranks'}."
-        )
-
-    def _put_on(self, ddp: DistributedDataParallel) -> None:
         self._handles = [
             ddp.register_forward_pre_hook(self._before_forward),
             ddp.register_forward_hook(self._after_forward),
@@ -117,7 +131,11 @@ class SparseHook:
         ddp.register_comm_hook(None, self.exchange.hook)
         self._ddp = weakref.ref(ddp)
         ddp.join_hook = self._join_hook  # type: ignore[method-assign]
-        weakref.finalize(self, _end, self.exchange, self._groups).atexit = False  # for who drops it without close()
+        weakref.finalize(self, _end, self.exchange, groups).atexit = False  # for who drops it without close()
+        rank_zero_info(
+            f"lightning_sparse: {compressor} averages {sum(g.n for g in self.exchange.groups):,} elements "
+            f"in {len(self.exchange.groups)} groups among {self.exchange.size} {'nodes' if nodes else 'ranks'}."
+        )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(self, module: nn.Module, arguments: object) -> None:
@@ -239,15 +257,6 @@ def _end(exchange: Exchange, process_groups: ProcessGroups) -> None:
         process_groups.close()
 
 
-def refuse_unused_in_nodes(ddp: DistributedDataParallel, local_size: int) -> None:
-    """Raise a ValueError if ranks of a node may use different parameters."""
-    if local_size > 1 and ddp.find_unused_parameters:
-        raise ValueError(
-            f"local_group={local_size} cannot be combined with find_unused_parameters=True: ranks of a node may use "
-            "different parameters, and only one may keep what is unsent of them. Leave one of them out."
-        )
-
-
 def dense_if_alone(compressor: Compressor, size: int) -> Compressor:
     """``compressor``, or among ``size`` = 1 ranks, or nodes, its dense form: there is nobody to send to."""
     if size > 1:
@@ -260,28 +269,29 @@ def dense_if_alone(compressor: Compressor, size: int) -> Compressor:
     return compressor.dense_variant()
 
 
-def _parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
-    """Those that ``ddp`` averages, by name, in the order of definition."""
-    return {
+def averaged_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
+    """The parameters that ``ddp`` averages, by name, in the order of definition.
+
+    Raises:
+        ValueError: if one of them cannot be averaged.
+    """
+    for name, child in ddp.module.named_modules():
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse and child.weight.requires_grad:
+            raise ValueError(
+                f"{name} must be an embedding with sparse=False; got sparse=True, whose gradient has no dense layout "
+                "to send a part of."
+            )
+    parameters = {
         name.replace("_orig_mod.", ""): parameter  # torch.compile's
         for name, parameter in ddp.module.named_parameters()
         if parameter.requires_grad and name not in ddp.parameters_to_ignore
     }
-
-
-def refuse_what_cannot_be_averaged(module: nn.Module, parameters: Mapping[str, Tensor]) -> None:
-    """Raise a ValueError that names what it is."""
-    for name, child in module.named_modules():
-        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse and child.weight.requires_grad:
-            raise ValueError(
-                f"{name} is an embedding with sparse=True, whose gradient has no dense layout to send "
-                "a part of; use sparse=False."
-            )
     for name, parameter in parameters.items():
         if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(
-                f"parameter {name} has dtype {parameter.dtype}; gradients are averaged and kept in float32, so "
-                "only float32, bfloat16 and float16 parameters can be trained."
+                f"parameter {name} must be float32, bfloat16 or float16; got {parameter.dtype}. Convert it or freeze "
+                "it: gradients are averaged and kept in float32."
             )
         if parameter.device.type == "cuda" and "nccl" not in str(dist.get_backend()):
-            raise ValueError(f"on CUDA the process group must be NCCL, not {dist.get_backend()}.")
+            raise ValueError(f"on CUDA the process group must be NCCL; got {dist.get_backend()}.")
+    return parameters

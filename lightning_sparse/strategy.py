@@ -22,7 +22,9 @@ from lightning_sparse.fusion.layer_fusion import STEPS_MEASURED, WORTH_PLANNING,
 from lightning_sparse.fusion.model import Plan
 from lightning_sparse.hook import SparseHook
 from lightning_sparse.monitor.plan_views import draw_timeline
-from lightning_sparse.options import Options, register_names
+from lightning_sparse.network.comm import world
+from lightning_sparse.network.process_groups import ProcessGroups
+from lightning_sparse.options import Options
 
 LARGE_BYTES = 2**30  # of residuals in a checkpoint
 
@@ -37,7 +39,6 @@ class SparseMixin(_Base):
     """What :class:`SparseDDPStrategy` adds to ``DDPStrategy``, for whichever of the two Lightning packages."""
 
     strategy_name = "sparse_ddp"
-    package: ClassVar[str] = "lightning"
     accelerator_class: ClassVar[type] = Accelerator
     torch_io: ClassVar[tuple[type, type]] = (TorchCheckpointIO, AsyncCheckpointIO)  # what reads with torch.load alone
 
@@ -51,14 +52,16 @@ class SparseMixin(_Base):
         local_group: int | str = 1,
         **ddp_kwargs: Any,
     ) -> None:
-        if residuals not in checkpoints.RESIDUALS:
-            raise ValueError(f"residuals={residuals!r} is not one of {', '.join(checkpoints.RESIDUALS)}.")
-        self.options = Options.checked(
-            compressor, fusion, wire_dtype, warmup_steps, local_group, ddp_kwargs, super().__init__
+        options = Options.of(
+            compressor,
+            fusion,
+            wire_dtype=wire_dtype,
+            warmup_steps=warmup_steps,
+            residuals=residuals,
+            local_group=local_group,
         )
-        ddp_kwargs = self.options.for_ddp(ddp_kwargs)
+        self.options, ddp_kwargs = options.beside_ddp(ddp_kwargs, super().__init__)
         super().__init__(**ddp_kwargs)  # by this name: jsonargparse reads here where options go
-        self.residuals = residuals
         self.hook: SparseHook | None = None  # during fit, and afterwards
         self._hooked: LightningModule | None = None
         self._size_reported = False
@@ -75,28 +78,29 @@ class SparseMixin(_Base):
 
     # - the hook
 
-    def _setup_model(self, model: nn.Module) -> nn.parallel.DistributedDataParallel:
-        """Wrap ``model`` in DDP, once the ranks agree: DDP and our process groups take it for granted."""
-        self.options.agree(model, self.root_device)
-        ddp: nn.parallel.DistributedDataParallel = super()._setup_model(model)
-        return ddp
-
-    def _register_ddp_hooks(self) -> None:
-        """Register our hook, on every device; Lightning's own registration does nothing off CUDA."""
-        ddp = self.model
-        assert isinstance(ddp, nn.parallel.DistributedDataParallel)
-        assert self.lightning_module is not None
-        if self._ddp_kwargs.get("static_graph") and self.lightning_module.trainer.accumulate_grad_batches > 1:
+    def configure_ddp(self) -> None:
+        """Wrap the model in DDP, once the ranks agree, and put our hook on it, on every device."""
+        module = self.lightning_module
+        assert module is not None
+        unused = self._ddp_kwargs.get("find_unused_parameters")
+        if self._ddp_kwargs.get("static_graph") and module.trainer.accumulate_grad_batches > 1:
             raise ValueError(
                 "static_graph=True with accumulate_grad_batches above 1 crashes inside PyTorch's DDP "
                 "(expect_autograd_hooks_); leave out static_graph=True."
             )
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        local_size = self.options.local_size(self.num_processes)
+        self.options.agree(
+            module, world(), self.root_device, local_size=local_size, unused=unused, scaled=scaler is not None
+        )
+        super().configure_ddp()
+        ddp = self.model
+        assert isinstance(ddp, nn.parallel.DistributedDataParallel)
         self._close()
-        groups = self.options.process_groups(ddp, self._timeout, self.num_processes)
-        hook = self.options.hook(ddp, getattr(self.precision_plugin, "scaler", None), groups)
-        if self.hook is not None and self._hooked is self.lightning_module:
+        hook = SparseHook.with_options(ddp, self.options, scaler, ProcessGroups(ddp, self._timeout, local_size))
+        if self.hook is not None and self._hooked is module:
             hook.take_over(self.hook)  # a second fit goes on where the first ended
-        self.hook, self._hooked = hook, self.lightning_module
+        self.hook, self._hooked = hook, module
 
     @property
     def compressor(self) -> Compressor:
@@ -158,7 +162,7 @@ class SparseMixin(_Base):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Add what the ranks have not sent to a checkpoint that holds optimizer states.  Called on every rank."""
-        if "optimizer_states" in checkpoint and self.hook is not None and self.residuals != "none":
+        if "optimizer_states" in checkpoint and self.hook is not None and self.options.residuals != "none":
             assert self.lightning_module is not None
             if self.lightning_module.trainer.interrupted or self.hook.exchange.error is not None:
                 rank_zero_warn(
@@ -167,9 +171,9 @@ class SparseMixin(_Base):
                 )
             else:
                 start_s = time.perf_counter()
-                checkpoint[checkpoints.KEY] = state = self.hook.state_dict(self.residuals)
-                self._tell_size(checkpoints.nbytes(state), time.perf_counter() - start_s)
-        elif "optimizer_states" in checkpoint and self._start_method != "popen" and self.residuals != "none":
+                checkpoint[checkpoints.KEY] = state = self.hook.state_dict(self.options.residuals)
+                self._report_size(checkpoints.nbytes(state), time.perf_counter() - start_s)
+        elif "optimizer_states" in checkpoint and self._start_method != "popen" and self.options.residuals != "none":
             rank_zero_warn(
                 f"{filepath} is written without residuals and optimizer states: training ran in child processes "
                 f"(start_method={self._start_method!r}), and they ended with it. For a checkpoint to resume from, let "
@@ -177,12 +181,14 @@ class SparseMixin(_Base):
             )
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    def _tell_size(self, nbytes: int, seconds: float) -> None:
+    def _report_size(self, nbytes: int, seconds: float) -> None:
         """Say once what residuals add to a checkpoint."""
         if self._size_reported:
             return
         self._size_reported = True
-        figure = f"residuals (the gradient not yet sent, residuals={self.residuals!r}) add {nbytes / 2**20:,.1f} MiB"
+        figure = (
+            f"residuals (the gradient not yet sent, residuals={self.options.residuals!r}) add {nbytes / 2**20:,.1f} MiB"
+        )
         if nbytes > LARGE_BYTES:
             rank_zero_warn(
                 f"{figure} to every checkpoint, gathered on rank 0 in {seconds:.1f} s. residuals='mean' keeps one mean "
@@ -215,21 +221,16 @@ class SparseMixin(_Base):
 
     # - Lightning's manners
 
-    @property
-    def accelerator(self) -> Any:
-        """The accelerator Lightning gave us."""
-        return super().accelerator
-
-    @accelerator.setter
-    def accelerator(self, accelerator: Any) -> None:
-        if accelerator is not None and not isinstance(accelerator, self.accelerator_class):
+    def set_world_ranks(self) -> None:
+        """Also refuse a Trainer of the other package: the first call in which both know each other."""
+        if self.accelerator is not None and not isinstance(self.accelerator, self.accelerator_class):
             raise TypeError(
-                f"a strategy of the package {self.package!r} was given to a Trainer of "
-                f"{type(accelerator).__module__.partition('.')[0]!r}; the two packages do not mix. With 'lightning' "
+                f"a strategy of the package {_package(self.accelerator_class)!r} was given to a Trainer of "
+                f"{_package(type(self.accelerator))!r}; the two packages do not mix. With 'lightning' "
                 "use lightning_sparse.SparseDDPStrategy, with 'pytorch_lightning' "
                 "lightning_sparse.pytorch_lightning.SparseDDPStrategy, or in both a name: strategy='skip_reduce'."
             )
-        super(SparseMixin, type(self)).accelerator.fset(self, accelerator)  # type: ignore[attr-defined]
+        super().set_world_ranks()
 
     def on_exception(self, exception: BaseException) -> None:
         """Name our own strategy, not plain DDP, where DDP's text tells what to do about unused parameters."""
@@ -243,10 +244,9 @@ class SparseMixin(_Base):
         else:
             super().on_exception(exception)
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register a name for each compressor, with the variants of DDP's names."""
-        register_names(strategy_registry, cls)
+
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
 
 
 class SparseDDPStrategy(SparseMixin, DDPStrategy):
@@ -256,8 +256,9 @@ class SparseDDPStrategy(SparseMixin, DDPStrategy):
         compressor: a name in ``COMPRESSORS``, for its defaults, or an instance such as ``SkipReduce(skip=0.5)``.
         fusion: which parameters travel together.  "layer": LayerFusion, groups of 25 MiB in backward order until the
             first steps have been measured, then the fastest; "bucket": groups of ``bucket_cap_mb`` (25) MiB; "none":
-            one group a layer; or a list with a pattern of parameter names (as of a shell) for each group.
-        wire_dtype: of values on the wire: "float32", "bfloat16", "float16" or "int8"; what rounding leaves is kept.
+            one group a layer; or a list with a shell-style pattern of parameter names for each group.
+        wire_dtype: of values on the wire: "float32", "bfloat16", "float16" or "int8"; rounding errors are carried
+            over to the next step.
         warmup_steps: dense steps before the compressor starts.
         residuals: what a checkpoint keeps of the gradient not yet sent.  "per_rank": all of it, to resume bit for bit
             on the same number of ranks; "mean": one mean over the ranks; "none".

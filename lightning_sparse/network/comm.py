@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_sparse.checks import check_one_of
 from lightning_sparse.selection.sparse import Sparse
 
 # Values are float32 where they are summed and kept; on the wire they may be rounded to one of these.
@@ -21,8 +22,7 @@ def wire_dtype_named(name: str) -> torch.dtype:
     Raises:
         ValueError: if ``name`` is not one of ``WIRE_DTYPES``.
     """
-    if not isinstance(name, str) or name not in WIRE_DTYPES:
-        raise ValueError(f"wire_dtype={name!r} is not one of {', '.join(WIRE_DTYPES)}.")
+    check_one_of("wire_dtype", name, WIRE_DTYPES)
     return WIRE_DTYPES[name]
 
 

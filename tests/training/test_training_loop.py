@@ -228,8 +228,8 @@ def refuse_float64(rank: int, size: int) -> list[str]:
 
 def test_float64_is_refused_also_beside_float32(ranks: Ranks) -> None:
     for alone, beside in ranks.run(refuse_float64, 2):
-        assert "parameter net.0.weight has dtype torch.float64" in alone
-        assert "parameter net.2.weight has dtype torch.float64" in beside
+        assert "parameter net.0.weight must be float32, bfloat16 or float16; got torch.float64" in alone
+        assert "parameter net.2.weight must be float32, bfloat16 or float16; got torch.float64" in beside
 
 
 class Start(L.Callback):
