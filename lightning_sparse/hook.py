@@ -13,14 +13,13 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.checkpoint import residuals as checkpoint
-from lightning_sparse.checkpoint import state as damage
+from lightning_sparse.checkpoint.state import RESIDUALS
+from lightning_sparse.checks import check_one_of
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.loss_scale import LossScale
 from lightning_sparse.fusion.groups import BUCKET_BYTES, carry_over, lay_out, not_carried
 from lightning_sparse.fusion.layer_fusion import LayerFusion
-from lightning_sparse.network.agreement import agree, everywhere
-from lightning_sparse.network.collect import Collector
 from lightning_sparse.network.comm import TorchComm, wire_dtype_named
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.options import Options
@@ -106,7 +105,6 @@ class SparseHook:
         self.compressor = options.averaging
         self._groups = groups
         self._ranks = TorchComm(ddp.process_group)  # for the main thread, between two steps
-        self._device = ddp.device
         nodes = groups if groups.local_size > 1 else None
         if nodes and ddp.find_unused_parameters:
             raise ValueError(
@@ -120,7 +118,7 @@ class SparseHook:
             threaded=not groups.nccl,
             node=nodes,
             may_be_unused=ddp.find_unused_parameters,
-            loss_scale=LossScale(scaler, self._device) if scaler is not None else None,
+            loss_scale=LossScale(scaler, ddp.device) if scaler is not None else None,
         )
         self.layer_fusion = LayerFusion(self.exchange, compressor, parameters) if options.fusion == "layer" else None
         self._frozen = [(name, p) for name, p in ddp.module.named_parameters() if not p.requires_grad]
@@ -216,13 +214,10 @@ class SparseHook:
         Raises:
             ValueError: for any other ``residuals``.
         """
-        if residuals not in ("per_rank", "mean"):
-            raise ValueError(f"residuals={residuals!r} is neither 'per_rank' nor 'mean'.")
-        with self._groups.leaders() as leaders:
-            state = checkpoint.gather(self.exchange, residuals, Collector(self.exchange.size, leaders))
+        check_one_of("residuals", residuals, RESIDUALS[:2])
         plan = self.layer_fusion.state() if self.layer_fusion else {}
-        state |= {"compressor": as_text(self.compressor), "plan": plan}
-        return state | {"checksum": damage.checksum(state)}
+        with self._groups.leaders() as leaders:
+            return checkpoint.gather(self.exchange, residuals, leaders, self.compressor, plan).to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Set what this rank has not sent from what :meth:`state_dict` returned on rank 0; None sets it to zero.
@@ -233,12 +228,10 @@ class SparseHook:
             ValueError: on every rank, if one of them finds it damaged; each reads what it goes on with, and no more.
             RuntimeError: on every rank, if they were not given the same.
         """
-        found = damage.found_in(state, self.exchange.rank, self.exchange.size)
-        damage.refuse(everywhere(found or "", self._ranks, self._device))
-        agree(damage.described(state), self._ranks, self._device)
-        if self.layer_fusion is not None and state is not None:
-            self.layer_fusion.resume(state.get("plan", {}), state["steps"])
-        checkpoint.restore(self.exchange, state, self.compressor)
+        saved = checkpoint.read(state, self.exchange, self._ranks)
+        if self.layer_fusion is not None and saved is not None:
+            self.layer_fusion.resume(saved.plan, saved.steps)
+        checkpoint.restore(self.exchange, saved, self.compressor)
 
     def close(self) -> None:
         """End the issuing threads and process groups.  ``ddp`` cannot be trained any more.  What is unsent is kept.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.checkpoint.residuals import RESIDUALS
+from lightning_sparse.checkpoint.state import RESIDUALS
 from lightning_sparse.checks import check_one_of, check_whole, is_number
 from lightning_sparse.compressors import Compressor, Warmup, by_name
 from lightning_sparse.fusion.groups import BUCKET_BYTES, check_choice, check_fusion

@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_sparse.checkpoint import residuals as checkpoints
+from lightning_sparse.checkpoint.state import KEY, nbytes
 from lightning_sparse.compressors import COMPRESSORS, Compressor
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.fusion.layer_fusion import STEPS_MEASURED, WORTH_PLANNING, LayerFusion
@@ -171,8 +171,8 @@ class SparseMixin(_Base):
                 )
             else:
                 start_s = time.perf_counter()
-                checkpoint[checkpoints.KEY] = state = self.hook.state_dict(self.options.residuals)
-                self._report_size(checkpoints.nbytes(state), time.perf_counter() - start_s)
+                checkpoint[KEY] = state = self.hook.state_dict(self.options.residuals)
+                self._report_size(nbytes(state), time.perf_counter() - start_s)
         elif "optimizer_states" in checkpoint and self._start_method != "popen" and self.options.residuals != "none":
             rank_zero_warn(
                 f"{filepath} is written without residuals and optimizer states: training ran in child processes "
@@ -209,7 +209,7 @@ class SparseMixin(_Base):
                 checkpoint: dict[str, Any] = torch.load(
                     checkpoint_path, map_location=lambda storage, _: storage, mmap=True, **kwargs
                 )
-                mapped = {key: checkpoint.pop(key) for key in (checkpoints.KEY,) if key in checkpoint}
+                mapped = {key: checkpoint.pop(key) for key in (KEY,) if key in checkpoint}
                 return copy.deepcopy(checkpoint) | mapped
         return super().load_checkpoint(checkpoint_path, *args, **kwargs)
 
@@ -217,7 +217,7 @@ class SparseMixin(_Base):
         """Restore optimizers, and what the ranks had not sent.  Called for fit only, once DDP exists."""
         super().load_optimizer_state_dict(checkpoint)
         if self.hook is not None:
-            self.hook.load_state_dict(checkpoint.get(checkpoints.KEY))
+            self.hook.load_state_dict(checkpoint.get(KEY))
 
     # - Lightning's manners
 

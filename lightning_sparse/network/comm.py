@@ -202,6 +202,24 @@ class TorchComm(Comm):
         self._global = dist.get_process_group_ranks(group)
         self._nccl = dist.get_backend(group) == "nccl"
 
+    def gather(self, x: Tensor) -> Tensor:
+        """Return what every rank handed over, [n] -> [P, n] on the CPU of the first rank; [0, n] on the others."""
+        rows = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
+        self._to_first(x)
+        dist.gather(x, rows, self._global[0], self._group)
+        return torch.stack([row.cpu() for row in rows]) if rows else x.new_empty((0, x.numel()), device="cpu")
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Return the mean over all ranks, [n] -> [n] on the CPU; it means something on the first rank only."""
+        total = x.clone()
+        self._to_first(x)
+        dist.reduce(total, self._global[0], group=self._group)
+        return total.div_(self.size).cpu()
+
+    def _to_first(self, x: Tensor) -> None:
+        self.messages += 1
+        self.sent_bytes += 0 if self.rank == 0 else x.nbytes
+
     def release(self) -> None:
         """Forget the process group too: its sockets are open until nobody refers to it."""
         super().release()

@@ -71,17 +71,17 @@ class ProcessGroups:
         ]
 
     @contextmanager
-    def leaders(self) -> Iterator[dist.ProcessGroup | None]:
-        """For the main thread: the first rank of each node, or the default group, None, where there are no nodes.
+    def leaders(self) -> Iterator[TorchComm | None]:
+        """For the main thread: the first rank of each node, None on the others; or all ranks, if there are no nodes.
 
         To be entered on every rank; also after :meth:`close`.
         """
         if self.local_size == 1:
-            yield None
+            yield TorchComm(self._ddp_group)
             return
         if self._leaders is None:
             self._leaders = self._new(self._first_ranks())
-        yield self._leaders
+        yield TorchComm(self._leaders) if dist.get_rank() == self._nodes[self._node][0] else None
         if not self._inside:  # closed before, so nobody closes this one later
             self.close()
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_sparse as ls
-from lightning_sparse.checkpoint.residuals import KEY
+from lightning_sparse.checkpoint.state import KEY
 from tests.conftest import Ranks
 from tests.training.models import LIMIT_S, Small, data, small, trainer, unsent, weights
 
