@@ -17,7 +17,6 @@ from lightning_sparse.checkpoint.state import RESIDUALS
 from lightning_sparse.checks import check_one_of
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.exchange import Exchange
-from lightning_sparse.engine.loss_scale import LossScale
 from lightning_sparse.fusion.groups import BUCKET_BYTES, carry_over, lay_out, not_carried
 from lightning_sparse.fusion.layer_fusion import LayerFusion
 from lightning_sparse.network.comm import TorchComm, wire_dtype_named
@@ -118,7 +117,7 @@ class SparseHook:
             threaded=not groups.nccl,
             node=nodes,
             may_be_unused=ddp.find_unused_parameters,
-            loss_scale=LossScale(scaler, ddp.device) if scaler is not None else None,
+            scaler=scaler,
         )
         self.layer_fusion = LayerFusion(self.exchange, compressor, parameters) if options.fusion == "layer" else None
         self._frozen = [(name, p) for name, p in ddp.module.named_parameters() if not p.requires_grad]
