@@ -132,7 +132,7 @@ class Exchange:
         self.timeline.arrive([parameter for parameter, _ in delivery.gradients])
         if step.loss_scale:
             step.loss_scale.take_in(delivery.buffer)
-        if self._node:
+        if self._node and delivery.buffer.numel():
             delivery.summed = self._node.sum_inside(delivery.buffer)
         if self._stream:
             self._stream.wait_stream(torch.cuda.current_stream())

@@ -92,8 +92,8 @@ def test_phases_that_compress() -> None:
         (lambda: ls.Warmup(-1, ls.Dense()), "Warmup(steps=-1)"),
         (lambda: by_name("skipreduce"), "compressor='skipreduce' is not one of skip_reduce, "),
         (lambda: simulate("dense", torch.ones(1, 1, 1)), "compressor='dense' is not one of"),
-        (lambda: simulate("skip_reduce", torch.ones(1, 1)), "gradients is [steps, ranks, elements]"),
-        (lambda: simulate("skip_reduce", torch.ones(1, 2, 3), torch.ones(4)), "weights is [n] = [3]"),
+        (lambda: simulate("skip_reduce", torch.ones(1, 1)), "gradients must be [steps, ranks, elements]"),
+        (lambda: simulate("skip_reduce", torch.ones(1, 2, 3), torch.ones(4)), "weights must be [n] = [3]"),
         (
             lambda: simulate("skip_reduce", torch.ones(1, 2, 3), wire_dtype="int4"),
             "wire_dtype must be one of float32, bfloat16, float16, int8; got 'int4'",
