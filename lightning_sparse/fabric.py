@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from lightning.fabric.strategies.ddp import DDPStrategy
@@ -10,8 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.hook import SparseHook
-from lightning_sparse.network.comm import world
-from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.options import Options
 
 
@@ -59,13 +58,7 @@ class SparseDDPStrategy(DDPStrategy):
     def setup_module(self, module: Module) -> DistributedDataParallel:
         """Wrap ``module`` in DDP, with our hook."""
         scaler = getattr(self.precision, "scaler", None)
-        local_size = self.options.local_size(self.num_processes)
-        unused = self._ddp_kwargs.get("find_unused_parameters")
-        self.options.agree(
-            module, world(), self.root_device, local_size=local_size, unused=unused, scaled=scaler is not None
-        )
-        ddp = super().setup_module(module)
-        hook = SparseHook.with_options(ddp, self.options, scaler, ProcessGroups(ddp, self._timeout, local_size))
+        ddp, hook = SparseHook.around(self, module, scaler, partial(super().setup_module, module))
         self._hooks.append(weakref.ref(hook))
         return ddp
 

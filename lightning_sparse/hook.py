@@ -2,7 +2,7 @@
 
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.fusion.groups import BUCKET_BYTES, carry_over, lay_out, not_carried
 from lightning_sparse.fusion.layer_fusion import LayerFusion
-from lightning_sparse.network.comm import TorchComm, wire_dtype_named
+from lightning_sparse.network.comm import TorchComm, wire_dtype_named, world
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.options import Options
 from lightning_sparse.settings import as_text
@@ -81,17 +81,27 @@ class SparseHook:
         self._put_on(ddp, options, scaler, groups)
 
     @classmethod
-    def with_options(
-        cls,
-        ddp: DistributedDataParallel,
-        options: Options,
-        scaler: torch.amp.GradScaler | None,
-        process_groups: ProcessGroups,
-    ) -> "SparseHook":
-        """Return a hook with ``options``, on which the ranks have agreed."""
+    def around(
+        cls, strategy: Any, module: nn.Module, scaler: Any, wrap: Callable[[], DistributedDataParallel]
+    ) -> "tuple[DistributedDataParallel, SparseHook]":
+        """Return the DDP that ``wrap`` makes of ``module``, once all ranks agree on the options, and a hook on it.
+
+        Args:
+            strategy: of Lightning or Fabric, with ``options``.
+            module: that is trained.
+            scaler: the ``torch.amp.GradScaler`` that scales the loss, if there is one.
+            wrap: returns the DDP.
+        """
+        options: Options = strategy.options
+        local_size = strategy.num_processes if isinstance(options.local_group, str) else options.local_group
+        unused = strategy._ddp_kwargs.get("find_unused_parameters")
+        options.agree(
+            module, world(), strategy.root_device, local_size=local_size, unused=unused, scaled=scaler is not None
+        )
+        ddp = wrap()
         hook = cls.__new__(cls)
-        hook._put_on(ddp, options, scaler, process_groups)
-        return hook
+        hook._put_on(ddp, options, scaler, ProcessGroups(ddp, strategy._timeout, local_size))
+        return ddp, hook
 
     def _put_on(
         self,

@@ -70,10 +70,6 @@ class Options:
         """The compressor, after its dense steps."""
         return Warmup(self.warmup_steps, self.compressor) if self.warmup_steps else self.compressor
 
-    def local_size(self, devices: int) -> int:
-        """The number of ranks that average densely among themselves, on a node with so many ``devices``."""
-        return devices if isinstance(self.local_group, str) else self.local_group
-
     def agree(
         self, module: nn.Module, comm: Comm, device: torch.device, *, local_size: int, unused: object, scaled: bool
     ) -> None:

@@ -22,8 +22,6 @@ from lightning_sparse.fusion.layer_fusion import STEPS_MEASURED, WORTH_PLANNING,
 from lightning_sparse.fusion.model import Plan
 from lightning_sparse.hook import SparseHook
 from lightning_sparse.monitor.plan_views import draw_timeline
-from lightning_sparse.network.comm import world
-from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.options import Options
 
 LARGE_BYTES = 2**30  # of residuals in a checkpoint
@@ -82,22 +80,19 @@ class SparseMixin(_Base):
         """Wrap the model in DDP, once the ranks agree, and put our hook on it, on every device."""
         module = self.lightning_module
         assert module is not None
-        unused = self._ddp_kwargs.get("find_unused_parameters")
         if self._ddp_kwargs.get("static_graph") and module.trainer.accumulate_grad_batches > 1:
             raise ValueError(
                 "static_graph=True with accumulate_grad_batches above 1 crashes inside PyTorch's DDP "
                 "(expect_autograd_hooks_); leave out static_graph=True."
             )
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        local_size = self.options.local_size(self.num_processes)
-        self.options.agree(
-            module, world(), self.root_device, local_size=local_size, unused=unused, scaled=scaler is not None
-        )
-        super().configure_ddp()
-        ddp = self.model
-        assert isinstance(ddp, nn.parallel.DistributedDataParallel)
+
+        def wrap() -> nn.parallel.DistributedDataParallel:
+            super(SparseMixin, self).configure_ddp()
+            assert isinstance(self.model, nn.parallel.DistributedDataParallel)
+            return self.model
+
         self._close()
-        hook = SparseHook.with_options(ddp, self.options, scaler, ProcessGroups(ddp, self._timeout, local_size))
+        _, hook = SparseHook.around(self, module, getattr(self.precision_plugin, "scaler", None), wrap)
         if self.hook is not None and self._hooked is module:
             hook.take_over(self.hook)  # a second fit goes on where the first ended
         self.hook, self._hooked = hook, module

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,14 +16,6 @@ from lightning_sparse.selection.sparse import Sparse
 T = TypeVar("T")
 
 PATIENCE_S = 2  # for a thread with nothing to do to end
-
-
-class Spent(NamedTuple):
-    """What lanes have spent since they were made."""
-
-    sent_bytes: int
-    compress_ns: int  # in compressors' own code
-    network_ns: int  # of the issuers, waiting for messages
 
 
 class Lane:
@@ -121,10 +113,10 @@ def _do(work: Callable[[], T], stream: torch.cuda.Stream | None, result: Future[
         result.set_exception(error)
 
 
-def spent(lanes: Sequence[Lane]) -> Spent:
-    """What all ``lanes`` together have spent."""
+def spent(lanes: Sequence[Lane]) -> list[int]:
+    """Bytes that all ``lanes`` have sent, nanoseconds in compressors' own code, nanoseconds of waiting for messages."""
     every = [(lane.comm.sent_bytes, lane.compress_ns, lane.network_ns) for lane in lanes]
-    return Spent(*map(sum, zip(*every, strict=True)))
+    return [sum(each) for each in zip(*every, strict=True)]
 
 
 def spread(elements: Sequence[int], lanes: int) -> list[int]:

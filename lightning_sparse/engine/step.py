@@ -85,18 +85,19 @@ class Step:
     def report(self) -> "Report":
         """Return what the step, which has just ended, cost and did."""
         waited_ns = time.perf_counter_ns() - self._handed_over_ns
-        now, before = spent(self._lanes), self._spent_before
+        pairs = zip(spent(self._lanes), self._spent_before, strict=True)
+        sent_bytes, compress_ns, network_ns = (now - before for now, before in pairs)
         elements = sum(group.n for group in self.groups)
         return Report(
-            sent_bytes=now.sent_bytes - before.sent_bytes,
+            sent_bytes=sent_bytes,
             dense_bytes=traffic("all_reduce", 4 * elements, self._lanes[0].comm.size),
             elements=elements,
             picked=sum(group.picked for group in self.groups),
             target=sum(group.target for group in self.groups),
             mask_bytes=sum(group.mask_bytes for group in self.groups),
             overflow=sum(group.overflow for group in self.groups),
-            ms_compress=(now.compress_ns - before.compress_ns) / 1e6,
-            ms_network=(now.network_ns - before.network_ns) / 1e6,
+            ms_compress=compress_ns / 1e6,
+            ms_network=network_ns / 1e6,
             ms_wait=waited_ns / 1e6,
         )
 
