@@ -1,4 +1,4 @@
-"""The same engine for ``lightning.fabric.Fabric``."""
+"""The strategy for ``lightning.fabric.Fabric``."""
 
 import weakref
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class SparseDDPStrategy(DDPStrategy):
     ``fabric.save(path, {"model": model, "unsent": hook})``, on every rank.
 
     Args:
-        compressor: as for the Trainer's, and so the others.
+        compressor: what averages, as for the Trainer's strategy; and so the others.
         fusion: which parameters travel together.
         wire_dtype: of values on the wire.
         warmup_steps: dense steps first.

@@ -70,14 +70,7 @@ class SparseHook:
         options = Options.of(
             compressor, fusion, wire_dtype=wire_dtype, warmup_steps=warmup_steps, bucket_bytes=bucket_bytes
         )
-        options.agree(
-            ddp.module,
-            TorchComm(ddp.process_group),
-            ddp.device,
-            local_size=groups.local_size,
-            unused=ddp.find_unused_parameters,
-            scaled=scaler is not None,
-        )
+        options.agree(ddp.module, TorchComm(ddp.process_group), groups.local_size, ddp.find_unused_parameters, scaler)
         self._put_on(ddp, options, scaler, groups)
 
     @classmethod
@@ -94,10 +87,7 @@ class SparseHook:
         """
         options: Options = strategy.options
         local_size = strategy.num_processes if isinstance(options.local_group, str) else options.local_group
-        unused = strategy._ddp_kwargs.get("find_unused_parameters")
-        options.agree(
-            module, world(), strategy.root_device, local_size=local_size, unused=unused, scaled=scaler is not None
-        )
+        options.agree(module, world(), local_size, strategy._ddp_kwargs.get("find_unused_parameters"), scaler)
         ddp = wrap()
         hook = cls.__new__(cls)
         hook._put_on(ddp, options, scaler, ProcessGroups(ddp, strategy._timeout, local_size))
@@ -168,7 +158,7 @@ class SparseHook:
             self.exchange.timeline.begin_backward()
 
     def _join_hook(self, **options: Any) -> JoinHook:
-        """In place of DDP's: asked for on every rank by ``ddp.join()``, before its first message.
+        """Return DDP's own hook; asked for on every rank by ``ddp.join()``, before its first message.
 
         In a step that a joined rank shadows, DDP hands our hook zeros there, so what that rank has not sent goes on
         travelling, and the mean is over all ranks as ever.
@@ -213,7 +203,7 @@ class SparseHook:
             rank_zero_warn(f"The model has changed since the fit before: {'; '.join(lost)}.")
 
     def state_dict(self, residuals: str = "per_rank") -> dict[str, Any]:
-        """What the ranks have not sent, as tensors, strings and integers; complete on rank 0.
+        """Return what the ranks have not sent, as tensors, strings and integers; complete on rank 0.
 
         To be called on every rank, between two steps.
 

@@ -70,23 +70,21 @@ class Options:
         """The compressor, after its dense steps."""
         return Warmup(self.warmup_steps, self.compressor) if self.warmup_steps else self.compressor
 
-    def agree(
-        self, module: nn.Module, comm: Comm, device: torch.device, *, local_size: int, unused: object, scaled: bool
-    ) -> None:
+    def agree(self, module: nn.Module, comm: Comm, local_size: int, unused: object, scaler: object) -> None:
         """Go on only if every rank has these options and such a ``module``; to be called on every rank.
 
         Args:
             module: whose gradients are averaged.
             comm: the ranks.
-            device: where messages lie.
             local_size: what ``local_group`` is here, in ranks.
             unused: DDP's ``find_unused_parameters``.
-            scaled: whether there is a gradient scaler.
+            scaler: the gradient scaler, if there is one.
 
         Raises:
             RuntimeError: on every rank, with the values that differ.
         """
-        others = {"local_group": local_size, "find_unused_parameters": bool(unused), "a gradient scaler": scaled}
+        others = {"local_group": local_size, "find_unused_parameters": bool(unused), "a scaler": scaler is not None}
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
         agree(versions() | vars(self) | others | described(module), comm, device)
 
     def beside_ddp(self, kwargs: Mapping[str, Any], init: Callable[..., None]) -> tuple["Options", dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The same strategy for the package ``pytorch_lightning``, whose classes are not those of ``lightning``."""
+"""The strategy for the package ``pytorch_lightning``, whose classes are not those of ``lightning``."""
 
 from typing import ClassVar
 

@@ -47,7 +47,7 @@ def same(a: object, b: object) -> bool:
 
 
 def _place(value: type | FunctionType | BuiltinFunctionType) -> str:
-    """Where a function or class is defined, by which it is found again."""
+    """The place where a function or class is defined, by which it is found again."""
     if "<lambda>" in value.__qualname__ or ("<locals>" in value.__qualname__ and not isinstance(value, type)):
         raise TypeError(f"{value.__qualname__} has no name of its own in its module")
     return f"{value.__module__}.{value.__qualname__}"

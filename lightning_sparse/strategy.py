@@ -34,7 +34,7 @@ else:
 
 
 class SparseMixin(_Base):
-    """What :class:`SparseDDPStrategy` adds to ``DDPStrategy``, for whichever of the two Lightning packages."""
+    """The part of :class:`SparseDDPStrategy` beside ``DDPStrategy``, for whichever of the two Lightning packages."""
 
     strategy_name = "sparse_ddp"
     accelerator_class: ClassVar[type] = Accelerator
@@ -65,11 +65,11 @@ class SparseMixin(_Base):
         self._size_reported = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what a fit has made: threads and process groups belong to the process."""
+        """Leave out what a fit has made: threads and process groups belong to the process."""
         return super().__getstate__() | {"hook": None, "_hooked": None}
 
     def setup_environment(self) -> None:
-        """Also keep forked workers from PyTorch's threads, with which they hang if the parent has used any."""
+        """Set up as DDP does; keep forked workers from PyTorch's threads: they hang if the parent has used any."""
         if self._start_method == "fork" and self.root_device.type == "cpu":
             torch.set_num_threads(1)
         super().setup_environment()
@@ -91,7 +91,8 @@ class SparseMixin(_Base):
             assert isinstance(self.model, nn.parallel.DistributedDataParallel)
             return self.model
 
-        self._close()
+        if self.hook is not None:
+            self.hook.close()
         _, hook = SparseHook.around(self, module, getattr(self.precision_plugin, "scaler", None), wrap)
         if self.hook is not None and self._hooked is module:
             hook.take_over(self.hook)  # a second fit goes on where the first ended
@@ -99,7 +100,7 @@ class SparseMixin(_Base):
 
     @property
     def compressor(self) -> Compressor:
-        """What averages the gradients."""
+        """The compressor that averages the gradients."""
         return self.options.compressor
 
     @property
@@ -109,12 +110,12 @@ class SparseMixin(_Base):
 
     @property
     def layer_fusion(self) -> LayerFusion | None:
-        """What plans the groups with ``fusion="layer"``, during fit and afterwards."""
+        """The planner of the groups with ``fusion="layer"``, during fit and afterwards."""
         return self.hook.layer_fusion if self.hook else None
 
     @property
     def plan(self) -> Plan | None:
-        """What LayerFusion planned; None on ranks other than 0, with another ``fusion``, or before it has measured."""
+        """The plan of LayerFusion; None on ranks other than 0, with another ``fusion``, or before it has measured."""
         return self.layer_fusion.plan if self.layer_fusion else None
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -144,13 +145,10 @@ class SparseMixin(_Base):
             )
         draw_timeline(self.layer_fusion.plan, self.layer_fusion.measured(), path)
 
-    def _close(self) -> None:
-        if self.hook is not None:
-            self.hook.close()
-
     def teardown(self) -> None:
         """End the exchange's threads and process groups; the default group outlives them."""
-        self._close()
+        if self.hook is not None:
+            self.hook.close()
         super().teardown()
 
     # - checkpoints
@@ -217,7 +215,7 @@ class SparseMixin(_Base):
     # - Lightning's manners
 
     def set_world_ranks(self) -> None:
-        """Also refuse a Trainer of the other package: the first call in which both know each other."""
+        """Refuse a Trainer of the other package: this is the first call in which both know each other."""
         if self.accelerator is not None and not isinstance(self.accelerator, self.accelerator_class):
             raise TypeError(
                 f"a strategy of the package {_package(self.accelerator_class)!r} was given to a Trainer of "

@@ -98,7 +98,7 @@ def restore(exchange: Exchange, state: State | None, compressor: Compressor) -> 
 
 
 def _differences(state: State, size: int, compressor: Compressor) -> Iterator[str]:
-    """What is not as when ``state`` was saved, parameters apart, in words."""
+    """Yield in words what is not as when ``state`` was saved, parameters apart."""
     if state.ranks not in (0, size):
         yield (
             f"{state.size} ranks wrote it and {size} read it, so each starts from the mean of what they had not sent"

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of the gradient not yet sent: its schema, and whether it is what was saved."""
+"""The gradient not yet sent as a checkpoint keeps it: its schema, and whether it is what was saved."""
 
 import reprlib
 import zlib
@@ -38,7 +38,7 @@ def _entry(must: str, fits: Callable[[Any], bool]) -> Any:
 
 @dataclass(frozen=True)
 class State:
-    """What of all ranks a checkpoint keeps, complete on rank 0: tensors, strings and integers.  P = size."""
+    """The part of the state of all ranks that a checkpoint keeps, complete on rank 0.  P = size."""
 
     residuals: str = _entry("'per_rank' or 'mean'", lambda x: x in RESIDUALS[:2])
     size: int = _entry("an integer of at least 1", lambda x: is_whole(x, 1))

@@ -139,7 +139,7 @@ class Exchange:
         step.take_in(delivery, self._group_of)
 
     def on_lanes(self, work: Callable[[Lane], T], lanes: int | None = None) -> list[T]:
-        """What ``work`` returns on each of the first ``lanes`` lanes, done by their issuers at once, between two steps.
+        """Return what ``work`` returns on each of the first ``lanes`` lanes; to be called between two steps.
 
         What it sends is not counted as a step's.
         """
@@ -213,7 +213,7 @@ class Exchange:
     def _new_in(
         self, step: Step, group: Group, gradients: Sequence[Tensor]
     ) -> AbstractContextManager[Sequence[Tensor | None]]:
-        """What this step adds to each of ``gradients``, until the means are in their place."""
+        """The part of each of ``gradients`` that this step adds, until the means are in their place."""
         if self._used is None:
             return nullcontext(gradients)
         return self._used.new_in(group, gradients, step.loss_scale.unscale if step.loss_scale else lambda mean: mean)

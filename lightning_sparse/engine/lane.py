@@ -99,7 +99,7 @@ class Lane:
 
 
 def _serve(inbox: "queue.SimpleQueue[tuple[Any, ...] | None]") -> None:
-    """What a lane's thread does.  Between two works it refers to nothing else, so that whoever is dropped goes."""
+    """Run a lane's thread.  Between two works it refers to nothing else, so that whoever is dropped goes."""
     while (task := inbox.get()) is not None:
         _do(*task)
         del task

@@ -1,4 +1,4 @@
-"""What a gradient scaler asks for: residuals in true units, and a step that nobody takes if one rank overflowed."""
+"""A scaled loss: residuals in true units, and a step that nobody takes if one rank overflowed."""
 
 import torch
 from torch import Tensor

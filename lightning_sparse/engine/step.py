@@ -17,7 +17,7 @@ from lightning_sparse.network.comm import Pending, traffic
 
 
 class Step:
-    """What belongs to one step, from its first bucket to its last mean.
+    """All that belongs to one step, from its first bucket to its last mean.
 
     Args:
         groups: of parameters, in the order in which they are sent.
@@ -104,7 +104,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Report:
-    """What one step of one rank cost and did."""
+    """The cost and the effect of one step of one rank."""
 
     sent_bytes: int
     dense_bytes: int  # what a float32 ring all-reduce of the same gradient sends

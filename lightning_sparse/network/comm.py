@@ -55,7 +55,7 @@ class Pending(ABC):
 
 
 def expect_pending(launched: object) -> Pending:
-    """What a compressor yielded, if it is a message under way.
+    """Return what a compressor yielded, if it is a message under way.
 
     Raises:
         TypeError: if it is anything else.
@@ -72,7 +72,7 @@ Rounds = Generator[Pending, Tensor, "Tensor | Sparse"]
 
 
 class Comm(ABC):
-    """What one rank may say to the others.  P = ``size``.
+    """The messages that one rank may send to the others.  P = ``size``.
 
     Each method launches a message and returns at once; the result is what ``yield`` gives back.  Several may be
     in flight.  Every rank launches the same messages in the same order with the same shapes, whatever its data.
@@ -121,12 +121,12 @@ class Comm(ABC):
         return self._all_reduce(x)
 
     def all_gather(self, x: Tensor) -> Pending:
-        """What every rank handed over: [*s] -> [P, *s]."""
+        """Return what every rank handed over: [*s] -> [P, *s]."""
         self._count("all_gather", x)
         return self._all_gather(x)
 
     def broadcast(self, x: Tensor, source: int) -> Pending:
-        """What rank ``source`` handed over, in ``x``: [*s] -> [*s].  On the others x is overwritten."""
+        """Return what rank ``source`` handed over, in ``x``: [*s] -> [*s].  On the others x is overwritten."""
         self._count("broadcast", x)
         return self._broadcast(x, source)
 

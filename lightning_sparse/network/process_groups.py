@@ -67,7 +67,7 @@ class ProcessGroups:
 
     @contextmanager
     def leaders(self) -> Iterator[TorchComm | None]:
-        """For the main thread: the first rank of each node, None on the others; or all ranks, if there are no nodes.
+        """Yield, for the main thread, the first rank of each node, None on the others; all ranks if there are no nodes.
 
         To be entered on every rank; also after :meth:`close`.
         """
