@@ -1,18 +1,31 @@
 """Checks of arguments: each raises an error that says what must be, what was given, and what to do."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 from numbers import Integral, Real
+from typing import TypeGuard
 
 from lightning_sparse.wire import INDEX_LIMIT
+
+
+def check_whole(name: str, value: object, least: int, advice: str = "") -> None:
+    """Raise a ValueError with ``advice`` unless ``value`` is an integer of at least ``least``."""
+    if not is_whole(value, least):
+        raise ValueError(f"{name} must be an integer of at least {least}; got {value!r}.{advice and ' ' + advice}")
+
+
+def check_one_of(name: str, value: object, allowed: Collection[str]) -> None:
+    """Raise a ValueError unless ``value`` is one of the strings ``allowed``."""
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.")
 
 
 def check_density(compressor: object, density: float) -> None:
     """Raise a ValueError that names the compressor and the value unless ``density`` is in (0, 1]."""
     if not (is_number(density) and 0 < density <= 1):
         raise ValueError(
-            f"{type(compressor).__name__}(density={density!r}): density is the fraction of elements sent, "
-            "so it must be above 0 and at most 1; 0.01 sends one in a hundred."
+            f"{type(compressor).__name__}: density must be above 0 and at most 1; got {density!r}. It is the fraction "
+            "of elements sent: 0.01 sends one in a hundred."
         )
 
 
@@ -20,21 +33,21 @@ def check_slack(compressor: object, slack: float) -> None:
     """Raise a ValueError that names the compressor and the value unless ``slack`` is from 1 to 2**31."""
     if not (is_number(slack) and 1 <= slack <= INDEX_LIMIT):
         raise ValueError(
-            f"{type(compressor).__name__}(slack={slack!r}): a message needs room for the elements that are meant to "
-            "travel in it, so slack is 1 or more, at most 2**31; 1.25 leaves a quarter for steps with more."
+            f"{type(compressor).__name__}: slack must be at least 1 and at most 2**31; got {slack!r}. It is the room "
+            "in a message, over what is meant to travel in it: 1.25 leaves a quarter for steps with more."
         )
 
 
 def check_seed(compressor: object, seed: int) -> None:
     """Raise a ValueError that names the compressor and the value unless ``seed`` is an integer."""
     if not isinstance(seed, int):
-        raise ValueError(f"{type(compressor).__name__}(seed={seed!r}): seed is an integer, the same on every rank.")
+        raise ValueError(f"{type(compressor).__name__}: seed must be an integer; got {seed!r}. Give every rank one.")
 
 
 def check_switch(compressor: object, name: str) -> None:
     """Raise a ValueError that names the compressor and the value unless its setting ``name`` is True or False."""
     if not isinstance(value := getattr(compressor, name), bool):
-        raise ValueError(f"{type(compressor).__name__}({name}={value!r}): {name} is True or False.")
+        raise ValueError(f"{type(compressor).__name__}: {name} must be True or False; got {value!r}.")
 
 
 def checked_patterns(compressor: object, protect: object) -> tuple[str, ...]:
@@ -43,10 +56,12 @@ def checked_patterns(compressor: object, protect: object) -> tuple[str, ...]:
     Raises:
         ValueError: if it is a string, or anything else than strings.
     """
-    if isinstance(protect, Sequence) and is_list(protect) and all(isinstance(p, str) for p in protect):
+    if is_names(protect):
         return tuple(protect)
     meant = [protect] if isinstance(protect, str) else ["*bias"]
-    raise ValueError(f"{type(compressor).__name__}(protect={protect!r}): protect is a list of patterns: {meant!r}.")
+    raise ValueError(
+        f"{type(compressor).__name__}: protect must be a list of patterns; got {protect!r}. Write {meant!r}, say."
+    )
 
 
 def is_number(value: object) -> bool:
@@ -59,17 +74,16 @@ def is_whole(value: object, least: int) -> bool:
     return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= least
 
 
-def is_list(value: object) -> bool:
+def is_list(value: object) -> TypeGuard[Sequence[object]]:
     """Whether ``value`` is a list, a tuple or the like, and not a string."""
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
+def is_names(value: object) -> TypeGuard[Sequence[str]]:
+    """Whether ``value`` is a list of strings."""
+    return is_list(value) and all(isinstance(each, str) for each in value)
+
+
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether ``name`` matches one of ``patterns``, as of a shell."""
+    """Whether ``name`` matches one of the shell-style ``patterns``."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def check_warmup(warmup_steps: object) -> None:
-    """Raise a ValueError with the value unless it is a number of steps."""
-    if not is_whole(warmup_steps, least=0):
-        raise ValueError(f"warmup_steps={warmup_steps!r} is a number of dense steps, so 0 or more; 0 is none.")

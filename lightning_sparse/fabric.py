@@ -1,7 +1,8 @@
-"""The same engine for ``lightning.fabric.Fabric``."""
+"""The strategy for ``lightning.fabric.Fabric``."""
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from lightning.fabric.strategies.ddp import DDPStrategy
@@ -10,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.hook import SparseHook
-from lightning_sparse.options import Options, register_names
+from lightning_sparse.options import Options
 
 
 class SparseDDPStrategy(DDPStrategy):
@@ -21,7 +22,7 @@ class SparseDDPStrategy(DDPStrategy):
     ``fabric.save(path, {"model": model, "unsent": hook})``, on every rank.
 
     Args:
-        compressor: as for the Trainer's, and so the others.
+        compressor: what averages, as for the Trainer's strategy; and so the others.
         fusion: which parameters travel together.
         wire_dtype: of values on the wire.
         warmup_steps: dense steps first.
@@ -42,25 +43,23 @@ class SparseDDPStrategy(DDPStrategy):
         local_group: int | str = 1,
         **kwargs: Any,
     ) -> None:
-        self.options = Options.checked(
-            compressor, fusion, wire_dtype, warmup_steps, local_group, kwargs, super().__init__
+        options = Options.of(
+            compressor, fusion, wire_dtype=wire_dtype, warmup_steps=warmup_steps, local_group=local_group
         )
-        self._hooks: list[weakref.ref[SparseHook]] = []
-        kwargs = self.options.for_ddp(kwargs)
+        self.options, kwargs = options.beside_ddp(kwargs, super().__init__)
         super().__init__(**kwargs)
+        self._hooks: list[weakref.ref[SparseHook]] = []
 
     @property
     def hooks(self) -> list[SparseHook]:
-        """Of the modules that were set up and are still in use, in the order of setup."""
+        """Hooks of the modules that were set up and are still in use, in the order of setup."""
         return [hook for each in self._hooks if (hook := each()) is not None]
 
     def setup_module(self, module: Module) -> DistributedDataParallel:
         """Wrap ``module`` in DDP, with our hook."""
-        self.options.agree(module, self.root_device)
-        ddp = super().setup_module(module)
         scaler = getattr(self.precision, "scaler", None)
-        groups = self.options.process_groups(ddp, self._timeout, self.num_processes)
-        self._hooks.append(weakref.ref(self.options.hook(ddp, scaler, groups)))
+        ddp, hook = SparseHook.around(self, module, scaler, partial(super().setup_module, module))
+        self._hooks.append(weakref.ref(hook))
         return ddp
 
     def teardown(self) -> None:
@@ -68,8 +67,3 @@ class SparseDDPStrategy(DDPStrategy):
         for hook in self.hooks:
             hook.close()
         super().teardown()
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register a name for each compressor, with the variants of DDP's names."""
-        register_names(strategy_registry, cls)

@@ -2,7 +2,7 @@
 
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,17 +13,15 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.checkpoint import residuals as checkpoint
-from lightning_sparse.checkpoint import state as damage
-from lightning_sparse.checks import check_warmup, is_whole
-from lightning_sparse.compressors import Compressor, Warmup, by_name
+from lightning_sparse.checkpoint.state import RESIDUALS
+from lightning_sparse.checks import check_one_of
+from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.exchange import Exchange
-from lightning_sparse.engine.loss_scale import LossScale
-from lightning_sparse.fusion.groups import BUCKET_BYTES, carry_over, check_choice, check_fusion, lay_out, not_carried
+from lightning_sparse.fusion.groups import BUCKET_BYTES, carry_over, lay_out, not_carried
 from lightning_sparse.fusion.layer_fusion import LayerFusion
-from lightning_sparse.network.agreement import agree, described, everywhere, versions
-from lightning_sparse.network.collect import Collector
-from lightning_sparse.network.comm import TorchComm, wire_dtype_named
+from lightning_sparse.network.comm import TorchComm, wire_dtype_named, world
 from lightning_sparse.network.process_groups import ProcessGroups
+from lightning_sparse.options import Options
 from lightning_sparse.settings import as_text
 
 
@@ -41,7 +39,8 @@ class SparseHook:
         compressor: a name in ``COMPRESSORS``, for its defaults, or an instance.
         fusion: which parameters travel together, as for ``SparseDDPStrategy``; for "layer" and "none" make ``ddp`` with
             a small ``bucket_cap_mb``, such as 1, since its buckets decide when gradients arrive.
-        wire_dtype: of values on the wire: "float32", "bfloat16", "float16" or "int8"; what rounding leaves is kept.
+        wire_dtype: of values on the wire: "float32", "bfloat16", "float16" or "int8"; rounding errors are carried
+            over to the next step.
         warmup_steps: dense steps before the compressor starts.
         scaler: the ``torch.amp.GradScaler`` that scales the loss, if there is one.
         bucket_bytes: of float32 gradient in a group with ``fusion="bucket"``.
@@ -67,49 +66,61 @@ class SparseHook:
         bucket_bytes: int = BUCKET_BYTES,
         process_groups: ProcessGroups | None = None,
     ) -> None:
-        compressor, fusion, dtype = by_name(compressor), check_fusion(fusion), wire_dtype_named(wire_dtype)
-        check_choice(compressor, fusion)
-        check_warmup(warmup_steps)
-        if not is_whole(bucket_bytes, least=1):
-            raise ValueError(f"bucket_bytes={bucket_bytes!r} is a number of bytes, 1 or more.")
-        if warmup_steps:
-            compressor = Warmup(warmup_steps, compressor)
-        self.compressor = compressor
-        parameters = _parameters(ddp)
-        refuse_what_cannot_be_averaged(ddp.module, parameters)
+        options = Options.of(
+            compressor, fusion, wire_dtype=wire_dtype, warmup_steps=warmup_steps, bucket_bytes=bucket_bytes
+        )
+        groups = process_groups or ProcessGroups(ddp)
+        options.agree(ddp.module, TorchComm(ddp.process_group), groups.local_size, ddp.find_unused_parameters, scaler)
+        self._put_on(ddp, options, scaler, groups)
+
+    @classmethod
+    def around(
+        cls, strategy: Any, module: nn.Module, scaler: Any, wrap: Callable[[], DistributedDataParallel]
+    ) -> "tuple[DistributedDataParallel, SparseHook]":
+        """Return the DDP that ``wrap`` makes of ``module``, once all ranks agree on the options, and a hook on it.
+
+        Args:
+            strategy: of Lightning or Fabric, with ``options``.
+            module: that is trained.
+            scaler: the ``torch.amp.GradScaler`` that scales the loss, if there is one.
+            wrap: returns the DDP.
+        """
+        options: Options = strategy.options
+        local_size = strategy.num_processes if isinstance(options.local_group, str) else options.local_group
+        options.agree(module, world(), local_size, strategy._ddp_kwargs.get("find_unused_parameters"), scaler)
+        ddp = wrap()
+        hook = cls.__new__(cls)
+        hook._put_on(ddp, options, scaler, ProcessGroups(ddp, strategy._timeout, local_size))
+        return ddp, hook
+
+    def _put_on(
+        self,
+        ddp: DistributedDataParallel,
+        options: Options,
+        scaler: torch.amp.GradScaler | None,
+        groups: ProcessGroups,
+    ) -> None:
+        parameters = averaged_parameters(ddp)
+        self.compressor = options.averaging
+        self._groups = groups
         self._ranks = TorchComm(ddp.process_group)  # for the main thread, between two steps
-        self._device = next((p.device for p in parameters.values()), torch.device("cpu"))
-        settings = {
-            "compressor": compressor,
-            "fusion": fusion,
-            "wire_dtype": wire_dtype,
-            "bucket_bytes": bucket_bytes,
-            "local_size": process_groups.local_size if process_groups else 1,
-            "find_unused_parameters": ddp.find_unused_parameters,
-            "a gradient scaler": scaler is not None,
-        }
-        agree(versions() | settings | described(ddp.module), self._ranks, self._device)
-        self._groups = process_groups or ProcessGroups(ddp)
-        nodes = self._groups if self._groups.local_size > 1 else None
-        refuse_unused_in_nodes(ddp, self._groups.local_size)
-        compressor = dense_if_alone(compressor, self._ranks.size // self._groups.local_size)
+        nodes = groups if groups.local_size > 1 else None
+        if nodes and ddp.find_unused_parameters:
+            raise ValueError(
+                f"local_group={groups.local_size} cannot be combined with find_unused_parameters=True: ranks of a node "
+                "may use different parameters, and only one may keep what is unsent of them. Leave one of them out."
+            )
+        compressor = dense_if_alone(self.compressor, self._ranks.size // groups.local_size)
         self.exchange = Exchange(
-            lay_out(parameters, compressor, fusion, bucket_bytes),
-            self._groups.comms(dtype),
-            threaded=not self._groups.nccl,
+            lay_out(parameters, compressor, options.fusion, options.bucket_bytes),
+            groups.comms(wire_dtype_named(options.wire_dtype)),
+            threaded=not groups.nccl,
             node=nodes,
             may_be_unused=ddp.find_unused_parameters,
-            loss_scale=LossScale(scaler, self._device) if scaler is not None else None,
+            scaler=scaler,
         )
-        self.layer_fusion = LayerFusion(self.exchange, compressor, parameters) if fusion == "layer" else None
+        self.layer_fusion = LayerFusion(self.exchange, compressor, parameters) if options.fusion == "layer" else None
         self._frozen = [(name, p) for name, p in ddp.module.named_parameters() if not p.requires_grad]
-        self._put_on(ddp)
-        rank_zero_info(
-            f"lightning_sparse: {compressor} averages {sum(g.n for g in self.exchange.groups):,} elements "
-            f"in {len(self.exchange.groups)} groups among {self.exchange.size} {'nodes' if nodes else 'ranks'}."
-        )
-
-    def _put_on(self, ddp: DistributedDataParallel) -> None:
         self._handles = [
             ddp.register_forward_pre_hook(self._before_forward),
             ddp.register_forward_hook(self._after_forward),
@@ -117,7 +128,11 @@ class SparseHook:
         ddp.register_comm_hook(None, self.exchange.hook)
         self._ddp = weakref.ref(ddp)
         ddp.join_hook = self._join_hook  # type: ignore[method-assign]
-        weakref.finalize(self, _end, self.exchange, self._groups).atexit = False  # for who drops it without close()
+        weakref.finalize(self, _end, self.exchange, groups).atexit = False  # for who drops it without close()
+        rank_zero_info(
+            f"lightning_sparse: {compressor} averages {sum(g.n for g in self.exchange.groups):,} elements "
+            f"in {len(self.exchange.groups)} groups among {self.exchange.size} {'nodes' if nodes else 'ranks'}."
+        )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(self, module: nn.Module, arguments: object) -> None:
@@ -143,7 +158,7 @@ class SparseHook:
             self.exchange.timeline.begin_backward()
 
     def _join_hook(self, **options: Any) -> JoinHook:
-        """In place of DDP's: asked for on every rank by ``ddp.join()``, before its first message.
+        """Return DDP's own hook; asked for on every rank by ``ddp.join()``, before its first message.
 
         In a step that a joined rank shadows, DDP hands our hook zeros there, so what that rank has not sent goes on
         travelling, and the mean is over all ranks as ever.
@@ -188,7 +203,7 @@ class SparseHook:
             rank_zero_warn(f"The model has changed since the fit before: {'; '.join(lost)}.")
 
     def state_dict(self, residuals: str = "per_rank") -> dict[str, Any]:
-        """What the ranks have not sent, as tensors, strings and integers; complete on rank 0.
+        """Return what the ranks have not sent, as tensors, strings and integers; complete on rank 0.
 
         To be called on every rank, between two steps.
 
@@ -198,13 +213,10 @@ class SparseHook:
         Raises:
             ValueError: for any other ``residuals``.
         """
-        if residuals not in ("per_rank", "mean"):
-            raise ValueError(f"residuals={residuals!r} is neither 'per_rank' nor 'mean'.")
-        with self._groups.leaders() as leaders:
-            state = checkpoint.gather(self.exchange, residuals, Collector(self.exchange.size, leaders))
+        check_one_of("residuals", residuals, RESIDUALS[:2])
         plan = self.layer_fusion.state() if self.layer_fusion else {}
-        state |= {"compressor": as_text(self.compressor), "plan": plan}
-        return state | {"checksum": damage.checksum(state)}
+        with self._groups.leaders() as leaders:
+            return checkpoint.gather(self.exchange, residuals, leaders, self.compressor, plan).to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Set what this rank has not sent from what :meth:`state_dict` returned on rank 0; None sets it to zero.
@@ -215,12 +227,10 @@ class SparseHook:
             ValueError: on every rank, if one of them finds it damaged; each reads what it goes on with, and no more.
             RuntimeError: on every rank, if they were not given the same.
         """
-        found = damage.found_in(state, self.exchange.rank, self.exchange.size)
-        damage.refuse(everywhere(found or "", self._ranks, self._device))
-        agree(damage.described(state), self._ranks, self._device)
-        if self.layer_fusion is not None and state is not None:
-            self.layer_fusion.resume(state.get("plan", {}), state["steps"])
-        checkpoint.restore(self.exchange, state, self.compressor)
+        saved = checkpoint.read(state, self.exchange, self._ranks)
+        if self.layer_fusion is not None and saved is not None:
+            self.layer_fusion.resume(saved.plan, saved.steps)
+        checkpoint.restore(self.exchange, saved, self.compressor)
 
     def close(self) -> None:
         """End the issuing threads and process groups.  ``ddp`` cannot be trained any more.  What is unsent is kept.
@@ -239,15 +249,6 @@ def _end(exchange: Exchange, process_groups: ProcessGroups) -> None:
         process_groups.close()
 
 
-def refuse_unused_in_nodes(ddp: DistributedDataParallel, local_size: int) -> None:
-    """Raise a ValueError if ranks of a node may use different parameters."""
-    if local_size > 1 and ddp.find_unused_parameters:
-        raise ValueError(
-            f"local_group={local_size} cannot be combined with find_unused_parameters=True: ranks of a node may use "
-            "different parameters, and only one may keep what is unsent of them. Leave one of them out."
-        )
-
-
 def dense_if_alone(compressor: Compressor, size: int) -> Compressor:
     """``compressor``, or among ``size`` = 1 ranks, or nodes, its dense form: there is nobody to send to."""
     if size > 1:
@@ -260,28 +261,29 @@ def dense_if_alone(compressor: Compressor, size: int) -> Compressor:
     return compressor.dense_variant()
 
 
-def _parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
-    """Those that ``ddp`` averages, by name, in the order of definition."""
-    return {
+def averaged_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
+    """The parameters that ``ddp`` averages, by name, in the order of definition.
+
+    Raises:
+        ValueError: if one of them cannot be averaged.
+    """
+    for name, child in ddp.module.named_modules():
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse and child.weight.requires_grad:
+            raise ValueError(
+                f"{name} must be an embedding with sparse=False; got sparse=True, whose gradient has no dense layout "
+                "to send a part of."
+            )
+    parameters = {
         name.replace("_orig_mod.", ""): parameter  # torch.compile's
         for name, parameter in ddp.module.named_parameters()
         if parameter.requires_grad and name not in ddp.parameters_to_ignore
     }
-
-
-def refuse_what_cannot_be_averaged(module: nn.Module, parameters: Mapping[str, Tensor]) -> None:
-    """Raise a ValueError that names what it is."""
-    for name, child in module.named_modules():
-        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse and child.weight.requires_grad:
-            raise ValueError(
-                f"{name} is an embedding with sparse=True, whose gradient has no dense layout to send "
-                "a part of; use sparse=False."
-            )
     for name, parameter in parameters.items():
         if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(
-                f"parameter {name} has dtype {parameter.dtype}; gradients are averaged and kept in float32, so "
-                "only float32, bfloat16 and float16 parameters can be trained."
+                f"parameter {name} must be float32, bfloat16 or float16; got {parameter.dtype}. Convert it or freeze "
+                "it: gradients are averaged and kept in float32."
             )
         if parameter.device.type == "cuda" and "nccl" not in str(dist.get_backend()):
-            raise ValueError(f"on CUDA the process group must be NCCL, not {dist.get_backend()}.")
+            raise ValueError(f"on CUDA the process group must be NCCL; got {dist.get_backend()}.")
+    return parameters

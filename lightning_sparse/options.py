@@ -1,8 +1,7 @@
-"""The options of a strategy, checked once for the Trainer's and for Fabric's."""
+"""The options of a strategy: made once, and passed whole to whoever needs one."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from datetime import timedelta
+from dataclasses import dataclass, fields, replace
 from inspect import signature
 from typing import Any
 
@@ -10,16 +9,15 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.checks import check_warmup, is_number, is_whole
-from lightning_sparse.compressors import NAMES, Compressor, by_name
+from lightning_sparse.checkpoint.state import RESIDUALS
+from lightning_sparse.checks import check_one_of, check_whole, is_number
+from lightning_sparse.compressors import Compressor, Warmup, by_name
 from lightning_sparse.fusion.groups import BUCKET_BYTES, check_choice, check_fusion
-from lightning_sparse.hook import SparseHook
 from lightning_sparse.network.agreement import agree, described, versions
-from lightning_sparse.network.comm import wire_dtype_named, world
-from lightning_sparse.network.process_groups import ProcessGroups
+from lightning_sparse.network.comm import Comm, wire_dtype_named
 from lightning_sparse.settings import same
 
-# Of DDP; with these it does not hand every gradient of every rank to its hook.
+# Arguments of DDP with which it does not hand every gradient of every rank to its hook.
 UNSUPPORTED = (
     "delay_all_reduce_named_params",
     "device_mesh",
@@ -35,104 +33,103 @@ HAND_OVER_MB = 1  # of gradient, between one call of our hook and the next
 
 @dataclass(frozen=True)
 class Options:
-    """How to average; as :class:`~lightning_sparse.hook.SparseHook` takes it."""
+    """How gradients are averaged; see ``SparseDDPStrategy`` and ``SparseHook``.  Validated when made.
+
+    To add an option: a field and its check here, and a parameter of those who take it from a user.
+    """
 
     compressor: Compressor
     fusion: str | tuple[str, ...]
-    wire_dtype: str
-    warmup_steps: int
-    bucket_bytes: int
-    local_group: int | str
+    wire_dtype: str = "float32"
+    warmup_steps: int = 0
+    residuals: str = "per_rank"
+    local_group: int | str = 1
+    bucket_bytes: int = BUCKET_BYTES
 
     @classmethod
-    def checked(
-        cls,
-        compressor: str | Compressor,
-        fusion: str | Sequence[str],
-        wire_dtype: str,
-        warmup_steps: int,
-        local_group: int | str,
-        ddp_kwargs: Mapping[str, Any],
-        init: Callable[..., None],
-    ) -> "Options":
-        """The options, if they are possible beside the arguments of DDP.
-
-        ``ddp_kwargs`` are for ``init``, of Lightning's or Fabric's DDPStrategy; what is not its own it hands on to DDP.
+    def of(cls, compressor: Compressor | str, fusion: str | Sequence[str], **others: Any) -> "Options":
+        """Return the options as a user gave them.
 
         Raises:
             ValueError: for an option out of range, with the value and what is allowed.
-            TypeError: if ``compressor`` is neither a name nor an instance, or for a keyword that nobody takes.
+            TypeError: if ``compressor`` is neither a name nor an instance.
         """
-        check_warmup(warmup_steps)
-        if local_group != "node" and not is_whole(local_group, least=1):
-            raise ValueError(
-                f"local_group={local_group!r} is neither 'node' nor a number of consecutive ranks that share a fast "
-                "link; 1 is none."
-            )
-        if ddp_kwargs.get("ddp_comm_hook") is not None:
-            raise ValueError(
-                "ddp_comm_hook cannot be combined with a compressor: DDP takes one hook, and this strategy registers "
-                "its own. For values in half precision on the wire give wire_dtype='bfloat16'."
-            )
-        for name in UNSUPPORTED:
-            if ddp_kwargs.get(name):
-                raise ValueError(
-                    f"{name}={ddp_kwargs[name]!r} is not supported: with it DDP does not hand every gradient of every "
-                    "rank to its hook. Leave it out."
-                )
-        wire_dtype_named(wire_dtype)  # which says if it is none
-        fusion = check_fusion(fusion)
-        compressor = by_name(compressor)
-        check_choice(compressor, fusion)
-        refuse_unknown(ddp_kwargs, init, compressor)
-        bucket_mb = ddp_kwargs.get("bucket_cap_mb")
-        if bucket_mb is not None and not (is_number(bucket_mb) and 0 < bucket_mb <= MOST_MB):
-            raise ValueError(f"bucket_cap_mb={bucket_mb!r} is a number of MiB, above 0 and at most {MOST_MB:,}.")
-        bucket_bytes = max(1, int(bucket_mb * 2**20)) if fusion == "bucket" and bucket_mb is not None else BUCKET_BYTES
-        return cls(compressor, fusion, wire_dtype, warmup_steps, bucket_bytes, local_group)
+        return cls(by_name(compressor), check_fusion(fusion), **others)
 
-    def for_ddp(self, ddp_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of DDP, with a bucket size that suits these options unless one was given."""
-        if self.fusion == "bucket" or ddp_kwargs.get("bucket_cap_mb") is not None:
-            return dict(ddp_kwargs)
-        # DDP's buckets decide when gradients reach us: soon, at some 50 us for each bucket.
-        return {**ddp_kwargs, "bucket_cap_mb": 1e-6 if self.fusion == "none" else HAND_OVER_MB}
+    def __post_init__(self) -> None:
+        check_choice(self.compressor, self.fusion)
+        wire_dtype_named(self.wire_dtype)
+        check_whole("warmup_steps", self.warmup_steps, 0, "Give a number of dense steps, 0 for none.")
+        check_one_of("residuals", self.residuals, RESIDUALS)
+        if self.local_group != "node":
+            check_whole("local_group", self.local_group, 1, "Or give 'node' for the devices of a node; 1 for none.")
+        check_whole("bucket_bytes", self.bucket_bytes, 1)
 
-    def agree(self, module: nn.Module, device: torch.device) -> None:
+    @property
+    def averaging(self) -> Compressor:
+        """The compressor, after its dense steps."""
+        return Warmup(self.warmup_steps, self.compressor) if self.warmup_steps else self.compressor
+
+    def agree(self, module: nn.Module, comm: Comm, local_size: int, unused: object, scaler: object) -> None:
         """Go on only if every rank has these options and such a ``module``; to be called on every rank.
+
+        Args:
+            module: whose gradients are averaged.
+            comm: the ranks.
+            local_size: what ``local_group`` is here, in ranks.
+            unused: DDP's ``find_unused_parameters``.
+            scaler: the gradient scaler, if there is one.
 
         Raises:
             RuntimeError: on every rank, with the values that differ.
         """
-        agree(versions() | vars(self) | described(module), world(), device)
+        others = {"local_group": local_size, "find_unused_parameters": bool(unused), "a scaler": scaler is not None}
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        agree(versions() | vars(self) | others | described(module), comm, device)
 
-    def process_groups(self, ddp: DistributedDataParallel, timeout: timedelta | None, devices: int) -> ProcessGroups:
-        """Of ``ddp``, on a node with so many ``devices``."""
-        return ProcessGroups(ddp, timeout, devices if isinstance(self.local_group, str) else self.local_group)
+    def beside_ddp(self, kwargs: Mapping[str, Any], init: Callable[..., None]) -> tuple["Options", dict[str, Any]]:
+        """Return these options and DDP's arguments, each with the bucket size that suits the other.
 
-    def hook(
-        self,
-        ddp: DistributedDataParallel,
-        scaler: torch.amp.GradScaler | None,
-        process_groups: ProcessGroups,
-    ) -> SparseHook:
-        """Put it on ``ddp``."""
-        return SparseHook(
-            ddp,
-            self.compressor,
-            fusion=self.fusion,
-            wire_dtype=self.wire_dtype,
-            warmup_steps=self.warmup_steps,
-            scaler=scaler,
-            bucket_bytes=self.bucket_bytes,
-            process_groups=process_groups,
+        Args:
+            kwargs: for ``init``, which hands on to DDP what is not its own.
+            init: of Lightning's or Fabric's DDPStrategy.
+
+        Raises:
+            ValueError: for an argument of DDP that is not supported, or out of range.
+            TypeError: for a keyword that nobody takes.
+        """
+        _refuse_unsupported(kwargs)
+        _refuse_unknown(kwargs, init, self.compressor)
+        bucket_mb = kwargs.get("bucket_cap_mb")
+        if bucket_mb is None and self.fusion == "bucket":
+            return self, dict(kwargs)
+        if bucket_mb is None:  # DDP's buckets decide when gradients reach us: soon, at some 50 us for each bucket
+            return self, {**kwargs, "bucket_cap_mb": 1e-6 if self.fusion == "none" else HAND_OVER_MB}
+        if not (is_number(bucket_mb) and 0 < bucket_mb <= MOST_MB):
+            raise ValueError(f"bucket_cap_mb must be above 0 and at most {MOST_MB:,}, in MiB; got {bucket_mb!r}.")
+        if self.fusion == "bucket":
+            return replace(self, bucket_bytes=max(1, int(bucket_mb * 2**20))), dict(kwargs)
+        return self, dict(kwargs)
+
+
+def _refuse_unsupported(kwargs: Mapping[str, Any]) -> None:
+    if kwargs.get("ddp_comm_hook") is not None:
+        raise ValueError(
+            "ddp_comm_hook cannot be combined with a compressor: DDP takes one hook, and this strategy registers "
+            "its own. For values in half precision on the wire give wire_dtype='bfloat16'."
         )
+    for name in UNSUPPORTED:
+        if kwargs.get(name):
+            raise ValueError(
+                f"{name}={kwargs[name]!r} is not supported: with it DDP does not hand every gradient of every "
+                "rank to its hook. Leave it out."
+            )
 
 
-def refuse_unknown(keywords: Mapping[str, object], init: Callable[..., None], compressor: Compressor) -> None:
-    """Raise a TypeError for ``keywords`` that neither ``init`` nor DDP takes from its user."""
+def _refuse_unknown(kwargs: Mapping[str, object], init: Callable[..., None], compressor: Compressor) -> None:
+    """Raise a TypeError for arguments that neither ``init`` nor DDP takes from its user."""
     taken = {name for each in (init, DistributedDataParallel) for name in signature(each).parameters}
-    unknown = {name: value for name, value in keywords.items() if name not in taken - GIVEN_BY_LIGHTNING}
+    unknown = {name: value for name, value in kwargs.items() if name not in taken - GIVEN_BY_LIGHTNING}
     if not unknown:
         return
     known = fields(compressor)  # type: ignore[arg-type]  # by_name has seen to it
@@ -152,21 +149,3 @@ def refuse_unknown(keywords: Mapping[str, object], init: Callable[..., None], co
 
 def _call(arguments: Mapping[str, object]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-
-
-def register_names(registry: Any, strategy: type) -> None:
-    """Register a name of ``strategy`` for each compressor, with the variants of DDP's names."""
-    starts = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
-    for name, compressor in NAMES.items():
-        summary = (compressor.__doc__ or "").strip().partition("\n")[0]
-        for suffix, start_method in starts.items():
-            for unused_suffix, unused in {"": None, "_find_unused_parameters_true": True}.items():
-                registry.register(
-                    name + suffix + unused_suffix,
-                    strategy,
-                    description=f"{summary} Start method {start_method!r}.",
-                    override=True,
-                    compressor=name,
-                    start_method=start_method,
-                    **({"find_unused_parameters": True} if unused else {}),
-                )

@@ -1,4 +1,4 @@
-"""The same strategy for the package ``pytorch_lightning``, whose classes are not those of ``lightning``."""
+"""The strategy for the package ``pytorch_lightning``, whose classes are not those of ``lightning``."""
 
 from typing import ClassVar
 
@@ -12,6 +12,5 @@ from lightning_sparse.strategy import SparseMixin
 class SparseDDPStrategy(SparseMixin, DDPStrategy):  # type: ignore[misc]  # its DDPStrategy is a stranger to the mixin's
     """:class:`lightning_sparse.SparseDDPStrategy` for a ``pytorch_lightning`` Trainer."""
 
-    package: ClassVar[str] = "pytorch_lightning"
     accelerator_class: ClassVar[type] = Accelerator
     torch_io: ClassVar[tuple[type, type]] = (TorchCheckpointIO, AsyncCheckpointIO)

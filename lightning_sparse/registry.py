@@ -1,6 +1,9 @@
 """Makes the names known to Lightning."""
 
 from importlib.util import find_spec
+from typing import Any
+
+from lightning_sparse.compressors import NAMES
 
 
 def register() -> None:
@@ -14,8 +17,8 @@ def register() -> None:
     from lightning_sparse.fabric import SparseDDPStrategy as FabricStrategy
     from lightning_sparse.strategy import SparseDDPStrategy
 
-    SparseDDPStrategy.register_strategies(StrategyRegistry)
-    FabricStrategy.register_strategies(STRATEGY_REGISTRY)
+    _register_names(StrategyRegistry, SparseDDPStrategy)
+    _register_names(STRATEGY_REGISTRY, FabricStrategy)
     if find_spec("pytorch_lightning") is None:
         return
     from pytorch_lightning.strategies import Strategy as OtherStrategy
@@ -23,8 +26,29 @@ def register() -> None:
 
     from lightning_sparse import pytorch_lightning as other
 
-    other.SparseDDPStrategy.register_strategies(OtherRegistry)
+    _register_names(OtherRegistry, other.SparseDDPStrategy)
     # A strategy given to the other package's Trainer would be refused as "an invalid strategy name".  As a virtual
-    # subclass it passes that check, and then says itself what is wrong (SparseMixin.accelerator).
+    # subclass it passes that check, and then says itself what is wrong (SparseMixin.set_world_ranks).
     OtherStrategy.register(SparseDDPStrategy)
     Strategy.register(other.SparseDDPStrategy)
+
+
+def _register_names(registry: Any, strategy: type) -> None:
+    """Register a name of ``strategy`` for each compressor, with the variants of DDP's names."""
+    starts = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+    for name, compressor in NAMES.items():
+        summary = (compressor.__doc__ or "").strip().partition("\n")[0]
+        for suffix, start_method in starts.items():
+            for unused_suffix, unused in {
+                "": {},
+                "_find_unused_parameters_true": {"find_unused_parameters": True},
+            }.items():
+                registry.register(
+                    name + suffix + unused_suffix,
+                    strategy,
+                    description=f"{summary} Start method {start_method!r}.",
+                    override=True,
+                    compressor=name,
+                    start_method=start_method,
+                    **unused,
+                )

@@ -1,31 +1,34 @@
 """Settings as text that is equal where their values are: in every process, and in a checkpoint."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from types import BuiltinFunctionType, FunctionType
 
 import numpy as np
 import torch
 from torch import Tensor
 
-PLAIN = (type(None), bool, int, float, complex, str, bytes)  # whose ``repr`` is their value
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype)  # whose ``repr`` is their value
 DIGEST = 16  # hexadecimal digits of the SHA-256 of a tensor's bytes
 
 
 def as_text(value: object) -> str:
-    """``value`` as text, equal for two values only if all their parts are equal.
+    """Return ``value`` as text, equal for two values only if all their parts are equal.
 
     A dataclass shows every field, also those that its ``repr`` leaves out; a tensor or an array its dtype, its shape
-    and a digest of its bytes; a function or a class where it is defined; any other object what pickling would keep.
+    and a digest of its bytes; a function or a class where it is defined.
 
     Raises:
-        TypeError: if the value cannot be known, as that of a lambda.
+        TypeError: if the value cannot be known, as that of a lambda or of an object of any other class.
     """
     if isinstance(value, np.generic):
         value = value.item()
     if type(value) in PLAIN:
         return repr(value)
+    if isinstance(value, Enum):
+        return f"{type(value).__qualname__}.{value.name}"
     if isinstance(value, type | FunctionType | BuiltinFunctionType):
         return _place(value)
     if isinstance(value, Tensor) and value.layout == torch.strided:
@@ -33,8 +36,9 @@ def as_text(value: object) -> str:
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return _digest(value.dtype, value.shape, np.ascontiguousarray(value))
     if is_dataclass(value):
-        return f"{type(value).__qualname__}({_all((f.name, getattr(value, f.name)) for f in fields(value))})"
-    return _container(value) if type(value) in (tuple, list, dict, set, frozenset) else _pickled(value)
+        parts = (f"{field.name}={as_text(getattr(value, field.name))}" for field in fields(value))
+        return f"{type(value).__qualname__}({', '.join(parts)})"
+    return _container(value)
 
 
 def same(a: object, b: object) -> bool:
@@ -42,12 +46,8 @@ def same(a: object, b: object) -> bool:
     return a is b or as_text(a) == as_text(b)
 
 
-def _all(named: Iterable[tuple[str, object]]) -> str:
-    return ", ".join(f"{name}={as_text(value)}" for name, value in named)
-
-
 def _place(value: type | FunctionType | BuiltinFunctionType) -> str:
-    """Where a function or class is defined, by which it is found again."""
+    """The place where a function or class is defined, by which it is found again."""
     if "<lambda>" in value.__qualname__ or ("<locals>" in value.__qualname__ and not isinstance(value, type)):
         raise TypeError(f"{value.__qualname__} has no name of its own in its module")
     return f"{value.__module__}.{value.__qualname__}"
@@ -59,21 +59,13 @@ def _digest(dtype: object, shape: Iterable[int], data: np.ndarray) -> str:
 
 
 def _container(value: object) -> str:
-    if isinstance(value, dict):
+    if type(value) is dict:
         return "{" + ", ".join(sorted(f"{as_text(key)}: {as_text(each)}" for key, each in value.items())) + "}"
-    assert isinstance(value, tuple | list | set | frozenset)
-    parts = [as_text(each) for each in value]
-    if isinstance(value, list):
-        return f"[{', '.join(parts)}]"
-    if isinstance(value, tuple):
-        return f"({', '.join(parts)}{',' if len(parts) == 1 else ''})"
-    return f"{type(value).__name__}({', '.join(sorted(parts))})"
-
-
-def _pickled(value: object) -> str:
-    """The class of ``value``, and what pickling would keep of it."""
-    kept = value.__reduce_ex__(4)
-    if isinstance(kept, str):  # the name of a constant
-        return f"{type(value).__qualname__} {kept}"
-    parts = [list(part) if isinstance(part, Iterator) else part for part in kept[1:] if part is not None]
-    return f"{type(value).__qualname__}{_container(tuple(parts))}"
+    if type(value) is list:
+        return f"[{', '.join(map(as_text, value))}]"
+    if type(value) is tuple:
+        return f"({', '.join(map(as_text, value))}{',' if len(value) == 1 else ''})"
+    if type(value) in (set, frozenset):
+        assert isinstance(value, set | frozenset)
+        return f"{type(value).__name__}({', '.join(sorted(map(as_text, value)))})"
+    raise TypeError(f"what a {type(value).__name__} holds is not known")

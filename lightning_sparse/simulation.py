@@ -15,7 +15,7 @@ from lightning_sparse.selection.sparse import dense
 
 @dataclass(frozen=True)
 class Simulated:
-    """What :func:`simulate` returns.  T = steps, P = ranks, n = elements."""
+    """The result of :func:`simulate`.  T = steps, P = ranks, n = elements."""
 
     mean: Tensor  # [T, n] float32, the averaged gradient of each step, the same on every rank
     unsent: Tensor  # [P, n] float32, what each rank still keeps after the last step
@@ -51,13 +51,14 @@ def simulate(
     """
     if gradients.ndim != 3 or gradients.shape[1] == 0 or not gradients.is_floating_point():
         raise ValueError(
-            f"gradients is [steps, ranks, elements] in floating point; got {gradients.dtype} {list(gradients.shape)}."
+            f"gradients must be [steps, ranks, elements] in floating point; got {gradients.dtype} "
+            f"{list(gradients.shape)}."
         )
     steps, size, n = gradients.shape
     if weights is None:
         weights = torch.zeros(n, device=gradients.device)
     if weights.shape != (n,):
-        raise ValueError(f"weights is [n] = [{n}], one for each element of a gradient; got {list(weights.shape)}.")
+        raise ValueError(f"weights must be [n] = [{n}], one for each element; got {list(weights.shape)}.")
     compressor = by_name(compressor)
     if compressor.is_dense("gradient", n):
         compressor = Dense()

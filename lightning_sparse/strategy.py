@@ -15,14 +15,14 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_sparse.checkpoint import residuals as checkpoints
+from lightning_sparse.checkpoint.state import KEY, nbytes
 from lightning_sparse.compressors import COMPRESSORS, Compressor
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.fusion.layer_fusion import STEPS_MEASURED, WORTH_PLANNING, LayerFusion
 from lightning_sparse.fusion.model import Plan
 from lightning_sparse.hook import SparseHook
 from lightning_sparse.monitor.pictures import draw_timeline
-from lightning_sparse.options import Options, register_names
+from lightning_sparse.options import Options
 
 LARGE_BYTES = 2**30  # of residuals in a checkpoint
 
@@ -34,10 +34,9 @@ else:
 
 
 class SparseMixin(_Base):
-    """What :class:`SparseDDPStrategy` adds to ``DDPStrategy``, for whichever of the two Lightning packages."""
+    """The part of :class:`SparseDDPStrategy` beside ``DDPStrategy``, for whichever of the two Lightning packages."""
 
     strategy_name = "sparse_ddp"
-    package: ClassVar[str] = "lightning"
     accelerator_class: ClassVar[type] = Accelerator
     torch_io: ClassVar[tuple[type, type]] = (TorchCheckpointIO, AsyncCheckpointIO)  # what reads with torch.load alone
 
@@ -51,56 +50,57 @@ class SparseMixin(_Base):
         local_group: int | str = 1,
         **ddp_kwargs: Any,
     ) -> None:
-        if residuals not in checkpoints.RESIDUALS:
-            raise ValueError(f"residuals={residuals!r} is not one of {', '.join(checkpoints.RESIDUALS)}.")
-        self.options = Options.checked(
-            compressor, fusion, wire_dtype, warmup_steps, local_group, ddp_kwargs, super().__init__
+        options = Options.of(
+            compressor,
+            fusion,
+            wire_dtype=wire_dtype,
+            warmup_steps=warmup_steps,
+            residuals=residuals,
+            local_group=local_group,
         )
-        ddp_kwargs = self.options.for_ddp(ddp_kwargs)
+        self.options, ddp_kwargs = options.beside_ddp(ddp_kwargs, super().__init__)
         super().__init__(**ddp_kwargs)  # by this name: jsonargparse reads here where options go
-        self.residuals = residuals
         self.hook: SparseHook | None = None  # during fit, and afterwards
         self._hooked: LightningModule | None = None
         self._size_reported = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what a fit has made: threads and process groups belong to the process."""
+        """Leave out what a fit has made: threads and process groups belong to the process."""
         return super().__getstate__() | {"hook": None, "_hooked": None}
 
     def setup_environment(self) -> None:
-        """Also keep forked workers from PyTorch's threads, with which they hang if the parent has used any."""
+        """Set up as DDP does; keep forked workers from PyTorch's threads: they hang if the parent has used any."""
         if self._start_method == "fork" and self.root_device.type == "cpu":
             torch.set_num_threads(1)
         super().setup_environment()
 
     # - the hook
 
-    def _setup_model(self, model: nn.Module) -> nn.parallel.DistributedDataParallel:
-        """Wrap ``model`` in DDP, once the ranks agree: DDP and our process groups take it for granted."""
-        self.options.agree(model, self.root_device)
-        ddp: nn.parallel.DistributedDataParallel = super()._setup_model(model)
-        return ddp
-
-    def _register_ddp_hooks(self) -> None:
-        """Register our hook, on every device; Lightning's own registration does nothing off CUDA."""
-        ddp = self.model
-        assert isinstance(ddp, nn.parallel.DistributedDataParallel)
-        assert self.lightning_module is not None
-        if self._ddp_kwargs.get("static_graph") and self.lightning_module.trainer.accumulate_grad_batches > 1:
+    def configure_ddp(self) -> None:
+        """Wrap the model in DDP, once the ranks agree, and put our hook on it, on every device."""
+        module = self.lightning_module
+        assert module is not None
+        if self._ddp_kwargs.get("static_graph") and module.trainer.accumulate_grad_batches > 1:
             raise ValueError(
                 "static_graph=True with accumulate_grad_batches above 1 crashes inside PyTorch's DDP "
                 "(expect_autograd_hooks_); leave out static_graph=True."
             )
-        self._close()
-        groups = self.options.process_groups(ddp, self._timeout, self.num_processes)
-        hook = self.options.hook(ddp, getattr(self.precision_plugin, "scaler", None), groups)
-        if self.hook is not None and self._hooked is self.lightning_module:
+
+        def wrap() -> nn.parallel.DistributedDataParallel:
+            super(SparseMixin, self).configure_ddp()
+            assert isinstance(self.model, nn.parallel.DistributedDataParallel)
+            return self.model
+
+        if self.hook is not None:
+            self.hook.close()
+        _, hook = SparseHook.around(self, module, getattr(self.precision_plugin, "scaler", None), wrap)
+        if self.hook is not None and self._hooked is module:
             hook.take_over(self.hook)  # a second fit goes on where the first ended
-        self.hook, self._hooked = hook, self.lightning_module
+        self.hook, self._hooked = hook, module
 
     @property
     def compressor(self) -> Compressor:
-        """What averages the gradients."""
+        """The compressor that averages the gradients."""
         return self.options.compressor
 
     @property
@@ -110,12 +110,12 @@ class SparseMixin(_Base):
 
     @property
     def layer_fusion(self) -> LayerFusion | None:
-        """What plans the groups with ``fusion="layer"``, during fit and afterwards."""
+        """The planner of the groups with ``fusion="layer"``, during fit and afterwards."""
         return self.hook.layer_fusion if self.hook else None
 
     @property
     def plan(self) -> Plan | None:
-        """What LayerFusion planned; None on ranks other than 0, with another ``fusion``, or before it has measured."""
+        """The plan of LayerFusion; None on ranks other than 0, with another ``fusion``, or before it has measured."""
         return self.layer_fusion.plan if self.layer_fusion else None
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -145,20 +145,17 @@ class SparseMixin(_Base):
             )
         draw_timeline(self.layer_fusion.plan, self.layer_fusion.measured(), path)
 
-    def _close(self) -> None:
-        if self.hook is not None:
-            self.hook.close()
-
     def teardown(self) -> None:
         """End the exchange's threads and process groups; the default group outlives them."""
-        self._close()
+        if self.hook is not None:
+            self.hook.close()
         super().teardown()
 
     # - checkpoints
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Add what the ranks have not sent to a checkpoint that holds optimizer states.  Called on every rank."""
-        if "optimizer_states" in checkpoint and self.hook is not None and self.residuals != "none":
+        if "optimizer_states" in checkpoint and self.hook is not None and self.options.residuals != "none":
             assert self.lightning_module is not None
             if self.lightning_module.trainer.interrupted or self.hook.exchange.error is not None:
                 rank_zero_warn(
@@ -167,9 +164,9 @@ class SparseMixin(_Base):
                 )
             else:
                 start_s = time.perf_counter()
-                checkpoint[checkpoints.KEY] = state = self.hook.state_dict(self.residuals)
-                self._tell_size(checkpoints.nbytes(state), time.perf_counter() - start_s)
-        elif "optimizer_states" in checkpoint and self._start_method != "popen" and self.residuals != "none":
+                checkpoint[KEY] = state = self.hook.state_dict(self.options.residuals)
+                self._report_size(nbytes(state), time.perf_counter() - start_s)
+        elif "optimizer_states" in checkpoint and self._start_method != "popen" and self.options.residuals != "none":
             rank_zero_warn(
                 f"{filepath} is written without residuals and optimizer states: training ran in child processes "
                 f"(start_method={self._start_method!r}), and they ended with it. For a checkpoint to resume from, let "
@@ -177,12 +174,14 @@ class SparseMixin(_Base):
             )
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    def _tell_size(self, nbytes: int, seconds: float) -> None:
+    def _report_size(self, nbytes: int, seconds: float) -> None:
         """Say once what residuals add to a checkpoint."""
         if self._size_reported:
             return
         self._size_reported = True
-        figure = f"residuals (the gradient not yet sent, residuals={self.residuals!r}) add {nbytes / 2**20:,.1f} MiB"
+        figure = (
+            f"residuals (the gradient not yet sent, residuals={self.options.residuals!r}) add {nbytes / 2**20:,.1f} MiB"
+        )
         if nbytes > LARGE_BYTES:
             rank_zero_warn(
                 f"{figure} to every checkpoint, gathered on rank 0 in {seconds:.1f} s. residuals='mean' keeps one mean "
@@ -203,7 +202,7 @@ class SparseMixin(_Base):
                 checkpoint: dict[str, Any] = torch.load(
                     checkpoint_path, map_location=lambda storage, _: storage, mmap=True, **kwargs
                 )
-                mapped = {key: checkpoint.pop(key) for key in (checkpoints.KEY,) if key in checkpoint}
+                mapped = {key: checkpoint.pop(key) for key in (KEY,) if key in checkpoint}
                 return copy.deepcopy(checkpoint) | mapped
         return super().load_checkpoint(checkpoint_path, *args, **kwargs)
 
@@ -211,25 +210,20 @@ class SparseMixin(_Base):
         """Restore optimizers, and what the ranks had not sent.  Called for fit only, once DDP exists."""
         super().load_optimizer_state_dict(checkpoint)
         if self.hook is not None:
-            self.hook.load_state_dict(checkpoint.get(checkpoints.KEY))
+            self.hook.load_state_dict(checkpoint.get(KEY))
 
     # - Lightning's manners
 
-    @property
-    def accelerator(self) -> Any:
-        """The accelerator Lightning gave us."""
-        return super().accelerator
-
-    @accelerator.setter
-    def accelerator(self, accelerator: Any) -> None:
-        if accelerator is not None and not isinstance(accelerator, self.accelerator_class):
+    def set_world_ranks(self) -> None:
+        """Refuse a Trainer of the other package: this is the first call in which both know each other."""
+        if self.accelerator is not None and not isinstance(self.accelerator, self.accelerator_class):
             raise TypeError(
-                f"a strategy of the package {self.package!r} was given to a Trainer of "
-                f"{type(accelerator).__module__.partition('.')[0]!r}; the two packages do not mix. With 'lightning' "
+                f"a strategy of the package {_package(self.accelerator_class)!r} was given to a Trainer of "
+                f"{_package(type(self.accelerator))!r}; the two packages do not mix. With 'lightning' "
                 "use lightning_sparse.SparseDDPStrategy, with 'pytorch_lightning' "
                 "lightning_sparse.pytorch_lightning.SparseDDPStrategy, or in both a name: strategy='skip_reduce'."
             )
-        super(SparseMixin, type(self)).accelerator.fset(self, accelerator)  # type: ignore[attr-defined]
+        super().set_world_ranks()
 
     def on_exception(self, exception: BaseException) -> None:
         """Name our own strategy, not plain DDP, where DDP's text tells what to do about unused parameters."""
@@ -243,10 +237,9 @@ class SparseMixin(_Base):
         else:
             super().on_exception(exception)
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register a name for each compressor, with the variants of DDP's names."""
-        register_names(strategy_registry, cls)
+
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
 
 
 class SparseDDPStrategy(SparseMixin, DDPStrategy):
@@ -256,8 +249,9 @@ class SparseDDPStrategy(SparseMixin, DDPStrategy):
         compressor: a name in ``COMPRESSORS``, for its defaults, or an instance such as ``SkipReduce(skip=0.5)``.
         fusion: which parameters travel together.  "layer": LayerFusion, groups of 25 MiB in backward order until the
             first steps have been measured, then the fastest; "bucket": groups of ``bucket_cap_mb`` (25) MiB; "none":
-            one group a layer; or a list with a pattern of parameter names (as of a shell) for each group.
-        wire_dtype: of values on the wire: "float32", "bfloat16", "float16" or "int8"; what rounding leaves is kept.
+            one group a layer; or a list with a shell-style pattern of parameter names for each group.
+        wire_dtype: of values on the wire: "float32", "bfloat16", "float16" or "int8"; rounding errors are carried
+            over to the next step.
         warmup_steps: dense steps before the compressor starts.
         residuals: what a checkpoint keeps of the gradient not yet sent.  "per_rank": all of it, to resume bit for bit
             on the same number of ranks; "mean": one mean over the ranks; "none".

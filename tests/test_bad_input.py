@@ -25,8 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse import hook
-from lightning_sparse.checkpoint.residuals import KEY
-from lightning_sparse.checkpoint.state import SAVED, checksum
+from lightning_sparse.checkpoint.state import KEY, State
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.compressors.random_k import scattered
@@ -564,6 +563,9 @@ def test_an_altered_message_is_refused_or_stays_in_range(
 # - checkpoints
 
 
+SAVED = [each.name for each in dataclasses.fields(State) if each.name != "checksum"]
+
+
 class Trained:
     """A training in this process, after a few steps, and what it saved."""
 
@@ -575,7 +577,7 @@ class Trained:
         names = [list(group.names) for group in self.hook.exchange.groups]
         plan = {"groups": names, "compressor": repr(compressor), "size": 1}
         self.state = self.hook.state_dict() | {"plan": plan}
-        self.state["checksum"] = checksum(self.state)
+        self.state["checksum"] = State(**self.state).checksums()
         self.unsent = unsent(self.hook)
 
     def step(self) -> None:
@@ -705,18 +707,24 @@ def test_every_way_to_alter_a_checkpoint_by_hand_is_reported(trained: Trained) -
     """One by one, what the fuzzing may take long to find."""
     name = next(iter(trained.unsent))
     for change, expected in (
-        ({"size": 0}, "size=0 is no whole number from 1 up"),
-        ({"checksum": torch.tensor([])}, "checksum=a Tensor must be a list of integers"),
-        ({"size": 2}, "without a row for each of 2 ranks"),
-        ({"steps": -1}, "steps=-1 is no whole number from 0 up"),
-        ({"residuals": "none"}, "residuals='none' is neither"),
+        ({"size": 0}, "size must be an integer of at least 1; got 0"),
+        (
+            {"checksum": torch.tensor([])},
+            "checksum must be a list of integers, of what all share and of each rank; got a Tensor",
+        ),
+        ({"size": 2}, "must have a row for each of 2 ranks; got the shape"),
+        ({"steps": -1}, "steps must be an integer of at least 0; got -1"),
+        ({"residuals": "none"}, "residuals must be 'per_rank' or 'mean'; got 'none'"),
         ({"unsent": {name: torch.full((1, 33, 8), math.nan)}, "groups": []}, "holds values that are not finite"),
-        ({"unsent": [1]}, "unsent=[1] is no dictionary"),
-        ({"groups": [{"names": ["nobody"], "memory": {}}]}, "names=['nobody'] are not all in 'unsent'"),
-        ({"plan": {"groups": [[]]}}, "plan: groups=[[]] is no list of lists of names"),
-        ({"compressor": None}, "compressor=None is no text"),
+        ({"unsent": [1]}, "unsent must be a dictionary of tensors by name; got [1]"),
+        ({"groups": [{"names": ["nobody"], "memory": {}}]}, "names must all be in 'unsent'; got ['nobody']"),
+        ({"plan": {"groups": [[]]}}, "plan must be a dictionary whose groups are lists of names; got a dict"),
+        ({"compressor": None}, "compressor must be a string; got None"),
         ({"steps": 7}, "the checksum of what all ranks share is"),
-        ({"checksum": [1]}, "checksum=[1] must be a list of integers"),
+        (
+            {"checksum": [1]},
+            "checksum must be a list of integers, of what all share and of each rank; got [1]",
+        ),
     ):
         TRIES["test_every_way_to_alter_a_checkpoint_by_hand_is_reported"] += 1
         assert expected in trained.load(trained.state | change)

@@ -282,12 +282,12 @@ def test_what_is_no_option_or_of_another_kind_is_refused_by_the_parser(
     [
         ("=mikro", "invalid strategy name: `strategy='mikro'`"),
         (".compressor=mikro", "compressor='mikro' is not one of skip_reduce, micro, importance"),
-        (".compressor.density=5", "MiCRO(density=5.0): density is the fraction of elements sent"),
-        (".compressor.slack=0.5", "MiCRO(slack=0.5): a message needs room"),
-        (".wire_dtype=bf16", "wire_dtype='bf16' is not one of float32, bfloat16, float16, int8"),
+        (".compressor.density=5", "MiCRO: density must be above 0 and at most 1; got 5.0."),
+        (".compressor.slack=0.5", "MiCRO: slack must be at least 1 and at most 2**31; got 0.5."),
+        (".wire_dtype=bf16", "wire_dtype must be one of float32, bfloat16, float16, int8; got 'bf16'."),
         (".fusion=all", "fusion must be one of layer, bucket, none, or a list of patterns; got 'all'"),
-        (".warmup_steps=-1", "warmup_steps=-1 is a number of dense steps, so 0 or more"),
-        (".residuals=some", "residuals='some' is not one of per_rank, mean, none"),
+        (".warmup_steps=-1", "warmup_steps must be an integer of at least 0; got -1."),
+        (".residuals=some", "residuals must be one of per_rank, mean, none; got 'some'."),
     ],
 )
 def test_what_is_out_of_range_is_told_with_what_is_allowed(configure: Configure, argument: str, message: str) -> None:

@@ -56,9 +56,9 @@ for trainer, strategy in mixed:
     [
         ({"compressor": "gzip"}, "compressor='gzip' is not one of skip_reduce, "),
         ({"fusion": "all"}, "fusion must be one of layer, bucket, none, or a list of patterns; got 'all'"),
-        ({"wire_dtype": "int4"}, "wire_dtype='int4' is not one of float32, bfloat16, float16, int8"),
-        ({"warmup_steps": -1}, "warmup_steps=-1 is a number of dense steps"),
-        ({"residuals": "all"}, "residuals='all' is not one of per_rank, mean, none"),
+        ({"wire_dtype": "int4"}, "wire_dtype must be one of float32, bfloat16, float16, int8; got 'int4'."),
+        ({"warmup_steps": -1}, "warmup_steps must be an integer of at least 0; got -1."),
+        ({"residuals": "all"}, "residuals must be one of per_rank, mean, none; got 'all'."),
         ({"skip_all_reduce_unused_params": True}, "skip_all_reduce_unused_params=True is not supported"),
         ({"ddp_comm_hook": fp16_compress_hook}, "ddp_comm_hook cannot be combined with a compressor"),
     ],

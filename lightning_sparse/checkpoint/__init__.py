@@ -1,1 +1,1 @@
-"""What a checkpoint keeps of the gradient that has not been sent."""
+"""The gradient not yet sent, in a checkpoint."""

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of the gradient not yet sent."""
+"""The gradient not yet sent, on its way into a checkpoint and back."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,40 +7,76 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_sparse.checkpoint.state import KEY, State, used
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.fusion.groups import carry_over, not_carried
-from lightning_sparse.network.collect import Collector
+from lightning_sparse.network.agreement import agree, everywhere, ranks_having
+from lightning_sparse.network.comm import Comm, TorchComm
 from lightning_sparse.settings import as_text
 
-KEY = "lightning_sparse"
-RESIDUALS = ("per_rank", "mean", "none")
 
-
-def gather(exchange: Exchange, residuals: str, collector: Collector) -> dict[str, Any]:
-    """The state of all ranks, complete on rank 0: tensors, strings and integers only.
+def gather(
+    exchange: Exchange, residuals: str, leaders: TorchComm | None, compressor: Compressor, plan: Mapping[str, Any]
+) -> State:
+    """Return the state of all ranks, complete on rank 0.
 
     Called on every rank between two steps; one parameter at a time, so that rank 0 never holds a second copy.
+
+    Args:
+        exchange: whose state.
+        residuals: "per_rank" or "mean".
+        leaders: the ranks, or with nodes the first of each; None on the others, for which that one speaks.
+        compressor: what was given to average with.
+        plan: of LayerFusion.
     """
-    unsent: dict[str, Tensor] = {}  # name -> [P, *shape], or [*shape] of the mean
+
+    def rows(x: Tensor) -> Tensor:  # [*s] -> [P, *s] on the first rank, [0, *s] elsewhere
+        flat = x.reshape(-1).to(exchange.device)
+        every = leaders.gather(flat) if leaders else flat.new_empty((0, flat.numel()), device="cpu")
+        return every.view(-1, *x.shape)
+
+    unsent: dict[str, Tensor] = {}
+    groups: list[dict[str, Any]] = []
     for group in exchange.groups:
-        for name, parameter, slot in zip(group.names, group.parameters, group.slots(group.unsent), strict=True):
+        for name, shape, slot in zip(group.names, group.shapes, group.slots(group.unsent), strict=True):
             if residuals == "mean":
-                unsent[name] = collector.mean(slot).view(parameter.shape)
+                unsent[name] = (leaders.mean(slot) if leaders else slot.cpu()).view(shape)
             else:
-                unsent[name] = collector.rows(slot).view(-1, *parameter.shape)
-    per_rank = residuals == "per_rank"
-    return {
-        "residuals": residuals,
-        "size": exchange.size,
-        "steps": exchange.groups[0].step if exchange.groups else 0,
-        "unsent": unsent,
-        "groups": [_memory_of(group, collector) for group in exchange.groups] if per_rank else [],
-    }
+                unsent[name] = rows(slot.view(shape))
+        if residuals == "per_rank":
+            memory = {key: rows(kept) for key, kept in sorted(group.memory.items())}
+            groups.append({"names": list(group.names), "memory": memory})
+    steps = exchange.groups[0].step if exchange.groups else 0
+    return State(residuals, exchange.size, steps, unsent, groups, as_text(compressor), plan)
 
 
-def restore(exchange: Exchange, state: Mapping[str, Any] | None, compressor: Compressor) -> None:
+def read(saved: Mapping[str, Any] | None, exchange: Exchange, comm: Comm) -> State | None:
+    """Return what was ``saved``, if it is whole and the same on every rank; to be called on every rank.
+
+    Raises:
+        ValueError: on every rank, if one of them finds it damaged; each reads what it goes on with, and no more.
+        RuntimeError: on every rank, if they were not given the same.
+    """
+    state, found = None, ""
+    try:
+        state = None if saved is None else State.checked(saved, exchange.rank, exchange.size)
+    except ValueError as error:
+        found = str(error)
+    if damaged := "; ".join(
+        f"{what} ({ranks})" for what, ranks in ranks_having(everywhere(found, comm, exchange.device)).items() if what
+    ):
+        raise ValueError(
+            f"The residuals (the gradient not yet sent) in the checkpoint are damaged: {damaged}. Resume from an older "
+            f"checkpoint, or without them, so that they start from zero: load it with torch.load, pop({KEY!r}), and "
+            "save it again."
+        )
+    agree(state.described() if state else {"checkpoint": "without residuals"}, comm, exchange.device)
+    return state
+
+
+def restore(exchange: Exchange, state: State | None, compressor: Compressor) -> None:
     """Set what this rank has not sent, from the state in a checkpoint, or to zero if there is none.
 
     Parameters are found by name, so groups may have changed.  On the number of ranks that saved "per_rank", each rank
@@ -53,80 +89,45 @@ def restore(exchange: Exchange, state: Mapping[str, Any] | None, compressor: Com
             "The checkpoint holds no residuals (it was written by another strategy, or with residuals='none'): "
             "the gradient not yet sent starts from zero."
         )
-    saved = [] if state is None else _groups(state, exchange, compressor)
-    carry_over(saved, list(zip(exchange.groups, exchange.compressors, strict=True)))
-    if state is None:
-        return
-    if lost := [*_otherwise(state, exchange, compressor), *not_carried(saved, exchange.groups)]:
+    lost = [] if state is None else list(_differences(state, exchange.size, compressor))
+    saved = [] if state is None else _groups(state, exchange, memories=not lost)
+    new = list(zip(exchange.groups, exchange.compressors, strict=True))
+    carry_over(saved, new)
+    if state is not None and (lost := [*lost, *not_carried(saved, exchange.groups)]):
         rank_zero_warn(f"Resuming from a checkpoint of another configuration: {'; '.join(lost)}.")
 
 
-def rows_of(state: Mapping[str, Any], rank: int, size: int) -> range:
-    """The rows [P, *shape] of a state from which ``rank`` of ``size`` goes on; none of a mean, which has no rows."""
-    if state["residuals"] != "per_rank":
-        return range(0)
-    return range(rank, rank + 1) if state["size"] == size else range(state["size"])
-
-
-def used(x: Tensor, rows: range) -> Tensor:
-    """That part of what was saved, [P, *shape] or the mean [*shape], and no other is read."""
-    return x[rows.start : rows.stop] if rows else x
-
-
-def _otherwise(state: Mapping[str, Any], exchange: Exchange, compressor: Compressor) -> Iterator[str]:
-    """What is not as when ``state`` was saved, parameters apart, in words."""
-    if state["residuals"] == "per_rank" and state["size"] != exchange.size:
+def _differences(state: State, size: int, compressor: Compressor) -> Iterator[str]:
+    """Yield in words what is not as when ``state`` was saved, parameters apart."""
+    if state.ranks not in (0, size):
         yield (
-            f"{state['size']} ranks wrote it and {exchange.size} read it, so each starts from the mean of what they "
-            "had not sent"
+            f"{state.size} ranks wrote it and {size} read it, so each starts from the mean of what they had not sent"
         )
-    if state["compressor"] != as_text(compressor):
-        yield f"it was written with {state['compressor']}, so {compressor} learns thresholds anew"
-    elif "checksum" not in state:  # nobody knows what would come of what compressors kept
+    if state.compressor != as_text(compressor):
+        yield f"it was written with {state.compressor}, so {compressor} learns thresholds anew"
+    elif state.checksum is None:  # nobody knows what would come of what compressors kept
         yield f"it has no checksum, so {compressor} learns thresholds anew"
 
 
-def _groups(state: Mapping[str, Any], exchange: Exchange, compressor: Compressor) -> list[Group]:
+def _groups(state: State, exchange: Exchange, memories: bool) -> list[Group]:
     """The groups that ``state`` was saved with, and one of all other parameters, with what this rank goes on with."""
-    rows = rows_of(state, exchange.rank, exchange.size)
-    same = next(_otherwise(state, exchange, compressor), None) is None
-    grouped = {name for kept in state["groups"] for name in kept["names"]}
-    rest = {"names": [name for name in state["unsent"] if name not in grouped], "memory": {}}
+    rows = state.rows_of(exchange.rank, exchange.size)
+    grouped = {name for kept in state.groups for name in kept["names"]}
+    rest = {"names": [name for name in state.unsent if name not in grouped], "memory": {}}
     groups = []
-    for index, kept in enumerate([*state["groups"], rest]):
-        saved = [state["unsent"][name] for name in kept["names"]]
+    for index, kept in enumerate([*state.groups, rest]):
+        saved = [state.unsent[name] for name in kept["names"]]
         group = Group(index, tuple(kept["names"]), tuple(x[0] if rows else x for x in saved))
-        group.step = state["steps"]
+        group.step = state.steps
         for slot, x in zip(group.slots(group.unsent), saved, strict=True):
-            slot.copy_(_joined(used(x, rows), rows).reshape(-1))
-        if same:
+            own = used(x, rows)
+            slot.copy_((own.mean(0) if len(rows) > 1 else own).reshape(-1))
+        if memories:
             group.memory = {key: _beside(x[exchange.rank], exchange.device) for key, x in kept["memory"].items()}
         groups.append(group)
     return groups
 
 
-def _joined(x: Tensor, rows: range) -> Tensor:
-    """What one rank goes on with: the only row of ``x``, or the mean over its ``rows``, or ``x`` if it has none."""
-    return x.squeeze(0) if len(rows) == 1 else x.mean(0) if rows else x
-
-
 def _beside(kept: Tensor, device: torch.device) -> Tensor:
     """A copy of what a compressor kept, beside the gradients if it has values in float32."""
     return kept.clone().to(device if kept.dtype == torch.float32 else None)
-
-
-def nbytes(state: Mapping[str, Any]) -> int:
-    """Bytes of the tensors in what :func:`gather` returned on this rank."""
-    tensors = [*state["unsent"].values(), *(x for group in state["groups"] for x in group["memory"].values())]
-    return sum(x.numel() * x.element_size() for x in tensors)
-
-
-def _memory_of(group: Group, collector: Collector) -> dict[str, Any]:
-    """What the compressor keeps for ``group``, of every rank, [P, *shape] each on rank 0."""
-    return {
-        "names": list(group.names),
-        "memory": {
-            key: collector.rows(kept.reshape(-1).to(group.unsent.device)).view(-1, *kept.shape)
-            for key, kept in sorted(group.memory.items())
-        },
-    }

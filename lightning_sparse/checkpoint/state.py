@@ -1,170 +1,171 @@
-"""Whether what a checkpoint keeps of the gradient not yet sent is what was saved."""
+"""The gradient not yet sent as a checkpoint keeps it: its schema, and whether it is what was saved."""
 
 import reprlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_sparse.checkpoint.residuals import KEY, RESIDUALS, rows_of, used
-from lightning_sparse.checks import is_list, is_whole
-from lightning_sparse.network.agreement import ranks_having
+from lightning_sparse.checks import is_list, is_names, is_whole
 
-SAVED = ("residuals", "size", "steps", "unsent", "groups", "compressor", "plan")  # and "checksum", of all these
-
-
-def described(state: Mapping[str, Any] | None) -> dict[str, object]:
-    """What of a state must be the same on every rank that goes on with it."""
-    if state is None:
-        return {"checkpoint": "without residuals"}
-    groups = [(group["names"], sorted(group["memory"])) for group in state["groups"]]
-    shapes = {name: list(x.shape) for name, x in state["unsent"].items()}
-    kept = {key: state.get(key) for key in ("residuals", "size", "steps", "compressor", "plan", "checksum")}
-    kept |= {"groups": groups, "unsent": shapes}
-    return {f"checkpoint: {key}": value for key, value in kept.items()}
+KEY = "lightning_sparse"
+RESIDUALS = ("per_rank", "mean", "none")
 
 
-def found_in(state: Any, rank: int, size: int) -> str | None:
-    """What of ``state`` cannot have been saved, in words; None if it is whole, or None itself.
-
-    Of the rows of all ranks, only those are looked at from which ``rank`` of ``size`` goes on.
-    """
-    if state is None:
-        return None
-    found = next(_misshapen(state), None)
-    return found or next(_altered(state, rows_of(state, rank, size)), None)
+def _is_tensors(value: object) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(name, str) and isinstance(x, Tensor) and x.layout == torch.strided and not x.is_meta
+        for name, x in value.items()
+    )
 
 
-def _misshapen(state: Any) -> Iterator[str]:
-    """What is not there, or of another kind; to be asked for the first only, on which the rest would stumble."""
-    if not isinstance(state, Mapping):
-        yield f"{_shown(state)} is no dictionary"
-    for key in SAVED:
-        if key not in state:
-            yield f"{key!r} is missing"
-    if state["residuals"] not in RESIDUALS[:2]:
-        yield f"residuals={_shown(state['residuals'])} is neither 'per_rank' nor 'mean'"
-    for key, least in (("size", 1), ("steps", 0)):
-        if not is_whole(state[key], least):
-            yield f"{key}={_shown(state[key])} is no whole number from {least} up"
-    if not isinstance(state["compressor"], str):
-        yield f"compressor={_shown(state['compressor'])} is no text"
-    rows = state["size"] if state["residuals"] == "per_rank" else None
-    yield from _wrong_tensors("unsent", state["unsent"], rows)
-    for name, x in state["unsent"].items():
-        if x.dtype != torch.float32:
-            yield f"unsent[{name!r}] is {x.dtype}, not float32"
-    yield from _wrong_groups(state["groups"], state["unsent"], state["size"])
-    yield from _wrong_plan(state["plan"])
+def _is_group(value: object) -> bool:
+    return isinstance(value, Mapping) and is_names(value.get("names")) and _is_tensors(value.get("memory"))
 
 
-def _altered(state: Mapping[str, Any], rows: range) -> Iterator[str]:
-    """What has values that cannot have been saved: in ``rows``, or in what has none."""
-    for name, x in state["unsent"].items():
-        if not used(x, rows).isfinite().all():
-            yield f"unsent[{name!r}] holds values that are not finite"
-    if "checksum" not in state:
-        return
-    noted = state["checksum"]
-    if is_whole(noted, 0):
-        sums = {"its checksum": (_of_all(state), noted)}
-    elif is_list(noted) and len(noted) == 1 + _rows(state) and all(is_whole(each, 0) for each in noted):
-        sums = {"the checksum of what all ranks share": (_of_shared(state), noted[0])}
-        sums |= {f"the checksum of rank {row}'s part": (_of_row(state, row), noted[1 + row]) for row in rows}
-    else:
-        yield f"checksum={_shown(noted)} must be a list of integers: one of what all ranks share, and one for each rank"
-        return
-    for what, (now, then) in sums.items():
-        if now != then:
-            yield (
-                f"{what} is {now}, and {then} was noted when it was saved (after a change that is meant, delete the "
-                "entry 'checksum')"
-            )
+def _is_plan(value: object) -> bool:
+    groups = value.get("groups", []) if isinstance(value, Mapping) else None
+    return is_list(groups) and all(is_names(names) and names for names in groups)
 
 
-def _wrong_tensors(what: str, tensors: object, rows: int | None) -> Iterator[str]:
-    if not isinstance(tensors, Mapping):
-        yield f"{what}={_shown(tensors)} is no dictionary"
-        return
-    for name, x in tensors.items():
-        if not isinstance(name, str) or not isinstance(x, Tensor) or x.layout != torch.strided or x.is_meta:
-            yield f"{what}[{_shown(name)}]={_shown(x)} is no name with a tensor"
-        elif rows is not None and x.shape[:1] != (rows,):
-            yield f"{what}[{name!r}] has the shape {list(x.shape)}, without a row for each of {rows} ranks"
+def _entry(must: str, fits: Callable[[Any], bool]) -> Any:
+    return field(metadata={"must": must, "fits": fits})
 
 
-def _wrong_groups(groups: Any, unsent: Mapping[str, Tensor], size: int) -> Iterator[str]:
-    if not is_list(groups):
-        yield f"groups={_shown(groups)} is no list"
-        return
-    for number, group in enumerate(groups):
-        if not isinstance(group, Mapping) or not {"names", "memory"} <= set(group):
-            yield f"groups[{number}]={_shown(group)} is no dictionary with names and memory"
-        elif not _is_names(group["names"]) or not set(group["names"]) <= set(unsent):
-            yield f"groups[{number}]: names={_shown(group['names'])} are not all in 'unsent'"
+@dataclass(frozen=True)
+class State:
+    """The part of the state of all ranks that a checkpoint keeps, complete on rank 0.  P = size."""
+
+    residuals: str = _entry("'per_rank' or 'mean'", lambda x: x in RESIDUALS[:2])
+    size: int = _entry("an integer of at least 1", lambda x: is_whole(x, 1))
+    steps: int = _entry("an integer of at least 0", lambda x: is_whole(x, 0))
+    #: Of each parameter [P, *shape] float32, or the mean [*shape].
+    unsent: Mapping[str, Tensor] = _entry("a dictionary of tensors by name", _is_tensors)
+    #: What compressors remember of each group of parameters, ``memory`` [P, ...] and their ``names``.
+    groups: Sequence[Mapping[str, Any]] = _entry(
+        "a list of dictionaries, each with a list of names and a memory of tensors",
+        lambda x: is_list(x) and all(map(_is_group, x)),
+    )
+    compressor: str = _entry("a string", lambda x: isinstance(x, str))
+    plan: Mapping[str, Any] = _entry("a dictionary whose groups are lists of names", _is_plan)
+    checksum: Any = None  # one of what all ranks share, then one of each rank's rows; or one of all, in earlier files
+
+    @classmethod
+    def checked(cls, saved: Any, rank: int, size: int) -> "State":
+        """Return what was saved; of the rows of all ranks, only those are read from which ``rank`` of ``size`` goes on.
+
+        Raises:
+            ValueError: if it cannot have been saved, with the first thing that is wrong.
+        """
+        if not isinstance(saved, Mapping):
+            raise ValueError(f"it must be a dictionary; got {_shown(saved)}")
+        for name, rule in SCHEMA.items():
+            if name not in saved:
+                raise ValueError(f"{name!r} is missing")
+            if not rule["fits"](saved[name]):
+                raise ValueError(f"{name} must be {rule['must']}; got {_shown(saved[name])}")
+        state = cls(**{name: saved[name] for name in SCHEMA}, checksum=saved.get("checksum"))
+        rows = state.rows_of(rank, size)
+        for wrong in chain(state._wrong(rows), state._altered(rows)):
+            raise ValueError(wrong)
+        return state
+
+    def _wrong(self, rows: range) -> Iterator[str]:
+        """Yield what of one entry does not fit another, or has values that cannot have been saved, in ``rows``."""
+        for i, group in enumerate(self.groups):
+            if not set(group["names"]) <= set(self.unsent):
+                yield f"groups[{i}]: names must all be in 'unsent'; got {_shown(list(group['names']))}"
+            for key, x in group["memory"].items():
+                yield from _wrong_rows(f"groups[{i}]: memory[{key!r}]", x, self.size)
+        for name, x in self.unsent.items():
+            if self.ranks:
+                yield from _wrong_rows(f"unsent[{name!r}]", x, self.size)
+            if x.dtype != torch.float32:
+                yield f"unsent[{name!r}] must be float32; got {x.dtype}"
+            if not used(x, rows).isfinite().all():
+                yield f"unsent[{name!r}] holds values that are not finite"
+
+    def _altered(self, rows: range) -> Iterator[str]:
+        """Yield what has another checksum now than when it was saved: all, what ranks share, or one of ``rows``."""
+        noted = self.checksum
+        if is_whole(noted, 0):  # of an earlier version
+            sums = [("its checksum", self._sum("all"), noted)]
+        elif is_list(noted) and len(noted) == 1 + self.ranks and all(is_whole(each, 0) for each in noted):
+            sums = [("the checksum of what all ranks share", self._sum("shared" if self.ranks else "all"), noted[0])]
+            sums += [(f"the checksum of rank {row}'s part", self._sum(row), noted[1 + row]) for row in rows]
+        elif noted is None:
+            return
         else:
-            yield from _wrong_tensors(f"groups[{number}]: memory", group["memory"], size)
+            yield f"checksum must be a list of integers, of what all share and of each rank; got {_shown(noted)}"
+            return
+        for what, now, then in sums:
+            if now != then:
+                yield (
+                    f"{what} is {now}, and {then} was noted when it was saved (after a change that is meant, delete "
+                    "the entry 'checksum')"
+                )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what goes into a file, with the checksums of what is in it."""
+        return {name: getattr(self, name) for name in SCHEMA} | {"checksum": self.checksums()}
+
+    def described(self) -> dict[str, object]:
+        """Return what must be the same on every rank that goes on with it."""
+        kept = {name: getattr(self, name) for name in (*SCHEMA, "checksum")}
+        kept["groups"] = [(group["names"], sorted(group["memory"])) for group in self.groups]
+        kept["unsent"] = {name: list(x.shape) for name, x in self.unsent.items()}
+        return {f"checkpoint: {name}": value for name, value in kept.items()}
+
+    @property
+    def ranks(self) -> int:
+        """The number of rows, one of each rank; 0 of a mean, which has none."""
+        return self.size if self.residuals == "per_rank" else 0
+
+    def rows_of(self, rank: int, size: int) -> range:
+        """The rows from which ``rank`` of ``size`` goes on."""
+        return range(rank, rank + 1) if self.ranks == size else range(self.ranks)
+
+    def checksums(self) -> list[int]:
+        """Return the checksum of what all ranks share, then of each rank's rows: they tell if a bit has changed."""
+        return [self._sum("shared" if self.ranks else "all"), *map(self._sum, range(self.ranks))]
+
+    def _sum(self, of: int | str) -> int:
+        """The checksum of "all", of what is "shared" (of rows only their kinds and shapes), or of one row alone."""
+        everything = [getattr(self, name) for name in SCHEMA]
+        if isinstance(of, int):
+            return _crc([self.unsent, [group["memory"] for group in self.groups]], 0, lambda x: x[of : of + 1])
+        return _crc(everything, 0, (lambda x: x) if of == "all" else (lambda x: f"{x.dtype} {list(x.shape)}"))
 
 
-def _wrong_plan(plan: object) -> Iterator[str]:
-    if not isinstance(plan, Mapping):
-        yield f"plan={_shown(plan)} is no dictionary"
-    else:
-        groups = plan.get("groups", [])
-        if not is_list(groups) or not all(_is_names(names) and names for names in groups):
-            yield f"plan: groups={_shown(groups)} is no list of lists of names"
+SCHEMA: dict[str, Mapping[str, Any]] = {each.name: each.metadata for each in fields(State) if each.metadata}
 
 
-def _is_names(names: Any) -> bool:
-    return is_list(names) and all(isinstance(name, str) for name in names)
+def _wrong_rows(what: str, x: Tensor, rows: int) -> Iterator[str]:
+    if x.shape[:1] != (rows,):
+        yield f"{what} must have a row for each of {rows} ranks; got the shape {list(x.shape)}"
+
+
+def used(x: Tensor, rows: range) -> Tensor:
+    """The ``rows`` of what was saved, [P, *shape], or the mean [*shape]; no other part is read."""
+    return x[rows.start : rows.stop] if rows else x
+
+
+def nbytes(saved: Mapping[str, Any]) -> int:
+    """The bytes of all tensors in what :meth:`State.to_dict` returned on this rank."""
+    tensors = [*saved["unsent"].values(), *(x for group in saved["groups"] for x in group["memory"].values())]
+    return sum(x.nbytes for x in tensors)
 
 
 def _shown(value: object) -> str:
     return reprlib.repr(value) if isinstance(value, str | int | float | list | None) else f"a {type(value).__name__}"
 
 
-def refuse(found: Sequence[str]) -> None:
-    """Raise a ValueError if a rank has found damage; ``found`` is what each says, the same list on every rank."""
-    if any(found):
-        damaged = "; ".join(f"{what} ({ranks})" for what, ranks in ranks_having(found).items() if what)
-        raise ValueError(
-            f"The residuals (the gradient not yet sent) in the checkpoint are damaged: {damaged}. Resume from an older "
-            f"checkpoint, or without them, so that they start from zero: load it with torch.load, pop({KEY!r}), and "
-            "save it again."
-        )
-
-
-def checksum(state: Mapping[str, Any]) -> list[int]:
-    """Of what all ranks share, the checksum itself apart, then of each rank's rows: they tell if a bit has changed."""
-    return [_of_shared(state), *(_of_row(state, row) for row in range(_rows(state)))]
-
-
-def _rows(state: Mapping[str, Any]) -> int:
-    return state["size"] if state["residuals"] == "per_rank" else 0
-
-
-def _of_shared(state: Mapping[str, Any]) -> int:
-    """Of all but the rows of ranks, of which there are only the kinds and shapes."""
-    if _rows(state) == 0:
-        return _of_all(state)
-    return _crc([state[key] for key in SAVED], 0, lambda x: f"{x.dtype} {list(x.shape)}")
-
-
-def _of_row(state: Mapping[str, Any], row: int) -> int:
-    """Of what one rank has not sent, and what its compressor kept.  Reads nothing else."""
-    memories = [group["memory"] for group in state["groups"]]
-    return _crc([state["unsent"], memories], 0, lambda x: x[row : row + 1])
-
-
-def _of_all(state: Mapping[str, Any]) -> int:
-    """Of everything, as earlier versions noted."""
-    return _crc([state[key] for key in SAVED], 0, lambda x: x)
-
-
 def _crc(value: object, crc: int, part: Callable[[Tensor], Tensor | str]) -> int:
-    """Of ``value`` and all in it; of a tensor, of that ``part``."""
+    """The checksum of ``value`` and all in it; of a tensor, of that ``part``."""
     if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta:  # what we save is
         seen = part(value)
         return _crc_of_tensor(seen, crc) if isinstance(seen, Tensor) else zlib.crc32(seen.encode(), crc)

@@ -1,1 +1,1 @@
-"""What turns DDP's buckets of gradients into means."""
+"""The engine: turns DDP's buckets of gradients into means."""

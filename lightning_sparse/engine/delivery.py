@@ -22,7 +22,7 @@ class Delivery:
         self.future: Future[Tensor] = Future(devices=None if device.type == "cpu" else [device])
 
     def wait(self) -> None:
-        """Until its gradients may be read."""
+        """Wait until its gradients may be read."""
         if self.summed is not None:
             self.summed.wait()
 

@@ -4,11 +4,16 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from lightning_sparse.network.comm import Comm, Rounds, expect_pending
 from lightning_sparse.selection.sparse import Sparse
+
+T = TypeVar("T")
 
 PATIENCE_S = 2  # for a thread with nothing to do to end
 
@@ -19,20 +24,20 @@ class Lane:
     Args:
         comm: the ranks; nobody else may launch messages on it.
         threaded: give the lane a thread of its own.
+        stream: on which the work is done; None is the issuer's current one.
     """
 
-    def __init__(self, comm: Comm, threaded: bool) -> None:
+    def __init__(self, comm: Comm, threaded: bool, stream: torch.cuda.Stream | None = None) -> None:
         self.comm = comm
-        self.groups: Sequence[int] = ()  # indices, in the order in which they are sent
-        self.next = 0  # position in `groups` of the one to send next; only the hook's thread looks
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.start_step()
+        self.compress_ns = self.network_ns = 0
+        self._stream = stream
+        self._inbox: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
         self._threaded = threaded
-        self._thread: threading.Thread | None = None  # started with its first work
+        self._thread: threading.Thread | None = None  # started with its first work; a daemon, which no exit waits for
         self._closed = False
 
-    def submit(self, work: Callable[[], None]) -> None:
-        """Have ``work`` done by the issuer: at once, or by its thread, and then it must not raise.
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Have ``work`` done by the issuer: at once, or by its thread; the future has its result or its error.
 
         Raises:
             RuntimeError: the lane was closed.
@@ -42,13 +47,15 @@ class Lane:
                 "the hook on this DistributedDataParallel was closed, so it averages no gradients any more; to train "
                 "on, make a new DistributedDataParallel and a new hook."
             )
+        result: Future[T] = Future()
         if not self._threaded:
-            work()
-            return
+            _do(work, self._stream, result)
+            return result
         if self._thread is None:
-            self._thread = threading.Thread(target=_work, args=(self._inbox,), name="lightning_sparse", daemon=True)
+            self._thread = threading.Thread(target=_serve, args=(self._inbox,), name="lightning_sparse", daemon=True)
             self._thread.start()
-        self._inbox.put(work)
+        self._inbox.put((work, self._stream, result))
+        return result
 
     def close(self, within_a_step: bool = False) -> bool:
         """End the thread and release the ranks; returns whether that was possible.
@@ -67,23 +74,6 @@ class Lane:
             return True
         self._thread.join(timeout=PATIENCE_S)
         return not self._thread.is_alive()
-
-    def take_complete(self, arriving: Sequence[int]) -> list[int]:
-        """Groups that may be sent now: complete, and with none before them on this lane that is not."""
-        first = self.next
-        while self.next < len(self.groups) and not arriving[self.groups[self.next]]:
-            self.next += 1
-        return list(self.groups[first : self.next])
-
-    def start_step(self) -> None:
-        """Count from zero."""
-        self.compress_ns = 0
-        self.network_ns = 0
-        self._sent_before = self.comm.sent_bytes
-
-    def sent_bytes(self) -> int:
-        """Payload put on the wire in this step."""
-        return self.comm.sent_bytes - self._sent_before
 
     def run(self, rounds: Rounds, meanwhile: Callable[[], None] = lambda: None) -> Tensor | Sparse:
         """Run a compressor to its end, and ``meanwhile`` while its first message is under way.
@@ -108,11 +98,25 @@ class Lane:
             return total
 
 
-def _work(inbox: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
-    """What a lane's thread does.  Between two works it refers to nothing else, so that whoever is dropped goes."""
-    while (work := inbox.get()) is not None:
-        work()
-        del work
+def _serve(inbox: "queue.SimpleQueue[tuple[Any, ...] | None]") -> None:
+    """Run a lane's thread.  Between two works it refers to nothing else, so that whoever is dropped goes."""
+    while (task := inbox.get()) is not None:
+        _do(*task)
+        del task
+
+
+def _do(work: Callable[[], T], stream: torch.cuda.Stream | None, result: Future[T]) -> None:
+    try:
+        with torch.cuda.stream(stream):
+            result.set_result(work())
+    except BaseException as error:  # whatever it is, backward must hear of it, not wait
+        result.set_exception(error)
+
+
+def spent(lanes: Sequence[Lane]) -> list[int]:
+    """Bytes that all ``lanes`` have sent, nanoseconds in compressors' own code, nanoseconds of waiting for messages."""
+    every = [(lane.comm.sent_bytes, lane.compress_ns, lane.network_ns) for lane in lanes]
+    return [sum(each) for each in zip(*every, strict=True)]
 
 
 def spread(elements: Sequence[int], lanes: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a gradient scaler asks for: residuals in true units, and a step that nobody takes if one rank overflowed."""
+"""A scaled loss: residuals in true units, and a step that nobody takes if one rank overflowed."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from lightning_sparse.compressors.group import Group, Snapshot
 
 
 class LossScale:
-    """Takes the loss scale out of gradients on their way in, puts it back on their way out, and undoes a step.
+    """Takes the loss scale out of a step's gradients on their way in, and puts it back on their way out, or undoes all.
 
     Gradients arrive multiplied by a scale that changes, so they are divided by it before they are added to what is
     unsent.  A step in which a gradient of any rank is not finite is undone on all: what is unsent and what compressors
@@ -20,37 +20,32 @@ class LossScale:
     """
 
     def __init__(self, scaler: torch.amp.GradScaler, device: torch.device) -> None:
-        self._scaler = scaler
-        self._one = torch.ones((), device=device)
         self.overflowed = torch.zeros(1, device=device)  # above 0 once a gradient of this step was not finite
-        self._scale = self._one
+        self._scale: Tensor = scaler.scale(torch.ones((), device=device))
         self._before: list[tuple[Group, Snapshot]] = []
 
     def take_in(self, buffer: Tensor) -> None:
         """Unscale a bucket of gradients, in place; zeros where they are not finite: the step will be undone."""
-        self._scale = self._scaler.scale(self._one)
         if buffer.numel():
             self.overflowed += (~torch.linalg.vector_norm(buffer, torch.inf).isfinite()).float()
         buffer.nan_to_num_(0.0, 0.0, 0.0).div_(self._scale)
 
     def unscale(self, mean: Tensor) -> Tensor:
-        """What :meth:`take_in` would have made of ``mean``."""
+        """Return what :meth:`take_in` would have made of ``mean``."""
         return mean / self._scale
 
     def keep(self, group: Group) -> None:
         """Keep a group's state, to be called before its gradients are added."""
         self._before.append((group, group.snapshot()))
 
-    def give_back(self, buffer: Tensor) -> None:
-        """Scale a bucket of means, in place."""
-        buffer.mul_(self._scale)
+    def give_back(self, buffer: Tensor, undone: bool) -> None:
+        """Scale a bucket of means, in place, or fill it with infinities, which every rank's scaler finds."""
+        if undone:
+            buffer.fill_(torch.inf)
+        else:
+            buffer.mul_(self._scale)
 
     def undo(self) -> None:
         """Set all groups to what was kept."""
         for group, before in self._before:
             group.restore(before)
-
-    def end_step(self) -> None:
-        """Forget what was kept."""
-        self._before.clear()
-        self.overflowed.zero_()

@@ -21,7 +21,7 @@ STARVING = 5  # turns; an element that has waited longer starves
 
 @dataclass(frozen=True)
 class Waiting:
-    """What one parameter owes on this rank, judged by a sample of its elements.
+    """The debt of one parameter on this rank, judged by a sample of its elements.
 
     An element waits from the first step that leaves some of its gradient unsent until the next step that sends it.
 
@@ -95,7 +95,7 @@ class Sample:
         self._state[0] = unsent
 
     def waiting(self) -> list[Waiting]:
-        """What each parameter that has elements owes after the last step.  Waits for the device."""
+        """Return what each parameter that has elements owes after the last step.  Waits for the device."""
         parts = self._state.cpu().split(self._counts(), dim=1)
         found = [(name, n, part) for (name, n), part in zip(self._sizes.items(), parts, strict=True) if n]
         turn = self._turn([(n, part) for _, n, part in found])
@@ -128,19 +128,19 @@ class Sample:
 
 
 def _weight(decay: float, steps: int) -> float:
-    """Of all ``steps`` in a sum over them in which each counts ``decay`` times as much as the next; 1 before any."""
+    """The weight of all ``steps`` in a sum in which each counts ``decay`` times as much as the next; 1 before any."""
     return (1 - decay**steps) / (1 - decay) if steps else 1.0
 
 
 def _places(group: Group) -> Tensor:
-    """Where the sampled elements lie in ``group.unsent``: [m] int64, rising, spread evenly over each parameter."""
+    """Indices of the sampled elements in ``group.unsent``: [m] int64, rising, spread evenly over each parameter."""
     starts = [0, *itertools.accumulate(group.sizes)]
     found = [start + _spread(name, n) for name, n, start in zip(group.names, group.sizes, starts, strict=False)]
     return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
 
 
 def _spread(name: str, n: int) -> Tensor:
-    """Of each of as many equal stretches of ``n`` elements one, the same whenever and wherever the name is the same."""
+    """Indices of one of each of as many equal stretches of ``n`` elements, the same wherever the name is the same."""
     k = min(n, MOST)
     edges = torch.arange(k + 1) * n // max(k, 1)
     generator = torch.Generator().manual_seed(draw(zlib.crc32(name.encode())))

@@ -25,7 +25,7 @@ class GroupTime:
 
     @staticmethod
     def joined(times: Sequence["GroupTime"]) -> "GroupTime":
-        """Of several groups that count as one."""
+        """The time of several groups that count as one."""
         return GroupTime(
             max(time.ready_s for time in times),
             min(time.start_s for time in times),
@@ -56,11 +56,11 @@ class Timeline:
         return event
 
     def begin_backward(self) -> None:
-        """Note it."""
+        """Note the start of backward."""
         self._began = self.now()
 
     def end_backward(self) -> None:
-        """Note it: every mean has arrived."""
+        """Note that every mean has arrived."""
         self._ended = self.now()
 
     def arrive(self, parameters: Sequence[Tensor]) -> None:
@@ -80,7 +80,7 @@ class Timeline:
         return self._since_backward_began(self._arrived[parameter]) if parameter in self._arrived else math.nan
 
     def group_times(self, groups: Sequence[Group]) -> list[GroupTime]:
-        """Of ``groups``; without those that have not been averaged since they were laid out."""
+        """The times of ``groups``, without those that have not been averaged since they were laid out."""
         found = []
         for group in groups:
             if group.parameters and group.parameters[0] in self._averaged:

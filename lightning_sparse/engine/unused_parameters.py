@@ -1,6 +1,7 @@
 """Parameters that may get no gradient in a step: what they still owe stays, and earlier means are not sent again."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -27,49 +28,38 @@ class UsedParameters:
                 parameter.register_post_accumulate_grad_hook(self._used.add),
             ]
 
-    def add(
-        self,
-        group: Group,
-        gradients: Sequence[Tensor],
-        unscale: Callable[[Tensor], Tensor],
-        accumulate: Callable[[Sequence[Tensor | None]], None],
-    ) -> Callable[[], None]:
-        """Add the gradients of a step to ``group``; what is returned must be called when the means are in their place.
+    @contextmanager
+    def new_in(
+        self, group: Group, gradients: Sequence[Tensor], unscale: Callable[[Tensor], Tensor]
+    ) -> Iterator[list[Tensor | None]]:
+        """Yield what a step adds to each gradient, None where a parameter got none; what such a one owes is laid aside.
+
+        At the end, when the means are in their place, put back what was laid aside, and earlier means.
 
         Args:
-            group: whose.
+            group: whose step it is.
             gradients: of each parameter, its ``.grad`` as DDP's bucket holds it.
             unscale: takes the loss scale out of an earlier mean, which has not been taken in.
-            accumulate: adds what is new in them to the group, None where a parameter got no gradient.
         """
-        held: list[tuple[Tensor, Tensor]] = []  # slots emptied for this step, and what they held
+        owed: list[tuple[Tensor, Tensor]] = []  # slots emptied for this step, and what they held
         earlier: list[tuple[Tensor, Tensor]] = []  # gradients, and the means to be added to theirs
         new: list[Tensor | None] = []
-        slots = group.slots(group.unsent)
-        for parameter, gradient, slot in zip(group.parameters, gradients, slots, strict=True):
-            if parameter in self._used:
-                mean = self._earlier.get(parameter)
-                if mean is not None:
-                    mean = unscale(mean)
-                    earlier.append((gradient, mean))
-                    gradient = gradient - mean
-                new.append(gradient)
-            else:
+        for parameter, gradient, slot in zip(group.parameters, gradients, group.slots(group.unsent), strict=True):
+            if parameter not in self._used:
+                new.append(None)
+                owed.append((slot, slot.clone()))
+                slot.zero_()
                 if parameter.grad is not None:
                     earlier.append((gradient, gradient.clone()))
-                held.append((slot, slot.clone()))
-                new.append(None)
-        accumulate(new)
-        for slot, _ in held:
-            slot.zero_()
-
-        def put_back() -> None:
-            for slot, kept in held:
-                slot.add_(kept)
-            for gradient, mean in earlier:
-                gradient.add_(mean)
-
-        return put_back
+            elif parameter in self._earlier:
+                mean = unscale(self._earlier[parameter])
+                new.append(gradient - mean)
+                earlier.append((gradient, mean))
+            else:
+                new.append(gradient)
+        yield new
+        for place, kept in owed + earlier:
+            place.add_(kept)
 
     def end_step(self) -> None:
         """Forget the step."""

@@ -8,7 +8,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from lightning_sparse.checks import is_list, matches
+from lightning_sparse.checks import is_names, matches
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.group import Group
 
@@ -38,7 +38,7 @@ def check_fusion(fusion: object) -> str | tuple[str, ...]:
     """
     if isinstance(fusion, str) and fusion in FUSIONS:
         return fusion
-    if isinstance(fusion, Sequence) and is_list(fusion) and fusion and all(isinstance(each, str) for each in fusion):
+    if is_names(fusion) and fusion:
         return tuple(fusion)
     raise ValueError(
         f"fusion must be one of {', '.join(FUSIONS)}, or a list of patterns; got {fusion!r}. A list has a shell-style "

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.sample import Waiting
-from lightning_sparse.engine.step_report import Report
+from lightning_sparse.engine.step import Report
 from lightning_sparse.engine.timeline import GroupTime
 from lightning_sparse.monitor.metrics import compression_ratio, threshold_error
 

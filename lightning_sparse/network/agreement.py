@@ -44,7 +44,7 @@ def agree(settings: Mapping[str, object], comm: Comm, device: torch.device) -> N
 
 
 def everywhere(text: str, comm: Comm, device: torch.device) -> list[str]:
-    """What each rank says, in order of rank; to be called on every rank, at once.  Saying nothing takes 8 bytes."""
+    """Return what each rank says, by rank; to be called on every rank, at once.  Saying nothing takes 8 bytes."""
     said = text.encode()
     length = max(int.from_bytes(each, "big") for each in _gather(len(said).to_bytes(8, "big"), comm, device))
     if not length:
@@ -53,7 +53,7 @@ def everywhere(text: str, comm: Comm, device: torch.device) -> list[str]:
 
 
 def versions() -> dict[str, object]:
-    """Of what every rank must run: another may draw other random numbers, or send other messages."""
+    """Versions that every rank must run: another may draw other random numbers, or send other messages."""
     return {"lightning_sparse": __version__, "torch": torch.__version__.partition("+")[0]}
 
 
@@ -66,7 +66,7 @@ def described(module: nn.Module) -> dict[str, object]:
 
 
 def differences(settings: Sequence[Mapping[str, str]]) -> list[str]:
-    """In words, where the ranks' settings differ: who has which value."""
+    """The differences between the ranks' settings, in words: who has which value."""
     names = dict.fromkeys(name for each in settings for name in each)
     found = []
     for name in names:
@@ -90,6 +90,5 @@ def _in_words(ranks: Sequence[int]) -> str:
 
 
 def _gather(text: bytes, comm: Comm, device: torch.device) -> list[bytes]:
-    """What every rank handed over, of one length on all."""
     own: Tensor = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
     return [bytes(row.tolist()) for row in comm.all_gather(own).wait()]

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_sparse.checks import check_one_of
 from lightning_sparse.selection.sparse import Sparse
 
 # Values are float32 where they are summed and kept; on the wire they may be rounded to one of these.
@@ -21,8 +22,7 @@ def wire_dtype_named(name: str) -> torch.dtype:
     Raises:
         ValueError: if ``name`` is not one of ``WIRE_DTYPES``.
     """
-    if not isinstance(name, str) or name not in WIRE_DTYPES:
-        raise ValueError(f"wire_dtype={name!r} is not one of {', '.join(WIRE_DTYPES)}.")
+    check_one_of("wire_dtype", name, WIRE_DTYPES)
     return WIRE_DTYPES[name]
 
 
@@ -55,7 +55,7 @@ class Pending(ABC):
 
 
 def expect_pending(launched: object) -> Pending:
-    """What a compressor yielded, if it is a message under way.
+    """Return what a compressor yielded, if it is a message under way.
 
     Raises:
         TypeError: if it is anything else.
@@ -72,7 +72,7 @@ Rounds = Generator[Pending, Tensor, "Tensor | Sparse"]
 
 
 class Comm(ABC):
-    """What one rank may say to the others.  P = ``size``.
+    """The messages that one rank may send to the others.  P = ``size``.
 
     Each method launches a message and returns at once; the result is what ``yield`` gives back.  Several may be
     in flight.  Every rank launches the same messages in the same order with the same shapes, whatever its data.
@@ -121,12 +121,12 @@ class Comm(ABC):
         return self._all_reduce(x)
 
     def all_gather(self, x: Tensor) -> Pending:
-        """What every rank handed over: [*s] -> [P, *s]."""
+        """Return what every rank handed over: [*s] -> [P, *s]."""
         self._count("all_gather", x)
         return self._all_gather(x)
 
     def broadcast(self, x: Tensor, source: int) -> Pending:
-        """What rank ``source`` handed over, in ``x``: [*s] -> [*s].  On the others x is overwritten."""
+        """Return what rank ``source`` handed over, in ``x``: [*s] -> [*s].  On the others x is overwritten."""
         self._count("broadcast", x)
         return self._broadcast(x, source)
 
@@ -201,6 +201,24 @@ class TorchComm(Comm):
         self._group = group
         self._global = dist.get_process_group_ranks(group)
         self._nccl = dist.get_backend(group) == "nccl"
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return what every rank handed over, [n] -> [P, n] on the CPU of the first rank; [0, n] on the others."""
+        rows = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
+        self._to_first(x)
+        dist.gather(x, rows, self._global[0], self._group)
+        return torch.stack([row.cpu() for row in rows]) if rows else x.new_empty((0, x.numel()), device="cpu")
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Return the mean over all ranks, [n] -> [n] on the CPU; it means something on the first rank only."""
+        total = x.clone()
+        self._to_first(x)
+        dist.reduce(total, self._global[0], group=self._group)
+        return total.div_(self.size).cpu()
+
+    def _to_first(self, x: Tensor) -> None:
+        self.messages += 1
+        self.sent_bytes += 0 if self.rank == 0 else x.nbytes
 
     def release(self) -> None:
         """Forget the process group too: its sockets are open until nobody refers to it."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.network.comm import Comm, Pending, TorchComm, Works
+from lightning_sparse.network.comm import Comm, Pending, TorchComm
 from lightning_sparse.network.node_comm import NodeComm
 
 LANES = 2  # over Gloo; one sends while the other adds
@@ -37,52 +37,46 @@ class ProcessGroups:
         ranks = dist.get_process_group_ranks(ddp.process_group)
         if local_size < 1 or len(ranks) % local_size:
             raise ValueError(
-                f"local_group={local_size}: {len(ranks)} ranks cannot be cut into nodes of {local_size}; give a number "
-                "of ranks that divides theirs, or 1 for none."
+                f"local_group must divide the number of ranks, {len(ranks)}; got {local_size}. Give another number, or "
+                "1 for none."
             )
+        self.local_size = local_size
+        self.nccl = dist.get_backend(ddp.process_group) == "nccl"
         self._timeout = timeout
-        self._ranks = ranks
         self._ddp_group = ddp.process_group
         self._nodes = [ranks[i : i + local_size] for i in range(0, len(ranks), local_size)]
         self._node = ranks.index(dist.get_rank()) // local_size
-        self.local_size = local_size
-        self.nccl = dist.get_backend(ddp.process_group) == "nccl"
         self._made: list[dist.ProcessGroup] = []
-        self._inside: list[dist.ProcessGroup] = []  # this node's, one a lane, and the last for backward's thread
-        self._leaders: dist.ProcessGroup | None = None
+        self._inside: TorchComm | None = None  # this node, for backward's thread
+        self._leaders: dist.ProcessGroup | None = None  # for the main thread
 
     def comms(self, wire_dtype: torch.dtype) -> list[Comm]:
         """The ranks, or the nodes, once for each lane.  Makes the groups: to be called on every rank, at once."""
-        if self.local_size == 1:
-            return [TorchComm(lane, wire_dtype) for lane in self._lanes()]
-        lanes = [self._new(self._first_ranks()) for _ in range(1 if self.nccl else LANES)]
-        self._inside = [self._new_inside() for _ in range(len(lanes) + 1)]
-        node = self._nodes[self._node]
-        return [
-            NodeComm(
-                self._node,
-                len(self._nodes),
-                TorchComm(lane, wire_dtype) if dist.get_rank() == node[0] else None,
-                inside,
-                node[0],
-                wire_dtype,
-            )
-            for lane, inside in zip(lanes, self._inside, strict=False)
-        ]
+        if (
+            self.local_size == 1 and self.nccl
+        ):  # several communicators need one order of launching, which DDP's hook has
+            return [TorchComm(self._ddp_group, wire_dtype)]
+        if self.local_size == 1:  # over Gloo others may use DDP's group from the main thread
+            everyone = [rank for node in self._nodes for rank in node]
+            return [TorchComm(self._new(everyone), wire_dtype) for _ in range(LANES)]
+        leaders = [self._between(self._new_leaders(), wire_dtype) for _ in range(1 if self.nccl else LANES)]
+        inside = [self._new_inside() for _ in leaders]
+        self._inside = self._new_inside()
+        nodes = len(self._nodes)
+        return [NodeComm(self._node, nodes, *lane, wire_dtype) for lane in zip(leaders, inside, strict=True)]
 
     @contextmanager
-    def leaders(self) -> Iterator[dist.ProcessGroup | None]:
-        """For the main thread: the first rank of each node, or the default group, None, where there are no nodes.
+    def leaders(self) -> Iterator[TorchComm | None]:
+        """Yield, for the main thread, the first rank of each node, None on the others; all ranks if there are no nodes.
 
         To be entered on every rank; also after :meth:`close`.
         """
         if self.local_size == 1:
-            yield None
+            yield TorchComm(self._ddp_group)
             return
-        if self._leaders is None:
-            self._leaders = self._new(self._first_ranks())
-        yield self._leaders
-        if not self._inside:  # closed before, so nobody closes this one later
+        self._leaders = self._leaders or self._new_leaders()
+        yield self._between(self._leaders)
+        if self._inside is None:  # closed before, so nobody closes this one later
             self.close()
 
     def close(self) -> None:
@@ -90,27 +84,26 @@ class ProcessGroups:
 
         Not on NCCL, where that would wait for the other ranks.
         """
-        made, self._made, self._inside, self._leaders = self._made, [], [], None
+        made, self._made, self._inside, self._leaders = self._made, [], None, None
         for group in made if not self.nccl else []:
             with suppress(ValueError):  # it went with the default group
                 dist.destroy_process_group(group)
 
     def sum_inside(self, x: Tensor) -> Pending:
         """Sum over the ranks of this node, in place: for backward's thread, where there are nodes."""
-        return Works([dist.all_reduce(x, group=self._inside[-1], async_op=True)], x)
-
-    def _lanes(self) -> list[dist.ProcessGroup]:
-        # On NCCL several communicators need one order of launching, which DDP's hook has; over Gloo others may use
-        # DDP's group from the main thread.
-        return [self._ddp_group] if self.nccl else [self._new(self._ranks) for _ in range(LANES)]
-
-    def _first_ranks(self) -> list[int]:
-        return [node[0] for node in self._nodes]
+        assert self._inside is not None  # the exchange has taken its groups
+        return self._inside.all_reduce(x)
 
     def _new(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._timeout)
         self._made.append(group)
         return group
 
-    def _new_inside(self) -> dist.ProcessGroup:
-        return [self._new(node) for node in self._nodes][self._node]  # every rank makes them all
+    def _new_leaders(self) -> dist.ProcessGroup:
+        return self._new([node[0] for node in self._nodes])
+
+    def _between(self, leaders: dist.ProcessGroup, wire_dtype: torch.dtype = torch.float32) -> TorchComm | None:
+        return TorchComm(leaders, wire_dtype) if dist.get_rank() == self._nodes[self._node][0] else None
+
+    def _new_inside(self) -> TorchComm:
+        return TorchComm([self._new(node) for node in self._nodes][self._node])  # every rank makes them all

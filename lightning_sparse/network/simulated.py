@@ -35,7 +35,7 @@ class _Part(Pending):
 
 @dataclass
 class _Message:
-    """What all ranks launched at the same position among their messages."""
+    """The parts that all ranks launched at the same position among their messages."""
 
     parts: dict[int, _Part] = field(default_factory=dict)  # by rank
     result: Tensor | None = None  # of an all-reduce or an all-gather, which is the same for all
@@ -144,7 +144,7 @@ class SimNetwork:
 
 
 def _combined(kind: str, given: Sequence[Tensor]) -> Tensor:
-    """What an all-gather or an all-reduce of ``given`` results in, added in the order of the ranks."""
+    """The result of an all-gather or an all-reduce of ``given``, added in the order of the ranks."""
     if kind == "all_gather":
         return torch.stack(list(given))
     total = given[0].clone()

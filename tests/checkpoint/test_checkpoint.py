@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_sparse as ls
-from lightning_sparse.checkpoint.residuals import KEY
+from lightning_sparse.checkpoint.state import KEY
 from tests.conftest import Ranks
 from tests.training.models import LIMIT_S, Small, data, small, trainer, unsent, weights
 
@@ -234,11 +234,11 @@ def test_a_second_fit_may_train_other_parameters(ranks: Ranks) -> None:
 def test_what_residuals_add_to_a_file_is_reported_once_and_is_a_warning_above_a_gibibyte() -> None:
     strategy = ls.SparseDDPStrategy()
     with pytest.warns(UserWarning, match=r"add 2,048\.0 MiB to every checkpoint, gathered on rank 0 in 1\.5 s"):
-        strategy._tell_size(2**31, 1.5)
+        strategy._report_size(2**31, 1.5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        strategy._tell_size(2**31, 1.5)
-        ls.SparseDDPStrategy()._tell_size(2**20, 0.1)
+        strategy._report_size(2**31, 1.5)
+        ls.SparseDDPStrategy()._report_size(2**20, 0.1)
 
 
 # - into another configuration

@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse import hook
-from lightning_sparse.checkpoint import state as damage
-from lightning_sparse.checkpoint.residuals import KEY
+from lightning_sparse.checkpoint.state import KEY, State
 from lightning_sparse.fusion.groups import pieces_of
 from lightning_sparse.simulation import simulate
 from tests.training.models import unsent
@@ -88,6 +87,15 @@ class Training:
         self.hook.close()
 
 
+def found_in(state: dict[str, Any], rank: int, size: int) -> str | None:
+    """What ``rank`` of ``size`` finds wrong."""
+    try:
+        State.checked(state, rank, size)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def of_ranks(state: dict[str, Any], size: int) -> dict[str, Any]:
     """As if ``size`` ranks had written it, each with the same but for a factor."""
     factors = torch.arange(1.0, size + 1)
@@ -96,7 +104,7 @@ def of_ranks(state: dict[str, Any], size: int) -> dict[str, Any]:
     for group in state["groups"]:
         group["memory"] = {k: x.expand(size, *x.shape[1:]).clone() for k, x in group["memory"].items()}
     del state["checksum"]
-    return state | {"checksum": damage.checksum(state)}
+    return state | {"checksum": State(**state).checksums()}
 
 
 # - what is owed arrives once
@@ -195,10 +203,10 @@ def test_a_rank_looks_at_its_own_row_only(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(zlib, "crc32", lambda data, crc=0: (summed.append(len(data)), crc32(data, crc))[1])
     for rank in range(4):
         summed.clear()
-        assert damage.found_in(state, rank, 4) is None
+        assert found_in(state, rank, 4) is None
         assert sum(size for size in summed if size > 100) <= row_bytes + 2000
     summed.clear()
-    assert damage.found_in(state, 0, 2) is None  # the mean of all rows
+    assert found_in(state, 0, 2) is None  # the mean of all rows
     assert sum(summed) >= 4 * row_bytes
     training.close()
 
@@ -213,15 +221,15 @@ def test_damage_in_a_row_is_found_by_its_rank(where: str) -> None:
         state["groups"][0]["memory"]["velocity"][1, 7] += 1e-3
     else:
         state["steps"] += 1
-    found = [damage.found_in(state, rank, 3) for rank in range(3)]
+    found = [found_in(state, rank, 3) for rank in range(3)]
     if where == "shared":
         assert all(each and "the checksum of what all ranks share is " in each for each in found)
     else:
         assert found[0] is found[2] is None
         assert "the checksum of rank 1's part is " in str(found[1])
-        assert "the checksum of rank 1's part is " in str(damage.found_in(state, 0, 2))
+        assert "the checksum of rank 1's part is " in str(found_in(state, 0, 2))
     with pytest.raises(ValueError, match=r"are damaged: .*checksum of .* \(rank"):
-        damage.refuse([each or "" for each in found])
+        training.hook.load_state_dict(state)
     training.close()
 
 
@@ -230,7 +238,7 @@ def test_a_file_of_an_earlier_version_loads_and_its_one_checksum_is_checked() ->
     state = before.hook.state_dict()
     for group in state["groups"]:
         group["memory"] |= {"momentum": torch.tensor([0.9]), "clip_norm": torch.tensor([1.0])}
-    state["checksum"] = damage._of_all(state)
+    state["checksum"] = State(**state)._sum("all")
     assert after.warned(after.hook.load_state_dict, state) == ""
     assert all(torch.equal(x, before.velocities()[name]) for name, x in after.velocities().items())
     state["unsent"]["head.weight"][0, 2, 3] += 1e-3
@@ -255,12 +263,12 @@ def test_of_a_local_file_a_rank_reads_its_own_rows(tmp_path: Path) -> None:
         "residuals": "per_rank", "size": 8, "steps": 1, "unsent": {"w": rows}, "groups": [], "compressor": "x",
         "plan": {},
     }  # fmt: skip
-    state["checksum"] = damage.checksum(state)
+    state["checksum"] = State(**state).checksums()
     theirs = torch.randn(2**19)
     torch.save({"state_dict": {"w": theirs, "tied": theirs}, KEY: state}, path)
     loaded = ls.SparseDDPStrategy().load_checkpoint(path, weights_only=True)
     copied = resident_bytes(path)
-    assert damage.found_in(loaded[KEY], 4, 8) is None
+    assert found_in(loaded[KEY], 4, 8) is None
     assert rows[0].nbytes <= resident_bytes(path) - copied <= rows.nbytes / 2  # in pages, of 2 MiB perhaps
     assert torch.equal(loaded[KEY]["unsent"]["w"], rows)
     assert loaded["state_dict"]["w"].data_ptr() == loaded["state_dict"]["tied"].data_ptr()

@@ -91,21 +91,24 @@ def test_what_is_active_is_made_once_for_each_phase() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ls.TopK(density=0), "TopK(density=0): density is the fraction of elements sent"),
-        (lambda: ls.RandomK(density=1.5), "RandomK(density=1.5): density is the fraction of elements sent"),
+        (lambda: ls.TopK(density=0), "TopK: density must be above 0 and at most 1; got 0."),
+        (lambda: ls.RandomK(density=1.5), "RandomK: density must be above 0 and at most 1; got 1.5."),
         (lambda: ls.SkipReduce(skip=-0.1), "SkipReduce(skip=-0.1): skip is the fraction of ranks"),
         (lambda: ls.SkipReduce(skip=float("nan")), "SkipReduce(skip=nan)"),
         (lambda: ls.SkipReduce(rotation="left"), "rotation is one of even, random, static"),  # type: ignore[arg-type]
         (lambda: ls.SkipReduce(divisor="none"), "divisor is one of world, contributors"),  # type: ignore[arg-type]
         (lambda: ls.SkipReduce(divisor="contributors"), "use divisor='world', or error_feedback=False"),
-        (lambda: ls.SkipReduce(protect="bias"), "protect is a list of patterns: ['bias']"),  # type: ignore[arg-type]
+        (lambda: ls.SkipReduce(protect="bias"), "protect must be a list of patterns; got 'bias'. Write ['bias']"),  # type: ignore[arg-type]
         (lambda: ls.SkipReduce(protect_below=-1), "protect_below=-1"),
         (lambda: ls.Warmup(-1, ls.Dense()), "Warmup: steps must be an integer of at least 0, where 0 is none; got -1"),
         (lambda: by_name("skipreduce"), "compressor='skipreduce' is not one of skip_reduce, "),
         (lambda: simulate("dense", torch.ones(1, 1, 1)), "compressor='dense' is not one of"),
-        (lambda: simulate("skip_reduce", torch.ones(1, 1)), "gradients is [steps, ranks, elements]"),
-        (lambda: simulate("skip_reduce", torch.ones(1, 2, 3), torch.ones(4)), "weights is [n] = [3]"),
-        (lambda: simulate("skip_reduce", torch.ones(1, 2, 3), wire_dtype="int4"), "wire_dtype='int4' is not one of"),
+        (lambda: simulate("skip_reduce", torch.ones(1, 1)), "gradients must be [steps, ranks, elements]"),
+        (lambda: simulate("skip_reduce", torch.ones(1, 2, 3), torch.ones(4)), "weights must be [n] = [3]"),
+        (
+            lambda: simulate("skip_reduce", torch.ones(1, 2, 3), wire_dtype="int4"),
+            "wire_dtype must be one of float32, bfloat16, float16, int8; got 'int4'",
+        ),
     ],
 )
 def test_bad_settings_name_the_value_and_what_is_allowed(make: object, message: str) -> None:

@@ -179,12 +179,12 @@ def test_warmup_keeps_momentum() -> None:
         (lambda: ls.ImportancePruning(givers=0), r"ImportancePruning\(givers=0\): at least one rank"),
         (lambda: ls.ImportancePruning(rule="all"), r"rule='all'\): rule is one of density, fixed, adaptive"),  # type: ignore[arg-type]
         (lambda: ls.ImportancePruning(eps=0), r"ImportancePruning\(eps=0\)"),
-        (lambda: ls.ImportancePruning(protect="bias"), r"protect is a list of patterns"),  # type: ignore[arg-type]
+        (lambda: ls.ImportancePruning(protect="bias"), r"protect must be a list of patterns"),  # type: ignore[arg-type]
         (lambda: ls.MomentumCorrection(1.0, ls.Dense()), r"MomentumCorrection\(momentum=1.0\)"),
         (lambda: ls.MomentumCorrection(0.9, ls.Dense(), clip_norm=0), r"clip_norm=0"),
         (lambda: ls.DensityLadder(-1, ls.TopK()), r"DensityLadder\(steps=-1\)"),
         (lambda: ls.DensityLadder(1, ls.Dense()), r"Dense\(\) has no density"),
-        (lambda: ls.DensityLadder(1, ls.TopK(), densities=(2.0,)), r"density=2.0"),
+        (lambda: ls.DensityLadder(1, ls.TopK(), densities=(2.0,)), "density must be above 0 and at most 1; got 2.0"),
     ],
 )
 def test_bad_settings_name_the_value(make: object, message: str) -> None:

@@ -13,7 +13,6 @@ import lightning_sparse as ls
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.exchange import Exchange
-from lightning_sparse.engine.loss_scale import LossScale
 from lightning_sparse.engine.sample import MOST, STARVING, Sample, Waiting
 from lightning_sparse.fusion.groups import carry_over
 from lightning_sparse.monitor.tables import starvation
@@ -169,7 +168,7 @@ def test_a_step_that_is_undone_changes_nothing() -> None:
     parameters = {name: torch.zeros(n) for name, n in SIZES.items()}
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(torch.ones(()))
-    exchange = watched([tuple(SIZES)], parameters, loss_scale=LossScale(scaler, torch.device("cpu")))
+    exchange = watched([tuple(SIZES)], parameters, scaler=scaler)
     bucket = Bucket(list(parameters.values()), torch.empty(80))
     for step in range(4):
         bucket.buffer().fill_(8.0)

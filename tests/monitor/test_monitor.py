@@ -21,7 +21,7 @@ from rich.console import Console
 import lightning_sparse as ls
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.sample import Sample, Waiting
-from lightning_sparse.engine.step_report import Report
+from lightning_sparse.engine.step import Report
 from lightning_sparse.engine.timeline import GroupTime, Timeline
 from lightning_sparse.fusion.model import Cost, Plan, StepModel
 from lightning_sparse.monitor.pictures import draw, draw_timeline

@@ -148,9 +148,9 @@ def test_a_trainer_with_nodes_and_what_it_refuses(ranks: Ranks, tmp_path: Any) -
     assert all(len(rows) == 2 for rows in saved["unsent"].values())  # one a node
     for _, _, messages in results:
         assert len(messages) == 4
-        assert "4 ranks cannot be cut into nodes of 3" in messages[0]
-        assert "local_group=0 is neither 'node' nor a number" in messages[1]
-        assert "local_group='nodes' is neither" in messages[2]
+        assert "local_group must divide the number of ranks, 4; got 3." in messages[0]
+        assert "local_group must be an integer of at least 1; got 0. Or give 'node'" in messages[1]
+        assert "local_group must be an integer of at least 1; got 'nodes'. Or give 'node'" in messages[2]
         assert "cannot be combined with find_unused_parameters=True" in messages[3]
 
 

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchmetrics import MeanMetric
 
 import lightning_sparse as ls
-from lightning_sparse.checkpoint.residuals import KEY
+from lightning_sparse.checkpoint.state import KEY
 from tests.conftest import Ranks
 from tests.training.models import LIMIT_S, Small, data, small, trainer, weights
 

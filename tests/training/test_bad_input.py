@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import lightning_sparse as ls
-from lightning_sparse.checkpoint.residuals import KEY
+from lightning_sparse.checkpoint.state import KEY
 from tests.conftest import Ranks
 from tests.training.models import LIMIT_S, Small, data, small, trainer, unsent, weights
 

@@ -220,7 +220,7 @@ def test_unfreezing_what_was_frozen_at_setup_is_refused(ranks: Ranks, name: str)
 def refuse_float64(rank: int, size: int) -> list[str]:
     messages = []
     for case in (Case(Small, {"precision": "64-true"}), Case(partial(models.Dtypes, torch.float64))):
-        with pytest.raises(ValueError, match="only float32, bfloat16 and float16") as refused:
+        with pytest.raises(ValueError, match="must be float32, bfloat16 or float16") as refused:
             train(rank, size, case, ["skip_reduce"])
         messages.append(str(refused.value))
     return messages
@@ -228,8 +228,8 @@ def refuse_float64(rank: int, size: int) -> list[str]:
 
 def test_float64_is_refused_also_beside_float32(ranks: Ranks) -> None:
     for alone, beside in ranks.run(refuse_float64, 2):
-        assert "parameter net.0.weight has dtype torch.float64" in alone
-        assert "parameter net.2.weight has dtype torch.float64" in beside
+        assert "parameter net.0.weight must be float32, bfloat16 or float16; got torch.float64" in alone
+        assert "parameter net.2.weight must be float32, bfloat16 or float16; got torch.float64" in beside
 
 
 class Start(L.Callback):

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 
 from lightning_sparse.bench.compare.peers import Peer
-from lightning_sparse.engine.step_report import Report
+from lightning_sparse.engine.step import Report
 from lightning_sparse.strategy import SparseDDPStrategy
 
 _SIOCGIFADDR = 0x8915  # of <linux/sockios.h>: the address of an interface

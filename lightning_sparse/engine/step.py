@@ -1,0 +1,122 @@
+"""One step of one rank: what has arrived of it, what is not given back yet, and in the end what it cost."""
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.engine.delivery import Delivery
+from lightning_sparse.engine.lane import Lane, spent
+from lightning_sparse.engine.loss_scale import LossScale
+from lightning_sparse.network.comm import Pending, traffic
+
+
+class Step:
+    """All that belongs to one step, from its first bucket to its last mean.
+
+    Args:
+        groups: of parameters, in the order in which they are sent.
+        queues: for each lane, the groups that are sent on it, in this order.
+        lanes: on which they are.
+        scaler: what scales the loss, if anything does.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        queues: Sequence[Sequence[int]],
+        lanes: Sequence[Lane],
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self.groups = groups
+        self.deliveries: list[Delivery] = []  # not given back yet
+        self.gradients: dict[Tensor, tuple[Tensor, Delivery]] = {}  # parameter -> its place in DDP's bucket
+        self.averaging = len(groups)  # groups not averaged yet
+        self.loss_scale = LossScale(scaler, groups[0].unsent.device) if scaler is not None else None
+        self.overflowed: Pending  # with a loss scale, and how many ranks found a gradient that is not finite
+        self.averages: list[Future[None]] = []  # with a loss scale
+        self._arriving = [len(group.parameters) for group in groups]  # parameters not handed over yet
+        self._queues = [deque(queue) for queue in queues]
+        self._lanes = lanes
+        self._spent_before = spent(lanes)
+        self._handed_over_ns = 0
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether all gradients have been handed over."""
+        return not any(self._arriving)
+
+    def take_in(self, delivery: Delivery, group_of: dict[Tensor, Group]) -> None:
+        """Note what has arrived."""
+        self._handed_over_ns = time.perf_counter_ns()
+        for parameter, gradient in delivery.gradients:
+            self.gradients[parameter] = (gradient, delivery)
+            self._arriving[group_of[parameter].index] -= 1
+
+    def take_complete(self) -> Iterator[tuple[int, int]]:
+        """Yield each lane and group that may be sent now: complete, with none before it on its lane that is not."""
+        for lane, queue in enumerate(self._queues):
+            while queue and not self._arriving[queue[0]]:
+                yield lane, queue.popleft()
+
+    def count_averaged(self, deliveries: Sequence[Delivery]) -> None:
+        """Count one group as averaged, with a parameter in each of ``deliveries``, some perhaps named twice."""
+        self.averaging -= 1
+        for delivery in deliveries:
+            delivery.missing -= 1
+
+    def give_back(self) -> None:
+        """Let backward have the buckets that are averaged."""
+        for done in [d for d in self.deliveries if not d.missing]:
+            self.deliveries.remove(done)
+            done.give_back()
+
+    def fail(self, error: BaseException) -> None:
+        """Let backward have ``error`` in place of all buckets."""
+        for waiting in self.deliveries:
+            waiting.future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it wrongly
+        self.deliveries.clear()
+
+    def report(self) -> "Report":
+        """Return what the step, which has just ended, cost and did."""
+        waited_ns = time.perf_counter_ns() - self._handed_over_ns
+        pairs = zip(spent(self._lanes), self._spent_before, strict=True)
+        sent_bytes, compress_ns, network_ns = (now - before for now, before in pairs)
+        elements = sum(group.n for group in self.groups)
+        return Report(
+            sent_bytes=sent_bytes,
+            dense_bytes=traffic("all_reduce", 4 * elements, self._lanes[0].comm.size),
+            elements=elements,
+            picked=sum(group.picked for group in self.groups),
+            target=sum(group.target for group in self.groups),
+            mask_bytes=sum(group.mask_bytes for group in self.groups),
+            overflow=sum(group.overflow for group in self.groups),
+            ms_compress=compress_ns / 1e6,
+            ms_network=network_ns / 1e6,
+            ms_wait=waited_ns / 1e6,
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """The cost and the effect of one step of one rank."""
+
+    sent_bytes: int
+    dense_bytes: int  # what a float32 ring all-reduce of the same gradient sends
+    elements: int
+    picked: int | Tensor  # distinct elements updated; a tensor is not read until it is logged
+    target: int
+    mask_bytes: int  # of the bytes sent, those that only said which elements travel
+    overflow: int | Tensor  # elements this rank meant to send but kept, for want of room in a message; likewise
+    ms_compress: float  # in the compressor's own code
+    ms_network: float  # of the issuing thread, waiting for messages
+    ms_wait: float  # of training: from the last gradient handed over to the last mean handed back
+
+    def saves_bytes(self) -> bool:
+        """Whether fewer bytes were sent than dense DDP would have sent; also where there was nobody to send to."""
+        return self.sent_bytes < self.dense_bytes or not self.dense_bytes
