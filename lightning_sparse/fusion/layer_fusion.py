@@ -2,6 +2,7 @@
 
 import math
 import time
+import weakref
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
@@ -131,23 +132,24 @@ class LayerFusion:
         """Begin with the next pass: measure, or only watch if there is a plan."""
         self._at_work = at_work
         self._exchange.deferred = False
-        self._course = self._passes(planned)
+        # A generator that held this object strongly would keep all that is unsent until the garbage collector runs.
+        self._course = LayerFusion._passes(weakref.proxy(self), planned)
         next(self._course)
 
-    # - the passes of a training: each yield ends one
+    # - the passes of a training: each yield ends one; ``self`` is a weak reference, see `_start`
 
     def _passes(self, planned: bool) -> Passes[None]:
         window = WINDOW
         while True:
             if not planned:
-                yield from self._measure_and_plan()
+                yield from LayerFusion._measure_and_plan(self)
             self.phase = "watch"
-            yield from self._watch(window)
+            yield from LayerFusion._watch(self, window)
             planned, window = False, min(2 * window, LONGEST_WINDOW)  # where times keep changing, ask less often
 
     def _measure_and_plan(self) -> Passes[None]:
         self.phase = "measure"
-        measured = yield from self._measure()
+        measured = yield from LayerFusion._measure(self)
         decision = self._decide(measured)
         if decision is None:
             return
@@ -155,10 +157,11 @@ class LayerFusion:
         if layout.plan is not None:
             rank_zero_info(f"LayerFusion: {layout.plan}")
             self.plan = layout.plan.rejected()
-        span_s = yield from self._try(layout, measured.span_s)
+        span_s = yield from LayerFusion._try(self, layout, measured.span_s)
         if then_one_group and same(self._compressor, layout.compressor):
             plan = self.plan.one_group() if self.plan else None
-            yield from self._try(Layout([self._names], self._compressor, self._dense_up_to, plan), span_s)
+            one_group = Layout([self._names], self._compressor, self._dense_up_to, plan)
+            yield from LayerFusion._try(self, one_group, span_s)
 
     def _measure(self) -> Passes[Measured]:
         """Look at steps as they are, then at backward alone; return the medians over steps and ranks."""

@@ -1,5 +1,7 @@
 """LayerFusion step by step in one process: what it does between which steps, however many backwards there are."""
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -208,3 +210,17 @@ def test_until_auto_chooses_its_start_says_what_is_dense_and_remembered() -> Non
     assert auto.dense_variant() == ls.MomentumCorrection(0.9, ls.Dense())
     assert auto.per_element == ("velocity",)
     assert auto.candidates == ls.Auto().candidates
+
+
+@pytest.mark.parametrize("passes", [0, 5, STEPS_MEASURED + 2, STEPS_MEASURED + TRIAL + 2])
+def test_what_is_dropped_is_gone_without_the_garbage_collector(tried: None, passes: int) -> None:
+    """It holds a float32 copy of the gradient."""
+    training = Training(ls.TopK(density=0.5))
+    list(training.passes(passes))
+    exchange = weakref.ref(training.exchange)
+    gc.disable()
+    try:
+        del training
+        assert exchange() is None
+    finally:
+        gc.enable()
