@@ -10,11 +10,12 @@ from lightning_sparse.checks import check_density, check_seed, check_switch, is_
 from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.network.comm import Comm, Rounds
-from lightning_sparse.network.ring import sum_at, sum_padded, sum_values
-from lightning_sparse.selection.host import above, count, kth_largest, room, sampled_threshold
+from lightning_sparse.network.ring import sum_selected, sum_values
+from lightning_sparse.selection.estimate import count, room, sampled_threshold
+from lightning_sparse.selection.host import above, kth_largest
 from lightning_sparse.selection.sketch import CountSketch, DeviceSketch
 from lightning_sparse.selection.sparse import Sparse
-from lightning_sparse.wire import INDEX_LIMIT
+from lightning_sparse.wire import INDEX_LIMIT, Selection
 
 FEWEST_COLUMNS = 16
 SLACK = 1.1  # on a device all candidates go that reach an estimated threshold, at most so many times k
@@ -83,7 +84,7 @@ class SketchFusion(Compressor):
         coder = DeviceSketch(sketch, n, unsent.device) if on_device else sketch
         own = comm.buffer(sketch.rows * sketch.columns, torch.float32, unsent.device)
         coder.encode(unsent, out=own.view(sketch.rows, sketch.columns))
-        # What rounding for the wire leaves is not kept: only candidates come of the table.
+        # Rounding errors are not carried over to the next step: only candidates come of the table.
         exact = comm.wire_dtype == torch.float32
         table = (yield comm.all_reduce(own)) if exact else (yield from sum_values(own, comm))
         table = self._remembered(group, table.view(sketch.rows, sketch.columns))
@@ -91,15 +92,18 @@ class SketchFusion(Compressor):
         if on_device and self.exact:  # nobody waits for the device to know how many there are
             threshold = sampled_threshold(estimates, k)
             found = kernels.select(estimates, None, threshold, room(k, SLACK))
-            group.picked = found.count
-            return (yield from sum_padded(found.index, unsent, comm)) + 0 * threshold
-        least = kth_largest(estimates, k)
-        index = top(estimates, k, least)
+            least: float | Tensor = threshold
+        else:
+            least = kth_largest(estimates, k)
+            found = Selection(top(estimates, k, least))
+        group.picked = found.count
         if not self.exact:
-            unsent.index_fill_(0, index, 0)
-            return Sparse(index, estimates.index_select(0, index) + 0 * least)
-        total = yield from sum_at(index, unsent, k, comm)
-        return Sparse(index, total + 0 * least)
+            unsent.index_fill_(0, found.index, 0)
+            return Sparse(found.index, estimates.index_select(0, found.index) + 0 * least)
+        total = yield from sum_selected(found, unsent, k, comm)
+        if isinstance(total, Sparse):  # where the least is not finite, nothing is: so it is seen
+            return Sparse(total.index, total.values + 0 * least)
+        return total + 0 * least
 
     def _remembered(self, group: Group, table: Tensor) -> Tensor:
         if not self.momentum:

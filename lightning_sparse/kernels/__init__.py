@@ -4,17 +4,16 @@ In Triton on CUDA devices where it can be imported, else in plain PyTorch, with 
 call are contiguous and on one device; n is at most 2**31.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.kernels import ops
-from lightning_sparse.wire import INDEX_FORMATS
+from lightning_sparse.wire import INDEX_FORMATS, Selection
 
 __all__ = [
     "Hashes",
-    "Selection",
     "decode_indices",
     "encode_indices",
     "largest_first",
@@ -27,23 +26,6 @@ __all__ = [
 
 
 AMONG = 4096  # found elements at least among which the largest are sought
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Elements that reached a threshold.
-
-    Attributes:
-        index: [capacity] int64, of the first ``count`` of them, strictly rising; then n.
-        count: [] int64, how many indices there are: ``seen``, or the capacity where that is less.
-        seen: [] int64, elements that reached the threshold.
-        near: [] int64, elements that reached ``reference.NEAR`` times the threshold, those that were seen included.
-    """
-
-    index: Tensor
-    count: Tensor
-    seen: Tensor
-    near: Tensor
 
 
 @dataclass(frozen=True)
@@ -84,7 +66,7 @@ def select(unsent: Tensor, gradient: Tensor | None, threshold: Tensor, capacity:
         raise ValueError(f"gradient has {gradient.numel()} elements, unsent {unsent.numel()}; they must be as many.")
     flat = None if gradient is None else gradient.reshape(-1)
     index, (seen, near) = ops.select(unsent, flat, threshold.to(torch.float32), capacity)
-    return Selection(index, seen.clamp(max=capacity), seen, near)
+    return Selection(index, seen=seen, near=near, count=seen.clamp(max=capacity))
 
 
 def largest_first(unsent: Tensor, threshold: Tensor, capacity: int) -> Selection:
@@ -101,7 +83,7 @@ def largest_first(unsent: Tensor, threshold: Tensor, capacity: int) -> Selection
         magnitudes = unsent.index_select(0, found.index.clamp(max=n - 1)).abs()
         kept = torch.where(meant, magnitudes, -1.0).topk(capacity, sorted=False).indices.sort().values
         index = found.index.index_select(0, kept)
-    return Selection(index, found.seen.clamp(max=capacity), found.seen, found.near)
+    return replace(found, index=index, count=found.seen.clamp(max=capacity))
 
 
 def scatter(index: Tensor, values: Tensor, count: Tensor, size: int, out: Tensor) -> Tensor:
