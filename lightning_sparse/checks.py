@@ -73,3 +73,10 @@ def check_warmup(warmup_steps: object) -> None:
     """Raise a ValueError with the value unless it is a number of steps."""
     if not is_whole(warmup_steps, least=0):
         raise ValueError(f"warmup_steps={warmup_steps!r} is a number of dense steps, so 0 or more; 0 is none.")
+
+
+def check_setting(compressor: object, name: str, valid: bool, must: str) -> None:
+    """Raise a ValueError that names the compressor and the value of its setting ``name`` unless it is ``valid``."""
+    if not valid:
+        value = getattr(compressor, name)
+        raise ValueError(f"{type(compressor).__name__}({name}={value!r}): {name} must be {must}.")

@@ -11,6 +11,7 @@ from lightning_sparse import selection
 from lightning_sparse.checks import (
     check_density,
     check_seed,
+    check_setting,
     check_slack,
     checked_patterns,
     is_number,
@@ -71,19 +72,12 @@ class ImportancePruning(Compressor):
         check_density(self, self.density)
         check_slack(self, self.slack)
         check_index_format(self, self.indices)
-        if not is_whole(self.givers, least=1):
-            raise ValueError(f"ImportancePruning(givers={self.givers!r}): at least one rank must give a mask.")
-        if self.rule not in RULES:
-            raise ValueError(f"ImportancePruning(rule={self.rule!r}): rule is one of {', '.join(RULES)}.")
-        if not (is_number(self.threshold) and abs(self.threshold) <= LARGEST):
-            raise ValueError(
-                f"ImportancePruning(threshold={self.threshold!r}) is compared with float32 values, so a finite number."
-            )
-        if not (is_number(self.eps) and 1 / LARGEST <= self.eps <= LARGEST):
-            raise ValueError(
-                f"ImportancePruning(eps={self.eps!r}) is added to weights that may be 0, so above 0: from 3e-39 to "
-                "3e38, where float32 ends."
-            )
+        finite = is_number(self.threshold) and abs(self.threshold) <= LARGEST
+        positive = is_number(self.eps) and 1 / LARGEST <= self.eps <= LARGEST
+        check_setting(self, "givers", is_whole(self.givers, least=1), "an integer, at least 1: a number of ranks")
+        check_setting(self, "rule", self.rule in RULES, f"one of {', '.join(RULES)}")
+        check_setting(self, "threshold", finite, "a finite number: float32 values are compared with it")
+        check_setting(self, "eps", positive, "from 3e-39 to 3e38, where float32 ends: weights may be 0")
         for name in ("threshold", "eps"):  # torch takes no integers beyond 64 bits
             object.__setattr__(self, name, float(getattr(self, name)))
         check_seed(self, self.seed)
@@ -103,7 +97,7 @@ class ImportancePruning(Compressor):
             if giver == comm.rank:
                 mask = self._mask(group, len(givers))
                 group.overflow = mask.seen - mask.count
-                on.pack(layout, mask, out=message)
+                on.pack(layout, mask, message)
             flights.append(comm.broadcast(message, giver))
         group.mask_bytes = comm.sent_bytes - before
         for flight in flights:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse import kernels, selection
-from lightning_sparse.checks import check_density, check_slack, is_whole
+from lightning_sparse.checks import check_density, check_setting, check_slack, is_whole
 from lightning_sparse.compressors.base import Compressor, carry_thresholds
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.compressors.ok_topk_control import Evaluated, Reported, adapt
@@ -63,8 +63,9 @@ class OkTopk(Compressor):
         check_slack(self, self.slack)
         check_index_format(self, self.indices)
         for name in ("evaluate_every", "repartition_every"):
-            if not is_whole(getattr(self, name), least=1):
-                raise ValueError(f"OkTopk({name}={getattr(self, name)!r}) is a number of steps, 1 or more.")
+            check_setting(
+                self, name, is_whole(getattr(self, name), least=1), "an integer, at least 1: a number of steps"
+            )
 
     def reduce(self, group: Group, comm: Comm) -> Rounds:
         """Select, split and reduce, select among the sums and gather; take out what arrived."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse import kernels
-from lightning_sparse.checks import check_density, check_seed, check_switch, is_number, is_whole
+from lightning_sparse.checks import check_density, check_seed, check_setting, check_switch, is_number, is_whole
 from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.network.comm import Comm, Rounds
@@ -56,19 +56,14 @@ class SketchFusion(Compressor):
 
     def __post_init__(self) -> None:
         check_density(self, self.density)
-        if not is_whole(self.rows, least=1) or self.rows % 2 == 0 or self.rows > MOST_ROWS:
-            raise ValueError(
-                f"SketchFusion(rows={self.rows!r}): the median needs an odd number of rows, such as 5, at most "
-                f"{MOST_ROWS}."
-            )
-        if not (is_number(self.width) and 0 < self.width <= INDEX_LIMIT):
-            raise ValueError(
-                f"SketchFusion(width={self.width!r}) is columns of the table over k, so above 0; 4 is usual."
-            )
+        odd = is_whole(self.rows, least=1) and self.rows % 2 == 1 and self.rows <= MOST_ROWS
+        wide = is_number(self.width) and 0 < self.width <= INDEX_LIMIT
+        fading = is_number(self.momentum) and 0 <= self.momentum < 1
+        check_setting(self, "rows", odd, f"an odd number, as the median needs, at most {MOST_ROWS}; 5 is usual")
+        check_setting(self, "width", wide, "above 0, at most 2**31: columns of the table over k; 4 is usual")
+        check_setting(self, "momentum", fading, "at least 0 and below 1; 0 is none")
         check_switch(self, "exact")
         check_seed(self, self.seed)
-        if not (is_number(self.momentum) and 0 <= self.momentum < 1):
-            raise ValueError(f"SketchFusion(momentum={self.momentum!r}) must be at least 0 and below 1; 0 is none.")
 
     def sketch(self, group: Group) -> CountSketch:
         """The hashes of this step: others in each, so that no two elements meet for ever; one for all with momentum."""

@@ -1,4 +1,7 @@
-"""Selecting on the host, where counts are known: exact, with numpy; see :class:`selection.Backend`."""
+"""Selecting on the host, where counts are known, with numpy; :mod:`~lightning_sparse.selection.device` does the same.
+
+A selection is made, packed, read and used by the same one of them; :func:`lightning_sparse.selection.on` says which.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,14 +30,13 @@ def layout(n: int, capacity: int, indices: str, dtype: torch.dtype | None = None
 
 
 def select(x: Tensor, threshold: float | Tensor, capacity: int) -> Selection:
-    """The elements of ``x`` [n] that reach ``threshold``, the ``capacity`` largest if there are more."""
-    threshold = float(threshold)
-    if x.device.type != "cpu":
-        found, near = above(x, threshold), above(x, NEAR * threshold).numel()
-    else:
-        steepness = _Steepness(x.numel(), threshold)
-        found = above(x, threshold, steepness.look)
-        near = steepness.near(found.numel()) if found.numel() else above(x, NEAR * threshold).numel()
+    """The elements of ``x`` [n] that reach ``threshold``, the ``capacity`` largest if there are more; without values.
+
+    Zeros never reach one, NaN does; a threshold of NaN is reached by all others.
+    """
+    steepness = _Steepness(x.numel(), float(threshold))
+    found = above(x, float(threshold), steepness.look)
+    near = steepness.near(found.numel()) if found.numel() else above(x, NEAR * float(threshold)).numel()
     return Selection(at_most(capacity, found, x), x.new_empty(0), found.numel(), near)
 
 
@@ -59,24 +61,24 @@ def add(selection: Selection, into: Tensor) -> None:
 
 
 def pack(layout: MessageLayout, selection: Selection, out: Tensor) -> Tensor:
-    """Write a message to ``out``, which is returned; the selection's values keep the rounding errors."""
+    """Write a message to ``out`` [nbytes] uint8, which is returned; the selection's values keep the rounding errors."""
     return layout.pack(selection, out)
 
 
 def unpack(layout: MessageLayout, payloads: Tensor, widths: Sequence[int] = ()) -> list[Selection]:
-    """Read messages, raising a CorruptMessage where one is damaged."""
+    """Read messages, ``payloads`` [P, nbytes] uint8, of vectors of ``widths`` [P] elements, or layout.n."""
     each: Sequence[int | None] = widths or [None] * len(payloads)
     return [layout.unpack(payload, width) for payload, width in zip(payloads, each, strict=True)]
 
 
 def moved(selection: Selection, start: int, stop: int, n: int) -> Selection:
-    """``selection`` of the part [``start``, ``stop``) as one of the whole."""
+    """``selection`` of the part [``start``, ``stop``) of [0, n), counted from its start, as one of the whole."""
     del stop, n
     return replace(selection, index=selection.index + start)
 
 
 def join(parts: Sequence[Selection], edges: Sequence[int]) -> Selection:
-    """One selection of selections of consecutive parts."""
+    """One selection of selections of the consecutive parts between ``edges``; ``near`` is 0."""
     index = torch.cat([part.index for part in parts])
     for place, start in zip(index.split([part.count for part in parts]), edges, strict=False):
         place += start
@@ -84,13 +86,13 @@ def join(parts: Sequence[Selection], edges: Sequence[int]) -> Selection:
 
 
 def compact(selection: Selection, most: int) -> Selection:
-    """``selection``: here nothing is filled up, and all of it travels."""
+    """``selection``: here nothing is padded, and all of it travels."""
     del most
     return selection
 
 
 def among(selection: Selection, index: Tensor, n: int) -> Selection:
-    """What of ``selection`` is in ``index`` too."""
+    """The part of ``selection`` of [0, n) that is in ``index`` too, which rises."""
     del n
     both = Sparse(selection.index, selection.values)[nonzero(contained(selection.index, index))]
     return Selection(both.index, both.values)
@@ -104,13 +106,13 @@ def unite(selections: Sequence[Selection], n: int) -> Selection:
 
 
 def total(selection: Selection, n: int) -> Sparse:
-    """The vector that is zero but for what is selected."""
+    """The vector [n] that is zero but for what is selected."""
     del n
     return Sparse(selection.index, selection.values)
 
 
 def add_up(selections: Sequence[Selection], n: int) -> tuple[Sparse, int]:
-    """The sum of what is selected, added in the order given, and how many elements it has."""
+    """The sum of ``selections`` of [0, n), added in their order, and how many elements are in any of them."""
     summed = add_up_sparse([total(selection, n) for selection in selections], n)
     return summed, summed.index.numel()
 

@@ -21,11 +21,11 @@ WORD = 8  # each part starts on a multiple of so many bytes, so that it can be l
 class Selection:
     """Selected elements of a vector [n], and what their receivers should know about the others.
 
-    On the host ``index`` holds them and nothing else, and counts are numbers.  On a device nobody waits to know how
-    many there are: ``index`` is filled up with n, ``values`` with zeros, and counts are tensors [] on it.
+    On the host ``index`` holds them and nothing else, and counts are integers.  On a device nobody waits to know how
+    many there are: ``index`` is padded with n, ``values`` with zeros, and counts are tensors [] on it.
 
     Args:
-        index: [m] int64, strictly rising, but for what it is filled up with.
+        index: [m] int64, strictly rising but for the padding.
         values: [m] float32; empty where none travel.
         seen: elements that reached the threshold; more than were selected where there was no room for all.
         near: elements that reached ``NEAR`` times the threshold, those that were seen included.

@@ -176,8 +176,11 @@ def test_warmup_keeps_momentum() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ls.ImportancePruning(givers=0), r"ImportancePruning\(givers=0\): at least one rank"),
-        (lambda: ls.ImportancePruning(rule="all"), r"rule='all'\): rule is one of density, fixed, adaptive"),  # type: ignore[arg-type]
+        (
+            lambda: ls.ImportancePruning(givers=0),
+            r"ImportancePruning\(givers=0\): givers must be an integer, at least 1",
+        ),
+        (lambda: ls.ImportancePruning(rule="all"), r"rule='all'\): rule must be one of density, fixed, adaptive"),  # type: ignore[arg-type]
         (lambda: ls.ImportancePruning(eps=0), r"ImportancePruning\(eps=0\)"),
         (lambda: ls.ImportancePruning(protect="bias"), r"protect is a list of patterns"),  # type: ignore[arg-type]
         (lambda: ls.MomentumCorrection(1.0, ls.Dense()), r"MomentumCorrection\(momentum=1.0\)"),

@@ -251,7 +251,10 @@ def test_a_threshold_evaluated_anew_has_the_trend_that_would_have_led_there() ->
     ("make", "message"),
     [
         (lambda: ls.OkTopk(density=2), r"OkTopk\(density=2\): density is the fraction"),
-        (lambda: ls.OkTopk(evaluate_every=0), r"OkTopk\(evaluate_every=0\) is a number of steps"),
+        (
+            lambda: ls.OkTopk(evaluate_every=0),
+            r"OkTopk\(evaluate_every=0\): evaluate_every must be an integer, at least 1",
+        ),
         (lambda: ls.OkTopk(repartition_every=0), r"OkTopk\(repartition_every=0\)"),
         (lambda: ls.OkTopk(slack=0.5), r"OkTopk\(slack=0.5\): a message needs room"),
         (lambda: ls.MiCRO(slack=float("nan")), r"MiCRO\(slack=nan\)"),

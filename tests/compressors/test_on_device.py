@@ -16,7 +16,7 @@ from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.network.comm import WIRE_DTYPES, Comm, Pending
 from lightning_sparse.network.simulated import SimNetwork
-from lightning_sparse.selection import device, padded
+from lightning_sparse.selection import device
 from lightning_sparse.selection.sparse import Sparse, dense
 from lightning_sparse.selection.threshold import Held
 from lightning_sparse.simulation import Simulated, simulate
@@ -284,15 +284,22 @@ def test_padded_indices_write_where_there_is_an_element(index: list[int]) -> Non
     expected = x.clone()
     for place, value in zip(index, values, strict=True):
         expected[place : place + 1] = value
-    assert padded.take(x, torch.tensor(index)).tolist() == [float(x[i]) if i < 5 else 0 for i in index]
-    padded.put(torch.tensor(index), values, x)
+    chosen = Selection(torch.tensor(index), values)
+    assert device.with_values(chosen, x).values.tolist() == [float(x[i]) if i < 5 else 0 for i in index]
+    device.put(chosen, x)
     assert torch.equal(x, expected)
 
 
 def test_padded_indices_of_parts_are_joined_and_named_once() -> None:
-    parts = [torch.tensor([0, 2, 3]), torch.tensor([0]), torch.tensor([1, 4])]
-    assert padded.joined(parts, [0, 3, 3, 7]).tolist() == [0, 2, 7, 7, 4, 7]
-    assert padded.distinct(torch.tensor([4, 2, 7, 2, 7, 4, 0]), 7).tolist() == [0, 2, 7, 4, 7, 7, 7]
+    def padded(*index: int) -> Selection:
+        return Selection(torch.tensor(index), seen=torch.tensor(3))
+
+    joined = device.join([padded(0, 2, 3), padded(0), padded(1, 4)], [0, 3, 3, 7])
+    assert joined.index.tolist() == [0, 2, 7, 7, 4, 7]
+    assert (joined.count, joined.seen) == (3, 9)
+    united = device.unite([padded(4, 2, 7), padded(2, 7, 4, 0)], 7)
+    assert united.index.tolist() == [0, 2, 7, 4, 7, 7, 7]
+    assert united.count == 3
 
 
 @pytest.mark.parametrize("n", [0, 1, 20, 50, 9000])

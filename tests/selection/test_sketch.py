@@ -141,7 +141,7 @@ def test_momentum_chooses_what_was_large_for_long() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ls.SketchFusion(rows=4), r"SketchFusion\(rows=4\): the median needs an odd number"),
+        (lambda: ls.SketchFusion(rows=4), r"SketchFusion\(rows=4\): rows must be an odd number"),
         (lambda: ls.SketchFusion(rows=-1), r"rows=-1"),
         (lambda: ls.SketchFusion(width=0), r"SketchFusion\(width=0\)"),
         (lambda: ls.SketchFusion(momentum=1), r"SketchFusion\(momentum=1\)"),
