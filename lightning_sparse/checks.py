@@ -87,3 +87,9 @@ def is_names(value: object) -> TypeGuard[Sequence[str]]:
 def matches(name: str, patterns: Sequence[str]) -> bool:
     """Whether ``name`` matches one of the shell-style ``patterns``."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def check_setting(compressor: object, name: str, valid: bool, must: str) -> None:
+    """Raise a ValueError that names the compressor and the value of its setting ``name`` unless it is ``valid``."""
+    if not valid:
+        raise ValueError(f"{type(compressor).__name__}: {name} must be {must}; got {getattr(compressor, name)!r}.")

@@ -36,12 +36,13 @@ from lightning_sparse.fusion.model import Cost, StepModel
 from lightning_sparse.network.comm import WIRE_DTYPES, traffic
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.selection import partition
-from lightning_sparse.selection.host import above, count, pick, room
+from lightning_sparse.selection.estimate import count, room
+from lightning_sparse.selection.host import above, select
 from lightning_sparse.selection.sketch import CountSketch
 from lightning_sparse.selection.sparse import Sparse, dense
 from lightning_sparse.selection.threshold import Held
 from lightning_sparse.simulation import simulate
-from lightning_sparse.wire import INDEX_FORMATS, CorruptMessage, PickLayout, Picks, cheapest
+from lightning_sparse.wire import INDEX_FORMATS, CorruptMessage, MessageLayout, Selection, cheapest
 from tests.conftest import EVERY_COMPRESSOR
 from tests.training.models import small, unsent
 
@@ -225,12 +226,12 @@ def test_empty_and_one_element_parameters_take_part(
 @fuzzed(100, capacity=st.integers(1, 2**31), less=st.integers(0, 3), name=st.sampled_from(list(INDEX_FORMATS)))
 def test_messages_about_two_to_the_31_elements_have_a_size(capacity: int, less: int, name: str) -> None:
     n = 2**31 - less
-    layout = PickLayout(n, min(capacity, n), INDEX_FORMATS[name], torch.float32)
+    layout = MessageLayout(n, min(capacity, n), INDEX_FORMATS[name], torch.float32)
     assert layout.nbytes % 8 == 0
     assert layout.nbytes >= 4 * layout.capacity + INDEX_FORMATS[name].nbytes(n, layout.capacity)
     assert 0 < cheapest(n, layout.capacity).cost(n, layout.capacity) < 1e12
-    with pytest.raises(ValueError, match="too large for 32-bit indices"):
-        PickLayout(2**31 + 1 + less, 1, INDEX_FORMATS[name])
+    with pytest.raises(ValueError, match="must have at most 2\\*\\*31 elements"):
+        MessageLayout(2**31 + 1 + less, 1, INDEX_FORMATS[name])
 
 
 @fuzzed(
@@ -242,10 +243,10 @@ def test_messages_about_two_to_the_31_elements_have_a_size(capacity: int, less: 
 )
 def test_picks_among_two_to_the_31_elements_survive(name: str, places: set[int], spare: int, seen: int) -> None:
     index = torch.tensor(sorted(places), dtype=torch.int64)
-    layout = PickLayout(2**31, max(1, len(places)) + spare, INDEX_FORMATS[name], torch.float32)
+    layout = MessageLayout(2**31, max(1, len(places)) + spare, INDEX_FORMATS[name], torch.float32)
     message = torch.full((layout.nbytes,), 0xA5, dtype=torch.uint8)
     values = torch.arange(len(places), dtype=torch.float32)
-    back = layout.unpack(layout.pack(Picks(index, values.clone(), seen, seen), message))
+    back = layout.unpack(layout.pack(Selection(index, values.clone(), seen, seen), message))
     assert torch.equal(back.index, index)
     assert torch.equal(back.values, values)
     assert (back.seen, back.near) == (seen, seen)
@@ -257,9 +258,9 @@ def test_what_is_nearly_picked_is_counted_up_to_all_there_is() -> None:
     x.view(-1, 2**16)[:, 2**15 :] = 1.0  # what the part leaves out
     x.view(-1, 2**16)[:, 1 : 2**15] = 0.96
     x[0] = 1.0
-    found = pick(x, 1.0, 100)
+    found = select(x, 1.0, 100)
     assert (found.seen, found.near) == (2**18 + 1, 2**19)
-    layout = PickLayout(2**31, 100, INDEX_FORMATS["int32"])
+    layout = MessageLayout(2**31, 100, INDEX_FORMATS["int32"])
     back = layout.unpack(layout.pack(dataclasses.replace(found, seen=2**31), torch.empty(layout.nbytes).byte()))
     assert (back.seen, back.near) == (2**31 - 1, 2**19)
 
@@ -515,7 +516,7 @@ class AlteringNetwork(SimNetwork):
 
 
 def assert_corrupt(error: ValueError) -> None:
-    assert isinstance(error, CorruptMessage) or "a message was corrupted" in str(error), error
+    assert isinstance(error, CorruptMessage), error
 
 
 SPARSE = [

@@ -20,8 +20,8 @@ from lightning_sparse.compressors import COMPRESSORS, Compressor, MomentumCorrec
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.network.simulated import SimComm, SimNetwork
+from lightning_sparse.selection import estimate, sketch, sparse
 from lightning_sparse.selection import host as select
-from lightning_sparse.selection import sketch, sparse
 
 STEPS_BEFORE, STEPS = 4, 5  # not timed: thresholds find their place in them; timed
 
@@ -32,12 +32,12 @@ STEP = "step"
 FUNCTIONS: dict[str, tuple[Callable[..., object], ...]] = {
     "add": (Group.add, Compressor.accumulate, MomentumCorrection.accumulate),
     "select": (
-        *(select.above, select.sampled_threshold, select.summary, select.pooled_threshold),
+        *(select.above, estimate.sampled_threshold, estimate.summary, estimate.pooled_threshold),
         *(select.kth_largest, select.largest, select.at_most),
     ),
     "sketch": (sketch.CountSketch.encode, sketch.CountSketch.estimate),
-    "code": (wire.PickLayout.pack, wire.PickLayout.unpack, wire.take, wire.add),
-    "add up": (sparse.add_up, sparse.contained, sparse.nonzero),
+    "code": (wire.MessageLayout.pack, wire.MessageLayout.unpack, wire.take, wire.add),
+    "add up": (sparse.add_up_sparse, sparse.contained, sparse.nonzero),
     "hand back": (Group.hand_back,),
     NETWORK: (SimComm._launch, SimComm.buffer, SimNetwork.deliver),
 }

@@ -13,7 +13,7 @@ from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.selection.sparse import Sparse
 from lightning_sparse.selection.threshold import Held
 from lightning_sparse.settings import as_text
-from lightning_sparse.wire import CAUSE, CorruptMessage
+from lightning_sparse.wire import CAUSE, CorruptMessage, Selection
 
 
 class Compressor(ABC):
@@ -87,12 +87,16 @@ class Compressor(ABC):
         return True
 
     def carry(self, parts: Sequence[tuple[Group, int]]) -> dict[str, Tensor]:
-        """What the memory of a new group starts from, the same on every rank where the memories are.
+        """Return what the memory of a new group starts from, the same on every rank where the memories are.
 
         Args:
             parts: each group that gives parameters to it, and how many elements.
+
+        Raises:
+            CorruptMessage: if a message of the last step arrived damaged at one of the groups.
         """
-        del parts
+        for group, _ in parts:
+            last_report(self, group)
         return {}
 
 
@@ -133,25 +137,37 @@ def check_settings(compressor: Compressor) -> None:
             ) from error
 
 
+def report(compressor: Compressor, group: Group, messages: Sequence[Selection]) -> None:
+    """Send the headers of a step's messages to the host, for :func:`last_report` in the next step.
+
+    Raises:
+        CorruptMessage: if a message of the step before arrived damaged, and nobody has asked since.
+    """
+    last_report(compressor, group)
+    headers = [count for each in messages for count in (each.count, each.seen, each.near, each.intact)]
+    on_device = isinstance(headers[0], Tensor)
+    group.send_to_host("report", (torch.stack(headers) if on_device else torch.tensor(headers)).view(-1, 4))
+
+
 def last_report(compressor: Compressor, group: Group) -> list[list[int]] | None:
-    """Return the headers of all messages of the last step, kept for the host under "report", if any; and forget them.
+    """Return the headers of all messages of the last step, if any were reported; and forget them.
 
     Returns:
-        Of each message how many picks, ``seen``, ``near`` and whether it was intact: see ``kernels.messages.unpack``.
+        For each message how many elements were selected, ``seen``, ``near`` and 1, which says that it was intact.
 
     Raises:
         CorruptMessage: if one was not.
     """
-    report = group.on_host("report")
-    if report is None:
+    reported = group.on_host("report")
+    if reported is None:
         return None
     del group.memory["report"]
-    rows: list[list[int]] = report.tolist()
+    rows: list[list[int]] = reported.tolist()
     damaged = sum(not intact for *_, intact in rows)
     if damaged:
         raise CorruptMessage(
-            f"{type(compressor).__name__}: the picks in {damaged} of {len(rows)} messages of the step before arrived "
-            f"damaged: {CAUSE}"
+            f"{type(compressor).__name__}: the selected elements in {damaged} of {len(rows)} messages of the step "
+            f"before arrived damaged: {CAUSE}"
         )
     return rows
 

@@ -1,22 +1,21 @@
 """MiCRO: every rank picks from a part of its own, so that nobody picks twice and selection costs a P-th."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lightning_sparse import kernels
+from lightning_sparse import selection
 from lightning_sparse.checks import check_density, check_slack, check_switch
-from lightning_sparse.compressors.base import Compressor, carry_thresholds, last_report
+from lightning_sparse.compressors.base import Compressor, carry_thresholds, last_report, report
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.network.comm import Comm, Pending, Rounds
-from lightning_sparse.network.ring import sum_at, sum_padded
-from lightning_sparse.selection import messages, padded, partition
-from lightning_sparse.selection.host import count, estimate_threshold, pick, room
-from lightning_sparse.selection.sparse import Sparse
+from lightning_sparse.network.comm import Comm, Rounds
+from lightning_sparse.network.ring import sum_selected
+from lightning_sparse.selection import partition
+from lightning_sparse.selection.estimate import count, room, sampled_threshold
 from lightning_sparse.selection.threshold import Held
-from lightning_sparse.wire import PickLayout, check_index_format, index_format, joined
+from lightning_sparse.wire import check_index_format
 
 
 @dataclass(frozen=True)
@@ -59,51 +58,29 @@ class MiCRO(Compressor):
 
     def reduce(self, group: Group, comm: Comm) -> Rounds:
         """Gather the owners' picks, then sum the values there over all ranks."""
-        size, unsent = comm.size, group.unsent
-        group.target = count(self.density, group.n)
+        n, size, unsent, on = group.n, comm.size, group.unsent, selection.on(group.unsent)
+        k = group.target = count(self.density, n)
         if "edges" not in group.memory:
-            group.memory["edges"] = partition.even(group.n, size)
+            group.memory["edges"] = partition.even(n, size)
         edges = self._adapt(group)
         threshold = yield from self._threshold(group, comm)
+
+        widths, capacity = partition.widths(edges), self._capacity(n, edges)
+        layout = on.layout(max(widths), capacity, self.indices)
         own = (group.step + comm.rank) % size
-        mine = unsent[edges[own] : edges[own + 1]]
-        if kernels.used_for(unsent):
-            return (yield from self._on_device(group, comm, mine, threshold, edges))
-
-        layout = self._layout(group.n, edges, self.indices)
-        found = pick(mine, threshold, layout.capacity)
-        group.overflow = found.seen - found.index.numel()
-        message = layout.pack(found, out=comm.buffer(layout.nbytes, torch.uint8, unsent.device))
-        gathered = yield comm.all_gather(message)  # [P, bytes]
-
-        owners = [(p - group.step) % size for p in range(size)]  # of each partition
-        picks = [layout.unpack(gathered[owner]) for owner in owners]
-        index = joined(picks, edges, group.n)  # [m]
-        total = yield from sum_at(index, unsent, max(index.numel(), self._values(group.n, size, layout)), comm)
-        group.send_to_host("report", torch.tensor([[p.index.numel(), p.seen, p.near, True] for p in picks]))
-        return Sparse(index, total)
-
-    def _on_device(self, group: Group, comm: Comm, mine: Tensor, threshold: float, edges: list[int]) -> Rounds:
-        """As :meth:`reduce`, and nobody waits for the device to know how many were picked: all that travels is padded.
-
-        Indices are block16, which the device codes by itself.
-        """
-        n, unsent = group.n, group.unsent
-        layout = self._layout(n, edges, "block16")
-        found = kernels.largest_first(mine, unsent.new_full((), threshold), layout.capacity)
+        found = on.select(unsent[edges[own] : edges[own + 1]], threshold, capacity)
         group.overflow = found.seen - found.count
-        message = messages.pack(layout, found, out=comm.buffer(layout.nbytes, torch.uint8, unsent.device))
+        message = on.pack(layout, found, comm.buffer(layout.nbytes, torch.uint8, unsent.device))
         gathered = yield comm.all_gather(message)  # [P, bytes]
 
-        rows, report = messages.unpack(
-            layout, gathered.roll(group.step, 0), partition.widths(edges)
-        )  # of each partition
-        index = padded.joined(list(rows), edges)  # n where there is no pick
-        if not self.balance:
-            index = index.sort().values[: self._values(n, comm.size, layout)]
-        group.send_to_host("report", report)
-        group.picked = (index < n).sum()
-        return (yield from sum_padded(index, unsent, comm))
+        selections = on.unpack(layout, gathered.roll(group.step, 0), widths)  # in each partition
+        report(self, group, selections)
+        chosen, values = on.join(selections, edges), size * capacity
+        if not self.balance:  # there is room for all that are meant, wherever they lie
+            values = min(values, room(k, self.slack))
+            chosen = on.compact(chosen, values)
+        group.picked = chosen.count
+        return (yield from sum_selected(chosen, unsent, values, comm))
 
     def carry(self, parts: Sequence[tuple[Group, int]]) -> dict[str, Tensor]:
         """The threshold."""
@@ -111,42 +88,32 @@ class MiCRO(Compressor):
             self._adapt(group)
         return carry_thresholds(parts, "held")
 
-    def _layout(self, n: int, edges: list[int], indices: str) -> PickLayout:
-        """Messages with the picks of one partition."""
-        width, capacity = max(partition.widths(edges)), self._room(n, edges)
-        return PickLayout(width, capacity, index_format(indices, width, capacity))
-
-    def _room(self, n: int, edges: list[int]) -> int:
-        """Picks there is room for in a message: without balance all of them may lie in one partition."""
+    def _capacity(self, n: int, edges: list[int]) -> int:
+        """Elements there is room for in a message: without balance all of them may lie in one partition."""
         meant = count(self.density, n) / (len(edges) - 1 if self.balance else 1)
         return min(max(partition.widths(edges)), room(meant, self.slack))
 
-    def _values(self, n: int, size: int, layout: PickLayout) -> int:
-        """Values there is room for in the sum: of all picks meant, wherever they lie."""
-        picks = size * layout.capacity
-        return picks if self.balance else min(picks, room(count(self.density, n), self.slack))
-
-    def _threshold(self, group: Group, comm: Comm) -> Generator[Pending, Tensor, float]:
+    def _threshold(self, group: Group, comm: Comm) -> Rounds[float]:
         """The threshold all ranks share; where there is none, the mean of the ranks' estimates."""
         if "held" not in group.memory:
-            estimate = group.unsent.new_tensor([estimate_threshold(group.unsent, group.target)])
-            total = yield comm.all_reduce(estimate)
+            estimate = sampled_threshold(group.unsent, group.target)
+            total = yield comm.all_reduce(estimate.view(1))
             group.memory["held"] = Held(float(total) / comm.size).state()
         return Held.of(group.memory["held"]).threshold
 
     def _adapt(self, group: Group) -> list[int]:
         """Threshold and edges of this step, from what all ranks know of the last; returns the edges, [P + 1]."""
-        report = last_report(self, group)
+        reported = last_report(self, group)
         edges: list[int] = group.memory["edges"].tolist() if "edges" in group.memory else []
-        if report is None:
+        if reported is None:
             return edges
-        picked, seen, near, _ = (list(column) for column in zip(*report, strict=True))  # of each partition
+        picked, seen, near, _ = (list(column) for column in zip(*reported, strict=True))  # of each partition
         k, size = count(self.density, group.n), len(seen)
         held = Held.of(group.memory["held"])
         if held.lost(size * min(seen), sum(near), k):
             del group.memory["held"]
         else:
-            capacity = self._room(group.n, edges)
+            capacity = self._capacity(group.n, edges)
             roomy = [p for p in range(size) if seen[p] <= capacity] or range(size)
             held = held.after(sum(picked), k, sum(seen[p] for p in roomy), sum(near[p] for p in roomy))
             group.memory["held"] = held.state()

@@ -1,24 +1,22 @@
 """Ok-Topk: a sparse all-reduce whose traffic does not grow with the number of ranks."""
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from lightning_sparse import kernels
-from lightning_sparse.checks import check_density, check_slack, is_whole
-from lightning_sparse.compressors import ok_topk_device
+from lightning_sparse import kernels, selection
+from lightning_sparse.checks import check_density, check_setting, check_slack, is_whole
 from lightning_sparse.compressors.base import Compressor, carry_thresholds
 from lightning_sparse.compressors.group import Group
+from lightning_sparse.compressors.ok_topk_control import Evaluated, Reported, adapt
 from lightning_sparse.network.comm import Comm, Rounds
-from lightning_sparse.network.sparse_collectives import Talk, even_out, reduce_scatter
+from lightning_sparse.network.sparse_collectives import even_out, reduce_scatter
 from lightning_sparse.selection import partition
-from lightning_sparse.selection.host import at_most, count, kth_largest, pick, pooled_threshold, room, summary
-from lightning_sparse.selection.sparse import Sparse, contained, nonzero
-from lightning_sparse.selection.threshold import Held
-from lightning_sparse.wire import CAUSE, CorruptMessage, PickLayout, Picks, check_index_format, index_format, joined
+from lightning_sparse.selection.estimate import count, room
+from lightning_sparse.selection.sparse import Sparse
+from lightning_sparse.wire import MessageLayout, Selection, check_index_format
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class OkTopk(Compressor):
     gathering all of them; messages have a fixed size.
 
     On a GPU step 3 does not even out, and thresholds and regions follow a step later, so that nobody waits for it: see
-    :mod:`~lightning_sparse.compressors.ok_topk_device`.
+    :class:`~lightning_sparse.compressors.ok_topk_control.Reported`.
 
     Args:
         density: k / n, the fraction of elements updated in a step, in (0, 1].  The paper's experiments: 0.01 and 0.02.
@@ -65,137 +63,47 @@ class OkTopk(Compressor):
         check_slack(self, self.slack)
         check_index_format(self, self.indices)
         for name in ("evaluate_every", "repartition_every"):
-            if not is_whole(getattr(self, name), least=1):
-                raise ValueError(f"OkTopk({name}={getattr(self, name)!r}) is a number of steps, 1 or more.")
+            check_setting(
+                self, name, is_whole(getattr(self, name), least=1), "an integer, at least 1: a number of steps"
+            )
 
     def reduce(self, group: Group, comm: Comm) -> Rounds:
-        """Pick, split and reduce, balance and gather; take out what arrived."""
-        group.target = count(self.density, group.n)
-        if kernels.used_for(group.unsent):
-            return (yield from ok_topk_device.reduce(self, group, comm))
-        found = self._pick(group)
-        edges = yield from self._regions(group, comm, found)
-        mine, region = yield from self._split_and_reduce(group, comm, found, edges)
-        chosen, counts = yield from self._select(group, comm, region)
-        total, left = yield from self._balance_and_gather(group, comm, region[chosen], counts, edges)
-        arrived = mine[nonzero(contained(mine.index, total.index))]
-        group.unsent.index_copy_(0, arrived.index, arrived.values)
-        for rest in left:
-            group.unsent.index_add_(0, rest.index, rest.values)
-        return total
+        """Select, split and reduce, select among the sums and gather; take out what arrived."""
+        n, unsent, rank, on = group.n, group.unsent, comm.rank, selection.on(group.unsent)
+        group.target = count(self.density, n)
+        control = (Reported if kernels.used_for(unsent) else Evaluated)(self, group, comm)
+        found, edges = yield from control.find()
+        layout, widths = self.layout(group, comm, max(partition.widths(edges))), partition.widths(edges)
+        mine = on.with_values(on.join(found, edges), unsent)
+        values = mine.values.split([part.index.numel() for part in found])
+        parts = [replace(part, values=own) for part, own in zip(found, values, strict=True)]
+        region, arrived = yield from reduce_scatter(parts, layout, widths[rank], comm)
+
+        own, counts = yield from control.choose(region)
+        kept = [on.moved(own, edges[rank], edges[rank + 1], n)]  # its values keep the rounding errors
+        if counts and max(counts) > layout.capacity:
+            even = yield from even_out(Sparse(kept[0].index, own.values), counts, self.layout(group, comm, n), comm)
+            own, layout = Selection(even.index, even.values), self.layout(group, comm, n)
+            edges, widths = [0] * comm.size, []  # indices count from the start of the group
+            kept.append(own)
+        message = on.pack(layout, own, comm.buffer(layout.nbytes, torch.uint8, unsent.device))
+        gathered = on.unpack(layout, (yield comm.all_gather(message)), widths)
+
+        delivered = on.join(gathered, edges)
+        on.put(on.among(mine, delivered.index, n), unsent)
+        for each in kept:
+            on.add(each, unsent)
+        group.picked = delivered.count
+        yield from control.finish(mine, [*gathered, *arrived])
+        return on.total(delivered, n)
+
+    def layout(self, group: Group, comm: Comm, n: int) -> MessageLayout:
+        """Messages that carry a P-th of k elements among n."""
+        capacity = min(n, room(group.target / comm.size, self.slack))
+        return selection.on(group.unsent).layout(n, capacity, self.indices, comm.wire_dtype)
 
     def carry(self, parts: Sequence[tuple[Group, int]]) -> dict[str, Tensor]:
         """Both thresholds."""
         for group, _ in parts:
-            ok_topk_device.adapt(self, group)
+            adapt(self, group)
         return carry_thresholds(parts, "local", "shared")
-
-    def _pick(self, group: Group) -> Tensor:
-        """Indices of the elements that reach this rank's own threshold, [m] rising."""
-        k, unsent, memory = group.target, group.unsent, group.memory
-        held = Held.of(memory["local"]) if "local" in memory else None
-        if held is None or group.step % self.evaluate_every == 0:
-            held = Held(kth_largest(unsent, k), held.trend if held else 0.0)
-        picks = pick(unsent, held.threshold, group.n)
-        index = picks.index
-        if held.lost(picks.seen, picks.near, k):
-            too_low = picks.seen > k  # then what is wanted is among what was picked
-            among = unsent.index_select(0, index) if too_low else unsent
-            held = Held(kth_largest(among, k))
-            picks = pick(among, held.threshold, group.n)
-            index = index.index_select(0, picks.index) if too_low else picks.index
-        memory["local"] = held.after(picks.seen, k, picks.seen, picks.near).state()
-        return index
-
-    def _regions(self, group: Group, comm: Comm, found: Tensor) -> Talk[list[int]]:
-        """Edges [P + 1] of the regions: the mean over the ranks of where each would cut its own picks evenly."""
-        size = comm.size
-        if "regions" not in group.memory or group.step % self.repartition_every == 0:
-            edges = partition.even(group.n, size).to(found.device)
-            if size > 1:
-                inner = edges[1:-1].clone()
-                if found.numel() >= size:
-                    inner.copy_(found[partition.even(found.numel(), size)[1:-1].to(found.device)])
-                edges[1:-1] = (yield comm.all_reduce(inner)) // size
-                cut = edges.tolist()
-                if sorted(cut) != cut or cut[0] != 0 or cut[-1] != group.n:
-                    raise CorruptMessage(f"regions with the edges {cut} arrived, rising ones expected: {CAUSE}")
-            group.memory["regions"] = edges
-        edges_now: list[int] = group.memory["regions"].tolist()
-        return edges_now
-
-    def _split_and_reduce(
-        self, group: Group, comm: Comm, found: Tensor, edges: list[int]
-    ) -> Talk[tuple[Sparse, Sparse]]:
-        """What this rank contributes, values being what rounding leaves; and the sum of all in its own region."""
-        unsent = group.unsent
-        layout = self.layout(group, comm, max(partition.widths(edges)))
-        cuts = torch.searchsorted(found, torch.tensor(edges[1:-1], device=found.device)).tolist()
-        inside = [at_most(layout.capacity, part, unsent) for part in torch.tensor_split(found, cuts)]
-        index = torch.cat(inside)
-        group.overflow = found.numel() - index.numel()
-        mine = Sparse(index, unsent.index_select(0, index))
-        ends = [0, *itertools.accumulate(part.numel() for part in inside)]
-        parts = [
-            Sparse(part - start, mine.values[ends[r] : ends[r + 1]])
-            for r, (part, start) in enumerate(zip(inside, edges, strict=False))
-        ]
-        region = yield from reduce_scatter(parts, layout, edges[comm.rank + 1] - edges[comm.rank], comm)
-        return mine, Sparse(region.index + edges[comm.rank], region.values)
-
-    def _select(self, group: Group, comm: Comm, region: Sparse) -> Talk[tuple[Tensor, list[int]]]:
-        """Positions in ``region`` of the sums that reach the shared threshold, and how many every rank has of them."""
-        k, memory = group.target, group.memory
-        space = comm.size * self.layout(group, comm, group.n).capacity
-        held = Held.of(memory["shared"]) if "shared" in memory else None
-        evaluated = held is None or group.step % self.evaluate_every == 0
-        blind = False
-        while True:
-            if evaluated or held is None:
-                summaries = yield comm.all_gather(summary(region.values))
-                threshold = pooled_threshold(summaries, k)
-                held = held.renewed(threshold) if held and blind else Held(threshold, held.trend if held else 0.0)
-            picks = pick(region.values, held.threshold, region.values.numel())
-            own = torch.tensor([picks.seen, picks.near], dtype=torch.int32, device=region.index.device)
-            sizes = yield comm.all_gather(own)  # [P, 2]
-            if int(sizes.min()) < 0 or int(sizes.max()) > group.n:
-                raise CorruptMessage(f"counts {sizes.tolist()} arrived, 0 to {group.n} expected: {CAUSE}")
-            seen, near = sizes.sum(0).tolist()
-            blind = held.blind(min(seen, space), k, seen, near)
-            if evaluated or not (blind or held.lost(seen, near, k)):
-                break
-            evaluated = True
-        memory["shared"] = held.after(min(seen, space), k, seen, near).state()
-        counts = sizes[:, 0].tolist()
-        if seen > space:  # each rank keeps its share of what there is room for
-            counts = [c * space // seen for c in counts]
-            picks = pick(region.values, held.threshold, counts[comm.rank])
-            group.overflow += picks.seen - picks.index.numel()
-        return picks.index, counts
-
-    def _balance_and_gather(
-        self, group: Group, comm: Comm, own: Sparse, counts: list[int], edges: list[int]
-    ) -> Talk[tuple[Sparse, list[Sparse]]]:
-        """Every rank's ``own``, everywhere; and what rounding left of them here."""
-        starts = edges[:-1]  # indices count from the start of a region ...
-        layout = self.layout(group, comm, max(partition.widths(edges)))
-        left = [own]
-        if max(counts) > layout.capacity:
-            starts = [0] * comm.size  # ... or of the group
-            layout = self.layout(group, comm, group.n)
-            own = yield from even_out(own, counts, layout, comm)
-            left.append(own)
-        if own.index.numel() > layout.capacity:
-            raise CorruptMessage(f"{own.index.numel()} sums where counts {counts} leave {layout.capacity}: {CAUSE}")
-        message = Picks(own.index - starts[comm.rank], own.values)
-        buffer = comm.buffer(layout.nbytes, torch.uint8, own.index.device)
-        gathered = yield comm.all_gather(layout.pack(message, buffer))  # [P, bytes]
-        parts = [layout.unpack(payload) for payload in gathered]
-        index = joined(parts, starts, group.n)
-        return Sparse(index, torch.cat([part.values for part in parts])), left
-
-    def layout(self, group: Group, comm: Comm, n: int) -> PickLayout:
-        """Messages that carry a P-th of k picks among n elements."""
-        capacity = min(n, room(group.target / comm.size, self.slack))
-        indices = "block16" if kernels.used_for(group.unsent) else self.indices  # what a device codes by itself
-        return PickLayout(n, capacity, index_format(indices, n, capacity), comm.wire_dtype)

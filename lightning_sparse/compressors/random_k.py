@@ -10,7 +10,7 @@ from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.network.ring import sum_values
-from lightning_sparse.selection.host import count
+from lightning_sparse.selection.estimate import count
 from lightning_sparse.selection.sparse import Sparse
 
 

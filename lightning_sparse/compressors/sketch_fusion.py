@@ -6,15 +6,16 @@ import torch
 from torch import Tensor
 
 from lightning_sparse import kernels
-from lightning_sparse.checks import check_density, check_seed, check_switch, is_number, is_whole
+from lightning_sparse.checks import check_density, check_seed, check_setting, check_switch, is_number, is_whole
 from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.network.comm import Comm, Rounds
-from lightning_sparse.network.ring import sum_at, sum_padded, sum_values
-from lightning_sparse.selection.host import above, count, kth_largest, room, sampled_threshold
+from lightning_sparse.network.ring import sum_selected, sum_values
+from lightning_sparse.selection.estimate import count, room, sampled_threshold
+from lightning_sparse.selection.host import above, kth_largest
 from lightning_sparse.selection.sketch import CountSketch, DeviceSketch
 from lightning_sparse.selection.sparse import Sparse
-from lightning_sparse.wire import INDEX_LIMIT
+from lightning_sparse.wire import INDEX_LIMIT, Selection
 
 FEWEST_COLUMNS = 16
 SLACK = 1.1  # on a device all candidates go that reach an estimated threshold, at most so many times k
@@ -55,19 +56,14 @@ class SketchFusion(Compressor):
 
     def __post_init__(self) -> None:
         check_density(self, self.density)
-        if not is_whole(self.rows, least=1) or self.rows % 2 == 0 or self.rows > MOST_ROWS:
-            raise ValueError(
-                f"SketchFusion(rows={self.rows!r}): the median needs an odd number of rows, such as 5, at most "
-                f"{MOST_ROWS}."
-            )
-        if not (is_number(self.width) and 0 < self.width <= INDEX_LIMIT):
-            raise ValueError(
-                f"SketchFusion(width={self.width!r}) is columns of the table over k, so above 0; 4 is usual."
-            )
+        odd = is_whole(self.rows, least=1) and self.rows % 2 == 1 and self.rows <= MOST_ROWS
+        wide = is_number(self.width) and 0 < self.width <= INDEX_LIMIT
+        fading = is_number(self.momentum) and 0 <= self.momentum < 1
+        check_setting(self, "rows", odd, f"an odd number, as the median needs, at most {MOST_ROWS}; 5 is usual")
+        check_setting(self, "width", wide, "above 0, at most 2**31: columns of the table over k; 4 is usual")
+        check_setting(self, "momentum", fading, "at least 0 and below 1; 0 is none")
         check_switch(self, "exact")
         check_seed(self, self.seed)
-        if not (is_number(self.momentum) and 0 <= self.momentum < 1):
-            raise ValueError(f"SketchFusion(momentum={self.momentum!r}) must be at least 0 and below 1; 0 is none.")
 
     def sketch(self, group: Group) -> CountSketch:
         """The hashes of this step: others in each, so that no two elements meet for ever; one for all with momentum."""
@@ -83,7 +79,7 @@ class SketchFusion(Compressor):
         coder = DeviceSketch(sketch, n, unsent.device) if on_device else sketch
         own = comm.buffer(sketch.rows * sketch.columns, torch.float32, unsent.device)
         coder.encode(unsent, out=own.view(sketch.rows, sketch.columns))
-        # What rounding for the wire leaves is not kept: only candidates come of the table.
+        # Rounding errors are not carried over to the next step: only candidates come of the table.
         exact = comm.wire_dtype == torch.float32
         table = (yield comm.all_reduce(own)) if exact else (yield from sum_values(own, comm))
         table = self._remembered(group, table.view(sketch.rows, sketch.columns))
@@ -91,15 +87,18 @@ class SketchFusion(Compressor):
         if on_device and self.exact:  # nobody waits for the device to know how many there are
             threshold = sampled_threshold(estimates, k)
             found = kernels.select(estimates, None, threshold, room(k, SLACK))
-            group.picked = found.count
-            return (yield from sum_padded(found.index, unsent, comm)) + 0 * threshold
-        least = kth_largest(estimates, k)
-        index = top(estimates, k, least)
+            least: float | Tensor = threshold
+        else:
+            least = kth_largest(estimates, k)
+            found = Selection(top(estimates, k, least))
+        group.picked = found.count
         if not self.exact:
-            unsent.index_fill_(0, index, 0)
-            return Sparse(index, estimates.index_select(0, index) + 0 * least)
-        total = yield from sum_at(index, unsent, k, comm)
-        return Sparse(index, total + 0 * least)
+            unsent.index_fill_(0, found.index, 0)
+            return Sparse(found.index, estimates.index_select(0, found.index) + 0 * least)
+        total = yield from sum_selected(found, unsent, k, comm)
+        if isinstance(total, Sparse):  # where the least is not finite, nothing is: so it is seen
+            return Sparse(total.index, total.values + 0 * least)
+        return total + 0 * least
 
     def _remembered(self, group: Group, table: Tensor) -> Tensor:
         if not self.momentum:

@@ -3,12 +3,23 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_sparse.checks import check_seed, check_switch, checked_patterns, is_number, is_whole, matches
+from lightning_sparse.checks import (
+    check_seed,
+    check_setting,
+    check_switch,
+    checked_patterns,
+    is_number,
+    is_whole,
+    matches,
+)
 from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.network.ring import ring_sum
 from lightning_sparse.selection.streams import draw
+
+ROTATIONS = "even", "random", "static"
+DIVISORS = "world", "contributors"
 
 
 @dataclass(frozen=True)
@@ -42,27 +53,18 @@ class SkipReduce(Compressor):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not (is_number(self.skip) and 0 <= self.skip <= 1):
-            raise ValueError(
-                f"SkipReduce(skip={self.skip!r}): skip is the fraction of ranks left out of every slice, "
-                "so it must be in [0, 1]; 0.5 leaves out half of them."
-            )
-        for name, value, allowed in (
-            ("rotation", self.rotation, ("even", "random", "static")),
-            ("divisor", self.divisor, ("world", "contributors")),
-        ):
-            if value not in allowed:
-                raise ValueError(f"SkipReduce({name}={value!r}): {name} is one of {', '.join(allowed)}.")
+        fraction = is_number(self.skip) and 0 <= self.skip <= 1
+        check_setting(self, "skip", fraction, "in [0, 1], the fraction of ranks left out; 0.5 leaves out half of them")
+        check_setting(self, "rotation", self.rotation in ROTATIONS, f"one of {', '.join(ROTATIONS)}")
+        check_setting(self, "divisor", self.divisor in DIVISORS, f"one of {', '.join(DIVISORS)}")
         check_switch(self, "error_feedback")
         if self.divisor == "contributors" and self.error_feedback:
             raise ValueError(
                 "SkipReduce(divisor='contributors', error_feedback=True) would apply what is kept a second time when "
                 "it is sent; use divisor='world', or error_feedback=False."
             )
-        if not is_whole(self.protect_below, least=0):
-            raise ValueError(
-                f"SkipReduce(protect_below={self.protect_below!r}) is a number of elements, so 0 or more; 0 is none."
-            )
+        elements = is_whole(self.protect_below, least=0)
+        check_setting(self, "protect_below", elements, "an integer, at least 0: a number of elements; 0 is none")
         check_seed(self, self.seed)
         object.__setattr__(self, "protect", checked_patterns(self, self.protect))
 

@@ -1,20 +1,19 @@
 """Work on gradients that stay on the device: nothing here waits for it, counts and thresholds are tensors on it.
 
 In Triton on CUDA devices where it can be imported, else in plain PyTorch, with the same results.  All tensors of a
-call are contiguous and on one device; n is at most 2**31.
+call are contiguous and on one device; n is at most 2**31.  Dtypes or shapes other than those stated are a ValueError.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.kernels import ops
-from lightning_sparse.wire import INDEX_FORMATS
+from lightning_sparse.wire import INDEX_FORMATS, Selection
 
 __all__ = [
     "Hashes",
-    "Selection",
     "decode_indices",
     "encode_indices",
     "largest_first",
@@ -27,23 +26,6 @@ __all__ = [
 
 
 AMONG = 4096  # found elements at least among which the largest are sought
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Elements that reached a threshold.
-
-    Attributes:
-        index: [capacity] int64, of the first ``count`` of them, strictly rising; then n.
-        count: [] int64, how many indices there are: ``seen``, or the capacity where that is less.
-        seen: [] int64, elements that reached the threshold.
-        near: [] int64, elements that reached ``reference.NEAR`` times the threshold, those that were seen included.
-    """
-
-    index: Tensor
-    count: Tensor
-    seen: Tensor
-    near: Tensor
 
 
 @dataclass(frozen=True)
@@ -75,20 +57,17 @@ def select(unsent: Tensor, gradient: Tensor | None, threshold: Tensor, capacity:
         gradient: of n elements, any shape and floating-point dtype; None to add nothing.
         threshold: [] float32 or float64.  NaN is reached by all but zeros.
         capacity: indices there is room for.
-
-    Raises:
-        ValueError: if dtypes or shapes are others.
     """
     _check("unsent", unsent, torch.float32, 1)
     if gradient is not None and gradient.numel() != unsent.numel():
         raise ValueError(f"gradient has {gradient.numel()} elements, unsent {unsent.numel()}; they must be as many.")
     flat = None if gradient is None else gradient.reshape(-1)
     index, (seen, near) = ops.select(unsent, flat, threshold.to(torch.float32), capacity)
-    return Selection(index, seen.clamp(max=capacity), seen, near)
+    return Selection(index, seen=seen, near=near, count=seen.clamp(max=capacity))
 
 
 def largest_first(unsent: Tensor, threshold: Tensor, capacity: int) -> Selection:
-    """As :func:`select`, but where more than ``capacity`` are found the largest are returned.
+    """Find elements as :func:`select` does, but the largest where there are more than ``capacity``.
 
     They are the largest of all, unless more than twice ``capacity`` (and more than ``AMONG``) were found.
     """
@@ -101,7 +80,7 @@ def largest_first(unsent: Tensor, threshold: Tensor, capacity: int) -> Selection
         magnitudes = unsent.index_select(0, found.index.clamp(max=n - 1)).abs()
         kept = torch.where(meant, magnitudes, -1.0).topk(capacity, sorted=False).indices.sort().values
         index = found.index.index_select(0, kept)
-    return Selection(index, found.seen.clamp(max=capacity), found.seen, found.near)
+    return replace(found, index=index, count=found.seen.clamp(max=capacity))
 
 
 def scatter(index: Tensor, values: Tensor, count: Tensor, size: int, out: Tensor) -> Tensor:
@@ -113,9 +92,6 @@ def scatter(index: Tensor, values: Tensor, count: Tensor, size: int, out: Tensor
         count: [] int32 or int64, how many of ``index`` and ``values`` mean something.
         size: ranks, P.
         out: [n] float32, bfloat16 or float16; what it holds is overwritten.
-
-    Raises:
-        ValueError: if dtypes or shapes are others.
     """
     _check("index", index, torch.int64, 1)
     _check("values", values, torch.float32, 1)
@@ -133,9 +109,6 @@ def sketch_encode(x: Tensor, hashed: Hashes, out: Tensor) -> Tensor:
         x: [n] float32.
         hashed: of the sketch, for n elements.
         out: [R, c] float32; what it holds is overwritten.
-
-    Raises:
-        ValueError: if dtypes or shapes are others.
     """
     _check("x", x, torch.float32, 1)
     _check("out", out, torch.float32, 2)
@@ -151,9 +124,6 @@ def sketch_estimate(table: Tensor, hashed: Hashes, out: Tensor) -> Tensor:
         table: [R, c] float32, R odd.
         hashed: of the sketch, for n elements.
         out: [n] float32; what it holds is overwritten.
-
-    Raises:
-        ValueError: if dtypes or shapes are others.
     """
     _check("table", table, torch.float32, 2)
     _check("out", out, torch.float32, 1)
@@ -170,9 +140,6 @@ def encode_indices(index: Tensor, count: Tensor, n: int, out: Tensor) -> Tensor:
         count: [] int32 or int64, at most the capacity.
         n: elements that can be indexed.
         out: [block16.nbytes(n, capacity)] uint8; what it holds is overwritten.
-
-    Raises:
-        ValueError: if dtypes or shapes are others.
     """
     _check("index", index, torch.int64, 1)
     _check_payload("out", out, n, index.numel())
@@ -192,9 +159,6 @@ def decode_indices(payload: Tensor, n: int, capacity: int, count: Tensor) -> tup
     Returns:
         The first ``count`` indices, then n.  Where the second tensor is false, ``IndexFormat.decode`` would have
         raised CorruptMessage; the indices are then in no order but still in [0, n].
-
-    Raises:
-        ValueError: if dtypes or shapes are others.
     """
     _check_payload("payload", payload, n, capacity)
     index, intact = ops.decode_indices(payload, n, capacity, count)
@@ -204,8 +168,8 @@ def decode_indices(payload: Tensor, n: int, capacity: int, count: Tensor) -> tup
 def _check(name: str, x: Tensor, dtype: torch.dtype, dimensions: int) -> None:
     if x.dtype != dtype or x.dim() != dimensions or not x.is_contiguous():
         raise ValueError(
-            f"{name} is {list(x.shape)} {x.dtype}{'' if x.is_contiguous() else ', not contiguous'}; "
-            f"a contiguous {dtype} tensor of {dimensions} dimension{'s'[: dimensions - 1]} is needed."
+            f"{name} must be a contiguous {dtype} tensor of {dimensions} dimension{'s'[: dimensions - 1]}; got "
+            f"{x.dtype} {list(x.shape)}{'' if x.is_contiguous() else ', not contiguous'}."
         )
 
 

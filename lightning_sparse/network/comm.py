@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from lightning_sparse.checks import check_one_of
 from lightning_sparse.selection.sparse import Sparse
@@ -65,10 +66,9 @@ def expect_pending(launched: object) -> Pending:
     return launched
 
 
-#: A part of a compressor at work: yields each message it waits for, gets its result, and returns a tensor in the end.
-Sums = Generator[Pending, Tensor, Tensor]
-#: A compressor at work: the same, and its total may be sparse.
-Rounds = Generator[Pending, Tensor, "Tensor | Sparse"]
+T = TypeVar("T", default=Tensor | Sparse)
+#: A compressor at work, or a part of one: yields each message it waits for, gets its result, and returns a T.
+Rounds = Generator[Pending, Tensor, T]
 
 
 class Comm(ABC):

@@ -1,17 +1,20 @@
-"""Sums over a ring of ranks, segment by segment, with what the wire's rounding left kept by the rank that rounded."""
+"""Sums over a ring of ranks, segment by segment; rounding errors stay with the rank that rounded."""
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from lightning_sparse.network.comm import Comm, Sums
-from lightning_sparse.selection import padded
+from lightning_sparse import kernels, selection
+from lightning_sparse.network.comm import Comm, Rounds
+from lightning_sparse.wire import Selection
 from lightning_sparse.wire import values as coding
 
 SEGMENT_BYTES = 512 * 1024  # a slice travels in segments, so that one is on the wire while another is being added
 
 
-def sum_values(values: Tensor, comm: Comm) -> Sums:
-    """The sum of ``values`` [n] over all ranks, [n] float32.  What rounding for the wire left stays in ``values``."""
+def sum_values(values: Tensor, comm: Comm) -> Rounds[Tensor]:
+    """The sum of ``values`` [n] over all ranks, [n] float32.  Rounding errors stay in ``values``."""
     if comm.wire_dtype == torch.float32:
         total = comm.buffer(values.numel(), torch.float32, values.device)
         coding.take(values, total.view(torch.uint8), torch.float32)
@@ -19,11 +22,11 @@ def sum_values(values: Tensor, comm: Comm) -> Sums:
     return (yield from ring_sum(values, comm))
 
 
-def sum_at(index: Tensor, values: Tensor, capacity: int, comm: Comm) -> Sums:
+def sum_at(index: Tensor, values: Tensor, capacity: int, comm: Comm) -> Rounds[Tensor]:
     """The sum over all ranks of ``values`` [n] at ``index`` [m], the same on every rank: [m] float32.
 
     As many values travel as ``capacity`` says, so that the message's size does not depend on data.  What was sent is
-    taken out of ``values``; what rounding for the wire left stays.
+    taken out of ``values``; rounding errors stay.
     """
     m = index.numel()
     chosen = comm.buffer(capacity, torch.float32, values.device)
@@ -37,19 +40,23 @@ def sum_at(index: Tensor, values: Tensor, capacity: int, comm: Comm) -> Sums:
     return total[:m]
 
 
-def sum_padded(index: Tensor, values: Tensor, comm: Comm) -> Sums:
-    """The sum over all ranks of ``values`` [n] at ``index`` [m], zero elsewhere: [n] float32.
+def sum_selected(chosen: Selection, values: Tensor, room: int, comm: Comm) -> Rounds:
+    """The sum over all ranks of ``values`` [n] at the elements of ``chosen``: a total for ``reduce``.
 
-    As :func:`sum_at`, and nobody waits for a device to know how many there are: n in ``index`` stands for no element.
+    On the host at least ``room`` values travel; on a device as many as the selection is filled up to.  What was sent is
+    taken out of ``values``; rounding errors stay.
     """
-    n = values.numel()
-    chosen = padded.take(values, index)
-    sums = yield from sum_values(chosen, comm)
-    padded.put(index, chosen, values)  # what rounding left
-    return values.new_zeros(n + 1).index_copy_(0, index, sums)[:n]
+    index, on = chosen.index, selection.on(values)
+    if kernels.used_for(values):
+        chosen = on.with_values(chosen, values)
+        sums = yield from sum_values(chosen.values, comm)
+        on.put(chosen, values)
+    else:
+        sums = yield from sum_at(index, values, max(room, index.numel()), comm)
+    return on.total(replace(chosen, values=sums), values.numel())
 
 
-def ring_sum(values: Tensor, comm: Comm, skip: int = 0, rotation: int = 0) -> Sums:
+def ring_sum(values: Tensor, comm: Comm, skip: int = 0, rotation: int = 0) -> Rounds[Tensor]:
     """The sum of ``values`` [n] over a ring whose first ``skip`` reduce-scatter steps are left out, [n] float32.
 
     The vector is cut into P slices.  With labels L = (rank + rotation) mod P, slice c starts at label c+1+skip, every
@@ -94,7 +101,7 @@ class _Slices:
 
     def __init__(self, values: Tensor, comm: Comm) -> None:
         n = values.numel()
-        self.values = values  # [n], this rank's own; gets back what rounding left
+        self.values = values  # [n], this rank's own; gets back the rounding errors
         self.dtype = comm.wire_dtype
         self.width = -(-n // comm.size)  # elements of a slice
         # Elements of a segment, but for the last: whole blocks, so that none straddles two segments.

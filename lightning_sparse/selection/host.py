@@ -1,7 +1,10 @@
-"""How many elements, and which: counts, thresholds and scans shared by the compressors that pick by magnitude."""
+"""Selecting on the host, where counts are known, with numpy; :mod:`~lightning_sparse.selection.device` does the same.
 
-import math
-from collections.abc import Callable
+A selection is made, packed, read and used by the same one of them; :func:`lightning_sparse.selection.on` says which.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -9,43 +12,109 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_sparse.kernels.reference import NEAR
-from lightning_sparse.selection.sparse import nonzero
-from lightning_sparse.wire import Picks
+from lightning_sparse.selection.estimate import least_of_largest, sampled_threshold
+from lightning_sparse.selection.sparse import Sparse, add_up_sparse, contained, nonzero
+from lightning_sparse.wire import MessageLayout, Selection, index_format
 
 Magnitudes = NDArray[np.float32]
 
 SCAN = 2**16  # elements looked at together, so that they stay in a core's cache
 NEAR_SAMPLE = 2**18  # elements at least that are counted, where there are so many, to see how steep a distribution is
 NEAR_PART = 16  # of each scan at least such a part
-SAMPLE = 2**16  # elements at least in a sample, where there are so many ...
-SAMPLED_PICKS = 1024  # ... and so many of them above the threshold that is wanted: about 3 % of uncertainty
-SUMMARISED = 2**14  # elements at least that are put in order to tell of a distribution, by ...
-QUANTILES = 128  # ... so many of them
 SMALLEST = 2.0**-149  # the smallest positive float32: a threshold that every element but zero reaches
 
 
-def count(density: float, n: int) -> int:
-    """k: ``density * n`` rounded, at least 1 and at most n."""
-    return min(n, max(1, round(density * n)))
+def layout(n: int, capacity: int, indices: str, dtype: torch.dtype | None = None) -> MessageLayout:
+    """Messages of at most ``capacity`` of ``n`` elements, whose indices travel as ``indices`` says."""
+    return MessageLayout(n, capacity, index_format(indices, n, capacity), dtype)
 
 
-def room(picks: float, slack: float) -> int:
-    """Picks there is room for in a message that is meant to carry ``picks``: at least 1."""
-    return max(1, math.ceil(picks * slack))
+def select(x: Tensor, threshold: float | Tensor, capacity: int) -> Selection:
+    """The elements of ``x`` [n] that reach ``threshold``, the ``capacity`` largest if there are more; without values.
 
-
-def pick(x: Tensor, threshold: float, capacity: int) -> Picks:
-    """The elements of ``x`` [n] whose magnitude is at least ``threshold``, the ``capacity`` largest if there are more.
-
-    Values are left out.
+    Zeros never reach one, NaN does; a threshold of NaN is reached by all others.
     """
-    if x.device.type != "cpu":
-        picked, near = above(x, threshold), above(x, NEAR * threshold).numel()
-    else:
-        steepness = _Steepness(x.numel(), threshold)
-        picked = above(x, threshold, steepness.look)
-        near = steepness.near(picked.numel()) if picked.numel() else above(x, NEAR * threshold).numel()
-    return Picks(at_most(capacity, picked, x), x.new_empty(0), picked.numel(), near)
+    steepness = _Steepness(x.numel(), float(threshold))
+    found = above(x, float(threshold), steepness.look)
+    near = steepness.near(found.numel()) if found.numel() else above(x, NEAR * float(threshold)).numel()
+    return Selection(at_most(capacity, found, x), x.new_empty(0), found.numel(), near)
+
+
+def select_k(x: Tensor, k: int) -> Selection:
+    """The ``k`` elements of ``x`` [n] with the largest magnitudes, with their values."""
+    return with_values(Selection(largest(x, k)), x)
+
+
+def with_values(selection: Selection, x: Tensor) -> Selection:
+    """``selection`` of ``x`` [n], with the values there."""
+    return replace(selection, values=x.index_select(0, selection.index))
+
+
+def put(selection: Selection, into: Tensor) -> None:
+    """Set the selected elements of ``into`` [n] to the values of ``selection``."""
+    into.index_copy_(0, selection.index, selection.values)
+
+
+def add(selection: Selection, into: Tensor) -> None:
+    """Add the values of ``selection`` to the selected elements of ``into`` [n]."""
+    into.index_add_(0, selection.index, selection.values)
+
+
+def pack(layout: MessageLayout, selection: Selection, out: Tensor) -> Tensor:
+    """Write a message to ``out`` [nbytes] uint8, which is returned; the selection's values keep the rounding errors."""
+    return layout.pack(selection, out)
+
+
+def unpack(layout: MessageLayout, payloads: Tensor, widths: Sequence[int] = ()) -> list[Selection]:
+    """Read messages, ``payloads`` [P, nbytes] uint8, of vectors of ``widths`` [P] elements, or layout.n."""
+    each: Sequence[int | None] = widths or [None] * len(payloads)
+    return [layout.unpack(payload, width) for payload, width in zip(payloads, each, strict=True)]
+
+
+def moved(selection: Selection, start: int, stop: int, n: int) -> Selection:
+    """``selection`` of the part [``start``, ``stop``) of [0, n), counted from its start, as one of the whole."""
+    del stop, n
+    return replace(selection, index=selection.index + start)
+
+
+def join(parts: Sequence[Selection], edges: Sequence[int]) -> Selection:
+    """One selection of selections of the consecutive parts between ``edges``; ``near`` is 0."""
+    index = torch.cat([part.index for part in parts])
+    for place, start in zip(index.split([part.count for part in parts]), edges, strict=False):
+        place += start
+    return Selection(index, torch.cat([part.values for part in parts]), sum(part.seen for part in parts))
+
+
+def compact(selection: Selection, most: int) -> Selection:
+    """``selection``: here nothing is padded, and all of it travels."""
+    del most
+    return selection
+
+
+def among(selection: Selection, index: Tensor, n: int) -> Selection:
+    """The part of ``selection`` of [0, n) that is in ``index`` too, which rises."""
+    del n
+    both = Sparse(selection.index, selection.values)[nonzero(contained(selection.index, index))]
+    return Selection(both.index, both.values)
+
+
+def unite(selections: Sequence[Selection], n: int) -> Selection:
+    """The elements that are in any of ``selections``, without values."""
+    del n
+    first, *others = [selection.index for selection in selections]
+    return Selection(torch.cat([first, *others]).unique() if others else first)
+
+
+def total(selection: Selection, n: int) -> Sparse:
+    """The vector [n] that is zero but for what is selected."""
+    del n
+    return Sparse(selection.index, selection.values)
+
+
+def add_up(selections: Sequence[Selection], n: int) -> tuple[Sparse, int]:
+    """The sum of ``selections`` of [0, n), added in their order, and how many elements are in any of them."""
+    summed = add_up_sparse([total(selection, n) for selection in selections], n)
+    return summed, summed.index.numel()
 
 
 def at_most(capacity: int, index: Tensor, x: Tensor) -> Tensor:
@@ -96,67 +165,9 @@ def above(x: Tensor, threshold: float, look: Callable[[Magnitudes], None] | None
     return torch.from_numpy(np.concatenate(found)) if found else torch.empty(0, dtype=torch.int64)
 
 
-def estimate_threshold(x: Tensor, k: int) -> float:
-    """About the ``k``-th largest magnitude in ``x`` [n], from a regular sample; 0 where fewer than k are not zero."""
-    return sampled_threshold(x, k).item()
-
-
-def sampled_threshold(x: Tensor, k: int) -> Tensor:
-    """The same, [] float32 on the device of ``x``: nobody waits for it."""
-    n = x.numel()
-    if n == 0 or k >= n:
-        return x.new_zeros(())
-    wanted = max(SAMPLE, SAMPLED_PICKS * n // k)
-    stride = max(1, n // wanted) | 1  # odd, so as not to fall in step with the rows of a matrix
-    sample = x[::stride].abs()
-    return _largest(sample, count(k / n, sample.numel()))
-
-
-def not_nan(threshold: Tensor) -> Tensor:
-    """``threshold`` [], or infinity where it is NaN, which every element reached: so what is not finite goes first."""
-    return torch.where(threshold.isnan(), torch.inf, threshold)
-
-
-def summary(x: Tensor) -> Tensor:
-    """How magnitudes in ``x`` [m] are distributed, for :func:`pooled_threshold`: [1 + QUANTILES] float32."""
-    m = x.numel()
-    if m == 0:
-        return x.new_zeros(1 + QUANTILES)
-    ordered = x[:: max(1, m // SUMMARISED) | 1].abs().sort().values
-    at = torch.linspace(0, ordered.numel() - 1, QUANTILES, dtype=torch.float64, device=x.device).round().long()
-    return torch.cat([x.new_tensor([m]), ordered.index_select(0, at)])
-
-
-def summary_of_largest(x: Tensor, most: int) -> Tensor:
-    """The same of the ``most`` largest magnitudes in ``x`` [m], or all: nobody waits for the device."""
-    m = min(most, x.numel())
-    if m == 0:
-        return x.new_zeros(1 + QUANTILES)
-    ordered = x.abs().topk(m).values
-    at = torch.arange(QUANTILES, device=x.device) * (m - 1) // (QUANTILES - 1)
-    return torch.cat([x.new_full((1,), m), ordered.index_select(0, at)])
-
-
-def pooled_threshold(summaries: Tensor, k: int) -> float:
-    """About the ``k``-th largest magnitude of all that ``summaries`` [P, 1 + QUANTILES] tell of; 0 if there are fewer.
-
-    Each quantile stands for as many elements, so k is met to within m / (2 QUANTILES) elements of a summary of m.
-    """
-    return pooled(summaries.cpu(), k).item()
-
-
-def pooled(summaries: Tensor, k: int) -> Tensor:
-    """The same, [] float64 on the device of ``summaries``: nobody waits for it."""
-    counts, quantiles = summaries.double().split([1, QUANTILES], dim=1)
-    magnitudes, order = quantiles.flatten().sort(descending=True)
-    reached = counts.long().expand_as(quantiles).flatten().index_select(0, order).cumsum(0)  # times QUANTILES
-    place = (reached < k * QUANTILES).sum()
-    return torch.cat([magnitudes, magnitudes.new_zeros(1)]).index_select(0, place.view(1)).squeeze(0)
-
-
 def kth_largest(x: Tensor, k: int) -> float:
     """The ``k``-th largest magnitude in ``x`` [n], exactly.  NaN counts as the largest."""
-    return _largest(x.index_select(0, _candidates(x, k)).abs(), k).item()
+    return least_of_largest(x.index_select(0, _candidates(x, k)).abs(), k).item()
 
 
 def largest(x: Tensor, k: int) -> Tensor:
@@ -170,11 +181,7 @@ def largest(x: Tensor, k: int) -> Tensor:
 def _candidates(x: Tensor, k: int) -> Tensor:
     """Indices, rising, of elements among which the k largest are: one scan in place of a selection over all n."""
     if 0 < k < x.numel() // 4:
-        found = above(x, estimate_threshold(x, 2 * k))
+        found = above(x, sampled_threshold(x, 2 * k).item())
         if found.numel() >= k:
             return found
     return torch.arange(x.numel(), device=x.device)
-
-
-def _largest(magnitudes: Tensor, k: int) -> Tensor:
-    return magnitudes.topk(k, sorted=False).values.min()

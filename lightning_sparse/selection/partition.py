@@ -28,8 +28,6 @@ def balanced(edges: Sequence[int], loads: Sequence[int]) -> list[int]:
     differ by more than 5 %, to the same end.)
     """
     parts, n = len(loads), edges[-1]
-    if min(loads) < 0:
-        raise ValueError(f"loads={list(loads)} are numbers of picks, so 0 or more: a message was corrupted.")
     total = sum(loads)
     if total == 0:
         return list(edges)

@@ -72,7 +72,7 @@ def dense(vector: Tensor | Sparse, n: int) -> Tensor:
     return vector.dense(n) if isinstance(vector, Sparse) else vector
 
 
-def add_up(vectors: Sequence[Sparse], n: int) -> Sparse:
+def add_up_sparse(vectors: Sequence[Sparse], n: int) -> Sparse:
     """The sum of sparse vectors of ``n`` elements, added in the order given: the same bits wherever it is computed.
 
     A span of elements after the other, so that on a CPU the sums stay in a core's cache and take no memory.

@@ -1,7 +1,7 @@
-"""What travels on the wire: values, indices, and picks made of both.  Pure functions."""
+"""What travels on the wire: values, indices, and messages made of both.  Pure functions."""
 
 from lightning_sparse.wire.indices import CAUSE, INDEX_FORMATS, CorruptMessage, IndexFormat, cheapest
-from lightning_sparse.wire.picks import PickLayout, Picks, check_index_format, index_format, joined
+from lightning_sparse.wire.messages import MessageLayout, Selection, check_index_format, index_format
 from lightning_sparse.wire.values import INDEX_LIMIT, add, nbytes, read, take
 
 __all__ = [
@@ -10,13 +10,12 @@ __all__ = [
     "INDEX_LIMIT",
     "CorruptMessage",
     "IndexFormat",
-    "PickLayout",
-    "Picks",
+    "MessageLayout",
+    "Selection",
     "add",
     "cheapest",
     "check_index_format",
     "index_format",
-    "joined",
     "nbytes",
     "read",
     "take",

@@ -93,13 +93,13 @@ def test_what_is_active_is_made_once_for_each_phase() -> None:
     [
         (lambda: ls.TopK(density=0), "TopK: density must be above 0 and at most 1; got 0."),
         (lambda: ls.RandomK(density=1.5), "RandomK: density must be above 0 and at most 1; got 1.5."),
-        (lambda: ls.SkipReduce(skip=-0.1), "SkipReduce(skip=-0.1): skip is the fraction of ranks"),
-        (lambda: ls.SkipReduce(skip=float("nan")), "SkipReduce(skip=nan)"),
-        (lambda: ls.SkipReduce(rotation="left"), "rotation is one of even, random, static"),  # type: ignore[arg-type]
-        (lambda: ls.SkipReduce(divisor="none"), "divisor is one of world, contributors"),  # type: ignore[arg-type]
+        (lambda: ls.SkipReduce(skip=-0.1), "SkipReduce: skip must be in [0, 1], the fraction of ranks"),
+        (lambda: ls.SkipReduce(skip=float("nan")), "SkipReduce: skip must be in [0, 1], the fraction of ranks"),
+        (lambda: ls.SkipReduce(rotation="left"), "rotation must be one of even, random, static"),  # type: ignore[arg-type]
+        (lambda: ls.SkipReduce(divisor="none"), "divisor must be one of world, contributors"),  # type: ignore[arg-type]
         (lambda: ls.SkipReduce(divisor="contributors"), "use divisor='world', or error_feedback=False"),
         (lambda: ls.SkipReduce(protect="bias"), "protect must be a list of patterns; got 'bias'. Write ['bias']"),  # type: ignore[arg-type]
-        (lambda: ls.SkipReduce(protect_below=-1), "protect_below=-1"),
+        (lambda: ls.SkipReduce(protect_below=-1), "SkipReduce: protect_below must be"),
         (lambda: ls.Warmup(-1, ls.Dense()), "Warmup: steps must be an integer of at least 0, where 0 is none; got -1"),
         (lambda: by_name("skipreduce"), "compressor='skipreduce' is not one of skip_reduce, "),
         (lambda: simulate("dense", torch.ones(1, 1, 1)), "compressor='dense' is not one of"),

@@ -8,22 +8,20 @@ import torch
 
 import lightning_sparse as ls
 from lightning_sparse import kernels
+from lightning_sparse.compressors.ok_topk_control import Evaluated
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.network.sparse_collectives import even_out
 from lightning_sparse.selection import partition
+from lightning_sparse.selection.estimate import pooled_threshold, summary, summary_of_largest
 from lightning_sparse.selection.host import (
     above,
     kth_largest,
     largest,
-    pooled,
-    pooled_threshold,
-    summary,
-    summary_of_largest,
 )
 from lightning_sparse.selection.sparse import Sparse, contained
 from lightning_sparse.selection.threshold import FASTEST_TREND, Held
 from lightning_sparse.simulation import simulate
-from lightning_sparse.wire import INDEX_FORMATS, PickLayout, Picks
+from lightning_sparse.wire import INDEX_FORMATS, MessageLayout, Selection
 from tests.runs import Run, layered
 
 
@@ -120,8 +118,8 @@ def test_indices_beyond_the_precision_of_float32_arrive(name: str) -> None:
     """It sent indices as float32, which holds whole numbers only up to 2**24."""
     n = 2**24 + 100
     index = torch.tensor([3, 2**24 - 1, 2**24 + 1, 2**24 + 3, n - 1])
-    layout = PickLayout(n, 8, INDEX_FORMATS[name], torch.float32)
-    message = layout.pack(Picks(index, torch.arange(5.0)), torch.empty(layout.nbytes, dtype=torch.uint8))
+    layout = MessageLayout(n, 8, INDEX_FORMATS[name], torch.float32)
+    message = layout.pack(Selection(index, torch.arange(5.0)), torch.empty(layout.nbytes, dtype=torch.uint8))
     assert layout.unpack(message).index.tolist() == index.tolist()
 
 
@@ -133,7 +131,7 @@ def test_boundaries_of_huge_groups_do_not_overflow() -> None:
     found = torch.arange(0, n, n // 64)
 
     def regions(group: SimpleNamespace, comm: object) -> object:
-        edges = yield from ls.OkTopk()._regions(group, comm, found)  # type: ignore[arg-type]
+        edges = yield from Evaluated(ls.OkTopk(), group, comm)._regions(found)  # type: ignore[arg-type]
         return torch.tensor(edges)
 
     edges = network.run([regions(g, c) for g, c in zip(groups, network.comms, strict=True)])[0]  # type: ignore[misc]
@@ -187,7 +185,7 @@ def test_evening_out_keeps_the_order_and_every_element(counts: list[int]) -> Non
     network = SimNetwork(4)
     held = list(torch.arange(100, 100 + sum(counts)).split(counts))
     own = [Sparse(index, index.float()) for index in held]
-    layout = PickLayout(1000, 1, INDEX_FORMATS["int32"], torch.float32)
+    layout = MessageLayout(1000, 1, INDEX_FORMATS["int32"], torch.float32)
     steps = [even_out(own[r], counts, layout, network.comms[r]) for r in range(4)]
     after = network.run(steps)  # type: ignore[arg-type]
     assert [v.index.numel() for v in after] == partition.widths(partition.even(sum(counts), 4).tolist())
@@ -218,9 +216,9 @@ def test_the_pooled_threshold_of_the_largest_is_that_of_what_there_is_room_for(m
     parts = [torch.randn(m) * scale for m, scale in ((10_000, 1.0), (50, 100.0), (0, 1.0), (3000, 0.1))]
     largest_of_each = torch.cat([part.abs().sort().values[-most:] for part in parts])
     k = min(2, most) * largest_of_each.numel() // 3
-    threshold = pooled(torch.stack([summary_of_largest(part, most) for part in parts]), k)
+    threshold = pooled_threshold(torch.stack([summary_of_largest(part, most) for part in parts]), k)
     assert (largest_of_each >= threshold).sum() == pytest.approx(k, abs=1 + 3 * most / 128)
-    assert pooled(torch.stack([summary_of_largest(part, most) for part in parts]), 20_000) == 0
+    assert pooled_threshold(torch.stack([summary_of_largest(part, most) for part in parts]), 20_000) == 0
 
 
 def test_a_threshold_that_missed_widely_is_given_up() -> None:
@@ -253,8 +251,8 @@ def test_a_threshold_evaluated_anew_has_the_trend_that_would_have_led_there() ->
     ("make", "message"),
     [
         (lambda: ls.OkTopk(density=2), "OkTopk: density must be above 0 and at most 1; got 2."),
-        (lambda: ls.OkTopk(evaluate_every=0), r"OkTopk\(evaluate_every=0\) is a number of steps"),
-        (lambda: ls.OkTopk(repartition_every=0), r"OkTopk\(repartition_every=0\)"),
+        (lambda: ls.OkTopk(evaluate_every=0), "OkTopk: evaluate_every must be an integer, at least 1"),
+        (lambda: ls.OkTopk(repartition_every=0), "OkTopk: repartition_every must be .*; got 0"),
         (lambda: ls.OkTopk(slack=0.5), "OkTopk: slack must be at least 1"),
         (lambda: ls.MiCRO(slack=float("nan")), "MiCRO: slack .* got nan"),
         (lambda: ls.MiCRO(indices="zip"), r"MiCRO\(indices='zip'\): .* auto, int32, block16, bitmap, elias_fano"),

@@ -16,11 +16,11 @@ from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.network.comm import WIRE_DTYPES, Comm, Pending
 from lightning_sparse.network.simulated import SimNetwork
-from lightning_sparse.selection import messages, padded
+from lightning_sparse.selection import device
 from lightning_sparse.selection.sparse import Sparse, dense
 from lightning_sparse.selection.threshold import Held
 from lightning_sparse.simulation import Simulated, simulate
-from lightning_sparse.wire import INDEX_FORMATS, CorruptMessage, PickLayout, Picks
+from lightning_sparse.wire import INDEX_FORMATS, CorruptMessage, MessageLayout, Selection
 from tests.compressors.test_every_compressor import assert_nothing_lost, gradients
 from tests.runs import layered
 from tests.test_bad_input import AlteringNetwork
@@ -205,10 +205,10 @@ def test_a_damaged_message_is_an_error_in_the_next_step(
 ) -> None:
     run, given = Groups(compressor, 2, 500), gradients(3, 2, 500)
     run.step(given[0])
-    unpack = messages.unpack
-    monkeypatch.setattr(messages, "unpack", lambda layout, payloads, *rest: unpack(layout, payloads ^ 0x55, *rest))
+    unpack = device.unpack
+    monkeypatch.setattr(device, "unpack", lambda layout, payloads, *rest: unpack(layout, payloads ^ 0x55, *rest))
     run.step(given[1])
-    with pytest.raises(CorruptMessage, match=rf"the picks in {heard} of {heard} messages of the step before arrived"):
+    with pytest.raises(CorruptMessage, match=rf"elements in {heard} of {heard} messages of the step before arrived"):
         run.step(given[2]) if then == "step" else compressor.carry([(run.groups[0], 500)])
 
 
@@ -227,7 +227,7 @@ def test_an_altered_message_is_noticed_or_stays_in_range(on_device: None, kind: 
 
 
 def test_whatever_a_message_holds_its_indices_are_in_range() -> None:
-    layout = PickLayout(70_000, 50, INDEX_FORMATS["block16"])
+    layout = MessageLayout(70_000, 50, INDEX_FORMATS["block16"])
     for seed in range(200):
         generator = torch.Generator().manual_seed(seed)
         payloads = torch.randint(0, 256, (3, layout.nbytes), dtype=torch.uint8, generator=generator)
@@ -236,48 +236,46 @@ def test_whatever_a_message_holds_its_indices_are_in_range() -> None:
         if seed % 5 == 0:
             payloads[:, 16:] = 0
             payloads[:, :4] = 0  # none, and anything of how many nearly were
-        index, report = messages.unpack(layout, payloads)
-        assert index.min() >= 0
-        assert index.max() <= layout.n
-        for payload, intact in zip(payloads, report[:, 3], strict=True):
+        for payload, read in zip(payloads, device.unpack(layout, payloads), strict=True):
+            assert read.index.min() >= 0
+            assert read.index.max() <= layout.n
             try:
                 layout.unpack(payload)
             except CorruptMessage:
-                assert not intact
+                assert not read.intact
             else:
-                assert intact
+                assert read.intact
 
 
 @pytest.mark.parametrize("dtype", [None, *WIRE_DTYPES.values()])
 @pytest.mark.parametrize("capacity", [50, 300])
 def test_messages_are_those_of_a_cpu(dtype: torch.dtype | None, capacity: int) -> None:
-    layout = PickLayout(70_000, capacity, INDEX_FORMATS["block16"], dtype)
+    layout = MessageLayout(70_000, capacity, INDEX_FORMATS["block16"], dtype)
     x = torch.randn(70_000, generator=torch.Generator().manual_seed(0))
     found = kernels.select(x, None, torch.tensor(3.5), capacity)
-    values = padded.take(x, found.index)
-    message = messages.pack(layout, found, torch.full((layout.nbytes,), 171, dtype=torch.uint8), values)
+    found = device.with_values(found, x)
+    message = device.pack(layout, found, torch.full((layout.nbytes,), 171, dtype=torch.uint8))
     index = found.index[: int(found.count)]
     assert 30 < index.numel() < 50
     left = x.index_select(0, index) if dtype else x[:0]
-    picks = Picks(index, left, int(found.seen), int(found.near))
-    expected = layout.pack(picks, torch.full((layout.nbytes,), 171, dtype=torch.uint8))
+    selection = Selection(index, left, int(found.seen), int(found.near))
+    expected = layout.pack(selection, torch.full((layout.nbytes,), 171, dtype=torch.uint8))
     if dtype != torch.int8 or capacity == 50:  # as many blocks as on the CPU: scales come before values
         assert torch.equal(message, expected)
-    rows, report = messages.unpack(layout, message[None])
-    assert torch.equal(rows[0], found.index)
-    assert report.tolist() == [[index.numel(), picks.seen, picks.near, 1]]
+    (read,) = device.unpack(layout, message[None])
+    assert torch.equal(read.index, found.index)
+    assert [read.count, read.seen, read.near, read.intact] == [index.numel(), selection.seen, selection.near, 1]
     if dtype is not None:
-        assert torch.equal(values[: index.numel()], left)
-        arrived = messages.values(layout, message[None], rows)[0]
-        assert torch.equal(arrived[: index.numel()], layout.unpack(expected).values)
-        assert not arrived[index.numel() :].any()
+        assert torch.equal(found.values[: index.numel()], left)
+        assert torch.equal(read.values[: index.numel()], layout.unpack(expected).values)
+        assert not read.values[index.numel() :].any()
 
 
 def test_an_index_beyond_a_narrower_part_is_damage() -> None:
-    layout = PickLayout(100, 5, INDEX_FORMATS["block16"])
+    layout = MessageLayout(100, 5, INDEX_FORMATS["block16"])
     found = kernels.select(torch.arange(100.0), None, torch.tensor(97.0), 5)
-    payloads = messages.pack(layout, found, torch.empty(layout.nbytes, dtype=torch.uint8)).expand(3, -1)
-    assert messages.unpack(layout, payloads, [100, 99, 0])[1][:, 3].tolist() == [1, 0, 0]
+    payloads = device.pack(layout, found, torch.empty(layout.nbytes, dtype=torch.uint8)).expand(3, -1)
+    assert [int(read.intact) for read in device.unpack(layout, payloads, [100, 99, 0])] == [1, 0, 0]
 
 
 @pytest.mark.parametrize("index", [[3, 1, 5, 5], [5, 5], [5, 0], [2], [9, 4, 7]])
@@ -286,15 +284,22 @@ def test_padded_indices_write_where_there_is_an_element(index: list[int]) -> Non
     expected = x.clone()
     for place, value in zip(index, values, strict=True):
         expected[place : place + 1] = value
-    assert padded.take(x, torch.tensor(index)).tolist() == [float(x[i]) if i < 5 else 0 for i in index]
-    padded.put(torch.tensor(index), values, x)
+    chosen = Selection(torch.tensor(index), values)
+    assert device.with_values(chosen, x).values.tolist() == [float(x[i]) if i < 5 else 0 for i in index]
+    device.put(chosen, x)
     assert torch.equal(x, expected)
 
 
-def test_padded_indices_of_parts_are_joined_and_told_once() -> None:
-    parts = [torch.tensor([0, 2, 3]), torch.tensor([0]), torch.tensor([1, 4])]
-    assert padded.joined(parts, [0, 3, 3, 7]).tolist() == [0, 2, 7, 7, 4, 7]
-    assert padded.distinct(torch.tensor([4, 2, 7, 2, 7, 4, 0]), 7).tolist() == [0, 2, 7, 4, 7, 7, 7]
+def test_padded_indices_of_parts_are_joined_and_named_once() -> None:
+    def padded(*index: int) -> Selection:
+        return Selection(torch.tensor(index), seen=torch.tensor(3))
+
+    joined = device.join([padded(0, 2, 3), padded(0), padded(1, 4)], [0, 3, 3, 7])
+    assert joined.index.tolist() == [0, 2, 7, 7, 4, 7]
+    assert (joined.count, joined.seen) == (3, 9)
+    united = device.unite([padded(4, 2, 7), padded(2, 7, 4, 0)], 7)
+    assert united.index.tolist() == [0, 2, 7, 4, 7, 7, 7]
+    assert united.count == 3
 
 
 @pytest.mark.parametrize("n", [0, 1, 20, 50, 9000])

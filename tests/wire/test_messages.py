@@ -1,4 +1,4 @@
-"""Messages of picks: what is packed comes back, whatever the formats, and nothing else does."""
+"""Messages of selected elements: what is packed comes back, whatever the formats, and nothing else does."""
 
 import pytest
 import torch
@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from lightning_sparse.network.comm import WIRE_DTYPES
 from lightning_sparse.selection.sparse import nonzero
-from lightning_sparse.wire import INDEX_FORMATS, CorruptMessage, PickLayout, Picks, index_format
+from lightning_sparse.wire import INDEX_FORMATS, CorruptMessage, MessageLayout, Selection, index_format
 
 formats = pytest.mark.parametrize("name", INDEX_FORMATS)
 
 
-def packed(layout: PickLayout, picks: Picks) -> torch.Tensor:
-    return layout.pack(picks, torch.full((layout.nbytes,), 171, dtype=torch.uint8))  # memory that was used before
+def packed(layout: MessageLayout, selection: Selection) -> torch.Tensor:
+    return layout.pack(selection, torch.full((layout.nbytes,), 171, dtype=torch.uint8))  # memory that was used before
 
 
 @formats
@@ -32,8 +32,8 @@ def test_round_trip(name: str, n: int, share: float, filled: float, dtype: torch
     index = torch.randperm(n, generator=generator)[:m].sort().values
     values = torch.randn(m, generator=generator)
     before = values.clone()
-    layout = PickLayout(n, capacity, INDEX_FORMATS[name], dtype)
-    back = layout.unpack(packed(layout, Picks(index, values, seen=m + 5, near=m + 9)))
+    layout = MessageLayout(n, capacity, INDEX_FORMATS[name], dtype)
+    back = layout.unpack(packed(layout, Selection(index, values, seen=m + 5, near=m + 9)))
     assert torch.equal(back.index, index)
     assert (back.seen, back.near) == (m + 5, m + 9)
     if dtype is None:
@@ -46,8 +46,8 @@ def test_round_trip(name: str, n: int, share: float, filled: float, dtype: torch
 @formats
 @settings(max_examples=100, deadline=None)
 @given(payload=st.binary(min_size=400, max_size=400), header=st.integers(-(2**31), 2**31 - 1))
-def test_a_corrupt_message_is_an_error_or_valid_picks(name: str, payload: bytes, header: int) -> None:
-    layout = PickLayout(500, 20, INDEX_FORMATS[name], torch.bfloat16)
+def test_a_corrupt_message_is_an_error_or_a_valid_selection(name: str, payload: bytes, header: int) -> None:
+    layout = MessageLayout(500, 20, INDEX_FORMATS[name], torch.bfloat16)
     message = torch.tensor(list(payload), dtype=torch.uint8).repeat(1 + layout.nbytes // 400)[: layout.nbytes].clone()
     message[:4].view(torch.int32).fill_(header % 21 if header % 2 else header)
     try:
@@ -61,23 +61,23 @@ def test_a_corrupt_message_is_an_error_or_valid_picks(name: str, payload: bytes,
 
 
 @formats
-def test_no_picks_by_way_of_numpy(name: str) -> None:
-    layout = PickLayout(70_000, 20, INDEX_FORMATS[name])
+def test_an_empty_selection_by_way_of_numpy(name: str) -> None:
+    layout = MessageLayout(70_000, 20, INDEX_FORMATS[name])
     empty = nonzero(torch.zeros(10, dtype=torch.bool))
-    assert layout.unpack(packed(layout, Picks(empty, torch.empty(0)))).index.tolist() == []
+    assert layout.unpack(packed(layout, Selection(empty, torch.empty(0)))).index.tolist() == []
 
 
 def test_a_message_of_another_layout_is_refused() -> None:
-    layout = PickLayout(1000, 20, INDEX_FORMATS["int32"], torch.float32)
-    message = packed(layout, Picks(torch.arange(20), torch.ones(20)))
+    layout = MessageLayout(1000, 20, INDEX_FORMATS["int32"], torch.float32)
+    message = packed(layout, Selection(torch.arange(20), torch.ones(20)))
     with pytest.raises(CorruptMessage, match=f"{layout.nbytes} bytes arrived where"):
         layout.with_capacity(30).unpack(message)
 
 
-def test_more_picks_than_room_are_refused() -> None:
-    layout = PickLayout(1000, 3, INDEX_FORMATS["int32"])
+def test_more_elements_than_room_are_refused() -> None:
+    layout = MessageLayout(1000, 3, INDEX_FORMATS["int32"])
     with pytest.raises(ValueError, match="4"):
-        packed(layout, Picks(torch.arange(4), torch.ones(4)))
+        packed(layout, Selection(torch.arange(4), torch.ones(4)))
 
 
 def test_auto_is_the_cheapest_and_the_same_everywhere() -> None:
@@ -87,5 +87,5 @@ def test_auto_is_the_cheapest_and_the_same_everywhere() -> None:
 
 
 def test_groups_beyond_32_bits_are_refused() -> None:
-    with pytest.raises(ValueError, match="2147483649 elements is too large"):
-        PickLayout(2**31 + 1, 5, INDEX_FORMATS["int32"])
+    with pytest.raises(ValueError, match=r"at most 2\*\*31 elements.*; got 2147483649"):
+        MessageLayout(2**31 + 1, 5, INDEX_FORMATS["int32"])
