@@ -66,10 +66,10 @@ class SparseHook:
         bucket_bytes: int = BUCKET_BYTES,
         process_groups: ProcessGroups | None = None,
     ) -> None:
-        groups = process_groups or ProcessGroups(ddp)
         options = Options.of(
             compressor, fusion, wire_dtype=wire_dtype, warmup_steps=warmup_steps, bucket_bytes=bucket_bytes
         )
+        groups = process_groups or ProcessGroups(ddp)
         options.agree(ddp.module, TorchComm(ddp.process_group), groups.local_size, ddp.find_unused_parameters, scaler)
         self._put_on(ddp, options, scaler, groups)
 
