@@ -235,7 +235,7 @@ class Exchange:
             step.loss_scale.undo()
         for delivery in step.deliveries:
             step.loss_scale.give_back(delivery.buffer, undo)
-        step.loss_scale = None  # and the copies it kept
+        step.loss_scale.end_step()
         step.averages.clear()
         with self._lock:
             self._finish(step, undo)

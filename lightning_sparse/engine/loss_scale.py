@@ -49,3 +49,7 @@ class LossScale:
         """Set all groups to what was kept."""
         for group, before in self._before:
             group.restore(before)
+
+    def end_step(self) -> None:
+        """Forget what was kept; the scale itself stays until another stream has read it."""
+        self._before.clear()
