@@ -54,7 +54,7 @@ for trainer, strategy in mixed:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"compressor": "gzip"}, "compressor='gzip' is not one of skip_reduce, "),
+        ({"compressor": "gzip"}, "compressor must be one of skip_reduce, "),
         ({"fusion": "all"}, "fusion must be one of layer, bucket, none, or a list of patterns; got 'all'"),
         ({"wire_dtype": "int4"}, "wire_dtype must be one of float32, bfloat16, float16, int8; got 'int4'."),
         ({"warmup_steps": -1}, "warmup_steps must be an integer of at least 0; got -1."),
