@@ -82,10 +82,10 @@ def test_phases_that_compress() -> None:
     [
         (lambda: ls.TopK(density=0), "TopK(density=0): density is the fraction of elements sent"),
         (lambda: ls.RandomK(density=1.5), "RandomK(density=1.5): density is the fraction of elements sent"),
-        (lambda: ls.SkipReduce(skip=-0.1), "SkipReduce(skip=-0.1): skip is the fraction of ranks"),
+        (lambda: ls.SkipReduce(skip=-0.1), "SkipReduce(skip=-0.1): skip must be in [0, 1], the fraction of ranks"),
         (lambda: ls.SkipReduce(skip=float("nan")), "SkipReduce(skip=nan)"),
-        (lambda: ls.SkipReduce(rotation="left"), "rotation is one of even, random, static"),  # type: ignore[arg-type]
-        (lambda: ls.SkipReduce(divisor="none"), "divisor is one of world, contributors"),  # type: ignore[arg-type]
+        (lambda: ls.SkipReduce(rotation="left"), "rotation must be one of even, random, static"),  # type: ignore[arg-type]
+        (lambda: ls.SkipReduce(divisor="none"), "divisor must be one of world, contributors"),  # type: ignore[arg-type]
         (lambda: ls.SkipReduce(divisor="contributors"), "use divisor='world', or error_feedback=False"),
         (lambda: ls.SkipReduce(protect="bias"), "protect is a list of patterns: ['bias']"),  # type: ignore[arg-type]
         (lambda: ls.SkipReduce(protect_below=-1), "protect_below=-1"),
