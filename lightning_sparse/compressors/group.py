@@ -110,7 +110,7 @@ class Group:
                 torch.div(slot.view(gradient.shape), size, out=gradient)
 
     def _scatter(self, total: Sparse, gradients: Sequence[Tensor], size: int) -> None:
-        """As :meth:`hand_back`, on a device: nobody waits to know which elements are of which parameter."""
+        """Hand a sparse total back on a device: nobody waits to know which elements are of which parameter."""
         count = total.index.new_full((), total.index.numel())
         start = 0
         for gradient in gradients:

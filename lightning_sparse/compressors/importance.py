@@ -36,7 +36,7 @@ class ImportancePruning(Compressor):
 
     Cheng and Xu, "Bandwidth Reduction using Importance Weighted Pruning on Ring AllReduce" (arXiv 1901.01544).  An
     element's importance is |gradient / weight|.  In each step ``givers`` ranks, drawn from a stream all ranks share,
-    tell the indices of what they find important; every rank sends its values there, on a ring.  So what travels does
+    send the indices of what they find important; every rank sends its values there, on a ring.  So what travels does
     not grow with P.
 
     Of the paper only the abstract could be had: importance, random mask-givers and sums at the mask are the paper's;
@@ -129,7 +129,7 @@ class ImportancePruning(Compressor):
         return on.compact(on.join(found, edges), group.n)
 
     def _importances(self, group: Group) -> Iterator[Tensor]:
-        """Of the elements of each layer that has any, |unsent / weight|."""
+        """|unsent / weight| for the elements of each layer that has any."""
         for slot, parameter in zip(group.slots(group.unsent), group.parameters, strict=True):
             if slot.numel():
                 weight = parameter.detach().reshape(-1).float().abs().add_(self.eps)

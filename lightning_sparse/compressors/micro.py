@@ -1,4 +1,4 @@
-"""MiCRO: every rank picks from a part of its own, so that nobody picks twice and selection costs a P-th."""
+"""MiCRO: every rank selects from a part of its own, so that no element is selected twice and selection costs a P-th."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ from lightning_sparse.wire import check_index_format
 
 @dataclass(frozen=True)
 class MiCRO(Compressor):
-    """Each rank picks the large elements of one P-th of the gradient, and all ranks sum those (Yoon and Oh, HiPC 2023).
+    """Each rank selects the large elements of a P-th of the gradient, and all sum those (Yoon and Oh, HiPC 2023).
 
-    The vector is cut into P partitions.  In step t rank r owns partition (t + r) mod P and picks there what reaches a
-    threshold all ranks share.  The picked indices are gathered, and the values at them summed over all ranks, whether
-    or not a rank finds its own large.  So picks never overlap, nothing is sorted, and a rank looks at n / P elements.
+    The vector is cut into P partitions.  In step t rank r owns partition (t + r) mod P and selects there what reaches
+    a threshold all ranks share.  The indices are gathered, and the values at them summed over all ranks, whether or not
+    a rank finds its own large.  So selections never overlap, nothing is sorted, and a rank looks at n / P elements.
 
     Two messages: an all-gather of indices, coded relative to the partition, and a sum of k values.  A message has room
-    for ``slack`` times the picks meant; where there are more, the largest go and the others wait (``group.overflow``).
+    for ``slack`` times the elements meant; where there are more, the largest go, the others wait (``group.overflow``).
     Without ``balance`` each rank's indices have room for all k, since they may all lie in its partition.
 
     Where ours differs from the authors' code (kljp/micro): the threshold starts from a sampled quantile, not from
@@ -38,9 +38,9 @@ class MiCRO(Compressor):
 
     Args:
         density: fraction of elements updated in a step, in (0, 1].  The paper's experiments: 0.001.
-        balance: move the partitions' edges until each holds as many picks; False, as the paper: all n / P elements.
-        slack: room in a message, as a multiple of the k / P picks meant, or of k without ``balance``, at least 1.  The
-            code has no limit.
+        balance: move the partitions' edges until as many are selected in each; False, as the paper: all n / P elements.
+        slack: room in a message, as a multiple of the k / P elements meant, or of k without ``balance``, at least 1.
+            The code has no limit.
         indices: how indices travel: "auto" (the cheapest), "int32", "block16", "bitmap" or "elias_fano"; on a GPU
             always "block16".  The code: 64 bits each.
     """
@@ -57,7 +57,7 @@ class MiCRO(Compressor):
         check_index_format(self, self.indices)
 
     def reduce(self, group: Group, comm: Comm) -> Rounds:
-        """Gather the owners' picks, then sum the values there over all ranks."""
+        """Gather what the owners select, then sum the values there over all ranks."""
         n, size, unsent, on = group.n, comm.size, group.unsent, selection.on(group.unsent)
         k = group.target = count(self.density, n)
         if "edges" not in group.memory:

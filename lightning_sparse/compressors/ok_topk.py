@@ -23,19 +23,19 @@ from lightning_sparse.wire import MessageLayout, Selection, check_index_format
 class OkTopk(Compressor):
     """The largest sums of what ranks find large, at nearly the least traffic possible (Li and Hoefler, PPoPP 2022).
 
-    1. Each rank picks the elements that reach its own threshold, about k = density * n of them.
-    2. Split and reduce: the vector is cut into P regions, and each rank sends its picks in a region to the region's
+    1. Each rank selects the elements that reach its own threshold, about k = density * n of them.
+    2. Split and reduce: the vector is cut into P regions, and each rank sends what it selected in a region to its
        owner, who adds them up.  Destinations rotate: in round j rank r sends to r + j and receives from r - j.
-    3. Balance and gather: owners pick the sums that reach a threshold all ranks share, even out how many each holds if
-       one holds more than a message has room for, and everyone gathers them.
+    3. Balance and gather: owners select the sums that reach a threshold all ranks share, even out how many each holds
+       if one holds more than a message has room for, and everyone gathers them.
 
-    Only what arrives in the end is taken out of ``unsent``: a pick that did not reach the shared threshold stays with
+    Only what arrives in the end is taken out of ``unsent``: what did not reach the shared threshold stays with
     its rank.  A rank sends k (P-1)/P (index, value) pairs in step 2 and as many in step 3, times ``slack``; with 32-bit
     indices and values that is 4 ``slack`` k (P-1)/P words.  The paper's bound is 6, and 2 are needed (Theorem 3.1).
 
     Thresholds are evaluated every ``evaluate_every`` steps, or where they missed by a factor of two, and the shared one
     where it finds less than a quarter of k; between, :class:`~lightning_sparse.selection.threshold.Held` corrects them.
-    Regions are cut anew every ``repartition_every`` steps, so that ranks have equally many picks in each.  Where ours
+    Regions are cut anew every ``repartition_every`` steps, so that ranks select equally many in each.  Where ours
     differs from the authors' code: the shared threshold comes from 128 quantiles of each owner's sums, not from
     gathering all of them; messages have a fixed size.
 
@@ -47,7 +47,7 @@ class OkTopk(Compressor):
         evaluate_every: steps between evaluations of the thresholds, tau' in the paper; its code has 32 and 128.
         repartition_every: steps between repartitions, tau in the paper; its code has 64, which left the fullest region
             19 % above the mean on skewed layers, where 32 left it 9 % above.
-        slack: room in a message, as a multiple of the k / P picks meant, at least 1.
+        slack: room in a message, as a multiple of the k / P elements meant, at least 1.
         indices: how indices travel: "auto" (the cheapest), "int32", "block16", "bitmap" or "elias_fano"; on a GPU
             always "block16".  The code: 32 bits each.
     """

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 UNKNOWN = Held(-1.0)  # one is evaluated in the next step; likewise where one that was blind is kept negative
 CROWDED = 0.5  # of k sums that had no room in the last step: then regions are cut anew at once
-ONE = 2**16  # an element, where they are counted in parts of it: whole numbers add up to the same in any order
+ONE = 2**16  # an element, where they are counted in parts of it: integers add up to the same in any order
 
 
 class Evaluated:
-    """What the host does: all that a step tells is known in it, and a threshold that is lost is evaluated at once."""
+    """Control on the host: counts are known in the step itself, and a threshold that is lost is evaluated at once."""
 
     def __init__(self, settings: "OkTopk", group: Group, comm: Comm) -> None:
         self.settings, self.group, self.comm = settings, group, comm
@@ -118,7 +118,7 @@ class Evaluated:
 
 
 class Reported:
-    """What a device does: what a step tells of thresholds and regions is looked at in the next.
+    """Control on a device: what a step reports of thresholds and regions is looked at in the next.
 
     - A threshold that was lost is evaluated then, and regions cut anew are used from then on.
     - A rank's own threshold is evaluated from a sample; the shared one from the largest sums of each region, as many
@@ -157,7 +157,7 @@ class Reported:
         return self.chosen, []
 
     def finish(self, mine: Selection, messages: Sequence[Selection]) -> Rounds[None]:
-        """Send what this step tells to the host."""
+        """Send this step's counts to the host."""
         group, chosen, found = self.group, self.chosen, self.found
         seen, near, sent = (torch.stack([getattr(part, key) for part in found]) for key in ("seen", "near", "count"))
         report(self.settings, group, messages)

@@ -38,9 +38,9 @@ class RandomK(Compressor):
         """Sum the chosen elements over all ranks; the others wait."""
         index = scattered(group.n, count(self.density, group.n), group.generator(self.seed))  # [k]
         group.target = index.numel()
-        picked = group.unsent.index_select(0, index)  # [k]
-        total = yield from sum_values(picked, comm)
-        group.unsent.index_copy_(0, index, picked)  # what rounding left
+        chosen = group.unsent.index_select(0, index)  # [k]
+        total = yield from sum_values(chosen, comm)
+        group.unsent.index_copy_(0, index, chosen)  # the rounding errors
         return Sparse(index, total)
 
 

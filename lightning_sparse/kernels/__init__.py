@@ -50,7 +50,7 @@ def select(unsent: Tensor, gradient: Tensor | None, threshold: Tensor, capacity:
     """Add ``gradient`` to ``unsent``, then find the elements of ``unsent`` whose magnitude is at least ``threshold``.
 
     Never zeros, whatever the threshold; always NaN.  Where more than ``capacity`` are found, the *first* are returned,
-    not the largest; ``seen`` tells.
+    not the largest; ``seen`` is larger then.
 
     Args:
         unsent: [n] float32, changed in place.
@@ -118,7 +118,7 @@ def sketch_encode(x: Tensor, hashed: Hashes, out: Tensor) -> Tensor:
 
 
 def sketch_estimate(table: Tensor, hashed: Hashes, out: Tensor) -> Tensor:
-    """What ``table`` tells of each element, in ``out``, which is returned: the bits of ``CountSketch.estimate``.
+    """Set ``out`` to what ``table`` estimates of each element, and return it: the bits of ``CountSketch.estimate``.
 
     Args:
         table: [R, c] float32, R odd.

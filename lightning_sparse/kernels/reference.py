@@ -7,9 +7,11 @@ Nothing here waits for the device, so counts and thresholds are tensors [] on it
 import torch
 from torch import Tensor
 
-NEAR = 0.95  # elements above this multiple of the threshold are counted too: they tell how steep the distribution is
+NEAR = (
+    0.95  # elements above this multiple of the threshold are counted too: the ratio shows how steep the distribution is
+)
 BLOCK_BITS = 16  # of an index that the block16 format writes out
-MAGNITUDE = 0x7FFFFFFF  # the bits of a float32 but for its sign: as a whole number they rise with the magnitude
+MAGNITUDE = 0x7FFFFFFF  # the bits of a float32 but for its sign: as an integer they rise with the magnitude
 
 
 def select(unsent: Tensor, gradient: Tensor | None, threshold: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
@@ -55,7 +57,7 @@ def sketch_encode(x: Tensor, offsets: Tensor, signs: Tensor, out: Tensor) -> Non
 
 
 def sketch_estimate(table: Tensor, offsets: Tensor, signs: Tensor, out: Tensor) -> None:
-    """Set ``out`` [n] to the median of what the rows of ``table`` [R, c] tell; ``offsets``, ``signs`` [R, blocks]."""
+    """Set ``out`` [n] to the median over the rows of ``table`` [R, c]; ``offsets``, ``signs`` [R, blocks]."""
     columns = table.shape[1]
     for part, offset, sign in zip(out.split(columns), offsets.T, signs.T, strict=False):
         place = torch.arange(part.numel(), device=out.device)  # [elements of the block]
@@ -86,7 +88,7 @@ def decode_indices(payload: Tensor, n: int, capacity: int, count: Tensor) -> tup
 
 
 def sections(payload: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Of a block16 payload: how many indices each block announces, [blocks] int64, and the bytes of their low bits."""
+    """Split a block16 payload: how many indices each block announces, [blocks] int64, and the bytes of low bits."""
     head = 4 * _blocks(n, 1 << BLOCK_BITS)
     return payload[:head].clone().view(torch.int32).long(), payload[head:]  # clone: a payload may start anywhere
 
@@ -100,7 +102,7 @@ def borders(index: Tensor, count: Tensor, n: int, step: int) -> Tensor:
     """How many of the first ``count`` of ``index`` [m], rising, are below 0, step, 2 step, ..., n or just more.
 
     Returns:
-        [ceil(n / step) + 1] int64: where the picks of each block of ``step`` elements begin, and where the last end.
+        [ceil(n / step) + 1] int64: where the indices of each block of ``step`` elements begin, and where the last end.
     """
     blocks = _blocks(n, step)
     meant = torch.arange(index.numel(), device=index.device) < count

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 SAMPLE = 2**16  # elements at least in a sample, where there are so many ...
-SAMPLED_PICKS = 1024  # ... and so many of them above the threshold that is wanted: about 3 % of uncertainty
+SAMPLED_ABOVE = 1024  # ... and so many of them above the threshold that is wanted: about 3 % of uncertainty
 SUMMARISED = 2**14  # elements at least that are put in order to summarise a distribution, by ...
 QUANTILES = 128  # ... so many of them
 
@@ -29,7 +29,7 @@ def sampled_threshold(x: Tensor, k: int) -> Tensor:
     n = x.numel()
     if n == 0 or k >= n:
         return x.new_zeros(())
-    wanted = max(SAMPLE, SAMPLED_PICKS * n // k)
+    wanted = max(SAMPLE, SAMPLED_ABOVE * n // k)
     stride = max(1, n // wanted) | 1  # odd, so as not to fall in step with the rows of a matrix
     sample = x[::stride].abs()
     return least_of_largest(sample, count(k / n, sample.numel()))

@@ -45,7 +45,7 @@ class CountSketch:
         return out
 
     def estimate(self, table: Tensor, out: Tensor) -> Tensor:
-        """The median over the rows of ``table`` [R, c] of what each tells of an element, in ``out`` [n] float32.
+        """Set ``out`` [n] float32 to each element's estimate, the median over the rows of ``table`` [R, c]; return it.
 
         Signs are flipped and values compared but nothing is rounded: the same table gives the same bits everywhere.
         """

@@ -24,7 +24,7 @@ class Held:
     """A threshold under control: of magnitudes, and the logarithm it moves by in every step.
 
     What is unsent grows for the first hundreds of steps, shrinks when gradients do, and ends abruptly just above the
-    threshold, so how many more elements a lower threshold picks varies by a factor of fifty.  Hence the control
+    threshold, so how many more elements reach a lower threshold varies by a factor of fifty.  Hence the control
     measures that (by the count at ``NEAR`` times the threshold), corrects the logarithm of the threshold by a part of
     the miss, and follows a trend.  It is symmetric: twice too many moves it up as far as half as many moves it down.
     """
@@ -51,7 +51,7 @@ class Held:
         return seen > 2 * target or (near < target / 2 and self.threshold > 0)
 
     def blind(self, picked: int, target: int, seen: int, near: int) -> bool:
-        """Whether it is better evaluated anew, since these counts, as of :meth:`after`, do not tell how far to move it.
+        """Whether it is better evaluated anew, since these counts (see :meth:`after`) do not say how far to move it.
 
         Next to nothing reaches it, or too much was sent and hardly anything is just below: then what was counted ends
         near it.  Gradients that have shrunk leave everything unsent piled up just below the threshold, and it would

@@ -23,7 +23,7 @@ def take(values: Tensor, out: Tensor, dtype: torch.dtype | None = None) -> None:
 
     ``values before == what read gives + values after`` exactly, so the rounding error stays unsent and nothing is lost.
     A value beyond the range of float16, infinity too, is sent as the largest it can carry; the rest, rounded to
-    float32, stays.  As int8 a value is the nearest whole number of steps of its block's scale; rounding at random would
+    float32, stays.  As int8 a value is the nearest integer multiple of its block's scale; rounding at random would
     be less biased, but what stays here is sent later, so there is no bias to remove.  A block whose largest magnitude
     is below 1.5e-36 waits.  What is not finite arrives as NaN or infinity, as int8 in all of its block.
 
