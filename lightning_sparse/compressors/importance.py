@@ -93,7 +93,7 @@ class ImportancePruning(Compressor):
 
         before, flights, arrived = comm.sent_bytes, [], []
         for giver in givers:
-            message = comm.buffer(layout.nbytes, torch.uint8, unsent.device)
+            message = comm.buffer("mask", layout.nbytes, torch.uint8, unsent.device)
             if giver == comm.rank:
                 mask = self._mask(group, len(givers))
                 group.overflow = mask.seen - mask.count

@@ -70,7 +70,7 @@ class MiCRO(Compressor):
         own = (group.step + comm.rank) % size
         found = on.select(unsent[edges[own] : edges[own + 1]], threshold, capacity)
         group.overflow = found.seen - found.count
-        message = on.pack(layout, found, comm.buffer(layout.nbytes, torch.uint8, unsent.device))
+        message = on.pack(layout, found, comm.buffer("message", layout.nbytes, torch.uint8, unsent.device))
         gathered = yield comm.all_gather(message)  # [P, bytes]
 
         selections = on.unpack(layout, gathered.roll(group.step, 0), widths)  # in each partition

@@ -86,7 +86,7 @@ class OkTopk(Compressor):
             own, layout = Selection(even.index, even.values), self.layout(group, comm, n)
             edges, widths = [0] * comm.size, []  # indices count from the start of the group
             kept.append(own)
-        message = on.pack(layout, own, comm.buffer(layout.nbytes, torch.uint8, unsent.device))
+        message = on.pack(layout, own, comm.buffer("message", layout.nbytes, torch.uint8, unsent.device))
         gathered = on.unpack(layout, (yield comm.all_gather(message)), widths)
 
         delivered = on.join(gathered, edges)

@@ -77,13 +77,13 @@ class SketchFusion(Compressor):
         sketch = self.sketch(group)
         on_device = kernels.used_for(unsent)
         coder = DeviceSketch(sketch, n, unsent.device) if on_device else sketch
-        own = comm.buffer(sketch.rows * sketch.columns, torch.float32, unsent.device)
+        own = comm.buffer("table", sketch.rows * sketch.columns, torch.float32, unsent.device)
         coder.encode(unsent, out=own.view(sketch.rows, sketch.columns))
         # Rounding errors are not carried over to the next step: only candidates come of the table.
         exact = comm.wire_dtype == torch.float32
         table = (yield comm.all_reduce(own)) if exact else (yield from sum_values(own, comm))
         table = self._remembered(group, table.view(sketch.rows, sketch.columns))
-        estimates = coder.estimate(table, out=comm.buffer(n, torch.float32, unsent.device))
+        estimates = coder.estimate(table, out=comm.buffer("estimates", n, torch.float32, unsent.device))
         if on_device and self.exact:  # nobody waits for the device to know how many there are
             threshold = sampled_threshold(estimates, k)
             found = kernels.select(estimates, None, threshold, room(k, SLACK))

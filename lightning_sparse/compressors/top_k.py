@@ -40,7 +40,7 @@ class TopK(Compressor):
         k = group.target = count(self.density, n)
         layout = on.layout(n, k, self.indices, comm.wire_dtype)
         own = on.select_k(unsent, k)
-        message = on.pack(layout, own, comm.buffer(layout.nbytes, torch.uint8, unsent.device))
+        message = on.pack(layout, own, comm.buffer("message", layout.nbytes, torch.uint8, unsent.device))
         on.put(own, unsent)  # the rounding errors
         selections = on.unpack(layout, (yield comm.all_gather(message)))
         report(self, group, selections)

@@ -1,6 +1,7 @@
 """The only door to the network: the messages ranks exchange, counted as they leave."""
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 
@@ -86,30 +87,29 @@ class Comm(ABC):
         self.sent_bytes = 0  # since the start; payload only, as `traffic` defines it
         self.messages = 0
         self.hops = 0  # from rank to rank, one after the other, that a message needs round a ring
-        self._buffers: list[Tensor] = []  # bytes, each reused by the same call of the next group
-        self._lent = 0
+        self._buffers: dict[tuple[str, int], Tensor] = {}  # bytes, by name and its loans before in the group's step
+        self._lent: Counter[str] = Counter()
 
-    def buffer(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor [elements] for messages, uninitialised, to be used until this group's step ends.
+    def buffer(self, name: str, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Lend a tensor [elements] for messages, uninitialised, until this group's step ends.
 
-        Fresh memory costs the operating system three times as much as copying into memory in use.
+        What is lent under a name is the memory that the group before had under it; several loans are told apart by
+        their order.  Fresh memory costs the operating system three times as much as copying into memory in use.
         """
-        size = elements * dtype.itemsize
-        if self._lent == len(self._buffers):
-            self._buffers.append(torch.empty(size, dtype=torch.uint8, device=device))
-        elif self._buffers[self._lent].numel() < size:
-            self._buffers[self._lent] = torch.empty(size, dtype=torch.uint8, device=device)
-        self._lent += 1
-        return self._buffers[self._lent - 1][:size].view(dtype)
+        key, size = (name, self._lent[name]), elements * dtype.itemsize
+        self._lent[name] += 1
+        if key not in self._buffers or self._buffers[key].numel() < size:
+            self._buffers[key] = torch.empty(size, dtype=torch.uint8, device=device)
+        return self._buffers[key][:size].view(dtype)
 
     @property
     def buffer_bytes(self) -> int:
         """Memory all buffers take."""
-        return sum(buffer.numel() for buffer in self._buffers)
+        return sum(buffer.numel() for buffer in self._buffers.values())
 
     def reuse_buffers(self) -> None:
         """End the loan of all buffers; the next group gets the same memory."""
-        self._lent = 0
+        self._lent.clear()
 
     def release(self) -> None:
         """Give back memory and process groups.  No message may be under way, and none can be sent afterwards."""

@@ -16,7 +16,7 @@ SEGMENT_BYTES = 512 * 1024  # a slice travels in segments, so that one is on the
 def sum_values(values: Tensor, comm: Comm) -> Rounds[Tensor]:
     """The sum of ``values`` [n] over all ranks, [n] float32.  Rounding errors stay in ``values``."""
     if comm.wire_dtype == torch.float32:
-        total = comm.buffer(values.numel(), torch.float32, values.device)
+        total = comm.buffer("total", values.numel(), torch.float32, values.device)
         coding.take(values, total.view(torch.uint8), torch.float32)
         return (yield comm.all_reduce(total))
     return (yield from ring_sum(values, comm))
@@ -29,7 +29,7 @@ def sum_at(index: Tensor, values: Tensor, capacity: int, comm: Comm) -> Rounds[T
     taken out of ``values``; rounding errors stay.
     """
     m = index.numel()
-    chosen = comm.buffer(capacity, torch.float32, values.device)
+    chosen = comm.buffer("chosen", capacity, torch.float32, values.device)
     torch.index_select(values, 0, index, out=chosen[:m])
     chosen[m:] = 0
     if comm.wire_dtype == torch.float32:  # nothing will be left, so zeros are put there while they are in the cache
@@ -109,11 +109,11 @@ class _Slices:
         self.segments = -(-self.width // self.step)  # of a slice
         size = coding.nbytes(self.width, self.dtype)
         row = -(-size // 4)  # in units of 4 bytes, so that each slice is aligned
-        flat = comm.buffer(comm.size * row, torch.float32, values.device)
+        flat = comm.buffer("slices", comm.size * row, torch.float32, values.device)
         rows = flat.view(comm.size, row).view(torch.uint8)[:, :size]  # [P, bytes]
         self.wire = [each.split(coding.nbytes(self.step, self.dtype)) for each in rows]  # [P][segments] of [bytes]
         self._exact = self.dtype == torch.float32
-        self.total = flat[:n] if self._exact else comm.buffer(n, torch.float32, values.device)  # [n]
+        self.total = flat[:n] if self._exact else comm.buffer("total", n, torch.float32, values.device)  # [n]
 
     def start(self, c: int, i: int) -> None:
         """Put this rank's own into segment ``i`` of slice ``c``."""

@@ -49,8 +49,9 @@ class SimComm(Comm):
         super().__init__(rank, network.size, wire_dtype)
         self._network = network
 
-    def buffer(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def buffer(self, name: str, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Fresh and spoilt, so that nobody leans on what a buffer held before."""
+        del name
         fresh = torch.empty(elements, dtype=dtype, device=device)
         _spoil(fresh)
         return fresh

@@ -74,5 +74,7 @@ def even_out(own: Sparse, counts: Sequence[int], layout: MessageLayout, comm: Co
 
 def _send(part: Selection, layout: MessageLayout, comm: Comm, by: int) -> Pending:
     """Send ``part`` to the rank ``by`` further on, and receive from as far back."""
-    leaving, arriving = (comm.buffer(layout.nbytes, torch.uint8, part.values.device) for _ in range(2))
+    leaving, arriving = (
+        comm.buffer(name, layout.nbytes, torch.uint8, part.values.device) for name in ("leaving", "arriving")
+    )
     return comm.shift(selection.on(part.values).pack(layout, part, leaving), out=arriving, by=by)

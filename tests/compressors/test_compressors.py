@@ -117,7 +117,7 @@ def test_bad_settings_name_the_value_and_what_is_allowed(make: object, message: 
 
 
 def test_a_compressor_that_is_neither_name_nor_instance_is_refused() -> None:
-    with pytest.raises(TypeError, match="neither a name"):
+    with pytest.raises(TypeError, match="must be a name"):
         by_name(ls.TopK)
 
 
