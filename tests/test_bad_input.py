@@ -770,6 +770,11 @@ def test_a_file_with_other_bits_is_refused_or_as_it_was(trained: Trained, bits: 
     assert_refused_or_whole(trained, bytes(file))
 
 
+def test_a_file_may_say_that_residuals_require_a_gradient(trained: Trained) -> None:
+    unsent = {name: x.clone().requires_grad_() for name, x in trained.state["unsent"].items()}
+    assert trained.load(trained.state | {"unsent": unsent}) == ""
+
+
 def test_a_value_altered_in_the_file_is_reported(trained: Trained) -> None:
     """PyTorch reads it without a word."""
     file = bytearray(written(trained))

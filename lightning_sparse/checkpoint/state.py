@@ -151,6 +151,7 @@ def _wrong_rows(what: str, x: Tensor, rows: int) -> Iterator[str]:
 
 def used(x: Tensor, rows: range) -> Tensor:
     """The ``rows`` of what was saved, [P, *shape], or the mean [*shape]; no other part is read."""
+    x = x.detach()  # a file may say that it requires a gradient
     return x[rows.start : rows.stop] if rows else x
 
 

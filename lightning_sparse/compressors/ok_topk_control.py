@@ -41,7 +41,7 @@ class Evaluated:
         group, found = self.group, self._local()
         edges = yield from self._regions(found)
         capacity = self.settings.layout(group, self.comm, max(partition.widths(edges))).capacity
-        cuts = torch.searchsorted(found, torch.tensor(edges[1:-1], device=found.device)).tolist()
+        cuts = torch.searchsorted(found, torch.tensor(edges[1:-1])).tolist()
         inside = [host.at_most(capacity, part, group.unsent) for part in torch.tensor_split(found, cuts)]
         group.overflow = found.numel() - sum(part.numel() for part in inside)
         return [Selection(part - start) for part, start in zip(inside, edges, strict=False)], edges
@@ -67,15 +67,13 @@ class Evaluated:
         """Edges [P + 1] of the regions: the mean over the ranks of where each would cut ``found`` evenly."""
         group, size = self.group, self.comm.size
         if "regions" not in group.memory or group.step % self.settings.repartition_every == 0:
-            edges = partition.even(group.n, size).to(found.device)
+            edges = partition.even(group.n, size)
             if size > 1:
-                inner = edges[1:-1].clone()
-                if found.numel() >= size:
-                    inner.copy_(found[partition.even(found.numel(), size)[1:-1].to(found.device)])
+                few = found.numel() < size
+                inner = edges[1:-1].clone() if few else found[partition.even(found.numel(), size)[1:-1]]
                 edges[1:-1] = (yield self.comm.all_reduce(inner)) // size
             group.memory["regions"] = torch.tensor(_rising(edges.tolist(), group.n))
-        edges_now: list[int] = group.memory["regions"].tolist()
-        return edges_now
+        return list(group.memory["regions"].tolist())
 
     def choose(self, region: Tensor | Sparse) -> Rounds[tuple[Selection, list[int]]]:
         """Choose the sums in ``region`` that reach the shared threshold; and how many each rank chose."""
@@ -88,10 +86,10 @@ class Evaluated:
         while True:
             if evaluated or held is None:
                 summaries = yield comm.all_gather(summary(region.values))
-                threshold = pooled_threshold(summaries.cpu(), k).item()
+                threshold = pooled_threshold(summaries, k).item()
                 held = held.renewed(threshold) if held and blind else Held(threshold, held.trend if held else 0.0)
             chosen = host.select(region.values, held.threshold, region.values.numel())
-            own = torch.tensor([chosen.seen, chosen.near], dtype=torch.int32, device=region.index.device)
+            own = torch.tensor([chosen.seen, chosen.near], dtype=torch.int32)
             sizes = yield comm.all_gather(own)  # [P, 2]
             if int(sizes.min()) < 0 or int(sizes.max()) > group.n:
                 raise CorruptMessage(f"counts {sizes.tolist()} arrived, 0 to {group.n} expected: {CAUSE}")
@@ -222,8 +220,7 @@ def _reported(group: Group, key: str) -> list[Any]:
     reported = group.on_host(key)
     assert reported is not None
     del group.memory[key]
-    values: list[Any] = reported.tolist()
-    return values
+    return list(reported.tolist())
 
 
 def _used(group: Group, key: str, threshold: float) -> Held:

@@ -54,14 +54,12 @@ def even_out(own: Sparse, counts: Sequence[int], layout: MessageLayout, comm: Co
         start = max(starts[source], blocks[to]) - starts[source]
         return range(start, max(start, min(starts[source + 1], blocks[to + 1]) - starts[source]))
 
-    def mine(to: int) -> Sparse:
-        return own[share(rank, to).start : share(rank, to).stop]
-
-    pieces, flights = {rank: mine(rank).moved_out()}, {}
+    parts = [own[share(rank, to).start : share(rank, to).stop] for to in range(size)]
+    pieces, flights = {rank: parts[rank].moved_out()}, {}
     for j in range(1, size):
         most = max(len(share(r, (r + j) % size)) for r in range(size))
         if most:
-            part, message = mine((rank + j) % size), layout.with_capacity(most)
+            part, message = parts[(rank + j) % size], layout.with_capacity(most)
             flights[(rank - j) % size] = message, _send(Selection(part.index, part.values), message, comm, j)
     for source, (message, flight) in flights.items():
         piece, expected = message.unpack((yield flight)), len(share(source, rank))
