@@ -19,10 +19,11 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.fusion.groups import BUCKET_BYTES, carry_over, lay_out, not_carried
 from lightning_sparse.fusion.layer_fusion import LayerFusion
-from lightning_sparse.network.comm import TorchComm, wire_dtype_named, world
+from lightning_sparse.network.comm import TorchComm, world
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.options import Options
 from lightning_sparse.settings import as_text
+from lightning_sparse.wire import wire_format
 
 
 class SparseHook:
@@ -39,8 +40,8 @@ class SparseHook:
         compressor: a name in ``COMPRESSORS``, for its defaults, or an instance.
         fusion: which parameters travel together, as for ``SparseDDPStrategy``; for "layer" and "none" make ``ddp`` with
             a small ``bucket_cap_mb``, such as 1, since its buckets decide when gradients arrive.
-        wire_dtype: of values on the wire: "float32", "bfloat16", "float16" or "int8"; rounding errors are carried
-            over to the next step.
+        wire_dtype: of values on the wire: "float32", "bfloat16", "float16", "int8", "int4" or "sign"; rounding errors
+            are carried over to the next step.
         warmup_steps: dense steps before the compressor starts.
         scaler: the ``torch.amp.GradScaler`` that scales the loss, if there is one.
         bucket_bytes: of float32 gradient in a group with ``fusion="bucket"``.
@@ -113,7 +114,7 @@ class SparseHook:
         compressor = dense_if_alone(self.compressor, self._ranks.size // groups.local_size)
         self.exchange = Exchange(
             lay_out(parameters, compressor, options.fusion, options.bucket_bytes),
-            groups.comms(wire_dtype_named(options.wire_dtype)),
+            groups.comms(wire_format(options.wire_dtype)),
             threaded=not groups.nccl,
             node=nodes,
             may_be_unused=ddp.find_unused_parameters,

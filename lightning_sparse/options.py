@@ -14,8 +14,9 @@ from lightning_sparse.checks import check_one_of, check_whole, is_number
 from lightning_sparse.compressors import Compressor, Warmup, by_name
 from lightning_sparse.fusion.groups import BUCKET_BYTES, check_choice, check_fusion
 from lightning_sparse.network.agreement import agree, described, versions
-from lightning_sparse.network.comm import Comm, wire_dtype_named
+from lightning_sparse.network.comm import Comm
 from lightning_sparse.settings import same
+from lightning_sparse.wire import wire_format
 
 # Arguments of DDP with which it does not hand every gradient of every rank to its hook.
 UNSUPPORTED = (
@@ -58,7 +59,7 @@ class Options:
 
     def __post_init__(self) -> None:
         check_choice(self.compressor, self.fusion)
-        wire_dtype_named(self.wire_dtype)
+        object.__setattr__(self, "wire_dtype", wire_format(self.wire_dtype).name)  # whichever of its names was given
         check_whole("warmup_steps", self.warmup_steps, 0, "Give a number of dense steps, 0 for none.")
         check_one_of("residuals", self.residuals, RESIDUALS)
         if self.local_group != "node":

@@ -8,9 +8,9 @@ from torch import Tensor
 from lightning_sparse.compressors import Compressor, Dense, by_name
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.network.comm import wire_dtype_named
 from lightning_sparse.network.simulated import SimNetwork, same_bits
 from lightning_sparse.selection.sparse import dense
+from lightning_sparse.wire import wire_format
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def simulate(
         compressor: an instance, or a name in ``COMPRESSORS``.
         gradients: [T, P, n] floating point: of each step, on each rank.
         weights: [n], the parameters' values, for compressors that look at them; zeros if not given.
-        wire_dtype: of values on the wire: "float32", "bfloat16", "float16" or "int8".
+        wire_dtype: of values on the wire: "float32", "bfloat16", "float16", "int8", "int4" or "sign".
 
     Raises:
         ValueError: for shapes that do not fit, an unknown compressor or an unknown ``wire_dtype``.
@@ -62,7 +62,7 @@ def simulate(
     compressor = by_name(compressor)
     if compressor.is_dense("gradient", n):
         compressor = Dense()
-    network = SimNetwork(size, wire_dtype_named(wire_dtype))
+    network = SimNetwork(size, wire_format(wire_dtype))
     groups = [Group(0, ("gradient",), (weights,)) for _ in range(size)]
 
     means, sent_bytes, picked = [], [], []

@@ -33,7 +33,7 @@ from lightning_sparse.engine.delivery import Delivery
 from lightning_sparse.engine.lane import spread
 from lightning_sparse.fusion.groups import Piece, fuse
 from lightning_sparse.fusion.model import Cost, StepModel
-from lightning_sparse.network.comm import WIRE_DTYPES, traffic
+from lightning_sparse.network.comm import traffic
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.selection import partition
 from lightning_sparse.selection.estimate import count, room
@@ -42,7 +42,15 @@ from lightning_sparse.selection.sketch import CountSketch
 from lightning_sparse.selection.sparse import Sparse, dense
 from lightning_sparse.selection.threshold import Held
 from lightning_sparse.simulation import simulate
-from lightning_sparse.wire import INDEX_FORMATS, CorruptMessage, MessageLayout, Selection, cheapest
+from lightning_sparse.wire import (
+    FLOAT32,
+    INDEX_FORMATS,
+    WIRE_DTYPES,
+    CorruptMessage,
+    MessageLayout,
+    Selection,
+    cheapest,
+)
 from tests.conftest import EVERY_COMPRESSOR
 from tests.training.models import small, unsent
 
@@ -158,9 +166,11 @@ def test_any_gradient_is_delivered_kept_or_seen(
         return  # its law is of velocities
     size, total = given.shape[1], exact.abs().sum((0, 1))
     calm = total < 1e37
-    if calm.all() or not (wire_dtype == "int8" or isinstance(compressor, ls.SketchFusion)):
+    if calm.all() or not (wire_dtype in ("int8", "int4", "sign") or isinstance(compressor, ls.SketchFusion)):
         assert not seen[calm].any()
     lost = (size * result.mean.double().sum(0) + result.unsent.double().sum(0) - exact.sum((0, 1))).abs()
+    if wire_dtype == "sign" and calm.any():  # what is much smaller than its block's mean is rounded beside it
+        lost = lost - 1e-6 * len(given) * size * total[calm].max()
     assert (lost <= 4e-6 * total + 1e-42)[calm & ~seen].all()
     assert (lost <= 1e-4 * total + 1e-42)[
         given.isfinite().all(0).all(0) & ~seen
@@ -226,7 +236,7 @@ def test_empty_and_one_element_parameters_take_part(
 @fuzzed(100, capacity=st.integers(1, 2**31), less=st.integers(0, 3), name=st.sampled_from(list(INDEX_FORMATS)))
 def test_messages_about_two_to_the_31_elements_have_a_size(capacity: int, less: int, name: str) -> None:
     n = 2**31 - less
-    layout = MessageLayout(n, min(capacity, n), INDEX_FORMATS[name], torch.float32)
+    layout = MessageLayout(n, min(capacity, n), INDEX_FORMATS[name], FLOAT32)
     assert layout.nbytes % 8 == 0
     assert layout.nbytes >= 4 * layout.capacity + INDEX_FORMATS[name].nbytes(n, layout.capacity)
     assert 0 < cheapest(n, layout.capacity).cost(n, layout.capacity) < 1e12
@@ -243,7 +253,7 @@ def test_messages_about_two_to_the_31_elements_have_a_size(capacity: int, less: 
 )
 def test_picks_among_two_to_the_31_elements_survive(name: str, places: set[int], spare: int, seen: int) -> None:
     index = torch.tensor(sorted(places), dtype=torch.int64)
-    layout = MessageLayout(2**31, max(1, len(places)) + spare, INDEX_FORMATS[name], torch.float32)
+    layout = MessageLayout(2**31, max(1, len(places)) + spare, INDEX_FORMATS[name], FLOAT32)
     message = torch.full((layout.nbytes,), 0xA5, dtype=torch.uint8)
     values = torch.arange(len(places), dtype=torch.float32)
     back = layout.unpack(layout.pack(Selection(index, values.clone(), seen, seen), message))

@@ -284,7 +284,7 @@ def test_what_is_no_option_or_of_another_kind_is_refused_by_the_parser(
         (".compressor=mikro", "compressor must be one of skip_reduce, micro, importance"),
         (".compressor.density=5", "MiCRO: density must be above 0 and at most 1; got 5.0."),
         (".compressor.slack=0.5", "MiCRO: slack must be at least 1 and at most 2**31; got 0.5."),
-        (".wire_dtype=bf16", "wire_dtype must be one of float32, bfloat16, float16, int8; got 'bf16'."),
+        (".wire_dtype=int2", "wire_dtype must be one of float32, bfloat16, float16, int8, int4, sign; got 'int2'."),
         (".fusion=all", "fusion must be one of layer, bucket, none, or a list of patterns; got 'all'"),
         (".warmup_steps=-1", "warmup_steps must be an integer of at least 0; got -1."),
         (".residuals=some", "residuals must be one of per_rank, mean, none; got 'some'."),

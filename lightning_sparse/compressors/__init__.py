@@ -4,6 +4,7 @@ from lightning_sparse.compressors.auto import Auto
 from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.compressors.dense import Dense
 from lightning_sparse.compressors.importance import ImportancePruning
+from lightning_sparse.compressors.low_rank import LowRank
 from lightning_sparse.compressors.micro import MiCRO
 from lightning_sparse.compressors.momentum import MomentumCorrection
 from lightning_sparse.compressors.named import COMPRESSORS, NAMES, by_name
@@ -22,6 +23,7 @@ __all__ = [
     "Dense",
     "DensityLadder",
     "ImportancePruning",
+    "LowRank",
     "MiCRO",
     "MomentumCorrection",
     "OkTopk",

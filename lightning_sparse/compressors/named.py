@@ -4,6 +4,7 @@ from lightning_sparse.compressors.auto import Auto
 from lightning_sparse.compressors.base import Compressor, check_settings
 from lightning_sparse.compressors.dense import Dense
 from lightning_sparse.compressors.importance import ImportancePruning
+from lightning_sparse.compressors.low_rank import LowRank
 from lightning_sparse.compressors.micro import MiCRO
 from lightning_sparse.compressors.ok_topk import OkTopk
 from lightning_sparse.compressors.random_k import RandomK
@@ -18,6 +19,7 @@ COMPRESSORS: dict[str, type[Compressor]] = {
     "importance": ImportancePruning,
     "sketch_fusion": SketchFusion,
     "ok_topk": OkTopk,
+    "low_rank": LowRank,
     "sparse_dense": Dense,
     "sparse_topk": TopK,
     "sparse_random_k": RandomK,

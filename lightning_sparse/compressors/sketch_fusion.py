@@ -80,7 +80,7 @@ class SketchFusion(Compressor):
         own = comm.buffer("table", sketch.rows * sketch.columns, torch.float32, unsent.device)
         coder.encode(unsent, out=own.view(sketch.rows, sketch.columns))
         # Rounding errors are not carried over to the next step: only candidates come of the table.
-        exact = comm.wire_dtype == torch.float32
+        exact = comm.wire_dtype.lossless
         table = (yield comm.all_reduce(own)) if exact else (yield from sum_values(own, comm))
         table = self._remembered(group, table.view(sketch.rows, sketch.columns))
         estimates = coder.estimate(table, out=comm.buffer("estimates", n, torch.float32, unsent.device))

@@ -10,35 +10,24 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import TypeVar
 
-from lightning_sparse.checks import check_one_of
 from lightning_sparse.selection.sparse import Sparse
-
-# Values are float32 where they are summed and kept; on the wire they may be rounded to one of these.
-# int8 carries values in blocks of 256, each block with a float32 scale.
-WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
-
-
-def wire_dtype_named(name: str) -> torch.dtype:
-    """The torch dtype called ``name``.
-
-    Raises:
-        ValueError: if ``name`` is not one of ``WIRE_DTYPES``.
-    """
-    check_one_of("wire_dtype", name, WIRE_DTYPES)
-    return WIRE_DTYPES[name]
+from lightning_sparse.wire import FLOAT32, ValueFormat
 
 
 def traffic(message: str, payload_bytes: int, size: int) -> int:
     """Bytes one rank puts on the wire for one message whose payload on each rank has ``payload_bytes`` bytes.
 
     Ring algorithms, as Gloo and NCCL run them for large messages: an all-reduce sends 2(P-1)/P of its payload,
-    an all-gather sends what each rank contributes P-1 times, a shift sends it once.  Of a broadcast, which all but
-    one rank receive once, each rank is charged a P-th: who passes it on depends on the backend.
+    an all-gather sends what each rank contributes P-1 times, a shift sends it once, an all-to-all all but a P-th of
+    it.  Of a broadcast, which all but one rank receive once, each rank is charged a P-th: who passes it on depends on
+    the backend.
     """
     if size == 1:
         return 0
     if message == "all_reduce":
         return 2 * (size - 1) * payload_bytes // size
+    if message == "all_to_all":
+        return (size - 1) * payload_bytes // size
     if message == "all_gather":
         return (size - 1) * payload_bytes
     if message == "shift":
@@ -80,7 +69,7 @@ class Comm(ABC):
     A tensor handed over must not be touched before its message was yielded.
     """
 
-    def __init__(self, rank: int, size: int, wire_dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, rank: int, size: int, wire_dtype: ValueFormat = FLOAT32) -> None:
         self.rank = rank
         self.size = size
         self.wire_dtype = wire_dtype
@@ -135,13 +124,18 @@ class Comm(ABC):
         self._count("shift", x)
         return self._shift(x, torch.empty_like(x) if out is None else out, by)
 
+    def all_to_all(self, x: Tensor, out: Tensor | None = None) -> Pending:
+        """Send row p to rank p, receive one of each rank, in their order: [P, *s] -> [P, *s], into ``out`` if given."""
+        self._count("all_to_all", x)
+        return self._all_to_all(x, torch.empty_like(x) if out is None else out)
+
     def _count(self, message: str, x: Tensor) -> None:
         if x.numel() == 0:
             raise ValueError(f"{message} of an empty tensor: not every backend can carry one.")
         self.sent_bytes += traffic(message, x.numel() * x.element_size(), self.size)
         self.messages += 1
         self.hops += (self.size - 1) * {"all_reduce": 2, "all_gather": 1, "broadcast": 1}.get(message, 0)
-        self.hops += message == "shift"
+        self.hops += message in ("shift", "all_to_all")
 
     @abstractmethod
     def _all_reduce(self, x: Tensor) -> Pending: ...
@@ -154,6 +148,9 @@ class Comm(ABC):
 
     @abstractmethod
     def _shift(self, x: Tensor, out: Tensor, by: int) -> Pending: ...
+
+    @abstractmethod
+    def _all_to_all(self, x: Tensor, out: Tensor) -> Pending: ...
 
 
 @contextmanager
@@ -196,7 +193,7 @@ class TorchComm(Comm):
     On NCCL ``wait`` makes the current CUDA stream wait, not the host.
     """
 
-    def __init__(self, group: dist.ProcessGroup, wire_dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, group: dist.ProcessGroup, wire_dtype: ValueFormat = FLOAT32) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), wire_dtype)
         self._group = group
         self._global = dist.get_process_group_ranks(group)
@@ -258,6 +255,16 @@ class TorchComm(Comm):
         assert received is not None  # both are None only on a rank outside the group
         assert sent is not None
         return Works([received, sent], out, x)
+
+    @explained()
+    def _all_to_all(self, x: Tensor, out: Tensor) -> Pending:
+        if self._nccl:
+            return Works([dist.all_to_all(list(out), list(x), group=self._group, async_op=True)], out, x)
+        out[self.rank].copy_(x[self.rank])
+        others = [(self.rank + by) % self.size for by in range(1, self.size)]  # not all to the same rank at first
+        works = [dist.irecv(out[other], self._global[other], self._group) for other in reversed(others)]
+        works += [dist.isend(x[other], self._global[other], self._group) for other in others]
+        return Works([work for work in works if work is not None], out, x)
 
 
 def world() -> TorchComm:

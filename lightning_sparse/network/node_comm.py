@@ -1,9 +1,9 @@
 """Nodes that talk to each other as one rank each."""
 
-import torch
 from torch import Tensor
 
 from lightning_sparse.network.comm import Comm, Pending, TorchComm
+from lightning_sparse.wire import ValueFormat
 
 
 class NodeComm(Comm):
@@ -17,11 +17,11 @@ class NodeComm(Comm):
         nodes: P.
         between: the leaders, on a leader; None on the other ranks.
         inside: the ranks of this node, of which the first is the leader.
-        wire_dtype: of values on the wire.
+        wire_dtype: how values travel.
     """
 
     def __init__(
-        self, node: int, nodes: int, between: TorchComm | None, inside: TorchComm, wire_dtype: torch.dtype
+        self, node: int, nodes: int, between: TorchComm | None, inside: TorchComm, wire_dtype: ValueFormat
     ) -> None:
         super().__init__(node, nodes, wire_dtype)
         self._between, self._inside = between, inside
@@ -45,6 +45,9 @@ class NodeComm(Comm):
 
     def _shift(self, x: Tensor, out: Tensor, by: int) -> Pending:
         return _PassedOn(self._between.shift(x, out, by) if self._between else None, out, self._inside)
+
+    def _all_to_all(self, x: Tensor, out: Tensor) -> Pending:
+        return _PassedOn(self._between.all_to_all(x, out) if self._between else None, out, self._inside)
 
 
 class _PassedOn(Pending):

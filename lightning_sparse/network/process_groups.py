@@ -4,13 +4,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.network.comm import Comm, Pending, TorchComm
 from lightning_sparse.network.node_comm import NodeComm
+from lightning_sparse.wire import FLOAT32, ValueFormat
 
 LANES = 2  # over Gloo; one sends while the other adds
 
@@ -50,7 +50,7 @@ class ProcessGroups:
         self._inside: TorchComm | None = None  # this node, for backward's thread
         self._leaders: dist.ProcessGroup | None = None  # for the main thread
 
-    def comms(self, wire_dtype: torch.dtype) -> list[Comm]:
+    def comms(self, wire_dtype: ValueFormat) -> list[Comm]:
         """The ranks, or the nodes, once for each lane.  Makes the groups: to be called on every rank, at once."""
         if (
             self.local_size == 1 and self.nccl
@@ -102,7 +102,7 @@ class ProcessGroups:
     def _new_leaders(self) -> dist.ProcessGroup:
         return self._new([node[0] for node in self._nodes])
 
-    def _between(self, leaders: dist.ProcessGroup, wire_dtype: torch.dtype = torch.float32) -> TorchComm | None:
+    def _between(self, leaders: dist.ProcessGroup, wire_dtype: ValueFormat = FLOAT32) -> TorchComm | None:
         return TorchComm(leaders, wire_dtype) if dist.get_rank() == self._nodes[self._node][0] else None
 
     def _new_inside(self) -> TorchComm:

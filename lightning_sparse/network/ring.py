@@ -7,19 +7,19 @@ from torch import Tensor
 
 from lightning_sparse import kernels, selection
 from lightning_sparse.network.comm import Comm, Rounds
-from lightning_sparse.wire import Selection
-from lightning_sparse.wire import values as coding
+from lightning_sparse.network.two_hops import two_hop_sum
+from lightning_sparse.wire import BLOCK, Selection
 
 SEGMENT_BYTES = 512 * 1024  # a slice travels in segments, so that one is on the wire while another is being added
 
 
 def sum_values(values: Tensor, comm: Comm) -> Rounds[Tensor]:
     """The sum of ``values`` [n] over all ranks, [n] float32.  Rounding errors stay in ``values``."""
-    if comm.wire_dtype == torch.float32:
+    if comm.wire_dtype.lossless:
         total = comm.buffer("total", values.numel(), torch.float32, values.device)
-        coding.take(values, total.view(torch.uint8), torch.float32)
+        comm.wire_dtype.take(values, total.view(torch.uint8))
         return (yield comm.all_reduce(total))
-    return (yield from ring_sum(values, comm))
+    return (yield from two_hop_sum(values, comm))
 
 
 def sum_at(index: Tensor, values: Tensor, capacity: int, comm: Comm) -> Rounds[Tensor]:
@@ -32,10 +32,10 @@ def sum_at(index: Tensor, values: Tensor, capacity: int, comm: Comm) -> Rounds[T
     chosen = comm.buffer("chosen", capacity, torch.float32, values.device)
     torch.index_select(values, 0, index, out=chosen[:m])
     chosen[m:] = 0
-    if comm.wire_dtype == torch.float32:  # nothing will be left, so zeros are put there while they are in the cache
+    if comm.wire_dtype.lossless:  # nothing will be left, so zeros are put there while they are in the cache
         values.index_fill_(0, index, 0)
         return (yield comm.all_reduce(chosen))[:m]
-    total = yield from ring_sum(chosen, comm)
+    total = yield from two_hop_sum(chosen, comm)
     values.index_copy_(0, index, chosen[:m])
     return total[:m]
 
@@ -102,38 +102,37 @@ class _Slices:
     def __init__(self, values: Tensor, comm: Comm) -> None:
         n = values.numel()
         self.values = values  # [n], this rank's own; gets back the rounding errors
-        self.dtype = comm.wire_dtype
+        self.format = comm.wire_dtype
         self.width = -(-n // comm.size)  # elements of a slice
         # Elements of a segment, but for the last: whole blocks, so that none straddles two segments.
-        self.step = coding.BLOCK * max(1, SEGMENT_BYTES // coding.nbytes(coding.BLOCK, self.dtype))
+        self.step = BLOCK * max(1, SEGMENT_BYTES // self.format.nbytes(BLOCK))
         self.segments = -(-self.width // self.step)  # of a slice
-        size = coding.nbytes(self.width, self.dtype)
+        size = self.format.nbytes(self.width)
         row = -(-size // 4)  # in units of 4 bytes, so that each slice is aligned
         flat = comm.buffer("slices", comm.size * row, torch.float32, values.device)
         rows = flat.view(comm.size, row).view(torch.uint8)[:, :size]  # [P, bytes]
-        self.wire = [each.split(coding.nbytes(self.step, self.dtype)) for each in rows]  # [P][segments] of [bytes]
-        self._exact = self.dtype == torch.float32
-        self.total = flat[:n] if self._exact else comm.buffer("total", n, torch.float32, values.device)  # [n]
+        self.wire = [each.split(self.format.nbytes(self.step)) for each in rows]  # [P][segments] of [bytes]
+        self.total = flat[:n] if self.format.lossless else comm.buffer("total", n, torch.float32, values.device)  # [n]
 
     def start(self, c: int, i: int) -> None:
         """Put this rank's own into segment ``i`` of slice ``c``."""
         own = self._place(self.values, c, i)
         payload = self._payload(c, i, own)
-        coding.take(own, payload, self.dtype)
+        self.format.take(own, payload)
         self.wire[c][i][payload.numel() :] = 0
 
     def add(self, c: int, i: int) -> None:
         """Add this rank's own to segment ``i`` of slice ``c``, which has arrived."""
         own = self._place(self.values, c, i)
         payload = self._payload(c, i, own)
-        coding.add(payload, own, self.dtype)
-        coding.take(own, payload, self.dtype)
+        self.format.add(payload, own)
+        self.format.take(own, payload)
 
     def keep(self, c: int, i: int) -> None:
         """Segment ``i`` of slice ``c`` is complete."""
-        if not self._exact:
+        if not self.format.lossless:
             place = self._place(self.total, c, i)
-            coding.read(self._payload(c, i, place), place, self.dtype)
+            self.format.read(self._payload(c, i, place), place)
 
     def _place(self, flat: Tensor, c: int, i: int) -> Tensor:
         """The elements of a segment, fewer than its width where ``flat`` [n] ends."""
@@ -143,4 +142,4 @@ class _Slices:
     def _payload(self, c: int, i: int, place: Tensor) -> Tensor:
         """The bytes of a segment that carry the elements of ``place``: all but the padding."""
         segment: Tensor = self.wire[c][i]
-        return segment[: coding.nbytes(place.numel(), self.dtype)]
+        return segment[: self.format.nbytes(place.numel())]

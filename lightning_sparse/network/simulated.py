@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_sparse.network.comm import Comm, Pending, Rounds, expect_pending
 from lightning_sparse.selection.sparse import Sparse
+from lightning_sparse.wire import FLOAT32, ValueFormat
 
 
 @dataclass(slots=True)
@@ -45,7 +46,7 @@ class _Message:
 class SimComm(Comm):
     """One rank of a :class:`SimNetwork`."""
 
-    def __init__(self, network: "SimNetwork", rank: int, wire_dtype: torch.dtype) -> None:
+    def __init__(self, network: "SimNetwork", rank: int, wire_dtype: ValueFormat) -> None:
         super().__init__(rank, network.size, wire_dtype)
         self._network = network
 
@@ -68,6 +69,9 @@ class SimComm(Comm):
     def _shift(self, x: Tensor, out: Tensor, by: int) -> Pending:
         return self._launch("shift", x, result=out, by=by)
 
+    def _all_to_all(self, x: Tensor, out: Tensor) -> Pending:
+        return self._launch("all_to_all", x, result=out)
+
     def _launch(self, kind: str, x: Tensor, result: Tensor | None, by: int = 0, source: int = 0) -> Pending:
         given = x.clone()
         if result is not None:
@@ -80,7 +84,7 @@ class SimComm(Comm):
 class SimNetwork:
     """P ranks that hand each other messages in one process."""
 
-    def __init__(self, size: int, wire_dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, size: int, wire_dtype: ValueFormat = FLOAT32) -> None:
         self.size = size
         self.launched = [0] * size  # messages, by rank
         self._messages: dict[int, _Message] = {}  # under way, by number
@@ -128,6 +132,8 @@ class SimNetwork:
             del self._messages[part.number]
         if part.kind == "broadcast":
             arrived = message.parts[part.source].given
+        elif part.kind == "all_to_all":
+            arrived = torch.stack([message.parts[rank].given[part.rank] for rank in range(self.size)])
         elif part.kind == "shift":
             arrived = message.parts[(part.rank - part.by) % self.size].given
         else:

@@ -1,8 +1,8 @@
 """Selecting on a device, which nobody waits for: the functions of :mod:`~lightning_sparse.selection.host`, padded.
 
 Indices have as many elements as there is room for: those that were selected, and n in place of the others, whose values
-are zero.  So but for int8, whose scales come first, messages have the bytes of :meth:`MessageLayout.pack` with block16
-indices, which a device codes by itself.
+are zero.  So but for values with scales, which come first, messages have the bytes of :meth:`MessageLayout.pack` with
+block16 indices, which a device codes by itself.
 """
 
 from collections.abc import Sequence
@@ -12,18 +12,18 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lightning_sparse import kernels, wire
+from lightning_sparse import kernels
 from lightning_sparse.selection.estimate import not_nan, room, sampled_threshold
-from lightning_sparse.wire import MessageLayout, Selection, index_format
+from lightning_sparse.wire import MessageLayout, Selection, ValueFormat, index_format
 from lightning_sparse.wire.messages import MOST
 
 SOUGHT = 1.25  # times k elements are meant to reach the threshold of `select_k`, of which the k largest go
 
 
-def layout(n: int, capacity: int, indices: str, dtype: torch.dtype | None = None) -> MessageLayout:
+def layout(n: int, capacity: int, indices: str, values: ValueFormat | None = None) -> MessageLayout:
     """Messages of at most ``capacity`` of ``n`` elements, whatever ``indices`` says."""
     del indices
-    return MessageLayout(n, capacity, index_format("block16", n, capacity), dtype)
+    return MessageLayout(n, capacity, index_format("block16", n, capacity), values)
 
 
 def select(x: Tensor, threshold: float | Tensor, capacity: int) -> Selection:
@@ -66,9 +66,9 @@ def pack(layout: MessageLayout, selection: Selection, out: Tensor) -> Tensor:
     header, value_part, index_part = layout.parts(out)
     counts = torch.stack([selection.count, selection.seen, selection.near, torch.zeros_like(selection.count)])
     header.view(torch.int32).copy_(counts.clamp(max=MOST))
-    if layout.dtype is not None:
-        used = wire.nbytes(layout.capacity, layout.dtype)
-        wire.take(selection.values, value_part[:used], layout.dtype)
+    if layout.values is not None:
+        used = layout.values.nbytes(layout.capacity)
+        layout.values.take(selection.values, value_part[:used])
         value_part[used:] = 0
     kernels.encode_indices(selection.index, selection.count, layout.n, index_part[: layout.index_bytes])
     index_part[layout.index_bytes :] = 0
@@ -84,9 +84,9 @@ def unpack(layout: MessageLayout, payloads: Tensor, widths: Sequence[int] = ()) 
         if widths:
             intact = intact & ~((index >= widths[p]) & (index < layout.n)).any()
         intact = intact & (seen >= 0) & (near >= 0)
-        values = torch.empty(layout.capacity if layout.dtype else 0, dtype=torch.float32, device=index.device)
-        if layout.dtype is not None:
-            wire.read(value_part[p, : wire.nbytes(layout.capacity, layout.dtype)], values, layout.dtype)
+        values = torch.empty(layout.capacity if layout.values else 0, dtype=torch.float32, device=index.device)
+        if layout.values is not None:
+            layout.values.read(value_part[p, : layout.values.nbytes(layout.capacity)], values)
             values = torch.where(index < layout.n, values, 0.0)
         selections.append(Selection(index, values, seen, near, count, intact.to(torch.int32)))
     return selections

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_sparse.kernels.reference import NEAR
 from lightning_sparse.selection.estimate import least_of_largest, sampled_threshold
 from lightning_sparse.selection.sparse import Sparse, add_up_sparse, contained, nonzero
-from lightning_sparse.wire import MessageLayout, Selection, index_format
+from lightning_sparse.wire import MessageLayout, Selection, ValueFormat, index_format
 
 Magnitudes = NDArray[np.float32]
 
@@ -24,9 +24,9 @@ NEAR_PART = 16  # of each scan at least such a part
 SMALLEST = 2.0**-149  # the smallest positive float32: a threshold that every element but zero reaches
 
 
-def layout(n: int, capacity: int, indices: str, dtype: torch.dtype | None = None) -> MessageLayout:
+def layout(n: int, capacity: int, indices: str, values: ValueFormat | None = None) -> MessageLayout:
     """Messages of at most ``capacity`` of ``n`` elements, whose indices travel as ``indices`` says."""
-    return MessageLayout(n, capacity, index_format(indices, n, capacity), dtype)
+    return MessageLayout(n, capacity, index_format(indices, n, capacity), values)
 
 
 def select(x: Tensor, threshold: float | Tensor, capacity: int) -> Selection:

@@ -1,22 +1,29 @@
 """What travels on the wire: values, indices, and messages made of both.  Pure functions."""
 
-from lightning_sparse.wire.indices import CAUSE, INDEX_FORMATS, CorruptMessage, IndexFormat, cheapest
+from lightning_sparse.wire.formats import BFLOAT16, FLOAT16, FLOAT32, INT4, INT8, SIGN, WIRE_DTYPES, wire_format
+from lightning_sparse.wire.indices import CAUSE, INDEX_FORMATS, INDEX_LIMIT, CorruptMessage, IndexFormat, cheapest
 from lightning_sparse.wire.messages import MessageLayout, Selection, check_index_format, index_format
-from lightning_sparse.wire.values import INDEX_LIMIT, add, nbytes, read, take
+from lightning_sparse.wire.values import BLOCK, ValueFormat
 
 __all__ = [
+    "BFLOAT16",
+    "BLOCK",
     "CAUSE",
+    "FLOAT16",
+    "FLOAT32",
     "INDEX_FORMATS",
     "INDEX_LIMIT",
+    "INT4",
+    "INT8",
+    "SIGN",
+    "WIRE_DTYPES",
     "CorruptMessage",
     "IndexFormat",
     "MessageLayout",
     "Selection",
-    "add",
+    "ValueFormat",
     "cheapest",
     "check_index_format",
     "index_format",
-    "nbytes",
-    "read",
-    "take",
+    "wire_format",
 ]

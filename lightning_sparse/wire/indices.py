@@ -20,6 +20,7 @@ Indices = NDArray[np.int64]
 
 LINK_BITS_PER_NS = 1.0  # the reference link of `cheapest`: 1 Gbit/s
 
+INDEX_LIMIT = 2**31  # indices travel as int32
 _BLOCK_BITS = 16
 CAUSE = "the message was corrupted on its way or ranks disagree on its layout"
 

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sparse.wire import values as coding
-from lightning_sparse.wire.indices import CAUSE, INDEX_FORMATS, CorruptMessage, IndexFormat, cheapest
-from lightning_sparse.wire.values import INDEX_LIMIT
+from lightning_sparse.wire.indices import CAUSE, INDEX_FORMATS, INDEX_LIMIT, CorruptMessage, IndexFormat, cheapest
+from lightning_sparse.wire.values import ValueFormat
 
 HEADER_BYTES = 16  # four int32: elements in the message, `seen`, `near`, and one to spare
 MOST = 2**31 - 1  # that the header can hold
@@ -53,13 +52,13 @@ class MessageLayout:
         n: elements to select from, at most 2**31.
         capacity: selected elements there is room for, from 1 to n.
         indices: how indices travel.
-        dtype: of values on the wire; None for messages without values.
+        values: how values travel; None for messages without.
     """
 
     n: int
     capacity: int
     indices: IndexFormat
-    dtype: torch.dtype | None = None
+    values: ValueFormat | None = None
 
     def __post_init__(self) -> None:
         if self.n > INDEX_LIMIT:
@@ -75,7 +74,7 @@ class MessageLayout:
     @cached_property
     def nbytes(self) -> int:
         """Bytes of a message."""
-        return HEADER_BYTES + self._value_bytes + _whole_words(self.index_bytes)
+        return HEADER_BYTES + self._value_bytes + whole_words(self.index_bytes)
 
     @cached_property
     def index_bytes(self) -> int:
@@ -84,7 +83,7 @@ class MessageLayout:
 
     @cached_property
     def _value_bytes(self) -> int:
-        return _whole_words(coding.nbytes(self.capacity, self.dtype)) if self.dtype else 0
+        return whole_words(self.values.nbytes(self.capacity)) if self.values else 0
 
     def pack(self, selection: Selection, out: Tensor) -> Tensor:
         """Write a message to ``out`` [nbytes] uint8 and return it; ``selection.values`` keep the rounding errors.
@@ -96,9 +95,9 @@ class MessageLayout:
         header, value_part, index_part = self.parts(out)
         seen, near = min(selection.seen, MOST), min(selection.near, MOST)
         header.view(torch.int32).copy_(torch.tensor([m, seen, near, 0], dtype=torch.int32))
-        if self.dtype is not None:
-            used = coding.nbytes(m, self.dtype)
-            coding.take(selection.values, value_part[:used], self.dtype)
+        if self.values is not None:
+            used = self.values.nbytes(m)
+            self.values.take(selection.values, value_part[:used])
             value_part[used:] = 0
         self.indices.encode(selection.index, self.n, self.capacity, index_part[: self.index_bytes])
         index_part[self.index_bytes :] = 0
@@ -119,10 +118,10 @@ class MessageLayout:
         index = self.indices.decode(index_part[: self.index_bytes], self.n, self.capacity, m)
         if width is not None and m and index[-1] >= width:  # they rise
             raise CorruptMessage(f"an index of {int(index[-1])} arrived, below {width} expected: {CAUSE}")
-        if self.dtype is None:
+        if self.values is None:
             return Selection(index, index.new_empty(0, dtype=torch.float32), seen, near)
         values = index.new_empty(m, dtype=torch.float32)
-        coding.read(value_part[: coding.nbytes(m, self.dtype)], values, self.dtype)
+        self.values.read(value_part[: self.values.nbytes(m)], values)
         return Selection(index, values, seen, near)
 
     def parts(self, message: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -144,5 +143,6 @@ def check_index_format(compressor: object, name: str) -> None:
         )
 
 
-def _whole_words(nbytes: int) -> int:
+def whole_words(nbytes: int) -> int:
+    """``nbytes`` rounded up to whole words."""
     return -(-nbytes // WORD) * WORD

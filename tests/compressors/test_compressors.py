@@ -106,8 +106,8 @@ def test_what_is_active_is_made_once_for_each_phase() -> None:
         (lambda: simulate("skip_reduce", torch.ones(1, 1)), "gradients must be [steps, ranks, elements]"),
         (lambda: simulate("skip_reduce", torch.ones(1, 2, 3), torch.ones(4)), "weights must be [n] = [3]"),
         (
-            lambda: simulate("skip_reduce", torch.ones(1, 2, 3), wire_dtype="int4"),
-            "wire_dtype must be one of float32, bfloat16, float16, int8; got 'int4'",
+            lambda: simulate("skip_reduce", torch.ones(1, 2, 3), wire_dtype="int2"),
+            "wire_dtype must be one of float32, bfloat16, float16, int8, int4, sign; got 'int2'",
         ),
     ],
 )

@@ -10,13 +10,24 @@ from hypothesis import strategies as st
 
 import lightning_sparse as ls
 from lightning_sparse.simulation import simulate
+from lightning_sparse.wire import WIRE_DTYPES
 from tests.conftest import EVERY_COMPRESSOR
 
 every_compressor = pytest.mark.parametrize("compressor", EVERY_COMPRESSOR)
 every_size = pytest.mark.parametrize("size", [1, 2, 3, 8])
 every_size_and_wire = pytest.mark.parametrize(
     ("size", "wire_dtype"),
-    [(1, "float32"), (1, "int8"), (2, "bfloat16"), (3, "float32"), (3, "float16"), (4, "int8"), (8, "float32")],
+    [
+        (1, "float32"),
+        (1, "int8"),
+        (2, "bfloat16"),
+        (2, "sign"),
+        (3, "float32"),
+        (3, "float16"),
+        (4, "int8"),
+        (4, "int4"),
+        (8, "float32"),
+    ],
 )
 
 
@@ -46,7 +57,7 @@ def test_nothing_is_lost(compressor: ls.Compressor, size: int, wire_dtype: str) 
     n=st.integers(0, 40),
     seed=st.integers(0, 2**31),
     exponent=st.integers(-20, 4),
-    wire_dtype=st.sampled_from(["float32", "bfloat16", "float16", "int8"]),
+    wire_dtype=st.sampled_from(list(WIRE_DTYPES)),
     zeros=st.booleans(),
 )
 def test_nothing_is_lost_whatever_the_gradient(

@@ -21,7 +21,7 @@ from lightning_sparse.selection.host import (
 from lightning_sparse.selection.sparse import Sparse, contained
 from lightning_sparse.selection.threshold import FASTEST_TREND, Held
 from lightning_sparse.simulation import simulate
-from lightning_sparse.wire import INDEX_FORMATS, MessageLayout, Selection
+from lightning_sparse.wire import FLOAT32, INDEX_FORMATS, MessageLayout, Selection
 from tests.runs import Run, layered
 
 
@@ -118,7 +118,7 @@ def test_indices_beyond_the_precision_of_float32_arrive(name: str) -> None:
     """It sent indices as float32, which holds whole numbers only up to 2**24."""
     n = 2**24 + 100
     index = torch.tensor([3, 2**24 - 1, 2**24 + 1, 2**24 + 3, n - 1])
-    layout = MessageLayout(n, 8, INDEX_FORMATS[name], torch.float32)
+    layout = MessageLayout(n, 8, INDEX_FORMATS[name], FLOAT32)
     message = layout.pack(Selection(index, torch.arange(5.0)), torch.empty(layout.nbytes, dtype=torch.uint8))
     assert layout.unpack(message).index.tolist() == index.tolist()
 
@@ -185,7 +185,7 @@ def test_evening_out_keeps_the_order_and_every_element(counts: list[int]) -> Non
     network = SimNetwork(4)
     held = list(torch.arange(100, 100 + sum(counts)).split(counts))
     own = [Sparse(index, index.float()) for index in held]
-    layout = MessageLayout(1000, 1, INDEX_FORMATS["int32"], torch.float32)
+    layout = MessageLayout(1000, 1, INDEX_FORMATS["int32"], FLOAT32)
     steps = [even_out(own[r], counts, layout, network.comms[r]) for r in range(4)]
     after = network.run(steps)  # type: ignore[arg-type]
     assert [v.index.numel() for v in after] == partition.widths(partition.even(sum(counts), 4).tolist())

@@ -39,6 +39,9 @@ class Mirror(Comm):
     def _shift(self, x: Tensor, out: Tensor, by: int) -> Works:
         return Works([], out.copy_(x))
 
+    def _all_to_all(self, x: Tensor, out: Tensor) -> Works:
+        return Works([], out.copy_(x[0].expand_as(out)))
+
 
 class Training:
     """A model of three layers that is trained with ``backwards`` averaged backwards to a forward."""

@@ -18,9 +18,10 @@ import lightning_sparse as ls
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.lane import Lane
-from lightning_sparse.network.comm import Comm, Rounds, TorchComm, traffic, wire_dtype_named
+from lightning_sparse.network.comm import Comm, Rounds, TorchComm, traffic
 from lightning_sparse.selection.sparse import dense
 from lightning_sparse.simulation import simulate
+from lightning_sparse.wire import wire_format
 from tests.conftest import EVERY_COMPRESSOR, Ranks
 
 pytestmark = pytest.mark.processes
@@ -33,7 +34,7 @@ def run_real(
     dist.init_process_group("gloo")
     results = []
     for compressor, gradients, wire_dtype in jobs:
-        comm = TorchComm(dist.group.WORLD, wire_dtype_named(wire_dtype))
+        comm = TorchComm(dist.group.WORLD, wire_format(wire_dtype))
         lane = Lane(comm, threaded=False)
         group = Group(0, ("gradient",), (torch.zeros(gradients.shape[2]),))
         totals, sent = [], []
@@ -83,7 +84,7 @@ def send_much(rank: int, size: int, jobs: list[tuple[ls.Compressor, str]], n: in
     dist.init_process_group("gloo")
     results = []
     for compressor, wire in jobs:
-        lane = Lane(TorchComm(dist.group.WORLD, wire_dtype_named(wire)), threaded=False)
+        lane = Lane(TorchComm(dist.group.WORLD, wire_format(wire)), threaded=False)
         group = Group(0, ("gradient",), (torch.zeros(n),))
         generator = torch.Generator().manual_seed(rank)
         dist.barrier()
@@ -118,7 +119,7 @@ def test_counted_bytes_are_the_kernels(ranks: Ranks) -> None:
 def bytes_a_pick(rank: int, size: int, compressor: ls.Compressor, wire: str) -> float:
     """Bytes this rank sent by the kernel's count, over elements updated, once thresholds have settled."""
     dist.init_process_group("gloo")
-    lane = Lane(TorchComm(dist.group.WORLD, wire_dtype_named(wire)), threaded=False)
+    lane = Lane(TorchComm(dist.group.WORLD, wire_format(wire)), threaded=False)
     group = Group(0, ("gradient",), (torch.zeros(400_000),))
     generator = torch.Generator().manual_seed(rank)
     picked, before = 0, 0

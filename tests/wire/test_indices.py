@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_sparse.wire import INDEX_LIMIT
 from lightning_sparse.wire.indices import INDEX_FORMATS, CorruptMessage, IndexFormat, cheapest
-from lightning_sparse.wire.values import INDEX_LIMIT
 
 FORMATS = [pytest.param(f, id=name) for name, f in INDEX_FORMATS.items()]
 INT32, BLOCK16, BITMAP, ELIAS_FANO = INDEX_FORMATS.values()

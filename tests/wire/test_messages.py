@@ -5,9 +5,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_sparse.network.comm import WIRE_DTYPES
 from lightning_sparse.selection.sparse import nonzero
-from lightning_sparse.wire import INDEX_FORMATS, CorruptMessage, MessageLayout, Selection, index_format
+from lightning_sparse.wire import (
+    BFLOAT16,
+    FLOAT32,
+    INDEX_FORMATS,
+    WIRE_DTYPES,
+    CorruptMessage,
+    MessageLayout,
+    Selection,
+    index_format,
+)
 
 formats = pytest.mark.parametrize("name", INDEX_FORMATS)
 
@@ -47,7 +55,7 @@ def test_round_trip(name: str, n: int, share: float, filled: float, dtype: torch
 @settings(max_examples=100, deadline=None)
 @given(payload=st.binary(min_size=400, max_size=400), header=st.integers(-(2**31), 2**31 - 1))
 def test_a_corrupt_message_is_an_error_or_a_valid_selection(name: str, payload: bytes, header: int) -> None:
-    layout = MessageLayout(500, 20, INDEX_FORMATS[name], torch.bfloat16)
+    layout = MessageLayout(500, 20, INDEX_FORMATS[name], BFLOAT16)
     message = torch.tensor(list(payload), dtype=torch.uint8).repeat(1 + layout.nbytes // 400)[: layout.nbytes].clone()
     message[:4].view(torch.int32).fill_(header % 21 if header % 2 else header)
     try:
@@ -68,7 +76,7 @@ def test_an_empty_selection_by_way_of_numpy(name: str) -> None:
 
 
 def test_a_message_of_another_layout_is_refused() -> None:
-    layout = MessageLayout(1000, 20, INDEX_FORMATS["int32"], torch.float32)
+    layout = MessageLayout(1000, 20, INDEX_FORMATS["int32"], FLOAT32)
     message = packed(layout, Selection(torch.arange(20), torch.ones(20)))
     with pytest.raises(CorruptMessage, match=f"{layout.nbytes} bytes arrived where"):
         layout.with_capacity(30).unpack(message)

@@ -1,0 +1,29 @@
+"""The formats of values by name."""
+
+import torch
+
+from lightning_sparse.wire.blocks import Sign, Steps
+from lightning_sparse.wire.values import Float, ValueFormat
+
+FLOAT32 = Float("float32", torch.float32)
+BFLOAT16 = Float("bfloat16", torch.bfloat16)
+FLOAT16 = Float("float16", torch.float16)
+INT8 = Steps("int8", 8)
+INT4 = Steps("int4", 4)
+SIGN = Sign("sign")
+
+#: Name -> format: what ``wire_dtype`` may be.
+WIRE_DTYPES: dict[str, ValueFormat] = {f.name: f for f in (FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, SIGN)}
+_ALSO = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+
+
+def wire_format(wire_dtype: object) -> ValueFormat:
+    """The format called ``wire_dtype``: a name, a usual short form such as "bf16", or a dtype of torch.
+
+    Raises:
+        ValueError: if it is none of them.
+    """
+    name = str(wire_dtype).removeprefix("torch.") if isinstance(wire_dtype, torch.dtype) else wire_dtype
+    if isinstance(name, str) and (found := WIRE_DTYPES.get(_ALSO.get(name, name))):
+        return found
+    raise ValueError(f"wire_dtype must be one of {', '.join(WIRE_DTYPES)}; got {wire_dtype!r}.")
