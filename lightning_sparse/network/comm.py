@@ -82,7 +82,7 @@ class Comm(ABC):
     def buffer(self, name: str, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Lend a tensor [elements] for messages, uninitialised, until this group's step ends.
 
-        What is lent under a name is the memory that the group before had under it; several loans are told apart by
+        What is lent under a name is the memory that the group before had under it; several loans differ by
         their order.  Fresh memory costs the operating system three times as much as copying into memory in use.
         """
         key, size = (name, self._lent[name]), elements * dtype.itemsize

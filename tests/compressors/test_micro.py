@@ -1,4 +1,4 @@
-"""MiCRO: who picks what, and how well the threshold holds the density."""
+"""MiCRO: who selects what, and how well the threshold holds the density."""
 
 import itertools
 import math

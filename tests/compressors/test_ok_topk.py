@@ -41,7 +41,7 @@ def test_words_sent_stay_below_six_k(size: int) -> None:
 
 
 def test_regions_receive_as_much_under_skewed_scales() -> None:
-    """Picks that all ranks together send to a region's owner; equal regions would get twice the mean."""
+    """Elements that all ranks together send to a region's owner; equal regions would get twice the mean."""
     size, n = 4, 100_000
     compressor = ls.OkTopk(density=0.01)
     run = Run(compressor, size, n)
@@ -99,7 +99,7 @@ def test_what_is_delivered_is_the_largest_of_the_sums_of_the_largest() -> None:
 
 @pytest.mark.parametrize("evaluate_every", [1, 2, 1000])
 def test_what_was_delivered_is_taken_out_at_evaluations_too(evaluate_every: int) -> None:
-    """Its search for the delivered picks needs sorted indices, which an evaluation's were not: they were sent again."""
+    """Its search for the delivered elements needs sorted indices, which an evaluation's were not: they were sent again."""
     given = torch.randn(6, 3, 5000)
     result = simulate(ls.OkTopk(density=0.05, evaluate_every=evaluate_every), given)
     arrived = 3 * result.mean.double().sum(0) + result.unsent.double().sum(0)

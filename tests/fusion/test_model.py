@@ -124,7 +124,7 @@ def line(message_s: float, element_s: float, elements: tuple[int, ...] = (256, 2
 
 
 def test_small_groups_are_dense_where_that_is_sooner() -> None:
-    """Two messages of a hundredth each, or one of everything: equal at 100 µs / 99 ns = 1010 elements, beside 256."""
+    """Two messages of 1 % each, or one of everything: equal at 100 µs / 99 ns = 1010 elements, beside 256."""
     two, one = line(2e-4, 1e-9), line(1e-4, 1e-7, (256, 2**16))
     assert two.dense_up_to(one) == 512
     assert one.dense_up_to(one) == 0

@@ -45,7 +45,7 @@ class Unread(int):
 
 
 class Exchange:
-    """Two groups whose steps cost what they are told."""
+    """Two groups whose steps cost what they are given."""
 
     def __init__(self, elements: int = 600) -> None:
         self.device = torch.device("cpu")

@@ -42,8 +42,8 @@ def test_few_elements_are_recovered_exactly() -> None:
     x = torch.zeros(100_000)
     index = torch.randperm(100_000, generator=torch.Generator().manual_seed(0))[:20]
     x[index] = torch.randn(20)
-    told = estimate(CountSketch(5, 4096, seed=2), x)
-    assert torch.equal(told[index], x[index])
+    estimates = estimate(CountSketch(5, 4096, seed=2), x)
+    assert torch.equal(estimates[index], x[index])
 
 
 @pytest.mark.parametrize("rows", [1, 3, 5, 7])

@@ -386,7 +386,7 @@ class Sharded(Small):
 
 
 class Ignoring(Small):
-    """DDP is told to leave one layer alone, so that each rank trains its own."""
+    """DDP leaves one layer alone, so that each rank trains its own."""
 
     def __init__(self) -> None:
         super().__init__()
