@@ -99,7 +99,7 @@ def test_what_is_delivered_is_the_largest_of_the_sums_of_the_largest() -> None:
 
 @pytest.mark.parametrize("evaluate_every", [1, 2, 1000])
 def test_what_was_delivered_is_taken_out_at_evaluations_too(evaluate_every: int) -> None:
-    """Its search for the delivered elements needs sorted indices, which an evaluation's were not: they were sent again."""
+    """The search for delivered elements needs sorted indices, and an evaluation's were not: they were sent twice."""
     given = torch.randn(6, 3, 5000)
     result = simulate(ls.OkTopk(density=0.05, evaluate_every=evaluate_every), given)
     arrived = 3 * result.mean.double().sum(0) + result.unsent.double().sum(0)
