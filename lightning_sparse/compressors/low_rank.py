@@ -42,7 +42,7 @@ class LowRank(Compressor):
         matrices, vectors = self._parts(group, group.unsent)
         total = torch.empty_like(group.unsent)
         approximations, sums = self._parts(group, total)
-        right = self._right_factors(group)
+        right = self._right_factors(group, matrices)
         summed = yield from _sum_all([m @ q for m, q in zip(matrices, right, strict=True)], vectors, comm)
         for slot, values in zip(sums, summed[len(matrices) :], strict=True):
             slot.copy_(values)
@@ -74,14 +74,14 @@ class LowRank(Compressor):
         matrices = [slot.view(shape[0], -1) for slot, shape in slots if self._is_matrix(shape)]
         return matrices, [slot for slot, shape in slots if not self._is_matrix(shape)]
 
-    def _right_factors(self, group: Group) -> list[Tensor]:
-        """Q of each matrix, [columns, r]: of the step before, or random."""
-        generator, columns = group.generator(self.seed), dict(zip(group.names, group.shapes, strict=True))
+    def _right_factors(self, group: Group, matrices: Sequence[Tensor]) -> list[Tensor]:
+        """Q of each of ``matrices``, [columns, r]: of the step before, or random."""
+        generator = group.generator(self.seed)
         return [
             group.memory[name]
             if name in group.memory
-            else torch.randn(columns[name][1:].numel(), self.rank, generator=generator, device=group.unsent.device)
-            for name in self._names(group)
+            else torch.randn(matrix.shape[1], self.rank, generator=generator, device=matrix.device)
+            for name, matrix in zip(self._names(group), matrices, strict=True)
         ]
 
 

@@ -73,7 +73,8 @@ class OkTopk(Compressor):
         group.target = count(self.density, n)
         control = (Reported if kernels.used_for(unsent) else Evaluated)(self, group, comm)
         found, edges = yield from control.find()
-        layout, widths = self.layout(group, comm, max(partition.widths(edges))), partition.widths(edges)
+        widths = partition.widths(edges)
+        layout = self.layout(group, comm, max(widths))
         mine = on.with_values(on.join(found, edges), unsent)
         values = mine.values.split([part.index.numel() for part in found])
         parts = [replace(part, values=own) for part, own in zip(found, values, strict=True)]

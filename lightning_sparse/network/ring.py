@@ -7,10 +7,8 @@ from torch import Tensor
 
 from lightning_sparse import kernels, selection
 from lightning_sparse.network.comm import Comm, Rounds
-from lightning_sparse.network.two_hops import two_hop_sum
+from lightning_sparse.network.two_hops import SEGMENT_BYTES, two_hop_sum
 from lightning_sparse.wire import BLOCK, Selection
-
-SEGMENT_BYTES = 512 * 1024  # a slice travels in segments, so that one is on the wire while another is being added
 
 
 def sum_values(values: Tensor, comm: Comm) -> Rounds[Tensor]:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from lightning_sparse.network.ring import ring_sum
 from lightning_sparse.network.simulated import SimNetwork
+from lightning_sparse.network.two_hops import two_hop_sum
 from lightning_sparse.wire import (
     BFLOAT16,
     BLOCK,
@@ -213,6 +214,21 @@ def check_ring(form: ValueFormat, size: int, skip: int, n: int) -> None:
     if n > 1000 and size > 1 and form in (INT8, INT4):
         (full,) = sum_over_ring(given, FLOAT32, skip)[2]
         assert sent.pop() / full == pytest.approx(0.25 if form == INT8 else 0.125, rel=0.07)
+
+
+@every_format
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_two_hops_lose_nothing(form: ValueFormat, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in several segments, and where the last slices are short or empty."""
+    for n, segment_bytes in ((1, 2**19), (7, 2**19), (4099, 2**19), (4099, 300), (2600, 1)):
+        monkeypatch.setattr("lightning_sparse.network.two_hops.SEGMENT_BYTES", segment_bytes)
+        given = draw(size * n).view(size, n)
+        network, kept = SimNetwork(size, form), given.clone()
+        steps = [two_hop_sum(own, comm) for own, comm in zip(kept, network.comms, strict=True)]
+        totals = [torch.as_tensor(total) for total in network.run(steps)]
+        assert all(torch.equal(total, totals[0]) for total in totals)
+        error = totals[0].double() + kept.double().sum(0) - given.double().sum(0)
+        assert error.abs().max() <= 1e-5 * given.abs().max()
 
 
 @every_format
