@@ -21,7 +21,7 @@ from lightning_sparse.checks import (
 from lightning_sparse.compressors.base import Compressor, report
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.network.comm import Comm, Rounds
-from lightning_sparse.network.ring import sum_selected
+from lightning_sparse.network.sums import sum_selected
 from lightning_sparse.selection.estimate import count, room, sampled_threshold
 from lightning_sparse.selection.streams import draw
 from lightning_sparse.selection.threshold import LARGEST

@@ -10,7 +10,7 @@ from lightning_sparse.checks import check_seed, check_setting, is_whole
 from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.network.comm import Comm, Rounds
-from lightning_sparse.network.ring import sum_values
+from lightning_sparse.network.sums import sum_values
 
 
 @dataclass(frozen=True)

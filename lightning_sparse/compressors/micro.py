@@ -11,7 +11,7 @@ from lightning_sparse.checks import check_density, check_slack, check_switch
 from lightning_sparse.compressors.base import Compressor, carry_thresholds, last_report, report
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.network.comm import Comm, Rounds
-from lightning_sparse.network.ring import sum_selected
+from lightning_sparse.network.sums import sum_selected
 from lightning_sparse.selection import partition
 from lightning_sparse.selection.estimate import count, room, sampled_threshold
 from lightning_sparse.selection.threshold import Held

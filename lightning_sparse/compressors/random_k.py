@@ -9,7 +9,7 @@ from lightning_sparse.checks import check_density, check_seed
 from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.network.comm import Comm, Rounds
-from lightning_sparse.network.ring import sum_values
+from lightning_sparse.network.sums import sum_values
 from lightning_sparse.selection.estimate import count
 from lightning_sparse.selection.sparse import Sparse
 

@@ -10,7 +10,7 @@ from lightning_sparse.checks import check_density, check_seed, check_setting, ch
 from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.network.comm import Comm, Rounds
-from lightning_sparse.network.ring import sum_selected, sum_values
+from lightning_sparse.network.sums import sum_selected, sum_values
 from lightning_sparse.selection.estimate import count, room, sampled_threshold
 from lightning_sparse.selection.host import above, kth_largest
 from lightning_sparse.selection.sketch import CountSketch, DeviceSketch

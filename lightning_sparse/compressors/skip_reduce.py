@@ -15,7 +15,7 @@ from lightning_sparse.checks import (
 from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.network.comm import Comm, Rounds
-from lightning_sparse.network.ring import ring_sum
+from lightning_sparse.network.sums import two_hop_sum
 from lightning_sparse.selection.streams import draw
 
 ROTATIONS = "even", "random", "static"
@@ -76,7 +76,7 @@ class SkipReduce(Compressor):
         """Sum over the shortened ring."""
         skipped = self.steps_skipped(comm.size)
         rotation = self._rotation_now(group, comm.size, skipped)
-        total = yield from ring_sum(group.unsent, comm, skipped, rotation)
+        total = yield from two_hop_sum(group.unsent, comm, skipped, rotation)
         if not self.error_feedback:
             group.unsent.zero_()
         if self.divisor == "contributors":

@@ -151,6 +151,23 @@ class Exchange:
             torch.cuda.current_stream().wait_stream(self._stream)
         return [result.result() for result in results]
 
+    @property
+    def latency_bytes(self) -> int:
+        """What sums go by; see :meth:`set_latency`."""
+        return self._lanes[0].comm.latency_bytes
+
+    def set_latency(self, latency_bytes: int) -> None:
+        """Have sums take the ways that are soonest where a link carries so many bytes in a message's latency.
+
+        To be called between two steps, with the same on every rank; see :class:`Comm`.
+        """
+
+        def set_on(lane: Lane) -> None:
+            if lane.comm.latency_bytes:  # otherwise the backend chooses
+                lane.comm.latency_bytes = latency_bytes
+
+        self.on_lanes(set_on)
+
     def ask(self, launch: Callable[[Comm], Pending]) -> Tensor:
         """The result of one message, launched on the first lane between two steps, on every rank."""
         return self.on_lanes(lambda lane: launch(lane.comm).wait(), lanes=1)[0]

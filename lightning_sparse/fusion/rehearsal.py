@@ -27,6 +27,7 @@ SIZES = (2**8, 2**16, 2**20, 2**22)  # elements of the groups that are tried
 RUNS = 3  # of each, after one that is not timed: then thresholds are known
 SMALL = 2**16  # elements at most of groups that are summed densely where that is sooner
 LONG_S = 0.1  # larger groups that would take longer are not tried: their costs follow from the link and the processor
+MOST_LATENCY_BYTES = 2**26
 POOL = 1_000_003  # made-up gradients repeat after so many elements
 
 
@@ -36,6 +37,12 @@ class Link:
 
     latency_s: float
     s_per_byte: float
+
+    @property
+    def latency_bytes(self) -> int:
+        """Bytes on the wire in the latency: a power of two, so that two measurements seldom differ."""
+        on_the_wire = self.latency_s / max(self.s_per_byte, 1e-12)
+        return 1 << round(math.log2(min(max(on_the_wire, 1), MOST_LATENCY_BYTES)))
 
 
 class NoClock(Exception):
@@ -73,6 +80,11 @@ def rehearse_all(
         NoClock: if no rank could tell the time.
     """
     link = measure_link(exchange)
+    exchange.set_latency(link.latency_bytes)
+    rank_zero_info(
+        f"LayerFusion: a message takes {1e3 * link.latency_s:.2f} ms, in which the link carries "
+        f"{link.latency_bytes / 1024:,.0f} KiB; sums go in as few hops as that pays for."
+    )
     costs = []
     small_dense: dict[str, Cost] = {}  # by compressor: most have the same dense variant
     for number, compressor in enumerate(compressors):

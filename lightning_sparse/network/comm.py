@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -13,28 +13,34 @@ from typing_extensions import TypeVar
 from lightning_sparse.selection.sparse import Sparse
 from lightning_sparse.wire import FLOAT32, ValueFormat
 
+LATENCY_BYTES = 8 * 1024  # until a link is measured
+
 
 def traffic(message: str, payload_bytes: int, size: int) -> int:
     """Bytes one rank puts on the wire for one message whose payload on each rank has ``payload_bytes`` bytes.
 
-    Ring algorithms, as Gloo and NCCL run them for large messages: an all-reduce sends 2(P-1)/P of its payload,
-    an all-gather sends what each rank contributes P-1 times, a shift sends it once, an all-to-all all but a P-th of
-    it.  Of a broadcast, which all but one rank receive once, each rank is charged a P-th: who passes it on depends on
-    the backend.
+    An all-reduce of the backend goes round a ring and sends 2(P-1)/P of its payload; an all-gather sends what each rank
+    contributes P-1 times; of a shift and an all-to-all the payload is what leaves.  Of a broadcast, which all but one
+    rank receive once, each rank is charged a P-th: who passes it on depends on the backend.
     """
     if size == 1:
         return 0
     if message == "all_reduce":
         return 2 * (size - 1) * payload_bytes // size
-    if message == "all_to_all":
-        return (size - 1) * payload_bytes // size
     if message == "all_gather":
         return (size - 1) * payload_bytes
-    if message == "shift":
+    if message in ("shift", "all_to_all"):
         return payload_bytes
     if message == "broadcast":
         return (size - 1) * payload_bytes // size
     raise ValueError(f"unknown message {message!r}")
+
+
+def hops(message: str, size: int) -> int:
+    """How often a message goes from one rank to the next, one after the other, as Gloo and we send it."""
+    if message == "all_reduce":
+        return 2 * (size - 1)
+    return (size - 1).bit_length() if message == "broadcast" else int(size > 1)  # a broadcast goes down a binary tree
 
 
 class Pending(ABC):
@@ -67,15 +73,21 @@ class Comm(ABC):
     Each method launches a message and returns at once; the result is what ``yield`` gives back.  Several may be
     in flight.  Every rank launches the same messages in the same order with the same shapes, whatever its data.
     A tensor handed over must not be touched before its message was yielded.
+
+    Attributes:
+        latency_bytes: what a link carries in the time that a message of no length takes, the same on every rank; what
+            sums go by (:meth:`cost_of`).  0 leaves sums of float32 to the backend.
+        sent_bytes: since the start; payload only, as :func:`traffic` defines it.
+        messages: launched since the start.
     """
 
     def __init__(self, rank: int, size: int, wire_dtype: ValueFormat = FLOAT32) -> None:
         self.rank = rank
         self.size = size
         self.wire_dtype = wire_dtype
-        self.sent_bytes = 0  # since the start; payload only, as `traffic` defines it
+        self.sent_bytes = 0
         self.messages = 0
-        self.hops = 0  # from rank to rank, one after the other, that a message needs round a ring
+        self.latency_bytes = LATENCY_BYTES
         self._buffers: dict[tuple[str, int], Tensor] = {}  # bytes, by name and its loans before in the group's step
         self._lent: Counter[str] = Counter()
 
@@ -104,44 +116,64 @@ class Comm(ABC):
         """Give back memory and process groups.  No message may be under way, and none can be sent afterwards."""
         self._buffers.clear()
 
+    def cost_of(self, way: str, payload_bytes: int) -> float:
+        """The time of a sum of ``payload_bytes`` from each rank, in bytes that a link carries meanwhile.
+
+        Args:
+            way: "one_hop" (to everybody, who adds), "two_hops" (to who adds that slice) or "backend" (round a ring).
+            payload_bytes: on the wire.
+        """
+        if way == "one_hop":
+            return self.latency_bytes + (self.size - 1) * payload_bytes
+        in_sequence = 2 if way == "two_hops" else hops("all_reduce", self.size)
+        return in_sequence * self.latency_bytes + 2 * (self.size - 1) / self.size * payload_bytes
+
+    def in_one_hop(self, payload_bytes: int) -> bool:
+        """Whether a sum is sooner in one hop than in two."""
+        return self.cost_of("one_hop", payload_bytes) <= self.cost_of("two_hops", payload_bytes)
+
     def all_reduce(self, x: Tensor) -> Pending:
         """Sum over all ranks, in place: [*s] -> [*s], bit-identical on every rank."""
-        self._count("all_reduce", x)
-        return self._all_reduce(x)
+        direct = self.latency_bytes > 0 and self.in_one_hop(x.nbytes)
+        self._count("all_gather" if direct and x.nbytes else "all_reduce", x.nbytes)
+        return self._all_reduce(x, direct)
 
-    def all_gather(self, x: Tensor) -> Pending:
-        """Return what every rank handed over: [*s] -> [P, *s]."""
-        self._count("all_gather", x)
-        return self._all_gather(x)
+    def all_gather(self, x: Tensor, out: Tensor | None = None) -> Pending:
+        """Return what every rank handed over: [*s] -> [P, *s], in ``out`` if given."""
+        self._count("all_gather", x.nbytes)
+        return self._all_gather(x, x.new_empty((self.size, *x.shape)) if out is None else out)
 
     def broadcast(self, x: Tensor, source: int) -> Pending:
         """Return what rank ``source`` handed over, in ``x``: [*s] -> [*s].  On the others x is overwritten."""
-        self._count("broadcast", x)
+        self._count("broadcast", x.nbytes)
         return self._broadcast(x, source)
 
     def shift(self, x: Tensor, out: Tensor | None = None, by: int = 1) -> Pending:
         """Send to the rank ``by`` further on, receive from as far back: [*s] -> [*s], into ``out`` if given."""
-        self._count("shift", x)
+        self._count("shift", x.nbytes)
         return self._shift(x, torch.empty_like(x) if out is None else out, by)
 
-    def all_to_all(self, x: Tensor, out: Tensor | None = None) -> Pending:
-        """Send row p to rank p, receive one of each rank, in their order: [P, *s] -> [P, *s], into ``out`` if given."""
-        self._count("all_to_all", x)
-        return self._all_to_all(x, torch.empty_like(x) if out is None else out)
+    def all_to_all(self, x: Tensor, out: Tensor | None = None, by: Sequence[int] | None = None) -> Pending:
+        """Send a row to each rank, receive one of each: [P, *s] -> [P, *s], into ``out`` if given.
 
-    def _count(self, message: str, x: Tensor) -> None:
-        if x.numel() == 0:
+        Row p of ``x`` is for rank p, and row p of the result of rank p.  A rank's row for itself stays where it is; so
+        does, if ``by`` is given, every row but those for the ranks so much further on, and from those as far back.
+        """
+        by = range(1, self.size) if by is None else by
+        self._count("all_to_all", x.nbytes // self.size * len(by))
+        return self._all_to_all(x, torch.empty_like(x) if out is None else out, by)
+
+    def _count(self, message: str, payload_bytes: int) -> None:
+        if not payload_bytes:
             raise ValueError(f"{message} of an empty tensor: not every backend can carry one.")
-        self.sent_bytes += traffic(message, x.numel() * x.element_size(), self.size)
+        self.sent_bytes += traffic(message, payload_bytes, self.size)
         self.messages += 1
-        self.hops += (self.size - 1) * {"all_reduce": 2, "all_gather": 1, "broadcast": 1}.get(message, 0)
-        self.hops += message in ("shift", "all_to_all")
 
     @abstractmethod
-    def _all_reduce(self, x: Tensor) -> Pending: ...
+    def _all_reduce(self, x: Tensor, direct: bool) -> Pending: ...
 
     @abstractmethod
-    def _all_gather(self, x: Tensor) -> Pending: ...
+    def _all_gather(self, x: Tensor, out: Tensor) -> Pending: ...
 
     @abstractmethod
     def _broadcast(self, x: Tensor, source: int) -> Pending: ...
@@ -150,7 +182,7 @@ class Comm(ABC):
     def _shift(self, x: Tensor, out: Tensor, by: int) -> Pending: ...
 
     @abstractmethod
-    def _all_to_all(self, x: Tensor, out: Tensor) -> Pending: ...
+    def _all_to_all(self, x: Tensor, out: Tensor, by: Sequence[int]) -> Pending: ...
 
 
 @contextmanager
@@ -167,6 +199,20 @@ def explained() -> Iterator[None]:
             f"a message among the ranks failed: {error}\nAnother rank has ended, hangs, or lost its link; its own "
             "output may say why. The last checkpoint is whole; to go on, start all ranks again from it."
         ) from error
+
+
+class _Added(Pending):
+    """The sum of what was gathered, added in the order of the ranks into ``out``."""
+
+    def __init__(self, gathered: Pending, out: Tensor) -> None:
+        self._gathered, self._out = gathered, out
+
+    def wait(self) -> Tensor:
+        first, *others = self._gathered.wait()
+        self._out.copy_(first)
+        for other in others:
+            self._out.add_(other)
+        return self._out
 
 
 class Works(Pending):
@@ -198,6 +244,8 @@ class TorchComm(Comm):
         self._group = group
         self._global = dist.get_process_group_ranks(group)
         self._nccl = dist.get_backend(group) == "nccl"
+        if self._nccl:  # which chooses among several ways itself
+            self.latency_bytes = 0
 
     def gather(self, x: Tensor) -> Tensor:
         """Return what every rank handed over, [n] -> [P, n] on the CPU of the first rank; [0, n] on the others."""
@@ -222,16 +270,19 @@ class TorchComm(Comm):
         super().release()
         vars(self).pop("_group", None)
 
-    def _all_reduce(self, x: Tensor) -> Pending:
+    def _all_reduce(self, x: Tensor, direct: bool) -> Pending:
         if self.size == 1:
             return Works([], x)
+        if direct:
+            return _Added(self._all_gather(x, x.new_empty((self.size, *x.shape))), x)
         return Works([dist.all_reduce(x, group=self._group, async_op=True)], x)
 
-    def _all_gather(self, x: Tensor) -> Pending:
-        if self.size == 1:
-            return Works([], x.unsqueeze(0).clone())
-        result = x.new_empty((self.size, *x.shape))
-        return Works([dist.all_gather(list(result), x, group=self._group, async_op=True)], result, x)
+    @explained()
+    def _all_gather(self, x: Tensor, out: Tensor) -> Pending:
+        if self._nccl:
+            return Works([dist.all_gather(list(out), x, group=self._group, async_op=True)], out, x)
+        out[self.rank].copy_(x)
+        return Works(self._to_others([x] * self.size, out, range(1, self.size), tag=1), out, x)
 
     def _broadcast(self, x: Tensor, source: int) -> Pending:
         if self.size == 1:
@@ -242,7 +293,7 @@ class TorchComm(Comm):
     def _shift(self, x: Tensor, out: Tensor, by: int) -> Pending:
         if by % self.size == 0:
             return Works([], out.copy_(x))
-        to, source = self._global[(self.rank + by) % self.size], self._global[(self.rank - by) % self.size]
+        to, source = self._global[self._far(by)], self._global[self._far(-by)]
         # The receive is posted first: on Gloo nothing is buffered for a receiver that is not there yet.
         if self._nccl:
             pair = [
@@ -257,14 +308,29 @@ class TorchComm(Comm):
         return Works([received, sent], out, x)
 
     @explained()
-    def _all_to_all(self, x: Tensor, out: Tensor) -> Pending:
-        if self._nccl:
-            return Works([dist.all_to_all(list(out), list(x), group=self._group, async_op=True)], out, x)
-        out[self.rank].copy_(x[self.rank])
-        others = [(self.rank + by) % self.size for by in range(1, self.size)]  # not all to the same rank at first
-        works = [dist.irecv(out[other], self._global[other], self._group) for other in reversed(others)]
-        works += [dist.isend(x[other], self._global[other], self._group) for other in others]
-        return Works([work for work in works if work is not None], out, x)
+    def _all_to_all(self, x: Tensor, out: Tensor, by: Sequence[int]) -> Pending:
+        if not self._nccl:
+            return Works(self._to_others(list(x), out, by, tag=2), out, x)
+        pairs = [
+            dist.P2POp(dist.irecv, out[self._far(-each)], self._global[self._far(-each)], self._group) for each in by
+        ]
+        pairs += [dist.P2POp(dist.isend, x[self._far(each)], self._global[self._far(each)], self._group) for each in by]
+        return Works(dist.batch_isend_irecv(pairs), out, x)
+
+    def _to_others(self, rows: Sequence[Tensor], out: Tensor, by: Sequence[int], tag: int) -> list[dist.Work]:
+        """Send a row to each rank ``by`` further on, receive one from as far back.
+
+        Directly, so that a message makes one hop: Gloo's own all-gather goes round a ring.  By ``tag`` ranks that
+        launch different messages fail to meet, where otherwise one would take the other's for its own.
+        """
+        to, source = [self._far(each) for each in by], [self._far(-each) for each in by]
+        works = [dist.irecv(out[other], self._global[other], self._group, tag) for other in source]
+        works += [dist.isend(rows[other], self._global[other], self._group, tag) for other in to]
+        return [work for work in works if work is not None]  # None only on a rank outside the group
+
+    def _far(self, by: int) -> int:
+        """The rank ``by`` further on."""
+        return (self.rank + by) % self.size
 
 
 def world() -> TorchComm:

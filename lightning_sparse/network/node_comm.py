@@ -1,5 +1,7 @@
 """Nodes that talk to each other as one rank each."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from lightning_sparse.network.comm import Comm, Pending, TorchComm
@@ -33,12 +35,11 @@ class NodeComm(Comm):
         if self._between:
             self._between.release()
 
-    def _all_reduce(self, x: Tensor) -> Pending:
-        return _PassedOn(self._between.all_reduce(x) if self._between else None, x, self._inside)
+    def _all_reduce(self, x: Tensor, direct: bool) -> Pending:
+        return _PassedOn(self._between._all_reduce(x, direct) if self._between else None, x, self._inside)
 
-    def _all_gather(self, x: Tensor) -> Pending:
-        result = x.new_empty((self.size, *x.shape))
-        return _PassedOn(self._between.all_gather(x) if self._between else None, result, self._inside)
+    def _all_gather(self, x: Tensor, out: Tensor) -> Pending:
+        return _PassedOn(self._between.all_gather(x, out) if self._between else None, out, self._inside)
 
     def _broadcast(self, x: Tensor, source: int) -> Pending:
         return _PassedOn(self._between.broadcast(x, source) if self._between else None, x, self._inside)
@@ -46,8 +47,8 @@ class NodeComm(Comm):
     def _shift(self, x: Tensor, out: Tensor, by: int) -> Pending:
         return _PassedOn(self._between.shift(x, out, by) if self._between else None, out, self._inside)
 
-    def _all_to_all(self, x: Tensor, out: Tensor) -> Pending:
-        return _PassedOn(self._between.all_to_all(x, out) if self._between else None, out, self._inside)
+    def _all_to_all(self, x: Tensor, out: Tensor, by: Sequence[int]) -> Pending:
+        return _PassedOn(self._between.all_to_all(x, out, by) if self._between else None, out, self._inside)
 
 
 class _PassedOn(Pending):

@@ -1,12 +1,12 @@
 """A network of P ranks in one process, in lockstep, that checks what real processes would hang on."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from lightning_sparse.network.comm import Comm, Pending, Rounds, expect_pending
+from lightning_sparse.network.comm import LATENCY_BYTES, Comm, Pending, Rounds, expect_pending, hops
 from lightning_sparse.selection.sparse import Sparse
 from lightning_sparse.wire import FLOAT32, ValueFormat
 
@@ -16,22 +16,27 @@ class _Part(Pending):
     """One rank's part of a message, and what it must find unchanged when the message arrives."""
 
     kind: str
-    rank: int
     number: int  # its position among its rank's messages
     given: Tensor  # a copy of what the rank handed over
     unchanged: Tensor | None  # the tensor it handed over; None if the result comes back in it
-    result: Tensor | None  # where the result goes; None for a tensor of its own
-    deliver: Callable[["_Part"], Tensor] = field(repr=False)
-    by: int  # ranks a shift goes on
+    result: Tensor  # where the result goes
+    by: tuple[int, ...]  # how many ranks further on a shift or the rows of an all-to-all go
     source: int  # rank a broadcast comes from
+    hops: int  # of its rank once it has arrived
+    comm: "SimComm" = field(repr=False)
+
+    @property
+    def rank(self) -> int:
+        """Whose part it is."""
+        return self.comm.rank
 
     def __str__(self) -> str:
-        way = f" by {self.by}" if self.by > 1 else f" from rank {self.source}" if self.kind == "broadcast" else ""
+        way = f" by {self.by}" if self.by else f" from rank {self.source}" if self.kind == "broadcast" else ""
         return f"{self.kind}{way} of {str(self.given.dtype).removeprefix('torch.')} {list(self.given.shape)}"
 
     def wait(self) -> Tensor:
         """The result, now that every rank has launched this message."""
-        return self.deliver(self)
+        return self.comm.arrived(self)
 
 
 @dataclass
@@ -44,11 +49,22 @@ class _Message:
 
 
 class SimComm(Comm):
-    """One rank of a :class:`SimNetwork`."""
+    """One rank of a :class:`SimNetwork`.
 
-    def __init__(self, network: "SimNetwork", rank: int, wire_dtype: ValueFormat) -> None:
+    Attributes:
+        hops: from rank to rank that have followed one another so far: what each message waited for had to arrive.
+    """
+
+    def __init__(self, network: "SimNetwork", rank: int, wire_dtype: ValueFormat, latency_bytes: int) -> None:
         super().__init__(rank, network.size, wire_dtype)
+        self.latency_bytes = latency_bytes
+        self.hops = 0
         self._network = network
+
+    def arrived(self, part: _Part) -> Tensor:
+        """The result of a message this rank has waited for."""
+        self.hops = max(self.hops, part.hops)
+        return self._network.deliver(part)
 
     def buffer(self, name: str, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Fresh and spoilt, so that nobody leans on what a buffer held before."""
@@ -57,38 +73,46 @@ class SimComm(Comm):
         _spoil(fresh)
         return fresh
 
-    def _all_reduce(self, x: Tensor) -> Pending:
-        return self._launch("all_reduce", x, result=x)
+    def _all_reduce(self, x: Tensor, direct: bool) -> Pending:
+        return self._launch("all_reduce", x, result=x, goes_as="all_gather" if direct else "")
 
-    def _all_gather(self, x: Tensor) -> Pending:
-        return self._launch("all_gather", x, result=None)
+    def _all_gather(self, x: Tensor, out: Tensor) -> Pending:
+        return self._launch("all_gather", x, result=out)
 
     def _broadcast(self, x: Tensor, source: int) -> Pending:
         return self._launch("broadcast", x, result=x, source=source)
 
     def _shift(self, x: Tensor, out: Tensor, by: int) -> Pending:
-        return self._launch("shift", x, result=out, by=by)
+        return self._launch("shift", x, result=out, by=(by,))
 
-    def _all_to_all(self, x: Tensor, out: Tensor) -> Pending:
-        return self._launch("all_to_all", x, result=out)
+    def _all_to_all(self, x: Tensor, out: Tensor, by: Sequence[int]) -> Pending:
+        return self._launch("all_to_all", x, result=out, by=tuple(by))
 
-    def _launch(self, kind: str, x: Tensor, result: Tensor | None, by: int = 0, source: int = 0) -> Pending:
+    def _launch(
+        self, kind: str, x: Tensor, result: Tensor, by: tuple[int, ...] = (), source: int = 0, goes_as: str = ""
+    ) -> Pending:
         given = x.clone()
-        if result is not None:
-            _spoil(result)
+        _spoil(result)
         unchanged = None if result is x else x
-        number, deliver = self._network.launched[self.rank], self._network.deliver
-        return self._network.add(_Part(kind, self.rank, number, given, unchanged, result, deliver, by, source))
+        number = self._network.launched[self.rank]
+        done = self.hops + hops(goes_as or kind, self.size)
+        return self._network.add(_Part(kind, number, given, unchanged, result, by, source, done, self))
 
 
 class SimNetwork:
-    """P ranks that hand each other messages in one process."""
+    """P ranks that hand each other messages in one process.
 
-    def __init__(self, size: int, wire_dtype: ValueFormat = FLOAT32) -> None:
+    Args:
+        size: P.
+        wire_dtype: how values travel.
+        latency_bytes: as in :class:`Comm`.
+    """
+
+    def __init__(self, size: int, wire_dtype: ValueFormat = FLOAT32, latency_bytes: int = LATENCY_BYTES) -> None:
         self.size = size
         self.launched = [0] * size  # messages, by rank
         self._messages: dict[int, _Message] = {}  # under way, by number
-        self.comms = [SimComm(self, rank, wire_dtype) for rank in range(size)]
+        self.comms = [SimComm(self, rank, wire_dtype, latency_bytes) for rank in range(size)]
 
     def run(self, ranks: Sequence[Rounds]) -> list[Tensor | Sparse]:
         """Run one generator a rank to its end, each to its next yield in turn; returns what each returned.
@@ -133,14 +157,17 @@ class SimNetwork:
         if part.kind == "broadcast":
             arrived = message.parts[part.source].given
         elif part.kind == "all_to_all":
-            arrived = torch.stack([message.parts[rank].given[part.rank] for rank in range(self.size)])
+            for by in part.by:
+                source = (part.rank - by) % self.size
+                part.result[source] = message.parts[source].given[part.rank]
+            return part.result
         elif part.kind == "shift":
-            arrived = message.parts[(part.rank - part.by) % self.size].given
+            arrived = message.parts[(part.rank - part.by[0]) % self.size].given
         else:
             if message.result is None:
                 message.result = _combined(part.kind, [message.parts[rank].given for rank in range(self.size)])
             arrived = message.result
-        return arrived.clone() if part.result is None else part.result.copy_(arrived)
+        return part.result.copy_(arrived)
 
     def _check(self, number: int, parts: dict[int, _Part]) -> None:
         """Raise an AssertionError unless all ranks have launched the same."""

@@ -116,7 +116,7 @@ def test_protected_parameters_are_dense() -> None:
 def test_long_vectors_travel_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     given = torch.randn(2, 3, 1000)
     whole = simulate(ls.SkipReduce(), given, wire_dtype="bfloat16")
-    monkeypatch.setattr("lightning_sparse.network.ring.SEGMENT_BYTES", 100)
+    monkeypatch.setattr("lightning_sparse.network.sums.SEGMENT_BYTES", 100)
     cut = simulate(ls.SkipReduce(), given, wire_dtype="bfloat16")
     assert torch.equal(whole.mean, cut.mean)
     assert torch.equal(whole.unsent, cut.unsent)

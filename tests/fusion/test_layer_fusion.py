@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -27,11 +27,11 @@ class Mirror(Comm):
     def __init__(self) -> None:
         super().__init__(0, 2)
 
-    def _all_reduce(self, x: Tensor) -> Works:
+    def _all_reduce(self, x: Tensor, direct: bool) -> Works:
         return Works([], x.mul_(2))
 
-    def _all_gather(self, x: Tensor) -> Works:
-        return Works([], torch.stack([x, x]))
+    def _all_gather(self, x: Tensor, out: Tensor) -> Works:
+        return Works([], torch.stack([x, x], out=out))
 
     def _broadcast(self, x: Tensor, source: int) -> Works:
         return Works([], x)
@@ -39,7 +39,7 @@ class Mirror(Comm):
     def _shift(self, x: Tensor, out: Tensor, by: int) -> Works:
         return Works([], out.copy_(x))
 
-    def _all_to_all(self, x: Tensor, out: Tensor) -> Works:
+    def _all_to_all(self, x: Tensor, out: Tensor, by: Sequence[int]) -> Works:
         return Works([], out.copy_(x[0].expand_as(out)))
 
 

@@ -23,12 +23,12 @@ FEW_RANKS = 8  # the most that are simulated with all sizes; with more, memory a
 def model_cost(compressor: Compressor, largest: int, size: int, link: Link) -> Cost:
     """Estimate the cost of groups among ``size`` ranks over ``link``; only the compressor's own work is measured.
 
-    The ranks are simulated.  A message takes the link's latency for every hop of its way round a ring, and a time for
+    The ranks are simulated.  Messages that follow one another take the link's latency for every hop, and a time for
     every byte; what a group does while another's messages are under way is not lost.
     """
     samples = []
     for n in sorted({min(each, largest) for each in SIZES[: 3 if size > FEW_RANKS else None]}):
-        network = SimNetwork(size)
+        network = SimNetwork(size, latency_bytes=link.latency_bytes)
         gradients = [made_up(n, rank, torch.device("cpu")) for rank in range(size)]
         groups = [Group(0, ("rehearsal",), (gradient,)) for gradient in gradients]
         bucket, comm = torch.empty_like(gradients[0]), network.comms[0]
@@ -45,7 +45,7 @@ def model_cost(compressor: Compressor, largest: int, size: int, link: Link) -> C
                 groups[0].hand_back(total, [bucket], size)
         sent, hops, busy = comm.sent_bytes - sent_before, comm.hops - hops_before, median(busy_s[1:])
         wire_s = sent * link.s_per_byte
-        wait_s = wire_s + min(hops, 4 * (size - 1)) * link.latency_s  # segments of one ring follow each other
+        wait_s = wire_s + hops * link.latency_s
         samples.append(Sample(n, busy, max(busy, wire_s, (busy + wait_s) / 2), busy + wait_s, sent))
     return cost_of(samples, link)
 

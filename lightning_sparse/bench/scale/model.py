@@ -11,7 +11,6 @@ from lightning_sparse.bench.scale.ranks import StepTraffic
 from lightning_sparse.fusion.rehearsal import Link
 
 DENSE = "sparse_dense"  # its all-reduce is what others' growth is compared with
-ROUNDS_IN_FLIGHT = 4  # times round a ring that wait for each other: as in `advise.cost.model_cost`
 
 
 @dataclass(frozen=True)
@@ -34,16 +33,9 @@ class Fit:
     points: int  # how many there were
 
 
-def model_s(hops: int, sent_bytes: float, ranks: int, link: Link) -> float:
-    """Return the seconds that messages take among 2 or more ranks: a latency for every hop, and time for every byte.
-
-    Segments of one ring follow each other, so at most ``4 (P - 1)`` hops count, as in ``advise.cost.model_cost``.
-    """
-    return _hops(hops, ranks) * link.latency_s + sent_bytes * link.s_per_byte
-
-
-def _hops(hops: int, ranks: int) -> int:
-    return min(hops, ROUNDS_IN_FLIGHT * (ranks - 1))
+def model_s(hops: int, sent_bytes: float, link: Link) -> float:
+    """Return the seconds that messages take: a latency for every hop, and time for every byte."""
+    return hops * link.latency_s + sent_bytes * link.s_per_byte
 
 
 def fit(measured: Sequence[Measurement], counts: Iterable[StepTraffic]) -> Fit | None:
@@ -52,7 +44,7 @@ def fit(measured: Sequence[Measurement], counts: Iterable[StepTraffic]) -> Fit |
     Bytes are those measured; hops are those counted for the same compressor (for "ddp": dense) among as many ranks.
     None if there are too few points to separate latency and rate.
     """
-    hops = {(each.strategy, each.ranks): _hops(each.hops, each.ranks) for each in counts}
+    hops = {(each.strategy, each.ranks): each.hops for each in counts}
     from scipy.optimize import nnls  # an extra
 
     rows = [(hops[DENSE if m.strategy == "ddp" else m.strategy, m.ranks], m.sent_bytes) for m in measured]

@@ -25,7 +25,7 @@ class StepTraffic:
     elements: int  # n, of the gradient
     sent_bytes: int  # payload of a rank; all send as much, since sizes of messages do not depend on data
     messages: int  # of a rank
-    hops: int  # from rank to rank, one after the other, that these messages need
+    hops: int  # from rank to rank that follow one another
 
 
 def count_traffic(strategy: str, ranks: int, elements: int) -> StepTraffic:

@@ -129,7 +129,7 @@ def _modelled(count: StepTraffic, elements: int, link: Link) -> Measurement:
     That is a little much where the one counted is shorter: parts of fixed size weigh less in longer messages.
     """
     sent_bytes = count.sent_bytes * (elements / count.elements)
-    return Measurement(count.strategy, count.ranks, sent_bytes, model_s(count.hops, sent_bytes, count.ranks, link))
+    return Measurement(count.strategy, count.ranks, sent_bytes, model_s(count.hops, sent_bytes, link))
 
 
 # - for people

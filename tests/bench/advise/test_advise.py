@@ -89,7 +89,7 @@ def test_modelled_costs_follow_bytes_and_hops(ticking: None) -> None:
     sent = 2 * 3 / 4 * 4 * SIZES[1]
     assert slow.latency_s[-1] - fast.latency_s[-1] == pytest.approx((8e-8 - 8e-9) * sent)
     assert slow.wire_rise == pytest.approx(8e-8 * sent / SIZES[1])
-    assert slow.latency_s[0] >= 6 * 0.001  # of a few bytes: 2 (P - 1) hops
+    assert slow.latency_s[0] >= 0.001  # of a few bytes: one hop
 
 
 @pytest.fixture

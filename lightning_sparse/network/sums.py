@@ -1,0 +1,164 @@
+"""Sums over all ranks, in as few hops as pay; rounding errors stay with the rank that rounded."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lightning_sparse import kernels, selection
+from lightning_sparse.network.comm import Comm, Pending, Rounds
+from lightning_sparse.wire import BLOCK, Selection
+
+SEGMENT_BYTES = 512 * 1024  # a slice travels in segments, so that one is on the wire while another is being added
+COPIES = 1.1  # what two hops of float32 cost beside the backend's sum, which adds where the values lie
+
+
+def sum_values(values: Tensor, comm: Comm) -> Rounds[Tensor]:
+    """The sum of ``values`` [n] over all ranks, [n] float32, the same bits on every rank.
+
+    What was sent is taken out of ``values``; rounding errors stay.  Of three ways the soonest is taken, as
+    :meth:`Comm.cost_of` says: all to all in one hop, in two hops, or float32 as the backend does it.
+    """
+    if comm.size == 1:
+        return _alone(values)
+    nbytes = comm.wire_dtype.nbytes(values.numel())
+    one_hop = comm.in_one_hop(nbytes)
+    if not comm.wire_dtype.lossless:
+        return (
+            yield from one_hop_sum(values, comm) if one_hop and nbytes <= SEGMENT_BYTES else two_hop_sum(values, comm)
+        )
+    if not one_hop and COPIES * comm.cost_of("two_hops", nbytes) < comm.cost_of("backend", nbytes):
+        return (yield from two_hop_sum(values, comm))
+    total = comm.buffer("total", values.numel(), torch.float32, values.device)
+    comm.wire_dtype.take(values, total.view(torch.uint8))
+    return (yield comm.all_reduce(total))
+
+
+def sum_at(index: Tensor, values: Tensor, capacity: int, comm: Comm) -> Rounds[Tensor]:
+    """The sum over all ranks of ``values`` [n] at ``index`` [m], the same on every rank: [m] float32.
+
+    As many values travel as ``capacity`` says, so that the message's size does not depend on data.  What was sent is
+    taken out of ``values``; rounding errors stay.
+    """
+    m = index.numel()
+    chosen = comm.buffer("chosen", capacity, torch.float32, values.device)
+    torch.index_select(values, 0, index, out=chosen[:m])
+    chosen[m:] = 0
+    total = yield from sum_values(chosen, comm)
+    values.index_copy_(0, index, chosen[:m])
+    return total[:m]
+
+
+def sum_selected(chosen: Selection, values: Tensor, room: int, comm: Comm) -> Rounds:
+    """The sum over all ranks of ``values`` [n] at the elements of ``chosen``: a total for ``reduce``.
+
+    On the host at least ``room`` values travel; on a device as many as the selection is filled up to.  What was sent is
+    taken out of ``values``; rounding errors stay.
+    """
+    index, on = chosen.index, selection.on(values)
+    if kernels.used_for(values):
+        chosen = on.with_values(chosen, values)
+        sums = yield from sum_values(chosen.values, comm)
+        on.put(chosen, values)
+    else:
+        sums = yield from sum_at(index, values, max(room, index.numel()), comm)
+    return on.total(replace(chosen, values=sums), values.numel())
+
+
+def one_hop_sum(values: Tensor, comm: Comm) -> Rounds[Tensor]:
+    """The sum of ``values`` [n] over all ranks, [n] float32: each rank sends everybody all, and adds what it gets."""
+    payload = comm.buffer("leaving", comm.wire_dtype.nbytes(values.numel()), torch.uint8, values.device)
+    comm.wire_dtype.take(values, payload)
+    total = comm.buffer("total", values.numel(), torch.float32, values.device)
+    rows = comm.buffer("arriving", comm.size * payload.numel(), torch.uint8, values.device).view(comm.size, -1)
+    payloads = yield comm.all_gather(payload, out=rows)
+    comm.wire_dtype.read(payloads[0], total)
+    for other in payloads[1:]:
+        comm.wire_dtype.add(other, total)
+    return total
+
+
+def two_hop_sum(values: Tensor, comm: Comm, skip: int = 0, rotation: int = 0) -> Rounds[Tensor]:
+    """The sum of ``values`` [n] in two hops, of which the first leaves ``skip`` ranks out of every slice, [n] float32.
+
+    The vector is cut into P slices.  With labels L = (rank + rotation) mod P, the rank with label c owns slice c.
+    First each rank sends the owners its own of their slices, but for the ``skip`` labels before its own; the owner adds
+    what arrives in float32 and rounds the sum once; then finished slices go to everybody.  So a rank sends
+    2(P-1) - skip slices, as in a ring whose first ``skip`` steps are left out, but two messages follow each other in
+    place of 2(P-1) - skip, and a value is rounded twice in place of P times.  What a rank has contributed is taken out
+    of its ``values``; rounding errors stay with the rank that rounded, the owner's too.
+    """
+    if comm.size == 1:
+        return _alone(values)
+    slices = _Slices(values, comm, skip, rotation)
+    arriving = [slices.send(start) for start in slices.starts if slices.by]
+    finished = []
+    for i, start in enumerate(slices.starts):
+        if slices.by:
+            slices.add(start, (yield arriving[i]))
+        finished.append(slices.finish(start))
+    total = comm.buffer("total", values.numel(), torch.float32, values.device)
+    for start, pending in zip(slices.starts, finished, strict=True):
+        slices.read(start, (yield pending), total)
+    return total
+
+
+def _alone(values: Tensor) -> Tensor:
+    total = values.clone()
+    values.zero_()
+    return total
+
+
+class _Slices:
+    """A vector [n] cut into P slices of equal width, those into segments; each segment is encoded by itself."""
+
+    def __init__(self, values: Tensor, comm: Comm, skip: int, rotation: int) -> None:
+        self._values, self._comm, self._format, self._rotation = values, comm, comm.wire_dtype, rotation
+        self._width = -(-values.numel() // comm.size)  # elements of a slice
+        self._step = BLOCK * max(1, SEGMENT_BYTES // self._format.nbytes(BLOCK))  # of a segment: whole blocks
+        self.starts = range(0, self._width, self._step)  # of the segments of a slice
+        self.by = range(1, comm.size - skip)  # how far on the owners are to whom this rank contributes
+
+    def send(self, start: int) -> Pending:
+        """Send the owners their segment."""
+        comm, leaving = self._comm, self._rows("leaving", start, self._comm.size)
+        for by in self.by:
+            owner = (comm.rank + by) % comm.size
+            self._take(self._segment(self._values, owner, start), leaving[owner])
+        return comm.all_to_all(leaving, out=self._rows("arriving", start, comm.size), by=self.by)
+
+    def add(self, start: int, payloads: Tensor) -> None:
+        """Add what arrived, [P, bytes], to this rank's own segment."""
+        own = self._segment(self._values, self._comm.rank, start)
+        for by in self.by:
+            payload = payloads[(self._comm.rank - by) % self._comm.size]
+            self._format.add(payload[: self._format.nbytes(own.numel())], own)
+
+    def finish(self, start: int) -> Pending:
+        """Send everybody this rank's own segment."""
+        leaving = self._rows("finished", start, 1)[0]
+        self._take(self._segment(self._values, self._comm.rank, start), leaving)
+        return self._comm.all_gather(leaving, out=self._rows("gathered", start, self._comm.size))
+
+    def read(self, start: int, payloads: Tensor, total: Tensor) -> None:
+        """Set a segment of each slice of ``total`` [n] to what its owner sent, [P, bytes]."""
+        for owner, payload in enumerate(payloads):
+            place = self._segment(total, owner, start)
+            self._format.read(payload[: self._format.nbytes(place.numel())], place)
+
+    def _segment(self, flat: Tensor, owner: int, start: int) -> Tensor:
+        """A segment of the slice of ``flat`` [n] that rank ``owner`` owns; shorter, or empty, where ``flat`` ends."""
+        label = (owner + self._rotation) % self._comm.size
+        first, end = label * self._width + start, (label + 1) * self._width
+        return flat[min(first, flat.numel()) : min(first + self._step, end, flat.numel())]
+
+    def _rows(self, name: str, start: int, count: int) -> Tensor:
+        """Room for a segment from or for each of ``count`` ranks, [count, bytes]."""
+        words = -(-self._format.nbytes(min(self._step, self._width - start)) // 4)  # of 4 bytes, as scales are read
+        return self._comm.buffer(name, count * 4 * words, torch.uint8, self._values.device).view(count, -1)
+
+    def _take(self, values: Tensor, payload: Tensor) -> None:
+        """Move ``values`` [m] into the first bytes of ``payload``, and zeros into the others."""
+        used = self._format.nbytes(values.numel())
+        self._format.take(values, payload[:used])
+        payload[used:] = 0
