@@ -19,8 +19,8 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.fusion.groups import BUCKET_BYTES, carry_over, lay_out, not_carried
 from lightning_sparse.fusion.layer_fusion import LayerFusion
-from lightning_sparse.network.comm import TorchComm, world
 from lightning_sparse.network.process_groups import ProcessGroups
+from lightning_sparse.network.torch_comm import TorchComm, world
 from lightning_sparse.options import Options
 from lightning_sparse.settings import as_text
 from lightning_sparse.wire import wire_format

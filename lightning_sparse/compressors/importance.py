@@ -36,7 +36,7 @@ class ImportancePruning(Compressor):
 
     Cheng and Xu, "Bandwidth Reduction using Importance Weighted Pruning on Ring AllReduce" (arXiv 1901.01544).  An
     element's importance is |gradient / weight|.  In each step ``givers`` ranks, drawn from a stream all ranks share,
-    send the indices of what they find important; every rank sends its values there, on a ring.  So what travels does
+    send the indices of what they find important; every rank sends its values there.  So what travels does
     not grow with P.
 
     Of the paper only the abstract could be had: importance, random mask-givers and sums at the mask are the paper's;

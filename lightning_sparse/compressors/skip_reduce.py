@@ -27,7 +27,8 @@ class SkipReduce(Compressor):
     """A ring all-reduce whose first s = round(skip * P) reduce-scatter steps are left out (at most P - 1).
 
     Each rank sends 2(P-1) - s slices of n / P values instead of 2(P-1); every slice of the result holds the sum of
-    P - s ranks.  What a rank did not contribute stays in its ``unsent`` and goes out when the rotation next lets it.
+    P - s ranks.  They go to the slice's owner in one hop and from it in another, where the papers go round a ring.
+    What a rank did not contribute stays in its ``unsent`` and goes out when the rotation next lets it.
     Kasan, Abts, Choi and Kim, "SkipReduce" (MICRO 2025); Kainolda, "Skip-Reduce" (KAIST, 2023).
 
     Args:
@@ -73,7 +74,7 @@ class SkipReduce(Compressor):
         return min(round(self.skip * size), size - 1)
 
     def reduce(self, group: Group, comm: Comm) -> Rounds:
-        """Sum over the shortened ring."""
+        """Sum what the shortened ring would."""
         skipped = self.steps_skipped(comm.size)
         rotation = self._rotation_now(group, comm.size, skipped)
         total = yield from two_hop_sum(group.unsent, comm, skipped, rotation)

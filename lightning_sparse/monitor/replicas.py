@@ -9,7 +9,8 @@ from torch import Tensor
 
 from lightning_sparse.checks import is_whole
 from lightning_sparse.network.agreement import ranks_having
-from lightning_sparse.network.comm import Comm, world
+from lightning_sparse.network.comm import Comm
+from lightning_sparse.network.torch_comm import world
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from lightning_sparse.network.comm import Comm, Pending, TorchComm
+from lightning_sparse.network.comm import Comm, Pending
+from lightning_sparse.network.torch_comm import TorchComm
 from lightning_sparse.wire import ValueFormat
 
 

@@ -16,8 +16,8 @@ COPIES = 1.1  # what two hops of float32 cost beside the backend's sum, which ad
 def sum_values(values: Tensor, comm: Comm) -> Rounds[Tensor]:
     """The sum of ``values`` [n] over all ranks, [n] float32, the same bits on every rank.
 
-    What was sent is taken out of ``values``; rounding errors stay.  Of three ways the soonest is taken, as
-    :meth:`Comm.cost_of` says: all to all in one hop, in two hops, or float32 as the backend does it.
+    What was sent is taken out of ``values``; rounding errors stay.  Of three ways the soonest is taken
+    (``Comm.cost_of``): all to all in one hop, in two hops, or float32 as the backend does it.
     """
     if comm.size == 1:
         return _alone(values)

@@ -18,7 +18,8 @@ import lightning_sparse as ls
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.lane import Lane
-from lightning_sparse.network.comm import Comm, Rounds, TorchComm, traffic
+from lightning_sparse.network.comm import Comm, Rounds, traffic
+from lightning_sparse.network.torch_comm import TorchComm
 from lightning_sparse.selection.sparse import dense
 from lightning_sparse.simulation import simulate
 from lightning_sparse.wire import wire_format

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lightning_sparse as ls
 from lightning_sparse.monitor.replicas import check_replicas, checksum
-from lightning_sparse.network.comm import world
+from lightning_sparse.network.torch_comm import world
 from tests.conftest import Ranks
 from tests.training.models import unsent
 

@@ -9,6 +9,7 @@ import numpy as np
 from lightning_sparse.bench.compare.report import Summary
 from lightning_sparse.bench.scale.ranks import StepTraffic
 from lightning_sparse.fusion.rehearsal import Link
+from lightning_sparse.network.comm import hops
 
 DENSE = "sparse_dense"  # its all-reduce is what others' growth is compared with
 
@@ -41,13 +42,17 @@ def model_s(hops: int, sent_bytes: float, link: Link) -> float:
 def fit(measured: Sequence[Measurement], counts: Iterable[StepTraffic]) -> Fit | None:
     """Find the link with the least sum of squared differences between modelled and measured seconds.
 
-    Bytes are those measured; hops are those counted for the same compressor (for "ddp": dense) among as many ranks.
+    Bytes are those measured; hops are those counted for the same compressor among as many ranks, and for "ddp" those of
+    an all-reduce round a ring.
     None if there are too few points to separate latency and rate.
     """
-    hops = {(each.strategy, each.ranks): each.hops for each in counts}
+    counted = {(each.strategy, each.ranks): each.hops for each in counts}
     from scipy.optimize import nnls  # an extra
 
-    rows = [(hops[DENSE if m.strategy == "ddp" else m.strategy, m.ranks], m.sent_bytes) for m in measured]
+    rows = [
+        (hops("all_reduce", m.ranks) if m.strategy == "ddp" else counted[m.strategy, m.ranks], m.sent_bytes)
+        for m in measured
+    ]
     x = np.array(rows, dtype=np.float64).reshape(-1, 2)  # [m, 2]
     y = np.array([point.seconds for point in measured])  # [m]
     unit = np.abs(x).max(axis=0, initial=0)  # hops and bytes are of very different size

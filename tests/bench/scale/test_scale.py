@@ -45,7 +45,7 @@ def test_messages_and_hops_of_an_all_reduce() -> None:
     assert [(f.ranks, f.sent_bytes, f.messages, f.hops) for f in found] == [
         (2, 4000, 1, 1),  # few bytes to everybody
         (4, 12000, 1, 1),
-        (8, 28000, 1, 1),
+        (8, 7000, 2, 2),
     ]
 
 
@@ -71,9 +71,10 @@ def points(link: Link) -> tuple[list[Measurement], list[StepTraffic]]:
 
 
 def test_a_fit_recovers_a_link() -> None:
-    link = Link(latency_s=0.0003, s_per_byte=8e-9)
+    link = Link(latency_s=0.003, s_per_byte=8e-9)
     measured, counts = points(link)
-    measured[0] = replace(measured[0], strategy="ddp")  # whose hops are dense's
+    first = measured[0]
+    measured[0] = replace(first, strategy="ddp", seconds=model_s(2, first.sent_bytes, link))  # round a ring of two
     found = fit(measured, counts)
     assert found is not None
     assert found.link.latency_s == pytest.approx(link.latency_s)
@@ -91,7 +92,8 @@ def test_a_fit_recovers_a_link() -> None:
 
 def test_no_part_of_a_fitted_link_is_negative() -> None:
     measured, counts = points(Link(0.0, 8e-9))
-    found = fit([replace(each, seconds=max(each.seconds - 1e-4 * each.ranks, 0.0)) for each in measured], counts)
+    less = [replace(m, seconds=max(m.seconds - 1e-4 * c.hops, 0.0)) for m, c in zip(measured, counts, strict=True)]
+    found = fit(less, counts)
     assert found is not None
     assert found.link.latency_s == 0
     assert found.link.s_per_byte > 0

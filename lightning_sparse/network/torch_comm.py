@@ -1,0 +1,166 @@
+"""Messages of torch.distributed."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_sparse.network.comm import Comm, Pending
+from lightning_sparse.wire import FLOAT32, ValueFormat
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Say what it means that a message fails: when it is waited for, or at once if the other rank has already gone.
+
+    Raises:
+        RuntimeError: another rank is gone, or did not come in time.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"a message among the ranks failed: {error}\nAnother rank has ended, hangs, or lost its link; its own "
+            "output may say why. The last checkpoint is whole; to go on, start all ranks again from it."
+        ) from error
+
+
+class _Added(Pending):
+    """The sum of what was gathered, added in the order of the ranks into ``out``."""
+
+    def __init__(self, gathered: Pending, out: Tensor) -> None:
+        self._gathered, self._out = gathered, out
+
+    def wait(self) -> Tensor:
+        first, *others = self._gathered.wait()
+        self._out.copy_(first)
+        for other in others:
+            self._out.add_(other)
+        return self._out
+
+
+class Works(Pending):
+    """Messages of torch.distributed in flight, and every tensor they read or write."""
+
+    def __init__(self, works: list[dist.Work], result: Tensor, *keep: Tensor) -> None:
+        self._works, self._result, self._keep = works, result, keep
+
+    @explained()
+    def wait(self) -> Tensor:
+        """Wait for all.
+
+        Raises:
+            RuntimeError: another rank is gone, or did not come in time.
+        """
+        for work in self._works:
+            work.wait()
+        return self._result
+
+
+class TorchComm(Comm):
+    """The ranks of a torch.distributed process group, over Gloo or NCCL.
+
+    On NCCL ``wait`` makes the current CUDA stream wait, not the host.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, wire_dtype: ValueFormat = FLOAT32) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), wire_dtype)
+        self._group = group
+        self._global = dist.get_process_group_ranks(group)
+        self._nccl = dist.get_backend(group) == "nccl"
+        if self._nccl:  # which chooses among several ways itself
+            self.latency_bytes = 0
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return what every rank handed over, [n] -> [P, n] on the CPU of the first rank; [0, n] on the others."""
+        rows = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
+        self._to_first(x)
+        dist.gather(x, rows, self._global[0], self._group)
+        return torch.stack([row.cpu() for row in rows]) if rows else x.new_empty((0, x.numel()), device="cpu")
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Return the mean over all ranks, [n] -> [n] on the CPU; it means something on the first rank only."""
+        total = x.clone()
+        self._to_first(x)
+        dist.reduce(total, self._global[0], group=self._group)
+        return total.div_(self.size).cpu()
+
+    def _to_first(self, x: Tensor) -> None:
+        self.messages += 1
+        self.sent_bytes += 0 if self.rank == 0 else x.nbytes
+
+    def release(self) -> None:
+        """Forget the process group too: its sockets are open until nobody refers to it."""
+        super().release()
+        vars(self).pop("_group", None)
+
+    def _all_reduce(self, x: Tensor, direct: bool) -> Pending:
+        if self.size == 1:
+            return Works([], x)
+        if direct:
+            return _Added(self._all_gather(x, x.new_empty((self.size, *x.shape))), x)
+        return Works([dist.all_reduce(x, group=self._group, async_op=True)], x)
+
+    @explained()
+    def _all_gather(self, x: Tensor, out: Tensor) -> Pending:
+        if self._nccl:
+            return Works([dist.all_gather(list(out), x, group=self._group, async_op=True)], out, x)
+        out[self.rank].copy_(x)
+        return Works(self._to_others([x] * self.size, out, range(1, self.size), tag=1), out, x)
+
+    def _broadcast(self, x: Tensor, source: int) -> Pending:
+        if self.size == 1:
+            return Works([], x)
+        return Works([dist.broadcast(x, self._global[source], group=self._group, async_op=True)], x)
+
+    @explained()
+    def _shift(self, x: Tensor, out: Tensor, by: int) -> Pending:
+        if by % self.size == 0:
+            return Works([], out.copy_(x))
+        to, source = self._global[self._far(by)], self._global[self._far(-by)]
+        # The receive is posted first: on Gloo nothing is buffered for a receiver that is not there yet.
+        if self._nccl:
+            pair = [
+                dist.P2POp(dist.irecv, out, source, self._group),
+                dist.P2POp(dist.isend, x, to, self._group),
+            ]
+            return Works(dist.batch_isend_irecv(pair), out, x)
+        received = dist.irecv(out, source, self._group)
+        sent = dist.isend(x, to, self._group)
+        assert received is not None  # both are None only on a rank outside the group
+        assert sent is not None
+        return Works([received, sent], out, x)
+
+    @explained()
+    def _all_to_all(self, x: Tensor, out: Tensor, by: Sequence[int]) -> Pending:
+        if not self._nccl:
+            return Works(self._to_others(list(x), out, by, tag=2), out, x)
+        pairs = [
+            dist.P2POp(dist.irecv, out[self._far(-each)], self._global[self._far(-each)], self._group) for each in by
+        ]
+        pairs += [dist.P2POp(dist.isend, x[self._far(each)], self._global[self._far(each)], self._group) for each in by]
+        return Works(dist.batch_isend_irecv(pairs), out, x)
+
+    def _to_others(self, rows: Sequence[Tensor], out: Tensor, by: Sequence[int], tag: int) -> list[dist.Work]:
+        """Send a row to each rank ``by`` further on, receive one from as far back.
+
+        Directly, so that a message makes one hop: Gloo's own all-gather goes round a ring.  By ``tag`` ranks that
+        launch different messages fail to meet, where otherwise one would take the other's for its own.
+        """
+        to, source = [self._far(each) for each in by], [self._far(-each) for each in by]
+        works = [dist.irecv(out[other], self._global[other], self._group, tag) for other in source]
+        works += [dist.isend(rows[other], self._global[other], self._group, tag) for other in to]
+        return [work for work in works if work is not None]  # None only on a rank outside the group
+
+    def _far(self, by: int) -> int:
+        """The rank ``by`` further on."""
+        return (self.rank + by) % self.size
+
+
+def world() -> TorchComm:
+    """All ranks, for the main thread."""
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    return TorchComm(everyone)
