@@ -1,7 +1,7 @@
 """Values of few bits, in blocks that share a scale: int8, int4 and sign.
 
-On a CPU in runs that stay in a core's cache: nearly all of the time then goes to reading the values once and writing
-them back.  On other devices in the operators of :mod:`lightning_sparse.kernels`, to the same layout.
+This file is for CPUs: it works in runs that stay in a core's cache, and reads and writes values once.  On other devices
+the operators of :mod:`lightning_sparse.kernels` read and write the same bytes.
 """
 
 from abc import abstractmethod
@@ -19,7 +19,7 @@ TINY = torch.finfo(torch.float32).tiny
 SCALE_BITS = ~0x7F
 # A little less than one: the nearest step is then never further from zero than the value allows, see Steps.
 BELOW_ONE = 1 - 2.0**-21
-# The eight signs in a byte, the first value's in its highest bit: [256, 8] float32, 1 or -1.
+# The signs in a byte, the first in its highest bit: [256, 8] float32, 1 or -1.
 SIGNS = 1 - 2 * np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).astype(np.float32)
 
 
@@ -27,7 +27,6 @@ class Blocks(ValueFormat):
     """Values that are multiples of a scale that each block of ``BLOCK`` shares.
 
     On the wire lie the scales, then the multiples.  What is not finite arrives as NaN or infinity in all of its block.
-    A block whose scale would be below the smallest normal float32 waits.
     """
 
     bits: int
@@ -44,9 +43,7 @@ class Blocks(ValueFormat):
         scales = values.new_empty(-(-values.numel() // BLOCK))
         head, codes = out.split([4 * scales.numel(), out.numel() - 4 * scales.numel()])
         for part, scale, code, scratch in self._runs(values, scales, codes):
-            self._measure(part, scale, scratch)
-            set_scales(scale)
-            self._encode(part, scale, code, scratch)
+            self._take(part, scale, code, scratch)
         head.copy_(scales.view(torch.uint8))
 
     def read(self, payload: Tensor, out: Tensor) -> None:
@@ -54,7 +51,7 @@ class Blocks(ValueFormat):
         if out.device.type != "cpu":
             torch.ops.lightning_sparse.read_blocks(payload, out, self.bits)
             return
-        for part, scale, code, scratch in self._runs(out, *self._split(payload, out.numel())):
+        for part, scale, code, scratch in self._runs(out, *scales_and_codes(payload, out.numel())):
             torch.mul(self._multiples(code, scratch), scale, out=part)
 
     def add(self, payload: Tensor, out: Tensor) -> None:
@@ -62,40 +59,21 @@ class Blocks(ValueFormat):
         if out.device.type != "cpu":
             torch.ops.lightning_sparse.add_blocks(payload, out, self.bits)
             return
-        for part, scale, code, scratch in self._runs(out, *self._split(payload, out.numel())):
+        for part, scale, code, scratch in self._runs(out, *scales_and_codes(payload, out.numel())):
             part.addcmul_(self._multiples(code, scratch), scale)  # exact products: it rounds once, fused or not
 
     @abstractmethod
-    def _measure(self, part: Tensor, scale: Tensor, scratch: Tensor) -> None:
-        """Set ``scale`` [b, 1] to that of ``part`` [b, width], before it is rounded; ``scratch`` is as large."""
-
-    @abstractmethod
-    def _encode(self, part: Tensor, scale: Tensor, code: Tensor, scratch: Tensor) -> None:
-        """Write ``part`` [b, width] to ``code`` [b, bytes] uint8 as multiples of ``scale``, and take those out of it."""
+    def _take(self, part: Tensor, scale: Tensor, code: Tensor, scratch: Tensor) -> None:
+        """Set ``scale`` [b, 1] and ``code`` [b, bytes] uint8 to what is sent of ``part`` [b, width], and take it out."""
 
     @abstractmethod
     def _multiples(self, code: Tensor, scratch: Tensor) -> Tensor:
         """The multiples in ``code`` [b, bytes] uint8, in ``scratch`` [b, width]."""
 
-    def _split(self, payload: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The scales [blocks] float32 and the codes [bytes] uint8 of ``count`` values."""
-        head = 4 * -(-count // BLOCK)
-        return viewed(payload[:head], torch.float32), payload[head:]
-
     def _runs(self, values: Tensor, scales: Tensor, codes: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """``values`` [n], ``scales`` [blocks], ``codes`` [bytes] in runs of whole blocks: [b, width], [b, 1], [b, bytes].
-
-        Beside each run room for as many values.  The last block, if shorter, is a run of its own.
-        """
-        blocks, rest = divmod(values.numel(), BLOCK)
-        whole, width, rows = blocks * BLOCK, BLOCK * self.bits // 8, RUN // BLOCK
-        scratch = values.new_empty(max(1, min(blocks, rows)), BLOCK)
-        parts = values[:whole].view(blocks, BLOCK).split(rows)
-        encoded = codes[: blocks * width].view(blocks, width).split(rows)
-        for part, scale, code in zip(parts, scales[:blocks, None].split(rows), encoded, strict=True):
-            yield part, scale, code, scratch[: len(part)]
-        if rest:
-            yield values[None, whole:], scales[blocks:, None], codes[None, blocks * width :], scratch[:1, :rest]
+        scratch = values.new_empty(max(1, min(values.numel(), RUN) // BLOCK), BLOCK)
+        for part, scale, code in in_blocks(values, scales, codes, self.bits, RUN // BLOCK):
+            yield part, scale, code, scratch[: len(part), : part.shape[1]]
 
 
 @dataclass(frozen=True)
@@ -104,7 +82,8 @@ class Steps(Blocks):
 
     Rounding at random would be less biased, but what is not sent is sent later, so there is no bias to remove.
     Rounding errors are exact: the nearest step to a value is 0 or within a factor of 2 of it, so that float32 holds
-    the difference.  Of 4 bits, a byte holds a value of a block's first half, plus 8, and above it one of the second.
+    the difference; a step is at least the smallest normal float32.  Of 4 bits, each byte holds the steps of a value of
+    the block's first half, plus 8, and above them those of one of its second half.
 
     Args:
         name: of the format.
@@ -119,26 +98,24 @@ class Steps(Blocks):
         """Steps to the largest magnitude of a block."""
         return (1 << self.bits - 1) - 1
 
-    def _measure(self, part: Tensor, scale: Tensor, scratch: Tensor) -> None:
+    def _take(self, part: Tensor, scale: Tensor, code: Tensor, scratch: Tensor) -> None:
         torch.amax(torch.abs(part, out=scratch), 1, keepdim=True, out=scale)
-        scale.mul_(1 / self.most)
-
-    def _encode(self, part: Tensor, scale: Tensor, code: Tensor, scratch: Tensor) -> None:
-        inverse = scale.reciprocal().mul_(BELOW_ONE).nan_to_num_(nan=torch.nan, posinf=0.0)  # 0 of 0
-        steps = torch.mul(part, inverse, out=scratch).round_()
+        scale.mul_(1 / self.most).clamp_(min=TINY).view(torch.int32).bitwise_and_(SCALE_BITS)
+        steps = torch.mul(part, scale.reciprocal().mul_(BELOW_ONE), out=scratch).round_()
         part.addcmul_(steps, scale, value=-1)
-        low, high = halves(steps, code)
-        if self.bits == 4:
+        code = code.view(torch.int8)
+        if self.bits == 8:
+            code.copy_(steps)
+        else:
+            low, high = halves(steps)
             low[:, : high.shape[1]].add_(high, alpha=16)
-        code = code.view(torch.int8).copy_(low)
-        if self.bits == 4:
-            code.add_(8)
+            code.copy_(low).add_(8)
 
     def _multiples(self, code: Tensor, scratch: Tensor) -> Tensor:
-        if self.bits == 8:
-            return scratch.copy_(code.view(torch.int8))
-        low, high = halves(scratch, code)
         code = code.view(torch.int8)
+        if self.bits == 8:
+            return scratch.copy_(code)
+        low, high = halves(scratch)
         low.copy_((code & 15).sub_(8))
         high.copy_(code[:, : high.shape[1]] >> 4)
         return scratch
@@ -149,34 +126,52 @@ class Sign(Blocks):
     """Values as their sign: each arrives as plus or minus the mean magnitude of its block.
 
     Rounding errors are rounded to float32 once, so that a value much smaller than the mean keeps what float32 can hold
-    beside it.
+    beside it.  A block whose mean is not above the smallest normal float32 waits.
     """
 
     name: str = "sign"
     bits: int = 1
 
-    def _measure(self, part: Tensor, scale: Tensor, scratch: Tensor) -> None:
+    def _take(self, part: Tensor, scale: Tensor, code: Tensor, scratch: Tensor) -> None:
         shares = torch.mul(part, 1 / part.shape[1], out=scratch).abs_()  # a sum of magnitudes might not be finite
-        torch.sum(shares, 1, keepdim=True, out=scale)
-
-    def _encode(self, part: Tensor, scale: Tensor, code: Tensor, scratch: Tensor) -> None:
-        code.view(-1).copy_(torch.from_numpy(np.packbits(np.signbit(part.numpy()))))
+        torch.sum(shares, 1, keepdim=True, out=scale).view(torch.int32).bitwise_and_(SCALE_BITS)
+        torch.threshold_(scale, TINY, 0.0)
+        negative = scratch.view(-1).view(torch.bool)[: part.numel()].numpy()
+        np.signbit(part.view(-1).numpy(), out=negative)
+        code.view(-1).numpy()[:] = np.packbits(negative)
         part.addcmul_(self._multiples(code, scratch), scale, value=-1)
 
     def _multiples(self, code: Tensor, scratch: Tensor) -> Tensor:
         if scratch.shape[1] % 8:
             return torch.from_numpy(SIGNS[code.numpy()]).view(1, -1)[:, : scratch.shape[1]]
-        room = scratch.numpy().reshape(*code.shape, 8)
-        np.take(SIGNS, code.numpy(), axis=0, out=room, mode="clip")  # not "raise", which copies
+        signs = scratch.numpy().reshape(*code.shape, 8)
+        np.take(SIGNS, code.numpy(), axis=0, out=signs, mode="clip")  # "raise" would copy
         return scratch
 
 
-def set_scales(scales: Tensor) -> None:
-    """Round ``scales`` towards zero to what may be sent; 0 where that is not normal, NaN stays."""
-    scales.view(torch.int32).bitwise_and_(SCALE_BITS)
-    scales.masked_fill_(scales < TINY, 0)
+def in_blocks(
+    values: Tensor, scales: Tensor, codes: Tensor, bits: int, rows: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """``values`` [n], ``scales`` [blocks], ``codes`` [bytes] in runs: [b, width], [b, 1], [b, bytes], b at most ``rows``.
+
+    The last block, if shorter, is a run of its own.
+    """
+    blocks, rest = divmod(values.numel(), BLOCK)
+    whole, width = blocks * BLOCK, BLOCK * bits // 8
+    parts = values[:whole].view(blocks, BLOCK).split(rows)
+    encoded = codes[: blocks * width].view(blocks, width).split(rows)
+    yield from zip(parts, scales[:blocks, None].split(rows), encoded, strict=True)
+    if rest:
+        yield values[None, whole:], scales[blocks:, None], codes[None, blocks * width :]
 
 
-def halves(values: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
-    """The columns of ``values`` [b, width] that ``code`` [b, bytes] holds in its low bits, and those above."""
-    return values[:, : code.shape[1]], values[:, code.shape[1] :]
+def scales_and_codes(payload: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The scales [blocks] float32 and the codes [bytes] uint8 of ``count`` values."""
+    head = 4 * -(-count // BLOCK)
+    return viewed(payload[:head], torch.float32), payload[head:]
+
+
+def halves(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The columns of ``values`` [b, width] that lie in the low bits of bytes, and those above: as many or one less."""
+    half = -(-values.shape[1] // 2)
+    return values[:, :half], values[:, half:]
