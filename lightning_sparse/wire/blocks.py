@@ -64,7 +64,7 @@ class Blocks(ValueFormat):
 
     @abstractmethod
     def _take(self, part: Tensor, scale: Tensor, code: Tensor, scratch: Tensor) -> None:
-        """Set ``scale`` [b, 1] and ``code`` [b, bytes] uint8 to what is sent of ``part`` [b, width], and take it out."""
+        """Set ``scale`` [b, 1] and ``code`` [b, bytes] to what is sent of ``part`` [b, width], and take that out."""
 
     @abstractmethod
     def _multiples(self, code: Tensor, scratch: Tensor) -> Tensor:
@@ -152,9 +152,9 @@ class Sign(Blocks):
 def in_blocks(
     values: Tensor, scales: Tensor, codes: Tensor, bits: int, rows: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """``values`` [n], ``scales`` [blocks], ``codes`` [bytes] in runs: [b, width], [b, 1], [b, bytes], b at most ``rows``.
+    """``values`` [n], ``scales`` [blocks], ``codes`` [bytes] in runs: [b, width], [b, 1], [b, bytes].
 
-    The last block, if shorter, is a run of its own.
+    A run is of at most ``rows`` blocks; the last block, if shorter, is one of its own.
     """
     blocks, rest = divmod(values.numel(), BLOCK)
     whole, width = blocks * BLOCK, BLOCK * bits // 8
