@@ -136,9 +136,7 @@ class Sign(Blocks):
         shares = torch.mul(part, 1 / part.shape[1], out=scratch).abs_()  # a sum of magnitudes might not be finite
         torch.sum(shares, 1, keepdim=True, out=scale).view(torch.int32).bitwise_and_(SCALE_BITS)
         torch.threshold_(scale, TINY, 0.0)
-        negative = scratch.view(-1).view(torch.bool)[: part.numel()].numpy()
-        np.signbit(part.view(-1).numpy(), out=negative)
-        code.view(-1).numpy()[:] = np.packbits(negative)
+        code.view(-1).numpy()[:] = np.packbits(np.signbit(part.numpy()))
         part.addcmul_(self._multiples(code, scratch), scale, value=-1)
 
     def _multiples(self, code: Tensor, scratch: Tensor) -> Tensor:
