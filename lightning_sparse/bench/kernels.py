@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from lightning_sparse import kernels
 from lightning_sparse.kernels.ops import HAS_TRITON
 from lightning_sparse.selection.sketch import CountSketch, hashes
-from lightning_sparse.wire import INDEX_FORMATS
+from lightning_sparse.wire import INDEX_FORMATS, INT4, INT8, SIGN, ValueFormat
 
 ELEMENTS = 100_000_000  # 400 MB: more than a GPU's caches hold
 DENSITY = 0.01
@@ -68,6 +69,19 @@ def _calls(n: int, device: torch.device) -> dict[str, tuple[Call, int]]:
         "sketch_estimate": (lambda: kernels.sketch_estimate(table, hashed, out), sketched),
         "encode_indices": (lambda: kernels.encode_indices(index, count, n, payload), 8 * selected + coded),
         "decode_indices": (lambda: kernels.decode_indices(payload, n, capacity, count), coded + 8 * capacity),
+        **_coding_calls(INT8, unsent, out),
+        **_coding_calls(INT4, unsent, out),
+        **_coding_calls(SIGN, unsent, out),
+    }
+
+
+def _coding_calls(form: ValueFormat, values: Tensor, out: Tensor) -> dict[str, tuple[Call, int]]:
+    """As :func:`_calls`, of writing ``values`` [n] and of adding them to ``out`` [n]."""
+    payload = torch.empty(form.nbytes(values.numel()), dtype=torch.uint8, device=values.device)
+    nbytes = 8 * values.numel() + payload.numel()
+    return {
+        f"{form} take": (lambda: form.take(values, payload), nbytes),
+        f"{form} add": (lambda: form.add(payload, out), nbytes),
     }
 
 

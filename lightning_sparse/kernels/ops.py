@@ -58,6 +58,15 @@ decode_indices = _operator(
     reference.decode_indices, "index_kernel", (),
     "(Tensor payload, int n, int capacity, Tensor count) -> (Tensor, Tensor)",
 )  # fmt: skip
+take_blocks = _operator(
+    reference.take_blocks, "block_kernel", ("values", "out"), "(Tensor(a!) values, Tensor(b!) out, int bits) -> ()"
+)
+read_blocks = _operator(
+    reference.read_blocks, "block_kernel", ("out",), "(Tensor payload, Tensor(a!) out, int bits) -> ()"
+)
+add_blocks = _operator(
+    reference.add_blocks, "block_kernel", ("out",), "(Tensor payload, Tensor(a!) out, int bits) -> ()"
+)
 
 
 @select.register_fake  # type: ignore[untyped-decorator]

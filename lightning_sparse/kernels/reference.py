@@ -7,6 +7,9 @@ Nothing here waits for the device, so counts and thresholds are tensors [] on it
 import torch
 from torch import Tensor
 
+from lightning_sparse.wire.blocks import BELOW_ONE, SCALE_BITS, TINY, halves, in_blocks, scales_and_codes
+from lightning_sparse.wire.values import BLOCK
+
 NEAR = (
     0.95  # elements above this multiple of the threshold are counted too: the ratio shows how steep the distribution is
 )
@@ -85,6 +88,70 @@ def decode_indices(payload: Tensor, n: int, capacity: int, count: Tensor) -> tup
     wrong = meant & (index >= n)
     wrong[1:] |= meant[1:] & (index[1:] <= index[:-1])
     return torch.where(meant & (index < n), index, n), plausible(counts, capacity, count) & ~wrong.any()
+
+
+def take_blocks(values: Tensor, out: Tensor, bits: int) -> None:
+    """Move ``values`` [n] to ``out`` [bytes] as the format of :mod:`lightning_sparse.wire.blocks` with ``bits``."""
+    scales = values.new_empty(-(-values.numel() // BLOCK))
+    head, codes = out[: 4 * scales.numel()], out[4 * scales.numel() :]
+    for part, scale, code in in_blocks(values, scales, codes, bits, max(1, scales.numel())):
+        scale.copy_(_scales(part, bits))
+        if bits == 1:
+            multiples = torch.where(part.signbit(), -1.0, 1.0)
+        else:
+            multiples = (part * (scale.reciprocal() * BELOW_ONE)).round().nan_to_num(0.0)
+        code.copy_(_written(multiples, bits))
+        part.sub_(multiples * scale)
+    head.copy_(scales.view(torch.uint8))
+
+
+def read_blocks(payload: Tensor, out: Tensor, bits: int) -> None:
+    """Set ``out`` [n] to what :func:`take_blocks` wrote to ``payload`` [bytes]."""
+    scales, codes = scales_and_codes(payload, out.numel())
+    for part, scale, code in in_blocks(out, scales, codes, bits, max(1, scales.numel())):
+        part.copy_(_multiples(code, bits)[:, : part.shape[1]] * scale)
+
+
+def add_blocks(payload: Tensor, out: Tensor, bits: int) -> None:
+    """Add to ``out`` [n] what :func:`read_blocks` reads from ``payload`` [bytes]."""
+    values = torch.empty_like(out)
+    read_blocks(payload, values, bits)
+    out.add_(values)
+
+
+def _scales(part: Tensor, bits: int) -> Tensor:
+    """The scales of ``part`` [b, width], [b, 1], rounded as they may be sent."""
+    magnitudes = part.abs()
+    if bits > 1:
+        scales = (magnitudes.amax(1, keepdim=True) * (1 / ((1 << bits - 1) - 1))).clamp(min=TINY)
+    else:  # in float64, where the order of a sum hardly matters
+        scales = (magnitudes.sum(1, keepdim=True, dtype=torch.float64) * (1 / part.shape[1])).float()
+    scales = (scales.view(torch.int32) & SCALE_BITS).view(torch.float32)
+    return scales if bits > 1 else torch.where(scales <= TINY, 0.0, scales)
+
+
+def _written(multiples: Tensor, bits: int) -> Tensor:
+    """``multiples`` [b, width] as [b, bytes] uint8."""
+    if bits == 8:
+        return multiples.to(torch.int8).view(torch.uint8)
+    b, width = multiples.shape
+    if bits == 1:
+        negative = torch.nn.functional.pad((multiples < 0).to(torch.uint8), (0, -width % 8)).view(b, -(-width // 8), 8)
+        return (negative << _shifts(multiples)).sum(2, dtype=torch.uint8)
+    low, high = halves(torch.nn.functional.pad(multiples, (0, width % 2)))
+    return (low + 16 * high + 8).to(torch.int8).view(torch.uint8)
+
+
+def _multiples(code: Tensor, bits: int) -> Tensor:
+    """What :func:`_written` wrote to ``code`` [b, bytes]: [b, 8 / bits * bytes] float32."""
+    if bits == 1:
+        return 1 - 2 * ((code[:, :, None] >> _shifts(code)) & 1).flatten(1).float()
+    signed = code.contiguous().view(torch.int8)
+    return signed.float() if bits == 8 else torch.cat([(code & 15).float() - 8, (signed >> 4).float()], 1)
+
+
+def _shifts(x: Tensor) -> Tensor:
+    return torch.arange(7, -1, -1, dtype=torch.uint8, device=x.device)
 
 
 def sections(payload: Tensor, n: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,8 @@
-"""Values of few bits, in blocks that share a scale: int8, int4 and sign."""
+"""Values of few bits, in blocks that share a scale: int8, int4 and sign.
+
+This file is for CPUs: it works in runs that stay in a core's cache, and reads and writes values once.  On other devices
+the operators of :mod:`lightning_sparse.kernels` read and write the same bytes.
+"""
 
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -8,20 +12,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sparse.wire.values import BLOCK, RUN, ValueFormat, scratch_for, viewed
+from lightning_sparse.wire.values import BLOCK, RUN, ValueFormat, viewed
 
 TINY = torch.finfo(torch.float32).tiny
 # Scales have 17 bits of mantissa, so that a step of up to 7 bits times its scale is exact in float32.
 SCALE_BITS = ~0x7F
 # A little less than one: the nearest step is then never further from zero than the value allows, see Steps.
 BELOW_ONE = 1 - 2.0**-21
+# The signs in a byte, the first in its highest bit: [256, 8] float32, 1 or -1.
+SIGNS = 1 - 2 * np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).astype(np.float32)
 
 
 class Blocks(ValueFormat):
     """Values that are multiples of a scale that each block of ``BLOCK`` shares.
 
     On the wire lie the scales, then the multiples.  What is not finite arrives as NaN or infinity in all of its block.
-    A block whose scale would be below the smallest normal float32 waits.
     """
 
     bits: int
@@ -32,65 +37,43 @@ class Blocks(ValueFormat):
 
     def take(self, values: Tensor, out: Tensor) -> None:
         """Move ``values`` onto the wire; see :meth:`ValueFormat.take`."""
+        if values.device.type != "cpu":
+            torch.ops.lightning_sparse.take_blocks(values, out, self.bits)
+            return
         scales = values.new_empty(-(-values.numel() // BLOCK))
         head, codes = out.split([4 * scales.numel(), out.numel() - 4 * scales.numel()])
-        scratch = scratch_for(values)
-        for part, scale, _ in self._runs(values, scales, codes):
-            self._measure(torch.abs(part, out=_like(scratch, part)), scale)
-        set_scales(scales)
+        for part, scale, code, scratch in self._runs(values, scales, codes):
+            self._take(part, scale, code, scratch)
         head.copy_(scales.view(torch.uint8))
-        inverses = torch.where(scales > 0, BELOW_ONE / scales, scales)[:, None]  # 0 of 0, NaN of NaN
-        broken = values.device.type != "cpu" or not bool(scales.isfinite().all())
-        start = 0
-        for part, scale, code in self._runs(values, scales, codes):
-            inverse = inverses[start : (start := start + len(part))]
-            multiples = self._encode(part, inverse, code, _like(scratch, part), broken)
-            part.addcmul_(multiples, scale, value=-1)
 
     def read(self, payload: Tensor, out: Tensor) -> None:
         """Set ``out`` to the values in ``payload``."""
-        for part, scale, code in self._runs(out, *self._split(payload, out.numel())):
-            self._multiples(code, part)
-            part.mul_(scale)
+        if out.device.type != "cpu":
+            torch.ops.lightning_sparse.read_blocks(payload, out, self.bits)
+            return
+        for part, scale, code, scratch in self._runs(out, *scales_and_codes(payload, out.numel())):
+            torch.mul(self._multiples(code, scratch), scale, out=part)
 
     def add(self, payload: Tensor, out: Tensor) -> None:
         """Add the values in ``payload`` to ``out``."""
-        scratch = scratch_for(out)
-        for part, scale, code in self._runs(out, *self._split(payload, out.numel())):
-            multiples = _like(scratch, part)
-            self._multiples(code, multiples)
-            part.addcmul_(multiples, scale)  # the products are exact, so it rounds once whether fused or not
+        if out.device.type != "cpu":
+            torch.ops.lightning_sparse.add_blocks(payload, out, self.bits)
+            return
+        for part, scale, code, scratch in self._runs(out, *scales_and_codes(payload, out.numel())):
+            part.addcmul_(self._multiples(code, scratch), scale)  # exact products: it rounds once, fused or not
 
     @abstractmethod
-    def _measure(self, magnitudes: Tensor, scale: Tensor) -> None:
-        """Set ``scale`` [b, 1] to that of ``magnitudes`` [b, width], before it is rounded."""
+    def _take(self, part: Tensor, scale: Tensor, code: Tensor, scratch: Tensor) -> None:
+        """Set ``scale`` [b, 1] and ``code`` [b, bytes] to what is sent of ``part`` [b, width], and take that out."""
 
     @abstractmethod
-    def _encode(self, part: Tensor, inverse: Tensor, code: Tensor, out: Tensor, broken: bool) -> Tensor:
-        """Write ``part`` [b, width] to ``code`` [bytes] uint8; the multiples of its scales, [b, width] in ``out``."""
+    def _multiples(self, code: Tensor, scratch: Tensor) -> Tensor:
+        """The multiples in ``code`` [b, bytes] uint8, in ``scratch`` [b, width]."""
 
-    @abstractmethod
-    def _multiples(self, code: Tensor, out: Tensor) -> None:
-        """Set ``out`` [b, width] float32 to the multiples in ``code`` [bytes] uint8."""
-
-    def _split(self, payload: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The scales [blocks] float32 and the codes [bytes] uint8 of ``count`` values."""
-        head = 4 * -(-count // BLOCK)
-        return viewed(payload[:head], torch.float32), payload[head:]
-
-    def _runs(self, values: Tensor, scales: Tensor, codes: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """``values`` [n], ``scales`` [blocks], ``codes`` [bytes] in runs of whole blocks: [b, width], [b, 1], [bytes].
-
-        The last block, if shorter, is a run of its own.
-        """
-        count = values.numel()
-        whole = count - count % BLOCK
-        length = RUN if values.device.type == "cpu" else max(whole, 1)
-        for start in [*range(0, whole, length), *range(whole, count, BLOCK)]:
-            stop = min(start + length, whole) if start < whole else count
-            part = values[start:stop].view(-1, min(BLOCK, stop - start))
-            code = codes[start * self.bits // 8 : -(-stop * self.bits // 8)]
-            yield part, scales[start // BLOCK : -(-stop // BLOCK), None], code
+    def _runs(self, values: Tensor, scales: Tensor, codes: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        scratch = values.new_empty(max(1, min(values.numel(), RUN) // BLOCK), BLOCK)
+        for part, scale, code in in_blocks(values, scales, codes, self.bits, RUN // BLOCK):
+            yield part, scale, code, scratch[: len(part), : part.shape[1]]
 
 
 @dataclass(frozen=True)
@@ -99,7 +82,8 @@ class Steps(Blocks):
 
     Rounding at random would be less biased, but what is not sent is sent later, so there is no bias to remove.
     Rounding errors are exact: the nearest step to a value is 0 or within a factor of 2 of it, so that float32 holds
-    the difference.
+    the difference; a step is at least the smallest normal float32.  Of 4 bits, each byte holds the steps of a value of
+    the block's first half, plus 8, and above them those of one of its second half.
 
     Args:
         name: of the format.
@@ -114,30 +98,27 @@ class Steps(Blocks):
         """Steps to the largest magnitude of a block."""
         return (1 << self.bits - 1) - 1
 
-    def _measure(self, magnitudes: Tensor, scale: Tensor) -> None:
-        torch.amax(magnitudes, 1, keepdim=True, out=scale)
-        scale.mul_(1 / self.most)
-
-    def _encode(self, part: Tensor, inverse: Tensor, code: Tensor, out: Tensor, broken: bool) -> Tensor:
-        steps = torch.mul(part, inverse, out=out).round_()
-        if broken:
-            steps.nan_to_num_(0.0, 0.0, 0.0)  # of a block that arrives as NaN, for its neighbours in the same bytes
+    def _take(self, part: Tensor, scale: Tensor, code: Tensor, scratch: Tensor) -> None:
+        torch.amax(torch.abs(part, out=scratch), 1, keepdim=True, out=scale)
+        scale.mul_(1 / self.most).clamp_(min=TINY).view(torch.int32).bitwise_and_(SCALE_BITS)
+        steps = torch.mul(part, scale.reciprocal().mul_(BELOW_ONE), out=scratch).round_()
+        part.addcmul_(steps, scale, value=-1)
+        code = code.view(torch.int8)
         if self.bits == 8:
-            code.view(torch.int8).view(part.shape).copy_(steps)
+            code.copy_(steps)
         else:
-            low, high = steps.view(-1).tensor_split([code.numel()])  # halves of the run, the second as long or one less
-            nibbles = code.view(torch.int8)
-            nibbles.copy_(low).add_(8)
-            nibbles[: high.numel()].add_(torch.empty_like(nibbles[: high.numel()]).copy_(high), alpha=16)
-        return steps
+            low, high = halves(steps)
+            low[:, : high.shape[1]].add_(high, alpha=16)
+            code.copy_(low).add_(8)
 
-    def _multiples(self, code: Tensor, out: Tensor) -> None:
+    def _multiples(self, code: Tensor, scratch: Tensor) -> Tensor:
+        code = code.view(torch.int8)
         if self.bits == 8:
-            out.copy_(code.view(torch.int8).view(out.shape))
-            return
-        low, high = out.view(-1).tensor_split([code.numel()])
-        low.copy_(code & 15).sub_(8)
-        high.copy_(code.view(torch.int8)[: high.numel()] >> 4)
+            return scratch.copy_(code)
+        low, high = halves(scratch)
+        low.copy_((code & 15).sub_(8))
+        high.copy_(code[:, : high.shape[1]] >> 4)
+        return scratch
 
 
 @dataclass(frozen=True)
@@ -145,51 +126,50 @@ class Sign(Blocks):
     """Values as their sign: each arrives as plus or minus the mean magnitude of its block.
 
     Rounding errors are rounded to float32 once, so that a value much smaller than the mean keeps what float32 can hold
-    beside it.
+    beside it.  A block whose mean is not above the smallest normal float32 waits.
     """
 
     name: str = "sign"
     bits: int = 1
 
-    def _measure(self, magnitudes: Tensor, scale: Tensor) -> None:
-        torch.sum(magnitudes.div_(magnitudes.shape[1]), 1, keepdim=True, out=scale)  # a sum might not be finite
+    def _take(self, part: Tensor, scale: Tensor, code: Tensor, scratch: Tensor) -> None:
+        shares = torch.mul(part, 1 / part.shape[1], out=scratch).abs_()  # a sum of magnitudes might not be finite
+        torch.sum(shares, 1, keepdim=True, out=scale).view(torch.int32).bitwise_and_(SCALE_BITS)
+        torch.threshold_(scale, TINY, 0.0)
+        code.view(-1).numpy()[:] = np.packbits(np.signbit(part.numpy()))
+        part.addcmul_(self._multiples(code, scratch), scale, value=-1)
 
-    def _encode(self, part: Tensor, inverse: Tensor, code: Tensor, out: Tensor, broken: bool) -> Tensor:
-        del inverse, broken
-        negative = torch.lt(part, 0, out=torch.empty_like(part, dtype=torch.bool)).view(torch.uint8)
-        code.copy_(_packed(negative.view(-1)))
-        return _plus_or_minus(negative, out)
-
-    def _multiples(self, code: Tensor, out: Tensor) -> None:
-        _plus_or_minus(_unpacked(code, out.numel()).view(out.shape), out)
-
-
-def set_scales(scales: Tensor) -> None:
-    """Round ``scales`` [blocks] towards zero to what may be sent; 0 where that is not normal, NaN stays."""
-    scales.view(torch.int32).bitwise_and_(SCALE_BITS)
-    scales.masked_fill_(scales < TINY, 0)
+    def _multiples(self, code: Tensor, scratch: Tensor) -> Tensor:
+        if scratch.shape[1] % 8:
+            return torch.from_numpy(SIGNS[code.numpy()]).view(1, -1)[:, : scratch.shape[1]]
+        signs = scratch.numpy().reshape(*code.shape, 8)
+        np.take(SIGNS, code.numpy(), axis=0, out=signs, mode="clip")  # "raise" would copy
+        return scratch
 
 
-def _like(scratch: Tensor, part: Tensor) -> Tensor:
-    return scratch[: part.numel()].view(part.shape)
+def in_blocks(
+    values: Tensor, scales: Tensor, codes: Tensor, bits: int, rows: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """``values`` [n], ``scales`` [blocks], ``codes`` [bytes] in runs: [b, width], [b, 1], [b, bytes].
+
+    A run is of at most ``rows`` blocks; the last block, if shorter, is one of its own.
+    """
+    blocks, rest = divmod(values.numel(), BLOCK)
+    whole, width = blocks * BLOCK, BLOCK * bits // 8
+    parts = values[:whole].view(blocks, BLOCK).split(rows)
+    encoded = codes[: blocks * width].view(blocks, width).split(rows)
+    yield from zip(parts, scales[:blocks, None].split(rows), encoded, strict=True)
+    if rest:
+        yield values[None, whole:], scales[blocks:, None], codes[None, blocks * width :]
 
 
-def _plus_or_minus(negative: Tensor, out: Tensor) -> Tensor:
-    """1 or, where ``negative`` [*s], -1: in ``out`` [*s] float32."""
-    return out.copy_(negative).mul_(-2).add_(1)
+def scales_and_codes(payload: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The scales [blocks] float32 and the codes [bytes] uint8 of ``count`` values."""
+    head = 4 * -(-count // BLOCK)
+    return viewed(payload[:head], torch.float32), payload[head:]
 
 
-def _packed(bits: Tensor) -> Tensor:
-    """``bits`` [n] uint8, 0 or 1, eight in a byte, the first highest: [n / 8 rounded up] uint8."""
-    if bits.device.type == "cpu":
-        return torch.from_numpy(np.packbits(bits.numpy()))
-    padded = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
-    return (padded << torch.arange(7, -1, -1, device=bits.device)).sum(1, dtype=torch.uint8)
-
-
-def _unpacked(code: Tensor, count: int) -> Tensor:
-    """The ``count`` bits in ``code``, of :func:`_packed`: [count] uint8."""
-    if code.device.type == "cpu":
-        return torch.from_numpy(np.unpackbits(code.numpy(), count=count))
-    shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=code.device)
-    return ((code[:, None] >> shifts) & 1).view(-1)[:count]
+def halves(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The columns of ``values`` [b, width] that lie in the low bits of bytes, and those above: as many or one less."""
+    half = -(-values.shape[1] // 2)
+    return values[:, :half], values[:, half:]

