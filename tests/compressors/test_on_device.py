@@ -3,7 +3,7 @@ nothing but shapes: whoever looked at data there would fail.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -387,11 +387,11 @@ class Groups:
 class Shapes(Comm):
     """Ranks of which nothing but shapes is known."""
 
-    def _all_reduce(self, x: Tensor) -> Pending:
+    def _all_reduce(self, x: Tensor, direct: bool) -> Pending:
         return _Arrived(x)
 
-    def _all_gather(self, x: Tensor) -> Pending:
-        return _Arrived(x.unsqueeze(0).clone() if self.size == 1 else x.new_empty((self.size, *x.shape)))
+    def _all_gather(self, x: Tensor, out: Tensor) -> Pending:
+        return _Arrived(out)
 
     def _broadcast(self, x: Tensor, source: int) -> Pending:
         return _Arrived(x)
@@ -399,7 +399,7 @@ class Shapes(Comm):
     def _shift(self, x: Tensor, out: Tensor, by: int) -> Pending:
         return _Arrived(out)
 
-    def _all_to_all(self, x: Tensor, out: Tensor) -> Pending:
+    def _all_to_all(self, x: Tensor, out: Tensor, by: Sequence[int]) -> Pending:
         return _Arrived(out)
 
 
