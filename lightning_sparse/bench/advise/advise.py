@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_sparse.bench.advise.advice import Advice, advice, table, words
 from lightning_sparse.bench.advise.cost import model_cost
-from lightning_sparse.bench.cluster.spec import HOP_S, ClusterSpec, parse
+from lightning_sparse.bench.cluster.spec import ClusterSpec, parse
 from lightning_sparse.bench.compare.peers import ADVISE
 from lightning_sparse.bench.compare.run import BenchError, find_ranks
 from lightning_sparse.bench.compare.worker import QUIET, Schedule
@@ -102,7 +102,7 @@ def _in_one_process(model: str, cluster: ClusterSpec) -> list[Advice]:
 
 def advices(parameters: Mapping[str, Tensor], measured: Measured, cluster: ClusterSpec) -> list[Advice]:
     """Advise on each strategy, where steps take what was measured and messages what they would on the cluster."""
-    link = Link(HOP_S, cluster.s_per_byte)
+    link = Link(cluster.hop_s, cluster.s_per_byte)
     found = []
     for kind in COMPRESSORS.values():
         compressor = kind()

@@ -10,8 +10,8 @@ machine's files, process ids, processor cores and memory. Several processes star
 interface, which has no limit, as on a real host. TCP's settings, such as its congestion control, are the machine's.
 """
 
-from lightning_sparse.bench.cluster.namespaces import ClusterError, remove_stale, unavailable_reason
+from lightning_sparse.bench.cluster.available import ClusterError, unavailable_reason
 from lightning_sparse.bench.cluster.processes import Cluster
 from lightning_sparse.bench.cluster.spec import ClusterSpec, parse, parse_rate
 
-__all__ = ["Cluster", "ClusterError", "ClusterSpec", "parse", "parse_rate", "remove_stale", "unavailable_reason"]
+__all__ = ["Cluster", "ClusterError", "ClusterSpec", "parse", "parse_rate", "unavailable_reason"]
