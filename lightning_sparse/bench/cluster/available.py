@@ -39,7 +39,9 @@ def unavailable_reason() -> str | None:
     """Say why no cluster can be built here and what to do about it; None if one can."""
     for tool, package in _PACKAGES.items():
         if find(tool) is None:
-            return f"an emulated cluster needs Linux and {package}, but {tool!r} is not found: apt-get install {package}"
+            return (
+                f"an emulated cluster needs Linux and {package}, but {tool!r} is not found: apt-get install {package}"
+            )
     if capable():
         return None
     # What this process may do is seen best by doing it.
