@@ -97,14 +97,14 @@ def test_a_ping_is_within_five_percent_of_the_delays(link: str, delay_s: float) 
 
 @emulated
 @pytest.mark.parametrize(
-    ("rate", "delay", "payload_bytes"), [("100mbit", "50ms", 120 * MB), ("1gbit", "5ms", 600 * MB)]
+    ("rate", "delay", "payload_bytes"), [("100mbit", "50ms", 100 * MB), ("1gbit", "5ms", 600 * MB)]
 )
 def test_a_delay_leaves_95_percent_of_the_rate(rate: str, delay: str, payload_bytes: int) -> None:
-    """One stream, of about ten seconds at 100 Mbit/s: TCP takes the first to reach the rate; the best of three pairs."""
+    """Of one stream, once TCP has reached it; in one of three tries, since other work slows some."""
     shares = []
     for _ in range(3):
         with Cluster(f"2x{rate}") as near, Cluster(f"2x{rate}+{delay}") as far:
-            shares.append(transfer(far, 0, 1, payload_bytes) / transfer(near, 0, 1, payload_bytes))
+            shares.append(transfer(far, 0, 1, payload_bytes, 30 * MB) / transfer(near, 0, 1, payload_bytes))
         if shares[-1] >= 0.95:
             return
     pytest.fail(f"shares of the rate without delay: {shares}")

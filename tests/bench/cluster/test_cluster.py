@@ -348,13 +348,17 @@ with socket.create_server((sys.argv[1], 5000)) as server:
     server.settimeout(60)
     link, _ = server.accept()
     with link:
+        left = int(sys.argv[2])
+        while left:
+            left -= len(link.recv(min(left, 1 << 20)))
+        link.sendall(b"w")
         while link.recv(1 << 20):
             pass
         link.sendall(b"k")
 """
 SEND = """
 import socket, sys, time
-address, size = sys.argv[1], int(sys.argv[2])
+address, size, first = sys.argv[1], *map(int, sys.argv[2:])
 for _ in range(3000):
     try:
         link = socket.create_connection((address, 5000), timeout=60)
@@ -362,6 +366,8 @@ for _ in range(3000):
     except ConnectionRefusedError:
         time.sleep(0.02)
 with link:
+    link.sendall(bytes(first))
+    assert link.recv(1) == b"w"
     start = time.perf_counter()
     link.sendall(bytes(size))
     link.shutdown(socket.SHUT_WR)
@@ -370,11 +376,12 @@ with link:
 """
 
 
-def transfer(cluster: Cluster, source: int, target: int, payload_bytes: int) -> float:
-    """Send bytes from one host to another over TCP; returns payload bits per second."""
+def transfer(cluster: Cluster, source: int, target: int, payload_bytes: int, first_bytes: int = 0) -> float:
+    """Send bytes from one host to another over TCP, ``first_bytes`` ahead; returns payload bits per second."""
     commands = [["true"]] * cluster.hosts
-    commands[target] = [sys.executable, "-S", "-c", RECEIVE, cluster.address(target)]
-    commands[source] = [sys.executable, "-S", "-c", SEND, cluster.address(target), str(payload_bytes)]
+    commands[target] = [sys.executable, "-S", "-c", RECEIVE, cluster.address(target), str(first_bytes)]
+    sizes = [str(payload_bytes), str(first_bytes)]
+    commands[source] = [sys.executable, "-S", "-c", SEND, cluster.address(target), *sizes]
     seconds = float(cluster.run(commands, timeout_s=LONG_S)[source].stdout)
     return payload_bytes * 8 / seconds
 
