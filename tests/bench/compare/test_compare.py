@@ -5,7 +5,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -288,10 +287,10 @@ def test_without_root_the_command_says_so(capsys: pytest.CaptureFixture[str], mo
 
 
 def leftovers() -> set[str]:
-    """Namespaces and workers of this process."""
-    namespaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout.splitlines()
-    own = {name for name in namespaces if name.startswith(f"lscluster-{os.getpid()}-")}
-    return own | {f"process {pid}" for pid in workers()}
+    """Workers, and the other processes that this one started, such as those that hold namespaces."""
+    tasks = Path("/proc/self/task").iterdir()
+    children = {pid for task in tasks for pid in (task / "children").read_text().split()}
+    return children | {str(pid) for pid in workers()}
 
 
 def workers() -> Iterator[int]:
