@@ -1,4 +1,4 @@
-"""An emulated cluster on one machine: hosts as network namespaces, joined by links of a set rate.
+"""An emulated cluster on one machine: hosts as network namespaces, joined by links of a set rate and delay.
 
 >>> with Cluster("4x1gbit") as cluster:  # doctest: +SKIP
 ...     cluster.run([["hostname", "-I"]] * cluster.hosts, timeout_s=10)
@@ -8,10 +8,11 @@ own. Both ends of each link are limited by ``tc tbf``, so a host sends and recei
 ``4x100mbit+50ms``, comes after the limiters of both ends. No interface, address or route is ever made outside the
 cluster's namespaces, and nothing in them leads outside. Hosts share the machine's files, process ids, processor cores
 and memory. Several processes started in one host share its loopback interface, which has neither limit nor delay, as
-on a real host. TCP's settings are the machine's, such as its congestion control; with delays its buffers may grow to
-what the link can have under way, and its window is kept after pauses, as one sets it on hosts with such a link.
+on a real host. ``/sys`` shows the machine's interfaces, not the host's. TCP's settings are the machine's, such as its
+congestion control; with delays its buffers may grow to what the link can have under way, and its window is kept after
+pauses, as on hosts that were tuned for such a link.
 
-Who is not root gets the namespaces within a user namespace, in which he seems to be root.
+A user who is not root gets the namespaces within a user namespace, in which programs see the user as root.
 """
 
 from lightning_sparse.bench.cluster.available import ClusterError, unavailable_reason

@@ -1,7 +1,7 @@
 """Network namespaces, each held by a process that reads from a pipe.
 
-When the pipe ends, because the cluster is removed or its creator died, however that was, the holder kills what runs in
-its namespace and ends, and the namespace with it.  A user who is not root gets a user namespace around them.
+When the pipe ends, because its creator died, however that was, the holder kills what runs in its namespace and ends, and
+the namespace with it.  A user who is not root gets a user namespace around them.
 """
 
 import os
@@ -16,7 +16,7 @@ from lightning_sparse.bench.cluster.available import NEW_USER, ClusterError, cap
 
 _HOLD = """
 echo ready
-exec > /dev/null 2>&1
+exec > /dev/null 2>&1  # nobody reads it
 read never  # by the shell itself: no process of its own is in the namespace to be killed
 for i in 1 2 3; do  # what was starting another process is gone the first time, that process the next
   for process in /proc/[0-9]*; do
@@ -24,7 +24,6 @@ for i in 1 2 3; do  # what was starting another process is gone the first time, 
   done
 done
 """
-_END_S = 5  # that processes are given to end
 
 
 class Namespaces:
@@ -75,7 +74,7 @@ class Namespaces:
 
     def kill_inside(self, paths: Sequence[str]) -> None:
         """Kill every process in the namespaces and wait, at most 5 seconds, until they are gone."""
-        deadline_s = time.monotonic() + _END_S
+        deadline_s = time.monotonic() + 5
         while (pids := self.pids_inside(paths)) and time.monotonic() < deadline_s:
             for pid in pids:
                 with suppress(ProcessLookupError):
@@ -90,15 +89,12 @@ class Namespaces:
         return [pid for pid in pids - holders if _identity(Path(f"/proc/{pid}/ns/net")) in wanted]
 
     def remove(self) -> None:
-        """End the holders, who kill what runs in the namespaces."""
+        """Kill what runs in the namespaces, then their holders, and with them the namespaces."""
+        self.kill_inside(self.paths)
         for holder in self._holders:
+            holder.kill()
+            holder.wait()
             holder.stdin.close()  # type: ignore[union-attr]  # it is a pipe
-        for holder in self._holders:
-            try:
-                holder.wait(timeout=_END_S)
-            except subprocess.TimeoutExpired:
-                holder.kill()
-                holder.wait()
         self._holders.clear()
         self._entry.clear()
 

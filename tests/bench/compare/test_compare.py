@@ -318,14 +318,15 @@ def test_emulated_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
     before = leftovers()
-    words = ["bench", "--emulate", "2x200mbit", "--workload", "mlp_1m", "--strategies", "ddp,skip_reduce"]
+    words = ["bench", "--emulate", "1x200mbit+1x1gbit", "--workload", "mlp_1m", "--strategies", "ddp,skip_reduce"]
     words += ["--steps", "5", "--warmup", "2", "--rounds", "1", "--output", str(tmp_path / "results")]
     assert main(words) == 0
     assert leftovers() == before
     assert list(temporary.iterdir()) == []
 
     shown = capsys.readouterr().out
-    assert "mlp_1m on 2x200mbit: 2 ranks, 1 round" in shown
+    assert "Links differ by host: 200 Mbit/s on host 0; 1000 Mbit/s on host 1." in shown
+    assert "mlp_1m on 1x200mbit+1x1gbit: 2 ranks, 1 round" in shown
     results = read_results(tmp_path / "results")
     assert results["environment"][0]["command"] == " ".join(["lightning-sparse", *words])
     assert [(r["strategy"], r["error"]) for r in results["round"]] == [
