@@ -1,7 +1,7 @@
 """Network namespaces, each held by a process that reads from a pipe.
 
-When the pipe ends, because its creator died, however that was, the holder kills what runs in its namespace and ends, and
-the namespace with it.  A user who is not root gets a user namespace around them.
+When the pipe ends, because its creator died, however that was, the holder kills what runs in its namespace and ends,
+and the namespace with it.  A user who is not root gets a user namespace around them.
 """
 
 import os
