@@ -1,6 +1,6 @@
 # Everything runs in a virtual environment that make sets up by itself.
 #   make demo    train on real data with strategy="skip_reduce" on several processes
-#   make bench   a short comparison over emulated slow networks, and limits of time (Linux, root; a quiet machine)
+#   make bench   a short comparison over emulated slow networks, and limits of time (Linux; a quiet machine)
 #   make test    the tests; those of one process on JOBS processors
 #   make docs    the documentation site, in docs/_build/html
 #   make check   what CI runs: lint, types, tests

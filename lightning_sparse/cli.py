@@ -71,8 +71,8 @@ def _add_advise(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "measured between ranks (--emulate, or started on every host with torchrun or srun), or given (--link).",
     )
     advise.add_argument("model", help=f"{FORMS}, or one of {', '.join(WORKLOADS)}")
-    advise.add_argument("--link", metavar="CLUSTER", default="", help="predict for a cluster such as 4x1gbit; no root")
-    advise.add_argument("--emulate", metavar="CLUSTER", default="", help="build such a cluster here (root on Linux)")
+    advise.add_argument("--link", metavar="CLUSTER", default="", help="predict for a cluster such as 4x1gbit")
+    advise.add_argument("--emulate", metavar="CLUSTER", default="", help="build such a cluster here (Linux)")
     return advise
 
 
@@ -90,7 +90,8 @@ def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--emulate",
         metavar="CLUSTERS",
         default="",
-        help="clusters to build on this machine, such as 4x1gbit or 4x1gbit,4x100mbit (needs root on Linux)",
+        help="clusters to build on this machine (Linux), such as 4x1gbit or 4x1gbit,4x100mbit+50ms, where each host is "
+        "50 ms from another, or 3x1gbit+1x100mbit; without root where user namespaces are allowed",
     )
     bench.add_argument(
         "--workload",
@@ -121,7 +122,10 @@ def _add_scale(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "fit the link to that. Writes a plot and a JSON file.",
     )
     scale.add_argument(
-        "--emulate", metavar="RATE", default="", help="measure on links of this rate, such as 1gbit (root on Linux)"
+        "--emulate",
+        metavar="RATE",
+        default="",
+        help="measure on links of this rate, such as 1gbit or 100mbit+50ms (Linux)",
     )
     scale.add_argument(
         "--link", metavar="RATE", default="1gbit", help="rate to model where nothing is measured (%(default)s)"

@@ -1,15 +1,18 @@
 """What must not take long, measured: to be run by itself on a quiet machine, as ``make bench`` does at its end."""
 
 import time
+from statistics import median
 
 import pytest
 
 from lightning_sparse.bench.advise.advise import predict
 from lightning_sparse.bench.cluster import Cluster
 from lightning_sparse.compressors import COMPRESSORS
-from tests.bench.cluster.test_cluster import MBIT, emulated, transfer
+from tests.bench.cluster.test_cluster import MBIT, emulated, ping, transfer
 from tests.fusion.test_model import spread_out
 from tests.monitor import test_monitor
+
+MB = 1_000_000
 
 
 def test_a_thousand_layers_are_planned_in_time() -> None:
@@ -63,7 +66,7 @@ def assert_rate(cluster: Cluster, source: int, target: int, payload_bytes: int, 
 
 @emulated
 def test_rate_is_reached_and_kept_in_both_directions() -> None:
-    with Cluster(hosts=2, rate="100mbit") as cluster:
+    with Cluster("2x100mbit") as cluster:
         for source, target in ((0, 1), (1, 0)):
             assert_rate(cluster, source, target, 10_000_000, 100 * MBIT)
 
@@ -80,3 +83,28 @@ def test_groups_are_fast_inside_and_slow_between() -> None:
     with Cluster("2x2x1gbit/100mbit") as cluster:
         assert transfer(cluster, 0, 1, payload_bytes=20_000_000) > 200 * MBIT
         assert_rate(cluster, 1, 2, 5_000_000, 100 * MBIT)
+
+
+# - delays of emulated links
+
+
+@emulated
+@pytest.mark.parametrize(("link", "delay_s"), [("100mbit+50ms", 0.05), ("1gbit+5ms", 0.005)])
+def test_a_ping_is_within_five_percent_of_the_delays(link: str, delay_s: float) -> None:
+    with Cluster(f"2x{link}") as cluster:
+        assert median(ping(cluster, 0, 1, times=50)) == pytest.approx(2 * delay_s, rel=0.05)
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("rate", "delay", "payload_bytes"), [("100mbit", "50ms", 100 * MB), ("1gbit", "5ms", 600 * MB)]
+)
+def test_a_delay_leaves_95_percent_of_the_rate(rate: str, delay: str, payload_bytes: int) -> None:
+    """Of one stream, once TCP has reached it; in one of three tries, since other work slows some."""
+    shares = []
+    for _ in range(3):
+        with Cluster(f"2x{rate}") as near, Cluster(f"2x{rate}+{delay}") as far:
+            shares.append(transfer(far, 0, 1, payload_bytes, 30 * MB) / transfer(near, 0, 1, payload_bytes))
+        if shares[-1] >= 0.95:
+            return
+    pytest.fail(f"shares of the rate without delay: {shares}")

@@ -32,6 +32,7 @@ Whole = Callable[[int, str], list[Any]]
 EPOCH, STEPS, FAULT_STEP = 4, 12, 5  # a checkpoint is written at every epoch's end
 
 emulated = conftest.emulated(3 * IN_TIME_S)
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="a rank that joins its host's namespace must be root")
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(3 * IN_TIME_S)]
 
@@ -254,7 +255,7 @@ def test_torchrun_starts_all_ranks_again_and_they_go_on_bit_for_bit(ranks: Ranks
 
 def on_host(rank: int, size: int, namespaces: list[str], address: str, interface: str, *args: Any) -> Any:
     """``fit`` as the only rank of an emulated host, whose network namespace this process joins."""
-    with Path("/run/netns", namespaces[rank]).open() as namespace:
+    with Path(namespaces[rank]).open() as namespace:
         assert ctypes.CDLL(None).setns(namespace.fileno(), 0) == 0
     os.environ.update(
         GROUP_RANK=str(rank), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR=address, GLOO_SOCKET_IFNAME=interface
@@ -270,6 +271,7 @@ def on_emulated_hosts(ranks: Ranks, folder: Path, fault: Callable[[], None], tim
             return in_order(running)
 
 
+@as_root
 @emulated
 def test_a_link_that_is_cut_for_five_seconds_changes_nothing(ranks: Ranks, whole: Whole, tmp_path: Path) -> None:
     ends = on_emulated_hosts(ranks, tmp_path, cut_off_for_a_while, LONG_S)
@@ -277,6 +279,7 @@ def test_a_link_that_is_cut_for_five_seconds_changes_nothing(ranks: Ranks, whole
     assert same([end.value for end in ends], whole(3, "micro"))
 
 
+@as_root
 @emulated
 def test_a_link_that_is_cut_for_good_ends_all_within_the_time_limit(ranks: Ranks, whole: Whole, tmp_path: Path) -> None:
     for end in on_emulated_hosts(ranks, tmp_path, cut_off, TIMEOUT_S):

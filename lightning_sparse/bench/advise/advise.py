@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_sparse.bench.advise.advice import Advice, advice, table, words
 from lightning_sparse.bench.advise.cost import model_cost
-from lightning_sparse.bench.cluster.spec import HOP_S, ClusterSpec, parse
+from lightning_sparse.bench.cluster.spec import ClusterSpec, parse
 from lightning_sparse.bench.compare.peers import ADVISE
 from lightning_sparse.bench.compare.run import BenchError, find_ranks
 from lightning_sparse.bench.compare.worker import QUIET, Schedule
@@ -51,6 +51,8 @@ def advise(arguments: AdviseArguments) -> int:
         found, where = _measure(arguments)
     if found:
         console = Console()
+        if differences := parse(cluster).differences() if (cluster := arguments.link or arguments.emulate) else "":
+            console.print(differences, highlight=False, markup=False, soft_wrap=True)
         console.print(table(found, f"{arguments.model} on {where}"))
         for line in words(found):
             console.print(line, highlight=False, markup=False, soft_wrap=not line.startswith("Use "))
@@ -102,7 +104,7 @@ def _in_one_process(model: str, cluster: ClusterSpec) -> list[Advice]:
 
 def advices(parameters: Mapping[str, Tensor], measured: Measured, cluster: ClusterSpec) -> list[Advice]:
     """Advise on each strategy, where steps take what was measured and messages what they would on the cluster."""
-    link = Link(HOP_S, cluster.s_per_byte)
+    link = Link(cluster.hop_s, cluster.s_per_byte)
     found = []
     for kind in COMPRESSORS.values():
         compressor = kind()

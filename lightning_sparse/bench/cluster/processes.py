@@ -13,8 +13,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import IO, Any
 
-from lightning_sparse.bench.cluster import namespaces
-from lightning_sparse.bench.cluster.namespaces import INTERFACE, ClusterError, Network, remove_stale
+from lightning_sparse.bench.cluster import network
+from lightning_sparse.bench.cluster.available import ClusterError, unavailable_reason
+from lightning_sparse.bench.cluster.network import INTERFACE, Network
 from lightning_sparse.bench.cluster.spec import parse
 
 _TAIL = 4_000  # characters of a standard error that an error shows
@@ -24,8 +25,8 @@ _GLANCE_S = 0.05  # between looks at what runs
 class Cluster:
     """An emulated cluster; a context manager that builds it on entry and removes every trace of it on exit.
 
-    It is removed as well when the block is left by an exception, SIGINT, SIGTERM or SIGHUP, and at the exit of the
-    interpreter. What a creator killed by SIGKILL left behind, the next creation removes (:func:`remove_stale`).
+    It is removed as well when the block is left by an exception, SIGINT, SIGTERM or SIGHUP, at the exit of the
+    interpreter, and when that is killed by SIGKILL.
 
     Args:
         spec: its hosts and links as text; see :func:`parse`.
@@ -50,12 +51,11 @@ class Cluster:
         Raises:
             ClusterError: ``ip`` or ``tc`` is missing or failed, or this user may not use them.
         """
-        if self.network.namespaces:
+        if self.network.hosts:
             raise ClusterError("the cluster is built already")
-        if reason := namespaces.unavailable_reason():
+        if reason := unavailable_reason():
             raise ClusterError(reason)
-        remove_stale()
-        self.network = Network(self.spec)  # named after the process that builds it, which may not have made it
+        self.network = Network(self.spec)  # of the process that builds it, which may not have made this object
         try:
             _keep(self)
             self.network.build()
@@ -89,20 +89,20 @@ class Cluster:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=5)
         self._processes.clear()
-        namespaces.kill_inside(self.network.namespaces)
+        self.network.namespaces.kill_inside(self.network.hosts)
 
     def namespace(self, host: int) -> str:
-        """Name of a host's namespace, as ``ip netns exec`` takes it."""
+        """Path of a host's network namespace, as ``nsenter --net`` takes it."""
         if not 0 <= host < self.hosts:
             raise IndexError(f"a host must be from 0 to {self.hosts - 1} in this cluster; got {host}")
-        if not self.network.namespaces:
+        if not self.network.hosts:
             raise ClusterError("the cluster is not built: use it inside its with-block")
-        return self.network.host(host)
+        return self.network.hosts[host]
 
     def address(self, host: int) -> str:
         """IPv4 address of a host, valid inside the cluster only."""
         self.namespace(host)  # complains if there is none
-        return namespaces.address(host)
+        return network.address(host)
 
     def popen(
         self, host: int, argv: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any
@@ -116,8 +116,7 @@ class Cluster:
             **options: of :class:`subprocess.Popen` (``stdout``, ``cwd``, ``text``, ...).
         """
         variables = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE, **(env or {})}
-        # `ip netns exec` replaces itself by the command, so the process id is the command's.
-        command = [namespaces.find("ip") or "ip", "netns", "exec", self.namespace(host), *argv]
+        command = self.network.namespaces.command(self.namespace(host), argv)
         process = subprocess.Popen(command, env=variables, start_new_session=True, **options)
         self._processes.append(process)
         return process
@@ -137,7 +136,7 @@ class Cluster:
         """
         with self._jobs(argv_per_host, env) as jobs:
             for _ in _wait(jobs, timeout_s):
-                pass
+                self.network.check()
             return [subprocess.CompletedProcess(p.args, 0, _text(out), _text(err)) for p, out, err in jobs]
 
     def lines(
@@ -147,6 +146,7 @@ class Cluster:
         with self._jobs(argv_per_host, env) as jobs:
             output, read = jobs[0][1].fileno(), 0
             for _ in _wait(jobs, math.inf):
+                self.network.check()
                 written = os.pread(output, os.fstat(output).st_size, read)  # the writer's place stays where it is
                 complete = written[: written.rfind(b"\n") + 1]
                 read += len(complete)

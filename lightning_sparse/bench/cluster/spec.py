@@ -4,38 +4,92 @@ import re
 from dataclasses import dataclass
 
 RATE_FORMS = "a number and a unit, such as '100mbit', '2.5gbit' or '1gbit' (bit, kbit, mbit, gbit), or 'unlimited'"
+DELAY_FORMS = "a number and a unit, such as '50ms' or '0.5ms' (us, ms, s)"
 SPEC_FORMS = (
-    "'4x1gbit' (4 hosts), '3x1gbit+1x100mbit' (hosts of different rates) or "
-    "'2x2x10gbit/1gbit' (2 groups of 2 hosts, 10gbit inside a group, 1gbit between groups)"
+    "'4x1gbit' (4 hosts), '4x100mbit+50ms' (50 ms from each host to another), '3x1gbit+1x100mbit' (hosts of different "
+    "rates) or '2x2x10gbit/1gbit' (2 groups of 2 hosts, 10gbit inside a group, 1gbit between groups)"
 )
 MOST_HOSTS = 254
-HOP_S = 0.0002  # a message's way to the next rank, where a link is given and not measured
+_HOP_S = 0.0002  # a message's way to the next rank, where a link is given and not measured
+_QUEUES_S = 0.05  # that packets may wait on their way
 _UNITS_BITS_PER_S = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+_UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+@dataclass(frozen=True)
+class LinkSpec:
+    """A link."""
+
+    rate_bits_per_s: int | None = None  # None: no limit
+    delay_s: float = 0.0  # one way, between two hosts with such links: half of it is on each
 
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """Hosts and the rates of their links."""
+    """Hosts and their links."""
 
-    groups: tuple[tuple[int | None, ...], ...]  # by group and host, bits per second of the host's link; None: no limit
-    trunk_rate_bits_per_s: int | None = None  # of the link that joins each group to the others; None: no limit
+    groups: tuple[tuple[LinkSpec, ...], ...]  # the link of each host, by group
+    trunk: LinkSpec = LinkSpec()  # that joins each group to the others
 
     def __post_init__(self) -> None:
         if self.hosts > MOST_HOSTS:
             raise ValueError(f"a cluster must have at most {MOST_HOSTS} hosts; got {self.hosts}")
-        if self.trunk_rate_bits_per_s is not None and len(self.groups) == 1:
-            raise ValueError("a rate between groups needs at least 2 groups; got 1")
+        if self.trunk != LinkSpec() and len(self.groups) == 1:
+            raise ValueError("a link between groups needs at least 2 groups; got 1")
 
     @property
     def hosts(self) -> int:
         """Number of hosts."""
-        return sum(len(group) for group in self.groups)
+        return len(self._links)
 
     @property
     def s_per_byte(self) -> float:
         """Seconds that a byte takes on the slowest link; 0 if no link is limited."""
-        rates = [rate for rate in (*(r for group in self.groups for r in group), self.trunk_rate_bits_per_s) if rate]
+        rates = [link.rate_bits_per_s for link in (*self._links, self.trunk) if link.rate_bits_per_s]
         return 8 / min(rates) if rates else 0.0
+
+    @property
+    def hop_s(self) -> float:
+        """Seconds that a message takes to the next rank besides its bytes' time, at most."""
+        return _HOP_S + self.longest_delay_s
+
+    @property
+    def longest_delay_s(self) -> float:
+        """Seconds between the two hosts that are farthest apart, one way."""
+        longest = sorted(link.delay_s for link in self._links)[-2:]
+        return sum(longest) / len(longest) + self.trunk.delay_s
+
+    @property
+    def window_bytes(self) -> int:
+        """What TCP's buffers must hold, with its own overhead, for one stream to fill the fastest link."""
+        rate_bits_per_s = max(link.rate_bits_per_s or 10**9 for link in self._links)
+        return min(round(4 * rate_bits_per_s / 8 * (2 * self.longest_delay_s + _QUEUES_S)), 2**30)
+
+    def delay_s(self, source: int, target: int) -> float:
+        """Seconds from a host to another, one way."""
+        group = [number for number, links in enumerate(self.groups) for _ in links]
+        between = self.trunk.delay_s if group[source] != group[target] else 0.0
+        return (self._links[source].delay_s + self._links[target].delay_s) / 2 + between
+
+    def differences(self) -> str:
+        """Say in a sentence which hosts have which link; nothing if all have the same."""
+        hosts: dict[LinkSpec, list[str]] = {}
+        for number, link in enumerate(self._links):
+            hosts.setdefault(link, []).append(str(number))
+        if len(hosts) == 1:
+            return ""
+        each = [f"{words(link)} on {'host' if len(n) == 1 else 'hosts'} {', '.join(n)}" for link, n in hosts.items()]
+        return f"Links differ by host: {'; '.join(each)}. Every step waits for the slowest."
+
+    @property
+    def _links(self) -> list[LinkSpec]:
+        return [link for group in self.groups for link in group]
+
+
+def words(link: LinkSpec) -> str:
+    """Describe a link."""
+    rate = f"{link.rate_bits_per_s / 1e6:g} Mbit/s" if link.rate_bits_per_s else "no limit"
+    return f"{rate} and {1e3 * link.delay_s:g} ms" if link.delay_s else rate
 
 
 def parse(text: str) -> ClusterSpec:
@@ -43,11 +97,19 @@ def parse(text: str) -> ClusterSpec:
     inside, slash, trunk = text.strip().partition("/")
     try:
         if not slash:
-            return ClusterSpec((tuple(rate for part in inside.split("+") for rate in _parse_hosts(part)),))
+            # A plus before a number of hosts begins other hosts, any other one a delay.
+            parts = re.split(r"\+(?=[^+]*x)", inside)
+            return ClusterSpec((tuple(link for part in parts for link in _parse_hosts(part)),))
         groups, _, hosts = inside.partition("x")
-        return ClusterSpec(_parse_count(groups) * (_parse_hosts(hosts),), parse_rate(trunk))
+        return ClusterSpec(_parse_count(groups) * (_parse_hosts(hosts),), parse_link(trunk))
     except ValueError as error:
         raise ValueError(f"cluster {text!r}: {error}. Write {SPEC_FORMS}.") from None
+
+
+def parse_link(text: str) -> LinkSpec:
+    """Read a rate and perhaps a delay, such as ``100mbit+50ms``; raises a ValueError for anything else."""
+    rate, plus, delay = text.partition("+")
+    return LinkSpec(parse_rate(rate), _parse_delay(delay) if plus else 0.0)
 
 
 def parse_rate(text: str) -> int | None:
@@ -62,9 +124,16 @@ def parse_rate(text: str) -> int | None:
     return rate_bits_per_s
 
 
-def _parse_hosts(text: str) -> tuple[int | None, ...]:
-    count, _, rate = text.partition("x")
-    return _parse_count(count) * (parse_rate(rate),)
+def _parse_delay(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", text.strip().lower(), re.ASCII)
+    if not match:
+        raise ValueError(f"a delay must be {DELAY_FORMS}; got {text!r}")
+    return float(match[1]) * _UNITS_S[match[2]]
+
+
+def _parse_hosts(text: str) -> tuple[LinkSpec, ...]:
+    count, _, link = text.partition("x")
+    return _parse_count(count) * (parse_link(link),)
 
 
 def _parse_count(text: str) -> int:

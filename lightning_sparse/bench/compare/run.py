@@ -137,9 +137,13 @@ def measure_all(
 def _report(arguments: BenchArguments, schedules: Sequence[Schedule], measure: Measure) -> int:
     """Run the schedules; write each result down as it comes, and in the end the tables."""
     console = report.new_console()
+    links = {c: words for c in arguments.emulate.split(",") if c and (words := parse(c).differences())}
+    for cluster, words in links.items():
+        console.print(f"{cluster}: {words}", highlight=False, markup=False, soft_wrap=True)
     workload, strategies = arguments.workload, schedules[0].strategies
     settings = {name: value for name, value in asdict(schedules[0]).items() if name != "cluster"}
     facts = report.environment(arguments.command) | settings
+    facts |= {"links": links} if links else {}
     facts["parameters"] = sum(parameter_sizes(workload_named(workload)))
     results = _new_file(arguments.output, f"{datetime.now(timezone.utc):%Y-%m-%d-%H%M%S}-{workload}")
     with report.new_progress(console) as progress:

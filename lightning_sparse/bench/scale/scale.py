@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Column, Table
 
-from lightning_sparse.bench.cluster.spec import HOP_S, parse, parse_rate
+from lightning_sparse.bench.cluster.spec import parse, parse_link
 from lightning_sparse.bench.compare import report
 from lightning_sparse.bench.compare.run import find_ranks, measure_all
 from lightning_sparse.bench.compare.worker import Schedule
@@ -51,7 +51,7 @@ class ScaleArguments:
             raise ValueError(f"--most must be a number of ranks from {LEAST} to {MOST}; got {self.most}")
         for option, rate in (("--emulate", self.emulate), ("--link", self.link)):
             try:
-                parse_rate(rate or "unlimited")
+                parse_link(rate or "unlimited")
             except ValueError as error:
                 raise ValueError(f"{option}: {error}") from None
         require_matplotlib()
@@ -84,7 +84,7 @@ def scale(arguments: ScaleArguments) -> int:
     measured = measured_points(report.summarise(rounds, "ddp"))
     fitted = fit(measured, counts)
     given = parse(f"2x{arguments.emulate or arguments.link}")
-    link = fitted.link if fitted else Link(HOP_S, given.s_per_byte)
+    link = fitted.link if fitted else Link(given.hop_s, given.s_per_byte)
     modelled = [_modelled(each, elements, link) for each in counts]
 
     results = {

@@ -14,23 +14,23 @@ from pathlib import Path
 
 import pytest
 
-from lightning_sparse.bench.cluster import (
-    Cluster,
-    ClusterError,
-    parse_rate,
-    remove_stale,
-)
-from lightning_sparse.bench.cluster import namespaces as module
+from lightning_sparse.bench.cluster import Cluster, ClusterError, available, network, parse_rate
 from tests import conftest
 
 GBIT, MBIT = 10**9, 10**6
 LONG_S = 60  # that ends what hangs
+SWITCH = -1  # where the bridges are, in place of a host
 emulated = conftest.emulated(2 * LONG_S)
 
 
-def namespaces(prefix: str) -> list[str]:
-    names = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout.splitlines()
-    return [name for name in names if name.startswith(prefix)]
+def left(cluster: Cluster) -> list[str]:
+    """What is left of a cluster's namespaces."""
+    return [path for path in cluster.network.namespaces.paths if os.path.exists(path)]
+
+
+def inside(cluster: Cluster) -> list[int]:
+    """Ids of the processes in the hosts."""
+    return cluster.network.namespaces.pids_inside(cluster.network.hosts)
 
 
 def own_interfaces() -> list[str]:
@@ -39,7 +39,10 @@ def own_interfaces() -> list[str]:
 
 def alive(pid: int) -> bool:
     """Whether a process runs (one that has ended and waits for its parent does not)."""
-    return module.start_ticks(pid) is not None
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def wait_until(what: Callable[[], bool], timeout_s: float = LONG_S) -> None:
@@ -52,39 +55,62 @@ def wait_until(what: Callable[[], bool], timeout_s: float = LONG_S) -> None:
 # --- what is missing
 
 
-def test_without_root_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(ClusterError, match=r"needs root.*sudo"), Cluster("2xunlimited"):
-        pass
-
-
-def test_without_iproute2_the_error_names_the_tool_and_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(module, "find", lambda tool: None if tool == "tc" else f"/sbin/{tool}")
+@pytest.mark.parametrize(("tool", "package"), [("tc", "iproute2"), ("nsenter", "util-linux")])
+def test_without_a_tool_the_error_names_it_and_its_package(
+    monkeypatch: pytest.MonkeyPatch, tool: str, package: str
+) -> None:
+    monkeypatch.setattr(available, "find", lambda wanted: None if wanted == tool else f"/sbin/{wanted}")
     with (
-        pytest.raises(ClusterError, match="'tc' is not found: apt-get install iproute2"),
+        pytest.raises(ClusterError, match=f"'{tool}' is not found: apt-get install {package}"),
         Cluster("2xunlimited"),
     ):
         pass
 
 
-def test_without_capabilities_the_error_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(module, "find", lambda tool: f"/sbin/{tool}")
-    monkeypatch.setattr(module, "_capable", lambda: False)
-    with pytest.raises(ClusterError, match=r"CAP_NET_ADMIN.*--privileged"), Cluster("2xunlimited"):
-        pass
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        ({"user.max_user_namespaces": "0"}, "sudo sysctl user.max_user_namespaces=15000"),
+        (
+            {"kernel.unprivileged_userns_clone": "0", "kernel.apparmor_restrict_unprivileged_userns": "1"},
+            "sudo sysctl kernel.unprivileged_userns_clone=1 kernel.apparmor_restrict_unprivileged_userns=0",
+        ),
+        ({"user.max_user_namespaces": "9"}, "ask who forbids user namespaces here"),
+    ],
+)
+def test_without_root_or_user_namespaces_the_error_says_what_forbids_them(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], advice: str
+) -> None:
+    monkeypatch.setattr(available, "capable", lambda: False)
+    monkeypatch.setattr(available, "_setting", settings.get)
+    monkeypatch.setattr(available, "find", lambda tool: "false" if tool == "unshare" else f"/sbin/{tool}")
+    reason = available.unavailable_reason()
+    assert reason is not None
+    assert re.search(
+        r"needs root, or a user namespace, .*: run with sudo, in a container with --privileged, or", reason
+    )
+    assert reason.endswith(advice)
 
 
 @emulated
 def test_failing_tc_is_quoted_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_QUEUE_MS", "bad")
+    monkeypatch.setattr(network, "_QUEUE_MS", "bad")
     cluster = Cluster("2x1gbit")
     with pytest.raises(ClusterError, match=r"sch_tbf.*(?i:illegal value for \"latency\")"), cluster:
         pass
-    assert cluster.network.prefix
-    assert namespaces(cluster.network.prefix) == []
+    assert not cluster.network.hosts
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@emulated
+def test_where_nothing_can_delay_packets_the_error_names_what_the_kernel_needs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    failing = tmp_path / "delay.py"
+    failing.write_text("import sys; sys.exit('[Errno 2] No such file or directory')")
+    monkeypatch.setattr(network.delay, "__file__", str(failing))
+    with pytest.raises(ClusterError, match=r"cannot delay.*nfnetlink_queue.*: \[Errno 2\]"), Cluster("2x1gbit+1ms"):
+        pass
 
 
 # --- creation and removal
@@ -94,7 +120,8 @@ def test_failing_tc_is_quoted_and_nothing_is_left(monkeypatch: pytest.MonkeyPatc
 def test_removed_on_exit_with_all_processes() -> None:
     before = own_interfaces()
     with Cluster("2x1gbit") as cluster:
-        assert len(namespaces(cluster.network.prefix)) == 3
+        paths = left(cluster)
+        assert len(paths) == 3
         assert own_interfaces() == before
         plain = cluster.popen(0, ["sleep", "600"])
         # One that leaves its session, as the workers of torchrun do.
@@ -104,7 +131,7 @@ def test_removed_on_exit_with_all_processes() -> None:
             pids = [plain.pid, escaped.pid, int(escaped.stdout.readline())]
         assert all(alive(pid) for pid in pids)
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-    assert namespaces(cluster.network.prefix) == []
+    assert not any(os.path.exists(path) for path in paths)
     assert own_interfaces() == before
     assert not any(alive(pid) for pid in pids)
     assert plain.returncode == -signal.SIGKILL
@@ -125,7 +152,7 @@ def test_removed_on_exception() -> None:
 
     with pytest.raises(ZeroDivisionError), cluster:
         fail()
-    assert namespaces(cluster.network.prefix) == []
+    assert not cluster.network.hosts
     assert not alive(pids[0])
 
 
@@ -151,15 +178,13 @@ def test_hosts_have_their_addresses_loopback_and_environment() -> None:
 
 @emulated
 def test_two_clusters_side_by_side() -> None:
-    with Cluster("2x1gbit") as left, Cluster("2x1gbit") as right:
-        assert left.network.prefix != right.network.prefix
-        transfer(left, 0, 1, payload_bytes=1_000_000)
-        assert counted(right.namespace(1))["received"] < 10_000
-        right.close()
-        assert namespaces(right.network.prefix) == []
-        transfer(left, 1, 0, payload_bytes=1_000_000)
+    with Cluster("2x1gbit") as one, Cluster("2x1gbit") as other:
+        transfer(one, 0, 1, payload_bytes=1_000_000)
+        assert counted(other, 1)["received"] < 10_000
+        other.close()
+        assert not other.network.hosts
+        transfer(one, 1, 0, payload_bytes=1_000_000)
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-    assert namespaces(left.network.prefix) == []
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
@@ -187,7 +212,7 @@ package.__path__ = [sys.argv[1]]
 from lightning_sparse.bench import cluster as module
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background ...
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ... or with nohup
-with module.Cluster("2x1gbit") as cluster:
+with module.Cluster("2x1gbit+1ms") as cluster:
     process = cluster.popen(0, ["sleep", "600"])
     if sys.argv[2] == "fork":
         copy = os.fork()
@@ -201,29 +226,27 @@ with module.Cluster("2x1gbit") as cluster:
             sys.stdin.readline()  # until that signal was sent
             kill()
         cluster.kill = slow_kill
-    print(json.dumps([cluster.network.prefix, process.pid]), flush=True)
+    print(json.dumps([[holder.pid for holder in cluster.network.namespaces._holders], process.pid]), flush=True)
     time.sleep(600)
 """
 
 
 @contextmanager
-def holder(mode: str = "plain") -> Iterator[tuple[subprocess.Popen[str], str, int]]:
-    """A child process that holds a cluster, the cluster's prefix, and the id of a process in the cluster."""
-    command = [sys.executable, "-c", HOLDER, str(Path(module.__file__).parents[2]), mode]
+def holder(mode: str = "plain") -> Iterator[tuple[subprocess.Popen[str], list[int], int]]:
+    """A child process that has a cluster, the ids of those that hold its namespaces, and that of a process in it."""
+    command = [sys.executable, "-c", HOLDER, str(Path(network.__file__).parents[2]), mode]
     pipe = subprocess.PIPE
     with subprocess.Popen(
         command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, start_new_session=True
     ) as child:
         try:
             assert child.stdout is not None
-            prefix, pid = json.loads(child.stdout.readline())
-            assert alive(pid)
-            assert len(namespaces(prefix)) == 3
-            yield child, prefix, pid
+            holders, pid = json.loads(child.stdout.readline())
+            assert all(map(alive, [*holders, pid]))
+            yield child, holders, pid
         finally:
             child.kill()
             child.wait()
-            remove_stale()
 
 
 @emulated
@@ -231,16 +254,15 @@ def holder(mode: str = "plain") -> Iterator[tuple[subprocess.Popen[str], str, in
     ("number", "status"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
 def test_removed_on_signal(number: signal.Signals, status: int) -> None:
-    with holder() as (child, prefix, pid):
+    with holder() as (child, holders, pid):
         child.send_signal(number)
         assert child.wait(timeout=LONG_S) == status
-        assert namespaces(prefix) == []
-        assert not alive(pid)
+        assert not any(map(alive, [*holders, pid]))
 
 
 @emulated
 def test_signal_during_removal_waits_for_its_end() -> None:
-    with holder("busy") as (child, prefix, pid):
+    with holder("busy") as (child, holders, pid):
         child.send_signal(signal.SIGTERM)
         assert child.stdout is not None
         assert child.stdout.readline() == "removing\n"
@@ -249,34 +271,28 @@ def test_signal_during_removal_waits_for_its_end() -> None:
         child.stdin.write("sent\n")
         child.stdin.flush()
         assert child.wait(timeout=LONG_S) == -signal.SIGINT
-        assert namespaces(prefix) == []
-        assert not alive(pid)
+        assert not any(map(alive, [*holders, pid]))
 
 
 @emulated
 def test_forked_copy_leaves_the_cluster_alone() -> None:
-    with holder("fork") as (child, prefix, pid):
-        assert len(namespaces(prefix)) == 3
-        assert alive(pid)
+    with holder("fork") as (child, holders, pid):
         child.terminate()
         assert child.wait(timeout=LONG_S) == 143
-        assert namespaces(prefix) == []
+        assert not any(map(alive, [*holders, pid]))
 
 
 @emulated
-def test_next_creation_removes_what_a_killed_creator_left() -> None:
-    with holder() as (child, prefix, pid):
-        remove_stale()
-        assert len(namespaces(prefix)) == 3  # its creator lives
+def test_nothing_is_left_when_the_creator_was_killed() -> None:
+    with holder() as (child, holders, pid):
+        delaying = [i for i in children(child.pid) if "delay.py" in Path(f"/proc/{i}/cmdline").read_text()]
+        assert len(delaying) == 1
         child.kill()
-        wait_until(lambda: not alive(child.pid))  # dead, not yet waited for
-        assert len(namespaces(prefix)) == 3
-        with Cluster("1xunlimited") as cluster:
-            assert namespaces(prefix) == []
-            assert not alive(pid)
-            assert remove_stale() == []
-            assert len(namespaces(cluster.network.prefix)) == 2
-        child.wait(timeout=LONG_S)
+        wait_until(lambda: not any(map(alive, [*holders, *delaying, pid])))
+
+
+def children(pid: int) -> list[int]:
+    return [int(i) for i in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 # --- running commands
@@ -303,7 +319,7 @@ def test_lines_come_as_host_0_writes_them(tmp_path: Path) -> None:
         failing = cluster.lines([["sh", "-c", "echo one; sleep 600"], ["sh", "-c", "echo broken >&2; exit 3"]])
         with pytest.raises(ClusterError, match=r"host 1 failed with status 3; [^\n]*:\nbroken$"):
             list(failing)
-        assert module.pids_inside(cluster.network.namespaces) == []
+        assert inside(cluster) == []
 
 
 @emulated
@@ -311,7 +327,7 @@ def test_run_kills_all_when_one_fails_and_shows_its_errors() -> None:
     with Cluster("2xunlimited") as cluster:
         with pytest.raises(ClusterError, match=r"host 1 failed with status 3; [^\n]*:\nbroken cable$"):
             cluster.run([["sleep", "600"], ["sh", "-c", "echo broken cable >&2; exit 3"]], timeout_s=LONG_S)
-        assert module.pids_inside(cluster.network.namespaces) == []
+        assert inside(cluster) == []
         with pytest.raises(ClusterError, match="no-such-command"):
             cluster.run([["no-such-command"]], timeout_s=LONG_S)
 
@@ -321,7 +337,7 @@ def test_run_kills_all_when_the_time_is_up() -> None:
     with Cluster("2xunlimited") as cluster:
         with pytest.raises(ClusterError, match=r"host 1 had not ended after 2 s; [^\n]*:\nwaiting$"):
             cluster.run([["true"], ["sh", "-c", "echo waiting >&2; sleep 600"]], timeout_s=2)
-        assert module.pids_inside(cluster.network.namespaces) == []
+        assert inside(cluster) == []
 
 
 # --- rates and counters
@@ -332,13 +348,17 @@ with socket.create_server((sys.argv[1], 5000)) as server:
     server.settimeout(60)
     link, _ = server.accept()
     with link:
+        left = int(sys.argv[2])
+        while left:
+            left -= len(link.recv(min(left, 1 << 20)))
+        link.sendall(b"w")
         while link.recv(1 << 20):
             pass
         link.sendall(b"k")
 """
 SEND = """
 import socket, sys, time
-address, size = sys.argv[1], int(sys.argv[2])
+address, size, first = sys.argv[1], *map(int, sys.argv[2:])
 for _ in range(3000):
     try:
         link = socket.create_connection((address, 5000), timeout=60)
@@ -346,6 +366,8 @@ for _ in range(3000):
     except ConnectionRefusedError:
         time.sleep(0.02)
 with link:
+    link.sendall(bytes(first))
+    assert link.recv(1) == b"w"
     start = time.perf_counter()
     link.sendall(bytes(size))
     link.shutdown(socket.SHUT_WR)
@@ -354,18 +376,19 @@ with link:
 """
 
 
-def transfer(cluster: Cluster, source: int, target: int, payload_bytes: int) -> float:
-    """Send bytes from one host to another over TCP; returns payload bits per second."""
+def transfer(cluster: Cluster, source: int, target: int, payload_bytes: int, first_bytes: int = 0) -> float:
+    """Send bytes from one host to another over TCP, ``first_bytes`` ahead; returns payload bits per second."""
     commands = [["true"]] * cluster.hosts
-    commands[target] = [sys.executable, "-S", "-c", RECEIVE, cluster.address(target)]
-    commands[source] = [sys.executable, "-S", "-c", SEND, cluster.address(target), str(payload_bytes)]
+    commands[target] = [sys.executable, "-S", "-c", RECEIVE, cluster.address(target), str(first_bytes)]
+    sizes = [str(payload_bytes), str(first_bytes)]
+    commands[source] = [sys.executable, "-S", "-c", SEND, cluster.address(target), *sizes]
     seconds = float(cluster.run(commands, timeout_s=LONG_S)[source].stdout)
     return payload_bytes * 8 / seconds
 
 
-def limits(namespace: str) -> dict[str, int]:
+def limits(cluster: Cluster, host: int = SWITCH) -> dict[str, int]:
     """The rate of each limited interface, as the kernel reports it."""
-    shown = subprocess.run(["tc", "-n", namespace, "qdisc"], capture_output=True, text=True, check=True).stdout
+    shown = cluster.network.namespaces.run(cluster.network.namespaces.paths[1 + host], "tc", "qdisc")
     found = re.findall(r"^qdisc tbf \S+ dev (\S+) .*\brate (\S+)", shown, re.MULTILINE)
     return {interface: parse_rate(rate.lower()) or 0 for interface, rate in found}
 
@@ -373,22 +396,20 @@ def limits(namespace: str) -> dict[str, int]:
 @emulated
 def test_both_ends_of_a_link_have_its_rate() -> None:
     with Cluster("1xunlimited+1x100mbit") as cluster:
-        assert limits(cluster.namespace(0)) == {}
-        assert limits(cluster.namespace(1)) == {"eth0": 100 * MBIT}
-        assert limits(cluster.network.switch) == {"port1": 100 * MBIT}
+        assert limits(cluster, 0) == {}
+        assert limits(cluster, 1) == {"eth0": 100 * MBIT}
+        assert limits(cluster) == {"port1": 100 * MBIT}
     with Cluster("2x2x1gbit/100mbit") as cluster:
         for host in range(4):
-            assert limits(cluster.namespace(host)) == {"eth0": GBIT}
+            assert limits(cluster, host) == {"eth0": GBIT}
         inside = {f"port{host}": GBIT for host in range(4)}
-        assert limits(cluster.network.switch) == inside | dict.fromkeys(("up0", "down0", "up1", "down1"), 100 * MBIT)
+        assert limits(cluster) == inside | dict.fromkeys(("up0", "down0", "up1", "down1"), 100 * MBIT)
 
 
-def counted(namespace: str, interface: str = "eth0") -> dict[str, int]:
+def counted(cluster: Cluster, host: int, interface: str = "eth0") -> dict[str, int]:
     """What the kernel counted on an interface since it was made."""
-    table = subprocess.run(
-        ["ip", "netns", "exec", namespace, "cat", "/proc/net/dev"], capture_output=True, text=True, check=True
-    )
-    numbers = re.search(rf"^\s*{interface}:(.*)$", table.stdout, re.MULTILINE)[1].split()  # type: ignore[index]
+    table = cluster.network.namespaces.run(cluster.network.namespaces.paths[1 + host], "cat", "/proc/net/dev")
+    numbers = re.search(rf"^\s*{interface}:(.*)$", table, re.MULTILINE)[1].split()  # type: ignore[index]
     return {"received": int(numbers[0]), "sent": int(numbers[8]), "packets": int(numbers[9])}
 
 
@@ -397,7 +418,7 @@ def test_the_kernel_counts_what_was_transferred() -> None:
     size = 5_000_000
     with Cluster("3x1gbit") as cluster:
         transfer(cluster, 0, 1, payload_bytes=size)
-        sender, receiver, other = (counted(cluster.namespace(host)) for host in range(3))
+        sender, receiver, other = (counted(cluster, host) for host in range(3))
         for transferred in (sender["sent"], receiver["received"]):
             assert size <= transferred <= 1.05 * size
         assert 0 < sender["packets"] <= size // 1000
@@ -405,14 +426,101 @@ def test_the_kernel_counts_what_was_transferred() -> None:
         assert max(other["received"], other["sent"]) < 10_000
 
 
+# --- delays
+
+# Sends its address to the one given, which sends it back.
+PING = """
+import socket, struct, sys, time
+with socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP) as link:
+    link.settimeout(60)
+    times = []
+    for i in range(int(sys.argv[2])):
+        start = time.perf_counter()
+        link.sendto(struct.pack(">BBHHH", 8, 0, 0xFFFF - 0x800 - i, 0, i), (sys.argv[1], 0))
+        while link.recv(100)[20] != 0:
+            pass
+        times.append(time.perf_counter() - start)
+        time.sleep(0.02)
+    print(*times)
+"""
+
+
+def ping(cluster: Cluster, source: int, target: int, times: int = 1) -> list[float]:
+    """Seconds of each round trip between two hosts, the first one's exchange of addresses left out."""
+    commands = [["true"]] * cluster.hosts
+    commands[source] = [sys.executable, "-S", "-c", PING, cluster.address(target), str(1 + times)]
+    return [float(s) for s in cluster.run(commands, timeout_s=LONG_S)[source].stdout.split()][1:]
+
+
+@emulated
+def test_a_round_trip_takes_the_delays_of_both_ways() -> None:
+    with Cluster("1x1gbit+40ms+1xunlimited+20ms+1x1gbit") as cluster:
+        least_ms = {(0, 1): 60, (1, 0): 60, (0, 2): 40, (1, 2): 20}
+        for (source, target), ms in least_ms.items():
+            assert min(ping(cluster, source, target)) > 0.99e-3 * ms
+    with Cluster("2x2x1gbit+10ms/100mbit+50ms") as cluster:
+        assert min(ping(cluster, 0, 1)) > 0.0198
+        assert min(ping(cluster, 1, 2)) > 0.1188
+
+
+@emulated
+def test_what_is_delayed_arrives_whole_and_in_windows_that_fill_the_link() -> None:
+    with Cluster("2x1gbit+20ms") as cluster:
+        transfer(cluster, 0, 1, payload_bytes=5_000_000)
+        assert counted(cluster, 1)["received"] < 1.05 * 5_000_000
+        read = ["cat", "/proc/sys/net/ipv4/tcp_rmem", "/proc/sys/net/ipv4/tcp_wmem"]
+        for line in cluster.run([read], timeout_s=LONG_S)[0].stdout.splitlines():
+            assert int(line.split()[2]) >= 2 * 0.04 * GBIT / 8
+        with pytest.raises(ClusterError, match="host 0 failed"):
+            cluster.run([["false"]], timeout_s=LONG_S)
+        assert ping(cluster, 1, 0)  # an error ends the processes in the hosts, not the one that delays
+
+
+@emulated
+def test_when_the_process_that_delays_dies_the_error_says_so() -> None:
+    with Cluster("2x1gbit+1ms") as cluster:
+        assert cluster.network._delaying is not None
+        cluster.network._delaying.kill()
+        with pytest.raises(ClusterError, match="delays the cluster's packets has died"):
+            cluster.run([["sleep", "600"]], timeout_s=LONG_S)
+
+
+# --- without root
+
+WITHOUT_ROOT = """
+import sys, types
+package = sys.modules["lightning_sparse"] = types.ModuleType("lightning_sparse")
+package.__path__ = [sys.argv[1]]
+from lightning_sparse.bench.cluster import Cluster, available
+assert not available.capable()
+if reason := available.unavailable_reason():
+    print(reason)
+else:
+    with Cluster("2x100mbit+1ms") as cluster:
+        print(*cluster.run([["ip", "-brief", "-4", "address"], ["tc", "qdisc"]], timeout_s=60))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has capabilities to drop; the other tests run without them")
+@emulated
+def test_without_roots_capabilities_a_user_namespace_stands_in() -> None:
+    drop = ["setpriv", "--bounding-set=-net_admin,-sys_admin"]
+    script = [sys.executable, "-S", "-c", WITHOUT_ROOT, str(Path(network.__file__).parents[2])]
+    done = subprocess.run([*drop, *script], capture_output=True, text=True, timeout=LONG_S, check=False)
+    assert done.returncode == 0, done.stderr
+    if "needs root, or a user namespace" not in done.stdout:
+        assert "10.77.0.1/24" in done.stdout
+        assert "qdisc tbf" in done.stdout
+
+
 @emulated
 def test_only_what_leaves_a_group_goes_over_its_trunk() -> None:
     size = 1_000_000
     with Cluster("2x2x1gbit/100mbit") as cluster:
         transfer(cluster, 0, 1, payload_bytes=size)
-        assert counted(cluster.network.switch, "up0")["sent"] < 10_000
+        assert counted(cluster, SWITCH, "up0")["sent"] < 10_000
         transfer(cluster, 1, 2, payload_bytes=size)
-        trunk = counted(cluster.network.switch, "up0")
+        trunk = counted(cluster, SWITCH, "up0")
         assert trunk["sent"] >= size
         assert trunk["received"] < 0.06 * trunk["sent"]
-        assert counted(cluster.network.switch, "up1")["received"] >= size
+        assert counted(cluster, SWITCH, "up1")["received"] >= size

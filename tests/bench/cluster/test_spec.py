@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_sparse.bench.cluster import ClusterSpec, parse, parse_rate
+from lightning_sparse.bench.cluster import ClusterSpec, LinkSpec, parse, parse_rate
 
 GBIT, MBIT = 10**9, 10**6
 
@@ -31,20 +31,47 @@ def test_bad_rate_is_named_with_the_allowed_forms(text: str) -> None:
 
 
 def test_parse_flat() -> None:
-    assert parse("4x1gbit") == ClusterSpec(((GBIT,) * 4,))
-    assert parse("2xunlimited") == ClusterSpec(((None, None),))
+    assert parse("4x1gbit") == ClusterSpec(((LinkSpec(GBIT),) * 4,))
+    assert parse("2xunlimited") == ClusterSpec(((LinkSpec(),) * 2,))
 
 
 def test_parse_hosts_of_different_rates() -> None:
     spec = parse("3x1gbit+1x100mbit")
     assert spec.hosts == 4
-    assert spec.groups == ((GBIT, GBIT, GBIT, 100 * MBIT),)
+    assert [link.rate_bits_per_s for link in spec.groups[0]] == [GBIT, GBIT, GBIT, 100 * MBIT]
 
 
 def test_parse_groups() -> None:
     spec = parse("2x3x10gbit/1gbit")
-    assert spec == ClusterSpec(((10 * GBIT,) * 3,) * 2, trunk_rate_bits_per_s=GBIT)
+    assert spec == ClusterSpec(((LinkSpec(10 * GBIT),) * 3,) * 2, trunk=LinkSpec(GBIT))
     assert spec.hosts == 6
+
+
+def test_a_delay_is_one_way_between_hosts_that_have_it() -> None:
+    spec = parse("3x100mbit+50ms")
+    assert spec == ClusterSpec(((LinkSpec(100 * MBIT, 0.05),) * 3,))
+    assert spec.delay_s(0, 1) == spec.delay_s(2, 0) == spec.longest_delay_s == 0.05
+    assert spec.hop_s == pytest.approx(0.0502)
+
+
+def test_half_of_a_delay_is_at_each_end() -> None:
+    spec = parse("1x1gbit+5ms+2x100mbit+0.1s+1xunlimited")
+    assert [spec.delay_s(0, target) for target in range(1, 4)] == pytest.approx([0.0525, 0.0525, 0.0025])
+    assert spec.longest_delay_s == spec.delay_s(1, 2) == pytest.approx(0.1)
+
+
+def test_a_delay_between_groups_comes_on_top() -> None:
+    spec = parse("2x2x10gbit+500us/1gbit+20ms")
+    assert spec.delay_s(0, 1) == pytest.approx(0.0005)
+    assert spec.delay_s(1, 2) == spec.longest_delay_s == pytest.approx(0.0205)
+
+
+def test_links_that_differ_are_told() -> None:
+    assert parse("4x1gbit+5ms").differences() == ""
+    assert parse("3x1gbit+1x100mbit+50ms").differences() == (
+        "Links differ by host: 1000 Mbit/s on hosts 0, 1, 2; 100 Mbit/s and 50 ms on host 3. "
+        "Every step waits for the slowest."
+    )
 
 
 @pytest.mark.parametrize(
@@ -57,6 +84,12 @@ def test_parse_groups() -> None:
         ("4x", "''"),
         ("4xfast", "'fast'"),
         ("4x1gbit+", "''"),
+        ("4x1gbit+50", "'50'"),
+        ("4x1gbit+fast", "'fast'"),
+        ("3x1gbit+100mbit", "'100mbit'"),
+        ("4x1gbit+5ms+5ms", "'5ms+5ms'"),
+        ("2x2x1gbit/100mbit+", "''"),
+        ("4xunlimited/unlimited+5ms", "'unlimited'"),
         ("2x2x10gbit", "'2x10gbit'"),
         ("2x2x10gbit/", "''"),
         ("2x2x10gbit/slow", "'slow'"),

@@ -5,7 +5,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -288,10 +287,10 @@ def test_without_root_the_command_says_so(capsys: pytest.CaptureFixture[str], mo
 
 
 def leftovers() -> set[str]:
-    """Namespaces and workers of this process."""
-    namespaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout.splitlines()
-    own = {name for name in namespaces if name.startswith(f"lscluster-{os.getpid()}-")}
-    return own | {f"process {pid}" for pid in workers()}
+    """Workers, and the other processes that this one started, such as those that hold namespaces."""
+    tasks = Path("/proc/self/task").iterdir()
+    children = {pid for task in tasks for pid in (task / "children").read_text().split()}
+    return children | {str(pid) for pid in workers()}
 
 
 def workers() -> Iterator[int]:
@@ -319,14 +318,15 @@ def test_emulated_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
     before = leftovers()
-    words = ["bench", "--emulate", "2x200mbit", "--workload", "mlp_1m", "--strategies", "ddp,skip_reduce"]
+    words = ["bench", "--emulate", "1x200mbit+1x1gbit", "--workload", "mlp_1m", "--strategies", "ddp,skip_reduce"]
     words += ["--steps", "5", "--warmup", "2", "--rounds", "1", "--output", str(tmp_path / "results")]
     assert main(words) == 0
     assert leftovers() == before
     assert list(temporary.iterdir()) == []
 
     shown = capsys.readouterr().out
-    assert "mlp_1m on 2x200mbit: 2 ranks, 1 round" in shown
+    assert "Links differ by host: 200 Mbit/s on host 0; 1000 Mbit/s on host 1." in shown
+    assert "mlp_1m on 1x200mbit+1x1gbit: 2 ranks, 1 round" in shown
     results = read_results(tmp_path / "results")
     assert results["environment"][0]["command"] == " ".join(["lightning-sparse", *words])
     assert [(r["strategy"], r["error"]) for r in results["round"]] == [
