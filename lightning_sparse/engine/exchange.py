@@ -152,21 +152,14 @@ class Exchange:
         return [result.result() for result in results]
 
     @property
-    def latency_bytes(self) -> int:
-        """What sums go by; see :meth:`set_latency`."""
-        return self._lanes[0].comm.latency_bytes
+    def latencies(self) -> tuple[int, int]:
+        """What sums go by: ``hop_bytes`` and ``all_reduce_bytes`` of :class:`Comm`."""
+        return self._lanes[0].comm.hop_bytes, self._lanes[0].comm.all_reduce_bytes
 
-    def set_latency(self, latency_bytes: int) -> None:
-        """Have sums take the ways that are soonest where a link carries so many bytes in a message's latency.
-
-        To be called between two steps, with the same on every rank; see :class:`Comm`.
-        """
-
-        def set_on(lane: Lane) -> None:
-            if lane.comm.latency_bytes:  # otherwise the backend chooses
-                lane.comm.latency_bytes = latency_bytes
-
-        self.on_lanes(set_on)
+    def set_latencies(self, hop_bytes: int, all_reduce_bytes: int) -> None:
+        """Have sums go by these from now on.  To be called between two steps, with the same on every rank."""
+        for lane in self._lanes:
+            lane.comm.hop_bytes, lane.comm.all_reduce_bytes = hop_bytes, all_reduce_bytes
 
     def ask(self, launch: Callable[[Comm], Pending]) -> Tensor:
         """The result of one message, launched on the first lane between two steps, on every rank."""

@@ -29,7 +29,6 @@ from lightning_sparse.fusion.planner import (
     with_small_dense,
 )
 from lightning_sparse.fusion.rehearsal import Costs, NoClock, median_known, median_over_ranks, rehearse_all
-from lightning_sparse.network.comm import LATENCY_BYTES
 from lightning_sparse.settings import as_text, same
 
 SETTLING = 4  # passes (one before each forward) until any is measured: buckets are rebuilt, thresholds settle
@@ -106,7 +105,7 @@ class LayerFusion:
             "compressor": as_text(self._at_work),
             "size": self._exchange.size,
             "dense_up_to": self._dense_up_to,
-            "latency_bytes": self._exchange.latency_bytes,
+            "latencies": list(self._exchange.latencies),
         }
 
     def resume(self, state: Mapping[str, Any], step: int) -> None:
@@ -116,7 +115,7 @@ class LayerFusion:
         at_work = chosen or at_work
         layout = saved_layout(state, self._names, at_work, self._exchange.size)
         if layout is not None:
-            self._exchange.set_latency(state.get("latency_bytes", LATENCY_BYTES))
+            self._exchange.set_latencies(*state.get("latencies", self._exchange.latencies))
             self._follow(replace(layout, compressor=chosen or self._compressor))
             self._start(at_work, planned=True)
             rank_zero_info(f"LayerFusion: {len(self._exchange.groups)} groups, as in the checkpoint.")

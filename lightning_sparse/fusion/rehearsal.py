@@ -33,15 +33,21 @@ POOL = 1_000_003  # made-up gradients repeat after so many elements
 
 @dataclass(frozen=True)
 class Link:
-    """The time of a message: a latency, and time for each byte on the wire."""
+    """The time of a message: a latency, and time for each byte on the wire.
+
+    Attributes:
+        latency_s: of a message to all other ranks at once.
+        s_per_byte: that a rank sends.
+        all_reduce_s: the latency of an all-reduce of the backend.
+    """
 
     latency_s: float
     s_per_byte: float
+    all_reduce_s: float = math.nan
 
-    @property
-    def latency_bytes(self) -> int:
-        """Bytes on the wire in the latency: a power of two, so that two measurements seldom differ."""
-        on_the_wire = self.latency_s / max(self.s_per_byte, 1e-12)
+    def carries(self, seconds: float) -> int:
+        """Bytes on the wire in ``seconds``: a power of two, so that two measurements seldom differ."""
+        on_the_wire = seconds / max(self.s_per_byte, 1e-12)
         return 1 << round(math.log2(min(max(on_the_wire, 1), MOST_LATENCY_BYTES)))
 
 
@@ -50,17 +56,21 @@ class NoClock(Exception):
 
 
 def measure_link(exchange: Exchange) -> Link:
-    """Time all-reduces of a few bytes and of 4 MiB."""
+    """Time sums of a few bytes, in one hop and as the backend does it, and the backend's of 1 and 4 MiB."""
 
-    def seconds(elements: int) -> float:
+    def seconds(elements: int, direct: bool) -> float:
         x = torch.zeros(elements, device=exchange.device)
-        return median(_time(exchange, lambda lane: lane.comm.all_reduce(x).wait(), lanes=1) for _ in range(RUNS))
+        return median(
+            _time(exchange, lambda lane: lane.comm.all_reduce(x, direct).wait(), lanes=1) for _ in range(RUNS)
+        )
 
-    few, many = SIZES[0], SIZES[2]
-    latency_s, long_s = median_over_ranks(exchange, [seconds(few), seconds(many)]).tolist()
-    if not math.isfinite(latency_s + long_s):
+    few, some, many = SIZES[0], SIZES[2] // 4, SIZES[2]
+    own = [seconds(few, True), seconds(few, False), seconds(some, False), seconds(many, False)]
+    latency_s, all_reduce_s, short_s, long_s = median_over_ranks(exchange, own).tolist()
+    if not math.isfinite(latency_s + all_reduce_s + short_s + long_s):
         raise NoClock
-    return Link(latency_s, max(long_s - latency_s, 0.0) / traffic("all_reduce", 4 * (many - few), exchange.size))
+    s_per_byte = max(long_s - short_s, 0.0) / traffic("all_reduce", 4 * (many - some), exchange.size)
+    return Link(latency_s, s_per_byte, all_reduce_s)
 
 
 @dataclass(frozen=True)
@@ -80,10 +90,11 @@ def rehearse_all(
         NoClock: if no rank could tell the time.
     """
     link = measure_link(exchange)
-    exchange.set_latency(link.latency_bytes)
+    exchange.set_latencies(link.carries(link.latency_s), link.carries(link.all_reduce_s))
     rank_zero_info(
-        f"LayerFusion: a message takes {1e3 * link.latency_s:.2f} ms, in which the link carries "
-        f"{link.latency_bytes / 1024:,.0f} KiB; sums go in as few hops as that pays for."
+        f"LayerFusion: a message takes {1e3 * link.latency_s:.2f} ms, an all-reduce of the backend "
+        f"{1e3 * link.all_reduce_s:.2f} ms; the link carries {8e-6 / max(link.s_per_byte, 1e-12):,.0f} Mbit/s. Sums go "
+        "in one hop, two or the backend's way, whichever is soonest."
     )
     costs = []
     small_dense: dict[str, Cost] = {}  # by compressor: most have the same dense variant

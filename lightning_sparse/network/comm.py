@@ -11,7 +11,7 @@ from typing_extensions import TypeVar
 from lightning_sparse.selection.sparse import Sparse
 from lightning_sparse.wire import FLOAT32, ValueFormat
 
-LATENCY_BYTES = 8 * 1024  # until a link is measured
+HOP_BYTES = 8 * 1024  # until a link is measured
 
 
 def traffic(message: str, payload_bytes: int, size: int) -> int:
@@ -73,8 +73,10 @@ class Comm(ABC):
     A tensor handed over must not be touched before its message was yielded.
 
     Attributes:
-        latency_bytes: what a link carries in the time that a message of no length takes, the same on every rank; what
-            sums go by (:meth:`cost_of`).  0 leaves sums of float32 to the backend.
+        hop_bytes: what a link carries in the time that a message of next to no length takes to all other ranks, the
+            same on every rank; sums go by it (:meth:`cost_of`).
+        all_reduce_bytes: what it carries in that of an all-reduce of the backend of next to no length.
+        by_backend: float32 is always summed by the backend, which chooses among several ways itself.
         sent_bytes: since the start; payload only, as :func:`traffic` defines it.
         messages: launched since the start.
     """
@@ -85,7 +87,8 @@ class Comm(ABC):
         self.wire_dtype = wire_dtype
         self.sent_bytes = 0
         self.messages = 0
-        self.latency_bytes = LATENCY_BYTES
+        self.hop_bytes, self.all_reduce_bytes = HOP_BYTES, hops("all_reduce", size) * HOP_BYTES
+        self.by_backend = False
         self._buffers: dict[tuple[str, int], Tensor] = {}  # bytes, by name and its loans before in the group's step
         self._lent: Counter[str] = Counter()
 
@@ -122,17 +125,21 @@ class Comm(ABC):
             payload_bytes: on the wire.
         """
         if way == "one_hop":
-            return self.latency_bytes + (self.size - 1) * payload_bytes
-        in_sequence = 2 if way == "two_hops" else hops("all_reduce", self.size)
-        return in_sequence * self.latency_bytes + 2 * (self.size - 1) / self.size * payload_bytes
+            return self.hop_bytes + (self.size - 1) * payload_bytes
+        latency_bytes = 2 * self.hop_bytes if way == "two_hops" else self.all_reduce_bytes
+        return latency_bytes + 2 * (self.size - 1) / self.size * payload_bytes
 
     def in_one_hop(self, payload_bytes: int) -> bool:
         """Whether a sum is sooner in one hop than in two."""
         return self.cost_of("one_hop", payload_bytes) <= self.cost_of("two_hops", payload_bytes)
 
-    def all_reduce(self, x: Tensor) -> Pending:
-        """Sum over all ranks, in place: [*s] -> [*s], bit-identical on every rank."""
-        direct = self.latency_bytes > 0 and self.in_one_hop(x.nbytes)
+    def all_reduce(self, x: Tensor, direct: bool | None = None) -> Pending:
+        """Sum over all ranks, in place: [*s] -> [*s], bit-identical on every rank.
+
+        ``direct`` says whether in one hop, from all to all, and not as the backend does; by default where it is sooner.
+        """
+        if direct is None:
+            direct = not self.by_backend and self.in_one_hop(x.nbytes)
         self._count("all_gather" if direct and x.nbytes else "all_reduce", x.nbytes)
         return self._all_reduce(x, direct)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_sparse.network.comm import LATENCY_BYTES, Comm, Pending, Rounds, expect_pending, hops
+from lightning_sparse.network.comm import HOP_BYTES, Comm, Pending, Rounds, expect_pending, hops
 from lightning_sparse.selection.sparse import Sparse
 from lightning_sparse.wire import FLOAT32, ValueFormat
 
@@ -55,9 +55,9 @@ class SimComm(Comm):
         hops: from rank to rank that have followed one another so far: what each message waited for had to arrive.
     """
 
-    def __init__(self, network: "SimNetwork", rank: int, wire_dtype: ValueFormat, latency_bytes: int) -> None:
+    def __init__(self, network: "SimNetwork", rank: int, wire_dtype: ValueFormat, hop_bytes: int) -> None:
         super().__init__(rank, network.size, wire_dtype)
-        self.latency_bytes = latency_bytes
+        self.hop_bytes, self.all_reduce_bytes = hop_bytes, hops("all_reduce", network.size) * hop_bytes
         self.hops = 0
         self._network = network
 
@@ -105,14 +105,14 @@ class SimNetwork:
     Args:
         size: P.
         wire_dtype: how values travel.
-        latency_bytes: as in :class:`Comm`.
+        hop_bytes: as in :class:`Comm`; an all-reduce of the backend goes round a ring in 2(P-1) hops.
     """
 
-    def __init__(self, size: int, wire_dtype: ValueFormat = FLOAT32, latency_bytes: int = LATENCY_BYTES) -> None:
+    def __init__(self, size: int, wire_dtype: ValueFormat = FLOAT32, hop_bytes: int = HOP_BYTES) -> None:
         self.size = size
         self.launched = [0] * size  # messages, by rank
         self._messages: dict[int, _Message] = {}  # under way, by number
-        self.comms = [SimComm(self, rank, wire_dtype, latency_bytes) for rank in range(size)]
+        self.comms = [SimComm(self, rank, wire_dtype, hop_bytes) for rank in range(size)]
 
     def run(self, ranks: Sequence[Rounds]) -> list[Tensor | Sparse]:
         """Run one generator a rank to its end, each to its next yield in turn; returns what each returned.

@@ -10,7 +10,7 @@ from lightning_sparse.network.comm import Comm, Pending, Rounds
 from lightning_sparse.wire import BLOCK, Selection
 
 SEGMENT_BYTES = 512 * 1024  # a slice travels in segments, so that one is on the wire while another is being added
-COPIES = 1.1  # what two hops of float32 cost beside the backend's sum, which adds where the values lie
+COPIES = 1.2  # what two hops of float32 cost beside the backend's sum, which adds where the values lie
 
 
 def sum_values(values: Tensor, comm: Comm) -> Rounds[Tensor]:
@@ -27,7 +27,7 @@ def sum_values(values: Tensor, comm: Comm) -> Rounds[Tensor]:
         return (
             yield from one_hop_sum(values, comm) if one_hop and nbytes <= SEGMENT_BYTES else two_hop_sum(values, comm)
         )
-    if not one_hop and COPIES * comm.cost_of("two_hops", nbytes) < comm.cost_of("backend", nbytes):
+    if not (one_hop or comm.by_backend) and COPIES * comm.cost_of("two_hops", nbytes) < comm.cost_of("backend", nbytes):
         return (yield from two_hop_sum(values, comm))
     total = comm.buffer("total", values.numel(), torch.float32, values.device)
     comm.wire_dtype.take(values, total.view(torch.uint8))

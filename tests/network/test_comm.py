@@ -122,7 +122,7 @@ def bytes_a_pick(rank: int, size: int, compressor: ls.Compressor, wire: str) -> 
     """Bytes this rank sent by the kernel's count, over elements updated, once thresholds have settled."""
     dist.init_process_group("gloo")
     lane = Lane(TorchComm(dist.group.WORLD, wire_format(wire)), threaded=False)
-    lane.comm.latency_bytes = 1  # sums in as few bytes as can be
+    lane.comm.hop_bytes = 1  # sums in as few bytes as can be
     group = Group(0, ("gradient",), (torch.zeros(400_000),))
     generator = torch.Generator().manual_seed(rank)
     picked, before = 0, 0

@@ -226,11 +226,11 @@ def check_two_hops(form: ValueFormat, size: int, skip: int, n: int) -> None:
 
 @every_format
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-@pytest.mark.parametrize("latency_bytes", [0, 2000, 10**9])
-def test_a_sum_loses_nothing_whichever_way_it_goes(form: ValueFormat, size: int, latency_bytes: int) -> None:
+@pytest.mark.parametrize("hop_bytes", [0, 2000, 10**9])
+def test_a_sum_loses_nothing_whichever_way_it_goes(form: ValueFormat, size: int, hop_bytes: int) -> None:
     for n in (1, 7, 4099):
         given = draw(size * n).view(size, n)
-        network, kept = SimNetwork(size, form, latency_bytes), given.clone()
+        network, kept = SimNetwork(size, form, hop_bytes), given.clone()
         totals = network.run([sum_values(own, comm) for own, comm in zip(kept, network.comms, strict=True)])
         for total in totals:
             assert torch.equal(torch.as_tensor(total), torch.as_tensor(totals[0]))
@@ -239,20 +239,20 @@ def test_a_sum_loses_nothing_whichever_way_it_goes(form: ValueFormat, size: int,
 
 
 @pytest.mark.parametrize(
-    ("latency_bytes", "elements", "form", "messages", "hops", "sent"),
+    ("hop_bytes", "elements", "form", "messages", "hops", "sent"),
     [
         (100_000, 5_000, FLOAT32, 1, 1, 3 * 20_000),  # few bytes: all to all
         (100_000, 250_000, FLOAT32, 2, 2, 1_500_000),  # to who adds, and back
         (100_000, 25_000_000, FLOAT32, 1, 6, 150_000_000),  # many: the backend's
-        (0, 5_000, FLOAT32, 1, 6, 30_000),
+        (0, 5_000, FLOAT32, 1, 6, 30_000),  # without latency the backend copies least
         (100_000, 5_000, INT4, 1, 1, 3 * INT4.nbytes(5_000)),
         (0, 5_000, INT4, 2, 2, 6 * 4 * -(-INT4.nbytes(1250) // 4)),
     ],
 )
 def test_a_sum_goes_the_soonest_way(
-    latency_bytes: int, elements: int, form: ValueFormat, messages: int, hops: int, sent: int
+    hop_bytes: int, elements: int, form: ValueFormat, messages: int, hops: int, sent: int
 ) -> None:
-    network = SimNetwork(4, form, latency_bytes)
+    network = SimNetwork(4, form, hop_bytes)
     network.run([sum_values(torch.ones(elements), comm) for comm in network.comms])
     assert {(comm.messages, comm.hops, comm.sent_bytes) for comm in network.comms} == {(messages, hops, sent)}
 

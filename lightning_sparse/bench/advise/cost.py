@@ -28,7 +28,7 @@ def model_cost(compressor: Compressor, largest: int, size: int, link: Link) -> C
     """
     samples = []
     for n in sorted({min(each, largest) for each in SIZES[: 3 if size > FEW_RANKS else None]}):
-        network = SimNetwork(size, latency_bytes=link.latency_bytes)
+        network = SimNetwork(size, hop_bytes=link.carries(link.latency_s))
         gradients = [made_up(n, rank, torch.device("cpu")) for rank in range(size)]
         groups = [Group(0, ("rehearsal",), (gradient,)) for gradient in gradients]
         bucket, comm = torch.empty_like(gradients[0]), network.comms[0]
