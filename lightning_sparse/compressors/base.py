@@ -144,24 +144,23 @@ def report(compressor: Compressor, group: Group, messages: Sequence[Selection]) 
         CorruptMessage: if a message of the step before arrived damaged, and nobody has asked since.
     """
     last_report(compressor, group)
-    headers = [count for each in messages for count in (each.count, each.seen, each.near, each.intact)]
+    headers = [count for each in messages for count in (each.count, each.seen, each.near, each.load, each.intact)]
     on_device = isinstance(headers[0], Tensor)
-    group.send_to_host("report", (torch.stack(headers) if on_device else torch.tensor(headers)).view(-1, 4))
+    group.send_to_host("report", (torch.stack(headers) if on_device else torch.tensor(headers)).view(-1, 5))
 
 
 def last_report(compressor: Compressor, group: Group) -> list[list[int]] | None:
     """Return the headers of all messages of the last step, if any were reported; and forget them.
 
     Returns:
-        For each message how many elements were selected, ``seen``, ``near`` and 1, which says that it was intact.
+        For each message how many elements were selected, ``seen``, ``near``, ``load``, and 1, which says it was intact.
 
     Raises:
         CorruptMessage: if one was not.
     """
-    reported = group.on_host("report")
+    reported = group.take_from_host("report")
     if reported is None:
         return None
-    del group.memory["report"]
     rows: list[list[int]] = reported.tolist()
     damaged = sum(not intact for *_, intact in rows)
     if damaged:

@@ -6,17 +6,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_sparse import kernels, selection
+from lightning_sparse import selection
 from lightning_sparse.checks import check_density, check_setting, check_slack, is_whole
-from lightning_sparse.compressors.base import Compressor, carry_thresholds
+from lightning_sparse.compressors.base import Compressor, carry_thresholds, last_report, report
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.compressors.ok_topk_control import Evaluated, Reported, adapt
 from lightning_sparse.network.comm import Comm, Rounds
-from lightning_sparse.network.sparse_collectives import even_out, reduce_scatter
+from lightning_sparse.network.sparse_collectives import gather, reduce_scatter
 from lightning_sparse.selection import partition
-from lightning_sparse.selection.estimate import count, room
+from lightning_sparse.selection.estimate import count, not_nan, pooled_threshold, room, sampled_threshold, summary
 from lightning_sparse.selection.sparse import Sparse
-from lightning_sparse.wire import MessageLayout, Selection, check_index_format
+from lightning_sparse.selection.threshold import Held
+from lightning_sparse.wire import Selection, check_index_format
+
+THRESHOLDS = "local", "shared"  # this rank's own, of elements, and that of sums, which all ranks share
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class OkTopk(Compressor):
 
     density: float = 0.01
     evaluate_every: int = 32
-    repartition_every: int = 32
+    repartition_every: int = 1
     slack: float = 1.25
     indices: str = "auto"
 
@@ -69,42 +71,63 @@ class OkTopk(Compressor):
 
     def reduce(self, group: Group, comm: Comm) -> Rounds:
         """Select, split and reduce, select among the sums and gather; take out what arrived."""
-        n, unsent, rank, on = group.n, group.unsent, comm.rank, selection.on(group.unsent)
-        group.target = count(self.density, n)
-        control = (Reported if kernels.used_for(unsent) else Evaluated)(self, group, comm)
-        found, edges = yield from control.find()
+        n, size, unsent, on = group.n, comm.size, group.unsent, selection.on(group.unsent)
+        k = group.target = count(self.density, n)
+        local, shared = self._adapt(group)
+        edges = group.memory.setdefault("regions", partition.even(n, size)).tolist()
         widths = partition.widths(edges)
-        layout = self.layout(group, comm, max(widths))
+        layout = on.layout(max(widths), min(max(widths), room(k / size, self.slack)), self.indices, comm.wire_dtype)
+
+        local = not_nan(sampled_threshold(unsent, k)) if local is None else local
+        found = [on.select(part, local, layout.capacity) for part in unsent.split(widths)]
         mine = on.with_values(on.join(found, edges), unsent)
         values = mine.values.split([part.index.numel() for part in found])
         parts = [replace(part, values=own) for part, own in zip(found, values, strict=True)]
-        region, arrived = yield from reduce_scatter(parts, layout, widths[rank], comm)
+        region, arrived = yield from reduce_scatter(parts, layout, widths[comm.rank], comm)
 
-        own, counts = yield from control.choose(region)
-        kept = [on.moved(own, edges[rank], edges[rank + 1], n)]  # its values keep the rounding errors
-        if counts and max(counts) > layout.capacity:
-            even = yield from even_out(Sparse(kept[0].index, own.values), counts, self.layout(group, comm, n), comm)
-            own, layout = Selection(even.index, even.values), self.layout(group, comm, n)
-            edges, widths = [0] * comm.size, []  # indices count from the start of the group
-            kept.append(own)
-        message = on.pack(layout, own, comm.buffer("message", layout.nbytes, torch.uint8, unsent.device))
-        gathered = on.unpack(layout, (yield comm.all_gather(message)), widths)
+        if shared is None:
+            sums = region.values if isinstance(region, Sparse) else region
+            summaries = yield comm.all_gather(summary(sums, layout.capacity))
+            shared = not_nan(pooled_threshold(summaries, k).float()).clamp(min=0)  # damaged, it may be anything
+        load = sum(part.seen for part in [found[comm.rank], *arrived])
+        own = replace(on.select_from(region, shared, layout.capacity), load=load)
+        gathered = yield from gather(own, layout, comm, widths)
 
         delivered = on.join(gathered, edges)
         on.put(on.among(mine, delivered.index, n), unsent)
-        for each in kept:
-            on.add(each, unsent)
-        group.picked = delivered.count
-        yield from control.finish(mine, [*gathered, *arrived])
+        on.add(on.moved(own, edges[comm.rank], edges[comm.rank + 1], n), unsent)  # what the sums lost by rounding
+        report(self, group, [*gathered, *arrived])
+        seen, near, sent = (sum(getattr(part, key) for part in found) for key in ("seen", "near", "count"))
+        used = [torch.as_tensor(each) for each in (local, shared, seen, near)]
+        group.send_to_host("thresholds", torch.stack(used).double())
+        group.picked, group.overflow = delivered.count, seen - sent + own.seen - own.count
         return on.total(delivered, n)
-
-    def layout(self, group: Group, comm: Comm, n: int) -> MessageLayout:
-        """Messages that carry a P-th of k elements among n."""
-        capacity = min(n, room(group.target / comm.size, self.slack))
-        return selection.on(group.unsent).layout(n, capacity, self.indices, comm.wire_dtype)
 
     def carry(self, parts: Sequence[tuple[Group, int]]) -> dict[str, Tensor]:
         """Both thresholds."""
         for group, _ in parts:
-            adapt(self, group)
-        return carry_thresholds(parts, "local", "shared")
+            self._adapt(group)
+        return carry_thresholds(parts, *THRESHOLDS)
+
+    def _adapt(self, group: Group) -> list[Tensor | None]:
+        """The rank's own and the shared threshold of this step, [] float32; None where one is to be evaluated.
+
+        They and the regions follow what was reported of the last step.
+        """
+        reported, memory = last_report(self, group), group.memory
+        unknown = {key for key in THRESHOLDS if key not in memory or group.step % self.evaluate_every == 0}
+        if reported is not None:
+            owners = reported[: (len(reported) + 1) // 2]  # P messages were gathered, P - 1 were sent to this rank
+            local, shared, seen, near = group.take_from_host("thresholds").tolist()
+            for key, used, messages in zip(THRESHOLDS, (local, shared), ([[seen, seen, near]], owners), strict=True):
+                held = Held.of(memory[key]).renewed(used) if key in memory else Held(used)
+                following = held.following(messages, count(self.density, group.n))
+                if following is None:
+                    unknown.add(key)
+                memory[key] = (following or held).state()
+            if group.step % self.repartition_every == 0:
+                edges = partition.balanced(memory["regions"].tolist(), [load for *_, load, _ in owners])
+                memory["regions"] = torch.tensor(edges)
+        return [
+            None if key in unknown else group.unsent.new_full((), Held.of(memory[key]).threshold) for key in THRESHOLDS
+        ]

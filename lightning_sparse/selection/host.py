@@ -50,6 +50,13 @@ def with_values(selection: Selection, x: Tensor) -> Selection:
     return replace(selection, values=x.index_select(0, selection.index))
 
 
+def select_from(total: Sparse, threshold: float | Tensor, capacity: int) -> Selection:
+    """The elements of a sum that reach ``threshold``, as :func:`select` says, with their values."""
+    found = select(total.values, threshold, capacity)
+    some = total[found.index]
+    return replace(found, index=some.index, values=some.values)
+
+
 def put(selection: Selection, into: Tensor) -> None:
     """Set the selected elements of ``into`` [n] to the values of ``selection``."""
     into.index_copy_(0, selection.index, selection.values)

@@ -46,6 +46,21 @@ class Held:
         trend = _bounded(self.trend + TREND_GAIN * miss, FASTEST_TREND)
         return Held(min(self.threshold * math.exp(GAIN * miss + trend), LARGEST), trend)
 
+    def following(self, messages: Sequence[Sequence[int]], target: int) -> "Held | None":
+        """The threshold of the next step, from the headers of all messages; None where it is better evaluated anew.
+
+        Where there was no room for all that was seen, what was seen does not say how many a lower one would send.
+
+        Args:
+            messages: of each how many elements were sent, seen and near.
+            target: elements that should have been sent in all.
+        """
+        sent, seen, near = ([message[i] for message in messages] for i in range(3))
+        if self.lost(len(seen) * min(seen), sum(near), target) or self.blind(sum(sent), target, sum(seen), sum(near)):
+            return None
+        roomy = [i for i in range(len(seen)) if seen[i] == sent[i]] or range(len(seen))
+        return self.after(sum(sent), target, sum(seen[i] for i in roomy), sum(near[i] for i in roomy))
+
     def lost(self, seen: int, near: int, target: int) -> bool:
         """Whether the threshold missed so widely that it is better evaluated anew than corrected."""
         return seen > 2 * target or (near < target / 2 and self.threshold > 0)
