@@ -8,12 +8,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from lightning_sparse.checks import check_density, check_slack
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.selection.sparse import Sparse
 from lightning_sparse.selection.threshold import Held
 from lightning_sparse.settings import as_text
-from lightning_sparse.wire import CAUSE, CorruptMessage, Selection
+from lightning_sparse.wire import CAUSE, CorruptMessage, Selection, check_index_format
 
 
 class Compressor(ABC):
@@ -104,6 +105,13 @@ def carry_thresholds(parts: Sequence[tuple[Group, int]], *keys: str) -> dict[str
     """The thresholds kept under ``keys``, each the mean over the groups that have it; see :meth:`Compressor.carry`."""
     known = {key: [(group.memory[key], n) for group, n in parts if n and key in group.memory] for key in keys}
     return {key: Held.joined(states) for key, states in known.items() if states}
+
+
+def check_selecting(compressor: Compressor) -> None:
+    """Raise a ValueError unless ``density``, ``slack`` and ``indices`` of ``compressor``, where it has them, can be."""
+    check_density(compressor, getattr(compressor, "density", 1.0))
+    check_slack(compressor, getattr(compressor, "slack", 1.0))
+    check_index_format(compressor, getattr(compressor, "indices", "auto"))
 
 
 def check_settings(compressor: Compressor) -> None:

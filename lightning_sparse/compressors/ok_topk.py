@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from lightning_sparse import selection
-from lightning_sparse.checks import check_density, check_setting, check_slack, is_whole
-from lightning_sparse.compressors.base import Compressor, carry_thresholds, last_report, report
+from lightning_sparse.checks import check_setting, is_whole
+from lightning_sparse.compressors.base import Compressor, carry_thresholds, check_selecting, last_report, report
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.network.sparse_collectives import gather, reduce_scatter
@@ -16,7 +16,6 @@ from lightning_sparse.selection import partition
 from lightning_sparse.selection.estimate import count, not_nan, pooled_threshold, room, sampled_threshold, summary
 from lightning_sparse.selection.sparse import Sparse
 from lightning_sparse.selection.threshold import Held
-from lightning_sparse.wire import Selection, check_index_format
 
 THRESHOLDS = "local", "shared"  # this rank's own, of elements, and that of sums, which all ranks share
 
@@ -27,28 +26,27 @@ class OkTopk(Compressor):
 
     1. Each rank selects the elements that reach its own threshold, about k = density * n of them.
     2. Split and reduce: the vector is cut into P regions, and each rank sends what it selected in a region to its
-       owner, who adds them up.  Destinations rotate: in round j rank r sends to r + j and receives from r - j.
-    3. Balance and gather: owners select the sums that reach a threshold all ranks share, even out how many each holds
-       if one holds more than a message has room for, and everyone gathers them.
+       owner, who adds them up: one all-to-all.
+    3. Gather: owners select the sums that reach a threshold all ranks share, and everyone gathers them.
 
     Only what arrives in the end is taken out of ``unsent``: what did not reach the shared threshold stays with
     its rank.  A rank sends k (P-1)/P (index, value) pairs in step 2 and as many in step 3, times ``slack``; with 32-bit
     indices and values that is 4 ``slack`` k (P-1)/P words.  The paper's bound is 6, and 2 are needed (Theorem 3.1).
 
-    Thresholds are evaluated every ``evaluate_every`` steps, or where they missed by a factor of two, and the shared one
-    where it finds less than a quarter of k; between, :class:`~lightning_sparse.selection.threshold.Held` corrects them.
-    Regions are cut anew every ``repartition_every`` steps, so that ranks select equally many in each.  Where ours
-    differs from the authors' code: the shared threshold comes from 128 quantiles of each owner's sums, not from
-    gathering all of them; messages have a fixed size.
+    So two messages follow each other, and a third, of 128 quantiles of each owner's sums, where the shared threshold is
+    evaluated: every ``evaluate_every`` steps, and where the last step missed by a factor of two.  Between,
+    :class:`~lightning_sparse.selection.threshold.Held` corrects both thresholds.  Regions move so that ranks select
+    equally many in each.  All of this follows counts in the messages' headers, a step later.
 
-    On a GPU step 3 does not even out, and thresholds and regions follow a step later, so that nobody waits for it: see
-    :class:`~lightning_sparse.compressors.ok_topk_control.Reported`.
+    Where ours differs from the authors' code: messages have a fixed size, so what a full region has no room for waits
+    (``group.overflow``) where they even out what owners hold, in a message of sizes and one of elements; the shared
+    threshold comes from quantiles, not from gathering all sums; thresholds of ranks come from a sample.
 
     Args:
         density: k / n, the fraction of elements updated in a step, in (0, 1].  The paper's experiments: 0.01 and 0.02.
         evaluate_every: steps between evaluations of the thresholds, tau' in the paper; its code has 32 and 128.
-        repartition_every: steps between repartitions, tau in the paper; its code has 64, which left the fullest region
-            19 % above the mean on skewed layers, where 32 left it 9 % above.
+        repartition_every: steps between moves of the regions, tau in the paper; its code has 64, since moving them
+            takes a message there.
         slack: room in a message, as a multiple of the k / P elements meant, at least 1.
         indices: how indices travel: "auto" (the cheapest), "int32", "block16", "bitmap" or "elias_fano"; on a GPU
             always "block16".  The code: 32 bits each.
@@ -61,13 +59,10 @@ class OkTopk(Compressor):
     indices: str = "auto"
 
     def __post_init__(self) -> None:
-        check_density(self, self.density)
-        check_slack(self, self.slack)
-        check_index_format(self, self.indices)
+        check_selecting(self)
         for name in ("evaluate_every", "repartition_every"):
-            check_setting(
-                self, name, is_whole(getattr(self, name), least=1), "an integer, at least 1: a number of steps"
-            )
+            whole = is_whole(getattr(self, name), least=1)
+            check_setting(self, name, whole, "an integer, at least 1: a number of steps")
 
     def reduce(self, group: Group, comm: Comm) -> Rounds:
         """Select, split and reduce, select among the sums and gather; take out what arrived."""
@@ -126,8 +121,7 @@ class OkTopk(Compressor):
                     unknown.add(key)
                 memory[key] = (following or held).state()
             if group.step % self.repartition_every == 0:
-                edges = partition.balanced(memory["regions"].tolist(), [load for *_, load, _ in owners])
-                memory["regions"] = torch.tensor(edges)
+                memory["regions"] = partition.balanced(memory["regions"], [load for *_, load, _ in owners])
         return [
             None if key in unknown else group.unsent.new_full((), Held.of(memory[key]).threshold) for key in THRESHOLDS
         ]

@@ -26,6 +26,25 @@ def gather(own: Selection, layout: MessageLayout, comm: Comm, widths: Sequence[i
     return on.unpack(layout, (yield comm.all_gather(on.pack(layout, own, message))), widths)
 
 
+def broadcast(
+    own: Selection | None, sources: Sequence[int], layout: MessageLayout, comm: Comm, device: torch.device
+) -> Rounds[list[Selection]]:
+    """What each of the ranks ``sources`` selected, in their order; ``own``, without values, where this is one of them.
+
+    All are sent at once.
+    """
+    flights, arrived = [], []
+    on = selection.on(torch.empty(0, device=device))
+    for source in sources:
+        message = comm.buffer("mask", layout.nbytes, torch.uint8, device)
+        if own is not None and source == comm.rank:
+            on.pack(layout, own, message)
+        flights.append(comm.broadcast(message, source))
+    for flight in flights:
+        arrived.append((yield flight))
+    return on.unpack(layout, torch.stack(arrived))
+
+
 def reduce_scatter(
     parts: Sequence[Selection], layout: MessageLayout, width: int, comm: Comm
 ) -> Rounds[tuple[Tensor | Sparse, list[Selection]]]:

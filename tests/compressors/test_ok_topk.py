@@ -1,22 +1,16 @@
 """Ok-Topk: its volume, its balance, and each bug known of the authors' code."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import lightning_sparse as ls
 from lightning_sparse import kernels
-from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.selection import partition
 from lightning_sparse.selection.estimate import pooled_threshold, summary
-from lightning_sparse.selection.host import (
-    above,
-    kth_largest,
-    largest,
-)
-from lightning_sparse.selection.sparse import Sparse, contained
+from lightning_sparse.selection.host import above, largest
+from lightning_sparse.selection.sparse import contained
 from lightning_sparse.selection.threshold import FASTEST_TREND, Held
 from lightning_sparse.simulation import simulate
 from lightning_sparse.wire import FLOAT32, INDEX_FORMATS, MessageLayout, Selection
@@ -123,16 +117,15 @@ def test_indices_beyond_the_precision_of_float32_arrive(name: str) -> None:
 
 def test_boundaries_of_huge_groups_do_not_overflow() -> None:
     """It summed positions as int32, which wraps once n * P reaches 2**31."""
-    edges = partition.even(2**31, 8).tolist()
-    assert partition.balanced(edges, [2**31 - 1] * 8) == pytest.approx(edges, abs=8)
+    edges = partition.even(2**31, 8)
+    assert (partition.balanced(edges, [2**31 - 1] * 8) - edges).abs().max() <= 8
     assert edges[-1] == 2**31
 
 
-def test_as_many_as_meant_reach_the_exact_threshold() -> None:
+def test_as_many_as_meant_are_the_largest() -> None:
     """It took what is strictly above the k-th largest: one too few, and none of several that are equal."""
     x = torch.randn(10_000)
     for k in (1, 10, 1000, 9999, 10_000):
-        assert (x.abs() >= kth_largest(x, k)).sum() == k
         assert largest(x, k).tolist() == x.abs().topk(k).indices.sort().values.tolist()
     assert simulate(ls.OkTopk(density=0.1), torch.ones(1, 2, 100)).picked[0] > 0
 
