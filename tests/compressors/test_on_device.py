@@ -416,6 +416,7 @@ class _Arrived(Pending):
         ls.MiCRO(),
         ls.SketchFusion(),
         ls.SketchFusion(momentum=0.5),
+        ls.SketchFusion(exact=False),
         ls.SkipReduce(),
         ls.Dense(),
         ls.TopK(),
