@@ -17,6 +17,7 @@ from lightning_sparse.selection.estimate import count, not_nan, pooled_threshold
 from lightning_sparse.selection.sparse import Sparse
 from lightning_sparse.selection.threshold import Held
 
+FEW = 8  # elements: of fewer counts do not say how far to move a threshold, which is evaluated in every step
 THRESHOLDS = "local", "shared"  # this rank's own, of elements, and that of sums, which all ranks share
 
 
@@ -110,14 +111,17 @@ class OkTopk(Compressor):
         They and the regions follow what was reported of the last step.
         """
         reported, memory = last_report(self, group), group.memory
-        unknown = {key for key in THRESHOLDS if key not in memory or group.step % self.evaluate_every == 0}
+        k = count(self.density, group.n)
+        due = group.step % self.evaluate_every == 0 or k < FEW
+        unknown = {key for key in THRESHOLDS if key not in memory or due}
         if reported is not None:
             owners = reported[: (len(reported) + 1) // 2]  # P messages were gathered, P - 1 were sent to this rank
             local, shared, seen, near = group.take_from_host("thresholds").tolist()
             for key, used, messages in zip(THRESHOLDS, (local, shared), ([[seen, seen, near]], owners), strict=True):
                 held = Held.of(memory[key]).renewed(used) if key in memory else Held(used)
-                following = held.following(messages, count(self.density, group.n))
-                if following is None:
+                following = held.following(messages, k)
+                sent, seen, near = (sum(message[i] for message in messages) for i in range(3))
+                if following is None or held.blind(sent, k, seen, near):
                     unknown.add(key)
                 memory[key] = (following or held).state()
             if group.step % self.repartition_every == 0:

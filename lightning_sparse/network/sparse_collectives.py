@@ -69,4 +69,4 @@ def reduce_scatter(
     arrived = [on.unpack(layout, arriving[rank : rank + 1], [width])[0] for rank in others]
     kept = replace(own, values=own.values.clone())
     own.values.zero_()
-    return on.add_up([kept, *arrived], width)[0], arrived
+    return on.add_up([kept, *arrived], max(1, width))[0], arrived  # of an empty region an element that is zero

@@ -56,7 +56,7 @@ class Held:
             target: elements that should have been sent in all.
         """
         sent, seen, near = ([message[i] for message in messages] for i in range(3))
-        if self.lost(len(seen) * min(seen), sum(near), target) or self.blind(sum(sent), target, sum(seen), sum(near)):
+        if self.lost(len(seen) * min(seen), sum(near), target):
             return None
         roomy = [i for i in range(len(seen)) if seen[i] == sent[i]] or range(len(seen))
         return self.after(sum(sent), target, sum(seen[i] for i in roomy), sum(near[i] for i in roomy))

@@ -135,7 +135,7 @@ def test_ok_topk_finds_about_what_it_finds_on_a_cpu(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(kernels, "used_for", lambda x: True)
     result = simulate(compressor, given)
     picked = result.picked / (compressor.density * n)
-    assert 0.95 < picked.mean() < 1.05
+    assert 0.92 < picked.mean() < 1.05  # with room for k and no more, hardly ever more
     assert 0.97 < result.picked.sum() / expected.picked.sum() < 1.03
     assert (picked - 1).abs().mean() < 0.15
     for unsent, cpu in ((result.unsent, expected.unsent), (result.unsent.sum(0), expected.unsent.sum(0))):
