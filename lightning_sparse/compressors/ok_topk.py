@@ -35,7 +35,7 @@ class OkTopk(Compressor):
     indices and values that is 4 ``slack`` k (P-1)/P words.  The paper's bound is 6, and 2 are needed (Theorem 3.1).
 
     So two messages follow each other, and a third, of 128 quantiles of each owner's sums, where the shared threshold is
-    evaluated: every ``evaluate_every`` steps, and where the last step missed by a factor of two.  Between,
+    evaluated: every ``evaluate_every`` steps, where the last step missed by a factor of two, and for k < 8.  Between,
     :class:`~lightning_sparse.selection.threshold.Held` corrects both thresholds.  Regions move so that ranks select
     equally many in each.  All of this follows counts in the messages' headers, a step later.
 
@@ -116,7 +116,9 @@ class OkTopk(Compressor):
         unknown = {key for key in THRESHOLDS if key not in memory or due}
         if reported is not None:
             owners = reported[: (len(reported) + 1) // 2]  # P messages were gathered, P - 1 were sent to this rank
-            local, shared, seen, near = group.take_from_host("thresholds").tolist()
+            thresholds = group.take_from_host("thresholds")
+            assert thresholds is not None  # it is sent with the report
+            local, shared, seen, near = thresholds.tolist()
             for key, used, messages in zip(THRESHOLDS, (local, shared), ([[seen, seen, near]], owners), strict=True):
                 held = Held.of(memory[key]).renewed(used) if key in memory else Held(used)
                 following = held.following(messages, k)
