@@ -8,12 +8,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from lightning_sparse.checks import check_density, check_slack
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.selection.sparse import Sparse
 from lightning_sparse.selection.threshold import Held
 from lightning_sparse.settings import as_text
-from lightning_sparse.wire import CAUSE, CorruptMessage, Selection
+from lightning_sparse.wire import CAUSE, CorruptMessage, Selection, check_index_format
 
 
 class Compressor(ABC):
@@ -106,6 +107,13 @@ def carry_thresholds(parts: Sequence[tuple[Group, int]], *keys: str) -> dict[str
     return {key: Held.joined(states) for key, states in known.items() if states}
 
 
+def check_selecting(compressor: Compressor) -> None:
+    """Raise a ValueError unless ``density``, ``slack`` and ``indices`` of ``compressor``, where it has them, can be."""
+    check_density(compressor, getattr(compressor, "density", 1.0))
+    check_slack(compressor, getattr(compressor, "slack", 1.0))
+    check_index_format(compressor, getattr(compressor, "indices", "auto"))
+
+
 def check_settings(compressor: Compressor) -> None:
     """Raise a TypeError unless all settings of ``compressor`` can be compared: between ranks, and with a checkpoint.
 
@@ -144,24 +152,23 @@ def report(compressor: Compressor, group: Group, messages: Sequence[Selection]) 
         CorruptMessage: if a message of the step before arrived damaged, and nobody has asked since.
     """
     last_report(compressor, group)
-    headers = [count for each in messages for count in (each.count, each.seen, each.near, each.intact)]
+    headers = [count for each in messages for count in (each.count, each.seen, each.near, each.load, each.intact)]
     on_device = isinstance(headers[0], Tensor)
-    group.send_to_host("report", (torch.stack(headers) if on_device else torch.tensor(headers)).view(-1, 4))
+    group.send_to_host("report", (torch.stack(headers) if on_device else torch.tensor(headers)).view(-1, 5))
 
 
 def last_report(compressor: Compressor, group: Group) -> list[list[int]] | None:
     """Return the headers of all messages of the last step, if any were reported; and forget them.
 
     Returns:
-        For each message how many elements were selected, ``seen``, ``near`` and 1, which says that it was intact.
+        For each message how many elements were selected, ``seen``, ``near``, ``load``, and 1, which says it was intact.
 
     Raises:
         CorruptMessage: if one was not.
     """
-    reported = group.on_host("report")
+    reported = group.take_from_host("report")
     if reported is None:
         return None
-    del group.memory["report"]
     rows: list[list[int]] = reported.tolist()
     damaged = sum(not intact for *_, intact in rows)
     if damaged:

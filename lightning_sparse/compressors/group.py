@@ -121,7 +121,7 @@ class Group:
             start += gradient.numel()
 
     def send_to_host(self, key: str, x: Tensor) -> None:
-        """Keep ``x`` in memory under ``key``, for the host to read in the next step with :meth:`on_host`."""
+        """Keep ``x`` in memory under ``key``, for the host to read in the next step with :meth:`take_from_host`."""
         self.memory[key] = x
         if x.device.type == "cuda":
             host = torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
@@ -129,13 +129,13 @@ class Group:
             arrived.record()
             self._on_host[key] = x, host, arrived
 
-    def on_host(self, key: str) -> Tensor | None:
-        """What was kept under ``key``, where the host can read it, if anything was.
+    def take_from_host(self, key: str) -> Tensor | None:
+        """What was kept under ``key``, where the host can read it, if anything was; it is kept no longer.
 
         A step after :meth:`send_to_host` it has long arrived, so that nobody waits for what the device is doing now.
         """
-        kept = self.memory.get(key)
-        x, host, arrived = self._on_host.get(key, (None, None, None))
+        kept = self.memory.pop(key, None)
+        x, host, arrived = self._on_host.pop(key, (None, None, None))
         if kept is None or x is not kept:  # resumed, or undone
             return kept
         assert arrived is not None

@@ -8,24 +8,16 @@ import torch
 from torch import Tensor
 
 from lightning_sparse import selection
-from lightning_sparse.checks import (
-    check_density,
-    check_seed,
-    check_setting,
-    check_slack,
-    checked_patterns,
-    is_number,
-    is_whole,
-    matches,
-)
-from lightning_sparse.compressors.base import Compressor, report
+from lightning_sparse.checks import check_seed, check_setting, checked_patterns, is_number, is_whole, matches
+from lightning_sparse.compressors.base import Compressor, check_selecting, report
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.network.comm import Comm, Rounds
+from lightning_sparse.network.comm import Comm, Rounds, traffic
+from lightning_sparse.network.sparse_collectives import broadcast
 from lightning_sparse.network.sums import sum_selected
 from lightning_sparse.selection.estimate import count, room, sampled_threshold
 from lightning_sparse.selection.streams import draw
 from lightning_sparse.selection.threshold import LARGEST
-from lightning_sparse.wire import Selection, check_index_format
+from lightning_sparse.wire import Selection
 
 RULES = ("density", "fixed", "adaptive")
 
@@ -36,8 +28,8 @@ class ImportancePruning(Compressor):
 
     Cheng and Xu, "Bandwidth Reduction using Importance Weighted Pruning on Ring AllReduce" (arXiv 1901.01544).  An
     element's importance is |gradient / weight|.  In each step ``givers`` ranks, drawn from a stream all ranks share,
-    send the indices of what they find important; every rank sends its values there.  So what travels does
-    not grow with P.
+    send the indices of what they find important; every rank sends its values there.  So what travels does not grow
+    with P.
 
     Of the paper only the abstract could be had: importance, random mask-givers and sums at the mask are the paper's;
     that importance is of all that is unsent, the guard ``eps``, the rules for thresholds, the coding of masks and
@@ -69,17 +61,13 @@ class ImportancePruning(Compressor):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_density(self, self.density)
-        check_slack(self, self.slack)
-        check_index_format(self, self.indices)
+        check_selecting(self)
         finite = is_number(self.threshold) and abs(self.threshold) <= LARGEST
         positive = is_number(self.eps) and 1 / LARGEST <= self.eps <= LARGEST
         check_setting(self, "givers", is_whole(self.givers, least=1), "an integer, at least 1: a number of ranks")
         check_setting(self, "rule", self.rule in RULES, f"one of {', '.join(RULES)}")
         check_setting(self, "threshold", finite, "a finite number: float32 values are compared with it")
         check_setting(self, "eps", positive, "from 3e-39 to 3e38, where float32 ends: weights may be 0")
-        for name in ("threshold", "eps"):  # torch takes no integers beyond 64 bits
-            object.__setattr__(self, name, float(getattr(self, name)))
         check_seed(self, self.seed)
         object.__setattr__(self, "protect", checked_patterns(self, self.protect))
 
@@ -88,26 +76,15 @@ class ImportancePruning(Compressor):
         unsent, on = group.unsent, selection.on(group.unsent)
         group.target = count(self.density, group.n)
         givers = self._draw_givers(group, comm.size)
-        capacity = sum(self._room(size, len(givers)) for size in group.sizes if size)
-        layout = on.layout(group.n, capacity, self.indices)
+        layout = on.layout(group.n, sum(self._room(size, len(givers)) for size in group.sizes if size), self.indices)
 
-        before, flights, arrived = comm.sent_bytes, [], []
-        for giver in givers:
-            message = comm.buffer("mask", layout.nbytes, torch.uint8, unsent.device)
-            if giver == comm.rank:
-                mask = self._mask(group, len(givers))
-                group.overflow = mask.seen - mask.count
-                on.pack(layout, mask, message)
-            flights.append(comm.broadcast(message, giver))
-        group.mask_bytes = comm.sent_bytes - before
-        for flight in flights:
-            arrived.append((yield flight))
-
-        masks = on.unpack(layout, torch.stack(arrived))
+        own = self._mask(group, len(givers)) if comm.rank in givers else None
+        masks = yield from broadcast(own, givers, layout, comm, unsent.device)
+        group.mask_bytes = len(givers) * traffic("broadcast", layout.nbytes, comm.size)
         report(self, group, masks)
         chosen = on.unite(masks, group.n)
-        group.picked = chosen.count
-        return (yield from sum_selected(chosen, unsent, len(givers) * capacity, comm))
+        group.picked, group.overflow = chosen.count, own.seen - own.count if own else 0
+        return (yield from sum_selected(chosen, unsent, len(givers) * layout.capacity, comm))
 
     def _room(self, size: int, givers: int) -> int:
         """Elements of a layer of ``size`` that a mask has room for."""
@@ -132,16 +109,17 @@ class ImportancePruning(Compressor):
         """|unsent / weight| for the elements of each layer that has any."""
         for slot, parameter in zip(group.slots(group.unsent), group.parameters, strict=True):
             if slot.numel():
-                weight = parameter.detach().reshape(-1).float().abs().add_(self.eps)
+                eps = float(self.eps)  # torch takes no integers beyond 64 bits
+                weight = parameter.detach().reshape(-1).float().abs().add_(eps)
                 yield torch.div(slot, weight, out=weight).abs_()  # in the same memory
 
     def _layer_threshold(self, importance: Tensor, wanted: int) -> Tensor:
         """[] float32, where the importances are."""
         if self.rule == "fixed":
-            return importance.new_full((), self.threshold)
+            return importance.new_full((), float(self.threshold))
         if self.rule == "adaptive":
             deviation, mean = torch.std_mean(importance, correction=0)
-            return mean + self.threshold * deviation
+            return mean + float(self.threshold) * deviation
         return sampled_threshold(importance, wanted)
 
     def is_dense(self, name: str, elements: int) -> bool:

@@ -3,19 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from lightning_sparse import selection
-from lightning_sparse.checks import check_density, check_slack, check_switch
-from lightning_sparse.compressors.base import Compressor, carry_thresholds, last_report, report
+from lightning_sparse.checks import check_switch
+from lightning_sparse.compressors.base import Compressor, carry_thresholds, check_selecting, last_report, report
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.network.comm import Comm, Rounds
+from lightning_sparse.network.sparse_collectives import gather
 from lightning_sparse.network.sums import sum_selected
 from lightning_sparse.selection import partition
 from lightning_sparse.selection.estimate import count, room, sampled_threshold
 from lightning_sparse.selection.threshold import Held
-from lightning_sparse.wire import check_index_format
 
 
 @dataclass(frozen=True)
@@ -51,35 +50,32 @@ class MiCRO(Compressor):
     indices: str = "auto"
 
     def __post_init__(self) -> None:
-        check_density(self, self.density)
+        check_selecting(self)
         check_switch(self, "balance")
-        check_slack(self, self.slack)
-        check_index_format(self, self.indices)
 
     def reduce(self, group: Group, comm: Comm) -> Rounds:
         """Gather what the owners select, then sum the values there over all ranks."""
         n, size, unsent, on = group.n, comm.size, group.unsent, selection.on(group.unsent)
         k = group.target = count(self.density, n)
-        if "edges" not in group.memory:
-            group.memory["edges"] = partition.even(n, size)
-        edges = self._adapt(group)
-        threshold = yield from self._threshold(group, comm)
+        self._adapt(group)
+        if "held" not in group.memory:
+            estimates = yield comm.all_reduce(sampled_threshold(unsent, k).view(1))
+            group.memory["held"] = Held(float(estimates) / size).state()
+        threshold = Held.of(group.memory["held"]).threshold
+        edges = group.memory.setdefault("edges", partition.even(n, size)).tolist()
 
-        widths, capacity = partition.widths(edges), self._capacity(n, edges)
-        layout = on.layout(max(widths), capacity, self.indices)
-        own = (group.step + comm.rank) % size
-        found = on.select(unsent[edges[own] : edges[own + 1]], threshold, capacity)
-        group.overflow = found.seen - found.count
-        message = on.pack(layout, found, comm.buffer("message", layout.nbytes, torch.uint8, unsent.device))
-        gathered = yield comm.all_gather(message)  # [P, bytes]
+        widths = partition.widths(edges)
+        meant = room(k / size if self.balance else k, self.slack)  # without balance all may lie in one partition
+        layout = on.layout(max(widths), min(max(widths), meant), self.indices)
+        owned = [(group.step + rank) % size for rank in range(size)]  # the partition of each rank
+        found = on.select(unsent.split(widths)[owned[comm.rank]], threshold, layout.capacity)
+        gathered = yield from gather(found, layout, comm, [widths[part] for part in owned])
+        found_in = [gathered[owned.index(part)] for part in range(size)]
+        report(self, group, found_in)
 
-        selections = on.unpack(layout, gathered.roll(group.step, 0), widths)  # in each partition
-        report(self, group, selections)
-        chosen, values = on.join(selections, edges), size * capacity
-        if not self.balance:  # there is room for all that are meant, wherever they lie
-            values = min(values, room(k, self.slack))
-            chosen = on.compact(chosen, values)
-        group.picked = chosen.count
+        values = size * layout.capacity if self.balance else min(size * layout.capacity, meant)
+        chosen = on.compact(on.join(found_in, edges), values)
+        group.picked, group.overflow = chosen.count, found.seen - found.count
         return (yield from sum_selected(chosen, unsent, values, comm))
 
     def carry(self, parts: Sequence[tuple[Group, int]]) -> dict[str, Tensor]:
@@ -88,36 +84,12 @@ class MiCRO(Compressor):
             self._adapt(group)
         return carry_thresholds(parts, "held")
 
-    def _capacity(self, n: int, edges: list[int]) -> int:
-        """Elements there is room for in a message: without balance all of them may lie in one partition."""
-        meant = count(self.density, n) / (len(edges) - 1 if self.balance else 1)
-        return min(max(partition.widths(edges)), room(meant, self.slack))
-
-    def _threshold(self, group: Group, comm: Comm) -> Rounds[float]:
-        """The threshold all ranks share; where there is none, the mean of the ranks' estimates."""
-        if "held" not in group.memory:
-            estimate = sampled_threshold(group.unsent, group.target)
-            total = yield comm.all_reduce(estimate.view(1))
-            group.memory["held"] = Held(float(total) / comm.size).state()
-        return Held.of(group.memory["held"]).threshold
-
-    def _adapt(self, group: Group) -> list[int]:
-        """Threshold and edges of this step, from what all ranks know of the last; returns the edges, [P + 1]."""
-        reported = last_report(self, group)
-        edges: list[int] = group.memory["edges"].tolist() if "edges" in group.memory else []
-        if reported is None:
-            return edges
-        picked, seen, near, _ = (list(column) for column in zip(*reported, strict=True))  # of each partition
-        k, size = count(self.density, group.n), len(seen)
-        held = Held.of(group.memory["held"])
-        if held.lost(size * min(seen), sum(near), k):
-            del group.memory["held"]
-        else:
-            capacity = self._capacity(group.n, edges)
-            roomy = [p for p in range(size) if seen[p] <= capacity] or range(size)
-            held = held.after(sum(picked), k, sum(seen[p] for p in roomy), sum(near[p] for p in roomy))
-            group.memory["held"] = held.state()
-        if self.balance:
-            edges = partition.balanced(edges, seen)
-            group.memory["edges"] = torch.tensor(edges)
-        return edges
+    def _adapt(self, group: Group) -> None:
+        """Set threshold and edges of this step, from what all ranks know of the last; a threshold may be given up."""
+        reported, memory = last_report(self, group), group.memory
+        if reported is not None:
+            held = Held.of(memory.pop("held")).following(reported, count(self.density, group.n))
+            if held is not None:
+                memory["held"] = held.state()
+            if self.balance:
+                memory["edges"] = partition.balanced(memory["edges"], [seen for _, seen, *_ in reported])

@@ -6,17 +6,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_sparse import kernels, selection
-from lightning_sparse.checks import check_density, check_setting, check_slack, is_whole
-from lightning_sparse.compressors.base import Compressor, carry_thresholds
+from lightning_sparse import selection
+from lightning_sparse.checks import check_setting, is_whole
+from lightning_sparse.compressors.base import Compressor, carry_thresholds, check_selecting, last_report, report
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.compressors.ok_topk_control import Evaluated, Reported, adapt
 from lightning_sparse.network.comm import Comm, Rounds
-from lightning_sparse.network.sparse_collectives import even_out, reduce_scatter
+from lightning_sparse.network.sparse_collectives import gather, reduce_scatter
 from lightning_sparse.selection import partition
-from lightning_sparse.selection.estimate import count, room
+from lightning_sparse.selection.estimate import count, not_nan, pooled_threshold, room, sampled_threshold, summary
 from lightning_sparse.selection.sparse import Sparse
-from lightning_sparse.wire import MessageLayout, Selection, check_index_format
+from lightning_sparse.selection.threshold import Held
+
+FEW = 8  # elements: of fewer counts do not say how far to move a threshold, which is evaluated in every step
+THRESHOLDS = "local", "shared"  # this rank's own, of elements, and that of sums, which all ranks share
 
 
 @dataclass(frozen=True)
@@ -25,28 +27,27 @@ class OkTopk(Compressor):
 
     1. Each rank selects the elements that reach its own threshold, about k = density * n of them.
     2. Split and reduce: the vector is cut into P regions, and each rank sends what it selected in a region to its
-       owner, who adds them up.  Destinations rotate: in round j rank r sends to r + j and receives from r - j.
-    3. Balance and gather: owners select the sums that reach a threshold all ranks share, even out how many each holds
-       if one holds more than a message has room for, and everyone gathers them.
+       owner, who adds them up: one all-to-all.
+    3. Gather: owners select the sums that reach a threshold all ranks share, and everyone gathers them.
 
     Only what arrives in the end is taken out of ``unsent``: what did not reach the shared threshold stays with
     its rank.  A rank sends k (P-1)/P (index, value) pairs in step 2 and as many in step 3, times ``slack``; with 32-bit
     indices and values that is 4 ``slack`` k (P-1)/P words.  The paper's bound is 6, and 2 are needed (Theorem 3.1).
 
-    Thresholds are evaluated every ``evaluate_every`` steps, or where they missed by a factor of two, and the shared one
-    where it finds less than a quarter of k; between, :class:`~lightning_sparse.selection.threshold.Held` corrects them.
-    Regions are cut anew every ``repartition_every`` steps, so that ranks select equally many in each.  Where ours
-    differs from the authors' code: the shared threshold comes from 128 quantiles of each owner's sums, not from
-    gathering all of them; messages have a fixed size.
+    So two messages follow each other, and a third, of 128 quantiles of each owner's sums, where the shared threshold is
+    evaluated: every ``evaluate_every`` steps, where the last step missed by a factor of two, and for k < 8.  Between,
+    :class:`~lightning_sparse.selection.threshold.Held` corrects both thresholds.  Regions move so that ranks select
+    equally many in each.  All of this follows counts in the messages' headers, a step later.
 
-    On a GPU step 3 does not even out, and thresholds and regions follow a step later, so that nobody waits for it: see
-    :class:`~lightning_sparse.compressors.ok_topk_control.Reported`.
+    Where ours differs from the authors' code: messages have a fixed size, so what a full region has no room for waits
+    (``group.overflow``) where they even out what owners hold, in a message of sizes and one of elements; the shared
+    threshold comes from quantiles, not from gathering all sums; thresholds of ranks come from a sample.
 
     Args:
         density: k / n, the fraction of elements updated in a step, in (0, 1].  The paper's experiments: 0.01 and 0.02.
         evaluate_every: steps between evaluations of the thresholds, tau' in the paper; its code has 32 and 128.
-        repartition_every: steps between repartitions, tau in the paper; its code has 64, which left the fullest region
-            19 % above the mean on skewed layers, where 32 left it 9 % above.
+        repartition_every: steps between moves of the regions, tau in the paper; its code has 64, since moving them
+            takes a message there.
         slack: room in a message, as a multiple of the k / P elements meant, at least 1.
         indices: how indices travel: "auto" (the cheapest), "int32", "block16", "bitmap" or "elias_fano"; on a GPU
             always "block16".  The code: 32 bits each.
@@ -54,57 +55,80 @@ class OkTopk(Compressor):
 
     density: float = 0.01
     evaluate_every: int = 32
-    repartition_every: int = 32
+    repartition_every: int = 1
     slack: float = 1.25
     indices: str = "auto"
 
     def __post_init__(self) -> None:
-        check_density(self, self.density)
-        check_slack(self, self.slack)
-        check_index_format(self, self.indices)
+        check_selecting(self)
         for name in ("evaluate_every", "repartition_every"):
-            check_setting(
-                self, name, is_whole(getattr(self, name), least=1), "an integer, at least 1: a number of steps"
-            )
+            whole = is_whole(getattr(self, name), least=1)
+            check_setting(self, name, whole, "an integer, at least 1: a number of steps")
 
     def reduce(self, group: Group, comm: Comm) -> Rounds:
         """Select, split and reduce, select among the sums and gather; take out what arrived."""
-        n, unsent, rank, on = group.n, group.unsent, comm.rank, selection.on(group.unsent)
-        group.target = count(self.density, n)
-        control = (Reported if kernels.used_for(unsent) else Evaluated)(self, group, comm)
-        found, edges = yield from control.find()
+        n, size, unsent, on = group.n, comm.size, group.unsent, selection.on(group.unsent)
+        k = group.target = count(self.density, n)
+        local, shared = self._adapt(group)
+        edges = group.memory.setdefault("regions", partition.even(n, size)).tolist()
         widths = partition.widths(edges)
-        layout = self.layout(group, comm, max(widths))
+        layout = on.layout(max(widths), min(max(widths), room(k / size, self.slack)), self.indices, comm.wire_dtype)
+
+        local = not_nan(sampled_threshold(unsent, k)) if local is None else local
+        found = [on.select(part, local, layout.capacity) for part in unsent.split(widths)]
         mine = on.with_values(on.join(found, edges), unsent)
         values = mine.values.split([part.index.numel() for part in found])
         parts = [replace(part, values=own) for part, own in zip(found, values, strict=True)]
-        region, arrived = yield from reduce_scatter(parts, layout, widths[rank], comm)
+        region, arrived = yield from reduce_scatter(parts, layout, widths[comm.rank], comm)
 
-        own, counts = yield from control.choose(region)
-        kept = [on.moved(own, edges[rank], edges[rank + 1], n)]  # its values keep the rounding errors
-        if counts and max(counts) > layout.capacity:
-            even = yield from even_out(Sparse(kept[0].index, own.values), counts, self.layout(group, comm, n), comm)
-            own, layout = Selection(even.index, even.values), self.layout(group, comm, n)
-            edges, widths = [0] * comm.size, []  # indices count from the start of the group
-            kept.append(own)
-        message = on.pack(layout, own, comm.buffer("message", layout.nbytes, torch.uint8, unsent.device))
-        gathered = on.unpack(layout, (yield comm.all_gather(message)), widths)
+        if shared is None:
+            sums = region.values if isinstance(region, Sparse) else region
+            summaries = yield comm.all_gather(summary(sums, layout.capacity))
+            shared = not_nan(pooled_threshold(summaries, k).float()).clamp(min=0)  # damaged, it may be anything
+        load = sum(part.seen for part in [found[comm.rank], *arrived])
+        own = replace(on.select_from(region, shared, layout.capacity), load=load)
+        gathered = yield from gather(own, layout, comm, widths)
 
         delivered = on.join(gathered, edges)
         on.put(on.among(mine, delivered.index, n), unsent)
-        for each in kept:
-            on.add(each, unsent)
-        group.picked = delivered.count
-        yield from control.finish(mine, [*gathered, *arrived])
+        on.add(on.moved(own, edges[comm.rank], edges[comm.rank + 1], n), unsent)  # what the sums lost by rounding
+        report(self, group, [*gathered, *arrived])
+        seen, near, sent = (sum(getattr(part, key) for part in found) for key in ("seen", "near", "count"))
+        used = [torch.as_tensor(each) for each in (local, shared, seen, near)]
+        group.send_to_host("thresholds", torch.stack(used).double())
+        group.picked, group.overflow = delivered.count, seen - sent + own.seen - own.count
         return on.total(delivered, n)
-
-    def layout(self, group: Group, comm: Comm, n: int) -> MessageLayout:
-        """Messages that carry a P-th of k elements among n."""
-        capacity = min(n, room(group.target / comm.size, self.slack))
-        return selection.on(group.unsent).layout(n, capacity, self.indices, comm.wire_dtype)
 
     def carry(self, parts: Sequence[tuple[Group, int]]) -> dict[str, Tensor]:
         """Both thresholds."""
         for group, _ in parts:
-            adapt(self, group)
-        return carry_thresholds(parts, "local", "shared")
+            self._adapt(group)
+        return carry_thresholds(parts, *THRESHOLDS)
+
+    def _adapt(self, group: Group) -> list[Tensor | None]:
+        """The rank's own and the shared threshold of this step, [] float32; None where one is to be evaluated.
+
+        They and the regions follow what was reported of the last step.
+        """
+        reported, memory = last_report(self, group), group.memory
+        k = count(self.density, group.n)
+        due = group.step % self.evaluate_every == 0 or k < FEW
+        unknown = {key for key in THRESHOLDS if key not in memory or due}
+        if reported is not None:
+            owners = reported[: (len(reported) + 1) // 2]  # P messages were gathered, P - 1 were sent to this rank
+            thresholds = group.take_from_host("thresholds")
+            assert thresholds is not None  # it is sent with the report
+            local, shared, seen, near = thresholds.tolist()
+            for key, used, messages in zip(THRESHOLDS, (local, shared), ([[seen, seen, near]], owners), strict=True):
+                held = Held.of(memory[key]).renewed(used) if key in memory else Held(used)
+                following = held.following(messages, k)
+                sent, seen, near = (sum(message[i] for message in messages) for i in range(3))
+                if following is None or held.blind(sent, k, seen, near):
+                    following = replace(held, was_blind=following is not None)
+                    unknown.add(key)
+                memory[key] = following.state()
+            if group.step % self.repartition_every == 0:
+                memory["regions"] = partition.balanced(memory["regions"], [load for *_, load, _ in owners])
+        return [
+            None if key in unknown else group.unsent.new_full((), Held.of(memory[key]).threshold) for key in THRESHOLDS
+        ]

@@ -1,24 +1,22 @@
 """Sketch-Fusion: add up count-sketches, read off where the sum is large, and fetch the exact values there."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from lightning_sparse import kernels
+from lightning_sparse import selection
 from lightning_sparse.checks import check_density, check_seed, check_setting, check_switch, is_number, is_whole
 from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.network.sums import sum_selected, sum_values
-from lightning_sparse.selection.estimate import count, room, sampled_threshold
-from lightning_sparse.selection.host import above, kth_largest
-from lightning_sparse.selection.sketch import CountSketch, DeviceSketch
+from lightning_sparse.selection.estimate import count
+from lightning_sparse.selection.sketch import CountSketch, coder
 from lightning_sparse.selection.sparse import Sparse
-from lightning_sparse.wire import INDEX_LIMIT, Selection
+from lightning_sparse.wire import INDEX_LIMIT
 
 FEWEST_COLUMNS = 16
-SLACK = 1.1  # on a device all candidates go that reach an estimated threshold, at most so many times k
 MOST_ROWS = 99  # beyond, a table is no sketch
 
 
@@ -72,33 +70,24 @@ class SketchFusion(Compressor):
 
     def reduce(self, group: Group, comm: Comm) -> Rounds:
         """Sum sketches, find candidates, sum those."""
-        n, unsent = group.n, group.unsent
+        n, unsent, on = group.n, group.unsent, selection.on(group.unsent)
         k = group.target = count(self.density, n)
         sketch = self.sketch(group)
-        on_device = kernels.used_for(unsent)
-        coder = DeviceSketch(sketch, n, unsent.device) if on_device else sketch
+        hashed = coder(sketch, unsent)
         own = comm.buffer("table", sketch.rows * sketch.columns, torch.float32, unsent.device)
-        coder.encode(unsent, out=own.view(sketch.rows, sketch.columns))
+        hashed.encode(unsent, out=own.view(sketch.rows, sketch.columns))
         # Rounding errors are not carried over to the next step: only candidates come of the table.
-        exact = comm.wire_dtype.lossless
-        table = (yield comm.all_reduce(own)) if exact else (yield from sum_values(own, comm))
+        table = yield from sum_values(own, comm)
         table = self._remembered(group, table.view(sketch.rows, sketch.columns))
-        estimates = coder.estimate(table, out=comm.buffer("estimates", n, torch.float32, unsent.device))
-        if on_device and self.exact:  # nobody waits for the device to know how many there are
-            threshold = sampled_threshold(estimates, k)
-            found = kernels.select(estimates, None, threshold, room(k, SLACK))
-            least: float | Tensor = threshold
-        else:
-            least = kth_largest(estimates, k)
-            found = Selection(top(estimates, k, least))
-        group.picked = found.count
+        estimates = hashed.estimate(table, out=comm.buffer("estimates", n, torch.float32, unsent.device))
+
+        found = on.select_k(estimates, k)
+        group.picked, broken = found.count, (0 * found.values).sum()  # NaN if an estimate is not finite: so it is seen
         if not self.exact:
-            unsent.index_fill_(0, found.index, 0)
-            return Sparse(found.index, estimates.index_select(0, found.index) + 0 * least)
+            on.put(replace(found, values=0 * found.values), unsent)
+            return on.total(replace(found, values=found.values + broken), n)
         total = yield from sum_selected(found, unsent, k, comm)
-        if isinstance(total, Sparse):  # where the least is not finite, nothing is: so it is seen
-            return Sparse(total.index, total.values + 0 * least)
-        return total + 0 * least
+        return Sparse(total.index, total.values + broken) if isinstance(total, Sparse) else total + broken
 
     def _remembered(self, group: Group, table: Tensor) -> Tensor:
         if not self.momentum:
@@ -106,17 +95,3 @@ class SketchFusion(Compressor):
         before = group.memory.get("table")
         group.memory["table"] = table.clone() if before is None else before.mul_(self.momentum).add_(table)
         return group.memory["table"]
-
-
-def top(x: Tensor, k: int, least: float) -> Tensor:
-    """Indices, rising, of the ``k`` largest magnitudes in ``x`` [n], of which ``least`` is the smallest.
-
-    Of equals the first: the same on every rank.
-    """
-    found = above(x, least)
-    if found.numel() < k:  # fewer than k are not zero
-        return found
-    magnitudes = x.index_select(0, found).abs()
-    larger = magnitudes > least
-    tied = (~larger).cumsum(0) <= k - larger.sum()
-    return found[larger | tied]

@@ -2,15 +2,12 @@
 
 from dataclasses import dataclass
 
-import torch
-
 from lightning_sparse import selection
-from lightning_sparse.checks import check_density
-from lightning_sparse.compressors.base import Compressor, report
+from lightning_sparse.compressors.base import Compressor, check_selecting, report
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.network.comm import Comm, Rounds
+from lightning_sparse.network.sparse_collectives import gather
 from lightning_sparse.selection.estimate import count
-from lightning_sparse.wire import check_index_format
 
 
 @dataclass(frozen=True)
@@ -18,8 +15,7 @@ class TopK(Compressor):
     """Each rank sends its own k = density * n largest elements (Aji and Heafield, EMNLP 2017): the usual baseline.
 
     One all-gather of k (index, value) pairs, so what a rank sends grows with the number of ranks, and up to P * k
-    elements are updated.  The value at an index is the sum over the ranks that
-    selected it.
+    elements are updated.  The value at an index is the sum over the ranks that selected it.
 
     Args:
         density: fraction of elements each rank sends, in (0, 1].
@@ -31,8 +27,7 @@ class TopK(Compressor):
     indices: str = "auto"
 
     def __post_init__(self) -> None:
-        check_density(self, self.density)
-        check_index_format(self, self.indices)
+        check_selecting(self)
 
     def reduce(self, group: Group, comm: Comm) -> Rounds:
         """Gather everyone's largest elements and add them up, rank by rank, in the same order everywhere."""
@@ -40,9 +35,8 @@ class TopK(Compressor):
         k = group.target = count(self.density, n)
         layout = on.layout(n, k, self.indices, comm.wire_dtype)
         own = on.select_k(unsent, k)
-        message = on.pack(layout, own, comm.buffer("message", layout.nbytes, torch.uint8, unsent.device))
+        selections = yield from gather(own, layout, comm)
         on.put(own, unsent)  # the rounding errors
-        selections = on.unpack(layout, (yield comm.all_gather(message)))
         report(self, group, selections)
         total, group.picked = on.add_up(selections, n)
         return total

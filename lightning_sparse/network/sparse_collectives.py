@@ -7,19 +7,48 @@ import torch
 from torch import Tensor
 
 from lightning_sparse import selection
-from lightning_sparse.network.comm import Comm, Pending, Rounds
-from lightning_sparse.selection import partition
+from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.selection.sparse import Sparse
-from lightning_sparse.wire import CAUSE, CorruptMessage, MessageLayout, Selection
+from lightning_sparse.wire import MessageLayout, Selection
+
+
+def gather(own: Selection, layout: MessageLayout, comm: Comm, widths: Sequence[int] = ()) -> Rounds[list[Selection]]:
+    """What each rank selected, in their order.  Values in ``own`` keep the rounding errors.
+
+    Args:
+        own: what this rank selected.
+        layout: of the messages.
+        comm: the ranks.
+        widths: [P], elements of the vector that each rank selected from; layout.n if not given.
+    """
+    on = selection.on(own.index)
+    message = comm.buffer("message", layout.nbytes, torch.uint8, own.index.device)
+    return on.unpack(layout, (yield comm.all_gather(on.pack(layout, own, message))), widths)
+
+
+def broadcast(
+    own: Selection | None, sources: Sequence[int], layout: MessageLayout, comm: Comm, device: torch.device
+) -> Rounds[list[Selection]]:
+    """What each of the ranks ``sources`` selected, in their order; ``own``, without values, where this is one of them.
+
+    All are sent at once.
+    """
+    flights, arrived = [], []
+    on = selection.on(torch.empty(0, device=device))
+    for source in sources:
+        message = comm.buffer("mask", layout.nbytes, torch.uint8, device)
+        if own is not None and source == comm.rank:
+            on.pack(layout, own, message)
+        flights.append(comm.broadcast(message, source))
+    for flight in flights:
+        arrived.append((yield flight))
+    return on.unpack(layout, torch.stack(arrived))
 
 
 def reduce_scatter(
     parts: Sequence[Selection], layout: MessageLayout, width: int, comm: Comm
 ) -> Rounds[tuple[Tensor | Sparse, list[Selection]]]:
-    """The sum over all ranks of their ``parts[r]``, on rank r, and the messages it came from.
-
-    Destinations rotate, so that no rank is sent to by all others at once: in round j this rank sends to the rank j
-    further on and receives from as far back.
+    """The sum over all ranks of their ``parts[r]``, on rank r, and what the others sent for it.
 
     Args:
         parts: [P], what this rank contributes to each region; indices count from its start.  Values keep the rounding
@@ -28,51 +57,16 @@ def reduce_scatter(
         width: elements of this rank's region.
         comm: the ranks.
     """
-    own, on = parts[comm.rank], selection.on(parts[0].values)
-    flights = [_send(parts[(comm.rank + j) % comm.size], layout, comm, j) for j in range(1, comm.size)]
-    arrived = [replace(own, values=own.values.clone())]
+    own, on = parts[comm.rank], selection.on(parts[0].index)
+    rows = [
+        comm.buffer(name, comm.size * layout.nbytes, torch.uint8, own.values.device).view(comm.size, -1)
+        for name in ("leaving", "arriving")
+    ]
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+    for rank in others:
+        on.pack(layout, parts[rank], rows[0][rank])
+    arriving = yield comm.all_to_all(rows[0], out=rows[1])
+    arrived = [on.unpack(layout, arriving[rank : rank + 1], [width])[0] for rank in others]
+    kept = replace(own, values=own.values.clone())
     own.values.zero_()
-    for flight in flights:
-        arrived += on.unpack(layout, (yield flight).unsqueeze(0), [width])
-    return on.add_up(arrived, layout.n)[0], arrived[1:]
-
-
-def even_out(own: Sparse, counts: Sequence[int], layout: MessageLayout, comm: Comm) -> Rounds[Sparse]:
-    """Hand elements on until all ranks hold as many, differing by at most one; their order over the ranks is kept.
-
-    Args:
-        own: what this rank holds.  Values handed on keep the rounding errors; the others become zero.
-        counts: [P], elements each rank holds.
-        layout: of a message but for its capacity, which is what the fullest one needs: all ranks know the counts.
-        comm: the ranks.
-    """
-    rank, size = comm.rank, comm.size
-    starts = [sum(counts[:r]) for r in range(size + 1)]
-    blocks = partition.even(starts[-1], size).tolist()
-
-    def share(source: int, to: int) -> range:  # of what rank `source` holds, what belongs to rank `to`
-        start = max(starts[source], blocks[to]) - starts[source]
-        return range(start, max(start, min(starts[source + 1], blocks[to + 1]) - starts[source]))
-
-    parts = [own[share(rank, to).start : share(rank, to).stop] for to in range(size)]
-    pieces, flights = {rank: parts[rank].moved_out()}, {}
-    for j in range(1, size):
-        most = max(len(share(r, (r + j) % size)) for r in range(size))
-        if most:
-            part, message = parts[(rank + j) % size], layout.with_capacity(most)
-            flights[(rank - j) % size] = message, _send(Selection(part.index, part.values), message, comm, j)
-    for source, (message, flight) in flights.items():
-        piece, expected = message.unpack((yield flight)), len(share(source, rank))
-        if piece.count != expected:
-            raise CorruptMessage(f"{piece.count} elements of rank {source} arrived, {expected} expected: {CAUSE}")
-        pieces[source] = Sparse(piece.index, piece.values)
-    ordered = [pieces[source] for source in sorted(pieces)]
-    return Sparse(torch.cat([p.index for p in ordered]), torch.cat([p.values for p in ordered]))
-
-
-def _send(part: Selection, layout: MessageLayout, comm: Comm, by: int) -> Pending:
-    """Send ``part`` to the rank ``by`` further on, and receive from as far back."""
-    leaving, arriving = (
-        comm.buffer(name, layout.nbytes, torch.uint8, part.values.device) for name in ("leaving", "arriving")
-    )
-    return comm.shift(selection.on(part.values).pack(layout, part, leaving), out=arriving, by=by)
+    return on.add_up([kept, *arrived], max(1, width))[0], arrived  # of an empty region an element that is zero

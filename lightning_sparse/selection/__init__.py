@@ -18,6 +18,7 @@ class Backend(Protocol):
     select: Callable[[Tensor, float | Tensor, int], Selection]
     select_k: Callable[[Tensor, int], Selection]
     with_values: Callable[[Selection, Tensor], Selection]
+    select_from: Callable[..., Selection]
     put: Callable[[Selection, Tensor], None]
     add: Callable[[Selection, Tensor], None]
     pack: Callable[[MessageLayout, Selection, Tensor], Tensor]

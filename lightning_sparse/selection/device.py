@@ -43,6 +43,11 @@ def with_values(selection: Selection, x: Tensor) -> Selection:
     return replace(selection, values=torch.where(index < n, x.index_select(0, index.clamp(max=n - 1)), 0.0))
 
 
+def select_from(total: Tensor, threshold: float | Tensor, capacity: int) -> Selection:
+    """The elements of a sum that reach ``threshold``, as :func:`select` says, with their values."""
+    return with_values(select(total, threshold, capacity), total)
+
+
 def put(selection: Selection, into: Tensor) -> None:
     """Set the selected elements of ``into`` [n] to the values of ``selection``.
 
@@ -64,7 +69,8 @@ def add(selection: Selection, into: Tensor) -> None:
 def pack(layout: MessageLayout, selection: Selection, out: Tensor) -> Tensor:
     """Write a message to ``out`` [nbytes] uint8, which is returned; the selection's values keep the rounding errors."""
     header, value_part, index_part = layout.parts(out)
-    counts = torch.stack([selection.count, selection.seen, selection.near, torch.zeros_like(selection.count)])
+    load = selection.load + torch.zeros_like(selection.count)  # which may be a number
+    counts = torch.stack([selection.count, selection.seen, selection.near, load])
     header.view(torch.int32).copy_(counts.clamp(max=MOST))
     if layout.values is not None:
         used = layout.values.nbytes(layout.capacity)
@@ -76,19 +82,22 @@ def pack(layout: MessageLayout, selection: Selection, out: Tensor) -> Tensor:
 
 
 def unpack(layout: MessageLayout, payloads: Tensor, widths: Sequence[int] = ()) -> list[Selection]:
-    """Read messages; ``intact`` says where one is damaged, whose indices are in [0, n] all the same."""
+    """Read messages of vectors of ``widths`` [P] elements, or layout.n, with which their indices are padded.
+
+    ``intact`` says where one is damaged, whose indices are in this range all the same.
+    """
     headers, value_part, index_part = layout.parts(payloads)
     selections = []
-    for p, (count, seen, near, _) in enumerate(headers.contiguous().view(torch.int32)):
+    for p, (count, seen, near, load) in enumerate(headers.contiguous().view(torch.int32)):
         index, intact = kernels.decode_indices(index_part[p, : layout.index_bytes], layout.n, layout.capacity, count)
-        if widths:
-            intact = intact & ~((index >= widths[p]) & (index < layout.n)).any()
-        intact = intact & (seen >= 0) & (near >= 0)
+        width = widths[p] if widths else layout.n
+        intact = intact & ~((index >= width) & (index < layout.n)).any() & (seen >= 0) & (near >= 0) & (load >= 0)
+        index = index.clamp(max=width)
         values = torch.empty(layout.capacity if layout.values else 0, dtype=torch.float32, device=index.device)
         if layout.values is not None:
             layout.values.read(value_part[p, : layout.values.nbytes(layout.capacity)], values)
-            values = torch.where(index < layout.n, values, 0.0)
-        selections.append(Selection(index, values, seen, near, count, intact.to(torch.int32)))
+            values = torch.where(index < width, values, 0.0)
+        selections.append(Selection(index, values, seen, near, load, count, intact.to(torch.int32)))
     return selections
 
 

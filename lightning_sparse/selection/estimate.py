@@ -7,8 +7,7 @@ from torch import Tensor
 
 SAMPLE = 2**16  # elements at least in a sample, where there are so many ...
 SAMPLED_ABOVE = 1024  # ... and so many of them above the threshold that is wanted: about 3 % of uncertainty
-SUMMARISED = 2**14  # elements at least that are put in order to summarise a distribution, by ...
-QUANTILES = 128  # ... so many of them
+QUANTILES = 128  # that summarise a distribution
 
 
 def count(density: float, n: int) -> int:
@@ -45,18 +44,12 @@ def not_nan(threshold: Tensor) -> Tensor:
     return torch.where(threshold.isnan(), torch.inf, threshold)
 
 
-def summary(x: Tensor) -> Tensor:
-    """How magnitudes in ``x`` [m] are distributed, for :func:`pooled_threshold`: [1 + QUANTILES] float32."""
-    m = x.numel()
-    if m == 0:
-        return x.new_zeros(1 + QUANTILES)
-    ordered = x[:: max(1, m // SUMMARISED) | 1].abs().sort().values
-    at = torch.linspace(0, ordered.numel() - 1, QUANTILES, dtype=torch.float64, device=x.device).round().long()
-    return torch.cat([x.new_tensor([m]), ordered.index_select(0, at)])
+def summary(x: Tensor, most: int) -> Tensor:
+    """How the ``most`` largest magnitudes in ``x`` [m] are distributed, for :func:`pooled_threshold`.
 
-
-def summary_of_largest(x: Tensor, most: int) -> Tensor:
-    """How the ``most`` largest magnitudes in ``x`` [m] are distributed, as :func:`summary` says; nobody waits."""
+    Returns:
+        [1 + QUANTILES] float32: how many they are, and their quantiles.
+    """
     m = min(most, x.numel())
     if m == 0:
         return x.new_zeros(1 + QUANTILES)

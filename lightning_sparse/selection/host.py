@@ -50,6 +50,13 @@ def with_values(selection: Selection, x: Tensor) -> Selection:
     return replace(selection, values=x.index_select(0, selection.index))
 
 
+def select_from(total: Sparse, threshold: float | Tensor, capacity: int) -> Selection:
+    """The elements of a sum that reach ``threshold``, as :func:`select` says, with their values."""
+    found = select(total.values, threshold, capacity)
+    some = total[found.index]
+    return replace(found, index=some.index, values=some.values)
+
+
 def put(selection: Selection, into: Tensor) -> None:
     """Set the selected elements of ``into`` [n] to the values of ``selection``."""
     into.index_copy_(0, selection.index, selection.values)
@@ -165,17 +172,16 @@ def above(x: Tensor, threshold: float, look: Callable[[Magnitudes], None] | None
     return torch.from_numpy(np.concatenate(found)) if found else torch.empty(0, dtype=torch.int64)
 
 
-def kth_largest(x: Tensor, k: int) -> float:
-    """The ``k``-th largest magnitude in ``x`` [n], exactly.  NaN counts as the largest."""
-    return least_of_largest(x.index_select(0, _candidates(x, k)).abs(), k).item()
-
-
 def largest(x: Tensor, k: int) -> Tensor:
-    """Indices, rising, of the ``k`` elements of ``x`` [n] with the largest magnitudes: [k] int64."""
+    """Indices, rising, of the ``k`` elements of ``x`` [n] with the largest magnitudes, of equals the first: [k] int64.
+
+    NaN counts as infinite.
+    """
     candidates = _candidates(x, k)
-    among = x.index_select(0, candidates).abs().topk(k, sorted=False).indices
-    chosen = torch.zeros_like(candidates, dtype=torch.bool).index_fill_(0, among, True)  # 10 times as fast as sorting
-    return candidates.index_select(0, nonzero(chosen))
+    magnitudes = x.index_select(0, candidates).abs().nan_to_num_(torch.inf, torch.inf)
+    least = least_of_largest(magnitudes, k)
+    larger, tied = magnitudes > least, magnitudes == least
+    return candidates.index_select(0, nonzero(larger | (tied & (tied.cumsum(0) <= k - larger.sum()))))
 
 
 def _candidates(x: Tensor, k: int) -> Tensor:

@@ -20,17 +20,17 @@ def widths(edges: Sequence[int]) -> list[int]:
     return [stop - start for start, stop in itertools.pairwise(edges)]
 
 
-def balanced(edges: Sequence[int], loads: Sequence[int]) -> list[int]:
-    """Edges a part of the way to where each part would have the same load.
+def balanced(before: Tensor, loads: Sequence[int]) -> Tensor:
+    """Edges [parts + 1] int64 that are a part of the way from those before to where each part would have the same load.
 
     Within a part the load is taken to be spread evenly.  Each edge goes ``PACE`` of the way, and no part gets narrower
     than ``NARROWEST`` of an even one.  (ExDyna, Yoon and Oh, CCGrid 2024, moves blocks between neighbours whose loads
     differ by more than 5 %, to the same end.)
     """
-    parts, n = len(loads), edges[-1]
-    total = sum(loads)
-    if total == 0:
-        return list(edges)
+    edges, parts = before.tolist(), len(loads)
+    n = edges[-1]
+    if sum(loads) == 0:
+        return before
     narrowest = int(NARROWEST * n / parts)
     moved = [
         0,
@@ -41,7 +41,7 @@ def balanced(edges: Sequence[int], loads: Sequence[int]) -> list[int]:
         moved[i] = max(int(moved[i]), int(moved[i - 1]) + narrowest)
     for i in range(parts - 1, 0, -1):
         moved[i] = min(int(moved[i]), int(moved[i + 1]) - narrowest)
-    return [int(edge) for edge in moved]
+    return torch.tensor([int(edge) for edge in moved])
 
 
 def _quantiles(edges: Sequence[int], loads: Sequence[int]) -> list[float]:

@@ -71,6 +71,11 @@ class CountSketch:
             start += length
 
 
+def coder(sketch: CountSketch, x: Tensor) -> "CountSketch | DeviceSketch":
+    """What encodes vectors like ``x`` [n] with the hashes of ``sketch``."""
+    return DeviceSketch(sketch, x.numel(), x.device) if kernels.used_for(x) else sketch
+
+
 class DeviceSketch:
     """``sketch`` for vectors of ``n`` elements on a device: the methods of :class:`CountSketch`, and the same bits."""
 

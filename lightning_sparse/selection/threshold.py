@@ -31,6 +31,7 @@ class Held:
 
     threshold: float
     trend: float = 0.0
+    was_blind: bool = False  # so that it is evaluated anew; see :meth:`blind`
 
     def after(self, picked: int, target: int, seen: int, near: int) -> "Held":
         """The threshold of the next step.
@@ -45,6 +46,21 @@ class Held:
         miss = _bounded(math.log(max(picked, 0.5) / target) / max(steepness, 1.0), WIDEST_MISS)
         trend = _bounded(self.trend + TREND_GAIN * miss, FASTEST_TREND)
         return Held(min(self.threshold * math.exp(GAIN * miss + trend), LARGEST), trend)
+
+    def following(self, messages: Sequence[Sequence[int]], target: int) -> "Held | None":
+        """The threshold of the next step, from the headers of all messages; None where it is better evaluated anew.
+
+        Where there was no room for all that was seen, what was seen does not say how many a lower one would send.
+
+        Args:
+            messages: of each how many elements were sent, seen and near.
+            target: elements that should have been sent in all.
+        """
+        sent, seen, near = ([message[i] for message in messages] for i in range(3))
+        if self.lost(len(seen) * min(seen), sum(near), target):
+            return None
+        roomy = [i for i in range(len(seen)) if seen[i] == sent[i]] or range(len(seen))
+        return self.after(sum(sent), target, sum(seen[i] for i in roomy), sum(near[i] for i in roomy))
 
     def lost(self, seen: int, near: int, target: int) -> bool:
         """Whether the threshold missed so widely that it is better evaluated anew than corrected."""
@@ -61,17 +77,19 @@ class Held:
         return self.threshold > 0 and (seen < STARVED * target or too_many)
 
     def renewed(self, threshold: float) -> "Held":
-        """``threshold``, evaluated anew since this one was blind, with the trend that would have led there.
+        """``threshold``, which was used in this one's place.
 
-        After a jump of the scale there is none.
+        Where this one was blind, it has the trend that would have led there; after a jump of the scale it has none.
         """
+        if not self.was_blind:
+            return Held(threshold, self.trend)
         moved = math.log(max(threshold, _LEAST)) - math.log(max(self.threshold, _LEAST))  # not of a ratio: inf / inf
         trend = _bounded(self.trend + moved, FASTEST_TREND) if abs(moved) < WIDEST_MISS else 0.0
         return Held(threshold, trend)
 
     def state(self) -> Tensor:
-        """[2] float64, to keep in a group's memory."""
-        return torch.tensor([self.threshold, self.trend], dtype=torch.float64)
+        """[3] float64, to keep in a group's memory."""
+        return torch.tensor([self.threshold, self.trend, self.was_blind], dtype=torch.float64)
 
     @staticmethod
     def joined(states: Sequence[tuple[Tensor, int]]) -> Tensor:
@@ -84,7 +102,8 @@ class Held:
     @staticmethod
     def of(state: Tensor) -> "Held":
         """What :meth:`state` kept."""
-        return Held(*state.tolist())
+        threshold, trend, was_blind = state.tolist()
+        return Held(threshold, trend, bool(was_blind))
 
 
 def _bounded(x: float, limit: float) -> float:

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_sparse.wire.indices import CAUSE, INDEX_FORMATS, INDEX_LIMIT, CorruptMessage, IndexFormat, cheapest
 from lightning_sparse.wire.values import ValueFormat
 
-HEADER_BYTES = 16  # four int32: elements in the message, `seen`, `near`, and one to spare
+HEADER_BYTES = 16  # four int32: elements in the message, `seen`, `near` and `load`
 MOST = 2**31 - 1  # that the header can hold
 Count = Any  # an integer on the host, a tensor [] on a device
 WORD = 8  # each part starts on a multiple of so many bytes, so that it can be looked at as any dtype
@@ -28,6 +28,7 @@ class Selection:
         values: [m] float32; empty where none travel.
         seen: elements that reached the threshold; more than were selected where there was no room for all.
         near: elements that reached ``NEAR`` times the threshold, those that were seen included.
+        load: of an owner of a part, elements that all ranks together found there; 0 where nobody asks.
         count: elements that were selected; on the host m.
         intact: 1 where the message arrived as it was written, 0 where it did not: a device cannot raise an error.
     """
@@ -36,6 +37,7 @@ class Selection:
     values: Tensor = field(default_factory=lambda: torch.empty(0))
     seen: Count = 0
     near: Count = 0
+    load: Count = 0
     count: Count = None
     intact: Count = 1
 
@@ -93,8 +95,8 @@ class MessageLayout:
         """
         m = selection.index.numel()
         header, value_part, index_part = self.parts(out)
-        seen, near = min(selection.seen, MOST), min(selection.near, MOST)
-        header.view(torch.int32).copy_(torch.tensor([m, seen, near, 0], dtype=torch.int32))
+        counts = (min(x, MOST) for x in (m, selection.seen, selection.near, selection.load))
+        header.view(torch.int32).copy_(torch.tensor(list(counts), dtype=torch.int32))
         if self.values is not None:
             used = self.values.nbytes(m)
             self.values.take(selection.values, value_part[:used])
@@ -112,17 +114,17 @@ class MessageLayout:
         if payload.numel() != self.nbytes:
             raise CorruptMessage(f"a message of {payload.numel()} bytes arrived where {self.nbytes} were expected.")
         header, value_part, index_part = self.parts(payload)
-        m, seen, near, _ = header.clone().view(torch.int32).tolist()
-        if seen < 0 or near < 0:
-            raise CorruptMessage(f"{seen} elements seen and {near} nearly, 0 or more expected: {CAUSE}")
+        m, *counts = header.clone().view(torch.int32).tolist()
+        if min(counts) < 0:
+            raise CorruptMessage(f"counts {counts} of a message's elements arrived, 0 or more expected: {CAUSE}")
         index = self.indices.decode(index_part[: self.index_bytes], self.n, self.capacity, m)
         if width is not None and m and index[-1] >= width:  # they rise
             raise CorruptMessage(f"an index of {int(index[-1])} arrived, below {width} expected: {CAUSE}")
         if self.values is None:
-            return Selection(index, index.new_empty(0, dtype=torch.float32), seen, near)
+            return Selection(index, index.new_empty(0, dtype=torch.float32), *counts)
         values = index.new_empty(m, dtype=torch.float32)
         self.values.read(value_part[: self.values.nbytes(m)], values)
-        return Selection(index, values, seen, near)
+        return Selection(index, values, *counts)
 
     def parts(self, message: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Header, values and indices, each with what fills up its last word, of messages: [nbytes] or [P, nbytes]."""

@@ -38,7 +38,7 @@ def test_random_k_sends_no_indices_and_updates_what_it_meant_to() -> None:
     result = simulate(ls.RandomK(density=0.1), torch.randn(4, 4, 1000))
     assert (result.picked == 100).all()
     assert ((result.mean != 0).sum(1) == 100).all()
-    assert (result.sent_bytes == 2 * 3 * 100 * 4 // 4).all()
+    assert (result.sent_bytes == 3 * 100 * 4).all()  # so few go to everybody
 
 
 def test_random_k_chooses_anew_each_step() -> None:

@@ -1,24 +1,16 @@
 """Ok-Topk: its volume, its balance, and each bug known of the authors' code."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import lightning_sparse as ls
 from lightning_sparse import kernels
-from lightning_sparse.compressors.ok_topk_control import Evaluated
-from lightning_sparse.network.simulated import SimNetwork
-from lightning_sparse.network.sparse_collectives import even_out
 from lightning_sparse.selection import partition
-from lightning_sparse.selection.estimate import pooled_threshold, summary, summary_of_largest
-from lightning_sparse.selection.host import (
-    above,
-    kth_largest,
-    largest,
-)
-from lightning_sparse.selection.sparse import Sparse, contained
+from lightning_sparse.selection.estimate import pooled_threshold, summary
+from lightning_sparse.selection.host import above, largest
+from lightning_sparse.selection.sparse import contained
 from lightning_sparse.selection.threshold import FASTEST_TREND, Held
 from lightning_sparse.simulation import simulate
 from lightning_sparse.wire import FLOAT32, INDEX_FORMATS, MessageLayout, Selection
@@ -66,17 +58,17 @@ def test_density_is_held() -> None:
     assert (picked[50:] - 1).abs().mean() < 0.10
 
 
-@pytest.mark.parametrize(("on_device", "empty"), [(False, 0), (True, 2)])
+@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("factor", [0.01, 1e-4])
 def test_steps_go_on_after_a_lasting_fall_of_the_gradient(
-    monkeypatch: pytest.MonkeyPatch, factor: float, on_device: bool, empty: int
+    monkeypatch: pytest.MonkeyPatch, factor: float, on_device: bool
 ) -> None:
     """What is unsent then ends in an edge at the threshold, which jumped to and fro across it."""
     monkeypatch.setattr(kernels, "used_for", lambda x: on_device)
     given = torch.randn(140, 2, 5000, generator=torch.Generator().manual_seed(2))
     given[60:] *= factor
     picked = simulate(ls.OkTopk(density=0.02), given).picked[60:] / 100
-    assert (picked == 0).sum() <= empty  # on a device thresholds follow a step later
+    assert (picked == 0).sum() <= 2  # thresholds follow a step later
     assert 0.85 < picked.mean() < 1.15
 
 
@@ -125,24 +117,15 @@ def test_indices_beyond_the_precision_of_float32_arrive(name: str) -> None:
 
 def test_boundaries_of_huge_groups_do_not_overflow() -> None:
     """It summed positions as int32, which wraps once n * P reaches 2**31."""
-    size, n = 8, 2**31
-    network = SimNetwork(size)
-    groups = [SimpleNamespace(n=n, step=0, memory={}) for _ in range(size)]
-    found = torch.arange(0, n, n // 64)
-
-    def regions(group: SimpleNamespace, comm: object) -> object:
-        edges = yield from Evaluated(ls.OkTopk(), group, comm)._regions(found)  # type: ignore[arg-type]
-        return torch.tensor(edges)
-
-    edges = network.run([regions(g, c) for g, c in zip(groups, network.comms, strict=True)])[0]  # type: ignore[misc]
-    assert edges.tolist() == partition.even(n, size).tolist()
+    edges = partition.even(2**31, 8)
+    assert (partition.balanced(edges, [2**31 - 1] * 8) - edges).abs().max() <= 8
+    assert edges[-1] == 2**31
 
 
-def test_as_many_as_meant_reach_the_exact_threshold() -> None:
+def test_as_many_as_meant_are_the_largest() -> None:
     """It took what is strictly above the k-th largest: one too few, and none of several that are equal."""
     x = torch.randn(10_000)
     for k in (1, 10, 1000, 9999, 10_000):
-        assert (x.abs() >= kth_largest(x, k)).sum() == k
         assert largest(x, k).tolist() == x.abs().topk(k).indices.sort().values.tolist()
     assert simulate(ls.OkTopk(density=0.1), torch.ones(1, 2, 100)).picked[0] > 0
 
@@ -178,37 +161,15 @@ def test_warmup_need_not_be_a_multiple_of_anything(dense_steps: int) -> None:
 # - its parts
 
 
-@pytest.mark.parametrize(
-    "counts", [[10, 0, 0, 0], [0, 0, 0, 11], [1, 7, 2, 3], [4, 4, 4, 4], [0, 0, 0, 0], [0, 1, 0, 0]]
-)
-def test_evening_out_keeps_the_order_and_every_element(counts: list[int]) -> None:
-    network = SimNetwork(4)
-    held = list(torch.arange(100, 100 + sum(counts)).split(counts))
-    own = [Sparse(index, index.float()) for index in held]
-    layout = MessageLayout(1000, 1, INDEX_FORMATS["int32"], FLOAT32)
-    steps = [even_out(own[r], counts, layout, network.comms[r]) for r in range(4)]
-    after = network.run(steps)  # type: ignore[arg-type]
-    assert [v.index.numel() for v in after] == partition.widths(partition.even(sum(counts), 4).tolist())
-    assert torch.cat([v.index for v in after]).tolist() == list(range(100, 100 + sum(counts)))
-    assert all(torch.equal(v.values, v.index.float()) for v in after)
-    assert not any(v.values.any() for v in own)
-
-
-def test_a_region_with_most_of_the_sums_is_evened_out() -> None:
-    """Everything large lies in one region, which its message would not hold."""
-    given = 1e-3 * torch.randn(3, 4, 1000, generator=torch.Generator().manual_seed(0))
+def test_regions_move_until_there_is_room_for_what_is_large() -> None:
+    """Everything large lies in one region, which its message does not hold: what has no room waits for its rank."""
+    generator = torch.Generator().manual_seed(0)
+    given = 1e-3 * torch.randn(12, 4, 1000, generator=generator)
     given[1:, :, 100:140] += 1.0
-    result = simulate(ls.OkTopk(density=0.04, repartition_every=1000), given)  # regions are cut before they are large
-    assert set(result.mean[1].topk(30).indices.tolist()) <= set(range(100, 140))
-    assert result.picked[1] >= 30 > math.ceil(1.25 * 40 / 4)
-
-
-def test_the_pooled_threshold_is_that_of_all_magnitudes() -> None:
-    parts = [torch.randn(m) * scale for m, scale in ((10_000, 1.0), (50, 100.0), (0, 1.0), (3000, 0.1))]
-    threshold = pooled_threshold(torch.stack([summary(part) for part in parts]), 2000)
-    within = 13_050 / 128  # each quantile of a part stands for a 128th of it
-    assert (torch.cat(parts).abs() >= threshold).sum() == pytest.approx(2000, abs=within)
-    assert pooled_threshold(torch.stack([summary(part) for part in parts]), 20_000) == 0
+    result = simulate(ls.OkTopk(density=0.04), given)
+    large = (result.mean[:, 100:140] != 0).sum(1)
+    assert large[1] == math.ceil(1.25 * 40 / 4)
+    assert large[-1] >= 25
 
 
 @pytest.mark.parametrize("most", [1, 100, 700, 5000])
@@ -216,9 +177,9 @@ def test_the_pooled_threshold_of_the_largest_is_that_of_what_there_is_room_for(m
     parts = [torch.randn(m) * scale for m, scale in ((10_000, 1.0), (50, 100.0), (0, 1.0), (3000, 0.1))]
     largest_of_each = torch.cat([part.abs().sort().values[-most:] for part in parts])
     k = min(2, most) * largest_of_each.numel() // 3
-    threshold = pooled_threshold(torch.stack([summary_of_largest(part, most) for part in parts]), k)
+    threshold = pooled_threshold(torch.stack([summary(part, most) for part in parts]), k)
     assert (largest_of_each >= threshold).sum() == pytest.approx(k, abs=1 + 3 * most / 128)
-    assert pooled_threshold(torch.stack([summary_of_largest(part, most) for part in parts]), 20_000) == 0
+    assert pooled_threshold(torch.stack([summary(part, most) for part in parts]), 20_000) == 0
 
 
 def test_a_threshold_that_missed_widely_is_given_up() -> None:

@@ -135,7 +135,7 @@ def test_ok_topk_finds_about_what_it_finds_on_a_cpu(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(kernels, "used_for", lambda x: True)
     result = simulate(compressor, given)
     picked = result.picked / (compressor.density * n)
-    assert 0.95 < picked.mean() < 1.05
+    assert 0.92 < picked.mean() < 1.05  # with room for k and no more, hardly ever more
     assert 0.97 < result.picked.sum() / expected.picked.sum() < 1.03
     assert (picked - 1).abs().mean() < 0.15
     for unsent, cpu in ((result.unsent, expected.unsent), (result.unsent.sum(0), expected.unsent.sum(0))):
@@ -416,6 +416,7 @@ class _Arrived(Pending):
         ls.MiCRO(),
         ls.SketchFusion(),
         ls.SketchFusion(momentum=0.5),
+        ls.SketchFusion(exact=False),
         ls.SkipReduce(),
         ls.Dense(),
         ls.TopK(),
@@ -440,10 +441,10 @@ def test_nobody_looks_at_a_device_s_data(compressor: ls.Compressor, wire_dtype: 
         total = finish(take_step(compressor, group, comm))
         group.hand_back(total, gradients, 4)
         for key, x in group.memory.items():  # what has arrived at the host by the next step
-            if key in ("report", "thresholds", "cut"):
+            if key in ("report", "thresholds"):
                 full = isinstance(compressor, ls.OkTopk) and step > 3
-                counts = [5, 900, 999, 1] if full else [5, 5, 6, 1]
-                report = {"report": counts, "thresholds": [1.0, 1.0, 21.0, 25.0], "cut": [500, 500, 1700]}
+                counts = [5, 900, 999, 900, 1] if full else [5, 5, 6, 5, 1]
+                report = {"report": counts, "thresholds": [1.0, 1.0, 21.0, 25.0]}
                 group.memory[key] = torch.tensor(report[key]).to(x.dtype).expand(x.shape)
 
 
