@@ -201,11 +201,13 @@ def test_counts_that_tell_nothing_are_known() -> None:
     assert not Held(0.0).blind(10, 100, 10, 10)
 
 
-def test_a_threshold_evaluated_anew_has_the_trend_that_would_have_led_there() -> None:
-    assert Held(1.0, 0.02).renewed(math.exp(-0.03)) == Held(math.exp(-0.03), pytest.approx(-0.01))
-    assert Held(1.0, 0.02).renewed(0.9).trend == -FASTEST_TREND
-    assert Held(1.0, 0.02).renewed(10.0) == Held(10.0)
-    assert Held(1.0, 0.02).renewed(0.0) == Held(0.0)
+def test_a_threshold_evaluated_where_it_was_blind_has_the_trend_that_would_have_led_there() -> None:
+    blind = Held(1.0, 0.02, was_blind=True)
+    assert blind.renewed(math.exp(-0.03)) == Held(math.exp(-0.03), pytest.approx(-0.01))
+    assert blind.renewed(0.9).trend == -FASTEST_TREND
+    assert blind.renewed(10.0) == Held(10.0)
+    assert blind.renewed(0.0) == Held(0.0)
+    assert Held(1.0, 0.02).renewed(0.9) == Held(0.9, 0.02)  # evaluated since it was due
 
 
 @pytest.mark.parametrize(
