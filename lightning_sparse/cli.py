@@ -1,4 +1,4 @@
-"""The command line: ``lightning-sparse list``, ``advise``, ``bench`` and ``scale``."""
+"""The command line: ``lightning-sparse list``, ``advise``, ``bench``, ``scale`` and ``simulate``."""
 
 import argparse
 import sys
@@ -33,6 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from lightning_sparse.bench.scale.scale import ScaleArguments, scale
 
             return scale(ScaleArguments(**arguments, command=typed))
+        if name == "simulate":
+            from lightning_sparse.bench.simulate.simulate import SimulateArguments, simulate
+
+            return simulate(SimulateArguments(**arguments, command=typed))
         from lightning_sparse.bench.compare.run import BenchArguments, bench
 
         return bench(BenchArguments(**arguments, command=typed))
@@ -50,12 +54,13 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="list the compressors")
     advise, bench, scale = _add_advise(commands), _add_bench(commands), _add_scale(commands)
+    simulate = _add_simulate(commands)
     for command in (advise, bench):
         command.add_argument(
             "--interface",
             help="network interface to use and to count on a real cluster (default: the one towards rank 0)",
         )
-    for command in (bench, scale):
+    for command in (bench, scale, simulate):
         command.add_argument("--output", metavar="DIR", type=Path, default=Path("bench-results"), help="(%(default)s)")
     return parser
 
@@ -138,6 +143,31 @@ def _add_scale(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="count up to so many (%(default)s, which takes an hour and 7 GB of memory; 256: five minutes)",
     )
     return scale
+
+
+def _add_simulate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
+    simulate = commands.add_parser(
+        "simulate",
+        help="say what strategies cost in loss, without a cluster",
+        description="Train a small byte language model with each strategy among simulated ranks, all of them in this "
+        "process, and compare bytes and validation loss. A run that was interrupted goes on where it stopped.",
+    )
+    simulate.add_argument(
+        "--strategies",
+        metavar="LIST",
+        default="ddp,sparse_dense:wire_dtype=int4,micro:density=0.05:wire_dtype=int4",
+        help="comma-separated, as for bench; the first is what the others are compared with (%(default)s)",
+    )
+    simulate.add_argument("--ranks", type=int, default=4, help="simulated ranks (%(default)s)")
+    simulate.add_argument("--steps", type=int, default=600, help="optimizer steps of each training (%(default)s)")
+    simulate.add_argument(
+        "--learning-rates",
+        metavar="LIST",
+        default="1e-3,2e-3,4e-3",
+        help="largest learning rates to try, with the first seed; the best is used with all (%(default)s)",
+    )
+    simulate.add_argument("--seeds", metavar="LIST", default="0,1,2", help="of weights and batches (%(default)s)")
+    return simulate
 
 
 def _list() -> None:

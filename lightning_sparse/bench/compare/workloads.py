@@ -130,15 +130,19 @@ def digits() -> dict[str, Any]:
     return _loader(TensorDataset(images, torch.tensor(labels, dtype=torch.long)), batch_size=16)
 
 
+def source_windows(most_bytes: int, wanted: Callable[[int], bool] = lambda number: True) -> Tensor:
+    """Windows [N, CONTEXT + 1] of the bytes of the standard library's modules, of those whose number is ``wanted``."""
+    text = bytearray()
+    for number, file in enumerate(sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))):
+        text += file.read_bytes() if wanted(number) else b""
+        if len(text) >= most_bytes:
+            break
+    return torch.frombuffer(text, dtype=torch.uint8)[:most_bytes].unfold(0, CONTEXT + 1, CONTEXT)
+
+
 def source_code() -> dict[str, Any]:
     """Batches of windows [B, CONTEXT + 1] of the bytes of the standard library."""
-    text = bytearray()
-    for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
-        text += file.read_bytes()
-        if len(text) >= TEXT_BYTES:
-            break
-    tokens = torch.frombuffer(text, dtype=torch.uint8)[:TEXT_BYTES]
-    return _loader(TensorDataset(tokens.unfold(0, CONTEXT + 1, CONTEXT)), batch_size=4)
+    return _loader(TensorDataset(source_windows(TEXT_BYTES)), batch_size=4)
 
 
 def nothing() -> dict[str, Any]:

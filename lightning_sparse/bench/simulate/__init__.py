@@ -1,0 +1,1 @@
+"""``lightning-sparse simulate``: what a strategy costs in loss, without a cluster."""

@@ -1,0 +1,107 @@
+"""Results of simulated trainings: a line of JSON each, and a table of all."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training to be simulated."""
+
+    strategy: str
+    ranks: int
+    steps: int
+    learning_rate: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a training ended with.  Losses are of validation, in nats a byte."""
+
+    run: Run
+    loss: float
+    curve: list[tuple[int, float]]  # steps and the loss after them
+    sent_bytes: float  # of a rank in a step, for each parameter
+    seconds: float
+
+    @classmethod
+    def from_json(cls, line: str) -> "Result":
+        """The inverse of ``json.dumps(asdict(result))``."""
+        values = json.loads(line)
+        curve = [(step, loss) for step, loss in values["curve"]]
+        return cls(**{**values, "run": Run(**values["run"]), "curve": curve})
+
+
+def read(path: Path) -> dict[Run, Result]:
+    """Read the results of trainings that have ended, if there are any.
+
+    Raises:
+        ValueError: a line of the file is damaged.
+    """
+    found = {}
+    for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], start=1):
+        try:
+            result = Result.from_json(line)
+        except (ValueError, TypeError, KeyError):
+            raise ValueError(f"{path} must have a result in each line; line {number} has none. Remove it.") from None
+        found[result.run] = result
+    return found
+
+
+# - for people
+
+
+def table(rows: Sequence[Sequence[Result]], lines: box.Box) -> Table:
+    """A row for each strategy, of its results with each seed; the first row is the reference."""
+    headings = ("bytes", "learning rate", "loss", f"above {rows[0][0].run.strategy}")
+    found = Table(box=lines, padding=(0, 1, 0, 0))
+    found.add_column("strategy", overflow="fold")
+    for heading in headings:
+        found.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        above = [100 * (own.loss / reference.loss - 1) for own, reference in zip(row, rows[0], strict=True)]
+        best, name = row[0], row[0].run.strategy
+        found.add_row(
+            f"`{name}`" if lines is box.MARKDOWN else name,
+            f"{best.sent_bytes:.3f}",
+            f"{best.run.learning_rate:g}",
+            _spread([result.loss for result in row], 3),
+            "-" if row is rows[0] else f"{_spread(above, 1)} %",
+        )
+    return found
+
+
+def _spread(values: Sequence[float], digits: int) -> str:
+    """The mean, and the standard deviation where it is known."""
+    deviation = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{fmean(values):.{digits}f}{deviation}"
+
+
+def caption(rows: Sequence[Sequence[Result]], rates: Sequence[float]) -> str:
+    """Say what the table shows."""
+    run, seeds = rows[0][0].run, [result.run.seed for result in rows[0]]
+    return (
+        f"Validation loss in nats a byte of a byte language model after {run.steps:,} steps on {run.ranks} simulated "
+        f"ranks, mean ± standard deviation over the seeds {', '.join(map(str, seeds))}. Bytes: sent by a rank in a "
+        "step, for each parameter. Learning rate: the best "
+        f"of {', '.join(f'{rate:g}' for rate in rates)} with the first seed; only that one was tried with other seeds. "
+        "Above: the mean over seeds of what each ends above the first row's, with the same seed."
+    )
+
+
+def page(rows: Sequence[Sequence[Result]], rates: Sequence[float], facts: Mapping[str, Any]) -> str:
+    """A page in Markdown: the command, the table, what it shows, and where it was run."""
+    Console(width=10_000, file=(text := StringIO())).print(table(rows, box.MARKDOWN))
+    lines = [f"    {facts['command']}", "", text.getvalue().strip(), "", caption(rows, rates), ""]
+    lines += [f"- {name}: {value}" for name, value in facts.items() if name != "command"]
+    return "\n".join(lines) + "\n"
