@@ -163,7 +163,7 @@ def _add_simulate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     simulate.add_argument(
         "--learning-rates",
         metavar="LIST",
-        default="1e-3,2e-3,4e-3",
+        default="2e-3,4e-3,8e-3",
         help="largest learning rates to try, with the first seed; the best is used with all (%(default)s)",
     )
     simulate.add_argument("--seeds", metavar="LIST", default="0,1,2", help="of weights and batches (%(default)s)")

@@ -1,0 +1,175 @@
+"""Count what every strategy sends in every format of values, and write it between the marks in docs/what-travels.md.
+
+Run: python docs/figures/what_travels.py (some minutes)
+"""
+
+from dataclasses import dataclass
+from math import isqrt
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.bench.scale.ranks import add_gradient, scales
+from lightning_sparse.compressors import COMPRESSORS, Compressor
+from lightning_sparse.compressors.base import take_step
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.network.comm import Pending
+from lightning_sparse.network.simulated import SimComm, SimNetwork
+from lightning_sparse.selection.sparse import dense
+from lightning_sparse.wire import FLOAT32, WIRE_DTYPES, ValueFormat
+
+PAGE = Path(__file__).parents[1] / "what-travels.md"
+RANKS = (4, 16)
+N = 512**2  # elements of the one parameter, a square matrix, whose gradient travels
+SMALL = 64**2  # elements where roundings are counted
+STEPS, COUNTED = 6, 3  # in the first steps thresholds are estimated
+ROUNDED = "int4"  # stands for all formats that round
+START, END = "<!-- counted by docs/figures/what_travels.py -->\n", "<!-- end of what is counted -->"
+
+
+class CountingNetwork(SimNetwork):
+    """Simulated ranks that know how many messages, and hops from rank to rank, had to follow each other."""
+
+    def __init__(self, size: int, wire_dtype: ValueFormat) -> None:
+        super().__init__(size, wire_dtype)
+        self.waited = [(0, 0)] * size  # rounds and hops behind what each rank has received
+        self._hops = [0] * size  # of what it has launched
+        self._behind: dict[int, list[tuple[int, int]]] = {}  # each message, by number
+
+    def add(self, part: Any) -> Pending:
+        """Take a rank's part of a message, which follows all that this rank has received."""
+        rank = part.rank
+        hops = self.comms[rank].hops
+        rounds_before, hops_before = self.waited[rank]
+        self._behind.setdefault(part.number, []).append((rounds_before + 1, hops_before + hops - self._hops[rank]))
+        self._hops[rank] = hops
+        return super().add(part)
+
+    def deliver(self, part: Any) -> Tensor:
+        """Hand a rank a message, which has waited for all ranks."""
+        behind = [*self._behind[part.number], self.waited[part.rank]]
+        self.waited[part.rank] = max(rounds for rounds, _ in behind), max(hops for _, hops in behind)
+        return super().deliver(part)
+
+
+class Marked(ValueFormat):
+    """Values as they are, but for those that a rank sends in one round: these are altered, so that it is seen where."""
+
+    name = "marked"
+
+    def __init__(self, network: CountingNetwork, comm: SimComm, marked: int) -> None:
+        self._network, self._comm, self._round = network, comm, marked
+
+    def nbytes(self, count: int) -> int:
+        """Bytes of ``count`` values."""
+        return FLOAT32.nbytes(count)
+
+    def take(self, values: Tensor, out: Tensor) -> None:
+        """Move ``values`` onto the wire."""
+        written = values.clone()
+        if self._network.waited[self._comm.rank][0] + 1 == self._round:
+            written *= 1 + (torch.arange(1, len(values) + 1) % 7) / 1000
+        values -= written
+        FLOAT32.take(written, out)
+
+    def read(self, payload: Tensor, out: Tensor) -> None:
+        """Set ``out`` to the values in ``payload``."""
+        FLOAT32.read(payload, out)
+
+    def add(self, payload: Tensor, out: Tensor) -> None:
+        """Add the values in ``payload`` to ``out``."""
+        FLOAT32.add(payload, out)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a rank sends in each of the steps that are counted."""
+
+    sent_bytes: list[int]
+    messages: list[int]
+    rounds: list[int]
+    hops: list[int]
+    total: Tensor  # [n], of the last step
+
+    @property
+    def bytes_each(self) -> str:
+        """Bytes for each element, the mean over the steps."""
+        return f"{fmean(self.sent_bytes) / self.total.numel():.3f}"
+
+    @property
+    def numbers(self) -> list[str]:
+        """Messages, rounds and hops."""
+        return [_range(each) for each in (self.messages, self.rounds, self.hops)]
+
+
+def _range(counts: list[int]) -> str:
+    return f"{min(counts)}" if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
+
+
+def count(compressor: Compressor, ranks: int, wire_dtype: ValueFormat, n: int = N, marked: int = -1) -> Counts:
+    """Count the last steps of a matrix of ``n`` elements; with ``marked``, that round of the last is altered."""
+    weights = torch.ones(isqrt(n), isqrt(n))
+    groups, scale = [Group(0, ("weight",), (weights,)) for _ in range(ranks)], scales(n)
+    found = []
+    for step in range(STEPS):
+        network = CountingNetwork(ranks, wire_dtype)
+        if marked >= 0:
+            for comm in network.comms:
+                comm.wire_dtype = Marked(network, comm, marked if step == STEPS - 1 else 0)
+        for rank, group in enumerate(groups):
+            add_gradient(group.unsent, scale, step, rank)
+        totals = network.run([take_step(compressor, g, c) for g, c in zip(groups, network.comms, strict=True)])
+        rounds, hops = (max(each) for each in zip(*network.waited, strict=True))
+        found.append((network.comms[0].sent_bytes, network.comms[0].messages, rounds, hops))
+    return Counts(*(list(each) for each in zip(*found[-COUNTED:], strict=True)), dense(totals[0], n))
+
+
+def roundings(compressor: Compressor, ranks: int) -> int:
+    """How often a value is rounded, at most, on its way into the total: in how many rounds altering it is felt."""
+    plain = count(compressor, ranks, FLOAT32, SMALL, marked=0)
+    felt = torch.zeros_like(plain.total)
+    for marked in range(1, plain.rounds[-1] + 1):
+        total = count(compressor, ranks, FLOAT32, SMALL, marked).total
+        felt += (total != plain.total) & (total != 0) & (plain.total != 0)
+    return int(felt.max())
+
+
+def row(*cells: object) -> str:
+    """A row of a table in Markdown."""
+    return f"| {' | '.join(map(str, cells))} |\n"
+
+
+def tables() -> str:
+    """Bytes, messages, rounds, hops and roundings of every strategy."""
+    found = {
+        (name, ranks, wire): count(kind(), ranks, wire_dtype)
+        for name, kind in COMPRESSORS.items()
+        for ranks in RANKS
+        for wire, wire_dtype in WIRE_DTYPES.items()
+    }
+    text = ""
+    for ranks in RANKS:
+        text += f"Bytes that each of {ranks} ranks sends in a step, for each element:\n\n"
+        text += row("strategy", *WIRE_DTYPES) + row(*["---"] * (1 + len(WIRE_DTYPES)))
+        for name in COMPRESSORS:
+            text += row(f"`{name}`", *(found[name, ranks, wire].bytes_each for wire in WIRE_DTYPES))
+        text += "\n"
+    headings = [f"{what}, {ranks} ranks" for ranks in RANKS for what in ("messages", "rounds", "hops", "roundings")]
+    text += row("strategy", "values", *headings) + row(*["---"] * (2 + len(headings)))
+    for name, kind in COMPRESSORS.items():
+        for wire in ("float32", ROUNDED):
+            cells = []
+            for ranks in RANKS:
+                rounded = 0 if wire == "float32" else roundings(kind(), ranks)
+                cells += [*found[name, ranks, wire].numbers, rounded]
+            text += row(f"`{name}`", wire, *cells)
+    return text
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    before, _, rest = PAGE.read_text().partition(START)
+    PAGE.write_text(f"{before}{START}\n{tables()}\n{END}{rest.partition(END)[2]}")

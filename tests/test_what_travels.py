@@ -1,0 +1,45 @@
+"""The tables of docs/what-travels.md are what its script counts."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+import lightning_sparse as ls
+from lightning_sparse.wire import FLOAT32, INT4, WIRE_DTYPES
+
+DOCS = Path(__file__).parents[1] / "docs"
+SCRIPT = runpy.run_path(str(DOCS / "figures" / "what_travels.py"))
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in (DOCS / "what-travels.md").read_text().partition(SCRIPT["START"])[2].splitlines()
+    if line.startswith("| `")
+]  # bytes among 4 ranks, bytes among 16, and messages
+
+
+@pytest.mark.parametrize("name", ls.COMPRESSORS)
+def test_the_page_has_what_is_counted(name: str) -> None:
+    of_four, of_sixteen, exact, rounded = [row for row in ROWS if row[0] == f"`{name}`"]
+    assert len(of_four) == len(of_sixteen) == 1 + len(WIRE_DTYPES)
+    compressor = ls.COMPRESSORS[name]()
+    found = SCRIPT["count"](compressor, 4, INT4)
+    assert of_four[1 + list(WIRE_DTYPES).index("int4")] == found.bytes_each
+    assert rounded[:6] == [f"`{name}`", "int4", *found.numbers, str(SCRIPT["roundings"](compressor, 4))]
+    assert exact[1:2] + exact[5:6] + exact[9:] == ["float32", "0", "0"]
+
+
+def test_rounds_and_hops_by_hand() -> None:
+    for ranks in (2, 4, 8):
+        one = SCRIPT["count"](ls.Dense(), ranks, FLOAT32, n=4096)
+        two = SCRIPT["count"](ls.Dense(), ranks, INT4, n=4096)
+        ring = SCRIPT["count"](ls.SkipReduce(skip=0.0), ranks, INT4, n=4096)
+        assert one.numbers == ["1", "1", str(2 * (ranks - 1))]
+        assert two.numbers == ["2", "2", "2"]
+        assert ring.numbers == [str(2 * (ranks - 1))] * 3
+
+
+def test_roundings_by_hand() -> None:
+    for ranks in (2, 4, 8):
+        assert SCRIPT["roundings"](ls.Dense(), ranks) == 2
+        assert SCRIPT["roundings"](ls.SkipReduce(skip=0.0), ranks) == ranks
+        assert SCRIPT["roundings"](ls.TopK(), ranks) == 1
