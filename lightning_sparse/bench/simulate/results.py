@@ -61,7 +61,7 @@ def read(path: Path) -> dict[Run, Result]:
 # - for people
 
 
-def table(rows: Sequence[Sequence[Result]], lines: box.Box) -> Table:
+def table(rows: Sequence[Sequence[Result]], rates: Sequence[float], lines: box.Box) -> Table:
     """A row for each strategy, of its results with each seed; the first row is the reference."""
     headings = ("bytes", "learning rate", "loss", f"above {rows[0][0].run.strategy}")
     found = Table(box=lines, padding=(0, 1, 0, 0))
@@ -71,10 +71,11 @@ def table(rows: Sequence[Sequence[Result]], lines: box.Box) -> Table:
     for row in rows:
         above = [100 * (own.loss / reference.loss - 1) for own, reference in zip(row, rows[0], strict=True)]
         best, name = row[0], row[0].run.strategy
+        at_edge = best.run.learning_rate in (min(rates), max(rates)) and len(rates) > 1
         found.add_row(
             f"`{name}`" if lines is box.MARKDOWN else name,
             f"{best.sent_bytes:.3f}",
-            f"{best.run.learning_rate:g}",
+            f"{best.run.learning_rate:g}{'*' if at_edge else ''}",
             _spread([result.loss for result in row], 3),
             "-" if row is rows[0] else f"{_spread(above, 1)} %",
         )
@@ -89,19 +90,20 @@ def _spread(values: Sequence[float], digits: int) -> str:
 
 def caption(rows: Sequence[Sequence[Result]], rates: Sequence[float]) -> str:
     """Say what the table shows."""
-    run, seeds = rows[0][0].run, [result.run.seed for result in rows[0]]
+    run, seeds = rows[0][0].run, ", ".join(str(result.run.seed) for result in rows[0])
     return (
-        f"Validation loss in nats a byte of a byte language model after {run.steps:,} steps on {run.ranks} simulated "
-        f"ranks, mean ± standard deviation over the seeds {', '.join(map(str, seeds))}. Bytes: sent by a rank in a "
-        "step, for each parameter. Learning rate: the best "
-        f"of {', '.join(f'{rate:g}' for rate in rates)} with the first seed; only that one was tried with other seeds. "
-        "Above: the mean over seeds of what each ends above the first row's, with the same seed."
+        f"Validation loss of a byte language model in nats a byte, after {run.steps:,} steps, {run.ranks} simulated "
+        f"rank{'s' if run.ranks > 1 else ''}; mean ± standard deviation over seeds {seeds}. Bytes: "
+        "sent by a rank in a step, for each parameter. Learning rate: the best of "
+        f"{', '.join(f'{rate:g}' for rate in rates)} with the first seed, * where it is at an edge of these; the other "
+        "seeds were trained with that one alone. Above: by how much a strategy's loss is above the first one's with "
+        "the same seed."
     )
 
 
 def page(rows: Sequence[Sequence[Result]], rates: Sequence[float], facts: Mapping[str, Any]) -> str:
     """A page in Markdown: the command, the table, what it shows, and where it was run."""
-    Console(width=10_000, file=(text := StringIO())).print(table(rows, box.MARKDOWN))
+    Console(width=10_000, file=(text := StringIO())).print(table(rows, rates, box.MARKDOWN))
     lines = [f"    {facts['command']}", "", text.getvalue().strip(), "", caption(rows, rates), ""]
     lines += [f"- {name}: {value}" for name, value in facts.items() if name != "command"]
     return "\n".join(lines) + "\n"

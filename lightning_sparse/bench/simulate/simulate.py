@@ -90,7 +90,7 @@ def simulate(arguments: SimulateArguments) -> int:
             best = min((result_of(name, rate, seeds[0]) for rate in rates), key=_rank)
             rows.append([best, *(result_of(name, best.run.learning_rate, seed) for seed in seeds[1:])])
     path.with_suffix(".md").write_text(page(rows, rates, report.environment(arguments.command)))
-    console.print(table(rows, box.SIMPLE_HEAD), caption(rows, rates), highlight=False)
+    console.print(table(rows, rates, box.SIMPLE_HEAD), caption(rows, rates), highlight=False)
     console.print(f"results: {path} and .md", highlight=False, soft_wrap=True)
     return 0
 

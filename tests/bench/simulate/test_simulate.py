@@ -107,9 +107,9 @@ def test_what_is_written_down_and_shown(tmp_path: Path, capsys: pytest.CaptureFi
     assert len(lines) == 6
     shown = " ".join(capsys.readouterr().out.split())
     assert "above ddp" in shown
-    assert "after 3 steps on 2 simulated ranks" in shown
+    assert "after 3 steps, 2 simulated ranks" in shown
     row = (tmp_path / "simulate.md").read_text().splitlines()[4]
-    assert [cell.strip() for cell in row.split("|")][1:4] == ["`ddp`", "4.000", "0.01"]
+    assert [cell.strip() for cell in row.split("|")][1:4] == ["`ddp`", "4.000", "0.01*"]
 
 
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,10 +143,10 @@ def test_spread_and_distance_are_over_seeds() -> None:
     def result(strategy: str, seed: int, loss: float) -> Result:
         return Result(Run(strategy, 4, 3, 1e-3, seed), loss, [(3, loss)], 6.0, 1.0)
 
-    found = table(
-        [[result("ddp", 0, 2.0), result("ddp", 1, 4.0)], [result("micro", 0, 2.2), result("micro", 1, 4.8)]], box.ASCII
-    )
+    rows = [[result("ddp", 0, 2.0), result("ddp", 1, 4.0)], [result("micro", 0, 2.2), result("micro", 1, 4.8)]]
+    found = table(rows, [5e-4, 1e-3, 2e-3], box.ASCII)
     cells = [list(column.cells) for column in found.columns]
+    assert cells[2] == ["0.001", "0.001"]
     assert cells[3] == ["3.000 ± 1.414", "3.500 ± 1.838"]
     assert cells[4] == ["-", "15.0 ± 7.1 %"]
 
