@@ -4,6 +4,7 @@ Run: python docs/figures/what_travels.py (some minutes)
 """
 
 from dataclasses import dataclass
+from functools import partial
 from math import isqrt
 from pathlib import Path
 from statistics import fmean
@@ -16,7 +17,7 @@ from lightning_sparse.bench.scale.ranks import add_gradient, scales
 from lightning_sparse.compressors import COMPRESSORS, Compressor
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.network.comm import Pending
+from lightning_sparse.network.comm import LATENCY_BYTES, Pending
 from lightning_sparse.network.simulated import SimComm, SimNetwork
 from lightning_sparse.selection.sparse import dense
 from lightning_sparse.wire import FLOAT32, WIRE_DTYPES, ValueFormat
@@ -31,27 +32,25 @@ START, END = "<!-- counted by docs/figures/what_travels.py -->\n", "<!-- end of 
 
 
 class CountingNetwork(SimNetwork):
-    """Simulated ranks that know how many messages, and hops from rank to rank, had to follow each other."""
+    """Simulated ranks that know how many messages had to follow each other.
 
-    def __init__(self, size: int, wire_dtype: ValueFormat) -> None:
-        super().__init__(size, wire_dtype)
-        self.waited = [(0, 0)] * size  # rounds and hops behind what each rank has received
-        self._hops = [0] * size  # of what it has launched
-        self._behind: dict[int, list[tuple[int, int]]] = {}  # each message, by number
+    Attributes:
+        waited: [P], rounds behind what each rank has received.
+    """
+
+    def __init__(self, size: int, wire_dtype: ValueFormat, latency_bytes: int) -> None:
+        super().__init__(size, wire_dtype, latency_bytes)
+        self.waited = [0] * size
+        self._rounds: dict[int, int] = {}  # behind each message, by number
 
     def add(self, part: Any) -> Pending:
         """Take a rank's part of a message, which follows all that this rank has received."""
-        rank = part.rank
-        hops = self.comms[rank].hops
-        rounds_before, hops_before = self.waited[rank]
-        self._behind.setdefault(part.number, []).append((rounds_before + 1, hops_before + hops - self._hops[rank]))
-        self._hops[rank] = hops
+        self._rounds[part.number] = max(self._rounds.get(part.number, 0), self.waited[part.rank] + 1)
         return super().add(part)
 
     def deliver(self, part: Any) -> Tensor:
         """Hand a rank a message, which has waited for all ranks."""
-        behind = [*self._behind[part.number], self.waited[part.rank]]
-        self.waited[part.rank] = max(rounds for rounds, _ in behind), max(hops for _, hops in behind)
+        self.waited[part.rank] = max(self.waited[part.rank], self._rounds[part.number])
         return super().deliver(part)
 
 
@@ -70,7 +69,7 @@ class Marked(ValueFormat):
     def take(self, values: Tensor, out: Tensor) -> None:
         """Move ``values`` onto the wire."""
         written = values.clone()
-        if self._network.waited[self._comm.rank][0] + 1 == self._round:
+        if self._network.waited[self._comm.rank] + 1 == self._round:
             written *= 1 + (torch.arange(1, len(values) + 1) % 7) / 1000
         values -= written
         FLOAT32.take(written, out)
@@ -109,30 +108,40 @@ def _range(counts: list[int]) -> str:
     return f"{min(counts)}" if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
 
 
-def count(compressor: Compressor, ranks: int, wire_dtype: ValueFormat, n: int = N, marked: int = -1) -> Counts:
+def count(
+    compressor: Compressor,
+    ranks: int,
+    wire_dtype: ValueFormat,
+    n: int = N,
+    latency_bytes: int = LATENCY_BYTES,
+    marked: int = -1,
+) -> Counts:
     """Count the last steps of a matrix of ``n`` elements; with ``marked``, that round of the last is altered."""
     weights = torch.ones(isqrt(n), isqrt(n))
     groups, scale = [Group(0, ("weight",), (weights,)) for _ in range(ranks)], scales(n)
     found = []
     for step in range(STEPS):
-        network = CountingNetwork(ranks, wire_dtype)
+        network = CountingNetwork(ranks, wire_dtype, latency_bytes)
         if marked >= 0:
             for comm in network.comms:
                 comm.wire_dtype = Marked(network, comm, marked if step == STEPS - 1 else 0)
         for rank, group in enumerate(groups):
             add_gradient(group.unsent, scale, step, rank)
         totals = network.run([take_step(compressor, g, c) for g, c in zip(groups, network.comms, strict=True)])
-        rounds, hops = (max(each) for each in zip(*network.waited, strict=True))
-        found.append((network.comms[0].sent_bytes, network.comms[0].messages, rounds, hops))
+        comm = network.comms[0]
+        found.append((comm.sent_bytes, comm.messages, max(network.waited), comm.hops))
     return Counts(*(list(each) for each in zip(*found[-COUNTED:], strict=True)), dense(totals[0], n))
 
 
 def roundings(compressor: Compressor, ranks: int) -> int:
     """How often a value is rounded, at most, on its way into the total: in how many rounds altering it is felt."""
-    plain = count(compressor, ranks, FLOAT32, SMALL, marked=0)
+    # Marked values are longer, and there are fewer: with as much less latency sums go the same ways.
+    shorter = WIRE_DTYPES[ROUNDED].nbytes(N) / FLOAT32.nbytes(SMALL)
+    marked_count = partial(count, compressor, ranks, FLOAT32, SMALL, round(LATENCY_BYTES / shorter))
+    plain = marked_count(marked=0)
     felt = torch.zeros_like(plain.total)
     for marked in range(1, plain.rounds[-1] + 1):
-        total = count(compressor, ranks, FLOAT32, SMALL, marked).total
+        total = marked_count(marked=marked).total
         felt += (total != plain.total) & (total != 0) & (plain.total != 0)
     return int(felt.max())
 
