@@ -41,6 +41,6 @@ def test_rounds_and_hops_by_hand() -> None:
 
 
 def test_roundings_by_hand() -> None:
-    for ranks in (2, 4, 8):
-        assert SCRIPT["roundings"](ls.Dense(), ranks) == (1 if ranks == 2 else 2)  # two ranks need one hop
-        assert SCRIPT["roundings"](ls.TopK(), ranks) == 1
+    assert SCRIPT["roundings"](ls.Dense(), 4) == 2
+    assert SCRIPT["roundings"](ls.RandomK(density=0.001), 4) == 1
+    assert SCRIPT["roundings"](ls.TopK(), 4) == 1

@@ -24,8 +24,7 @@ from lightning_sparse.wire import FLOAT32, WIRE_DTYPES, ValueFormat
 
 PAGE = Path(__file__).parents[1] / "what-travels.md"
 RANKS = (4, 16)
-N = 512**2  # elements of the one parameter, a square matrix, whose gradient travels
-SMALL = 64**2  # elements where roundings are counted
+N = 1024**2  # elements of the one parameter, a square matrix, whose gradient travels
 STEPS, COUNTED = 6, 3  # in the first steps thresholds are estimated
 ROUNDED = "int4"  # stands for all formats that round
 START, END = "<!-- counted by docs/figures/what_travels.py -->\n", "<!-- end of what is counted -->"
@@ -114,17 +113,18 @@ def count(
     wire_dtype: ValueFormat,
     n: int = N,
     latency_bytes: int = LATENCY_BYTES,
+    steps: int = STEPS,
     marked: int = -1,
 ) -> Counts:
     """Count the last steps of a matrix of ``n`` elements; with ``marked``, that round of the last is altered."""
     weights = torch.ones(isqrt(n), isqrt(n))
     groups, scale = [Group(0, ("weight",), (weights,)) for _ in range(ranks)], scales(n)
     found = []
-    for step in range(STEPS):
+    for step in range(steps):
         network = CountingNetwork(ranks, wire_dtype, latency_bytes)
         if marked >= 0:
             for comm in network.comms:
-                comm.wire_dtype = Marked(network, comm, marked if step == STEPS - 1 else 0)
+                comm.wire_dtype = Marked(network, comm, marked if step == steps - 1 else 0)
         for rank, group in enumerate(groups):
             add_gradient(group.unsent, scale, step, rank)
         totals = network.run([take_step(compressor, g, c) for g, c in zip(groups, network.comms, strict=True)])
@@ -135,14 +135,16 @@ def count(
 
 def roundings(compressor: Compressor, ranks: int) -> int:
     """How often a value is rounded, at most, on its way into the total: in how many rounds altering it is felt."""
-    # Marked values are longer, and there are fewer: with as much less latency sums go the same ways.
-    shorter = WIRE_DTYPES[ROUNDED].nbytes(N) / FLOAT32.nbytes(SMALL)
-    marked_count = partial(count, compressor, ranks, FLOAT32, SMALL, round(LATENCY_BYTES / shorter))
+    longer = FLOAT32.nbytes(N) / WIRE_DTYPES[ROUNDED].nbytes(
+        N
+    )  # marked values: with as much latency, sums go as theirs
+    marked_count = partial(count, compressor, ranks, FLOAT32, N, round(longer * LATENCY_BYTES), steps=2)
     plain = marked_count(marked=0)
     felt = torch.zeros_like(plain.total)
     for marked in range(1, plain.rounds[-1] + 1):
         total = marked_count(marked=marked).total
-        felt += (total != plain.total) & (total != 0) & (plain.total != 0)
+        altered = (total - plain.total).abs() > 1e-5 * plain.total.abs()  # not merely added in another order
+        felt += altered & (total != 0) & (plain.total != 0)
     return int(felt.max())
 
 
