@@ -30,9 +30,9 @@ def test_the_page_has_what_is_counted(name: str) -> None:
 
 def test_rounds_and_hops_by_hand() -> None:
     for ranks in (4, 8):
-        backend = SCRIPT["count"](ls.Dense(), ranks, FLOAT32, n=4096, latency_bytes=0)
-        two_hops = SCRIPT["count"](ls.Dense(), ranks, INT4, n=128**2, latency_bytes=1)
-        one_hop = SCRIPT["count"](ls.Dense(), ranks, INT4, n=256, latency_bytes=2**20)
+        backend = SCRIPT["count"](ls.Dense(), ranks, FLOAT32, n=4096, hop_bytes=0)
+        two_hops = SCRIPT["count"](ls.Dense(), ranks, INT4, n=128**2, hop_bytes=1)
+        one_hop = SCRIPT["count"](ls.Dense(), ranks, INT4, n=256, hop_bytes=2**20)
         assert [each.numbers for each in (backend, two_hops, one_hop)] == [
             ["1", "1", str(2 * (ranks - 1))],
             ["2", "2", "2"],

@@ -17,7 +17,7 @@ from lightning_sparse.bench.scale.ranks import add_gradient, scales
 from lightning_sparse.compressors import COMPRESSORS, Compressor
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.network.comm import LATENCY_BYTES, Pending
+from lightning_sparse.network.comm import HOP_BYTES, Pending
 from lightning_sparse.network.simulated import SimComm, SimNetwork
 from lightning_sparse.selection.sparse import dense
 from lightning_sparse.wire import FLOAT32, WIRE_DTYPES, ValueFormat
@@ -37,8 +37,8 @@ class CountingNetwork(SimNetwork):
         waited: [P], rounds behind what each rank has received.
     """
 
-    def __init__(self, size: int, wire_dtype: ValueFormat, latency_bytes: int) -> None:
-        super().__init__(size, wire_dtype, latency_bytes)
+    def __init__(self, size: int, wire_dtype: ValueFormat, hop_bytes: int) -> None:
+        super().__init__(size, wire_dtype, hop_bytes)
         self.waited = [0] * size
         self._rounds: dict[int, int] = {}  # behind each message, by number
 
@@ -112,7 +112,7 @@ def count(
     ranks: int,
     wire_dtype: ValueFormat,
     n: int = N,
-    latency_bytes: int = LATENCY_BYTES,
+    hop_bytes: int = HOP_BYTES,
     steps: int = STEPS,
     marked: int = -1,
 ) -> Counts:
@@ -121,7 +121,7 @@ def count(
     groups, scale = [Group(0, ("weight",), (weights,)) for _ in range(ranks)], scales(n)
     found = []
     for step in range(steps):
-        network = CountingNetwork(ranks, wire_dtype, latency_bytes)
+        network = CountingNetwork(ranks, wire_dtype, hop_bytes)
         if marked >= 0:
             for comm in network.comms:
                 comm.wire_dtype = Marked(network, comm, marked if step == steps - 1 else 0)
@@ -138,7 +138,7 @@ def roundings(compressor: Compressor, ranks: int) -> int:
     longer = FLOAT32.nbytes(N) / WIRE_DTYPES[ROUNDED].nbytes(
         N
     )  # marked values: with as much latency, sums go as theirs
-    marked_count = partial(count, compressor, ranks, FLOAT32, N, round(longer * LATENCY_BYTES), steps=2)
+    marked_count = partial(count, compressor, ranks, FLOAT32, N, round(longer * HOP_BYTES), steps=2)
     plain = marked_count(marked=0)
     felt = torch.zeros_like(plain.total)
     for marked in range(1, plain.rounds[-1] + 1):
