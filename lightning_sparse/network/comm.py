@@ -12,6 +12,7 @@ from lightning_sparse.selection.sparse import Sparse
 from lightning_sparse.wire import FLOAT32, ValueFormat
 
 HOP_BYTES = 8 * 1024  # until a link is measured
+SEGMENT_BYTES = 512 * 1024  # long messages travel in segments, so that one is on the wire while another is being added
 
 
 def traffic(message: str, payload_bytes: int, size: int) -> int:
@@ -130,8 +131,9 @@ class Comm(ABC):
         return latency_bytes + 2 * (self.size - 1) / self.size * payload_bytes
 
     def in_one_hop(self, payload_bytes: int) -> bool:
-        """Whether a sum is sooner in one hop than in two."""
-        return self.cost_of("one_hop", payload_bytes) <= self.cost_of("two_hops", payload_bytes)
+        """Whether a sum is sooner in one hop than in two; a long one is not, since it takes room for what all send."""
+        short = payload_bytes <= max(SEGMENT_BYTES, self.hop_bytes)
+        return short and self.cost_of("one_hop", payload_bytes) <= self.cost_of("two_hops", payload_bytes)
 
     def all_reduce(self, x: Tensor, direct: bool | None = None) -> Pending:
         """Sum over all ranks, in place: [*s] -> [*s], bit-identical on every rank.

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from lightning_sparse import kernels, selection
-from lightning_sparse.network.comm import Comm, Pending, Rounds
+from lightning_sparse.network.comm import SEGMENT_BYTES, Comm, Pending, Rounds
 from lightning_sparse.wire import BLOCK, Selection
 
-SEGMENT_BYTES = 512 * 1024  # a slice travels in segments, so that one is on the wire while another is being added
 COPIES = 1.2  # what two hops of float32 cost beside the backend's sum, which adds where the values lie
 
 
@@ -24,9 +23,7 @@ def sum_values(values: Tensor, comm: Comm) -> Rounds[Tensor]:
     nbytes = comm.wire_dtype.nbytes(values.numel())
     one_hop = comm.in_one_hop(nbytes)
     if not comm.wire_dtype.lossless:
-        return (
-            yield from one_hop_sum(values, comm) if one_hop and nbytes <= SEGMENT_BYTES else two_hop_sum(values, comm)
-        )
+        return (yield from one_hop_sum(values, comm) if one_hop else two_hop_sum(values, comm))
     if not (one_hop or comm.by_backend) and COPIES * comm.cost_of("two_hops", nbytes) < comm.cost_of("backend", nbytes):
         return (yield from two_hop_sum(values, comm))
     total = comm.buffer("total", values.numel(), torch.float32, values.device)
