@@ -85,9 +85,9 @@ def test_advice_for_a_link(ticking: None, monkeypatch: pytest.MonkeyPatch, link:
 
 
 def test_modelled_costs_follow_bytes_and_hops(ticking: None) -> None:
-    slow, fast = (model_cost(COMPRESSORS["sparse_dense"](), SIZES[1], 4, Link(0.001, s)) for s in (8e-8, 8e-9))
+    slow, fast = (model_cost(COMPRESSORS["sparse_dense"](), SIZES[1], 4, Link(0.001, s)) for s in (8e-8, 6e-8))
     sent = 2 * 3 / 4 * 4 * SIZES[1]
-    assert slow.latency_s[-1] - fast.latency_s[-1] == pytest.approx((8e-8 - 8e-9) * sent)
+    assert slow.latency_s[-1] - fast.latency_s[-1] == pytest.approx((8e-8 - 6e-8) * sent)
     assert slow.wire_rise == pytest.approx(8e-8 * sent / SIZES[1])
     assert slow.latency_s[0] >= 0.001  # of a few bytes: one hop
 
