@@ -1,6 +1,6 @@
 """Messages of torch.distributed."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -107,7 +107,7 @@ class TorchComm(Comm):
         if self._nccl:
             return Works([dist.all_gather(list(out), x, group=self._group, async_op=True)], out, x)
         out[self.rank].copy_(x)
-        return Works(self._to_others([x] * self.size, out, range(1, self.size), tag=1), out, x)
+        return Works(self._to_others([(by, x, out[self._far(-by)]) for by in range(1, self.size)], tag=1), out, x)
 
     def _broadcast(self, x: Tensor, source: int) -> Pending:
         if self.size == 1:
@@ -118,39 +118,28 @@ class TorchComm(Comm):
     def _shift(self, x: Tensor, out: Tensor, by: int) -> Pending:
         if by % self.size == 0:
             return Works([], out.copy_(x))
-        to, source = self._global[self._far(by)], self._global[self._far(-by)]
-        # The receive is posted first: on Gloo nothing is buffered for a receiver that is not there yet.
-        if self._nccl:
-            pair = [
-                dist.P2POp(dist.irecv, out, source, self._group),
-                dist.P2POp(dist.isend, x, to, self._group),
-            ]
-            return Works(dist.batch_isend_irecv(pair), out, x)
-        received = dist.irecv(out, source, self._group)
-        sent = dist.isend(x, to, self._group)
-        assert received is not None  # both are None only on a rank outside the group
-        assert sent is not None
-        return Works([received, sent], out, x)
+        return Works(self._to_others([(by, x, out)], tag=0), out, x)
 
     @explained()
     def _all_to_all(self, x: Tensor, out: Tensor, by: Sequence[int]) -> Pending:
-        if not self._nccl:
-            return Works(self._to_others(list(x), out, by, tag=2), out, x)
-        pairs = [
-            dist.P2POp(dist.irecv, out[self._far(-each)], self._global[self._far(-each)], self._group) for each in by
-        ]
-        pairs += [dist.P2POp(dist.isend, x[self._far(each)], self._global[self._far(each)], self._group) for each in by]
-        return Works(dist.batch_isend_irecv(pairs), out, x)
+        rows = [(each, x[self._far(each)], out[self._far(-each)]) for each in by]
+        return Works(self._to_others(rows, tag=2), out, x)
 
-    def _to_others(self, rows: Sequence[Tensor], out: Tensor, by: Sequence[int], tag: int) -> list[dist.Work]:
-        """Send a row to each rank ``by`` further on, receive one from as far back.
+    def _to_others(self, rows: Sequence[tuple[int, Tensor, Tensor]], tag: int) -> list[dist.Work]:
+        """Of each (by, leaving, arriving) send the second to the rank ``by`` further on, receive from as far back.
 
         Directly, so that a message makes one hop: Gloo's own all-gather goes round a ring.  By ``tag`` ranks that
-        launch different messages fail to meet, where otherwise one would take the other's for its own.
+        launch different messages fail to meet, where otherwise one would take the other's for its own; NCCL has none.
         """
-        to, source = [self._far(each) for each in by], [self._far(-each) for each in by]
-        works = [dist.irecv(out[other], self._global[other], self._group, tag) for other in source]
-        works += [dist.isend(rows[other], self._global[other], self._group, tag) for other in to]
+        # The receives are posted first: on Gloo nothing is buffered for a receiver that is not there yet.
+        calls: list[tuple[Callable[..., dist.Work | None], Tensor, int]] = [
+            (dist.irecv, arriving, self._global[self._far(-by)]) for by, _, arriving in rows
+        ]
+        calls += [(dist.isend, leaving, self._global[self._far(by)]) for by, leaving, _ in rows]
+        if self._nccl:
+            each = [dist.P2POp(call, x, other, self._group) for call, x, other in calls]
+            return list(dist.batch_isend_irecv(each)) if each else []
+        works = [call(x, other, self._group, tag) for call, x, other in calls]
         return [work for work in works if work is not None]  # None only on a rank outside the group
 
     def _far(self, by: int) -> int:

@@ -28,12 +28,6 @@ class Sparse:
             return Sparse(self.index[which], self.values[which])
         return Sparse(self.index.index_select(0, which), self.values.index_select(0, which))
 
-    def moved_out(self) -> "Sparse":
-        """A copy, after which the values here are zero."""
-        copy = Sparse(self.index, self.values.clone())
-        self.values.zero_()
-        return copy
-
     def dense(self, n: int) -> Tensor:
         """The vector in full, [n] float32."""
         return self.values.new_zeros(n).index_copy_(0, self.index, self.values)

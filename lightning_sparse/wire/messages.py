@@ -1,6 +1,6 @@
 """A message of selected elements: how many, which, and their values, in a number of bytes that data cannot change."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -68,10 +68,6 @@ class MessageLayout:
                 f"a group must have at most 2**31 elements, as many as 32-bit indices can tell apart; got {self.n}. "
                 "Cut it into several."
             )
-
-    def with_capacity(self, capacity: int) -> "MessageLayout":
-        """This layout with room for ``capacity`` elements."""
-        return replace(self, capacity=capacity)
 
     @cached_property
     def nbytes(self) -> int:

@@ -11,8 +11,6 @@ from lightning_sparse.bench.scale.ranks import StepTraffic
 from lightning_sparse.fusion.rehearsal import Link
 from lightning_sparse.network.comm import hops
 
-DENSE = "sparse_dense"  # its all-reduce is what others' growth is compared with
-
 
 @dataclass(frozen=True)
 class Measurement:
