@@ -11,12 +11,11 @@ from torch.optim import AdamW
 from lightning_sparse.bench.compare.peers import PEERS, Contender
 from lightning_sparse.bench.compare.workloads import ByteGPT, source_windows
 from lightning_sparse.compressors import Dense
-from lightning_sparse.compressors.base import take_step
 from lightning_sparse.fusion.groups import lay_out
-from lightning_sparse.network.simulated import SimNetwork, same_bits
+from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.options import Options
-from lightning_sparse.selection.sparse import dense
 from lightning_sparse.selection.streams import draw
+from lightning_sparse.simulation import take_steps
 from lightning_sparse.strategy import SparseDDPStrategy
 from lightning_sparse.wire import wire_format
 
@@ -75,12 +74,9 @@ class Averaging:
     def average(self) -> None:
         """Set the gradients of the parameters to what every rank has after one step of the compressor."""
         for ranks in zip(*self._groups, strict=True):
-            steps = [take_step(each[1], each[0], comm) for each, comm in zip(ranks, self._network.comms, strict=True)]
-            totals = self._network.run(steps)
-            group = ranks[0][0]
-            first, *others = (dense(total, group.n) for total in totals)
-            assert all(same_bits(first, other) for other in others), "the totals of the ranks differ"
-            group.hand_back(totals[0], [p.grad for p in group.parameters if p.grad is not None], self._network.size)
+            group, compressor = ranks[0]
+            total = take_steps(compressor, [own for own, _ in ranks], self._network)
+            group.hand_back(total, [p.grad for p in group.parameters if p.grad is not None], self._network.size)
 
 
 @dataclass(frozen=True)
