@@ -51,7 +51,8 @@ def advise(arguments: AdviseArguments) -> int:
         found, where = _measure(arguments)
     if found:
         console = Console()
-        if differences := parse(cluster).differences() if (cluster := arguments.link or arguments.emulate) else "":
+        cluster = arguments.link or arguments.emulate
+        if cluster and (differences := parse(cluster).differences()):
             console.print(differences, highlight=False, markup=False, soft_wrap=True)
         console.print(table(found, f"{arguments.model} on {where}"))
         for line in words(found):
