@@ -25,6 +25,7 @@ from lightning_sparse.engine.timeline import Timeline
 from lightning_sparse.engine.unused_parameters import UsedParameters
 from lightning_sparse.network.comm import Comm, Pending
 from lightning_sparse.network.process_groups import ProcessGroups
+from lightning_sparse.network.sums import ways
 
 T = TypeVar("T")
 
@@ -155,6 +156,11 @@ class Exchange:
     def latencies(self) -> tuple[int, int]:
         """What sums go by: ``hop_bytes`` and ``all_reduce_bytes`` of :class:`Comm`."""
         return self._lanes[0].comm.hop_bytes, self._lanes[0].comm.all_reduce_bytes
+
+    @property
+    def ways_of_sums(self) -> str:
+        """Which way sums of which size take, in a sentence."""
+        return ways(self._lanes[0].comm)
 
     def set_latencies(self, hop_bytes: int, all_reduce_bytes: int) -> None:
         """Have sums go by these from now on.  To be called between two steps, with the same on every rank."""

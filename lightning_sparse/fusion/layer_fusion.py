@@ -268,7 +268,7 @@ class LayerFusion:
         candidates = self._at_work.candidates or (self._at_work,)
         mixed = [with_small_dense(each.kinds, each.small_dense) for each in costs_of_candidates or [at_work]]
         self.plans = [
-            (c, best_plan(pieces_of(self._parameters, c), kinds, measured, calibration))
+            (c, best_plan(pieces_of(self._parameters, c), kinds, measured, calibration, self._exchange.ways_of_sums))
             for c, (kinds, _) in zip(candidates, mixed, strict=True)
         ]
         chosen = choose([plan for _, plan in self.plans])

@@ -197,6 +197,7 @@ class Plan:
         rest_s: seconds of a step outside backward and communication.
         span_s: expected from the start of backward to the last mean; the model's, corrected by measured steps.
         spans: ``span_s`` of each plan that was considered, by name.
+        sums: which way sums of which size take, in a sentence.
     """
 
     model: StepModel
@@ -206,6 +207,7 @@ class Plan:
     rest_s: float
     span_s: float
     spans: Mapping[str, float]
+    sums: str = ""
 
     @property
     def times(self) -> list[GroupTime]:
@@ -235,7 +237,7 @@ class Plan:
     def __str__(self) -> str:
         spans = ", ".join(f"{name} {1e3 * span:.1f} ms" for name, span in self.spans.items())
         groups = "1 group" if len(self.ends) == 1 else f"{len(self.ends)} groups"
-        return f"{groups}. Expected from the start of backward to the last mean: {spans}."
+        return f"{groups}. Expected from the start of backward to the last mean: {spans}. {self.sums}".rstrip()
 
 
 def _spread(falling: Array, most: int) -> NDArray[np.int64]:

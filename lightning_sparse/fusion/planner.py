@@ -86,8 +86,10 @@ def calibrate(pieces: Sequence[Piece], kinds: Kinds, measured: Measured) -> Cali
     return Calibration(blocking, offset_s=min(measured.span_s - expected_s, FARTHEST * expected_s))
 
 
-def best_plan(pieces: Sequence[Piece], kinds: Kinds, measured: Measured, calibration: Calibration) -> Plan:
-    """Return the best groups, or those there were if these are hardly slower."""
+def best_plan(
+    pieces: Sequence[Piece], kinds: Kinds, measured: Measured, calibration: Calibration, sums: str = ""
+) -> Plan:
+    """Return the best groups, or those there were if these are hardly slower; ``sums`` as in :class:`Plan`."""
     model, position = _model(pieces, kinds, measured, calibration.blocking)
     by_name = {piece.name: piece for piece in pieces}
     ordered = [by_name[name] for name in position]
@@ -114,6 +116,7 @@ def best_plan(pieces: Sequence[Piece], kinds: Kinds, measured: Measured, calibra
         rest_s=measured.rest_s,
         span_s=spans[chosen],
         spans=spans,
+        sums=sums,
     )
 
 

@@ -93,8 +93,7 @@ def rehearse_all(
     exchange.set_latencies(link.carries(link.latency_s), link.carries(link.all_reduce_s))
     rank_zero_info(
         f"LayerFusion: a message takes {1e3 * link.latency_s:.2f} ms, an all-reduce of the backend "
-        f"{1e3 * link.all_reduce_s:.2f} ms; the link carries {8e-6 / max(link.s_per_byte, 1e-12):,.0f} Mbit/s. Sums go "
-        "in one hop, two or the backend's way, whichever is soonest."
+        f"{1e3 * link.all_reduce_s:.2f} ms; the link carries {8e-6 / max(link.s_per_byte, 1e-12):,.0f} Mbit/s."
     )
     costs = []
     small_dense: dict[str, Cost] = {}  # by compressor: most have the same dense variant

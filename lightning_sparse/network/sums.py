@@ -9,6 +9,8 @@ from lightning_sparse import kernels, selection
 from lightning_sparse.network.comm import SEGMENT_BYTES, Comm, Pending, Rounds
 from lightning_sparse.wire import BLOCK, Selection
 
+SIZES = [2**k for k in range(6, 36)]  # bytes of sums that are told apart in words
+WAYS = {"one_hop": "to all ranks in one hop", "two_hops": "in two hops", "backend": "by the backend's all-reduce"}
 COPIES = 1.2  # what two hops of float32 cost beside the backend's sum, which adds where the values lie
 
 
@@ -20,15 +22,51 @@ def sum_values(values: Tensor, comm: Comm) -> Rounds[Tensor]:
     """
     if comm.size == 1:
         return _alone(values)
-    nbytes = comm.wire_dtype.nbytes(values.numel())
-    one_hop = comm.in_one_hop(nbytes)
-    if not comm.wire_dtype.lossless:
-        return (yield from one_hop_sum(values, comm) if one_hop else two_hop_sum(values, comm))
-    if not (one_hop or comm.by_backend) and COPIES * comm.cost_of("two_hops", nbytes) < comm.cost_of("backend", nbytes):
+    lossless = comm.wire_dtype.lossless
+    way = way_of(comm.wire_dtype.nbytes(values.numel()), lossless, comm)
+    if way == "two_hops":
         return (yield from two_hop_sum(values, comm))
+    if not lossless:
+        return (yield from one_hop_sum(values, comm))
     total = comm.buffer("total", values.numel(), torch.float32, values.device)
     comm.wire_dtype.take(values, total.view(torch.uint8))
     return (yield comm.all_reduce(total))
+
+
+def way_of(nbytes: int, lossless: bool, comm: Comm) -> str:
+    """The way a sum takes: "one_hop", "two_hops" or "backend".
+
+    Args:
+        nbytes: on the wire from each rank.
+        lossless: whether the values are float32, which the backend can add.
+        comm: the ranks.
+    """
+    if lossless and comm.by_backend:
+        return "backend"
+    if comm.in_one_hop(nbytes):
+        return "one_hop"
+    if lossless and comm.cost_of("backend", nbytes) <= COPIES * comm.cost_of("two_hops", nbytes):
+        return "backend"
+    return "two_hops"
+
+
+def ways(comm: Comm) -> str:
+    """Say in a sentence which way sums of which size take."""
+    if comm.size == 1:
+        return "There is one rank, and nothing to sum."
+    return f"Sums of float32 go {_by_size(comm, True)}; sums of rounded values go {_by_size(comm, False)}."
+
+
+def _by_size(comm: Comm, lossless: bool) -> str:
+    """The ways of sums by their size, to the next power of two; only the last has no limit."""
+    last = {way_of(size, lossless, comm): size for size in SIZES}  # in the order of size; a way is taken in one range
+    *parts, longest = [f"{WAYS[way]} up to {_binary(size)}" for way, size in last.items()]
+    return ", ".join([*parts, longest.partition(" up to ")[0] + (" beyond" if parts else "")])
+
+
+def _binary(nbytes: int) -> str:
+    power = min((nbytes.bit_length() - 1) // 10, 3)
+    return f"{nbytes >> 10 * power} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 def sum_at(index: Tensor, values: Tensor, capacity: int, comm: Comm) -> Rounds[Tensor]:

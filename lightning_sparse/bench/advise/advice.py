@@ -24,6 +24,7 @@ class Advice:
     high_s: float  # ... or as long
     limit: str  # what the step waits for at its end: "backward", "compression" or "network"
     groups: int  # that LayerFusion would make
+    sums: str = ""  # which way sums of which size take
 
 
 def advice(compressor: Compressor, plan: Plan) -> Advice:
@@ -37,6 +38,7 @@ def advice(compressor: Compressor, plan: Plan) -> Advice:
         high_s=plan.step_s + uncertain,
         limit=_limit(plan),
         groups=len(plan.ends),
+        sums=plan.sums,
     )
 
 

@@ -27,6 +27,8 @@ from lightning_sparse.fusion.groups import pieces_of
 from lightning_sparse.fusion.layer_fusion import STEPS_MEASURED
 from lightning_sparse.fusion.planner import Calibration, Measured, best_plan, kinds_of
 from lightning_sparse.fusion.rehearsal import Link
+from lightning_sparse.network.simulated import SimNetwork
+from lightning_sparse.network.sums import ways
 from lightning_sparse.strategy import SparseDDPStrategy
 
 STEPS = 8  # of a model that trains alone, of which the first half is not timed
@@ -55,6 +57,7 @@ def advise(arguments: AdviseArguments) -> int:
         if cluster and (differences := parse(cluster).differences()):
             console.print(differences, highlight=False, markup=False, soft_wrap=True)
         console.print(table(found, f"{arguments.model} on {where}"))
+        console.print(found[0].sums, highlight=False, markup=False, soft_wrap=True)
         for line in words(found):
             console.print(line, highlight=False, markup=False, soft_wrap=not line.startswith("Use "))
     return 0
@@ -106,12 +109,13 @@ def _in_one_process(model: str, cluster: ClusterSpec) -> list[Advice]:
 def advices(parameters: Mapping[str, Tensor], measured: Measured, cluster: ClusterSpec) -> list[Advice]:
     """Advise on each strategy, where steps take what was measured and messages what they would on the cluster."""
     link = Link(cluster.hop_s, cluster.s_per_byte)
+    sums = ways(SimNetwork(cluster.hosts, hop_bytes=link.carries(link.latency_s)).comms[0])
     found = []
     for kind in COMPRESSORS.values():
         compressor = kind()
         pieces = pieces_of(parameters, compressor)
         kinds = kinds_of(pieces, compressor, lambda c, n: model_cost(c, n, cluster.hosts, link))
-        found.append(advice(compressor, best_plan(pieces, kinds, measured, Calibration(blocking=False))))
+        found.append(advice(compressor, best_plan(pieces, kinds, measured, Calibration(blocking=False), sums)))
     return found
 
 

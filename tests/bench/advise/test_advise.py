@@ -75,6 +75,7 @@ def test_advice_for_a_link(ticking: None, monkeypatch: pytest.MonkeyPatch, link:
     assert found.keys() == COMPRESSORS.keys()
     assert all(0 < a.low_s <= a.step_s <= a.high_s for a in found.values())
     dense = found["sparse_dense"].step_s
+    assert found["micro"].sums.startswith("Sums of float32 go to all ranks in one hop up to ")
     if link == "4x100mbit":  # 4.5 MB, of which a rank sends one and a half times as much, take 0.53 s
         assert 0.53 < dense < 0.6
         assert found["skip_reduce"].step_s < 0.9 * dense
