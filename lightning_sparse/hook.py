@@ -17,6 +17,7 @@ from lightning_sparse.checkpoint.state import RESIDUALS
 from lightning_sparse.checks import check_one_of
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.fusion.groups import BUCKET_BYTES, carry_over, lay_out, not_carried
 from lightning_sparse.fusion.layer_fusion import LayerFusion
 from lightning_sparse.network.process_groups import ProcessGroups
@@ -112,7 +113,7 @@ class SparseHook:
                 "may use different parameters, and only one may keep what is unsent of them. Leave one of them out."
             )
         compressor = dense_if_alone(self.compressor, self._ranks.size // groups.local_size)
-        self.exchange = Exchange(
+        self.exchange = GradientExchange(
             lay_out(parameters, compressor, options.fusion, options.bucket_bytes),
             groups.comms(wire_format(options.wire_dtype)),
             threaded=not groups.nccl,

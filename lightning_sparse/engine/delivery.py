@@ -15,7 +15,7 @@ class Delivery:
 
     def __init__(self, bucket: GradBucket) -> None:
         self.buffer: Tensor = bucket.buffer()
-        self.gradients = list(_gradients(bucket))  # each parameter and its gradient, a view of the buffer
+        self.gradients = list(gradients_of(bucket))  # each parameter and its gradient, a view of the buffer
         self.summed: Pending | None = None  # its sum over this rank's node, under way
         self.missing = len(self.gradients)  # parameters whose mean is not in the buffer yet
         device = self.buffer.device
@@ -31,7 +31,7 @@ class Delivery:
         self.future.set_result(self.buffer)
 
 
-def _gradients(bucket: GradBucket) -> Iterator[tuple[Tensor, Tensor]]:
+def gradients_of(bucket: GradBucket) -> Iterator[tuple[Tensor, Tensor]]:
     """Each parameter and its gradient's place in the bucket, as a view of the parameter's shape and memory order."""
     buffer = bucket.buffer()
     offset = buffer.storage_offset()

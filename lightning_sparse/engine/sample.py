@@ -93,6 +93,7 @@ class Sample:
         squares.addcmul_(gradient, gradient)
         cleared.masked_fill_(went.logical_or_(unsent == 0), self._steps)
         self._state[0] = unsent
+        self._owed.zero_()  # groups that do not travel in the next step owe nothing in it
 
     def waiting(self) -> list[Waiting]:
         """Return what each parameter that has elements owes after the last step.  Waits for the device."""
@@ -135,11 +136,11 @@ def _weight(decay: float, steps: int) -> float:
 def _places(group: Group) -> Tensor:
     """Indices of the sampled elements in ``group.unsent``: [m] int64, rising, spread evenly over each parameter."""
     starts = [0, *itertools.accumulate(group.sizes)]
-    found = [start + _spread(name, n) for name, n, start in zip(group.names, group.sizes, starts, strict=False)]
+    found = [start + spread_over(name, n) for name, n, start in zip(group.names, group.sizes, starts, strict=False)]
     return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
 
 
-def _spread(name: str, n: int) -> Tensor:
+def spread_over(name: str, n: int) -> Tensor:
     """Indices of one of each of as many equal stretches of ``n`` elements, the same wherever the name is the same."""
     k = min(n, MOST)
     edges = torch.arange(k + 1) * n // max(k, 1)

@@ -85,21 +85,7 @@ class Step:
     def report(self) -> "Report":
         """Return what the step, which has just ended, cost and did."""
         waited_ns = time.perf_counter_ns() - self._handed_over_ns
-        pairs = zip(spent(self._lanes), self._spent_before, strict=True)
-        sent_bytes, compress_ns, network_ns = (now - before for now, before in pairs)
-        elements = sum(group.n for group in self.groups)
-        return Report(
-            sent_bytes=sent_bytes,
-            dense_bytes=traffic("all_reduce", 4 * elements, self._lanes[0].comm.size),
-            elements=elements,
-            picked=sum(group.picked for group in self.groups),
-            target=sum(group.target for group in self.groups),
-            mask_bytes=sum(group.mask_bytes for group in self.groups),
-            overflow=sum(group.overflow for group in self.groups),
-            ms_compress=compress_ns / 1e6,
-            ms_network=network_ns / 1e6,
-            ms_wait=waited_ns / 1e6,
-        )
+        return Report.of(self.groups, self.groups, self._lanes, self._spent_before, waited_ns)
 
 
 @dataclass(frozen=True)
@@ -116,6 +102,40 @@ class Report:
     ms_compress: float  # in the compressor's own code
     ms_network: float  # of the issuing thread, waiting for messages
     ms_wait: float  # of training: from the last gradient handed over to the last mean handed back
+
+    @classmethod
+    def of(
+        cls,
+        every: Sequence[Group],
+        averaged: Sequence[Group],
+        lanes: Sequence[Lane],
+        spent_before: Sequence[int],
+        waited_ns: int,
+    ) -> "Report":
+        """Return what a step cost.
+
+        Args:
+            every: group of the gradient.
+            averaged: groups, of them, in this step.
+            lanes: on which they travelled.
+            spent_before: on the lanes when the step began, as :func:`spent` returns it.
+            waited_ns: nanoseconds that training waited.
+        """
+        pairs = zip(spent(lanes), spent_before or [0, 0, 0], strict=True)
+        sent_bytes, compress_ns, network_ns = (now - before for now, before in pairs)
+        elements = sum(group.n for group in every)
+        return cls(
+            sent_bytes=sent_bytes,
+            dense_bytes=traffic("all_reduce", 4 * elements, lanes[0].comm.size),
+            elements=elements,
+            picked=sum(group.picked for group in averaged),
+            target=sum(group.target for group in averaged),
+            mask_bytes=sum(group.mask_bytes for group in averaged),
+            overflow=sum(group.overflow for group in averaged),
+            ms_compress=compress_ns / 1e6,
+            ms_network=network_ns / 1e6,
+            ms_wait=waited_ns / 1e6,
+        )
 
     def saves_bytes(self) -> bool:
         """Whether fewer bytes were sent than dense DDP would have sent; also where there was nobody to send to."""

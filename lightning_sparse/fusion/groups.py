@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_sparse.checks import is_names, matches
 from lightning_sparse.compressors import Compressor
+from lightning_sparse.compressors.dense import Exact
 from lightning_sparse.compressors.group import Group
 
 FUSIONS = ("layer", "bucket", "none")
@@ -135,6 +136,51 @@ def lay_out(
 ) -> list[tuple[Group, Compressor]]:
     """Make groups of ``parameters``, given in the order of definition; returns each with what averages it."""
     return make_groups(parameters, compressor, fuse(pieces_of(parameters, compressor), fusion, bucket_bytes))
+
+
+# - of local steps
+
+
+def lay_out_fragments(
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    compressor: Compressor,
+    fusion: str | Sequence[str],
+    fragments: int,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> tuple[list[tuple[Group, Compressor]], list[int]]:
+    """Cut parameters into ``fragments`` that take turns, as even as whole parameters allow, and those into groups.
+
+    "none" keeps layers whole, and a list of patterns its groups; both are then the groups.  Statistics in ``buffers``
+    travel with a parameter of their module, in groups of their own.
+
+    Returns:
+        The groups with what averages them, and the fragment of each.
+    """
+    pieces = pieces_of(parameters, compressor)
+    whole = not isinstance(check_fusion(fusion), str) or fusion == "none"
+    units = fuse(pieces, fusion) if whole else [[piece] for piece in pieces]
+    fragment_of: dict[str, int] = {}
+    sizes = [0] * fragments
+    for unit in sorted(units, key=lambda unit: -sum(piece.elements for piece in unit)):
+        lightest = sizes.index(min(sizes))
+        sizes[lightest] += sum(piece.elements for piece in unit)
+        fragment_of.update((piece.name, lightest) for piece in unit)
+    layer_of = {piece.layer: fragment_of[piece.name] for piece in pieces}
+    statistics: dict[int, list[Piece]] = {}
+    for name, buffer in buffers.items():
+        piece = Piece(name, buffer.numel())
+        statistics.setdefault(layer_of.get(piece.layer, 0), []).append(piece)
+    groups: list[list[Piece]] = []
+    for fragment in range(fragments):
+        own = [piece for piece in pieces if fragment_of[piece.name] == fragment]
+        groups += [unit for unit in units if unit[0] in own] if whole else fuse(own, "bucket", bucket_bytes)
+    made = make_groups(parameters, compressor, groups)
+    for fragment, of_fragment in sorted(statistics.items()):
+        names = tuple(piece.name for piece in of_fragment)
+        fragment_of.update(dict.fromkeys(names, fragment))
+        made.append((Group(len(made), names, tuple(buffers[name] for name in names)), Exact()))
+    return made, [fragment_of[group.names[0]] for group, _ in made]
 
 
 # - from one set of groups to another

@@ -12,7 +12,7 @@ from torch import Tensor
 import lightning_sparse as ls
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.sample import MOST, STARVING, Sample, Waiting
 from lightning_sparse.fusion.groups import carry_over
 from lightning_sparse.monitor.tables import starvation
@@ -133,15 +133,15 @@ class Bucket:
         self.buffer = lambda: buffer
 
 
-def watched(layout: Sequence[tuple[str, ...]], parameters: dict[str, Tensor], **options: Any) -> Exchange:
+def watched(layout: Sequence[tuple[str, ...]], parameters: dict[str, Tensor], **options: Any) -> GradientExchange:
     """The only rank."""
     pairs = [(group, EveryFifth()) for group in groups_of(*layout, parameters=parameters)]
-    exchange = Exchange(pairs, [SimNetwork(1).comms[0]], threaded=False, **options)
+    exchange = GradientExchange(pairs, [SimNetwork(1).comms[0]], threaded=False, **options)
     exchange.sample = Sample(exchange.groups)
     return exchange
 
 
-def oldest(exchange: Exchange) -> dict[str, Waiting]:
+def oldest(exchange: GradientExchange) -> dict[str, Waiting]:
     assert exchange.sample is not None
     return {each.name: each for each in exchange.sample.waiting()}
 
@@ -208,5 +208,5 @@ def test_a_sample_is_spread_over_a_parameter(n: int) -> None:
 
 
 def test_nobody_pays_who_does_not_look() -> None:
-    assert Exchange([], [SimNetwork(1).comms[0]], threaded=False).sample is None
+    assert GradientExchange([], [SimNetwork(1).comms[0]], threaded=False).sample is None
     assert Sample([]).waiting() == []

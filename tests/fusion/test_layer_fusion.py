@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lightning_sparse as ls
-from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.timeline import Timeline
 from lightning_sparse.fusion import layer_fusion, planner
 from lightning_sparse.fusion import model as plan
@@ -50,7 +50,7 @@ class Training:
     def __init__(self, compressor: ls.Compressor, backwards: int = 1) -> None:
         self.parameters: dict[str, Tensor] = {f"{i}.weight": nn.Parameter(torch.zeros(20 + i)) for i in range(3)}
         groups = lay_out(self.parameters, compressor, "layer")
-        self.exchange = Exchange(groups, [Mirror()], threaded=False)
+        self.exchange = GradientExchange(groups, [Mirror()], threaded=False)
         self.fusion = LayerFusion(self.exchange, compressor, self.parameters)
         self.backwards = backwards
 

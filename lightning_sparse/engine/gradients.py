@@ -1,0 +1,196 @@
+"""Averages the gradients of DDP's buckets."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future as LaneFuture
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported at run time only
+from torch.futures import Future
+
+from lightning_sparse.compressors import Compressor
+from lightning_sparse.compressors.base import take_step
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.engine.delivery import Delivery
+from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.engine.lane import Lane
+from lightning_sparse.engine.step import Step
+from lightning_sparse.engine.unused_parameters import UsedParameters
+from lightning_sparse.network.comm import Comm
+from lightning_sparse.network.process_groups import ProcessGroups
+
+
+class GradientExchange(Exchange):
+    """Averages the gradients DDP hands over, in groups of our own, and keeps what was not sent.
+
+    DDP's bucketing only decides when gradients reach us: its buckets change their members after the first step.  Ours
+    do not, so every element keeps its place, its ``unsent`` and its order of summation from the first step on.
+
+    Args:
+        groups: each group and what averages it, in the order in which they are sent.
+        comms: the ranks, once for each lane; nobody else may launch messages on them.
+        threaded: give each lane a thread of its own; see [Note: who issues messages].
+        node: of this rank, if there are nodes: then ``comms`` are of nodes, and one averages its ranks' gradients.
+        may_be_unused: some parameters may get no gradient in a step (DDP's ``find_unused_parameters``).
+        scaler: what scales the loss, if anything does.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[tuple[Group, Compressor]],
+        comms: Sequence[Comm],
+        *,
+        threaded: bool,
+        node: ProcessGroups | None = None,
+        may_be_unused: bool = False,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        self._node = node
+        self._scaler = scaler
+        self._lock = threading.Lock()  # around what several lanes change
+        self._step: Step | None = None  # the last one that has begun
+        super().__init__(groups, comms, threaded=threaded)
+        self._used = UsedParameters(self._group_of) if may_be_unused else None
+
+    def lay_out(self, groups: Sequence[tuple[Group, Compressor]]) -> None:
+        """Average in ``groups`` from now on, in their order.  To be called between two steps, on every rank."""
+        super().lay_out(groups)
+        self._group_of = {p: group for group in self.groups for p in group.parameters}
+        self._queues = self._queues_of(range(len(self.groups)))
+
+    def between_steps(self) -> None:
+        """Nothing: a step ends with its backward."""
+
+    @property
+    def _within_a_step(self) -> bool:
+        return self._step is not None and bool(self._step.deliveries)
+
+    def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
+        """DDP's communication hook: takes a bucket of gradients, gives back a future of the same bucket averaged."""
+        del state
+        step = self._step
+        if step is None or step.has_arrived:
+            step = self._step = Step(self.groups, self._queues, self._lanes, self._scaler)
+        delivery = Delivery(bucket)
+        with self._lock:
+            if self.error is not None:
+                raise self.error
+            step.deliveries.append(delivery)
+        self._take_in(step, delivery)
+        last = step.has_arrived
+        if last and step.loss_scale:  # beside the last groups' messages, so that nobody waits for it
+            if self._node:
+                self._node.sum_inside(step.loss_scale.overflowed).wait()
+            self._submit(step, 0, self._ask_for_overflow)
+        averages = [
+            self._submit(step, lane, partial(self._average, index=index))
+            for lane, index in (step.take_complete() if last or not self.deferred else ())
+        ]
+        if step.loss_scale:
+            step.averages += averages
+        if last and step.loss_scale:
+            self._submit(step, 0, self._settle)
+        return delivery.future
+
+    def _take_in(self, step: Step, delivery: Delivery) -> None:
+        self.timeline.arrive([parameter for parameter, _ in delivery.gradients])
+        if step.loss_scale:
+            step.loss_scale.take_in(delivery.buffer)
+        if self._node and delivery.buffer.numel():
+            delivery.summed = self._node.sum_inside(delivery.buffer)
+        if self._stream:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        step.take_in(delivery, self._group_of)
+
+    def close(self) -> bool:
+        """End the issuing threads; returns whether no message is under way.  What is unsent stays readable."""
+        if self._used is not None:
+            self._used.close()
+        return super().close()
+
+    # - what lanes do
+
+    def _submit(self, step: Step, lane: int, work: Callable[[Step, Lane], None]) -> "LaneFuture[None]":
+        """Have a lane's issuer do ``work``; an error is kept for backward to raise."""
+        done = self._lanes[lane].submit(partial(self._unless_failed, work, step, self._lanes[lane]))
+        done.add_done_callback(partial(self._note_error, step))
+        return done
+
+    def _unless_failed(self, work: Callable[[Step, Lane], None], step: Step, lane: Lane) -> None:
+        if self.error is None:
+            work(step, lane)
+
+    def _note_error(self, step: Step, done: "LaneFuture[None]") -> None:
+        if (error := done.exception()) is not None:
+            with self._lock:
+                self.error = self.error or error
+                step.fail(self.error)
+
+    def _average(self, step: Step, lane: Lane, index: int) -> None:
+        taken_up, start_ns, waited_ns = self.timeline.now(), time.perf_counter_ns(), lane.network_ns
+        group, compressor = self.groups[index], self.compressors[index]
+        if step.loss_scale:
+            step.loss_scale.keep(group)
+        arrived = [step.gradients.pop(parameter) for parameter in group.parameters]
+        gradients, deliveries = [gradient for gradient, _ in arrived], [delivery for _, delivery in arrived]
+        for delivery in set(deliveries):
+            delivery.wait()
+        with self._new_in(step, group, gradients) as new:
+            compressor.accumulate(group, new, self.size, 1 / self._node.local_size if self._node else 1.0)
+            if self.sample is not None:
+                self.sample.before(group)
+            total = lane.run(take_step(compressor, group, lane.comm), partial(group.make_way, gradients))
+            group.hand_back(total, gradients, self.size)
+        busy_ns = time.perf_counter_ns() - start_ns - (lane.network_ns - waited_ns)
+        self.timeline.average(group, taken_up, busy_ns / 1e9)
+        with self._lock:
+            step.count_averaged(deliveries)
+            if step.loss_scale:  # then `_settle` gives back all
+                return
+            if not step.averaging:
+                self._finish(step)  # before backward can go on and look
+            step.give_back()
+
+    def _new_in(
+        self, step: Step, group: Group, gradients: Sequence[Tensor]
+    ) -> AbstractContextManager[Sequence[Tensor | None]]:
+        """The part of each of ``gradients`` that this step adds, until the means are in their place."""
+        if self._used is None:
+            return nullcontext(gradients)
+        return self._used.new_in(group, gradients, step.loss_scale.unscale if step.loss_scale else lambda mean: mean)
+
+    def _ask_for_overflow(self, step: Step, lane: Lane) -> None:
+        assert step.loss_scale is not None
+        step.overflowed = lane.comm.all_reduce(step.loss_scale.overflowed)
+
+    def _settle(self, step: Step, lane: Lane) -> None:
+        """End a step with a loss scale: as it is, or undone if a rank found a gradient that is not finite."""
+        del lane
+        assert step.loss_scale is not None
+        undo = bool(step.overflowed.wait())
+        for average in step.averages:
+            average.result()  # raises the error of another lane
+        if self.error is not None:
+            return
+        if undo:
+            step.loss_scale.undo()
+        for delivery in step.deliveries:
+            step.loss_scale.give_back(delivery.buffer, undo)
+        step.loss_scale.end_step()
+        step.averages.clear()
+        with self._lock:
+            self._finish(step, undo)
+            step.give_back()
+
+    def _finish(self, step: Step, undone: bool = False) -> None:
+        if self.sample is not None and not undone:
+            self.sample.end_step()
+        self.last = step.report()
+        self.timeline.end_backward()
+        if self._used is not None:
+            self._used.end_step()
+        self.steps += 1

@@ -1,0 +1,228 @@
+"""Averages what the ranks' optimizers did, a fragment of the weights at a time."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future as LaneFuture
+from concurrent.futures import wait
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported at run time only
+from torch.futures import Future
+
+from lightning_sparse.compressors import Compressor
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.engine.lane import Lane, spent
+from lightning_sparse.engine.local_steps import LocalSteps
+from lightning_sparse.engine.lr_factor import EVERY, LrFactor
+from lightning_sparse.engine.replica import Replica
+from lightning_sparse.engine.step import Report
+from lightning_sparse.network.comm import Comm
+
+
+class LocalExchange(Exchange):
+    """Averages weights, a fragment after each step, while DDP gives every rank its own gradients back.
+
+    A step is what lies between two forwards that train if a backward has been among it.  What is due after a step is
+    done before the next forward, before anybody evaluates or saves, and at the end, whichever is first; so it is the
+    same on every rank, whatever the optimizers did.
+
+    While the model trains, the parameters hold this rank's own weights; from :meth:`show_average` until the next
+    forward that trains they hold the average.  Weights changed by others meanwhile are the new average, of which
+    nothing is owed: a checkpoint that was loaded, or those of stochastic weight averaging.
+
+    Args:
+        groups: each group and what averages it, in the order in which they are sent.
+        fragments: the fragment of each group.
+        comms: the ranks, once for each lane; nobody else may launch messages on them.
+        threaded: give each lane a thread of its own; see [Note: who issues messages].
+        settings: of local steps.
+        warmup_steps: in which every group travels.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[tuple[Group, Compressor]],
+        fragments: Sequence[int],
+        comms: Sequence[Comm],
+        *,
+        threaded: bool,
+        settings: LocalSteps,
+        warmup_steps: int = 0,
+    ) -> None:
+        super().__init__(groups, comms, threaded=threaded)
+        self.settings = settings
+        self.replicas = [
+            Replica(group, compressor, fragment, settings)
+            for (group, compressor), fragment in zip(groups, fragments, strict=True)
+        ]
+        self.lr_factor = LrFactor(self.groups)
+        self._warmup_steps = warmup_steps
+        self._backwards = 0  # since the last step was settled
+        self._resumed = False  # what is owed is in ``unsent``, from a checkpoint
+        self._exchanged = 0  # the last step after which groups were taken up
+        self._due: list[Replica] = []  # taken up, and not applied yet
+        self._under_way: list[LaneFuture[None]] = []
+        self._spent_before = spent(self._lanes)
+        # Of each parameter this rank's own weights, and its version, while the average is shown; of none at first,
+        # when both are the same.
+        self._held: list[tuple[Tensor | None, int]] | None = [(None, -1) for _ in self._averages()]
+
+    def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
+        """DDP's communication hook: gives every rank its own gradients back."""
+        del state
+        if (self.steps + 1) % EVERY == 0:
+            self.lr_factor.take_in(bucket)
+        self._backwards += bucket.is_last()
+        future: Future[Tensor] = Future(devices=[self.device] if self.device.type == "cuda" else None)
+        future.set_result(bucket.buffer())
+        return future
+
+    def between_steps(self) -> None:
+        """Settle the step before; give this rank its own weights back, and send what is due beside the next step."""
+        self.settle()
+        self._hide_average()
+        if self.settings.overlaps and self._exchanged < self.steps:
+            self._send()
+
+    def settle(self) -> None:
+        """Do what is due after the last step, if one has ended.  To be called between two steps, on every rank."""
+        if not self._backwards:
+            return
+        self._backwards = 0
+        self.steps += 1
+        self.timeline.end_backward()
+        with torch.inference_mode(False):  # in which an evaluation may ask for the average
+            if not self.settings.overlaps:
+                self._send()
+            self._receive()
+
+    def show_average(self, settle: bool = True) -> None:
+        """Have the parameters hold x̄ until the next forward that trains; ``settle=False`` sends nothing."""
+        if settle:
+            self.settle()
+        if self._held is None:
+            with torch.inference_mode(False), torch.no_grad():
+                self._held = [_exchange_for(average, p) for p, average in self._averages()]
+
+    def _averages(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each parameter and its x̄, of the same shape."""
+        for replica in self.replicas:
+            group = replica.group
+            for p, average in zip(group.parameters, group.slots(replica.average), strict=True):
+                yield p, average.view(p.shape)
+
+    @torch.no_grad()
+    def _hide_average(self) -> None:
+        if self._held is None:
+            return
+        for (p, average), (own, version), owed in zip(self._averages(), self._held, self._unsent(), strict=True):
+            if own is None or p._version != version:
+                average.copy_(p)
+                own = p
+            p.copy_(owed if self._resumed else own)
+        self._held, self._resumed = None, False
+
+    # - checkpoints
+
+    def pack(self) -> None:
+        """Lay this rank's own weights into ``unsent`` of each group, where a checkpoint and another fit take them."""
+        self.show_average()
+        if self._resumed:
+            return
+        assert self._held is not None
+        for (p, _), (own, version), place in zip(self._averages(), self._held, self._unsent(), strict=True):
+            place.copy_(p.detach() if own is None or p._version != version else own)
+
+    def _unsent(self) -> Iterator[Tensor]:
+        """Yield each parameter's part of ``unsent``, of its shape."""
+        for group in self.groups:
+            for p, slot in zip(group.parameters, group.slots(group.unsent), strict=True):
+                yield slot.view(p.shape)
+
+    def unpack(self, steps: int) -> None:
+        """Take this rank's own weights from ``unsent`` before the next step, and the average from the parameters."""
+        self.show_average(settle=False)
+        self._backwards, self._resumed = 0, True
+        self.steps, self._exchanged = steps, steps - 1
+
+    @property
+    def shared(self) -> Mapping[Tensor, Tensor]:
+        """Of each parameter its x̄, of the same shape."""
+        self.settle()
+        return {p: p if self._held is not None else average for p, average in self._averages()}
+
+    def unsent_norm(self) -> float:
+        """Euclidean norm of all this rank owes."""
+        if self._held is not None:
+            return 0.0
+        squares = [(p.detach().float() - average).square().sum() for p, average in self._averages()]
+        return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+
+    # - messages
+
+    @property
+    def _within_a_step(self) -> bool:
+        return not all(done.done() for done in self._under_way)
+
+    def _send(self) -> None:
+        """Take up the groups whose turn it is and have the lanes average them."""
+        step = self._exchanged = self.steps
+        warmup, self._spent_before = self._warmup_steps, spent(self._lanes)
+        due = [
+            i for i, each in enumerate(self.replicas) if step <= warmup or self.settings.is_turn(each.fragment, step)
+        ]
+        for i in due:  # a turn's number depends on the step alone, so that it need not be saved
+            self.groups[i].step = step - 1 if step <= warmup else warmup + (step - 1 - warmup) // self.settings.steps
+            self.replicas[i].take_up(self.size)
+            if self.sample is not None:
+                self.sample.before(self.groups[i])
+        if self._stream:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        self._due = [self.replicas[i] for i in due]
+        self._under_way = [
+            lane.submit(partial(self._unless_failed, partial(self._average, self.replicas[i]), lane))
+            for lane, queue in zip(self._lanes, self._queues_of(due), strict=True)
+            for i in queue
+        ]
+        if step % EVERY == 0 and self.size > 1:
+            lane = self._lanes[0]
+            self._under_way.append(lane.submit(partial(self._unless_failed, self.lr_factor.sum_up, lane)))
+
+    def _average(self, replica: Replica, lane: Lane) -> None:
+        replica.move(lane.run(replica.exchange(lane.comm)), self.size)
+
+    def _unless_failed(self, work: Callable[[Lane], None], lane: Lane) -> None:
+        if self.error is None:
+            try:
+                work(lane)
+            except BaseException as error:  # whatever it is, training must hear of it
+                self.error = self.error or error
+
+    def _receive(self) -> None:
+        """Wait for what is under way, and apply it."""
+        start_ns = time.perf_counter_ns()
+        wait(self._under_way)
+        if self.error is not None:
+            raise self.error
+        if self._stream:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        waited_ns = time.perf_counter_ns() - start_ns
+        for replica in self._due:
+            replica.apply()
+        if self._exchanged % EVERY == 0:
+            self.lr_factor.read(self.size)
+        if self.sample is not None:
+            self.sample.end_step()
+        averaged = [replica.group for replica in self._due]
+        self.last = Report.of(self.groups, averaged, self._lanes, self._spent_before, waited_ns)
+        self._due, self._under_way, self._spent_before = [], [], spent(self._lanes)
+
+
+def _exchange_for(average: Tensor, parameter: Tensor) -> tuple[Tensor, int]:
+    """Set ``parameter`` to ``average``; return what it was, and its version now, which changes with its values."""
+    own = parameter.detach().clone()
+    parameter.copy_(average)
+    return own, parameter._version

@@ -1,0 +1,83 @@
+"""Local steps: each rank takes its own optimizer steps, and what the ranks share is the average of their weights."""
+
+from dataclasses import dataclass
+
+from lightning_sparse.checks import check_one_of, check_whole, is_number
+
+LR_FACTORS = ("off", "measured")
+
+
+@dataclass(frozen=True)
+class LocalSteps:
+    """Exchange what the optimizer did, not what it was given: every weight once in ``steps`` optimizer steps.
+
+    Each rank r takes its own optimizer step at once.  The model all ranks share is the average x̄, and a rank owes
+    ``unsent = x_r - x̄``.  A compressor sends some of that as it would send a gradient, with the same law, x̄ moves by
+    the mean of what was sent, and ``x_r = x̄ + unsent``.
+
+    Args:
+        steps: H, optimizer steps between two exchanges of the same weight.
+        fragments: parts that the parameters are cut into, whole parameters each; they take turns, evenly spread over
+            the H steps.  None: H, so that a part travels in every step (Streaming DiLoCo, Douillard et al., 2025); 1:
+            everything every H steps (DiLoCo, Douillard et al., 2023).
+        overlap: exchange beside the next step's forward and backward, and apply the result after its optimizer step.
+            None: where H is above 1.
+        outer_rate: of the outer step: x̄ moves by so many times the mean.
+        outer_momentum: of the outer step, Nesterov's; DiLoCo takes 0.9, with an ``outer_rate`` of 0.7.
+        lr_factor: "measured" multiplies the optimizers' learning rate by the measured factor by which a step of an
+            optimizer that normalises, such as Adam, is shorter with the gradient of one rank than with the mean; "off"
+            only logs it.
+
+    Raises:
+        ValueError: for a setting out of range, with the value and what is allowed.
+    """
+
+    steps: int
+    fragments: int | None = None
+    overlap: bool | None = None
+    outer_rate: float = 1.0
+    outer_momentum: float = 0.0
+    lr_factor: str = "off"
+
+    def __post_init__(self) -> None:
+        check_whole("local_steps", self.steps, 1, "Or give 0 to average gradients.")
+        if self.fragments is not None:
+            check_whole("LocalSteps: fragments", self.fragments, 1)
+            if self.fragments > self.steps:
+                raise ValueError(
+                    f"LocalSteps: fragments must be at most steps, {self.steps}, since one travels at a time; got "
+                    f"{self.fragments}."
+                )
+        if not isinstance(self.overlap, bool | None):
+            raise ValueError(f"LocalSteps: overlap must be True, False or None; got {self.overlap!r}.")
+        if not (is_number(self.outer_rate) and 0 < self.outer_rate < float("inf")):
+            raise ValueError(f"LocalSteps: outer_rate must be above 0; got {self.outer_rate!r}.")
+        if not (is_number(self.outer_momentum) and 0 <= self.outer_momentum < 1):
+            raise ValueError(f"LocalSteps: outer_momentum must be at least 0 and below 1; got {self.outer_momentum!r}.")
+        check_one_of("LocalSteps: lr_factor", self.lr_factor, LR_FACTORS)
+
+    @classmethod
+    def of(cls, given: "int | LocalSteps") -> "LocalSteps | None":
+        """Return the settings that a user gave, as a number of steps or whole; None for 0.
+
+        Raises:
+            ValueError: if it is anything else.
+        """
+        if isinstance(given, LocalSteps):
+            return given
+        check_whole("local_steps", given, 0, "Give H, the steps in which every weight travels once, or LocalSteps(H).")
+        return cls(int(given)) if given else None
+
+    @property
+    def parts(self) -> int:
+        """The number of fragments."""
+        return self.fragments or self.steps
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether an exchange runs beside the next step."""
+        return self.steps > 1 if self.overlap is None else self.overlap
+
+    def is_turn(self, fragment: int, step: int) -> bool:
+        """Whether ``fragment`` travels after ``step``, of which the first is 1."""
+        return (step - 1) % self.steps == (fragment + 1) * self.steps // self.parts - 1

@@ -1,0 +1,87 @@
+"""How much shorter steps of one rank's optimizer are, which divides by the noise of one rank's gradient."""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported at run time only
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.engine.delivery import gradients_of
+from lightning_sparse.engine.lane import Lane
+from lightning_sparse.engine.sample import spread_over
+
+EVERY = 10  # steps from one look to the next
+DECAY = 0.9  # of means over about 10 looks
+
+
+class LrFactor:
+    """The factor by which an optimizer that normalises moves less with one rank's gradient than with the mean's.
+
+    Adam's step is the mean gradient over the root of its mean square.  The mean over P ranks has a smaller mean square
+    than one rank's gradient, by a factor between 1 (no noise) and 1/P (nothing else); steps are shorter by its root.
+    Every ``EVERY`` steps a sample of the gradient and its squares are summed over the ranks.
+
+    Attributes:
+        value: from 1 to the root of P, the same on every rank; 1 until it was measured.
+    """
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.value = 1.0
+        self._places = {
+            p: spread_over(name, p.numel()).to(p.device)
+            for group in groups
+            for name, p in zip(group.names, group.parameters, strict=True)
+            if p.requires_grad
+        }
+        self._squares: Tensor | None = None  # [2, m], of the mean gradient, and the mean of each rank's
+        self._gradients: dict[Tensor, Tensor] = {}
+        self._before: list[Any] = []  # learning rates of an optimizer that takes a step
+
+    def take_in(self, bucket: GradBucket) -> None:
+        """Sample a bucket of this rank's gradients."""
+        for parameter, gradient in gradients_of(bucket):
+            if parameter in self._places:
+                self._gradients[parameter] = gradient.reshape(-1).index_select(0, self._places[parameter]).float()
+
+    def sum_up(self, lane: Lane) -> None:
+        """Compare the ranks' gradients; on a lane, on every rank."""
+        sampled = [self._gradients.get(p, torch.zeros(len(i), device=p.device)) for p, i in self._places.items()]
+        self._gradients.clear()
+        if not sampled:
+            return
+        own = torch.cat(sampled).nan_to_num_(0.0, 0.0, 0.0)
+        sums = lane.comm.all_reduce(torch.stack([own, own.square()])).wait()
+        mean, square = sums / lane.comm.size
+        now = torch.stack([mean.square(), square])
+        self._squares = now if self._squares is None else self._squares * DECAY + now * (1 - DECAY)
+
+    def read(self, size: int) -> None:
+        """Set ``value`` from what was summed up."""
+        if self._squares is not None:
+            of_mean, of_ranks = self._squares
+            known = of_ranks > 0
+            if bool(known.any()):
+                share = float((of_mean[known] / of_ranks[known]).mean())
+                self.value = min(max(share, 1 / size), 1.0) ** -0.5
+
+    def scale_steps(self) -> list[Any]:
+        """Multiply the learning rate of each optimizer of these parameters while it takes a step; return handles."""
+        own = weakref.proxy(self)
+
+        def before(optimizer: Optimizer, *_: Any) -> None:
+            if any(p in own._places for group in optimizer.param_groups for p in group["params"]):
+                own._before = [group["lr"] for group in optimizer.param_groups]
+                for group in optimizer.param_groups:
+                    group["lr"] = group["lr"] * own.value
+
+        def after(optimizer: Optimizer, *_: Any) -> None:
+            for group, rate in zip(optimizer.param_groups, own._before, strict=False):
+                group["lr"] = rate
+            own._before = []
+
+        return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
