@@ -22,6 +22,7 @@ from lightning_sparse.compressors import (
     Warmup,
 )
 from lightning_sparse.compressors.group import Group
+from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.hook import SparseHook
 from lightning_sparse.monitor.callbacks import CompressionMonitor
 from lightning_sparse.monitor.metrics import CompressionRatio, ThresholdError
@@ -45,6 +46,7 @@ __all__ = [
     "DensityLadder",
     "Group",
     "ImportancePruning",
+    "LocalSteps",
     "LowRank",
     "MiCRO",
     "MomentumCorrection",

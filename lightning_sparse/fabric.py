@@ -10,6 +10,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.compressors import Compressor
+from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.hook import SparseHook
 from lightning_sparse.options import Options
 
@@ -27,6 +28,7 @@ class SparseDDPStrategy(DDPStrategy):
         wire_dtype: of values on the wire.
         warmup_steps: dense steps first.
         local_group: ranks that average densely among themselves.
+        local_steps: H, optimizer steps of each rank between two averages of the same weight.
         **kwargs: everything ``lightning.fabric.strategies.DDPStrategy`` takes.
 
     Raises:
@@ -41,10 +43,16 @@ class SparseDDPStrategy(DDPStrategy):
         wire_dtype: str = "float32",
         warmup_steps: int = 0,
         local_group: int | str = 1,
+        local_steps: int | LocalSteps = 0,
         **kwargs: Any,
     ) -> None:
         options = Options.of(
-            compressor, fusion, wire_dtype=wire_dtype, warmup_steps=warmup_steps, local_group=local_group
+            compressor,
+            fusion,
+            wire_dtype=wire_dtype,
+            warmup_steps=warmup_steps,
+            local_group=local_group,
+            local_steps=local_steps,
         )
         self.options, kwargs = options.beside_ddp(kwargs, super().__init__)
         super().__init__(**kwargs)

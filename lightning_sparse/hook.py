@@ -18,7 +18,9 @@ from lightning_sparse.checks import check_one_of
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.gradients import GradientExchange
-from lightning_sparse.fusion.groups import BUCKET_BYTES, carry_over, lay_out, not_carried
+from lightning_sparse.engine.local_exchange import LocalExchange
+from lightning_sparse.engine.local_steps import LocalSteps
+from lightning_sparse.fusion.groups import BUCKET_BYTES, carry_over, lay_out, lay_out_fragments, not_carried
 from lightning_sparse.fusion.layer_fusion import LayerFusion
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.network.torch_comm import TorchComm, world
@@ -45,6 +47,8 @@ class SparseHook:
             are carried over to the next step.
         warmup_steps: dense steps before the compressor starts.
         scaler: the ``torch.amp.GradScaler`` that scales the loss, if there is one.
+        local_steps: H, or :class:`LocalSteps`: exchange what the optimizers did; make ``ddp`` with
+            ``broadcast_buffers=False``.
         bucket_bytes: of float32 gradient in a group with ``fusion="bucket"``.
         process_groups: with a time limit or nodes of their own.
 
@@ -65,11 +69,17 @@ class SparseHook:
         wire_dtype: str = "float32",
         warmup_steps: int = 0,
         scaler: torch.amp.GradScaler | None = None,
+        local_steps: int | LocalSteps = 0,
         bucket_bytes: int = BUCKET_BYTES,
         process_groups: ProcessGroups | None = None,
     ) -> None:
         options = Options.of(
-            compressor, fusion, wire_dtype=wire_dtype, warmup_steps=warmup_steps, bucket_bytes=bucket_bytes
+            compressor,
+            fusion,
+            wire_dtype=wire_dtype,
+            warmup_steps=warmup_steps,
+            local_steps=local_steps,
+            bucket_bytes=bucket_bytes,
         )
         groups = process_groups or ProcessGroups(ddp)
         options.agree(ddp.module, TorchComm(ddp.process_group), groups.local_size, ddp.find_unused_parameters, scaler)
@@ -113,15 +123,20 @@ class SparseHook:
                 "may use different parameters, and only one may keep what is unsent of them. Leave one of them out."
             )
         compressor = dense_if_alone(self.compressor, self._ranks.size // groups.local_size)
-        self.exchange = GradientExchange(
-            lay_out(parameters, compressor, options.fusion, options.bucket_bytes),
-            groups.comms(wire_format(options.wire_dtype)),
-            threaded=not groups.nccl,
-            node=nodes,
-            may_be_unused=ddp.find_unused_parameters,
-            scaler=scaler,
+        self.exchange: Exchange = (
+            self._local_exchange(ddp, options, options.local, parameters, compressor)
+            if options.local
+            else GradientExchange(
+                lay_out(parameters, compressor, options.fusion, options.bucket_bytes),
+                groups.comms(wire_format(options.wire_dtype)),
+                threaded=not groups.nccl,
+                node=nodes,
+                may_be_unused=ddp.find_unused_parameters,
+                scaler=scaler,
+            )
         )
-        self.layer_fusion = LayerFusion(self.exchange, compressor, parameters) if options.fusion == "layer" else None
+        plans = options.fusion == "layer" and not options.local
+        self.layer_fusion = LayerFusion(self.exchange, compressor, parameters) if plans else None
         self._frozen = [(name, p) for name, p in ddp.module.named_parameters() if not p.requires_grad]
         self._handles = [
             ddp.register_forward_pre_hook(self._before_forward),
@@ -133,7 +148,34 @@ class SparseHook:
         weakref.finalize(self, _end, self.exchange, groups).atexit = False  # for who drops it without close()
         rank_zero_info(
             f"lightning_sparse: {compressor} averages {sum(g.n for g in self.exchange.groups):,} elements "
-            f"in {len(self.exchange.groups)} groups among {self.exchange.size} {'nodes' if nodes else 'ranks'}."
+            f"in {len(self.exchange.groups)} groups among {self.exchange.size} {'nodes' if nodes else 'ranks'}"
+            f"{f', each once in {options.local.steps} local steps' if options.local else ''}."
+        )
+
+    def _local_exchange(
+        self,
+        ddp: DistributedDataParallel,
+        options: Options,
+        settings: LocalSteps,
+        parameters: Mapping[str, Tensor],
+        compressor: Compressor,
+    ) -> LocalExchange:
+        buffers = averaged_buffers(ddp)
+        if ddp.broadcast_buffers and buffers:
+            raise ValueError(
+                "with local_steps, make DistributedDataParallel with broadcast_buffers=False: buffers are averaged "
+                "with the weights of their module, not sent in every step."
+            )
+        groups, fragments = lay_out_fragments(
+            parameters, buffers, compressor, options.fusion, settings.parts, options.bucket_bytes
+        )
+        return LocalExchange(
+            groups,
+            fragments,
+            self._groups.comms(wire_format(options.wire_dtype)),
+            threaded=not self._groups.nccl,
+            settings=settings,
+            warmup_steps=options.warmup_steps,
         )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -150,8 +192,10 @@ class SparseHook:
                 "ranks would drift apart. Set requires_grad=False only after setup (in on_train_start, with "
                 "find_unused_parameters=True), or start a new fit after unfreezing."
             )
-        if self.layer_fusion is not None and torch.is_grad_enabled():  # validation is no step; its forwards pass too
-            self.layer_fusion.between_steps()
+        if torch.is_grad_enabled():  # validation is no step; its forwards pass too
+            self.exchange.between_steps()
+            if self.layer_fusion is not None:
+                self.layer_fusion.between_steps()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_forward(self, module: nn.Module, arguments: object, output: object) -> None:
@@ -165,6 +209,11 @@ class SparseHook:
         In a step that a joined rank shadows, DDP hands our hook zeros there, so what that rank has not sent goes on
         travelling, and the mean is over all ranks as ever.
         """
+        if isinstance(self.exchange, LocalExchange):
+            raise ValueError(
+                "local_steps cannot be combined with join(): a joined rank takes no steps of its own. Give every rank "
+                "as many batches."
+            )
         if self.layer_fusion is not None:
             raise ValueError(
                 "fusion='layer' cannot be combined with join(): LayerFusion sends messages of its own before a "
@@ -289,3 +338,13 @@ def averaged_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
         if parameter.device.type == "cuda" and "nccl" not in str(dist.get_backend()):
             raise ValueError(f"on CUDA the process group must be NCCL; got {dist.get_backend()}.")
     return parameters
+
+
+def averaged_buffers(ddp: DistributedDataParallel) -> dict[str, Tensor]:
+    """The buffers that local steps average, by name: those in floating point that a checkpoint keeps."""
+    kept = ddp.module.state_dict(keep_vars=True)
+    return {
+        name.replace("_orig_mod.", ""): buffer
+        for name, buffer in ddp.module.named_buffers()
+        if buffer.is_floating_point() and name in kept and name not in ddp.parameters_to_ignore
+    }

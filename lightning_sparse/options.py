@@ -11,7 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.checkpoint.state import RESIDUALS
 from lightning_sparse.checks import check_one_of, check_whole, is_number
-from lightning_sparse.compressors import Compressor, Warmup, by_name
+from lightning_sparse.compressors import Compressor, MomentumCorrection, Warmup, by_name
+from lightning_sparse.compressors.wrapper import Wrapper
+from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.fusion.groups import BUCKET_BYTES, check_choice, check_fusion
 from lightning_sparse.network.agreement import agree, described, versions
 from lightning_sparse.network.comm import Comm
@@ -46,6 +48,7 @@ class Options:
     residuals: str = "per_rank"
     local_group: int | str = 1
     bucket_bytes: int = BUCKET_BYTES
+    local_steps: int | LocalSteps | None = 0  # None, or whole, once validated
 
     @classmethod
     def of(cls, compressor: Compressor | str, fusion: str | Sequence[str], **others: Any) -> "Options":
@@ -65,6 +68,35 @@ class Options:
         if self.local_group != "node":
             check_whole("local_group", self.local_group, 1, "Or give 'node' for the devices of a node; 1 for none.")
         check_whole("bucket_bytes", self.bucket_bytes, 1)
+        object.__setattr__(self, "local_steps", LocalSteps.of(self.local_steps or 0))
+        if self.local:
+            self._check_local()
+
+    @property
+    def local(self) -> LocalSteps | None:
+        """The settings of local steps; None where gradients are averaged."""
+        return self.local_steps if isinstance(self.local_steps, LocalSteps) else None
+
+    def _check_local(self) -> None:
+        """Raise a ValueError for what cannot be combined with local steps."""
+        if self.compressor.candidates:
+            raise ValueError(
+                "local_steps cannot be combined with sparse_auto, which measures exchanges of gradients. Name the "
+                "compressor, or leave out local_steps."
+            )
+        inner: object = self.compressor
+        while isinstance(inner, Wrapper):
+            if isinstance(inner, MomentumCorrection):
+                raise ValueError(
+                    "local_steps cannot be combined with MomentumCorrection, which corrects gradients that arrive "
+                    "late; each rank's own optimizer has its momentum already. Give the compressor in it."
+                )
+            inner = inner.compressor
+        if self.local_group != 1:
+            raise ValueError(
+                f"local_steps cannot be combined with local_group={self.local_group!r}: every rank takes its own "
+                "steps. Leave one of them out."
+            )
 
     @property
     def averaging(self) -> Compressor:
@@ -101,6 +133,13 @@ class Options:
         """
         _refuse_unsupported(kwargs)
         _refuse_unknown(kwargs, init, self.compressor)
+        if self.local:
+            if kwargs.get("broadcast_buffers"):
+                raise ValueError(
+                    "broadcast_buffers=True cannot be combined with local_steps, which averages buffers with the "
+                    "weights of their module. Leave it out."
+                )
+            kwargs = {**kwargs, "broadcast_buffers": False}
         bucket_mb = kwargs.get("bucket_cap_mb")
         if bucket_mb is None and self.fusion == "bucket":
             return self, dict(kwargs)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_sparse.checkpoint.state import KEY, nbytes
 from lightning_sparse.compressors import COMPRESSORS, Compressor
 from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.fusion.layer_fusion import STEPS_MEASURED, WORTH_PLANNING, LayerFusion
 from lightning_sparse.fusion.model import Plan
 from lightning_sparse.hook import SparseHook
@@ -48,6 +49,7 @@ class SparseMixin(_Base):
         warmup_steps: int = 0,
         residuals: str = "per_rank",
         local_group: int | str = 1,
+        local_steps: int | LocalSteps = 0,
         **ddp_kwargs: Any,
     ) -> None:
         options = Options.of(
@@ -57,6 +59,7 @@ class SparseMixin(_Base):
             warmup_steps=warmup_steps,
             residuals=residuals,
             local_group=local_group,
+            local_steps=local_steps,
         )
         self.options, ddp_kwargs = options.beside_ddp(ddp_kwargs, super().__init__)
         super().__init__(**ddp_kwargs)  # by this name: jsonargparse reads here where options go
@@ -258,6 +261,8 @@ class SparseDDPStrategy(SparseMixin, DDPStrategy):
         local_group: ranks that share a fast link.  They average their gradients densely and then act as one rank, so
             that only what travels between such groups is compressed, and a checkpoint keeps one residual for each.
             "node": the devices of a node; a number: so many consecutive ranks; 1: none.
+        local_steps: H, or :class:`LocalSteps`: each rank takes its own optimizer steps, and what they did is exchanged,
+            a part of the parameters in H each step.  0: gradients are exchanged.
         **ddp_kwargs: everything ``lightning.pytorch.strategies.DDPStrategy`` takes.
 
     Raises:
