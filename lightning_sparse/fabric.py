@@ -70,6 +70,12 @@ class SparseDDPStrategy(DDPStrategy):
         self._hooks.append(weakref.ref(hook))
         return ddp
 
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Save; with ``local_steps`` the average of the ranks."""
+        for hook in self.hooks:
+            hook.show_average()
+        super().save_checkpoint(*args, **kwargs)
+
     def teardown(self) -> None:
         """End the hooks' threads."""
         for hook in self.hooks:

@@ -11,6 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lightning_sparse.checkpoint import residuals as checkpoint
 from lightning_sparse.checkpoint.state import RESIDUALS
@@ -181,7 +182,7 @@ class SparseHook:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(self, module: nn.Module, arguments: object) -> None:
         """Between two steps: the time to measure, and to change groups.  Every rank passes here as often."""
-        del module, arguments
+        del arguments
         if self.exchange.error is not None:
             raise self.exchange.error
         self._warn_if_nothing_is_saved()
@@ -196,6 +197,8 @@ class SparseHook:
             self.exchange.between_steps()
             if self.layer_fusion is not None:
                 self.layer_fusion.between_steps()
+        elif not module.training:
+            self.show_average()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_forward(self, module: nn.Module, arguments: object, output: object) -> None:
@@ -247,19 +250,36 @@ class SparseHook:
 
     def take_over(self, before: "SparseHook") -> None:
         """Go on where ``before`` ended, with parameters of the same name and shape; one warning names all others."""
+        if isinstance(before.exchange, LocalExchange) != isinstance(self.exchange, LocalExchange):
+            return  # what was not sent is of another kind
+        if isinstance(before.exchange, LocalExchange):
+            before.exchange.pack()
         old, new = before.exchange.groups, self.exchange.groups
         same = as_text(before.compressor) == as_text(self.compressor)
         carry_over(old, list(zip(new, self.exchange.compressors, strict=True)), memories=same)
         if lost := not_carried(old, new):
             rank_zero_warn(f"The model has changed since the fit before: {'; '.join(lost)}.")
+        if isinstance(self.exchange, LocalExchange):
+            self.exchange.unpack(before.exchange.steps)
 
-    def state_dict(self, residuals: str = "per_rank") -> dict[str, Any]:
+    def show_average(self) -> None:
+        """With ``local_steps``, have the parameters hold the average of all ranks until the next forward that trains.
+
+        To be called on every rank between two steps, before the model is evaluated or saved.  A forward of ``ddp`` in
+        evaluation mode without gradients does it by itself.
+        """
+        if isinstance(self.exchange, LocalExchange):
+            self.exchange.show_average()
+
+    def state_dict(self, residuals: str = "per_rank", optimizers: Sequence[Optimizer] = ()) -> dict[str, Any]:
         """Return what the ranks have not sent, as tensors, strings and integers; complete on rank 0.
 
         To be called on every rank, between two steps.
 
         Args:
             residuals: "per_rank": all of it, to go on bit for bit on as many ranks; "mean": a mean over the ranks.
+            optimizers: with ``local_steps``, all of them: their states differ between ranks.  The model is then the
+                average when it is saved too, before the next forward.
 
         Raises:
             ValueError: for any other ``residuals``.
@@ -267,12 +287,13 @@ class SparseHook:
         check_one_of("residuals", residuals, RESIDUALS[:2])
         plan = self.layer_fusion.state() if self.layer_fusion else {}
         with self._groups.leaders() as leaders:
-            return checkpoint.gather(self.exchange, residuals, leaders, self.compressor, plan).to_dict()
+            return checkpoint.gather(self.exchange, residuals, leaders, self.compressor, plan, optimizers).to_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+    def load_state_dict(self, state: Mapping[str, Any] | None, optimizers: Sequence[Optimizer] = ()) -> None:
         """Set what this rank has not sent from what :meth:`state_dict` returned on rank 0; None sets it to zero.
 
-        To be called with the same on every rank.
+        To be called with the same on every rank; with ``local_steps`` with all ``optimizers``, which then have their
+        states from rank 0 already.
 
         Raises:
             ValueError: on every rank, if one of them finds it damaged; each reads what it goes on with, and no more.
@@ -281,7 +302,7 @@ class SparseHook:
         saved = checkpoint.read(state, self.exchange, self._ranks)
         if self.layer_fusion is not None and saved is not None:
             self.layer_fusion.resume(saved.plan, saved.steps)
-        checkpoint.restore(self.exchange, saved, self.compressor)
+        checkpoint.restore(self.exchange, saved, self.compressor, optimizers)
 
     def close(self) -> None:
         """End the issuing threads and process groups.  ``ddp`` cannot be trained any more.  What is unsent is kept.

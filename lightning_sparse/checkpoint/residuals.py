@@ -1,16 +1,19 @@
 """The gradient not yet sent, on its way into a checkpoint and back."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.optim import Optimizer
 
+from lightning_sparse.checkpoint.optimizers import mean_of, set_tensors, tensors_everywhere
 from lightning_sparse.checkpoint.state import KEY, State, used
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.fusion.groups import carry_over, not_carried
 from lightning_sparse.network.agreement import agree, everywhere, ranks_having
 from lightning_sparse.network.comm import Comm
@@ -19,7 +22,12 @@ from lightning_sparse.settings import as_text
 
 
 def gather(
-    exchange: Exchange, residuals: str, leaders: TorchComm | None, compressor: Compressor, plan: Mapping[str, Any]
+    exchange: Exchange,
+    residuals: str,
+    leaders: TorchComm | None,
+    compressor: Compressor,
+    plan: Mapping[str, Any],
+    optimizers: Sequence[Optimizer] = (),
 ) -> State:
     """Return the state of all ranks, complete on rank 0.
 
@@ -31,7 +39,10 @@ def gather(
         leaders: the ranks, or with nodes the first of each; None on the others, for which that one speaks.
         compressor: what was given to average with.
         plan: of LayerFusion.
+        optimizers: whose states differ between ranks.
     """
+    if isinstance(exchange, LocalExchange):
+        exchange.pack()
 
     def rows(x: Tensor) -> Tensor:  # [*s] -> [P, *s] on the first rank, [0, *s] elsewhere
         flat = x.reshape(-1).to(exchange.device)
@@ -49,8 +60,22 @@ def gather(
         if residuals == "per_rank":
             memory = {key: rows(kept) for key, kept in sorted(group.memory.items())}
             groups.append({"names": list(group.names), "memory": memory})
-    steps = exchange.groups[0].step if exchange.groups else 0
-    return State(residuals, exchange.size, steps, unsent, groups, as_text(compressor), plan)
+    kept: dict[str, Any] = {}
+    if isinstance(exchange, LocalExchange):
+        assert leaders is not None  # there are no nodes
+        average = rows if residuals == "per_rank" else lambda x: leaders.mean(x.reshape(-1)).view(x.shape)
+        kept["optimizers"] = [
+            {key: average(x) for key, x in tensors_everywhere(optimizer, leaders, exchange.device).items()}
+            for optimizer in optimizers
+        ]
+    return State(residuals, exchange.size, steps_of(exchange), unsent, groups, as_text(compressor), plan, kept)
+
+
+def steps_of(exchange: Exchange) -> int:
+    """The optimizer steps that were taken, as far as compressors count them."""
+    if isinstance(exchange, LocalExchange):
+        return exchange.steps
+    return exchange.groups[0].step if exchange.groups else 0
 
 
 def read(saved: Mapping[str, Any] | None, exchange: Exchange, comm: Comm) -> State | None:
@@ -77,25 +102,44 @@ def read(saved: Mapping[str, Any] | None, exchange: Exchange, comm: Comm) -> Sta
     return state
 
 
-def restore(exchange: Exchange, state: State | None, compressor: Compressor) -> None:
+def restore(
+    exchange: Exchange, state: State | None, compressor: Compressor, optimizers: Sequence[Optimizer] = ()
+) -> None:
     """Set what this rank has not sent, from the state in a checkpoint, or to zero if there is none.
 
     Parameters are found by name, so groups may have changed.  On the number of ranks that saved "per_rank", each rank
     gets its own back, and compressors what they kept.  Otherwise every rank starts from the mean of the old ones, which
     conserves what the mean gradient still owes, and compressors start anew.  One warning names all that could not be
-    carried over.
+    carried over.  ``optimizers``, which have what rank 0's had, get this rank's own or the mean, with local steps.
     """
+    state = _of_this_kind(state, isinstance(exchange, LocalExchange))
+    lost = [] if state is None else list(_differences(state, exchange.size, compressor))
+    saved = [] if state is None else _groups(state, exchange, memories=not lost)
+    new = list(zip(exchange.groups, exchange.compressors, strict=True))
+    carry_over(saved, new)
+    if isinstance(exchange, LocalExchange) and state is not None:
+        exchange.unpack(state.steps)
+        for optimizer, tensors in zip(optimizers, state.optimizers, strict=False):
+            own = state.rows_of(exchange.rank, exchange.size)
+            set_tensors(optimizer, {key: mean_of(used(x, own), bool(own)) for key, x in tensors.items()})
+    if state is not None and (lost := [*lost, *not_carried(saved, exchange.groups)]):
+        rank_zero_warn(f"Resuming from a checkpoint of another configuration: {'; '.join(lost)}.")
+
+
+def _of_this_kind(state: State | None, local: bool) -> State | None:
+    """Return ``state`` if it says what is unsent of gradients, or of ``local`` steps, as is needed; else warn."""
     if state is None:
         rank_zero_warn(
             "The checkpoint holds no residuals (it was written by another strategy, or with residuals='none'): "
             "the gradient not yet sent starts from zero."
         )
-    lost = [] if state is None else list(_differences(state, exchange.size, compressor))
-    saved = [] if state is None else _groups(state, exchange, memories=not lost)
-    new = list(zip(exchange.groups, exchange.compressors, strict=True))
-    carry_over(saved, new)
-    if state is not None and (lost := [*lost, *not_carried(saved, exchange.groups)]):
-        rank_zero_warn(f"Resuming from a checkpoint of another configuration: {'; '.join(lost)}.")
+    elif local != bool(state.local):
+        rank_zero_warn(
+            f"The checkpoint was written {'without' if local else 'with'} local_steps and is read "
+            f"{'with' if local else 'without'}: what the ranks had not sent is of another kind, and is dropped."
+        )
+        return None
+    return state
 
 
 def _differences(state: State, size: int, compressor: Compressor) -> Iterator[str]:
@@ -121,8 +165,7 @@ def _groups(state: State, exchange: Exchange, memories: bool) -> list[Group]:
         group = Group(index, tuple(kept["names"]), tuple(x[0] if rows else x for x in saved))
         group.step = state.steps
         for slot, x in zip(group.slots(group.unsent), saved, strict=True):
-            own = used(x, rows)
-            slot.copy_((own.mean(0) if len(rows) > 1 else own).reshape(-1))
+            slot.copy_(mean_of(used(x, rows), bool(rows)).reshape(-1))
         if memories:
             group.memory = {key: _beside(x[exchange.rank], exchange.device) for key, x in kept["memory"].items()}
         groups.append(group)

@@ -32,13 +32,22 @@ def _is_plan(value: object) -> bool:
     return is_list(groups) and all(is_names(names) and names for names in groups)
 
 
+def _is_local(value: object) -> bool:
+    states = value.get("optimizers") if isinstance(value, Mapping) else None
+    return value == {} or (is_list(states) and all(map(_is_tensors, states)))
+
+
 def _entry(must: str, fits: Callable[[Any], bool]) -> Any:
     return field(metadata={"must": must, "fits": fits})
 
 
 @dataclass(frozen=True)
 class State:
-    """The part of the state of all ranks that a checkpoint keeps, complete on rank 0.  P = size."""
+    """The part of the state of all ranks that a checkpoint keeps, complete on rank 0.  P = size.
+
+    With local steps ``unsent`` has each rank's own weights x_r, of which x_r - x̄ is what it owes; x̄ is the model in the
+    same checkpoint.
+    """
 
     residuals: str = _entry("'per_rank' or 'mean'", lambda x: x in RESIDUALS[:2])
     size: int = _entry("an integer of at least 1", lambda x: is_whole(x, 1))
@@ -52,6 +61,8 @@ class State:
     )
     compressor: str = _entry("a string", lambda x: isinstance(x, str))
     plan: Mapping[str, Any] = _entry("a dictionary whose groups are lists of names", _is_plan)
+    #: With local steps, each optimizer's tensors [P, *shape], or their means, by parameter and name; else empty.
+    local: Mapping[str, Any] = field(default_factory=dict)
     checksum: Any = None  # one of what all ranks share, then one of each rank's rows; or one of all, in earlier files
 
     @classmethod
@@ -68,7 +79,9 @@ class State:
                 raise ValueError(f"{name!r} is missing")
             if not rule["fits"](saved[name]):
                 raise ValueError(f"{name} must be {rule['must']}; got {_shown(saved[name])}")
-        state = cls(**{name: saved[name] for name in SCHEMA}, checksum=saved.get("checksum"))
+        if not _is_local(local := saved.get("local", {})):
+            raise ValueError(f"local must have dictionaries of tensors in 'optimizers'; got {_shown(local)}")
+        state = cls(**{name: saved[name] for name in SCHEMA}, local=local, checksum=saved.get("checksum"))
         rows = state.rows_of(rank, size)
         for wrong in chain(state._wrong(rows), state._altered(rows)):
             raise ValueError(wrong)
@@ -81,6 +94,9 @@ class State:
                 yield f"groups[{i}]: names must all be in 'unsent'; got {_shown(list(group['names']))}"
             for key, x in group["memory"].items():
                 yield from _wrong_rows(f"groups[{i}]: memory[{key!r}]", x, self.size)
+        for i, tensors in enumerate(self.optimizers if self.ranks else []):
+            for key, x in tensors.items():
+                yield from _wrong_rows(f"optimizers[{i}][{key!r}]", x, self.size)
         for name, x in self.unsent.items():
             if self.ranks:
                 yield from _wrong_rows(f"unsent[{name!r}]", x, self.size)
@@ -111,13 +127,21 @@ class State:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what goes into a file, with the checksums of what is in it."""
-        return {name: getattr(self, name) for name in SCHEMA} | {"checksum": self.checksums()}
+        local = {"local": self.local} if self.local else {}
+        return {name: getattr(self, name) for name in SCHEMA} | local | {"checksum": self.checksums()}
+
+    @property
+    def optimizers(self) -> Sequence[Mapping[str, Tensor]]:
+        """Of each optimizer its tensors [P, *shape], or their means; none where gradients were averaged."""
+        states: Sequence[Mapping[str, Tensor]] = self.local.get("optimizers", [])
+        return states
 
     def described(self) -> dict[str, object]:
         """Return what must be the same on every rank that goes on with it."""
         kept = {name: getattr(self, name) for name in (*SCHEMA, "checksum")}
         kept["groups"] = [(group["names"], sorted(group["memory"])) for group in self.groups]
         kept["unsent"] = {name: list(x.shape) for name, x in self.unsent.items()}
+        kept["local"] = [sorted(tensors) for tensors in self.optimizers] if self.local else None
         return {f"checkpoint: {name}": value for name, value in kept.items()}
 
     @property
@@ -135,9 +159,12 @@ class State:
 
     def _sum(self, of: int | str) -> int:
         """The checksum of "all", of what is "shared" (of rows only their kinds and shapes), or of one row alone."""
-        everything = [getattr(self, name) for name in SCHEMA]
+        local = [self.local] if self.local else []  # files without it have the checksums they always had
+        everything = [*(getattr(self, name) for name in SCHEMA), *local]
         if isinstance(of, int):
-            return _crc([self.unsent, [group["memory"] for group in self.groups]], 0, lambda x: x[of : of + 1])
+            rows: list[object] = [self.unsent, [group["memory"] for group in self.groups]]
+            rows += [self.optimizers] if self.local else []
+            return _crc(rows, 0, lambda x: x[of : of + 1])
         return _crc(everything, 0, (lambda x: x) if of == "all" else (lambda x: f"{x.dtype} {list(x.shape)}"))
 
 
@@ -157,7 +184,9 @@ def used(x: Tensor, rows: range) -> Tensor:
 
 def nbytes(saved: Mapping[str, Any]) -> int:
     """The bytes of all tensors in what :meth:`State.to_dict` returned on this rank."""
-    tensors = [*saved["unsent"].values(), *(x for group in saved["groups"] for x in group["memory"].values())]
+    kept = [saved["unsent"], *(group["memory"] for group in saved["groups"])]
+    kept += saved.get("local", {}).get("optimizers", [])
+    tensors = [x for each in kept for x in each.values()]
     return sum(x.nbytes for x in tensors)
 
 

@@ -59,6 +59,7 @@ class LocalExchange(Exchange):
             for (group, compressor), fragment in zip(groups, fragments, strict=True)
         ]
         self.lr_factor = LrFactor(self.groups)
+        self._handles = self.lr_factor.scale_steps() if settings.lr_factor == "measured" else []
         self._warmup_steps = warmup_steps
         self._backwards = 0  # since the last step was settled
         self._resumed = False  # what is owed is in ``unsent``, from a checkpoint
@@ -119,7 +120,7 @@ class LocalExchange(Exchange):
         if self._held is None:
             return
         for (p, average), (own, version), owed in zip(self._averages(), self._held, self._unsent(), strict=True):
-            if own is None or p._version != version:
+            if own is None or _has_changed(p, version, average):
                 average.copy_(p)
                 own = p
             p.copy_(owed if self._resumed else own)
@@ -133,8 +134,8 @@ class LocalExchange(Exchange):
         if self._resumed:
             return
         assert self._held is not None
-        for (p, _), (own, version), place in zip(self._averages(), self._held, self._unsent(), strict=True):
-            place.copy_(p.detach() if own is None or p._version != version else own)
+        for (p, average), (own, version), place in zip(self._averages(), self._held, self._unsent(), strict=True):
+            place.copy_(p.detach() if own is None or _has_changed(p, version, average) else own)
 
     def _unsent(self) -> Iterator[Tensor]:
         """Yield each parameter's part of ``unsent``, of its shape."""
@@ -160,6 +161,13 @@ class LocalExchange(Exchange):
             return 0.0
         squares = [(p.detach().float() - average).square().sum() for p, average in self._averages()]
         return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+
+    def close(self) -> bool:
+        """End the issuing threads; returns whether no message is under way."""
+        self._backwards = 0  # what is due cannot be sent any more
+        for handle in self._handles:
+            handle.remove()
+        return super().close()
 
     # - messages
 
@@ -226,3 +234,8 @@ def _exchange_for(average: Tensor, parameter: Tensor) -> tuple[Tensor, int]:
     own = parameter.detach().clone()
     parameter.copy_(average)
     return own, parameter._version
+
+
+def _has_changed(parameter: Tensor, version: int, average: Tensor) -> bool:
+    """Whether ``parameter``, which was set to ``average``, holds something else now."""
+    return parameter._version != version and not torch.equal(parameter.detach(), average.to(parameter.dtype))

@@ -18,6 +18,8 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by by
 class ReplicaCheck(Callback):
     """Ends the training if the ranks' parameters are not the same, bit for bit, and names the first that differs.
 
+    With local steps it compares the average that the ranks share.
+
     A check reads every parameter once and sends 8 bytes for each.
 
     Args:
@@ -51,7 +53,9 @@ class ReplicaCheck(Callback):
     def _check(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._checked = trainer.global_step
         if trainer.world_size > 1:
-            check_replicas(dict(pl_module.named_parameters()), world())
+            exchange = getattr(trainer.strategy, "exchange", None)
+            shared = exchange.shared if exchange is not None else {}
+            check_replicas({name: shared.get(p, p) for name, p in pl_module.named_parameters()}, world())
 
 
 def check_replicas(parameters: Mapping[str, Tensor], comm: Comm) -> None:
