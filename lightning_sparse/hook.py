@@ -48,8 +48,7 @@ class SparseHook:
             are carried over to the next step.
         warmup_steps: dense steps before the compressor starts.
         scaler: the ``torch.amp.GradScaler`` that scales the loss, if there is one.
-        local_steps: H, or :class:`LocalSteps`: exchange what the optimizers did; make ``ddp`` with
-            ``broadcast_buffers=False``.
+        local_steps: H, or :class:`LocalSteps`: exchange what the optimizers did, not gradients.
         bucket_bytes: of float32 gradient in a group with ``fusion="bucket"``.
         process_groups: with a time limit or nodes of their own.
 
@@ -161,14 +160,9 @@ class SparseHook:
         parameters: Mapping[str, Tensor],
         compressor: Compressor,
     ) -> LocalExchange:
-        buffers = averaged_buffers(ddp)
-        if ddp.broadcast_buffers and buffers:
-            raise ValueError(
-                "with local_steps, make DistributedDataParallel with broadcast_buffers=False: buffers are averaged "
-                "with the weights of their module, not sent in every step."
-            )
+        ddp.broadcast_buffers = False  # they are averaged with the weights of their module, not sent in every step
         groups, fragments = lay_out_fragments(
-            parameters, buffers, compressor, options.fusion, settings.parts, options.bucket_bytes
+            parameters, averaged_buffers(ddp), compressor, options.fusion, settings.parts, options.bucket_bytes
         )
         return LocalExchange(
             groups,

@@ -133,13 +133,6 @@ class Options:
         """
         _refuse_unsupported(kwargs)
         _refuse_unknown(kwargs, init, self.compressor)
-        if self.local:
-            if kwargs.get("broadcast_buffers"):
-                raise ValueError(
-                    "broadcast_buffers=True cannot be combined with local_steps, which averages buffers with the "
-                    "weights of their module. Leave it out."
-                )
-            kwargs = {**kwargs, "broadcast_buffers": False}
         bucket_mb = kwargs.get("bucket_cap_mb")
         if bucket_mb is None and self.fusion == "bucket":
             return self, dict(kwargs)
