@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -18,16 +18,15 @@ from lightning_sparse.checkpoint.state import RESIDUALS
 from lightning_sparse.checks import check_one_of
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.exchange import Exchange
-from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.engine.local_steps import LocalSteps
-from lightning_sparse.fusion.groups import BUCKET_BYTES, carry_over, lay_out, lay_out_fragments, not_carried
+from lightning_sparse.exchanges import averaged_parameters, make_exchange
+from lightning_sparse.fusion.groups import BUCKET_BYTES, carry_over, not_carried
 from lightning_sparse.fusion.layer_fusion import LayerFusion
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.network.torch_comm import TorchComm, world
 from lightning_sparse.options import Options
 from lightning_sparse.settings import as_text
-from lightning_sparse.wire import wire_format
 
 
 class SparseHook:
@@ -116,25 +115,14 @@ class SparseHook:
         self.compressor = options.averaging
         self._groups = groups
         self._ranks = TorchComm(ddp.process_group)  # for the main thread, between two steps
-        nodes = groups if groups.local_size > 1 else None
+        nodes = groups.local_size > 1
         if nodes and ddp.find_unused_parameters:
             raise ValueError(
                 f"local_group={groups.local_size} cannot be combined with find_unused_parameters=True: ranks of a node "
                 "may use different parameters, and only one may keep what is unsent of them. Leave one of them out."
             )
         compressor = dense_if_alone(self.compressor, self._ranks.size // groups.local_size)
-        self.exchange: Exchange = (
-            self._local_exchange(ddp, options, options.local, parameters, compressor)
-            if options.local
-            else GradientExchange(
-                lay_out(parameters, compressor, options.fusion, options.bucket_bytes),
-                groups.comms(wire_format(options.wire_dtype)),
-                threaded=not groups.nccl,
-                node=nodes,
-                may_be_unused=ddp.find_unused_parameters,
-                scaler=scaler,
-            )
-        )
+        self.exchange = make_exchange(ddp, parameters, options, compressor, groups, scaler)
         plans = options.fusion == "layer" and not options.local
         self.layer_fusion = LayerFusion(self.exchange, compressor, parameters) if plans else None
         self._frozen = [(name, p) for name, p in ddp.module.named_parameters() if not p.requires_grad]
@@ -150,27 +138,6 @@ class SparseHook:
             f"lightning_sparse: {compressor} averages {sum(g.n for g in self.exchange.groups):,} elements "
             f"in {len(self.exchange.groups)} groups among {self.exchange.size} {'nodes' if nodes else 'ranks'}"
             f"{f', each once in {options.local.steps} local steps' if options.local else ''}."
-        )
-
-    def _local_exchange(
-        self,
-        ddp: DistributedDataParallel,
-        options: Options,
-        settings: LocalSteps,
-        parameters: Mapping[str, Tensor],
-        compressor: Compressor,
-    ) -> LocalExchange:
-        ddp.broadcast_buffers = False  # they are averaged with the weights of their module, not sent in every step
-        groups, fragments = lay_out_fragments(
-            parameters, averaged_buffers(ddp), compressor, options.fusion, settings.parts, options.bucket_bytes
-        )
-        return LocalExchange(
-            groups,
-            fragments,
-            self._groups.comms(wire_format(options.wire_dtype)),
-            threaded=not self._groups.nccl,
-            settings=settings,
-            warmup_steps=options.warmup_steps,
         )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -325,41 +292,3 @@ def dense_if_alone(compressor: Compressor, size: int) -> Compressor:
             "every step updates all elements. A compressor starts to work from two on."
         )
     return compressor.dense_variant()
-
-
-def averaged_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
-    """The parameters that ``ddp`` averages, by name, in the order of definition.
-
-    Raises:
-        ValueError: if one of them cannot be averaged.
-    """
-    for name, child in ddp.module.named_modules():
-        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse and child.weight.requires_grad:
-            raise ValueError(
-                f"{name} must be an embedding with sparse=False; got sparse=True, whose gradient has no dense layout "
-                "to send a part of."
-            )
-    parameters = {
-        name.replace("_orig_mod.", ""): parameter  # torch.compile's
-        for name, parameter in ddp.module.named_parameters()
-        if parameter.requires_grad and name not in ddp.parameters_to_ignore
-    }
-    for name, parameter in parameters.items():
-        if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(
-                f"parameter {name} must be float32, bfloat16 or float16; got {parameter.dtype}. Convert it or freeze "
-                "it: gradients are averaged and kept in float32."
-            )
-        if parameter.device.type == "cuda" and "nccl" not in str(dist.get_backend()):
-            raise ValueError(f"on CUDA the process group must be NCCL; got {dist.get_backend()}.")
-    return parameters
-
-
-def averaged_buffers(ddp: DistributedDataParallel) -> dict[str, Tensor]:
-    """The buffers that local steps average, by name: those in floating point that a checkpoint keeps."""
-    kept = ddp.module.state_dict(keep_vars=True)
-    return {
-        name.replace("_orig_mod.", ""): buffer
-        for name, buffer in ddp.module.named_buffers()
-        if buffer.is_floating_point() and name in kept and name not in ddp.parameters_to_ignore
-    }

@@ -18,15 +18,14 @@ from torch import Tensor, nn
 from lightning_sparse.checkpoint.state import KEY, nbytes
 from lightning_sparse.compressors import COMPRESSORS, Compressor
 from lightning_sparse.engine.exchange import Exchange
-from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.fusion.layer_fusion import STEPS_MEASURED, WORTH_PLANNING, LayerFusion
 from lightning_sparse.fusion.model import Plan
 from lightning_sparse.hook import SparseHook
+from lightning_sparse.local_weights import ShowsAverage
 from lightning_sparse.monitor.pictures import draw_timeline
 from lightning_sparse.options import Options
 
-WEIGHT_AVERAGING = {"StochasticWeightAveraging", "WeightAveraging"}  # callbacks that read weights after a step
 LARGE_BYTES = 2**30  # of residuals in a checkpoint
 
 # The mixin serves lightning and pytorch_lightning, whose classes are unrelated; type checkers see the first.
@@ -36,7 +35,7 @@ else:
     _Base = object
 
 
-class SparseMixin(_Base):
+class SparseMixin(ShowsAverage, _Base):
     """The part of :class:`SparseDDPStrategy` beside ``DDPStrategy``, for whichever of the two Lightning packages."""
 
     strategy_name = "sparse_ddp"
@@ -153,62 +152,8 @@ class SparseMixin(_Base):
     def teardown(self) -> None:
         """End the exchange's threads and process groups; the default group outlives them."""
         if self.hook is not None:
-            if isinstance(self.exchange, LocalExchange):
-                self.exchange.show_average(settle=False)
             self.hook.close()
         super().teardown()
-
-    # - local steps: whoever looks at the weights beside training sees the average that the ranks share
-
-    def on_validation_start(self) -> None:
-        """Validate the average."""
-        self._show_average()
-        super().on_validation_start()
-
-    def on_test_start(self) -> None:
-        """Test the average."""
-        self._show_average()
-        super().on_test_start()
-
-    def on_predict_start(self) -> None:
-        """Predict with the average."""
-        self._show_average()
-        super().on_predict_start()
-
-    def on_train_end(self) -> None:
-        """Leave the average behind."""
-        self._show_average()
-        super().on_train_end()
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Save and export the average."""
-        self._show_average()
-        state: dict[str, Any] = super().lightning_module_state_dict()
-        return state
-
-    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Take a step; show the average after it to callbacks that average weights over time."""
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if isinstance(self.exchange, LocalExchange) and self._averages_over_time():
-            self._show_average()
-        return output
-
-    def _averages_over_time(self) -> bool:
-        module = self.lightning_module
-        if module is None or not module.automatic_optimization:
-            return False
-        kinds = {kind.__name__ for callback in module.trainer.callbacks for kind in type(callback).__mro__}  # type: ignore[attr-defined]
-        return bool(kinds & WEIGHT_AVERAGING)
-
-    def _show_average(self) -> None:
-        if isinstance(self.exchange, LocalExchange):
-            self.exchange.show_average(settle=not self._is_broken())
-
-    def _is_broken(self) -> bool:
-        """Whether other ranks may be gone, so that a message might wait for them."""
-        module = self.lightning_module
-        assert self.exchange is not None
-        return self.exchange.error is not None or (module is not None and module.trainer.interrupted)
 
     # - checkpoints
 

@@ -26,7 +26,16 @@ LAYERS = [
     {"bench", "cli"},
 ]
 MAY_IMPORT_LIGHTNING = {"strategy.py", "pytorch_lightning.py", "registry.py", "fabric.py", "monitor/"}
-MAY_IMPORT_DISTRIBUTED = {"network/", "engine/delivery.py", "engine/exchange.py", "hook.py", "options.py"}
+MAY_IMPORT_DISTRIBUTED = {
+    "network/",
+    "engine/delivery.py",
+    "engine/exchange.py",
+    "engine/gradients.py",
+    "engine/local_exchange.py",
+    "exchanges.py",
+    "hook.py",
+    "options.py",
+}
 
 
 def imports(file: str) -> set[str]:

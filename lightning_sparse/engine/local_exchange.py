@@ -13,6 +13,7 @@ from torch.futures import Future
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.group import Group
+from lightning_sparse.engine.delivery import gradients_of
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.lane import Lane, spent
 from lightning_sparse.engine.local_steps import LocalSteps
@@ -75,7 +76,7 @@ class LocalExchange(Exchange):
         """DDP's communication hook: gives every rank its own gradients back."""
         del state
         if (self.steps + 1) % EVERY == 0:
-            self.lr_factor.take_in(bucket)
+            self.lr_factor.take_in(gradients_of(bucket))
         self._backwards += bucket.is_last()
         future: Future[Tensor] = Future(devices=[self.device] if self.device.type == "cuda" else None)
         future.set_result(bucket.buffer())

@@ -1,17 +1,15 @@
 """How much shorter steps of one rank's optimizer are, which divides by the noise of one rank's gradient."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported at run time only
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.engine.delivery import gradients_of
 from lightning_sparse.engine.lane import Lane
 from lightning_sparse.engine.sample import spread_over
 
@@ -42,9 +40,9 @@ class LrFactor:
         self._gradients: dict[Tensor, Tensor] = {}
         self._before: list[Any] = []  # learning rates of an optimizer that takes a step
 
-    def take_in(self, bucket: GradBucket) -> None:
-        """Sample a bucket of this rank's gradients."""
-        for parameter, gradient in gradients_of(bucket):
+    def take_in(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Sample parameters' gradients on this rank."""
+        for parameter, gradient in gradients:
             if parameter in self._places:
                 self._gradients[parameter] = gradient.reshape(-1).index_select(0, self._places[parameter]).float()
 

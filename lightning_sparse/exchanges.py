@@ -1,0 +1,92 @@
+"""What of a DistributedDataParallel is averaged, and the engine that does it."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse.compressors import Compressor
+from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.engine.gradients import GradientExchange
+from lightning_sparse.engine.local_exchange import LocalExchange
+from lightning_sparse.fusion.groups import lay_out, lay_out_fragments
+from lightning_sparse.network.process_groups import ProcessGroups
+from lightning_sparse.options import Options
+from lightning_sparse.wire import wire_format
+
+
+def make_exchange(
+    ddp: DistributedDataParallel,
+    parameters: Mapping[str, Tensor],
+    options: Options,
+    compressor: Compressor,
+    groups: ProcessGroups,
+    scaler: torch.amp.GradScaler | None,
+) -> Exchange:
+    """Return the engine that ``options`` ask for: of gradients, or of local steps.
+
+    Args:
+        ddp: that trains.
+        parameters: of it, by name.
+        options: as the ranks have agreed on them.
+        compressor: that averages.
+        groups: to send over.
+        scaler: what scales the loss, if anything does.
+    """
+    comms, threaded = groups.comms(wire_format(options.wire_dtype)), not groups.nccl
+    if options.local is None:
+        return GradientExchange(
+            lay_out(parameters, compressor, options.fusion, options.bucket_bytes),
+            comms,
+            threaded=threaded,
+            node=groups if groups.local_size > 1 else None,
+            may_be_unused=ddp.find_unused_parameters,
+            scaler=scaler,
+        )
+    ddp.broadcast_buffers = False  # they are averaged with the weights of their module, not sent in every step
+    laid_out, fragments = lay_out_fragments(
+        parameters, averaged_buffers(ddp), compressor, options.fusion, options.local.parts, options.bucket_bytes
+    )
+    return LocalExchange(
+        laid_out, fragments, comms, threaded=threaded, settings=options.local, warmup_steps=options.warmup_steps
+    )
+
+
+def averaged_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
+    """The parameters that ``ddp`` averages, by name, in the order of definition.
+
+    Raises:
+        ValueError: if one of them cannot be averaged.
+    """
+    for name, child in ddp.module.named_modules():
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse and child.weight.requires_grad:
+            raise ValueError(
+                f"{name} must be an embedding with sparse=False; got sparse=True, whose gradient has no dense layout "
+                "to send a part of."
+            )
+    parameters = {
+        name.replace("_orig_mod.", ""): parameter  # torch.compile's
+        for name, parameter in ddp.module.named_parameters()
+        if parameter.requires_grad and name not in ddp.parameters_to_ignore
+    }
+    for name, parameter in parameters.items():
+        if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"parameter {name} must be float32, bfloat16 or float16; got {parameter.dtype}. Convert it or freeze "
+                "it: gradients are averaged and kept in float32."
+            )
+        if parameter.device.type == "cuda" and "nccl" not in str(dist.get_backend()):
+            raise ValueError(f"on CUDA the process group must be NCCL; got {dist.get_backend()}.")
+    return parameters
+
+
+def averaged_buffers(ddp: DistributedDataParallel) -> dict[str, Tensor]:
+    """The buffers that local steps average, by name: those in floating point that a checkpoint keeps."""
+    kept = ddp.module.state_dict(keep_vars=True)
+    return {
+        name.replace("_orig_mod.", ""): buffer
+        for name, buffer in ddp.module.named_buffers()
+        if buffer.is_floating_point() and name in kept and name not in ddp.parameters_to_ignore
+    }
