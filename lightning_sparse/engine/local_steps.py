@@ -18,8 +18,8 @@ class LocalSteps:
     Args:
         steps: H, optimizer steps between two exchanges of the same weight.
         fragments: parts that the parameters are cut into, whole parameters each; they take turns, evenly spread over
-            the H steps.  None: H, so that a part travels in every step (Streaming DiLoCo, Douillard et al., 2025); 1:
-            everything every H steps (DiLoCo, Douillard et al., 2023).
+            the H steps.  None: H, so that a part travels in every step (Streaming DiLoCo, arXiv 2501.18512); 1:
+            everything every H steps (DiLoCo, arXiv 2311.08105).
         overlap: exchange beside the next step's forward and backward, and apply the result after its optimizer step.
             None: where H is above 1.
         outer_rate: of the outer step: x̄ moves by so many times the mean.

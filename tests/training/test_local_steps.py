@@ -273,3 +273,61 @@ def _fit_twice(rank: int, size: int, path: Path) -> Any:
             small(optimizer="adam"), data(5, size), ckpt_path=path / "gradients.ckpt"
         )
     return own, seen.own, [str(each.message) for each in caught], rank
+
+
+def test_a_rank_whose_scaler_skips_a_step_takes_part_in_the_exchange(ranks: Ranks) -> None:
+    first, second = ranks.run(_scaled, 2)
+    assert first[0] == 1024.0
+    assert second[0] == 512.0
+    assert torch.equal(first[1], second[1])
+    assert first[1].isfinite().all()
+
+
+def _scaled(rank: int, size: int) -> tuple[float, Tensor]:
+    torch.distributed.init_process_group("gloo")
+    model = small()
+    ddp, scaler = DistributedDataParallel(model.net), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    hook = ls.SparseHook(ddp, ls.TopK(density=0.2), local_steps=2, scaler=scaler)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(8):
+        loss = ddp(torch.randn(4, 8, generator=generator)).square().mean()
+        optimizer.zero_grad()
+        scaler.scale(loss * torch.inf if (rank, step) == (1, 3) else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    ddp.eval()
+    with torch.no_grad():
+        ddp(torch.zeros(1, 8))  # which shows the average
+    scale, average = scaler.get_scale(), weights(model)
+    hook.close()
+    return scale, average
+
+
+def test_the_factor_of_the_learning_rate_is_1_for_equal_gradients_and_the_root_of_p_for_noise(ranks: Ranks) -> None:
+    for equal, noise, moved, rate in ranks.run(_noisy, 4):
+        assert equal == 1.0
+        assert 1.8 < noise <= 2.0
+        assert moved == pytest.approx(noise * rate, rel=1e-3)
+
+
+def _noisy(rank: int, size: int) -> tuple[float, float, float, float]:
+    torch.distributed.init_process_group("gloo")
+    factors = []
+    for seed in (0, rank):
+        weight = nn.Linear(100, 50, bias=False)
+        ddp = DistributedDataParallel(weight)
+        hook = ls.SparseHook(ddp, "sparse_dense", local_steps=ls.LocalSteps(1, lr_factor="measured"))
+        optimizer = torch.optim.SGD(weight.parameters(), lr=0.1)
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(61):
+            optimizer.zero_grad()
+            (ddp(torch.eye(100)) * torch.randn(100, 50, generator=generator)).sum().backward()
+            before = weight.weight.detach().clone()
+            optimizer.step()
+        assert isinstance(hook.exchange, LocalExchange)
+        assert weight.weight.grad is not None
+        factors.append(hook.exchange.lr_factor.value)
+        hook.close()
+    moved = (weight.weight - before).norm() / weight.weight.grad.norm()
+    return factors[0], factors[1], float(moved), optimizer.param_groups[0]["lr"]
