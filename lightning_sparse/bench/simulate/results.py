@@ -22,6 +22,7 @@ class Run:
     steps: int
     learning_rate: float
     seed: int
+    optimizer: str = "adamw"
 
 
 @dataclass(frozen=True)
