@@ -27,8 +27,8 @@ def options_of(strategy: str) -> Options:
     if strategy == "ddp":
         return Options.of(Dense(), "bucket")
     if not isinstance(built, SparseDDPStrategy):
-        peers = ", ".join(name for name in PEERS if name != "ddp")
-        raise ValueError(f"strategies to simulate must be ddp or this project's, not {peers}; got {strategy!r}")
+        peers = ", ".join(name for name in PEERS if name not in ("ddp", "diloco"))
+        raise ValueError(f"strategies to simulate must be ddp, diloco or this project's, not {peers}; got {strategy!r}")
     if built.options.compressor.candidates:
         raise ValueError(f"a strategy to simulate must not be one that chooses by time; got {strategy!r}")
     if built.options.local_group != 1:

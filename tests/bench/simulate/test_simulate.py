@@ -165,7 +165,7 @@ def test_spread_and_distance_are_over_seeds() -> None:
         ({"seeds": "0,-1"}, "--seeds must be numbers of at least 0, .*; got '0,-1'"),
         ({"seeds": ""}, "--seeds must be .*; got ''"),
         ({"strategies": "ddp,mikro"}, "the name must be one of .*; got 'mikro'"),
-        ({"strategies": "powersgd_1"}, "must be ddp or this project's, not .*; got 'powersgd_1'"),
+        ({"strategies": "powersgd_1"}, "must be ddp, diloco or this project's, not .*; got 'powersgd_1'"),
         ({"strategies": "sparse_auto"}, "chooses by time; got 'sparse_auto'"),
         ({"strategies": "micro:local_group=2"}, "local_group must be 1, .*; got 'micro:local_group=2'"),
     ],
