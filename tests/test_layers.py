@@ -25,7 +25,14 @@ LAYERS = [
     {"doors"},
     {"bench", "cli"},
 ]
-MAY_IMPORT_LIGHTNING = {"strategy.py", "local_weights.py", "pytorch_lightning.py", "registry.py", "fabric.py", "monitor/"}
+MAY_IMPORT_LIGHTNING = {
+    "strategy.py",
+    "local_weights.py",
+    "pytorch_lightning.py",
+    "registry.py",
+    "fabric.py",
+    "monitor/",
+}
 MAY_IMPORT_DISTRIBUTED = {
     "network/",
     "engine/delivery.py",

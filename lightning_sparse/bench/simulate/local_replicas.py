@@ -9,6 +9,7 @@ from torch import Tensor
 from lightning_sparse.bench.compare.workloads import ByteGPT
 from lightning_sparse.bench.simulate.replicas import backward, take_optimizer_steps
 from lightning_sparse.bench.simulate.task import OPTIMIZERS
+from lightning_sparse.engine.lr_factor import EVERY, LrFactor
 from lightning_sparse.engine.replica import Replica
 from lightning_sparse.fusion.groups import lay_out_fragments
 from lightning_sparse.network.simulated import SimNetwork
@@ -19,6 +20,8 @@ from lightning_sparse.wire import wire_format
 
 class LocalReplicas:
     """P ranks that average weights, each with a model and optimizers of its own.
+
+    The factor of their steps is compared where it is applied only: on so small a model its sample counts among bytes.
 
     Args:
         model: the average x̄, before the first step and after each.
@@ -37,6 +40,7 @@ class LocalReplicas:
         self._models = [deepcopy(model) for _ in range(ranks)]
         self._optimizers = [OPTIMIZERS[optimizer](each) for each in self._models]
         self._replicas = list(zip(*(self._replicas_of(each, options) for each in self._models), strict=True))
+        self._factors = [LrFactor([each.group for each in of_rank]) for of_rank in zip(*self._replicas, strict=True)]
         self._steps = 0
         self._due: list[tuple[Replica, ...]] = []  # exchanged, and not applied yet
 
@@ -58,9 +62,12 @@ class LocalReplicas:
         """Learn from a batch on each rank, at a learning rate."""
         if self._settings.overlaps and self._steps:
             self._exchange()
-        for model, optimizers, batch in zip(self._models, self._optimizers, batches, strict=True):
+        ranks = zip(self._models, self._optimizers, self._factors, batches, strict=True)
+        for model, optimizers, factor, batch in ranks:
             backward(model, batch)
-            take_optimizer_steps(optimizers, rate)
+            if (self._steps + 1) % EVERY == 0:
+                factor.take_in((p, p.grad) for p in model.parameters() if p.grad is not None)
+            take_optimizer_steps(optimizers, rate * factor.value)
         self._steps += 1
         if not self._settings.overlaps:
             self._exchange()
@@ -80,6 +87,8 @@ class LocalReplicas:
             total = take_steps(ranks[0].compressor, [replica.group for replica in ranks], self.network)
             for replica in ranks:
                 replica.move(total, size)
+        if self._settings.lr_factor == "measured" and step % EVERY == 0:
+            self.network.run([factor.sum_up(c) for factor, c in zip(self._factors, self.network.comms, strict=True)])
 
     @torch.no_grad()
     def _apply(self) -> None:
@@ -91,4 +100,6 @@ class LocalReplicas:
             group, average = ranks[0].group, ranks[0].average
             for name, slot in zip(group.names, group.slots(average), strict=True):
                 shared[name].copy_(slot.view(shared[name].shape))
+        for factor in self._factors:
+            factor.read(self.network.size)
         self._due = []
