@@ -167,6 +167,12 @@ def _add_simulate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         help="largest learning rates to try, with the first seed; the best is used with all (%(default)s)",
     )
     simulate.add_argument("--seeds", metavar="LIST", default="0,1,2", help="of weights and batches (%(default)s)")
+    simulate.add_argument(
+        "--optimizer",
+        choices=("adamw", "sgd", "muon"),
+        default="adamw",
+        help="sgd: with momentum 0.9; muon: for the matrices of the blocks, AdamW for the rest (%(default)s)",
+    )
     return simulate
 
 

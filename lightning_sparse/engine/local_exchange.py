@@ -198,10 +198,13 @@ class LocalExchange(Exchange):
         ]
         if step % EVERY == 0 and self.size > 1:
             lane = self._lanes[0]
-            self._under_way.append(lane.submit(partial(self._unless_failed, self.lr_factor.sum_up, lane)))
+            self._under_way.append(lane.submit(partial(self._unless_failed, self._compare, lane)))
 
     def _average(self, replica: Replica, lane: Lane) -> None:
         replica.move(lane.run(replica.exchange(lane.comm)), self.size)
+
+    def _compare(self, lane: Lane) -> None:
+        lane.run(self.lr_factor.sum_up(lane.comm))
 
     def _unless_failed(self, work: Callable[[Lane], None], lane: Lane) -> None:
         if self.error is None:

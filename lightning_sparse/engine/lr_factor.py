@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.engine.lane import Lane
 from lightning_sparse.engine.sample import spread_over
+from lightning_sparse.network.comm import Comm, Rounds
 
 EVERY = 10  # steps from one look to the next
 DECAY = 0.9  # of means over about 10 looks
@@ -46,17 +46,18 @@ class LrFactor:
             if parameter in self._places:
                 self._gradients[parameter] = gradient.reshape(-1).index_select(0, self._places[parameter]).float()
 
-    def sum_up(self, lane: Lane) -> None:
-        """Compare the ranks' gradients; on a lane, on every rank."""
+    def sum_up(self, comm: Comm) -> Rounds:
+        """Compare the ranks' gradients; to be run to its end, on every rank; returns their sum and that of squares."""
         sampled = [self._gradients.get(p, torch.zeros(len(i), device=p.device)) for p, i in self._places.items()]
         self._gradients.clear()
         if not sampled:
-            return
+            return torch.empty(2, 0)
         own = torch.cat(sampled).nan_to_num_(0.0, 0.0, 0.0)
-        sums = lane.comm.all_reduce(torch.stack([own, own.square()])).wait()
-        mean, square = sums / lane.comm.size
+        sums = yield comm.all_reduce(torch.stack([own, own.square()]))
+        mean, square = sums / comm.size
         now = torch.stack([mean.square(), square])
         self._squares = now if self._squares is None else self._squares * DECAY + now * (1 - DECAY)
+        return sums
 
     def read(self, size: int) -> None:
         """Set ``value`` from what was summed up."""

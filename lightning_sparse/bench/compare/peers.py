@@ -22,6 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.futures import Future
 
 from lightning_sparse.compressors import COMPRESSORS, NAMES, Auto, MiCRO
+from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.network.comm import traffic
 from lightning_sparse.strategy import SparseDDPStrategy
 
@@ -167,8 +168,9 @@ def _build_sparse(spec: str, name: str, options: list[str]) -> SparseDDPStrategy
     kind = NAMES[name]
     of_compressor = {f.name: f.default for f in fields(kind)}  # type: ignore[arg-type]
     of_strategy = {*inspect.signature(SparseDDPStrategy).parameters, "gradient_as_bucket_view"}
-    known = [*of_compressor, *sorted(of_strategy - {"compressor", "ddp_kwargs"})]
-    settings: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+    of_local_steps = {f.name for f in fields(LocalSteps)} - {"steps"}
+    known = [*of_compressor, *sorted((of_strategy | of_local_steps) - {"compressor", "ddp_kwargs"})]
+    settings: tuple[dict[str, Any], dict[str, Any], dict[str, Any]] = {}, {}, {}
     for option in options:
         key, equals, text = option.partition("=")
         if not equals or key not in known:
@@ -176,7 +178,10 @@ def _build_sparse(spec: str, name: str, options: list[str]) -> SparseDDPStrategy
                 f"strategy {spec!r}: an option must be option=value with one of {', '.join(known)}; got {option!r}"
             )
         is_list = isinstance(of_compressor.get(key), tuple)
-        settings[key not in of_compressor][key] = tuple(text.split("+")) if is_list else _value(text)
+        place = 0 if key in of_compressor else 2 if key in of_local_steps else 1
+        settings[place][key] = tuple(text.split("+")) if is_list else _value(text)
+    if settings[2]:
+        settings[1]["local_steps"] = LocalSteps(settings[1].get("local_steps", 0), **settings[2])
     return SparseDDPStrategy(kind(**settings[0]), **settings[1], **_COMMON)
 
 

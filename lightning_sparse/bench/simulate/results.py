@@ -22,6 +22,7 @@ class Run:
     steps: int
     learning_rate: float
     seed: int
+    optimizer: str = "adamw"
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,8 @@ def caption(rows: Sequence[Sequence[Result]], rates: Sequence[float]) -> str:
     run, seeds = rows[0][0].run, ", ".join(str(result.run.seed) for result in rows[0])
     return (
         f"Validation loss of a byte language model in nats a byte, after {run.steps:,} steps, {run.ranks} simulated "
-        f"rank{'s' if run.ranks > 1 else ''}; mean ± standard deviation over seeds {seeds}. Bytes: "
-        "sent by a rank in a step, for each parameter. Learning rate: the best of "
+        f"rank{'s' if run.ranks > 1 else ''} with {run.optimizer}; mean ± standard deviation over seeds {seeds}. "
+        "Bytes: sent by a rank in a step, for each parameter. Learning rate: the best of "
         f"{', '.join(f'{rate:g}' for rate in rates)} with the first seed, * where it is at an edge of these; the other "
         "seeds were trained with that one alone. Above: by how much a strategy's loss is above the first one's with "
         "the same seed."

@@ -7,14 +7,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TypeVar
 
 import torch
 from rich import box
 
 from lightning_sparse.bench.compare import report
-from lightning_sparse.bench.simulate.replicas import Replicas, byte_lm, learning_rate, options_of
+from lightning_sparse.bench.simulate.local_replicas import LocalReplicas
+from lightning_sparse.bench.simulate.replicas import Replicas, options_of
 from lightning_sparse.bench.simulate.results import Result, Run, caption, page, read, table
+from lightning_sparse.bench.simulate.task import byte_lm, learning_rate
 
 POINTS = 6  # of a run's loss that are written down
 FILE = "simulate.jsonl"
@@ -31,6 +34,7 @@ class SimulateArguments:
     steps: int
     learning_rates: str
     seeds: str
+    optimizer: str
     output: Path
     command: str
 
@@ -76,7 +80,7 @@ def simulate(arguments: SimulateArguments) -> int:
         task = progress.add_task("", total=len(names) * (len(rates) + len(seeds) - 1) * arguments.steps)
 
         def result_of(strategy: str, rate: float, seed: int) -> Result:
-            run = Run(strategy, arguments.ranks, arguments.steps, rate, seed)
+            run = Run(strategy, arguments.ranks, arguments.steps, rate, seed, arguments.optimizer)
             progress.update(task, description=f"{strategy}, learning rate {rate:g}, seed {seed}", refresh=True)
             if run in known:
                 progress.advance(task, run.steps)
@@ -103,8 +107,9 @@ def _rank(result: Result) -> float:
 def train(run: Run, progress: Callable[[], None] = lambda: None) -> Result:
     """Train on simulated ranks; ``progress`` is called after each step."""
     start_s = time.perf_counter()
-    task = byte_lm(run.seed)
-    replicas = Replicas(task.model, options_of(run.strategy), run.ranks)
+    task, options = byte_lm(run.seed), options_of(run.strategy)
+    kind = LocalReplicas if options.local else Replicas
+    replicas = kind(task.model, options, run.ranks, run.optimizer)
     curve = []
     for step in range(run.steps):
         batches = [task.batch(run.seed, step, rank) for rank in range(run.ranks)]
@@ -115,4 +120,5 @@ def train(run: Run, progress: Callable[[], None] = lambda: None) -> Result:
         progress()
     parameters = sum(p.numel() for p in task.model.parameters())
     seconds = round(time.perf_counter() - start_s, 1)
-    return Result(run, curve[-1][1], curve, replicas.sent_bytes / run.steps / parameters, seconds)
+    sent_bytes = fmean(comm.sent_bytes for comm in replicas.network.comms) / run.steps / parameters
+    return Result(run, curve[-1][1], curve, sent_bytes, seconds)

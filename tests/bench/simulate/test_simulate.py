@@ -12,9 +12,10 @@ from rich import box
 from lightning_sparse import Dense, MiCRO
 from lightning_sparse.bench.compare.workloads import ByteGPT
 from lightning_sparse.bench.simulate import simulate as command
-from lightning_sparse.bench.simulate.replicas import WEIGHT_DECAY, Replicas, Task, byte_lm, learning_rate, options_of
+from lightning_sparse.bench.simulate.replicas import Replicas, options_of
 from lightning_sparse.bench.simulate.results import Result, Run, read, table
 from lightning_sparse.bench.simulate.simulate import SimulateArguments, simulate, train
+from lightning_sparse.bench.simulate.task import WEIGHT_DECAY, Task, byte_lm, learning_rate
 from lightning_sparse.cli import main
 
 RUN = Run("ddp", 4, 3, 1e-3, 0)
@@ -32,7 +33,9 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def arguments(folder: Path, **values: Any) -> SimulateArguments:
     known: dict[str, Any] = {"strategies": "ddp,micro", "ranks": 2, "steps": 3, "learning_rates": "1e-3,1e-2"}
-    return SimulateArguments(**{**known, "seeds": "0,1", "output": folder, "command": "simulate", **values})
+    return SimulateArguments(
+        **{**known, "seeds": "0,1", "optimizer": "adamw", "output": folder, "command": "simulate", **values}
+    )
 
 
 # --- training
@@ -100,9 +103,9 @@ def test_what_is_written_down_and_shown(tmp_path: Path, capsys: pytest.CaptureFi
     assert simulate(arguments(tmp_path)) == 0
     lines = (tmp_path / "simulate.jsonl").read_text().splitlines()
     assert [tuple(json.loads(line)["run"].values()) for line in lines[:3]] == [
-        ("ddp", 2, 3, 0.001, 0),
-        ("ddp", 2, 3, 0.01, 0),
-        ("ddp", 2, 3, 0.01, 1),  # the better one
+        ("ddp", 2, 3, 0.001, 0, "adamw"),
+        ("ddp", 2, 3, 0.01, 0, "adamw"),
+        ("ddp", 2, 3, 0.01, 1, "adamw"),  # the better one
     ]
     assert len(lines) == 6
     shown = " ".join(capsys.readouterr().out.split())
@@ -162,7 +165,7 @@ def test_spread_and_distance_are_over_seeds() -> None:
         ({"seeds": "0,-1"}, "--seeds must be numbers of at least 0, .*; got '0,-1'"),
         ({"seeds": ""}, "--seeds must be .*; got ''"),
         ({"strategies": "ddp,mikro"}, "the name must be one of .*; got 'mikro'"),
-        ({"strategies": "powersgd_1"}, "must be ddp or this project's, not .*; got 'powersgd_1'"),
+        ({"strategies": "powersgd_1"}, "must be ddp, diloco or this project's, not .*; got 'powersgd_1'"),
         ({"strategies": "sparse_auto"}, "chooses by time; got 'sparse_auto'"),
         ({"strategies": "micro:local_group=2"}, "local_group must be 1, .*; got 'micro:local_group=2'"),
     ],
