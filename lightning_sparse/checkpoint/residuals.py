@@ -64,6 +64,7 @@ def gather(
     if isinstance(exchange, LocalExchange):
         assert leaders is not None  # there are no nodes
         average = rows if residuals == "per_rank" else lambda x: leaders.mean(x.reshape(-1)).view(x.shape)
+        kept["squares"] = exchange.lr_factor.squares
         kept["optimizers"] = [
             {key: average(x) for key, x in tensors_everywhere(optimizer, leaders, exchange.device).items()}
             for optimizer in optimizers
@@ -117,8 +118,10 @@ def restore(
     saved = [] if state is None else _groups(state, exchange, memories=not lost)
     new = list(zip(exchange.groups, exchange.compressors, strict=True))
     carry_over(saved, new)
+    if isinstance(exchange, LocalExchange):
+        exchange.unpack(None if state is None else state.steps)
     if isinstance(exchange, LocalExchange) and state is not None:
-        exchange.unpack(state.steps)
+        exchange.lr_factor.resume(state.local.get("squares"), exchange.size)
         for optimizer, tensors in zip(optimizers, state.optimizers, strict=False):
             own = state.rows_of(exchange.rank, exchange.size)
             set_tensors(optimizer, {key: mean_of(used(x, own), bool(own)) for key, x in tensors.items()})

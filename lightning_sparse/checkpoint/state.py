@@ -33,8 +33,10 @@ def _is_plan(value: object) -> bool:
 
 
 def _is_local(value: object) -> bool:
-    states = value.get("optimizers") if isinstance(value, Mapping) else None
-    return value == {} or (is_list(states) and all(map(_is_tensors, states)))
+    if not isinstance(value, Mapping) or not value:
+        return value == {}
+    states, squares = value.get("optimizers"), value.get("squares")
+    return is_list(states) and all(map(_is_tensors, states)) and _is_tensors({"squares": squares})
 
 
 def _entry(must: str, fits: Callable[[Any], bool]) -> Any:
@@ -61,7 +63,8 @@ class State:
     )
     compressor: str = _entry("a string", lambda x: isinstance(x, str))
     plan: Mapping[str, Any] = _entry("a dictionary whose groups are lists of names", _is_plan)
-    #: With local steps, each optimizer's tensors [P, *shape], or their means, by parameter and name; else empty.
+    #: With local steps, of each optimizer the tensors [P, *shape], or their means, by parameter and name, in
+    #: "optimizers", and what the learning rate's factor is measured with, in "squares"; else empty.
     local: Mapping[str, Any] = field(default_factory=dict)
     checksum: Any = None  # one of what all ranks share, then one of each rank's rows; or one of all, in earlier files
 
@@ -80,7 +83,9 @@ class State:
             if not rule["fits"](saved[name]):
                 raise ValueError(f"{name} must be {rule['must']}; got {_shown(saved[name])}")
         if not _is_local(local := saved.get("local", {})):
-            raise ValueError(f"local must have dictionaries of tensors in 'optimizers'; got {_shown(local)}")
+            raise ValueError(
+                f"local must have lists of tensors in 'optimizers' and a tensor in 'squares'; got {_shown(local)}"
+            )
         state = cls(**{name: saved[name] for name in SCHEMA}, local=local, checksum=saved.get("checksum"))
         rows = state.rows_of(rank, size)
         for wrong in chain(state._wrong(rows), state._altered(rows)):
@@ -141,7 +146,7 @@ class State:
         kept = {name: getattr(self, name) for name in (*SCHEMA, "checksum")}
         kept["groups"] = [(group["names"], sorted(group["memory"])) for group in self.groups]
         kept["unsent"] = {name: list(x.shape) for name, x in self.unsent.items()}
-        kept["local"] = [sorted(tensors) for tensors in self.optimizers] if self.local else None
+        kept["local"] = [sorted(tensors) for tensors in self.optimizers] + list(self.local)
         return {f"checkpoint: {name}": value for name, value in kept.items()}
 
     @property

@@ -68,9 +68,8 @@ class LocalExchange(Exchange):
         self._due: list[Replica] = []  # taken up, and not applied yet
         self._under_way: list[LaneFuture[None]] = []
         self._spent_before = spent(self._lanes)
-        # Of each parameter this rank's own weights, and its version, while the average is shown; of none at first,
-        # when both are the same.
-        self._held: list[tuple[Tensor | None, int]] | None = [(None, -1) for _ in self._averages()]
+        # Of each parameter this rank's own weights, and its version, while the average is shown.
+        self._held: list[tuple[Tensor | None, int]] | None = self._all_shared()
 
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
         """DDP's communication hook: gives every rank its own gradients back."""
@@ -116,6 +115,10 @@ class LocalExchange(Exchange):
             for p, average in zip(group.parameters, group.slots(replica.average), strict=True):
                 yield p, average.view(p.shape)
 
+    def _all_shared(self) -> list[tuple[Tensor | None, int]]:
+        """What is held where the parameters are the average and nothing is owed."""
+        return [(None, -1) for _ in self._averages()]
+
     @torch.no_grad()
     def _hide_average(self) -> None:
         if self._held is None:
@@ -144,11 +147,16 @@ class LocalExchange(Exchange):
             for p, slot in zip(group.parameters, group.slots(group.unsent), strict=True):
                 yield slot.view(p.shape)
 
-    def unpack(self, steps: int) -> None:
-        """Take this rank's own weights from ``unsent`` before the next step, and the average from the parameters."""
-        self.show_average(settle=False)
-        self._backwards, self._resumed = 0, True
-        self.steps, self._exchanged = steps, steps - 1
+    def unpack(self, steps: int | None) -> None:
+        """Go on after so many ``steps``: the parameters hold the average, and ``unsent`` this rank's own weights.
+
+        None: nothing is owed.
+        """
+        wait(self._under_way)
+        self._due, self._under_way, self._backwards = [], [], 0
+        self._held, self._resumed = self._all_shared(), steps is not None
+        if steps is not None:
+            self.steps, self._exchanged = steps, steps - 1
 
     @property
     def shared(self) -> Mapping[Tensor, Tensor]:
@@ -196,7 +204,7 @@ class LocalExchange(Exchange):
             for lane, queue in zip(self._lanes, self._queues_of(due), strict=True)
             for i in queue
         ]
-        if step % EVERY == 0 and self.size > 1:
+        if step % EVERY == 0 and self.lr_factor.squares.numel():
             lane = self._lanes[0]
             self._under_way.append(lane.submit(partial(self._unless_failed, self._compare, lane)))
 

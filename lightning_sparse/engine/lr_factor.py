@@ -36,8 +36,10 @@ class LrFactor:
             for name, p in zip(group.names, group.parameters, strict=True)
             if p.requires_grad
         }
-        self._squares: Tensor | None = None  # [2, m], of the mean gradient, and the mean of each rank's
+        #: [2, m], of the mean gradient, and the mean of each rank's; zeros until known
+        self.squares = torch.zeros(2, sum(map(len, self._places.values())))
         self._gradients: dict[Tensor, Tensor] = {}
+        self._sums: Tensor | None = None  # [2, m], over the ranks, of gradients and their squares
         self._before: list[Any] = []  # learning rates of an optimizer that takes a step
 
     def take_in(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -48,25 +50,28 @@ class LrFactor:
 
     def sum_up(self, comm: Comm) -> Rounds:
         """Compare the ranks' gradients; to be run to its end, on every rank; returns their sum and that of squares."""
-        sampled = [self._gradients.get(p, torch.zeros(len(i), device=p.device)) for p, i in self._places.items()]
+        own = [self._gradients.get(p, torch.zeros(len(i), device=i.device)) for p, i in self._places.items()]
         self._gradients.clear()
-        if not sampled:
-            return torch.empty(2, 0)
-        own = torch.cat(sampled).nan_to_num_(0.0, 0.0, 0.0)
-        sums = yield comm.all_reduce(torch.stack([own, own.square()]))
-        mean, square = sums / comm.size
-        now = torch.stack([mean.square(), square])
-        self._squares = now if self._squares is None else self._squares * DECAY + now * (1 - DECAY)
-        return sums
+        sampled = torch.cat(own).nan_to_num_(0.0, 0.0, 0.0)
+        self._sums = yield comm.all_reduce(torch.stack([sampled, sampled.square()]))
+        return self._sums
 
     def read(self, size: int) -> None:
-        """Set ``value`` from what was summed up."""
-        if self._squares is not None:
-            of_mean, of_ranks = self._squares
-            known = of_ranks > 0
-            if bool(known.any()):
-                share = float((of_mean[known] / of_ranks[known]).mean())
-                self.value = min(max(share, 1 / size), 1.0) ** -0.5
+        """Set ``value`` from what was summed up over ``size`` ranks, if anything was."""
+        if self._sums is not None:
+            mean, square = self._sums.cpu() / size
+            now, self._sums = torch.stack([mean.square(), square]), None
+            self.squares = self.squares * DECAY + now * (1 - DECAY) if bool(self.squares.any()) else now
+        of_mean, of_ranks = self.squares
+        if bool((known := of_ranks > 0).any()):
+            share = float((of_mean[known] / of_ranks[known]).mean())
+            self.value = min(max(share, 1 / size), 1.0) ** -0.5
+
+    def resume(self, squares: Tensor | None, size: int) -> None:
+        """Go on with ``squares`` from a checkpoint, if they are of these parameters."""
+        if squares is not None and squares.shape == self.squares.shape:
+            self.squares = squares.clone()
+            self.read(size)
 
     def scale_steps(self) -> list[Any]:
         """Multiply the learning rate of each optimizer of these parameters while it takes a step; return handles."""
