@@ -114,6 +114,16 @@ def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     bench.add_argument("--steps", type=int, default=10, help="timed steps of each strategy in a round (%(default)s)")
     bench.add_argument("--warmup", type=int, default=3, help="untimed steps before them (%(default)s)")
     bench.add_argument("--rounds", type=int, default=5, help="turns of each strategy (%(default)s)")
+    bench.add_argument(
+        "--until-loss",
+        metavar="LIST",
+        default="",
+        help="losses on held-out data, such as 3.2,3,2.8: report the seconds, steps and bytes to each; a training ends "
+        "with the lowest (gpt_10m and gpt_50m)",
+    )
+    bench.add_argument(
+        "--seconds", type=float, help="with --until-loss, train each strategy for so long in place of --steps"
+    )
     bench.add_argument("--plot", action="store_true", help="draw plots too")
     return bench
 

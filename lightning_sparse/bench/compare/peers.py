@@ -6,6 +6,7 @@ here register theirs themselves, on every device.
 
 import inspect
 import json
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -18,10 +19,13 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.futures import Future
 
-from lightning_sparse.compressors import COMPRESSORS, NAMES, Auto, MiCRO
+from lightning_sparse.checks import check_whole, is_number
+from lightning_sparse.compressors import COMPRESSORS, NAMES, Auto, Dense, MiCRO
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.network.comm import traffic
 from lightning_sparse.strategy import SparseDDPStrategy
@@ -29,6 +33,7 @@ from lightning_sparse.strategy import SparseDDPStrategy
 NO_COMMUNICATION = "no_communication"
 ADVISE = "advise"  # every compressor measured, none preferred: for `lightning-sparse advise`
 SPEC_FORM = "'name' or 'name:option=value:option=value', such as 'skip_reduce:skip=0.5:wire_dtype=bfloat16'"
+RATE = "lr"  # the option of every strategy that says at which learning rate it trains
 
 # Of every strategy: the ranks start from the same seed, so the model need not be sent around before each fit; and a
 # rank that waits for one that is gone must give up while somebody is watching.
@@ -75,6 +80,43 @@ class PowerSGD(Peer):
         return traffic("all_reduce", 4 * (elements or self._elements), self.world_size)
 
 
+class PostLocalSGD(Peer):
+    """Local SGD as PyTorch has it: each rank takes its own steps, and after some of them all weights are averaged.
+
+    Args:
+        period: steps from one average of the weights to the next, which is waited for.
+        start: steps before the first of them, in which gradients are averaged.
+        **ddp_kwargs: as for ``DDPStrategy``.
+    """
+
+    def __init__(self, *, period: int = 16, start: int = 0, **ddp_kwargs: Any) -> None:
+        check_whole("post_local_sgd: period", period, 1)
+        check_whole("post_local_sgd: start", start, 0)
+        # Nothing is averaged within a node either: here a rank is a host.
+        state = PostLocalSGDState(None, None, start, post_local_gradient_allreduce=False)
+        super().__init__(post_localSGD_hook, state, **ddp_kwargs)
+        self._period, self._start = period, start
+
+    def _register_ddp_hooks(self) -> None:
+        super()._register_ddp_hooks()
+        # Lightning's DDPStrategy calls it after each optimizer step, on every device.
+        self._model_averager = PeriodicModelAverager(self._period, warmup_steps=self._start)
+
+    def sent_bytes(self) -> int:
+        """All gradients in the first steps, then all weights in a step that averages them, and nothing in others."""
+        assert self._model_averager is not None
+        local_steps = self._model_averager.step - 1 - self._start  # before the last step
+        return super().sent_bytes() if local_steps < 0 or local_steps % self._period == 0 else 0
+
+
+def diloco(
+    *, steps: int = 16, outer_rate: float = 0.7, outer_momentum: float = 0.9, **ddp_kwargs: Any
+) -> SparseDDPStrategy:
+    """DiLoCo (Douillard et al., 2023), which is a setting of this project's local steps; float32 on the wire."""
+    settings = LocalSteps(steps, fragments=1, overlap=False, outer_rate=outer_rate, outer_momentum=outer_momentum)
+    return SparseDDPStrategy(Dense(), local_steps=settings, **ddp_kwargs)
+
+
 def send_nothing(state: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
     """A hook that leaves each rank its own gradient: the time of a step without a network."""
     del state
@@ -101,8 +143,8 @@ _ONE_BUCKET = (
     "PyTorch's powerSGD_hook with all gradients in one bucket: with several it waits inside callbacks, which hangs or "
     f"aborts on Gloo; its first {_POWERSGD_START} steps are dense"
 )
-#: Name -> what makes the strategy, and what a reader must know about it.
-PEERS: dict[str, tuple[Callable[..., Peer], str]] = {
+#: Name -> what makes the strategy, its keyword-only arguments being options; and what a reader must know about it.
+PEERS: dict[str, tuple[Callable[..., DDPStrategy], str]] = {
     "ddp": (Peer, "Lightning's DDPStrategy"),
     "fp16_hook": (partial(Peer, fp16_compress_hook, bytes_each=2), "PyTorch's fp16_compress_hook"),
     "bf16_hook": (
@@ -111,9 +153,21 @@ PEERS: dict[str, tuple[Callable[..., Peer], str]] = {
     ),
     "powersgd_1": (partial(PowerSGD, 1), _ONE_BUCKET),
     "powersgd_4": (partial(PowerSGD, 4), _ONE_BUCKET),
+    "powersgd_16": (partial(PowerSGD, 16), _ONE_BUCKET),
+    "post_local_sgd": (
+        PostLocalSGD,
+        "PyTorch's post_localSGD_hook and PeriodicModelAverager, every 16 steps, or `period`; gradients are averaged "
+        "in the first `start` steps, none if not given",
+    ),
+    "diloco": (
+        diloco,
+        "DiLoCo with this project's local steps: all weights every 16 steps, or `steps`, in float32 and waited for; "
+        "outer Nesterov momentum 0.9, rate 0.7",
+    ),
     NO_COMMUNICATION: (
         partial(Peer, send_nothing, bytes_each=0),
-        "a hook that sends nothing: the time of a step without a network; no real training",
+        "a hook that sends nothing: the time of a step without a network, and as many models as ranks, each trained "
+        "alone on one rank's batches; losses are the mean over these models, so that of a rank without a network",
     ),
 }
 
@@ -127,11 +181,9 @@ class Contender:
 
     def build(self) -> DDPStrategy:
         """Make a fresh strategy; raises a ValueError for an unknown name or option, or a value out of range."""
-        name, *options = self.spec.split(":")
+        name, *options = (part for part in self.spec.split(":") if not part.startswith(f"{RATE}="))
         if name in PEERS:
-            if options:
-                raise ValueError(f"strategy {self.spec!r}: {name} takes no options.")
-            return PEERS[name][0](**_COMMON)
+            return _build_peer(self.spec, name, options)
         if name == ADVISE:  # dense steps would take long where the link is slow
             every = tuple(kind() for kind in COMPRESSORS.values())
             return SparseDDPStrategy(Auto(every, start=MiCRO()), **_COMMON)
@@ -141,6 +193,17 @@ class Contender:
                 f"strategy {self.spec!r}: the name must be one of {known}; got {name!r}. Write {SPEC_FORM}."
             )
         return _build_sparse(self.spec, name, options)
+
+    @property
+    def learning_rate(self) -> float | None:
+        """At which it trains; None for the workload's own."""
+        given = [part.partition("=")[2] for part in self.spec.split(":") if part.startswith(f"{RATE}=")]
+        if not given:
+            return None
+        rate = _value(given[-1])
+        if not (is_number(rate) and 0 < rate < math.inf):
+            raise ValueError(f"strategy {self.spec!r}: {RATE}, the learning rate, must be above 0; got {given[-1]!r}")
+        return float(rate)
 
 
 def contenders(text: str) -> list[Contender]:
@@ -155,6 +218,7 @@ def contenders(text: str) -> list[Contender]:
         seen[spec] += 1
         contender = Contender(spec if seen[spec] == 1 else f"{spec}#{seen[spec]}", spec)
         contender.build()
+        contender.learning_rate  # noqa: B018  raises too
         found.append(contender)
     return found
 
@@ -162,6 +226,19 @@ def contenders(text: str) -> list[Contender]:
 def all_names() -> str:
     """Every peer and every compressor, as :func:`contenders` reads them."""
     return ",".join([*(name for name in PEERS if name != NO_COMMUNICATION), *COMPRESSORS])
+
+
+def _build_peer(spec: str, name: str, options: list[str]) -> DDPStrategy:
+    make = PEERS[name][0]
+    known = [key for key, each in inspect.signature(make).parameters.items() if each.kind is each.KEYWORD_ONLY]
+    settings = {}
+    for option in options:
+        key, equals, text = option.partition("=")
+        if not equals or key not in known:
+            what = f"an option must be option=value with one of {', '.join(known)}" if known else "it takes no options"
+            raise ValueError(f"strategy {spec!r}: {what}; got {option!r}")
+        settings[key] = _value(text)
+    return make(**settings, **_COMMON)
 
 
 def _build_sparse(spec: str, name: str, options: list[str]) -> SparseDDPStrategy:

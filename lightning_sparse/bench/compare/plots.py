@@ -64,13 +64,13 @@ def _step_time(rows: Sequence[Summary]) -> Any:
 
 
 def _loss(rounds: Sequence[Round], label: str, cost: Callable[[MeasuredStep], float]) -> Any:
-    """The loss, the mean over rounds at each step, over what the steps up to there cost."""
+    """The loss, the mean over rounds at each step that all took, over what the steps up to there cost."""
     figure = new_figure(8, 4)
     axes = figure.add_subplot(xlabel=label, ylabel="training loss")
     for i, strategy in enumerate(dict.fromkeys(r.strategy for r in rounds)):
         runs = [r.run.steps for r in rounds if r.strategy == strategy and r.run]
-        costs = [fmean(at) for at in zip(*(accumulate(map(cost, steps)) for steps in runs), strict=True)]
-        losses = [fmean(step.loss or 0 for step in same) for same in zip(*runs, strict=True)]
+        costs = [fmean(at) for at in zip(*(accumulate(map(cost, steps)) for steps in runs), strict=False)]
+        losses = [fmean(step.loss or 0 for step in same) for same in zip(*runs, strict=False)]
         axes.plot(costs, losses, label=strategy, **_style(i), markevery=max(1, len(costs) // 10))
     axes.grid(lw=0.3)
     figure.legend(loc="outside right upper", fontsize="small")

@@ -15,6 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 
 from lightning_sparse.bench.compare.peers import Peer
+from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.engine.step import Report
 from lightning_sparse.strategy import SparseDDPStrategy
 
@@ -37,6 +38,7 @@ class MeasuredStep:
     ms_span: float  # from the first gradient ready to the end of backward
     ms_wait: float  # from the last gradient ready to the end of backward
     ms_apply: float  # from the end of backward to the end of the step
+    held_out: float | None = None  # loss after it on data that nobody trains on; None where it was not asked for
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,8 @@ class Probe(Callback):
         del pl_module, args
         known = isinstance(outputs, Mapping) and "loss" in outputs  # not with manual optimisation
         loss = float(outputs["loss"]) if known else math.nan  # waits for the device
+        if isinstance(trainer.strategy, SparseDDPStrategy) and isinstance(trainer.strategy.exchange, LocalExchange):
+            trainer.strategy.exchange.settle()  # now and not before the next forward: it belongs to this step
         end_s = time.perf_counter()
         wire = self._read()
         report, counted_bytes = _reported(trainer.strategy)
@@ -128,6 +132,10 @@ class Probe(Callback):
         )
         self._ready_s.clear()
         self._end_s, self._wire = end_s, wire
+
+    def skip(self) -> None:
+        """Leave out of the next step what has passed since the end of the last."""
+        self._end_s, self._wire = time.perf_counter(), self._read()
 
     def _read(self) -> tuple[int, int] | None:
         return read_sent(self._interface) if self._interface else None

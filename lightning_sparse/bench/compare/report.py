@@ -273,10 +273,15 @@ def json_line(kind: str, values: Any) -> str:
 
 
 def page(
-    rows: Sequence[Summary], rounds: Sequence[Round], workload: str, facts: Mapping[str, Any], files: Sequence[str]
+    rows: Sequence[Summary],
+    rounds: Sequence[Round],
+    workload: str,
+    facts: Mapping[str, Any],
+    files: Sequence[str],
+    reached: str = "",
 ) -> str:
-    """A page in Markdown: the tables, what they mean, and where they were measured."""
-    lines = [f"# {workload}", "", f"    {facts['command']}", ""]
+    """A page in Markdown: what was ``reached`` and the tables, what they mean, and where they were measured."""
+    lines = [f"# {workload}", "", f"    {facts['command']}", "", *([reached] if reached else [])]
     for of_cluster in by_cluster(rows).values():
         with (wide := Console(width=10_000, file=StringIO())).capture() as table:
             wide.print(_table(of_cluster, box.MARKDOWN))

@@ -1,6 +1,7 @@
 """Runs a benchmark, on emulated clusters or on the cluster it was started on, and reports."""
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -12,14 +13,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rich import box
 from rich.progress import Progress
 
 from lightning_sparse.bench.cluster import Cluster, ClusterError, parse, unavailable_reason
-from lightning_sparse.bench.compare import plots, report
+from lightning_sparse.bench.compare import plots, report, until_loss
 from lightning_sparse.bench.compare.peers import all_names, contenders
 from lightning_sparse.bench.compare.report import Round, json_line
 from lightning_sparse.bench.compare.worker import Place, Schedule, take_turns
-from lightning_sparse.bench.compare.workloads import parameter_sizes, workload_named
+from lightning_sparse.bench.compare.workloads import WORKLOADS, Workload, parameter_sizes, workload_named
 from lightning_sparse.monitor.pictures import require_matplotlib
 
 _PORT = 29500  # of the workers' store; every emulated cluster has its ports to itself
@@ -44,6 +46,8 @@ class BenchArguments:
     rounds: int
     output: Path
     plot: bool
+    until_loss: str
+    seconds: float | None
     interface: str | None
     command: str
 
@@ -52,15 +56,41 @@ class BenchArguments:
         for name, least in (("steps", 1), ("warmup", 0), ("rounds", 1)):
             if (value := getattr(self, name)) < least:
                 raise ValueError(f"--{name} must be at least {least}; got {value}")
-        workload_named(self.workload)
+        workload = workload_named(self.workload)
+        losses = self._losses(workload)
         strategies = self.strategies or all_names()
         contenders(strategies)
         clusters = [cluster.strip() for cluster in self.emulate.split(",")]
         accelerator = "cpu" if self.emulate else "auto"
         return [
-            Schedule(cluster, self.workload, strategies, self.steps, self.warmup, self.rounds, accelerator)
+            Schedule(
+                cluster,
+                self.workload,
+                strategies,
+                self.steps,
+                self.warmup,
+                self.rounds,
+                accelerator,
+                until_loss=losses,
+                seconds=self.seconds,
+            )
             for cluster in clusters
         ]
+
+    def _losses(self, workload: Workload) -> list[float]:
+        """Return the losses to reach, the largest first."""
+        if not self.until_loss:
+            if self.seconds is not None:
+                raise ValueError(f"--seconds needs --until-loss, with losses to reach; got --seconds {self.seconds:g}")
+            return []
+        if self.seconds is not None and not 0 < self.seconds < math.inf:
+            raise ValueError(f"--seconds must be above 0; got {self.seconds:g}")
+        if workload.held_out is None:
+            able = ", ".join(name for name, each in WORKLOADS.items() if each.held_out)
+            raise ValueError(f"--until-loss needs a workload with held-out data, one of {able}; got {self.workload!r}")
+        with suppress(ValueError):
+            return sorted({float(part) for part in self.until_loss.split(",")}, reverse=True)
+        raise ValueError(f"--until-loss must be numbers, separated by commas; got {self.until_loss!r}")
 
 
 def bench(arguments: BenchArguments) -> int:
@@ -142,6 +172,8 @@ def _report(arguments: BenchArguments, schedules: Sequence[Schedule], measure: M
         console.print(f"{cluster}: {words}", highlight=False, markup=False, soft_wrap=True)
     workload, strategies = arguments.workload, schedules[0].strategies
     settings = {name: value for name, value in asdict(schedules[0]).items() if name != "cluster"}
+    if not schedules[0].until_loss:
+        del settings["until_loss"], settings["seconds"]
     facts = report.environment(arguments.command) | settings
     facts |= {"links": links} if links else {}
     facts["parameters"] = sum(parameter_sizes(workload_named(workload)))
@@ -153,8 +185,12 @@ def _report(arguments: BenchArguments, schedules: Sequence[Schedule], measure: M
         file.writelines(json_line("summary", row) for row in rows)
     images = plots.draw(rows, rounds, arguments.output, results.stem) if arguments.plot and rows else []
     facts |= {"device": rounds[0].run.device, "threads of a rank": rounds[0].run.threads} if rounds[0].run else {}
-    results.with_suffix(".md").write_text(report.page(rows, rounds, workload, facts, [results.name, *images]))
+    losses = schedules[0].until_loss
+    reached = until_loss.section(rounds, losses)
+    results.with_suffix(".md").write_text(report.page(rows, rounds, workload, facts, [results.name, *images], reached))
     report.show(console, rows, rounds, workload)
+    for table in until_loss.tables(rounds, losses, box.SIMPLE_HEAD) if losses else []:
+        console.print(table)
     console.print(f"results: {results}", highlight=False, soft_wrap=True)
     return int(any(measured.error for measured in rounds))
 

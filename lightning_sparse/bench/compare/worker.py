@@ -16,7 +16,7 @@ import socket
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -27,10 +27,11 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import Callback, Trainer, seed_everything
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # exported at run time only
 
 from lightning_sparse.bench.advise.advice import advice
+from lightning_sparse.bench.compare.held_out import Judge, LearningRate
 from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, Contender, contenders
 from lightning_sparse.bench.compare.probe import MeasuredRun, Probe, interface_towards, read_sent
 from lightning_sparse.bench.compare.report import Round
@@ -61,6 +62,8 @@ class Schedule:
     warmup: int  # steps before them that are not timed
     rounds: int  # turns of each strategy
     accelerator: str  # of Lightning
+    until_loss: Sequence[float] = ()  # held-out losses to reach; a training ends with the lowest
+    seconds: float | None = None  # after which a training ends, in place of ``steps``
 
     def turns(self) -> list[tuple[int, Contender]]:
         """Rounds and strategies in the order in which they run; the first is a step without communication.
@@ -253,15 +256,22 @@ def _fit(turn: _Turn) -> MeasuredRun:
     workload = workload_named(schedule.workload)
     module = workload.module()
     probe = Probe(place.interface if place.local_rank == 0 else None, workload.learns)
+    callbacks: list[Callback] = [probe]
+    if (rate := turn.contender.learning_rate) is not None:
+        callbacks.append(LearningRate(rate))
+    steps = schedule.warmup + schedule.steps if schedule.seconds is None else -1
+    if schedule.until_loss and workload.held_out is not None:
+        least = schedule.warmup + 1
+        callbacks.append(Judge(probe, workload.held_out(), min(schedule.until_loss), schedule.seconds, least))
     trainer = Trainer(
         accelerator=schedule.accelerator,
         devices=place.local_size,
         num_nodes=place.hosts,
         strategy=turn.contender.build(),
         plugins=[TorchElasticEnvironment()],
-        max_steps=schedule.warmup + schedule.steps,
+        max_steps=steps,
         max_epochs=-1,
-        callbacks=[probe],
+        callbacks=callbacks,
         **QUIET,
     )
     trainer.fit(module, **workload.fit_arguments())

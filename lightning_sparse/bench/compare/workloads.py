@@ -4,12 +4,10 @@ Nothing is downloaded: the digits come with scikit-learn, the text is the source
 """
 
 import random
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,9 +18,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_sparse.bench.compare import own_model
-
-TEXT_BYTES = 2_000_000  # of source code that the byte models train on
-CONTEXT = 64  # bytes a byte model sees
+from lightning_sparse.bench.compare.text import CONTEXT, TEXT_BYTES, other_source_code, source_windows
 
 
 @dataclass(frozen=True)
@@ -33,6 +29,7 @@ class Workload:
     fit_arguments: Callable[[], dict[str, Any]]  # makes what `Trainer.fit` needs beside it, the same on every rank
     learns: bool = True  # whether the loss means anything
     needs: str = ""  # an importable package without which the data cannot be made
+    held_out: Callable[[], Tensor] | None = None  # makes data of that kind that nobody trains on, [N, ...]
 
 
 # - models
@@ -128,16 +125,6 @@ def digits() -> dict[str, Any]:
     images, labels = load_digits(return_X_y=True)
     images = torch.tensor(images / 16, dtype=torch.float32).view(-1, 1, 8, 8)
     return _loader(TensorDataset(images, torch.tensor(labels, dtype=torch.long)), batch_size=16)
-
-
-def source_windows(most_bytes: int, wanted: Callable[[int], bool] = lambda number: True) -> Tensor:
-    """Windows [N, CONTEXT + 1] of the bytes of the standard library's modules, of those whose number is ``wanted``."""
-    text = bytearray()
-    for number, file in enumerate(sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))):
-        text += file.read_bytes() if wanted(number) else b""
-        if len(text) >= most_bytes:
-            break
-    return torch.frombuffer(text, dtype=torch.uint8)[:most_bytes].unfold(0, CONTEXT + 1, CONTEXT)
 
 
 def source_code() -> dict[str, Any]:
@@ -261,8 +248,8 @@ def _gradients(layers: Callable[[], Iterator[nn.Module]]) -> Workload:
 WORKLOADS = {
     "mlp_1m": Workload(lambda: mlp(512, 4), digits, needs="sklearn"),
     "mlp_25m": Workload(lambda: mlp(2048, 6), digits, needs="sklearn"),
-    "gpt_10m": Workload(lambda: ByteGPT(384, 6, 6), source_code),
-    "gpt_50m": Workload(lambda: ByteGPT(640, 10, 10), source_code),
+    "gpt_10m": Workload(lambda: ByteGPT(384, 6, 6), source_code, held_out=other_source_code),
+    "gpt_50m": Workload(lambda: ByteGPT(640, 10, 10), source_code, held_out=other_source_code),
     "resnet_digits": Workload(resnet, digits, needs="sklearn"),
     "resnet50_shapes": _gradients(resnet50),
     "densenet121_shapes": _gradients(densenet121),

@@ -23,7 +23,10 @@ def options_of(strategy: str) -> Options:
     Raises:
         ValueError: there is none of this name, an option of it is wrong, or it cannot be simulated.
     """
-    built = Contender(strategy, strategy).build()
+    contender = Contender(strategy, strategy)
+    built = contender.build()
+    if contender.learning_rate is not None:
+        raise ValueError(f"a strategy to simulate must be given without lr; give --learning-rates; got {strategy!r}")
     if strategy == "ddp":
         return Options.of(Dense(), "bucket")
     if not isinstance(built, SparseDDPStrategy):

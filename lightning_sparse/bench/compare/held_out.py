@@ -1,0 +1,94 @@
+"""Judges a training by its loss on data that nobody trains on, outside the time that is measured."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from lightning_sparse.bench.compare.probe import Probe
+from lightning_sparse.engine.local_exchange import LocalExchange
+from lightning_sparse.strategy import SparseDDPStrategy
+
+SOONEST = 0.1  # of the time trained so far: until the next evaluation
+
+
+class LearningRate(Callback):
+    """Has every optimizer start with the learning rate ``rate``."""
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Set it."""
+        del pl_module
+        for optimizer in trainer.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self._rate
+
+
+class Judge(Callback):
+    """Notes the held-out loss of a training, again and again, and ends it.  To be called after its :class:`Probe`.
+
+    Evaluations follow steps 1, 2, 3, ... and then come whenever a tenth of the time trained so far has passed again.
+    Each rank evaluates a part of the data with the model it has: all ranks the same one, the average with local steps,
+    or with no communication its own.  A strategy that does not send in every step is judged after steps in which it
+    did, when its ranks share a model.  The ranks agree on every decision, since they make it from the same numbers.
+
+    Args:
+        probe: whose last step gets the loss, and whose clock stands still meanwhile.
+        data: [N, ...], the same on every rank.
+        lowest: loss at which training ends.
+        seconds: of training after which it ends; None: with the trainer's last step.
+        least: steps before it may end.
+    """
+
+    def __init__(self, probe: Probe, data: Tensor, lowest: float, seconds: float | None, least: int) -> None:
+        self._probe, self._data, self._lowest, self._least = probe, data, lowest, least
+        self._seconds = seconds
+        self._next = 1  # step
+        self._last = (0, 0.0)  # step of the last evaluation, and the seconds trained then
+        self._sends = False  # has sent anything yet
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """Evaluate if it is time to."""
+        del args
+        steps = self._probe.steps
+        last_one = len(steps) == trainer.max_steps
+        sent = steps[-1].counted_bytes > 0
+        self._sends = self._sends or sent
+        if not last_one and (len(steps) < self._next or (self._sends and not sent)):
+            return
+        loss, seconds = self._evaluate(trainer, pl_module)
+        steps[-1] = replace(steps[-1], held_out=loss)
+        ends = loss <= self._lowest or (self._seconds is not None and seconds >= self._seconds)
+        if ends and len(steps) >= self._least:
+            trainer.should_stop = True
+        self._plan(len(steps), seconds)
+        self._probe.skip()
+
+    def _plan(self, step: int, seconds: float) -> None:
+        """Choose the step of the next evaluation."""
+        before, seconds_before = self._last
+        left_s = SOONEST * seconds
+        if self._seconds is not None:
+            left_s = min(left_s, self._seconds - seconds)
+        self._next = step + max(1, round(left_s * (step - before) / max(seconds - seconds_before, 1e-9)))
+        self._last = (step, seconds)
+
+    @torch.no_grad()
+    def _evaluate(self, trainer: Trainer, module: LightningModule) -> tuple[float, float]:
+        """Return the loss on all data, and the seconds trained so far, the mean over the ranks."""
+        strategy = trainer.strategy
+        if isinstance(strategy, SparseDDPStrategy) and isinstance(strategy.exchange, LocalExchange):
+            strategy.exchange.show_average()
+        own = self._data[trainer.global_rank :: trainer.world_size].to(strategy.root_device)
+        module.eval()
+        loss = module.training_step([own])
+        module.train()
+        assert isinstance(loss, Tensor)
+        seconds = sum(step.s for step in self._probe.steps)
+        known = torch.tensor([float(loss) * len(own), len(own), seconds], dtype=torch.float64)
+        losses, windows, seconds = strategy.all_gather(known.to(strategy.root_device)).view(-1, 3).mean(0).tolist()
+        return losses / windows, seconds
