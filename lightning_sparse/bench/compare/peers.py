@@ -234,9 +234,13 @@ def _build_peer(spec: str, name: str, options: list[str]) -> DDPStrategy:
     settings = {}
     for option in options:
         key, equals, text = option.partition("=")
+        if not known:
+            raise ValueError(f"strategy {spec!r}: {name} takes no options but {RATE}; got {option!r}")
         if not equals or key not in known:
-            what = f"an option must be option=value with one of {', '.join(known)}" if known else "it takes no options"
-            raise ValueError(f"strategy {spec!r}: {what}; got {option!r}")
+            raise ValueError(
+                f"strategy {spec!r}: an option must be option=value with one of {', '.join(known)} or {RATE}; "
+                f"got {option!r}"
+            )
         settings[key] = _value(text)
     return make(**settings, **_COMMON)
 

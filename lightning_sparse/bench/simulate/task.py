@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
-from lightning_sparse.bench.compare.workloads import ByteGPT, source_windows
+from lightning_sparse.bench.compare.text import source_windows
+from lightning_sparse.bench.compare.workloads import ByteGPT
 from lightning_sparse.selection.streams import draw
 
 WINDOWS = 8  # of text that a rank learns from in a step

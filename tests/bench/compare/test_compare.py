@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 from torch.distributed import HashStore
 
-from lightning_sparse import COMPRESSORS, SkipReduce, SparseDDPStrategy
+from lightning_sparse import COMPRESSORS, Dense, LocalSteps, SkipReduce, SparseDDPStrategy
 from lightning_sparse.bench.cluster import Cluster
 from lightning_sparse.bench.compare import plots, run, worker
 from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, PEERS, all_names, contenders
@@ -46,6 +46,19 @@ def test_options_go_to_the_compressor_or_to_the_strategy() -> None:
     assert strategy.options.wire_dtype == "bfloat16"
 
 
+def test_local_steps_and_learning_rates() -> None:
+    ours, diloco, ddp = contenders("sparse_dense:local_steps=3:wire_dtype=sign:lr=2e-3,diloco:steps=100,ddp:lr=1")
+    strategy = ours.build()
+    assert isinstance(strategy, SparseDDPStrategy)
+    assert (strategy.options.local, strategy.options.wire_dtype) == (LocalSteps(3), "sign")
+    assert (ours.learning_rate, diloco.learning_rate, ddp.learning_rate) == (2e-3, None, 1)
+    strategy = diloco.build()
+    assert isinstance(strategy, SparseDDPStrategy)
+    outer = LocalSteps(100, fragments=1, overlap=False, outer_rate=0.7, outer_momentum=0.9)
+    assert (strategy.compressor, strategy.options.local) == (Dense(), outer)
+    assert strategy.options.wire_dtype == "float32"
+
+
 def test_a_strategy_named_twice_runs_twice() -> None:
     assert [c.label for c in contenders("ddp, skip_reduce,ddp")] == ["ddp", "skip_reduce", "ddp#2"]
 
@@ -62,6 +75,10 @@ def test_all_names_are_every_peer_and_every_compressor() -> None:
         ("", r"the name must be one of ddp.*; got ''"),
         ("dpp", r"the name must be one of ddp.*skip_reduce.*; got 'dpp'. Write 'name' or"),
         ("ddp:skip=1", r"ddp takes no options"),
+        ("ddp:lr=0", r"lr, the learning rate, must be above 0; got '0'"),
+        ("diloco:period=3", r"an option must be option=value with one of steps, outer_rate, .*; got 'period=3'"),
+        ("post_local_sgd:period=0", r"period must be an integer of at least 1; got 0"),
+        ("sparse_dense:local_steps=-1", r"local_steps.*-1"),
         ("skip_reduce:skipp=1", r"an option must be option=value with one of skip, .*wire_dtype.*; got 'skipp=1'"),
         ("skip_reduce:skip", r"an option must be option=value .*; got 'skip'"),
         ("skip_reduce:skip=half", r"skip.*half"),
@@ -263,6 +280,9 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
         (["--workload", "gpt5"], "a workload must be one of mlp_1m"),
         (["--strategies", "dpp"], "got 'dpp'"),
         (["--steps", "0"], "--steps must be at least 1; got 0"),
+        (["--seconds", "60"], "--seconds needs --until-loss"),
+        (["--until-loss", "3,two", "--workload", "gpt_10m"], "--until-loss must be numbers, separated by commas"),
+        (["--until-loss", "3", "--workload", "mlp_1m"], "held-out data, one of gpt_10m, gpt_50m; got 'mlp_1m'"),
         (["--emulate", "4x1gb"], "cluster '4x1gb': a rate must be"),
         (["--emulate", "1x1gbit"], "an emulated cluster must have at least 2 hosts; got '1x1gbit'"),
         ([], "no ranks to measure between: give --emulate 4x1gbit, say"),

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from rich import box
+from rich.console import Console
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_sparse.bench.compare.held_out import Judge, LearningRate
+from lightning_sparse.bench.compare.peers import contenders
+from lightning_sparse.bench.compare.probe import MeasuredRun, MeasuredStep, Probe
+from lightning_sparse.bench.compare.report import Round
+from lightning_sparse.bench.compare.text import CONTEXT, HELD_OUT_WINDOWS, TEXT_BYTES, source_windows
+from lightning_sparse.bench.compare.text import other_source_code as held_out_text
+from lightning_sparse.bench.compare.until_loss import Course, Reached, section, tables
+from tests.conftest import Ranks
+from tests.training.models import LIMIT_S, trainer, weights
+
+STEP = MeasuredStep(1.0, None, 10.0, None, None, None, None, 0.0, 0.0, 0.0)
+
+
+def judged(strategy: str, number: int, seconds: float, losses: Sequence[float | None]) -> Round:
+    steps = [replace(STEP, s=seconds, held_out=loss) for loss in losses]
+    return Round("4x1gbit", strategy, number, 4, 0, MeasuredRun("cpu", 1, 1000, 1, steps))
+
+
+# --- tables
+
+
+def test_a_loss_is_reached_at_the_first_evaluation_at_or_below_it() -> None:
+    course = Course.of(judged("ddp", 0, 2.0, [5.0, None, 4.0, 4.2, 3.0]))
+    assert course.losses == [5.0, 4.0, 4.2, 3.0]
+    assert course.until(4.0) == Reached(6.0, 3, 30.0)
+    assert course.until(3.9) == Reached(10.0, 5, 50.0)
+    assert course.until(2.9).seconds == math.inf
+
+
+def test_tables_show_medians_and_what_was_not_reached() -> None:
+    rounds = [judged("ddp", i, seconds, [5.0, 4.0, 3.0]) for i, seconds in enumerate((1.0, 2.0, 9.0))]
+    rounds += [judged("micro", i, 1.0, losses) for i, losses in enumerate(([5.0, 3.0], [4.5, 4.4], [6.0, 5.5]))]
+    rounds.append(Round("4x1gbit", "powersgd_1", 0, 4, 0, None, "RuntimeError: no luck"))
+    console = Console(width=150)
+    with console.capture() as shown:
+        for table in tables(rounds, [4.4, 3.0], box.SIMPLE_HEAD):
+            console.print(table)
+    rows = [line.split() for line in shown.get().splitlines() if line.split()[:1] in (["ddp"], ["micro"])]
+    assert rows[0] == ["ddp", "4.0", "6.0", "6.0", "3.000"]
+    assert rows[1] == ["micro", "2.0", "-", "2.0", "4.400"]
+    assert rows[2] == ["ddp", "2", "3", "3", "3.000"]
+    assert rows[5][:4] == ["micro", "20", "B", "-"]
+    text = section(rounds, [4.4, 3.0])
+    assert "## Seconds to a loss on 4x1gbit" in text
+    assert "|`ddp`" in text
+    assert section(rounds, []) == ""
+
+
+def test_held_out_text_is_not_trained_on() -> None:
+    held_out = held_out_text()
+    assert held_out.shape == (HELD_OUT_WINDOWS, CONTEXT + 1)
+    trained = {bytes(window.tolist()) for window in source_windows(TEXT_BYTES)}
+    assert not trained & {bytes(window.tolist()) for window in held_out}
+
+
+# --- on real ranks
+
+
+class Net(L.LightningModule):
+    """Its loss of a batch, beside which it keeps its weights after every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.after: list[Tensor] = []
+        self.sent: list[int] = []
+
+    def training_step(self, batch: Sequence[Tensor]) -> Tensor:
+        return (self.net(batch[0]) - batch[0].sum(1, keepdim=True)).square().mean()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.after.append(weights(self))
+        if hasattr(self.trainer.strategy, "sent_bytes"):
+            self.sent.append(self.trainer.strategy.sent_bytes())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def train(rank: int, size: int, spec: str, steps: int) -> tuple[Net, list[MeasuredStep]]:
+    """Train as a worker of the bench does, with ``steps`` as the limit; returns what was measured."""
+    torch.manual_seed(0)
+    net, (contender,) = Net(), contenders(spec)
+    data = torch.randn(size * 4 * steps, 8)
+    probe = Probe(None, learns=True)
+    callbacks = [probe, LearningRate(contender.learning_rate or 0.05), Judge(probe, data[:8], 0.0, None, 1)]
+    fit = trainer(contender.build(), size, check_every=0, max_steps=steps, callbacks=callbacks)
+    fit.fit(net, DataLoader(torch.utils.data.TensorDataset(data), batch_size=4))
+    assert fit.optimizers[0].param_groups[0]["lr"] == (contender.learning_rate or 0.05)
+    net.trainer = None
+    return net, probe.steps
+
+
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_post_local_sgd_averages_weights_on_the_cpu(ranks: Ranks) -> None:
+    """Steps 1 and 2 average gradients; then all weights are averaged after steps 3, 6 and 9."""
+    results = ranks.run(train, 2, "post_local_sgd:period=3:start=2:lr=0.1", 9, timeout_s=LIMIT_S)
+    one, other = (net for net, _ in results)
+    same = [torch.equal(a, b) for a, b in zip(one.after, other.after, strict=True)]
+    assert same == [True, True, True, False, False, True, False, False, True]
+    everything = 4 * len(one.after[0])  # a ring of two ranks sends each half twice
+    assert one.sent == [everything if shared else 0 for shared in same]
+    judged_after = [step.held_out is not None for step in results[0][1]]
+    assert judged_after == same
+
+
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_local_steps_are_judged_by_the_average_that_ranks_share(ranks: Ranks) -> None:
+    results = ranks.run(train, 2, "diloco:steps=3", 6, timeout_s=LIMIT_S)
+    (_, steps), (_, others) = results
+    held_out = [step.held_out for step in steps]
+    assert held_out == [step.held_out for step in others]
+    assert [loss is not None for loss in held_out] == [True, True, True, False, False, True]
+    assert held_out[0] == held_out[1] != held_out[2]  # nothing has been exchanged before step 3
+    assert [step.counted_bytes > 0 for step in steps] == [False, False, True, False, False, True]
