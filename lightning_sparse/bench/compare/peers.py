@@ -235,7 +235,7 @@ def _build_peer(spec: str, name: str, options: list[str]) -> DDPStrategy:
     for option in options:
         key, equals, text = option.partition("=")
         if not known:
-            raise ValueError(f"strategy {spec!r}: {name} takes no options but {RATE}; got {option!r}")
+            raise ValueError(f"strategy {spec!r}: {name} takes no options but lr; got {option!r}")
         if not equals or key not in known:
             raise ValueError(
                 f"strategy {spec!r}: an option must be option=value with one of {', '.join(known)} or {RATE}; "
