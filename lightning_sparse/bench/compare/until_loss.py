@@ -18,9 +18,9 @@ EXPLANATION = (
     "Median over the rounds of what it took until the loss on held-out data was first found at or below that at the "
     "head of the column, the first steps and LayerFusion's measuring included, evaluations not; nothing is "
     "interpolated. A training is judged whenever a tenth of its time so far has passed again, and where it does not "
-    "send in every step, after one in which it did; `-`: reached in half of the rounds or fewer. Local steps are judged "
-    "by the average that all ranks share, `no_communication` by the mean over ranks that each train alone. `last`: "
-    "loss at the end."
+    "send in every step, after one in which it did; `-`: reached in half of the rounds or fewer. Local steps are "
+    "judged by the average that all ranks share, `no_communication` by the mean over ranks that each train alone. "
+    "`last`: loss at the end."
 )
 
 
