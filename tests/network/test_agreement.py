@@ -189,7 +189,7 @@ def test_a_check_needs_a_number_of_steps(steps: Any) -> None:
 def test_each_training_is_checked_every_so_many_steps(monkeypatch: pytest.MonkeyPatch, first: int, last: int) -> None:
     """A second training with the same callback, from the start or resumed, as often as the first."""
     checked: list[int] = []
-    run: Any = SimpleNamespace(world_size=2, global_step=0)
+    run: Any = SimpleNamespace(world_size=2, global_step=0, strategy=None)
     monkeypatch.setattr(replicas, "world", lambda: None)
     monkeypatch.setattr(replicas, "check_replicas", lambda parameters, comm: checked.append(run.global_step))
     check, module = ls.ReplicaCheck(every_n_steps=2), small()
