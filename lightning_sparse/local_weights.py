@@ -6,6 +6,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.local_exchange import LocalExchange
+from lightning_sparse.hook import SparseHook
 
 WEIGHT_AVERAGING = {"StochasticWeightAveraging", "WeightAveraging"}  # callbacks that read weights after a step
 
@@ -19,10 +20,12 @@ else:
 class ShowsAverage(_Base):
     """The part of a strategy that has the parameters hold the average wherever they are not trained."""
 
+    hook: SparseHook | None  # during fit, and afterwards
+
     @property
     def exchange(self) -> Exchange | None:
         """The engine, during fit and afterwards."""
-        raise NotImplementedError
+        return self.hook.exchange if self.hook else None
 
     def on_validation_start(self) -> None:
         """Validate the average."""

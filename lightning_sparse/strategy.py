@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from lightning_sparse.checkpoint.state import KEY, nbytes
 from lightning_sparse.compressors import COMPRESSORS, Compressor
-from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.fusion.layer_fusion import STEPS_MEASURED, WORTH_PLANNING, LayerFusion
 from lightning_sparse.fusion.model import Plan
@@ -64,7 +63,7 @@ class SparseMixin(ShowsAverage, _Base):
         )
         self.options, ddp_kwargs = options.beside_ddp(ddp_kwargs, super().__init__)
         super().__init__(**ddp_kwargs)  # by this name: jsonargparse reads here where options go
-        self.hook: SparseHook | None = None  # during fit, and afterwards
+        self.hook = None
         self._hooked: LightningModule | None = None
         self._size_reported = False
 
@@ -106,11 +105,6 @@ class SparseMixin(ShowsAverage, _Base):
     def compressor(self) -> Compressor:
         """The compressor that averages the gradients."""
         return self.options.compressor
-
-    @property
-    def exchange(self) -> Exchange | None:
-        """The engine, during fit and afterwards."""
-        return self.hook.exchange if self.hook else None
 
     @property
     def layer_fusion(self) -> LayerFusion | None:

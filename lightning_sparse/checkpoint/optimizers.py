@@ -37,13 +37,6 @@ def set_tensors(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:
     optimizer.load_state_dict(saved)
 
 
-def mean_of(x: Tensor, rows: bool) -> Tensor:
-    """The mean of the rows of ``x`` [r, *s] if it has ``rows``; of whole numbers the first row's.  Else ``x``."""
-    if not rows:
-        return x
-    return x.mean(0) if len(x) > 1 and x.is_floating_point() else x[0]
-
-
 def _tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
     for number, state in optimizer.state_dict()["state"].items():
         for name, x in state.items():

@@ -8,8 +8,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_sparse.checkpoint.optimizers import mean_of, set_tensors, tensors_everywhere
-from lightning_sparse.checkpoint.state import KEY, State, used
+from lightning_sparse.checkpoint.optimizers import set_tensors, tensors_everywhere
+from lightning_sparse.checkpoint.state import KEY, State, mean_used
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.exchange import Exchange
@@ -119,14 +119,21 @@ def restore(
     new = list(zip(exchange.groups, exchange.compressors, strict=True))
     carry_over(saved, new)
     if isinstance(exchange, LocalExchange):
-        exchange.unpack(None if state is None else state.steps)
-    if isinstance(exchange, LocalExchange) and state is not None:
-        exchange.lr_factor.resume(state.local.get("squares"), exchange.size)
-        for optimizer, tensors in zip(optimizers, state.optimizers, strict=False):
-            own = state.rows_of(exchange.rank, exchange.size)
-            set_tensors(optimizer, {key: mean_of(used(x, own), bool(own)) for key, x in tensors.items()})
+        _restore_local(exchange, state, optimizers)
     if state is not None and (lost := [*lost, *not_carried(saved, exchange.groups)]):
         rank_zero_warn(f"Resuming from a checkpoint of another configuration: {'; '.join(lost)}.")
+
+
+def _restore_local(exchange: LocalExchange, state: State | None, optimizers: Sequence[Optimizer]) -> None:
+    """Go on with local steps, each group's ``unsent`` being this rank's own weights; from nothing if ``state`` is."""
+    if state is None:
+        exchange.unpack(None)
+        return
+    exchange.unpack(state.steps)
+    exchange.lr_factor.resume(state.local["squares"], exchange.size)
+    rows = state.rows_of(exchange.rank, exchange.size)
+    for optimizer, tensors in zip(optimizers, state.optimizers, strict=False):
+        set_tensors(optimizer, {key: mean_used(x, rows) for key, x in tensors.items()})
 
 
 def _of_this_kind(state: State | None, local: bool) -> State | None:
@@ -168,7 +175,7 @@ def _groups(state: State, exchange: Exchange, memories: bool) -> list[Group]:
         group = Group(index, tuple(kept["names"]), tuple(x[0] if rows else x for x in saved))
         group.step = state.steps
         for slot, x in zip(group.slots(group.unsent), saved, strict=True):
-            slot.copy_(mean_of(used(x, rows), bool(rows)).reshape(-1))
+            slot.copy_(mean_used(x, rows).reshape(-1))
         if memories:
             group.memory = {key: _beside(x[exchange.rank], exchange.device) for key, x in kept["memory"].items()}
         groups.append(group)

@@ -187,6 +187,14 @@ def used(x: Tensor, rows: range) -> Tensor:
     return x[rows.start : rows.stop] if rows else x
 
 
+def mean_used(x: Tensor, rows: range) -> Tensor:
+    """The mean of the ``rows`` of what was saved, of whole numbers the first; or the mean that was saved, [*shape]."""
+    own = used(x, rows)
+    if not rows:
+        return own
+    return own.mean(0) if len(rows) > 1 and own.is_floating_point() else own[0]
+
+
 def nbytes(saved: Mapping[str, Any]) -> int:
     """The bytes of all tensors in what :meth:`State.to_dict` returned on this rank."""
     kept = [saved["unsent"], *(group["memory"] for group in saved["groups"])]

@@ -106,24 +106,25 @@ class LocalExchange(Exchange):
             self.settle()
         if self._held is None:
             with torch.inference_mode(False), torch.no_grad():
-                self._held = [_exchange_for(average, p) for p, average in self._averages()]
+                self._held = [_exchange_for(average, p) for p, average, _ in self._weights()]
 
-    def _averages(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each parameter and its x̄, of the same shape."""
+    def _weights(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield each parameter, its x̄ and its part of ``unsent``, of the same shape."""
         for replica in self.replicas:
             group = replica.group
-            for p, average in zip(group.parameters, group.slots(replica.average), strict=True):
-                yield p, average.view(p.shape)
+            averages, unsent = group.slots(replica.average), group.slots(group.unsent)
+            for p, average, owed in zip(group.parameters, averages, unsent, strict=True):
+                yield p, average.view(p.shape), owed.view(p.shape)
 
     def _all_shared(self) -> list[tuple[Tensor | None, int]]:
         """What is held where the parameters are the average and nothing is owed."""
-        return [(None, -1) for _ in self._averages()]
+        return [(None, -1) for _ in self._weights()]
 
     @torch.no_grad()
     def _hide_average(self) -> None:
         if self._held is None:
             return
-        for (p, average), (own, version), owed in zip(self._averages(), self._held, self._unsent(), strict=True):
+        for (p, average, owed), (own, version) in zip(self._weights(), self._held, strict=True):
             if own is None or _has_changed(p, version, average):
                 average.copy_(p)
                 own = p
@@ -138,14 +139,8 @@ class LocalExchange(Exchange):
         if self._resumed:
             return
         assert self._held is not None
-        for (p, average), (own, version), place in zip(self._averages(), self._held, self._unsent(), strict=True):
+        for (p, average, place), (own, version) in zip(self._weights(), self._held, strict=True):
             place.copy_(p.detach() if own is None or _has_changed(p, version, average) else own)
-
-    def _unsent(self) -> Iterator[Tensor]:
-        """Yield each parameter's part of ``unsent``, of its shape."""
-        for group in self.groups:
-            for p, slot in zip(group.parameters, group.slots(group.unsent), strict=True):
-                yield slot.view(p.shape)
 
     def unpack(self, steps: int | None) -> None:
         """Go on after so many ``steps``: the parameters hold the average, and ``unsent`` this rank's own weights.
@@ -162,13 +157,13 @@ class LocalExchange(Exchange):
     def shared(self) -> Mapping[Tensor, Tensor]:
         """Of each parameter its x̄, of the same shape."""
         self.settle()
-        return {p: p if self._held is not None else average for p, average in self._averages()}
+        return {p: p if self._held is not None else average for p, average, _ in self._weights()}
 
     def unsent_norm(self) -> float:
         """Euclidean norm of all this rank owes."""
         if self._held is not None:
             return 0.0
-        squares = [(p.detach().float() - average).square().sum() for p, average in self._averages()]
+        squares = [(p.detach().float() - average).square().sum() for p, average, _ in self._weights()]
         return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
 
     def close(self) -> bool:
@@ -187,12 +182,9 @@ class LocalExchange(Exchange):
     def _send(self) -> None:
         """Take up the groups whose turn it is and have the lanes average them."""
         step = self._exchanged = self.steps
-        warmup, self._spent_before = self._warmup_steps, spent(self._lanes)
-        due = [
-            i for i, each in enumerate(self.replicas) if step <= warmup or self.settings.is_turn(each.fragment, step)
-        ]
-        for i in due:  # a turn's number depends on the step alone, so that it need not be saved
-            self.groups[i].step = step - 1 if step <= warmup else warmup + (step - 1 - warmup) // self.settings.steps
+        self._spent_before = spent(self._lanes)
+        due = [i for i, replica in enumerate(self.replicas) if replica.is_due(step, self._warmup_steps)]
+        for i in due:
             self.replicas[i].take_up(self.size)
             if self.sample is not None:
                 self.sample.before(self.groups[i])
@@ -232,8 +224,7 @@ class LocalExchange(Exchange):
         waited_ns = time.perf_counter_ns() - start_ns
         for replica in self._due:
             replica.apply()
-        if self._exchanged % EVERY == 0:
-            self.lr_factor.read(self.size)
+        self.lr_factor.read(self.size)
         if self.sample is not None:
             self.sample.end_step()
         averaged = [replica.group for replica in self._due]

@@ -81,3 +81,13 @@ class LocalSteps:
     def is_turn(self, fragment: int, step: int) -> bool:
         """Whether ``fragment`` travels after ``step``, of which the first is 1."""
         return (step - 1) % self.steps == (fragment + 1) * self.steps // self.parts - 1
+
+    def turn(self, fragment: int, step: int, warmup_steps: int = 0) -> int | None:
+        """Return the number of the turn that ``fragment`` has after ``step``, from 0; None if it has none.
+
+        Every fragment travels after each of the ``warmup_steps``.  The number depends on the step alone, so that it
+        need not be saved.
+        """
+        if step <= warmup_steps:
+            return step - 1
+        return warmup_steps + (step - 1 - warmup_steps) // self.steps if self.is_turn(fragment, step) else None

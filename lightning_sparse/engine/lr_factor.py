@@ -57,21 +57,23 @@ class LrFactor:
         return self._sums
 
     def read(self, size: int) -> None:
-        """Set ``value`` from what was summed up over ``size`` ranks, if anything was."""
+        """Set ``value`` from what was summed up over ``size`` ranks, if anything was since the last time."""
         if self._sums is not None:
             mean, square = self._sums.cpu() / size
             now, self._sums = torch.stack([mean.square(), square]), None
-            self.squares = self.squares * DECAY + now * (1 - DECAY) if bool(self.squares.any()) else now
-        of_mean, of_ranks = self.squares
+            self._set(self.squares * DECAY + now * (1 - DECAY) if bool(self.squares.any()) else now, size)
+
+    def resume(self, squares: Tensor, size: int) -> None:
+        """Go on with ``squares`` from a checkpoint, if they are of these parameters."""
+        if squares.shape == self.squares.shape:
+            self._set(squares.clone(), size)
+
+    def _set(self, squares: Tensor, size: int) -> None:
+        self.squares = squares
+        of_mean, of_ranks = squares
         if bool((known := of_ranks > 0).any()):
             share = float((of_mean[known] / of_ranks[known]).mean())
             self.value = min(max(share, 1 / size), 1.0) ** -0.5
-
-    def resume(self, squares: Tensor | None, size: int) -> None:
-        """Go on with ``squares`` from a checkpoint, if they are of these parameters."""
-        if squares is not None and squares.shape == self.squares.shape:
-            self.squares = squares.clone()
-            self.read(size)
 
     def scale_steps(self) -> list[Any]:
         """Multiply the learning rate of each optimizer of these parameters while it takes a step; return handles."""

@@ -36,6 +36,13 @@ class Replica:
         for parameter, slot in zip(group.parameters, group.slots(self.average), strict=True):
             slot.view(parameter.shape).copy_(parameter.detach())
 
+    def is_due(self, step: int, warmup_steps: int = 0) -> bool:
+        """Whether the group travels after ``step``; if so, it then knows which of its turns that is."""
+        turn = self._settings.turn(self.fragment, step, warmup_steps)
+        if turn is not None:
+            self.group.step = turn
+        return turn is not None
+
     @torch.no_grad()
     def take_up(self, size: int) -> None:
         """Set ``unsent`` to what this rank owes, x_r - x̄."""

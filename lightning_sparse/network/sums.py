@@ -9,7 +9,7 @@ from lightning_sparse import kernels, selection
 from lightning_sparse.network.comm import SEGMENT_BYTES, Comm, Pending, Rounds
 from lightning_sparse.wire import BLOCK, Selection
 
-SIZES = [2**k for k in range(6, 36)]  # bytes of sums that are told apart in words
+SIZES = [2**k for k in range(6, 36)]  # bytes: the sizes for which `ways` asks
 WAYS = {"one_hop": "to all ranks in one hop", "two_hops": "in two hops", "backend": "by the backend's all-reduce"}
 COPIES = 1.2  # what two hops of float32 cost beside the backend's sum, which adds where the values lie
 
@@ -60,8 +60,9 @@ def ways(comm: Comm) -> str:
 def _by_size(comm: Comm, lossless: bool) -> str:
     """The ways of sums by their size, to the next power of two; only the last has no limit."""
     last = {way_of(size, lossless, comm): size for size in SIZES}  # in the order of size; a way is taken in one range
-    *parts, longest = [f"{WAYS[way]} up to {_binary(size)}" for way, size in last.items()]
-    return ", ".join([*parts, longest.partition(" up to ")[0] + (" beyond" if parts else "")])
+    *limited, longest = last
+    parts = [f"{WAYS[way]} up to {_binary(last[way])}" for way in limited]
+    return ", ".join([*parts, f"{WAYS[longest]} beyond" if limited else WAYS[longest]])
 
 
 def _binary(nbytes: int) -> str:

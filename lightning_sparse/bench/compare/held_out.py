@@ -8,7 +8,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_sparse.bench.compare.probe import Probe
-from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.strategy import SparseDDPStrategy
 
 SOONEST = 0.1  # of the time trained so far: until the next evaluation
@@ -81,8 +80,8 @@ class Judge(Callback):
     def _evaluate(self, trainer: Trainer, module: LightningModule) -> tuple[float, float]:
         """Return the loss on all data, and the seconds trained so far, the mean over the ranks."""
         strategy = trainer.strategy
-        if isinstance(strategy, SparseDDPStrategy) and isinstance(strategy.exchange, LocalExchange):
-            strategy.exchange.show_average()
+        if isinstance(strategy, SparseDDPStrategy) and strategy.hook is not None:
+            strategy.hook.show_average()
         own = self._data[trainer.global_rank :: trainer.world_size].to(strategy.root_device)
         module.eval()
         loss = module.training_step([own])

@@ -75,14 +75,12 @@ class LocalReplicas:
 
     def _exchange(self) -> None:
         """Take up the groups whose turn it is after the last step, and average them."""
-        step, warmup, size = self._steps, self._warmup_steps, self.network.size
+        step, size = self._steps, self.network.size
         self._due = [
-            ranks for ranks in self._replicas if step <= warmup or self._settings.is_turn(ranks[0].fragment, step)
+            ranks for ranks in self._replicas if all([replica.is_due(step, self._warmup_steps) for replica in ranks])
         ]
         for ranks in self._due:
             for replica in ranks:
-                turn = step - 1 if step <= warmup else warmup + (step - 1 - warmup) // self._settings.steps
-                replica.group.step = turn
                 replica.take_up(size)
             total = take_steps(ranks[0].compressor, [replica.group for replica in ranks], self.network)
             for replica in ranks:
