@@ -7,6 +7,7 @@ from lightning_sparse.__about__ import __version__
 from lightning_sparse.compressors import (
     COMPRESSORS,
     Auto,
+    Candidate,
     Compressor,
     Dense,
     DensityLadder,
@@ -38,6 +39,7 @@ register()
 __all__ = [
     "COMPRESSORS",
     "Auto",
+    "Candidate",
     "Comm",
     "CompressionMonitor",
     "CompressionRatio",

@@ -1,6 +1,5 @@
 """The engine put on a DistributedDataParallel: what the strategies share, and plain PyTorch can use."""
 
-import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,7 +19,9 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.engine.local_steps import LocalSteps
-from lightning_sparse.exchanges import averaged_parameters, make_exchange
+from lightning_sparse.engines import Engines
+from lightning_sparse.exchanges import averaged_parameters
+from lightning_sparse.fusion.chooser import Chooser
 from lightning_sparse.fusion.groups import BUCKET_BYTES, carry_over, not_carried
 from lightning_sparse.fusion.layer_fusion import LayerFusion
 from lightning_sparse.network.process_groups import ProcessGroups
@@ -82,7 +83,7 @@ class SparseHook:
         )
         groups = process_groups or ProcessGroups(ddp)
         options.agree(ddp.module, TorchComm(ddp.process_group), groups.local_size, ddp.find_unused_parameters, scaler)
-        self._put_on(ddp, options, scaler, groups)
+        self._put_on(ddp, options, scaler, groups, may_be_local=False)
 
     @classmethod
     def around(
@@ -101,7 +102,7 @@ class SparseHook:
         options.agree(module, world(), local_size, strategy._ddp_kwargs.get("find_unused_parameters"), scaler)
         ddp = wrap()
         hook = cls.__new__(cls)
-        hook._put_on(ddp, options, scaler, ProcessGroups(ddp, strategy._timeout, local_size))
+        hook._put_on(ddp, options, scaler, ProcessGroups(ddp, strategy._timeout, local_size), may_be_local=True)
         return ddp, hook
 
     def _put_on(
@@ -110,6 +111,7 @@ class SparseHook:
         options: Options,
         scaler: torch.amp.GradScaler | None,
         groups: ProcessGroups,
+        may_be_local: bool,
     ) -> None:
         parameters = averaged_parameters(ddp)
         self.compressor = options.averaging
@@ -121,24 +123,36 @@ class SparseHook:
                 f"local_group={groups.local_size} cannot be combined with find_unused_parameters=True: ranks of a node "
                 "may use different parameters, and only one may keep what is unsent of them. Leave one of them out."
             )
-        compressor = dense_if_alone(self.compressor, self._ranks.size // groups.local_size)
-        self.exchange = make_exchange(ddp, parameters, options, compressor, groups, scaler)
-        plans = options.fusion == "layer" and not options.local
-        self.layer_fusion = LayerFusion(self.exchange, compressor, parameters) if plans else None
+        self._engines = Engines(ddp, parameters, options, groups, scaler, ranks=self._ranks, may_be_local=may_be_local)
         self._frozen = [(name, p) for name, p in ddp.module.named_parameters() if not p.requires_grad]
         self._handles = [
             ddp.register_forward_pre_hook(self._before_forward),
             ddp.register_forward_hook(self._after_forward),
         ]
-        ddp.register_comm_hook(None, self.exchange.hook)
+        ddp.register_comm_hook(None, self._engines.hook)
         self._ddp = weakref.ref(ddp)
         ddp.join_hook = self._join_hook  # type: ignore[method-assign]
-        weakref.finalize(self, _end, self.exchange, groups).atexit = False  # for who drops it without close()
+        weakref.finalize(self, _end, self._engines, groups).atexit = False  # for who drops it without close()
         rank_zero_info(
-            f"lightning_sparse: {compressor} averages {sum(g.n for g in self.exchange.groups):,} elements "
-            f"in {len(self.exchange.groups)} groups among {self.exchange.size} {'nodes' if nodes else 'ranks'}"
+            f"lightning_sparse: {self._engines.compressor} averages {sum(g.n for g in self.exchange.groups):,} "
+            f"elements in {len(self.exchange.groups)} groups among {self.exchange.size} {'nodes' if nodes else 'ranks'}"
             f"{f', each once in {options.local.steps} local steps' if options.local else ''}."
         )
+
+    @property
+    def exchange(self) -> Exchange:
+        """The engine in use."""
+        return self._engines.exchange
+
+    @property
+    def layer_fusion(self) -> LayerFusion | None:
+        """The planner of its groups, if there is one."""
+        return self._engines.layer_fusion
+
+    @property
+    def chooser(self) -> Chooser | None:
+        """What chooses with ``sparse_auto``."""
+        return self._engines.chooser
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(self, module: nn.Module, arguments: object) -> None:
@@ -155,9 +169,7 @@ class SparseHook:
                 "find_unused_parameters=True), or start a new fit after unfreezing."
             )
         if torch.is_grad_enabled():  # validation is no step; its forwards pass too
-            self.exchange.between_steps()
-            if self.layer_fusion is not None:
-                self.layer_fusion.between_steps()
+            self._engines.between_steps()
         elif not module.training:
             self.show_average()
 
@@ -211,6 +223,7 @@ class SparseHook:
 
     def take_over(self, before: "SparseHook") -> None:
         """Go on where ``before`` ended, with parameters of the same name and shape; one warning names all others."""
+        self._engines.follow(before._engines)
         if isinstance(before.exchange, LocalExchange) != isinstance(self.exchange, LocalExchange):
             return  # what was not sent is of another kind
         if isinstance(before.exchange, LocalExchange):
@@ -246,7 +259,7 @@ class SparseHook:
             ValueError: for any other ``residuals``.
         """
         check_one_of("residuals", residuals, RESIDUALS[:2])
-        plan = self.layer_fusion.state() if self.layer_fusion else {}
+        plan = self._engines.state()
         with self._groups.leaders() as leaders:
             return checkpoint.gather(self.exchange, residuals, leaders, self.compressor, plan, optimizers).to_dict()
 
@@ -261,8 +274,8 @@ class SparseHook:
             RuntimeError: on every rank, if they were not given the same.
         """
         saved = checkpoint.read(state, self.exchange, self._ranks)
-        if self.layer_fusion is not None and saved is not None:
-            self.layer_fusion.resume(saved.plan, saved.steps)
+        if saved is not None:
+            self._engines.resume(saved.plan, saved.steps)
         checkpoint.restore(self.exchange, saved, self.compressor, optimizers)
 
     def close(self) -> None:
@@ -272,23 +285,11 @@ class SparseHook:
         """
         for handle in self._handles:
             handle.remove()
-        _end(self.exchange, self._groups)
+        _end(self._engines, self._groups)
         self._warn_if_nothing_is_saved()
 
 
-def _end(exchange: Exchange, process_groups: ProcessGroups) -> None:
+def _end(engines: Engines, process_groups: ProcessGroups) -> None:
     """End both.  Process groups with a message under way stay: to destroy one waits for its messages."""
-    if exchange.close():
+    if engines.close():
         process_groups.close()
-
-
-def dense_if_alone(compressor: Compressor, size: int) -> Compressor:
-    """``compressor``, or among ``size`` = 1 ranks, or nodes, its dense form: there is nobody to send to."""
-    if size > 1:
-        return compressor
-    if compressor.compresses(sys.maxsize):
-        rank_zero_warn(
-            f"There is one rank, or with local_group one node, and nobody to send to: {compressor} is not used, and "
-            "every step updates all elements. A compressor starts to work from two on."
-        )
-    return compressor.dense_variant()

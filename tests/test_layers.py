@@ -39,6 +39,7 @@ MAY_IMPORT_DISTRIBUTED = {
     "engine/exchange.py",
     "engine/gradients.py",
     "engine/local_exchange.py",
+    "engines.py",
     "exchanges.py",
     "hook.py",
     "options.py",

@@ -1,6 +1,6 @@
 """The compressors, and what goes around them."""
 
-from lightning_sparse.compressors.auto import Auto
+from lightning_sparse.compressors.auto import Auto, Candidate
 from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.compressors.dense import Dense
 from lightning_sparse.compressors.importance import ImportancePruning
@@ -10,6 +10,7 @@ from lightning_sparse.compressors.momentum import MomentumCorrection
 from lightning_sparse.compressors.named import COMPRESSORS, NAMES, by_name
 from lightning_sparse.compressors.ok_topk import OkTopk
 from lightning_sparse.compressors.random_k import RandomK
+from lightning_sparse.compressors.rounded import Rounded
 from lightning_sparse.compressors.sketch_fusion import SketchFusion
 from lightning_sparse.compressors.skip_reduce import SkipReduce
 from lightning_sparse.compressors.top_k import TopK
@@ -19,6 +20,7 @@ __all__ = [
     "COMPRESSORS",
     "NAMES",
     "Auto",
+    "Candidate",
     "Compressor",
     "Dense",
     "DensityLadder",
@@ -28,6 +30,7 @@ __all__ = [
     "MomentumCorrection",
     "OkTopk",
     "RandomK",
+    "Rounded",
     "SketchFusion",
     "SkipReduce",
     "TopK",

@@ -1,51 +1,123 @@
-"""No compressor yet: the first steps show which makes the shortest step."""
+"""No compressor yet: the first steps of a training show which suits its network."""
 
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
+from functools import cached_property
+from typing import Any
 
-from lightning_sparse.checks import is_list
+from lightning_sparse.checks import check_whole, is_list, is_number
 from lightning_sparse.compressors.base import Compressor, check_settings
 from lightning_sparse.compressors.dense import Dense
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.compressors.importance import ImportancePruning
 from lightning_sparse.compressors.micro import MiCRO
 from lightning_sparse.compressors.ok_topk import OkTopk
-from lightning_sparse.compressors.sketch_fusion import SketchFusion
+from lightning_sparse.compressors.rounded import Rounded
 from lightning_sparse.compressors.skip_reduce import SkipReduce
 from lightning_sparse.compressors.wrapper import Wrapper
 from lightning_sparse.network.comm import Comm, Rounds
+from lightning_sparse.settings import same
+from lightning_sparse.wire import wire_format
 
-# Those first that send most; of those that send as much, the one that selects with least work: its time is surest.
-CANDIDATES = (Dense(), SkipReduce(), SketchFusion(), MiCRO(), OkTopk(), ImportancePruning())
+DENSITIES = (0.3, 0.1, 0.05, 0.01)
+TOLERANCE = 0.1
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to train that :class:`Auto` may choose.
+
+    Args:
+        compressor: what averages.
+        wire_dtype: of values on the wire.
+        local_steps: H, optimizer steps of each rank between two averages of the same weight; 0: gradients are averaged.
+
+    Raises:
+        ValueError: for a setting out of range, with the value and what is allowed.
+        TypeError: if ``compressor`` is not an instance whose settings can be compared.
+    """
+
+    compressor: Compressor
+    wire_dtype: str = "float32"
+    local_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.compressor, Compressor) or self.compressor.candidates:
+            raise ValueError(f"Candidate: {self.compressor!r} is not a compressor to choose; give one such as MiCRO().")
+        check_settings(self.compressor)
+        object.__setattr__(self, "wire_dtype", wire_format(self.wire_dtype).name)
+        check_whole("Candidate: local_steps", self.local_steps, 0)
+
+    @cached_property
+    def averaging(self) -> Compressor:
+        """What averages, in the wire format."""
+        if self.wire_dtype == "float32":
+            return self.compressor
+        return Rounded(self.compressor, self.wire_dtype)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The compressor's density, and its settings that are not the defaults."""
+        known = fields(self.compressor)  # type: ignore[arg-type]  # it is a dataclass
+        every = {field.name: (getattr(self.compressor, field.name), field.default) for field in known}
+        return {
+            name: now
+            for name, (now, usual) in every.items()
+            if name == "density" or usual is MISSING or not same(now, usual)
+        }
+
+    def __str__(self) -> str:
+        settings = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
+        what = "dense" if isinstance(self.compressor, Dense) else f"{type(self.compressor).__name__}({settings})"
+        local = f"{self.local_steps} local steps, " if self.local_steps else ""
+        return f"{local}{what} in {self.wire_dtype}"
+
+
+def _candidates() -> tuple[Candidate, ...]:
+    sums = [Candidate(Dense(), wire_dtype) for wire_dtype in ("float32", "bfloat16", "int8", "int4")]
+    selecting = [Candidate(kind(density=d), "int4") for d in DENSITIES for kind in (MiCRO, OkTopk)]
+    local = [Candidate(Dense(), wire_dtype, steps) for steps in (2, 4, 16) for wire_dtype in ("int4", "sign")]
+    return (*sums, Candidate(SkipReduce()), *selecting, *local)
+
+
+CANDIDATES = _candidates()
 
 
 @dataclass(frozen=True)
 class Auto(Wrapper):
-    """Measures the first steps, then trains on with the compressor of which it expects the shortest step.
+    """Trains with the most faithful of the candidates whose steps are about as short as the shortest.
 
-    Until then gradients are summed by ``start``.  Of candidates whose steps are expected within 5 % of the shortest the
-    first is taken, so name first what sends most: with the default, dense sums stay unless compressing gains more.
-    Choosing needs ``fusion="layer"``, more than one rank and a gradient worth planning; else ``start`` stays.
+    Until the first steps have been measured, gradients are averaged by ``start``.  Then every candidate's step is
+    predicted from what the link, backward and compressing took, and of those within ``tolerance`` of the shortest the
+    one is taken that delivers most of what is owed, soonest, on gradients of this training.  When times change, it
+    chooses anew; what is unsent goes along.  Choosing needs ``fusion="layer"``, more than one rank and a gradient worth
+    planning; else ``start`` stays.
 
     Args:
-        candidates: the compressors to choose from.
-        start: the compressor that sums until one is chosen.
+        candidates: to choose from: each a :class:`Candidate`, or a compressor that averages gradients in float32.
+        start: the compressor that averages until one is chosen.
+        tolerance: by what part a step may be longer than the shortest, for what it delivers.
     """
 
-    candidates: tuple[Compressor, ...] = CANDIDATES
-    start: Compressor = CANDIDATES[0]
+    candidates: tuple[Candidate | Compressor, ...] = CANDIDATES
+    start: Compressor = CANDIDATES[0].compressor
+    tolerance: float = TOLERANCE
 
     def __post_init__(self) -> None:
         if not is_list(self.candidates) or not self.candidates:
-            raise ValueError(f"Auto: candidates must be a list of one compressor or more; got {self.candidates!r}.")
-        object.__setattr__(self, "candidates", tuple(self.candidates))  # a config file gives a list
-        for name, given in (*(("candidates", each) for each in self.candidates), ("start", self.start)):
-            if not isinstance(given, Compressor) or given.candidates:
-                raise ValueError(f"Auto: {name}: {given!r} is not a compressor to choose; give one such as MiCRO().")
-            check_settings(given)
+            raise ValueError(f"Auto: candidates must be a list of one candidate or more; got {self.candidates!r}.")
+        candidates = tuple(c if isinstance(c, Candidate) else Candidate(c) for c in self.candidates)
+        object.__setattr__(self, "candidates", candidates)  # a config file gives a list
+        if not isinstance(self.start, Compressor) or self.start.candidates:
+            raise ValueError(f"Auto: start: {self.start!r} is not a compressor to choose; give one such as MiCRO().")
+        check_settings(self.start)
+        if not (is_number(self.tolerance) and 0 <= self.tolerance < float("inf")):
+            raise ValueError(f"Auto: tolerance must be at least 0; got {self.tolerance!r}.")
+
+    def __str__(self) -> str:
+        return "sparse_auto"
 
     @property
     def wrapped(self) -> Compressor:
-        """The compressor that sums until one is chosen."""
+        """The compressor that averages until one is chosen."""
         return self.start
 
     def reduce(self, group: Group, comm: Comm) -> Rounds:

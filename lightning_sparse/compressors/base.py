@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import fields
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,8 +79,8 @@ class Compressor(ABC):
         return self
 
     @property
-    def candidates(self) -> tuple["Compressor", ...]:
-        """The compressors among which the first steps of a training choose, as with :class:`Auto`; else none."""
+    def candidates(self) -> tuple[Any, ...]:
+        """What the first steps of a training choose from, as with :class:`Auto`; else nothing."""
         return ()
 
     def compresses(self, step: int) -> bool:

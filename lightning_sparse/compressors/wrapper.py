@@ -3,6 +3,7 @@
 # ruff: noqa: D102  # Compressor says what each method does
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -48,7 +49,7 @@ class Wrapper(Compressor):
         return self.wrapped.is_dense(name, elements)
 
     @property
-    def candidates(self) -> tuple[Compressor, ...]:
+    def candidates(self) -> tuple[Any, ...]:
         return self.wrapped.candidates
 
     def compresses(self, step: int) -> bool:

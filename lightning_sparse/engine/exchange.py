@@ -13,6 +13,7 @@ from torch.futures import Future
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.group import Group
+from lightning_sparse.engine.gradient_record import GradientRecord
 from lightning_sparse.engine.lane import Lane, spread
 from lightning_sparse.engine.sample import Sample
 from lightning_sparse.engine.step import Report
@@ -59,6 +60,7 @@ class Exchange(ABC):
         self.steps = 0
         self.last: Report | None = None
         self.sample: Sample | None = None  # of what is unsent, while somebody wants to know how long it waits
+        self.record: GradientRecord | None = None  # of gradients, while somebody wants them
         self.timeline = Timeline(self.device)
         self.deferred = False  # send nothing before the step's last gradient: for measuring the one without the other
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -89,6 +91,12 @@ class Exchange(ABC):
     def shared(self) -> Mapping[Tensor, Tensor]:
         """Of parameters whose values differ between ranks, the average that is the same on all, of the same shape."""
         return {}
+
+    def count_from(self, steps: int) -> None:
+        """Go on after so many ``steps`` of another engine."""
+        self.steps = steps
+        for group in self.groups:
+            group.step = steps
 
     def on_lanes(self, work: Callable[[Lane], T], lanes: int | None = None) -> list[T]:
         """Return what ``work`` returns on each of the first ``lanes`` lanes; to be called between two steps.

@@ -141,8 +141,9 @@ class GradientExchange(Exchange):
             delivery.wait()
         with self._new_in(step, group, gradients) as new:
             compressor.accumulate(group, new, self.size, 1 / self._node.local_size if self._node else 1.0)
-            if self.sample is not None:
-                self.sample.before(group)
+            for notes in (self.sample, self.record):
+                if notes is not None:
+                    notes.before(group)
             total = lane.run(take_step(compressor, group, lane.comm), partial(group.make_way, gradients))
             group.hand_back(total, gradients, self.size)
         busy_ns = time.perf_counter_ns() - start_ns - (lane.network_ns - waited_ns)
@@ -187,8 +188,9 @@ class GradientExchange(Exchange):
             step.give_back()
 
     def _finish(self, step: Step, undone: bool = False) -> None:
-        if self.sample is not None and not undone:
-            self.sample.end_step()
+        for notes in (self.sample, self.record):
+            if notes is not None and not undone:
+                notes.end_step()
         self.last = step.report()
         self.timeline.end_backward()
         if self._used is not None:

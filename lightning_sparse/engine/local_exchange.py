@@ -88,6 +88,11 @@ class LocalExchange(Exchange):
         if self.settings.overlaps and self._exchanged < self.steps:
             self._send()
 
+    def count_from(self, steps: int) -> None:
+        """Go on after so many ``steps`` of another engine, of which nothing is owed."""
+        super().count_from(steps)
+        self._exchanged = steps
+
     def settle(self) -> None:
         """Do what is due after the last step, if one has ended.  To be called between two steps, on every rank."""
         if not self._backwards:
@@ -130,6 +135,20 @@ class LocalExchange(Exchange):
                 own = p
             p.copy_(owed if self._resumed else own)
         self._held, self._resumed = None, False
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Have every rank hold the mean of all ranks' own weights, and owe nothing.  To be called between two steps."""
+        self.settle()
+        self._hide_average()
+        for replica in self.replicas:
+            replica.take_up(self.size)
+            owed = replica.group.unsent
+            replica.move(self.ask(lambda comm, owed=owed: comm.all_reduce(owed)), self.size)  # type: ignore[misc]
+            owed.zero_()
+        for p, average, _ in self._weights():
+            p.copy_(average)
+        self._held = self._all_shared()
 
     # - checkpoints
 

@@ -160,12 +160,7 @@ def lay_out_fragments(
     pieces = pieces_of(parameters, compressor)
     whole = not isinstance(check_fusion(fusion), str) or fusion == "none"
     units = fuse(pieces, fusion) if whole else [[piece] for piece in pieces]
-    fragment_of: dict[str, int] = {}
-    sizes = [0] * fragments
-    for unit in sorted(units, key=lambda unit: -sum(piece.elements for piece in unit)):
-        lightest = sizes.index(min(sizes))
-        sizes[lightest] += sum(piece.elements for piece in unit)
-        fragment_of.update((piece.name, lightest) for piece in unit)
+    fragment_of, _ = cut_into_fragments(units, fragments)
     layer_of = {piece.layer: fragment_of[piece.name] for piece in pieces}
     statistics: dict[int, list[Piece]] = {}
     for name, buffer in buffers.items():
@@ -181,6 +176,17 @@ def lay_out_fragments(
         fragment_of.update(dict.fromkeys(names, fragment))
         made.append((Group(len(made), names, tuple(buffers[name] for name in names)), Exact()))
     return made, [fragment_of[group.names[0]] for group, _ in made]
+
+
+def cut_into_fragments(units: Sequence[Sequence[Piece]], fragments: int) -> tuple[dict[str, int], list[int]]:
+    """Return the fragment of each piece, by name, and the elements of each fragment, as even as ``units`` allow."""
+    fragment_of: dict[str, int] = {}
+    sizes = [0] * fragments
+    for unit in sorted(units, key=lambda unit: -sum(piece.elements for piece in unit)):
+        lightest = sizes.index(min(sizes))
+        sizes[lightest] += sum(piece.elements for piece in unit)
+        fragment_of.update((piece.name, lightest) for piece in unit)
+    return fragment_of, sizes
 
 
 # - from one set of groups to another

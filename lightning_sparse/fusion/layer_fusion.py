@@ -9,26 +9,18 @@ from statistics import median
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_sparse.compressors import Compressor
+from lightning_sparse.compressors import Candidate, Compressor, Dense
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.timeline import GroupTime
+from lightning_sparse.fusion.chooser import Chooser
+from lightning_sparse.fusion.decision import decide
 from lightning_sparse.fusion.groups import Piece, carry_over, cut_apart, make_groups, pieces_of
 from lightning_sparse.fusion.model import Plan
-from lightning_sparse.fusion.planner import (
-    Layout,
-    Measured,
-    best_plan,
-    calibrate,
-    choose,
-    saved_layout,
-    share_allowed,
-    with_small_dense,
-)
-from lightning_sparse.fusion.rehearsal import Costs, NoClock, median_known, median_over_ranks, rehearse_all
+from lightning_sparse.fusion.planner import Layout, Measured, saved_layout, share_allowed
+from lightning_sparse.fusion.rehearsal import Link, NoClock, measure_link, median_known, median_over_ranks
 from lightning_sparse.settings import as_text, same
 
 SETTLING = 4  # passes (one before each forward) until any is measured: buckets are rebuilt, thresholds settle
@@ -40,7 +32,6 @@ WINDOW = 5  # looks after which LayerFusion checks whether times have changed
 LONGEST_WINDOW = 320  # looks, where times have kept changing
 CHANGED = 1.5  # factor between two medians from which times have changed
 TRIAL = 7  # passes after which new groups must not be slower than the old; the first two do not count
-SMALL_BUFFERS = 0.4  # bytes of messages' buffers for each element of the largest group: a tenth of a gradient
 WORTH_PLANNING = 2**18  # elements; a smaller gradient is one group
 
 T = TypeVar("T")
@@ -54,16 +45,27 @@ class LayerFusion:
         exchange: whose groups they are.
         compressor: what averages them.
         parameters: by name, in the order of definition.
+        chooser: of another compressor after the first steps, if one is to be chosen.
 
     Attributes:
         plan: the plan that is followed, on rank 0; None before there is one.
-        plans: the plans of every candidate, on rank 0.
+        chooser: of the compressor, where one is to be chosen.
+        chosen: the candidate that it chose last.  Local steps are for others to begin, once nothing is unsent.
+        measured_step_s: seconds of a step when it was measured last.
         phase: "measure", "try" or "watch".
     """
 
-    def __init__(self, exchange: Exchange, compressor: Compressor, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        compressor: Compressor,
+        parameters: Mapping[str, Tensor],
+        chooser: Chooser | None = None,
+    ) -> None:
         self.plan: Plan | None = None
-        self.plans: list[tuple[Compressor, Plan]] = []
+        self.chooser = chooser
+        self.chosen: Candidate | None = None
+        self.measured_step_s = math.inf
         self.phase = "measure"
         self._exchange = exchange
         self._compressor = compressor
@@ -106,17 +108,19 @@ class LayerFusion:
             "size": self._exchange.size,
             "dense_up_to": self._dense_up_to,
             "latencies": list(self._exchange.latencies),
+            "chosen": str(self.chosen or ""),
         }
 
     def resume(self, state: Mapping[str, Any], step: int) -> None:
         """Follow a plan saved after ``step``, if it was made for these parameters, this compressor and these ranks."""
         at_work = self._compressor.active(step)
-        chosen = next((c for c in at_work.candidates if as_text(c) == state.get("compressor")), None)
-        at_work = chosen or at_work
+        chosen = self.chooser.candidate(state.get("chosen", "")) if self.chooser else None
+        at_work = chosen.averaging if chosen else at_work
         layout = saved_layout(state, self._names, at_work, self._exchange.size)
         if layout is not None:
             self._exchange.set_latencies(*state.get("latencies", self._exchange.latencies))
-            self._follow(replace(layout, compressor=chosen or self._compressor))
+            self._follow(replace(layout, compressor=at_work if chosen else self._compressor))
+            self.chosen = chosen
             self._start(at_work, planned=True)
             rank_zero_info(f"LayerFusion: {len(self._exchange.groups)} groups, as in the checkpoint.")
 
@@ -152,7 +156,16 @@ class LayerFusion:
     def _measure_and_plan(self) -> Passes[None]:
         self.phase = "measure"
         measured = yield from LayerFusion._measure(self)
-        decision = self._decide(measured)
+        self.measured_step_s = measured.rest_s + measured.span_s
+        try:
+            if not (math.isfinite(measured.span_s) and np.isfinite(measured.arrivals_s).any()):
+                raise NoClock
+            link = measure_link(self._exchange)
+            compressor = self._choose(measured, link)
+            decision = self._decide(measured, link, compressor) if compressor else None
+        except NoClock:  # on every rank
+            rank_zero_warn("LayerFusion: no rank could tell the time; the groups stay as they are.")
+            return
         if decision is None:
             return
         layout, then_one_group = decision
@@ -160,16 +173,21 @@ class LayerFusion:
             rank_zero_info(f"LayerFusion: {layout.plan}")
             self.plan = layout.plan.rejected()
         span_s = yield from LayerFusion._try(self, layout, measured.span_s)
-        if then_one_group and same(self._compressor, layout.compressor):
+        stays = same(self._compressor, layout.compressor)
+        if then_one_group and stays:
             plan = self.plan.one_group() if self.plan else None
             one_group = Layout([self._names], self._compressor, self._dense_up_to, plan)
             yield from LayerFusion._try(self, one_group, span_s)
+        elif not stays and self.chooser and self.chosen:
+            self.chooser.exclude(self.chosen)
 
     def _measure(self) -> Passes[Measured]:
         """Look at steps as they are, then at backward alone; return the medians over steps and ranks."""
         exchange, timeline = self._exchange, self._exchange.timeline
         for _ in range(SETTLING):
             yield
+        if self.chooser and self._is_to_choose:
+            self.chooser.record(exchange)
         rank_zero_info(f"LayerFusion: measuring {BESIDE + APART} steps, then what messages cost.")
         spans, rests, arrivals = [], [], []
         now_s = time.perf_counter()
@@ -234,52 +252,25 @@ class LayerFusion:
 
     # - planning
 
-    def _decide(self, measured: Measured) -> tuple[Layout, bool] | None:
-        """Return what rank 0 decided to try, and whether to try one group after it; None to change nothing."""
-        exchange, candidates = self._exchange, self._at_work.candidates
-        try:
-            if not (math.isfinite(measured.span_s) and np.isfinite(measured.arrivals_s).any()):
-                raise NoClock
-            costs = rehearse_all(exchange, self._parameters, [self._at_work, *candidates])
-        except NoClock:  # on every rank
-            rank_zero_warn("LayerFusion: no rank could tell the time; the groups stay as they are.")
-            return None
-        decision = torch.zeros(4 + len(self._names), dtype=torch.int64, device=exchange.device)
-        if exchange.rank == 0:
-            try:
-                decision.copy_(torch.tensor(self._make_plan(costs, measured)))
-            except Exception as error:  # a plan is a gain, not a need; and the others wait for this rank
-                rank_zero_warn(f"LayerFusion: no plan could be made; the groups stay as they are. {error!r}")
-        decided = exchange.ask(lambda comm: comm.broadcast(decision, 0)).tolist()
-        planned, chosen, dense_up_to, then_one_group, *group_of_name = decided
-        if not planned:
-            return None
-        groups: list[list[str]] = [[] for _ in range(max(group_of_name) + 1)]
-        for name, index in zip(self._names, group_of_name, strict=True):
-            groups[index].append(name)
-        compressor = candidates[chosen] if candidates else self._compressor
-        plan = self.plans[chosen][1] if exchange.rank == 0 else None
-        return Layout([tuple(names) for names in groups], compressor, dense_up_to, plan), bool(then_one_group)
+    @property
+    def _is_to_choose(self) -> bool:
+        """Whether a compressor is to be chosen, once steps have been measured: not in a phase of warm-up."""
+        return self.chooser is not None and (bool(self._at_work.candidates) or self.chosen is not None)
 
-    def _make_plan(self, costs: Sequence[Costs], measured: Measured) -> list[int]:
-        """Return 1, the candidate chosen, its ``dense_up_to``, whether to try one group, and each parameter's group."""
-        at_work, *costs_of_candidates = costs
-        calibration = calibrate(pieces_of(self._parameters, self._at_work), at_work.kinds, measured)
-        candidates = self._at_work.candidates or (self._at_work,)
-        mixed = [with_small_dense(each.kinds, each.small_dense) for each in costs_of_candidates or [at_work]]
-        self.plans = [
-            (c, best_plan(pieces_of(self._parameters, c), kinds, measured, calibration, self._exchange.ways_of_sums))
-            for c, (kinds, _) in zip(candidates, mixed, strict=True)
-        ]
-        chosen = choose([plan for _, plan in self.plans])
-        plan, group_of = self.plans[chosen][1], self.plans[chosen][1].group_of()
-        then_one_group = plan.one_group() is not None and self._buffers_are_small()
-        return [1, chosen, mixed[chosen][1], then_one_group, *(group_of[name] for name in self._names)]
+    def _choose(self, measured: Measured, link: Link) -> Compressor | None:
+        """Return the compressor to go on with; None for local steps, before which everything is sent."""
+        if not self._is_to_choose:
+            return self._compressor
+        assert self.chooser is not None
+        self.chosen = self.chooser.choose(self._exchange, measured, link, self._at_work)
+        if not self.chosen.local_steps:
+            return self.chosen.averaging
+        self._follow(Layout([group.names for group in self._exchange.groups], Dense(), 0))
+        return None
 
-    def _buffers_are_small(self) -> bool:
-        """Whether larger groups would hardly take more memory."""
-        held_bytes = max(self._exchange.on_lanes(lambda lane: lane.comm.buffer_bytes))
-        return held_bytes <= SMALL_BUFFERS * max(2**20, *(group.n for group in self._exchange.groups))
+    def _decide(self, measured: Measured, link: Link, compressor: Compressor) -> tuple[Layout, bool] | None:
+        now = (self._at_work, compressor.active(self._exchange.groups[0].step), compressor)
+        return decide(self._exchange, self._parameters, self._names, measured, link, now)
 
     def _follow(self, layout: Layout) -> None:
         pieces = {piece.name: piece for piece in pieces_of(self._parameters, layout.compressor)}

@@ -14,7 +14,6 @@ from lightning_sparse.fusion.model import Cost, Plan, StepModel
 from lightning_sparse.settings import as_text, same
 
 LEAST_GAIN = 0.1  # of a backward: the model is not exact, so for less the groups stay as they are
-LEAST_SPEEDUP = 0.05  # of a step: for less, rather the compressor that sends more
 MERGING_GAIN = 0.1  # of the time, by which fewer groups must be faster where more parameters then compete to be sent
 FARTHEST = 2.0  # the most by which measured steps correct the model, in spans it expects
 
@@ -118,15 +117,6 @@ def best_plan(
         spans=spans,
         sums=sums,
     )
-
-
-def choose(plans: Sequence[Plan]) -> int:
-    """Return the index of the plan to follow, of one for each candidate.
-
-    The first whose step is hardly longer than the shortest: those first send most, and what is kept costs accuracy.
-    """
-    steps_s = [plan.step_s for plan in plans]
-    return next(i for i, step_s in enumerate(steps_s) if step_s * (1 - LEAST_SPEEDUP) <= min(steps_s))
 
 
 def _model(

@@ -56,7 +56,10 @@ class NoClock(Exception):
 
 
 def measure_link(exchange: Exchange) -> Link:
-    """Time sums of a few bytes, in one hop and as the backend does it, and the backend's of 1 and 4 MiB."""
+    """Time sums of a few bytes, in one hop and as the backend does it, and the backend's of 1 and 4 MiB.
+
+    Sums go by these latencies from then on.
+    """
 
     def seconds(elements: int, direct: bool) -> float:
         x = torch.zeros(elements, device=exchange.device)
@@ -70,7 +73,13 @@ def measure_link(exchange: Exchange) -> Link:
     if not math.isfinite(latency_s + all_reduce_s + short_s + long_s):
         raise NoClock
     s_per_byte = max(long_s - short_s, 0.0) / traffic("all_reduce", 4 * (many - some), exchange.size)
-    return Link(latency_s, s_per_byte, all_reduce_s)
+    link = Link(latency_s, s_per_byte, all_reduce_s)
+    exchange.set_latencies(link.carries(link.latency_s), link.carries(link.all_reduce_s))
+    rank_zero_info(
+        f"LayerFusion: a message takes {1e3 * link.latency_s:.2f} ms, an all-reduce of the backend "
+        f"{1e3 * link.all_reduce_s:.2f} ms; the link carries {8e-6 / max(link.s_per_byte, 1e-12):,.0f} Mbit/s."
+    )
+    return link
 
 
 @dataclass(frozen=True)
@@ -82,24 +91,16 @@ class Costs:
 
 
 def rehearse_all(
-    exchange: Exchange, parameters: Mapping[str, Tensor], compressors: Sequence[Compressor]
+    exchange: Exchange, parameters: Mapping[str, Tensor], compressors: Sequence[Compressor], link: Link
 ) -> list[Costs]:
-    """Measure what groups of ``parameters`` cost with each compressor; returns the same on every rank.
+    """Measure what groups of ``parameters`` cost with each compressor over ``link``; returns the same on every rank.
 
     Raises:
         NoClock: if no rank could tell the time.
     """
-    link = measure_link(exchange)
-    exchange.set_latencies(link.carries(link.latency_s), link.carries(link.all_reduce_s))
-    rank_zero_info(
-        f"LayerFusion: a message takes {1e3 * link.latency_s:.2f} ms, an all-reduce of the backend "
-        f"{1e3 * link.all_reduce_s:.2f} ms; the link carries {8e-6 / max(link.s_per_byte, 1e-12):,.0f} Mbit/s."
-    )
     costs = []
     small_dense: dict[str, Cost] = {}  # by compressor: most have the same dense variant
-    for number, compressor in enumerate(compressors):
-        if number:  # a candidate
-            rank_zero_info(f"LayerFusion: measuring {compressor}.")
+    for compressor in compressors:
         kinds = kinds_of(pieces_of(parameters, compressor), compressor, lambda c, n: rehearse(exchange, c, n, link))
         dense = compressor.dense_variant()
         if as_text(dense) not in small_dense:

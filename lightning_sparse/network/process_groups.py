@@ -59,7 +59,8 @@ class ProcessGroups:
             return [TorchComm(self._ddp_group, wire_dtype)]
         if self.local_size == 1:  # over Gloo others may use DDP's group from the main thread
             everyone = [rank for node in self._nodes for rank in node]
-            return [TorchComm(self._new(everyone), wire_dtype) for _ in range(LANES)]
+            lanes = self._made or [self._new(everyone) for _ in range(LANES)]  # also those of an engine that has ended
+            return [TorchComm(group, wire_dtype) for group in lanes]
         leaders = [self._between(self._new_leaders(), wire_dtype) for _ in range(1 if self.nccl else LANES)]
         inside = [self._new_inside() for _ in leaders]
         self._inside = self._new_inside()

@@ -1,6 +1,7 @@
 """LayerFusion step by step in one process: what it does between which steps, however many backwards there are."""
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 import lightning_sparse as ls
 from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.timeline import Timeline
-from lightning_sparse.fusion import layer_fusion, planner
+from lightning_sparse.fusion import chooser, layer_fusion, planner
 from lightning_sparse.fusion import model as plan
+from lightning_sparse.fusion.chooser import Chooser
 from lightning_sparse.fusion.groups import lay_out, pieces_of
 from lightning_sparse.fusion.layer_fusion import EVERY, STEPS_MEASURED, TRIAL, WINDOW, LayerFusion
 from lightning_sparse.fusion.model import Cost, StepModel
@@ -51,7 +53,9 @@ class Training:
         self.parameters: dict[str, Tensor] = {f"{i}.weight": nn.Parameter(torch.zeros(20 + i)) for i in range(3)}
         groups = lay_out(self.parameters, compressor, "layer")
         self.exchange = GradientExchange(groups, [Mirror()], threaded=False)
-        self.fusion = LayerFusion(self.exchange, compressor, self.parameters)
+        auto = compressor.active(sys.maxsize)
+        choosing = Chooser(auto, self.parameters, local=False) if isinstance(auto, ls.Auto) else None
+        self.fusion = LayerFusion(self.exchange, compressor, self.parameters, choosing)
         self.backwards = backwards
 
     def passes(self, count: int) -> Iterator[int]:
@@ -109,9 +113,9 @@ def compressors_at_work(training: Training) -> set[str]:
 @pytest.mark.parametrize("backwards", [1, 5])
 @pytest.mark.parametrize("warmup", [0, 3, STEPS_MEASURED + 1])
 def test_auto_chooses_also_after_a_warmup(monkeypatch: pytest.MonkeyPatch, warmup: int, backwards: int) -> None:
-    monkeypatch.setattr(layer_fusion, "choose", lambda plans: len(plans) - 1)
+    monkeypatch.setattr(chooser, "most_faithful", lambda forecasts: forecasts[-1])
     monkeypatch.setattr(Timeline, "span_s", lambda self: 0.01)
-    auto = ls.Auto((ls.Dense(), ls.TopK(density=0.5)))
+    auto = ls.Auto((ls.Dense(), ls.TopK(density=0.5)), tolerance=1e9)
     training = Training(ls.Warmup(warmup, auto) if warmup else auto, backwards)
     chosen = [n for n in training.passes(2 * STEPS_MEASURED + 4) if compressors_at_work(training) == {"TopK"}]
     measured_from = -(-warmup // backwards)
@@ -136,9 +140,9 @@ def test_where_auto_would_never_choose_it_is_refused(make: Callable[[], object],
 
 
 def test_candidates_may_have_momentum_as_the_error_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_fusion, "choose", lambda plans: len(plans) - 1)
+    monkeypatch.setattr(chooser, "most_faithful", lambda forecasts: forecasts[-1])
     candidates = tuple(ls.MomentumCorrection(0.9, c) for c in (ls.Dense(), ls.TopK(density=0.5)))
-    training = Training(ls.Auto(candidates, start=candidates[0]))
+    training = Training(ls.Auto(candidates, start=candidates[0], tolerance=1e9))
     list(training.passes(STEPS_MEASURED + 4))
     assert training.exchange.compressors == [candidates[1]]
 

@@ -1,4 +1,4 @@
-"""Advice: what to expect of every strategy, and which to use.  Pure functions."""
+"""Advice: what to expect of every candidate, which to use, and why.  Pure functions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,115 +6,132 @@ from dataclasses import dataclass
 from rich import box
 from rich.table import Column, Table
 
-from lightning_sparse.compressors import COMPRESSORS, Auto, Compressor
-from lightning_sparse.fusion.model import Plan
-from lightning_sparse.fusion.planner import LEAST_SPEEDUP
-
-MOST_UNCERTAINTY = 0.25  # of a step: beyond, something else kept the machines or the network busy
-LEAST_UNCERTAINTY = 0.1  # of a step: what repeated runs of the benchmark differ by
+from lightning_sparse.compressors import Candidate, Dense
+from lightning_sparse.compressors.auto import TOLERANCE
+from lightning_sparse.fusion.chooser import about_as_short, most_faithful
+from lightning_sparse.fusion.forecast import Forecast
+from lightning_sparse.monitor.tables import human_bytes
 
 
 @dataclass(frozen=True)
 class Advice:
-    """The expected step of one strategy."""
+    """What to expect of a candidate, as a row of a table."""
 
-    strategy: str  # its name
+    name: str
     step_s: float  # seconds of a step
-    low_s: float  # it may be as short as this ...
-    high_s: float  # ... or as long
+    sent_bytes: float  # of a rank in a step
     limit: str  # what the step waits for at its end: "backward", "compression" or "network"
-    groups: int  # that LayerFusion would make
+    delivered: float | None  # the part of what the ranks owe that a step delivers, where it was tried
+    age: float | None  # how many steps late it arrives
+    chosen: bool
+    about_as_short: bool  # as the shortest
+    python: str = ""  # to paste
+    yaml: str = ""
     sums: str = ""  # which way sums of which size take
 
 
-def advice(compressor: Compressor, plan: Plan) -> Advice:
-    """Read off a plan for ``compressor`` what it promises."""
-    correction = abs(plan.span_s - plan.model.span(plan.ends))  # of the model by the steps as they were
-    uncertain = max(correction, LEAST_UNCERTAINTY * plan.step_s)
-    return Advice(
-        strategy=next((name for name, kind in COMPRESSORS.items() if type(compressor) is kind), repr(compressor)),
-        step_s=plan.step_s,
-        low_s=max(plan.step_s - uncertain, plan.rest_s),
-        high_s=plan.step_s + uncertain,
-        limit=_limit(plan),
-        groups=len(plan.ends),
-        sums=plan.sums,
-    )
+def advise_on(forecasts: Sequence[Forecast], sums: str) -> list[Advice]:
+    """Return a row for DDP, and one for each candidate, all of them tried; ``sums`` say which way sums take."""
+    dense = next(f for f in forecasts if f.candidate == Candidate(Dense()))
+    short = about_as_short(forecasts, TOLERANCE)
+    chosen = most_faithful(short)
+    ddp = Advice("ddp", dense.buckets_s, dense.sent_bytes, dense.limit, 1.0, 0.0, False, False, sums=sums)
+    return [
+        ddp,
+        *(
+            Advice(
+                str(f.candidate),
+                f.step_s,
+                f.sent_bytes,
+                f.limit,
+                f.delivered,
+                f.age,
+                f is chosen,
+                f in short,
+                *to_paste(f.candidate),
+            )
+            for f in forecasts
+        ),
+    ]
 
 
-def _limit(plan: Plan) -> str:
-    """Name what is under way between the last gradient and the last mean."""
-    last = plan.times[-1]
-    after_backward = last.end_s - plan.model.ready_s[-1]
-    if after_backward < LEAST_UNCERTAINTY * plan.step_s:
-        return "backward"
-    busy = sum(time.busy_s for time in plan.times if time.end_s > plan.model.ready_s[-1])
-    return "compression" if busy > after_backward / 2 else "network"
+def to_paste(candidate: Candidate) -> tuple[str, str]:
+    """Return the strategy of ``candidate`` in Python and in YAML."""
+    settings, options = candidate.settings, {"wire_dtype": candidate.wire_dtype, "local_steps": candidate.local_steps}
+    options = {key: value for key, value in options.items() if value}
+    name = type(candidate.compressor).__name__
+    inner = ", ".join(f"{key}={value!r}" for key, value in settings.items())
+    outer = "".join(f", {key}={value!r}" for key, value in options.items())
+    yaml = [
+        "trainer:",
+        "  strategy:",
+        "    class_path: lightning_sparse.SparseDDPStrategy",
+        "    init_args:",
+        f"      compressor: {{class_path: lightning_sparse.{name}{_init_args(settings)}}}",
+        *(f"      {key}: {value}" for key, value in options.items()),
+    ]
+    return f"Trainer(strategy=ls.SparseDDPStrategy(ls.{name}({inner}){outer}))", "\n".join(yaml)
 
 
-def recommend(advices: Sequence[Advice]) -> Advice:
-    """Choose, of those hardly slower than the fastest, the first of ``Auto``'s candidates; dense where none gains 5 %.
-
-    Baselines (top-k, random-k) are shown but not recommended.
-    """
-    ranked = [type(candidate) for candidate in Auto().candidates]
-    known = {a.strategy: a for a in advices}
-    named = [known[name] for kind in ranked for name, k in COMPRESSORS.items() if k is kind and name in known]
-    shortest = min(a.step_s for a in named)
-    return next(a for a in named if a.step_s * (1 - LEAST_SPEEDUP) <= shortest)
+def _init_args(settings: dict[str, object]) -> str:
+    inner = ", ".join(f"{key}: {value}" for key, value in settings.items())
+    return f", init_args: {{{inner}}}" if settings else ""
 
 
 def table(advices: Sequence[Advice], title: str) -> Table:
-    """Show what to expect of each, the fastest first; the recommended one in bold."""
-    numbers = (Column(heading, justify="right") for heading in ("step", "between", "of dense", "groups"))
+    """Show DDP first, then the fastest; the one to use in bold."""
+    numbers = (Column(heading, justify="right") for heading in ("step", "times faster", "delivered", "late", "sends"))
     result = Table("strategy", *numbers, "limited by", title=title, box=box.SIMPLE_HEAD)
-    dense = next(a for a in advices if a.strategy == "sparse_dense")
-    best = recommend(advices)
-    for a in sorted(advices, key=lambda a: a.step_s):
-        between = f"{1e3 * a.low_s:.0f}..{1e3 * a.high_s:.0f}"
-        of_dense = f"{a.step_s / dense.step_s:.2f}"
-        name = f"[bold]{a.strategy}[/bold]" if a is best else a.strategy
-        result.add_row(name, f"{1e3 * a.step_s:.0f} ms", between, of_dense, str(a.groups), a.limit)
+    ddp, *others = advices
+    for a in [ddp, *sorted(others, key=lambda a: a.step_s)]:
+        result.add_row(
+            f"[bold]{a.name}[/bold]" if a.chosen else a.name,
+            f"{1e3 * a.step_s:.0f} ms",
+            f"{ddp.step_s / a.step_s:.1f}",
+            "" if a.delivered is None else f"{a.delivered:.0%}",
+            "" if a.age is None else f"{a.age:.1f}",
+            human_bytes(a.sent_bytes),
+            a.limit,
+        )
     return result
 
 
-_TO_PASTE = """
-    import lightning_sparse
-    Trainer(strategy='{name}')
-
-or in a config file:
-
-    trainer:
-      strategy:
-        class_path: lightning_sparse.SparseDDPStrategy
-        init_args:
-          compressor: {{class_path: lightning_sparse.{kind}}}
-          warmup_steps: 100"""
-
-
-def words(advices: Sequence[Advice]) -> list[str]:
-    """Write the recommendation and the configuration to paste; before them, whether to trust what was measured."""
-    dense, best = next(a for a in advices if a.strategy == "sparse_dense"), recommend(advices)
-    doubt = []
-    if best.high_s - best.step_s > MOST_UNCERTAINTY * best.step_s:
-        doubt = [
-            f"Measured steps differ from each other too much to rely on this: {best.strategy}'s may take "
-            f"{1e3 * best.low_s:.0f} to {1e3 * best.high_s:.0f} ms. Ask again when nothing else runs on these "
-            "machines.",
-            "",
-        ]
-    if best is dense:
+def words(advices: Sequence[Advice], busy: str = "") -> list[str]:
+    """Write the recommendation, why this one, and what to paste; before them, whether to trust what was measured."""
+    ddp, best = advices[0], next(a for a in advices if a.chosen)
+    doubt = [busy, ""] if busy else []
+    if ddp.step_s <= (1 + TOLERANCE) * min(a.step_s for a in advices[1:]):
         return [
             *doubt,
-            f"Do not compress: no strategy is expected to gain {LEAST_SPEEDUP:.0%} of a dense step of "
-            f"{1e3 * dense.step_s:.0f} ms, which is limited by its {dense.limit}. Use plain DDP:",
+            f"Do not compress: no step is expected to be more than {TOLERANCE:.0%} shorter than plain DDP's, "
+            f"{1e3 * ddp.step_s:.0f} ms, which waits for its {ddp.limit}. Use plain DDP:",
             "",
             "    Trainer(strategy='ddp')",
         ]
     return [
         *doubt,
-        f"Use {best.strategy}: a step of about {1e3 * best.step_s:.0f} ms instead of {1e3 * dense.step_s:.0f} ms "
-        f"({dense.step_s / best.step_s:.1f} times faster), limited by its {best.limit}. What is kept back costs "
-        "accuracy: compare the validation loss on your own task, with a dense phase first (warmup_steps).",
-        *_TO_PASTE.format(name=best.strategy, kind=COMPRESSORS[best.strategy].__name__).split("\n"),
+        f"Use sparse_auto, which chooses so by itself: {best.name}, a step of about {1e3 * best.step_s:.0f} ms in place "
+        f"of {1e3 * ddp.step_s:.0f} ms ({ddp.step_s / best.step_s:.1f} times faster). {_why(advices, best)}",
+        "",
+        "    import lightning_sparse as ls",
+        "    Trainer(strategy='sparse_auto')",
+        f"    {best.python}  # the same, fixed",
+        "",
+        "or in a config file:",
+        "",
+        *(f"    {line}" for line in best.yaml.split("\n")),
     ]
+
+
+def _why(advices: Sequence[Advice], best: Advice) -> str:
+    """Say why ``best``, and not the next more faithful or the next faster one."""
+    short = [a for a in advices if a.about_as_short]
+    why = (
+        f"Of the {len(short)} whose steps are about as short as the shortest it delivers most: "
+        f"{best.delivered or 0:.0%} of what is owed in each step, {best.age or 0:.1f} steps late."
+    )
+    slower = [a for a in advices[1:] if not a.about_as_short and (a.delivered or 0) > (best.delivered or 0)]
+    if slower:
+        nearest = min(slower, key=lambda a: a.step_s)
+        why += f" {nearest.name} would deliver more ({nearest.delivered:.0%}), in {1e3 * nearest.step_s:.0f} ms a step."
+    return why

@@ -2,6 +2,7 @@
 
 import logging
 import multiprocessing
+import os
 import time
 import warnings
 from collections.abc import Iterable, Mapping
@@ -11,27 +12,32 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console
+from rich.progress import Progress
 from torch import Tensor
 
-from lightning_sparse.bench.advise.advice import Advice, advice, table, words
-from lightning_sparse.bench.advise.cost import model_cost
+from lightning_sparse.bench.advise.advice import Advice, advise_on, table, words
 from lightning_sparse.bench.cluster.spec import ClusterSpec, parse
 from lightning_sparse.bench.compare.peers import ADVISE
 from lightning_sparse.bench.compare.run import BenchError, find_ranks
 from lightning_sparse.bench.compare.worker import QUIET, Schedule
 from lightning_sparse.bench.compare.workloads import workload_named
-from lightning_sparse.compressors import COMPRESSORS, Dense
-from lightning_sparse.fusion.groups import pieces_of
+from lightning_sparse.compressors import Dense
+from lightning_sparse.compressors.auto import CANDIDATES
+from lightning_sparse.engine.gradient_record import GradientRecord
+from lightning_sparse.fusion.chooser import TRIED, tried
+from lightning_sparse.fusion.forecast import Forecaster
 from lightning_sparse.fusion.layer_fusion import STEPS_MEASURED
-from lightning_sparse.fusion.planner import Calibration, Measured, best_plan, kinds_of
+from lightning_sparse.fusion.planner import Measured
 from lightning_sparse.fusion.rehearsal import Link
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.network.sums import ways
 from lightning_sparse.strategy import SparseDDPStrategy
 
 STEPS = 8  # of a model that trains alone, of which the first half is not timed
+BUSY = 1.5  # programs for each core, this one among them
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,7 @@ def advise(arguments: AdviseArguments) -> int:
             console.print(differences, highlight=False, markup=False, soft_wrap=True)
         console.print(table(found, f"{arguments.model} on {where}"))
         console.print(found[0].sums, highlight=False, markup=False, soft_wrap=True)
-        for line in words(found):
+        for line in words(found, busy()):
             console.print(line, highlight=False, markup=False, soft_wrap=not line.startswith("Use "))
     return 0
 
@@ -103,28 +109,60 @@ def _in_one_process(model: str, cluster: ClusterSpec) -> list[Advice]:
         warnings.simplefilter("ignore")  # of Lightning's, about workers and sizes: not what was asked
         trainer.fit(module, **workload.fit_arguments())
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    return advices(parameters, profile.measured(parameters), cluster)
+    assert profile.record is not None
+    gradients = profile.record.gradients()
+    # One rank's gradients stand for all ranks': each has those of another step.
+    of_ranks = torch.stack([gradients.roll(rank, 0) for rank in range(min(cluster.hosts, len(gradients)))])
+    return advices(parameters, profile.measured(parameters), cluster, of_ranks, profile.record.weights())
 
 
-def advices(parameters: Mapping[str, Tensor], measured: Measured, cluster: ClusterSpec) -> list[Advice]:
-    """Advise on each strategy, where steps take what was measured and messages what they would on the cluster."""
+def advices(
+    parameters: Mapping[str, Tensor], measured: Measured, cluster: ClusterSpec, gradients: Tensor, weights: Tensor
+) -> list[Advice]:
+    """Advise on each candidate, where steps take what was measured and messages what they would on the cluster.
+
+    Args:
+        parameters: by name, in the order of definition.
+        measured: of a rank that sent nothing.
+        cluster: whose links.
+        gradients: [P, T, m] on which candidates are tried.
+        weights: [m], of the same parameters.
+    """
     link = Link(cluster.hop_s, cluster.s_per_byte)
+    forecaster = Forecaster(parameters, measured, link, cluster.hosts, at_work=None)
+    with Progress(transient=True) as progress:
+        candidates = progress.track(CANDIDATES, description="Trying candidates on the model's gradients")
+        found = [tried(forecaster.forecast(candidate), gradients, weights) for candidate in candidates]
     sums = ways(SimNetwork(cluster.hosts, hop_bytes=link.carries(link.latency_s)).comms[0])
-    found = []
-    for kind in COMPRESSORS.values():
-        compressor = kind()
-        pieces = pieces_of(parameters, compressor)
-        kinds = kinds_of(pieces, compressor, lambda c, n: model_cost(c, n, cluster.hosts, link))
-        found.append(advice(compressor, best_plan(pieces, kinds, measured, Calibration(blocking=False), sums)))
-    return found
+    return advise_on(found, sums)
+
+
+def busy() -> str:
+    """Say that other programs keep this machine busy, if they do."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load < BUSY * cores:
+        return ""
+    return (
+        f"This machine is busy: {load:.1f} programs have been running on its {cores} cores in the last minute, so "
+        "steps may be shorter than measured here. Ask again when nothing else runs."
+    )
 
 
 class _Profile(Callback):
     """Notes when gradients arrive, and how long a step and its backward take."""
 
     def __init__(self) -> None:
+        self.record: GradientRecord | None = None
         self._arrivals: list[list[float]] = []  # of each step's gradients
         self._ends: list[float] = []  # of steps
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Record gradients from now on."""
+        del pl_module
+        assert isinstance(trainer.strategy, SparseDDPStrategy)
+        exchange = trainer.strategy.exchange
+        assert exchange is not None
+        self.record = exchange.record = GradientRecord(exchange.groups, TRIED // STEPS)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Note the step."""

@@ -30,7 +30,7 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from lightning.pytorch import Callback, Trainer, seed_everything
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # exported at run time only
 
-from lightning_sparse.bench.advise.advice import advice
+from lightning_sparse.bench.advise.advice import advise_on
 from lightning_sparse.bench.compare.held_out import Judge, LearningRate
 from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, Contender, contenders
 from lightning_sparse.bench.compare.probe import MeasuredRun, Probe, interface_towards, read_sent
@@ -277,7 +277,8 @@ def _fit(turn: _Turn) -> MeasuredRun:
     trainer.fit(module, **workload.fit_arguments())
     device = trainer.strategy.root_device  # the module itself is back on the CPU
     on_cuda = device.type == "cuda"
-    fusion = trainer.strategy.layer_fusion if isinstance(trainer.strategy, SparseDDPStrategy) else None
+    hook = trainer.strategy.hook if isinstance(trainer.strategy, SparseDDPStrategy) else None
+    fusion, chooser = (hook.layer_fusion, hook.chooser) if hook else (None, None)
     return MeasuredRun(
         device=torch.cuda.get_device_name(device) if on_cuda else "cpu",
         threads=torch.get_num_threads(),
@@ -285,7 +286,9 @@ def _fit(turn: _Turn) -> MeasuredRun:
         peak_memory_bytes=torch.cuda.max_memory_allocated() if on_cuda else getrusage(RUSAGE_SELF).ru_maxrss * 1024,
         steps=probe.steps,
         predicted_s=fusion.plan.step_s if fusion and fusion.plan else None,
-        advices=[asdict(advice(*each)) for each in fusion.plans] if fusion and len(fusion.plans) > 1 else [],
+        advices=[asdict(each) for each in advise_on(chooser.forecasts, hook.exchange.ways_of_sums)]
+        if hook and chooser and chooser.forecasts
+        else [],
     )
 
 

@@ -3,60 +3,76 @@
 import itertools
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from jsonargparse import ArgumentParser
 
-from lightning_sparse.bench.advise.advice import Advice, recommend, table, words
+import lightning_sparse as ls
+from lightning_sparse.bench.advise.advice import Advice, advise_on, table, to_paste, words
 from lightning_sparse.bench.advise.advise import advices
-from lightning_sparse.bench.advise.cost import model_cost
 from lightning_sparse.bench.cluster import parse
 from lightning_sparse.bench.compare import own_model
 from lightning_sparse.bench.compare.workloads import parameter_sizes, workload_named
 from lightning_sparse.cli import main
-from lightning_sparse.compressors import COMPRESSORS
-from lightning_sparse.fusion import rehearsal
+from lightning_sparse.compressors.auto import CANDIDATES
+from lightning_sparse.fusion.forecast import Forecast
 from lightning_sparse.fusion.planner import Measured
-from lightning_sparse.fusion.rehearsal import SIZES, Link
+from lightning_sparse.fusion.rehearsal import Link
+from lightning_sparse.fusion.simulated_cost import simulated_cost
 from tests.conftest import emulated
 
-DENSE = Advice("sparse_dense", 1.0, 0.9, 1.1, "network", 1)
+
+def forecast(candidate: ls.Candidate, step_s: float, delivered: float) -> Forecast:
+    return Forecast(candidate, step_s, step_s, 1e6, "network", delivered, 1 - delivered)
 
 
-def made(**steps: float) -> list[Advice]:
-    return [
-        DENSE,
-        *(replace(DENSE, strategy=name, step_s=s, low_s=0.9 * s, high_s=1.1 * s) for name, s in steps.items()),
-    ]
+DENSE, INT4 = ls.Candidate(ls.Dense()), ls.Candidate(ls.Dense(), "int4")
+MICRO, LOCAL = ls.Candidate(ls.MiCRO(density=0.05), "int4"), ls.Candidate(ls.Dense(), "int4", local_steps=2)
 
 
-def test_the_fastest_is_recommended_and_of_equals_the_one_that_sends_most() -> None:
-    assert recommend(made(micro=0.5, ok_topk=0.8)).strategy == "micro"
-    assert recommend(made(micro=0.50, skip_reduce=0.52)).strategy == "skip_reduce"
-    assert recommend(made(micro=0.52, ok_topk=0.50)).strategy == "micro"  # which sends as much, and works less
-    assert recommend(made(micro=0.54, ok_topk=0.50)).strategy == "ok_topk"
-    assert recommend(made(micro=0.96)).strategy == "sparse_dense"  # not 5 %
-    assert recommend(made(micro=0.9, sparse_random_k=0.1, sparse_topk=0.1)).strategy == "micro"  # baselines are shown
+def advised(dense_s: float, int4_s: float, micro_s: float, local_s: float) -> list[Advice]:
+    seconds = {DENSE: (dense_s, 1.0), INT4: (int4_s, 0.97), MICRO: (micro_s, 0.4), LOCAL: (local_s, 0.6)}
+    return advise_on([forecast(candidate, *expected) for candidate, expected in seconds.items()], "")
 
 
-def test_words_say_when_not_to_compress_and_what_to_paste() -> None:
-    assert words(made(micro=0.97))[0].startswith("Do not compress")
-    assert "Trainer(strategy='ddp')" in "\n".join(words(made(micro=0.97)))
-    shown = "\n".join(words(made(micro=0.5)))
-    assert shown.startswith("Use micro")
-    unsure = [DENSE, replace(DENSE, strategy="micro", step_s=0.5, low_s=0.3, high_s=0.7)]
-    assert words(unsure)[0].endswith(
-        "micro's may take 300 to 700 ms. Ask again when nothing else runs on these machines."
-    )
-    assert words(unsure)[2:] == words(made(micro=0.5))
-    assert "Use micro: a step of about 500 ms instead of 1000 ms (2.0 times faster)" in shown
-    assert "class_path: lightning_sparse.MiCRO" in shown
-    assert [str(cell) for cell in table(made(micro=0.5), "title").columns[0].cells] == [
-        "[bold]micro[/bold]",
-        "sparse_dense",
-    ]
+def test_of_those_about_as_short_the_most_faithful_is_recommended() -> None:
+    recommended = {
+        (1.0, 0.5, 0.49, 0.47): INT4,
+        (1.0, 0.6, 0.50, 0.49): LOCAL,
+        (1.0, 0.6, 0.50, 0.60): MICRO,
+    }
+    for seconds, expected in recommended.items():
+        assert [a.name for a in advised(*seconds) if a.chosen] == [str(expected)]
+
+
+def test_words_say_when_not_to_compress_what_to_paste_and_why() -> None:
+    assert words(advised(0.5, 0.5, 0.49, 0.48))[0].startswith("Do not compress")
+    assert words(advised(0.5, 0.5, 0.49, 0.48))[-1].strip() == "Trainer(strategy='ddp')"
+    found = advised(1.0, 0.6, 0.50, 0.49)
+    shown = "\n".join(words(found))
+    assert shown.startswith("Use sparse_auto")
+    assert "about 490 ms in place of 1000 ms (2.0 times faster)" in shown
+    assert "Of the 2 whose steps are about as short as the shortest it delivers most: 60% of what is owed" in shown
+    assert f"{INT4} would deliver more (97%), in 600 ms a step." in shown
+    assert "ls.SparseDDPStrategy(ls.Dense(), wire_dtype='int4', local_steps=2)" in shown
+    assert words(found, "busy")[0] == "busy"
+    assert [str(cell) for cell in table(found, "title").columns[0].cells][:2] == ["ddp", f"[bold]{LOCAL}[/bold]"]
+
+
+@pytest.mark.parametrize("candidate", CANDIDATES, ids=str)
+def test_python_and_yaml_to_paste_mean_the_same(candidate: ls.Candidate, tmp_path: Path) -> None:
+    python, text = to_paste(candidate)
+    built = eval(python, {"ls": ls, "Trainer": lambda strategy: strategy})
+    (config := tmp_path / "config.yaml").write_text(text)
+    parser = ArgumentParser()
+    parser.add_argument("--trainer.strategy", type=ls.SparseDDPStrategy)
+    parsed = parser.instantiate_classes(parser.parse_object(yaml.safe_load(config.read_text())))
+    assert built.options == parsed.trainer.strategy.options
+    assert built.options.compressor == candidate.compressor
+    assert built.options.wire_dtype == candidate.wire_dtype
 
 
 @pytest.fixture
@@ -67,30 +83,35 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("link", ["4x100mbit", "4xunlimited"])
-def test_advice_for_a_link(ticking: None, monkeypatch: pytest.MonkeyPatch, link: str) -> None:
-    monkeypatch.setattr(rehearsal, "SIZES", (2**8, 2**14))  # lines go on beyond
+def test_advice_for_a_link(ticking: None, link: str) -> None:
     layers = {"a": torch.empty(1024, 64), "b": torch.empty(1024, 1024)}
     measured = Measured([0.01, 0.02], span_s=0.02, rest_s=0.01, groups=[["b", "a"]])
-    found = {a.strategy: a for a in advices(layers, measured, parse(link))}
-    assert found.keys() == COMPRESSORS.keys()
-    assert all(0 < a.low_s <= a.step_s <= a.high_s for a in found.values())
-    dense = found["sparse_dense"].step_s
-    assert found["micro"].sums.startswith("Sums of float32 go to all ranks in one hop up to ")
+    gradients = torch.randn(4, 3, 512, generator=torch.Generator().manual_seed(0))
+    ddp, *others = advices(layers, measured, parse(link), gradients, torch.zeros(512))
+    found = {a.name: a for a in others}
+    assert list(found) == [str(candidate) for candidate in CANDIDATES]
+    dense = found[str(DENSE)]
+    assert (dense.delivered, dense.age) == (1.0, 0.0)
+    assert all(a.step_s >= 0.03 for a in others)  # computing alone
+    assert ddp.sums.startswith("Sums of float32 go to all ranks in one hop up to ")
+    chosen = next(a for a in others if a.chosen)
     if link == "4x100mbit":  # 4.5 MB, of which a rank sends one and a half times as much, take 0.53 s
-        assert 0.53 < dense < 0.6
-        assert found["skip_reduce"].step_s < 0.9 * dense
-        assert found["micro"].step_s < 0.5 * dense
+        assert 0.53 < dense.step_s < 0.6
+        assert 0.53 < ddp.step_s < 0.6
+        assert found[str(MICRO)].step_s < 0.5 * dense.step_s
+        assert chosen.step_s < 0.2 * dense.step_s
     else:
-        assert dense < 0.05
-        assert found["micro"].step_s > dense  # more work, and nothing is saved
+        assert dense.step_s < 0.05
+        assert found[str(MICRO)].step_s > dense.step_s  # more work, and nothing is saved
 
 
 def test_modelled_costs_follow_bytes_and_hops(ticking: None) -> None:
-    slow, fast = (model_cost(COMPRESSORS["sparse_dense"](), SIZES[1], 4, Link(0.001, s)) for s in (8e-8, 6e-8))
-    sent = 2 * 3 / 4 * 4 * SIZES[1]
-    assert slow.latency_s[-1] - fast.latency_s[-1] == pytest.approx((8e-8 - 6e-8) * sent)
-    assert slow.wire_rise == pytest.approx(8e-8 * sent / SIZES[1])
-    assert slow.latency_s[0] >= 0.001  # of a few bytes: one hop
+    n, cpu = 2**16, torch.device("cpu")
+    slow, fast = (simulated_cost(ls.Dense(), n, 4, Link(0.001, s), cpu) for s in (8e-8, 6e-8))
+    assert slow.sent_bytes == 2 * 3 / 4 * 4 * n
+    assert slow.latency_s - fast.latency_s == pytest.approx((8e-8 - 6e-8) * slow.sent_bytes)
+    few = simulated_cost(ls.Dense(), 2**8, 4, Link(0.001, 8e-8), cpu)
+    assert few.latency_s >= 0.001  # of a few bytes: one hop
 
 
 @pytest.fixture
@@ -136,7 +157,8 @@ def test_a_users_own_model(own: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["advise", "own.yaml", "--link", "1x100mbit+1x1gbit+50ms"]) == 0
     shown = capsys.readouterr().out
     assert "Links differ by host: 100 Mbit/s on host 0; 1000 Mbit/s and 50 ms on host 1." in shown
-    assert all(name in shown for name in COMPRESSORS)
+    assert "ddp" in shown
+    assert "16 local steps" in shown
     assert "predicted from one process" in shown
     assert "Trainer(strategy=" in shown
 
@@ -177,7 +199,8 @@ def test_measured_between_emulated_hosts(capsys: pytest.CaptureFixture[str]) -> 
     shown = capsys.readouterr().out
     assert "measured between ranks" in shown
     assert "Trainer(strategy=" in shown
-    assert all(name in shown for name in COMPRESSORS)
+    assert "ddp" in shown
+    assert "16 local steps" in shown
 
 
 def test_forms_are_told_from_names() -> None:

@@ -1,0 +1,33 @@
+"""A compressor with a wire format of its own."""
+
+from dataclasses import dataclass
+
+from lightning_sparse.compressors.base import Compressor
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.compressors.wrapper import Wrapper
+from lightning_sparse.network.comm import Comm, Rounds
+from lightning_sparse.wire import wire_format
+
+
+@dataclass(frozen=True)
+class Rounded(Wrapper):
+    """``compressor``, whose values travel as ``wire_dtype`` whatever the strategy's is; rounding errors stay unsent."""
+
+    compressor: Compressor | str
+    wire_dtype: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "wire_dtype", wire_format(self.wire_dtype).name)
+
+    def reduce(self, group: Group, comm: Comm) -> Rounds:
+        """Sum as the wrapped compressor does, in this format."""
+        usual, comm.wire_dtype = comm.wire_dtype, wire_format(self.wire_dtype)
+        try:
+            return (yield from self.wrapped.reduce(group, comm))
+        finally:
+            comm.wire_dtype = usual
+
+    def dense_variant(self) -> Compressor:
+        """Return dense sums in the same format."""
+        return Rounded(self.wrapped.dense_variant(), self.wire_dtype)

@@ -1,0 +1,58 @@
+"""A record of this rank's last gradients, at some elements, for trying other compressors on them."""
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.compressors.group import Group
+
+STEPS = 8  # that are kept
+
+
+class GradientRecord:
+    """The gradients of the last steps at elements spread evenly over all groups, which must stay as they are.
+
+    Args:
+        groups: of the exchange that fills it.
+        elements: in all, at most, but at least one of each group that has any.
+    """
+
+    def __init__(self, groups: Sequence[Group], elements: int) -> None:
+        n = sum(group.n for group in groups)
+        self._groups = groups
+        self._places = [
+            _spread(group.n, -(-elements * group.n // max(n, 1))).to(group.unsent.device) for group in groups
+        ]
+        self._owed: list[Tensor | None] = [None] * len(groups)
+        self._left = self._read()
+        self._steps: deque[Tensor] = deque(maxlen=STEPS)
+
+    def before(self, group: Group) -> None:
+        """Note what ``group`` owes in this step, its gradient included."""
+        self._owed[group.index] = group.unsent[self._places[group.index]]
+
+    def end_step(self) -> None:
+        """Note what is left of it."""
+        left = self._read()
+        owed = [x if x is not None else y for x, y in zip(self._owed, left, strict=True)]
+        self._steps.append(torch.cat([now - before for now, before in zip(owed, self._left, strict=True)]))
+        self._left, self._owed = left, [None] * len(self._groups)
+
+    def gradients(self) -> Tensor:
+        """The gradients, [T, m]; one of zeros if there was none."""
+        return torch.stack(list(self._steps) or [torch.cat(self._left).zero_()]).nan_to_num_(0.0, 0.0, 0.0)
+
+    def weights(self) -> Tensor:
+        """The parameters' values at the same elements, [m]."""
+        flat = [torch.cat([p.detach().reshape(-1) for p in group.parameters]).float() for group in self._groups]
+        return torch.cat([x[places] for x, places in zip(flat, self._places, strict=True)])
+
+    def _read(self) -> list[Tensor]:
+        return [group.unsent[places] for group, places in zip(self._groups, self._places, strict=True)]
+
+
+def _spread(n: int, elements: int) -> Tensor:
+    """Indices of at most ``elements`` of ``n``, evenly spread."""
+    return torch.arange(0, n, max(1, -(-n // max(elements, 1))))

@@ -1,0 +1,241 @@
+"""The engine of a hook, and another in its place where ``sparse_auto`` changes between gradients and local steps."""
+
+import math
+import sys
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported at run time only
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from lightning_sparse.checkpoint.optimizers import set_tensors, tensors_everywhere
+from lightning_sparse.compressors import Auto, Candidate, Compressor
+from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.engine.local_exchange import LocalExchange
+from lightning_sparse.engine.sample import Sample
+from lightning_sparse.exchanges import make_exchange
+from lightning_sparse.fusion.chooser import Chooser
+from lightning_sparse.fusion.layer_fusion import CHANGED, LONGEST_WINDOW, LayerFusion
+from lightning_sparse.fusion.rehearsal import median_over_ranks
+from lightning_sparse.network.comm import Comm
+from lightning_sparse.network.process_groups import ProcessGroups
+from lightning_sparse.options import Options
+
+SETTLING = 3  # local steps until any is timed
+WINDOW = 7  # local steps whose median is what a step takes
+
+
+class Engines:
+    """The engine that averages gradients, and while local steps are chosen the one that averages weights.
+
+    Args:
+        ddp: that trains.
+        parameters: of it, by name.
+        options: as the ranks have agreed on them.
+        groups: to send over.
+        scaler: what scales the loss, if anything does.
+        ranks: for messages of the main thread, between two steps.
+        may_be_local: whether local steps may be chosen: only where somebody shows their average.
+
+    Attributes:
+        exchange: the engine in use.
+        compressor: what averages gradients, or chooses what does.
+        layer_fusion: of its groups, if there is one.
+        chooser: with ``sparse_auto``.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        parameters: Mapping[str, Tensor],
+        options: Options,
+        groups: ProcessGroups,
+        scaler: torch.amp.GradScaler | None,
+        ranks: Comm,
+        may_be_local: bool,
+    ) -> None:
+        self._ddp = weakref.ref(ddp)
+        self._parameters, self._options = parameters, options
+        self.compressor = compressor = dense_if_alone(options.averaging, ranks.size // groups.local_size)
+        self._groups, self._scaler, self._ranks = groups, scaler, ranks
+        self._broadcasts_buffers = ddp.broadcast_buffers
+        auto = compressor.active(sys.maxsize)
+        local = may_be_local and options.local_group == 1
+        self.chooser = Chooser(auto, parameters, local) if isinstance(auto, Auto) else None
+        self._chosen: Candidate | None = None  # whose local steps are taken
+        self._pace: Pace | None = None  # of them
+        self._optimizers: list[weakref.ref[Optimizer]] = []  # that have taken some
+        self._handle: Any = None
+        self.exchange, self.layer_fusion = self._make(options, compressor)
+
+    def _make(self, options: Options, compressor: Compressor) -> tuple[Exchange, LayerFusion | None]:
+        ddp = self._ddp()
+        assert ddp is not None
+        ddp.broadcast_buffers = self._broadcasts_buffers
+        exchange = make_exchange(ddp, self._parameters, options, compressor, self._groups, self._scaler)
+        if options.fusion != "layer" or options.local:
+            return exchange, None
+        return exchange, LayerFusion(exchange, compressor, self._parameters, self.chooser)
+
+    def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
+        """DDP's communication hook."""
+        return self.exchange.hook(state, bucket)
+
+    def between_steps(self) -> None:
+        """Do what is due before a forward that trains: send, measure, change groups or the engine."""
+        if self._pace is not None and isinstance(self.exchange, LocalExchange):
+            self.exchange.settle()
+            if self._pace.has_changed(self.exchange):
+                self._end_local_steps()
+        self.exchange.between_steps()
+        if self.layer_fusion is not None:
+            self.layer_fusion.between_steps()
+            chosen = self.layer_fusion.chosen
+            if chosen is not None and chosen.local_steps and self._nothing_is_unsent():
+                self._begin_local_steps(chosen, self.layer_fusion.measured_step_s)
+
+    def close(self) -> bool:
+        """End the engine; returns whether no message is under way."""
+        if self._handle is not None:
+            self._handle.remove()
+        return self.exchange.close()
+
+    # - checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """What was planned or chosen, for :meth:`resume`."""
+        if self._chosen is not None:
+            return {"chosen": str(self._chosen)}
+        return self.layer_fusion.state() if self.layer_fusion else {}
+
+    def resume(self, state: Mapping[str, Any], steps: int) -> None:
+        """Go on as what returned ``state`` after so many ``steps``, if it was chosen from the same candidates."""
+        chosen = self.chooser.candidate(state.get("chosen", "")) if self.chooser else None
+        if chosen is not None and chosen.local_steps:
+            self._begin_local_steps(chosen, math.inf)
+            return
+        if self._chosen is not None:
+            self._change(self._options, self.compressor)
+        if self.layer_fusion is not None:
+            self.layer_fusion.resume(state, steps)
+
+    def follow(self, before: "Engines") -> None:
+        """Take local steps as ``before`` did at last, if they were chosen from the same candidates."""
+        if before._chosen is not None:
+            self.resume(before.state(), before.exchange.steps)
+
+    # - changes
+
+    def _change(self, options: Options, compressor: Compressor) -> None:
+        """Put another engine in the place of this one, which owes nothing."""
+        before = self.exchange
+        before.close()
+        self.exchange, self.layer_fusion = self._make(options, compressor)
+        self.exchange.count_from(before.steps)
+        self.exchange.set_latencies(*before.latencies)
+        if before.sample is not None:
+            self.exchange.sample = Sample(self.exchange.groups)
+        self._chosen = self._pace = None
+
+    def _nothing_is_unsent(self) -> bool:
+        """Whether no rank owes anything; to be asked on every rank."""
+        owes = torch.tensor([self.exchange.unsent_norm()], device=self.exchange.device)
+        return not bool(self.exchange.ask(lambda comm: comm.all_gather(owes)).any())
+
+    def _begin_local_steps(self, chosen: Candidate, at_most_s: float) -> None:
+        options = replace(self._options, compressor=chosen.averaging, local_steps=chosen.local_steps, warmup_steps=0)
+        self._change(options, chosen.averaging)
+        self._chosen, self._pace = chosen, Pace(at_most_s)
+        own, optimizers = set(self._parameters.values()), self._optimizers
+
+        def note(optimizer: Optimizer, *_: Any) -> None:
+            known = any(each() is optimizer for each in optimizers)
+            if not known and any(p in own for group in optimizer.param_groups for p in group["params"]):
+                optimizers.append(weakref.ref(optimizer))
+
+        self._handle = self._handle or register_optimizer_step_post_hook(note)
+
+    def _end_local_steps(self) -> None:
+        """Have all ranks hold the mean of their weights, and of their optimizers' states; then average gradients."""
+        assert isinstance(self.exchange, LocalExchange)
+        assert self._chosen is not None
+        assert self._pace is not None
+        if self._pace.too_slow and self.chooser is not None:
+            self.chooser.exclude(self._chosen)
+        self.exchange.merge()
+        for optimizer in [own for each in self._optimizers if (own := each()) is not None]:
+            tensors = tensors_everywhere(optimizer, self._ranks, self.exchange.device)
+            set_tensors(optimizer, {key: self._mean(x) for key, x in tensors.items() if x.is_floating_point()})
+        self._change(self._options, self.compressor)
+
+    def _mean(self, x: Tensor) -> Tensor:
+        """The mean over the ranks."""
+        total = x.to(self.exchange.device, torch.float32, copy=True).reshape(-1)
+        return self._ranks.all_reduce(total).wait().div_(self._ranks.size).view(x.shape).to(x)
+
+
+def dense_if_alone(compressor: Compressor, size: int) -> Compressor:
+    """``compressor``, or among ``size`` = 1 ranks, or nodes, its dense form: there is nobody to send to."""
+    if size > 1:
+        return compressor
+    if compressor.compresses(sys.maxsize):
+        rank_zero_warn(
+            f"There is one rank, or with local_group one node, and nobody to send to: {compressor} is not used, and "
+            "every step updates all elements. A compressor starts to work from two on."
+        )
+    return compressor.dense_variant()
+
+
+class Pace:
+    """How long local steps take, and whether that has changed.
+
+    Args:
+        at_most_s: what one took when gradients were averaged; local steps that take longer are too slow.
+
+    Attributes:
+        too_slow: whether they are.
+    """
+
+    def __init__(self, at_most_s: float) -> None:
+        self.too_slow = False
+        self._at_most_s = at_most_s
+        self._usual_s = 0.0  # until known
+        self._seconds: list[float] = []
+        self._window = WINDOW
+        self._last_s = time.perf_counter()
+        self._seen: int | None = None
+
+    def has_changed(self, exchange: Exchange) -> bool:
+        """Whether steps take much longer or shorter than at first, or too long; to be asked between two steps."""
+        if exchange.steps == self._seen:  # gradients are being accumulated
+            return False
+        self._seen, before_s, self._last_s = exchange.steps, self._last_s, time.perf_counter()
+        self._seconds.append(self._last_s - before_s)
+        if len(self._seconds) < SETTLING + self._window:
+            return False
+        now_s = float(median_over_ranks(exchange, [median(self._seconds[SETTLING:])])[0])
+        self._seconds = []
+        if not self._usual_s:
+            self._usual_s = now_s if math.isfinite(now_s) else 0.0
+            self.too_slow = now_s > self._at_most_s
+            changed = self.too_slow
+        else:
+            self._window = min(2 * self._window, LONGEST_WINDOW)
+            changed = abs(math.log(now_s / self._usual_s)) > math.log(CHANGED)  # False for NaN
+        if changed:
+            before_s = self._at_most_s if self.too_slow else self._usual_s
+            rank_zero_info(
+                f"sparse_auto: local steps take {1e3 * now_s:.0f} ms, "
+                f"{'more than' if self.too_slow else 'no longer'} {1e3 * before_s:.0f} ms; measuring anew."
+            )
+        return changed

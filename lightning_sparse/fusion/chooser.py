@@ -1,0 +1,96 @@
+"""Chooses among candidates: the most faithful of those whose steps are about as short as the shortest."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+
+from lightning_sparse.compressors import Auto, Candidate, Compressor
+from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.engine.gradient_record import GradientRecord
+from lightning_sparse.fusion.forecast import Forecast, Forecaster
+from lightning_sparse.fusion.planner import Measured
+from lightning_sparse.fusion.rehearsal import Link
+from lightning_sparse.fusion.trial import try_on
+
+TRIED = 2**16  # elements of all ranks together on which candidates are tried
+
+
+def about_as_short(forecasts: Sequence[Forecast], tolerance: float) -> list[Forecast]:
+    """Those whose steps are at most ``tolerance`` longer than the shortest."""
+    shortest_s = min(forecast.step_s for forecast in forecasts)
+    return [forecast for forecast in forecasts if forecast.step_s <= (1 + tolerance) * shortest_s]
+
+
+def tried(forecast: Forecast, gradients: Tensor, weights: Tensor) -> Forecast:
+    """Return ``forecast`` with what its candidate delivers of ``gradients`` [P, T, m], and how late."""
+    found = try_on(forecast.candidate, gradients, weights)
+    return replace(forecast, delivered=found.delivered, age=found.age)
+
+
+def most_faithful(forecasts: Sequence[Forecast]) -> Forecast:
+    """The one that delivers most, of equals the first."""
+    return max(forecasts, key=lambda forecast: forecast.delivered or 0.0)
+
+
+def _shared(
+    exchange: Exchange, candidates: Sequence[Candidate], forecast: Callable[[Candidate], Forecast]
+) -> list[Forecast]:
+    """Return the forecast of each candidate, made by one of the ranks; to be called on every rank, with the same."""
+    own = torch.zeros(len(candidates), Forecast.NUMBERS, dtype=torch.float64, device=exchange.device)
+    for i in range(exchange.rank, len(candidates), exchange.size):
+        own[i] = torch.tensor(forecast(candidates[i]).numbers())
+    every = exchange.ask(lambda comm: comm.all_gather(own)).tolist()  # [P][candidates][NUMBERS]
+    return [Forecast.read(candidate, every[i % exchange.size][i]) for i, candidate in enumerate(candidates)]
+
+
+class Chooser:
+    """Chooses for an exchange.
+
+    Args:
+        auto: what to choose from, and how.
+        parameters: by name, in the order of definition.
+        local: whether local steps may be chosen.
+
+    Attributes:
+        forecasts: of the last choice, on every rank; those that were about as short as the shortest have been tried.
+    """
+
+    def __init__(self, auto: Auto, parameters: Mapping[str, Tensor], local: bool) -> None:
+        self.forecasts: list[Forecast] = []
+        self._auto, self._parameters = auto, parameters
+        self._candidates = [c for c in auto.candidates if isinstance(c, Candidate) and (local or not c.local_steps)]
+
+    def record(self, exchange: Exchange) -> None:
+        """Record gradients from the next step on, for :meth:`choose`."""
+        exchange.record = GradientRecord(exchange.groups, TRIED // exchange.size)
+
+    def exclude(self, candidate: Candidate) -> None:
+        """Do not choose ``candidate`` any more: its steps were longer than predicted."""
+        self._candidates = [each for each in self._candidates if each != candidate] or self._candidates
+
+    def candidate(self, text: str) -> Candidate | None:
+        """The candidate that is written like this, if there is one."""
+        return next((each for each in self._candidates if str(each) == text), None)
+
+    def choose(self, exchange: Exchange, measured: Measured, link: Link, at_work: Compressor) -> Candidate:
+        """Return the same candidate on every rank; to be called on every rank between two steps."""
+        record, exchange.record = exchange.record, None
+        assert record is not None
+        forecaster = Forecaster(self._parameters, measured, link, exchange.size, at_work)
+        forecasts = _shared(exchange, self._candidates, forecaster.forecast)
+        short = about_as_short(forecasts, self._auto.tolerance)
+        gradients, weights = exchange.ask(lambda comm: comm.all_gather(record.gradients())), record.weights()
+        by_candidate = {forecast.candidate: forecast for forecast in short}
+        found = _shared(exchange, list(by_candidate), lambda c: tried(by_candidate[c], gradients, weights))
+        best = most_faithful(found)
+        self.forecasts = [next((f for f in found if f.candidate == each.candidate), each) for each in forecasts]
+        rank_zero_info(
+            f"sparse_auto: training goes on with {best.candidate}, whose step is expected to take "
+            f"{1e3 * best.step_s:.0f} ms; with {at_work} it took {1e3 * (measured.rest_s + measured.span_s):.0f} ms. "
+            f"Steps of {len(short)} of {len(forecasts)} candidates are about as short as the shortest; of these it "
+            f"delivers most, {best.delivered or 0:.0%} of what is owed, {best.age or 0:.1f} steps late."
+        )
+        return best.candidate

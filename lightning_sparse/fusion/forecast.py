@@ -1,0 +1,136 @@
+"""Predicts the step of each candidate, from measured steps and a link."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from torch import Tensor
+
+from lightning_sparse.compressors import Candidate, Compressor
+from lightning_sparse.fusion.groups import BUCKET_BYTES, cut_into_fragments, pieces_of
+from lightning_sparse.fusion.model import Cost
+from lightning_sparse.fusion.planner import Calibration, Measured, best_plan, calibrate, kinds_of
+from lightning_sparse.fusion.rehearsal import Link, Sample, cost_of
+from lightning_sparse.fusion.simulated_cost import applying_s, simulated_cost
+from lightning_sparse.settings import as_text
+
+FEW, MOST = 2**8, 2**18  # elements of the groups that are simulated; the second on all ranks together
+LIMITS = ("backward", "compression", "network")
+DDP_PLAN = f"buckets of {BUCKET_BYTES >> 20} MiB"  # among a plan's spans
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What to expect of a candidate.
+
+    Attributes:
+        candidate: of which.
+        step_s: seconds of a step.
+        buckets_s: seconds of a step in DDP's buckets.
+        sent_bytes: of a rank in a step.
+        limit: what the step waits for at its end: "backward", "compression" or "network".
+        delivered: the part of what the ranks owe that a step delivers; None until it was tried.
+        age: how many steps late a gradient arrives; None until it was tried.
+    """
+
+    candidate: Candidate
+    step_s: float
+    buckets_s: float
+    sent_bytes: float
+    limit: str
+    NUMBERS: ClassVar = 6
+    delivered: float | None = None
+    age: float | None = None
+
+    def numbers(self) -> list[float]:
+        """All but the candidate as numbers [NUMBERS], which ranks can exchange."""
+        tried = (math.nan if x is None else x for x in (self.delivered, self.age))
+        return [self.step_s, self.buckets_s, self.sent_bytes, LIMITS.index(self.limit), *tried]
+
+    @classmethod
+    def read(cls, candidate: Candidate, numbers: Sequence[float]) -> "Forecast":
+        """The inverse of :meth:`numbers`."""
+        step_s, buckets_s, sent_bytes, limit, *tried = numbers
+        delivered, age = (None if math.isnan(x) else x for x in tried)
+        return cls(candidate, step_s, buckets_s, sent_bytes, LIMITS[int(limit)], delivered, age)
+
+
+class Forecaster:
+    """Predicts steps in which computing takes what was measured, and messages what they would on a link.
+
+    Args:
+        parameters: by name, in the order of definition.
+        measured: with ``at_work``.
+        link: between the ranks.
+        size: P.
+        at_work: what averaged meanwhile; None: nothing was sent.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, Tensor], measured: Measured, link: Link, size: int, at_work: Compressor | None
+    ) -> None:
+        self._parameters, self._measured, self._link, self._size = parameters, measured, link, size
+        self._device = next(iter(parameters.values())).device
+        self._samples: dict[tuple[str, int], list[Sample]] = {}
+        self._calibration = Calibration(blocking=False)
+        if at_work is not None:
+            pieces = pieces_of(parameters, at_work)
+            self._calibration = calibrate(pieces, kinds_of(pieces, at_work, self._cost), measured)
+
+    @property
+    def computing_s(self) -> float:
+        """Seconds of a step that sends nothing."""
+        return self._measured.rest_s + float(np.nanmax([0.0, *self._measured.arrivals_s]))
+
+    def forecast(self, candidate: Candidate) -> Forecast:
+        """Predict a step."""
+        return self._of_local_steps(candidate) if candidate.local_steps else self._of_gradients(candidate)
+
+    def _of_gradients(self, candidate: Candidate) -> Forecast:
+        compressor = candidate.averaging
+        pieces = pieces_of(self._parameters, compressor)
+        sent_bytes = 0.0
+
+        def cost(averages: Compressor, elements: int) -> Cost:
+            nonlocal sent_bytes
+            sent_bytes += self._bytes_each(averages, elements) * elements
+            return self._cost(averages, elements)
+
+        plan = best_plan(pieces, kinds_of(pieces, compressor, cost), self._measured, self._calibration)
+        buckets_s = plan.rest_s + plan.spans[DDP_PLAN]
+        return Forecast(candidate, plan.step_s, buckets_s, sent_bytes, plan.limit)
+
+    def _of_local_steps(self, candidate: Candidate) -> Forecast:
+        """A fragment is exchanged beside the next step, which is as long as the longer of the two."""
+        compressor, steps = candidate.averaging, candidate.local_steps
+        pieces = pieces_of(self._parameters, compressor)
+        sizes = np.array(cut_into_fragments([[piece] for piece in pieces], steps)[1])
+        largest = int(sizes.max())
+        busy_s, _, latency_s = self._cost(compressor, largest).at(sizes)
+        n = min(largest, MOST)
+        own_s = self.computing_s + applying_s(n, self._size, self._device) / n * sizes
+        if self._calibration.blocking:
+            own_s = own_s + busy_s
+        step_s = float(np.maximum(own_s, latency_s).mean())
+        sent_bytes = self._bytes_each(compressor, largest) * float(sizes.mean())
+        limit = "network" if (latency_s > own_s).mean() > 0.5 else "backward"
+        return Forecast(candidate, step_s, step_s, sent_bytes, limit)
+
+    def _cost(self, compressor: Compressor, elements: int) -> Cost:
+        return cost_of(self._simulated(compressor, elements), self._link)
+
+    def _bytes_each(self, compressor: Compressor, elements: int) -> float:
+        largest = self._simulated(compressor, elements)[-1]
+        return largest.sent_bytes / largest.elements
+
+    def _simulated(self, compressor: Compressor, elements: int) -> list[Sample]:
+        n = max(1, min(elements, MOST // self._size))
+        key = (as_text(compressor), n)
+        if key not in self._samples:
+            sizes = sorted({min(FEW, n), n})
+            self._samples[key] = [
+                simulated_cost(compressor, each, self._size, self._link, self._device) for each in sizes
+            ]
+        return self._samples[key]

@@ -1,0 +1,82 @@
+"""Estimates what groups would cost on a link, from ranks simulated on this machine."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.compressors import Compressor, Dense
+from lightning_sparse.compressors.base import take_step
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.engine.local_steps import LocalSteps
+from lightning_sparse.engine.replica import Replica
+from lightning_sparse.fusion.rehearsal import Link, Sample, made_up
+from lightning_sparse.network.comm import Rounds
+from lightning_sparse.network.simulated import SimNetwork
+from lightning_sparse.selection.sparse import Sparse
+
+RUNS = 2  # of each, after one that is not timed: then thresholds are known
+
+
+def simulated_cost(compressor: Compressor, n: int, size: int, link: Link, device: torch.device) -> Sample:
+    """Estimate the cost of a group of ``n`` elements among ``size`` ranks; only the compressor's own work is measured.
+
+    The ranks are simulated.  Messages that follow one another take the link's latency for every hop, and a time for
+    every byte; what a group does while another's messages are under way is not lost.
+    """
+    network = SimNetwork(size, hop_bytes=link.carries(link.latency_s))
+    gradients = [made_up(n, rank, device) for rank in range(size)]
+    groups = [Group(0, ("simulated",), (gradient,)) for gradient in gradients]
+    bucket, comm = torch.empty_like(gradients[0]), network.comms[0]
+    busy_s: list[float] = []
+    for _ in range(1 + RUNS):
+        busy_s.append(0.0)
+        sent_before, hops_before = comm.sent_bytes, comm.hops
+        for group, gradient in zip(groups, gradients, strict=True):
+            with _adding_to(busy_s if group is groups[0] else [0.0], device):
+                group.unsent.copy_(gradient)
+        own, *others = (take_step(compressor, g, c) for g, c in zip(groups, network.comms, strict=True))
+        total = network.run([_timed(own, busy_s, device), *others])[0]
+        with _adding_to(busy_s, device):
+            groups[0].hand_back(total, [bucket], size)
+    sent, hops, busy = comm.sent_bytes - sent_before, comm.hops - hops_before, median(busy_s[1:])
+    wire_s = sent * link.s_per_byte
+    wait_s = wire_s + hops * link.latency_s
+    return Sample(n, busy, max(busy, wire_s, (busy + wait_s) / 2), busy + wait_s, sent)
+
+
+def applying_s(n: int, size: int, device: torch.device) -> float:
+    """Seconds in which a rank takes up ``n`` weights after local steps and applies their exchange."""
+    replica = Replica(Group(0, ("simulated",), (made_up(n, 0, device),)), Dense(), 0, LocalSteps(2))
+    seconds = []
+    for _ in range(1 + RUNS):
+        seconds.append(0.0)
+        with _adding_to(seconds, device):
+            replica.take_up(size)
+            replica.apply()
+    return median(seconds[1:])
+
+
+@contextmanager
+def _adding_to(seconds: list[float], device: torch.device) -> Iterator[None]:
+    start_s = time.perf_counter()
+    yield
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds[-1] += time.perf_counter() - start_s
+
+
+def _timed(rounds: Rounds, busy_s: list[float], device: torch.device) -> Rounds:
+    """Go through ``rounds``, and add the time they take themselves to the last of ``busy_s``."""
+    arrived = None
+    while True:
+        with _adding_to(busy_s, device):
+            try:
+                pending = rounds.send(arrived)  # type: ignore[arg-type]  # None starts it
+            except StopIteration as stop:
+                total: Tensor | Sparse = stop.value
+                return total
+        arrived = yield pending

@@ -1,0 +1,44 @@
+"""Tries a candidate on recorded gradients: what it would deliver of them, and how late."""
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.compressors import Candidate
+from lightning_sparse.compressors.base import take_step
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.engine.faithfulness import Faithfulness
+from lightning_sparse.network.simulated import SimNetwork
+
+STEPS = 24  # that are tried, the recorded gradients in turn; the first third is not counted
+
+
+def try_on(candidate: Candidate, gradients: Tensor, weights: Tensor) -> Faithfulness:
+    """Run ``candidate`` on simulated ranks, and return how faithful it was.  P = ranks, T = steps, m = elements.
+
+    Local steps owe updates, which are taken to be like gradients; after each step a fragment is exchanged beside the
+    next one.
+
+    Args:
+        candidate: to try.
+        gradients: [P, T, m] float32.
+        weights: [m], the parameters' values.
+    """
+    size, recorded, m = gradients.shape
+    fragments = max(candidate.local_steps, 1)
+    network, found = SimNetwork(size), Faithfulness(skip=STEPS // 3)
+    cut = [[Group(0, ("trial",), (part,)) for _ in range(size)] for part in weights.tensor_split(fragments)]
+    owed, on_the_way = torch.zeros(size, m, device=gradients.device), []
+    for step in range(STEPS):
+        owed += gradients[:, step % recorded]
+        before, turn = owed.clone(), step % fragments
+        part = owed.tensor_split(fragments, dim=1)[turn]
+        groups = cut[turn]
+        for group, own in zip(groups, part, strict=True):
+            group.unsent.copy_(own)
+        network.run([take_step(candidate.averaging, g, c) for g, c in zip(groups, network.comms, strict=True)])
+        on_the_way.append((part, part - torch.stack([group.unsent for group in groups])))
+        if len(on_the_way) > (fragments > 1):
+            arriving, sent = on_the_way.pop(0)
+            arriving -= sent
+        found.step(before, owed)
+    return found
