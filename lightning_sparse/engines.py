@@ -103,6 +103,7 @@ class Engines:
             chosen = self.layer_fusion.chosen
             if chosen is not None and chosen.local_steps and self._nothing_is_unsent():
                 self._begin_local_steps(chosen, self.layer_fusion.measured_step_s)
+                self.exchange.between_steps()
 
     def close(self) -> bool:
         """End the engine; returns whether no message is under way."""

@@ -1,0 +1,146 @@
+"""How sparse_auto chooses: predicted steps, candidates tried on gradients, and which is taken."""
+
+import itertools
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lightning_sparse as ls
+from lightning_sparse.compressors.auto import CANDIDATES
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.engine.gradient_record import STEPS, GradientRecord
+from lightning_sparse.fusion.chooser import Chooser, about_as_short, most_faithful
+from lightning_sparse.fusion.forecast import Forecast, Forecaster
+from lightning_sparse.fusion.planner import Measured
+from lightning_sparse.fusion.rehearsal import Link
+from lightning_sparse.fusion.trial import try_on
+
+DENSE = ls.Candidate(ls.Dense())
+LAYERS = {"a": torch.empty(1024, 64), "b": torch.empty(1024, 512)}
+MEASURED = Measured([0.01, 0.02], span_s=0.05, rest_s=0.01, groups=[["b", "a"]])
+
+
+@pytest.fixture
+def gradients() -> Tensor:
+    """Of 4 ranks in 6 steps, 2,000 elements of scales from 0.01 to 1: noise that is twice what the ranks agree on."""
+    generator = torch.Generator().manual_seed(0)
+    shared = torch.randn(1, 1, 2000, generator=generator)
+    noise = 2 * torch.randn(4, 6, 2000, generator=generator)
+    return (shared + noise) * torch.logspace(-2, 0, 2000)
+
+
+def test_dense_sums_deliver_everything_at_once(gradients: Tensor) -> None:
+    found = try_on(DENSE, gradients, torch.zeros(2000))
+    assert (found.delivered, found.age) == (1.0, 0.0)
+
+
+def test_what_sends_more_delivers_more_and_sooner(gradients: Tensor) -> None:
+    orders: list[list[ls.Candidate]] = [
+        [ls.Candidate(ls.Dense(), each) for each in ("float32", "bfloat16", "int8", "int4", "sign")],
+        [ls.Candidate(ls.MiCRO(density=each), "int4") for each in (0.3, 0.1, 0.05, 0.01)],
+        [ls.Candidate(ls.Dense(), "int4", each) for each in (2, 4, 16)],
+    ]
+    for order in orders:
+        found = [try_on(candidate, gradients, torch.zeros(2000)) for candidate in order]
+        assert [f.delivered for f in found] == sorted((f.delivered for f in found), reverse=True)
+        assert [f.age for f in found] == sorted(f.age for f in found)
+
+
+def test_every_candidate_can_be_tried_and_what_it_owes_is_bounded(gradients: Tensor) -> None:
+    for candidate in CANDIDATES:
+        found = try_on(candidate, gradients, torch.zeros(2000))
+        assert 0 < found.delivered <= 1, candidate
+        assert 0 <= found.age < 25, candidate
+
+
+def forecaster(link: Link, at_work: ls.Compressor | None = None) -> Forecaster:
+    return Forecaster(LAYERS, MEASURED, link, 4, at_work)
+
+
+@pytest.fixture
+def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that goes on by a tenth of a millisecond whenever somebody looks at it, whatever else runs here."""
+    looks = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: next(looks) * 1e-4)
+
+
+def test_local_steps_hide_what_they_send_beside_the_next_step(ticking: None) -> None:
+    fast, slow = (forecaster(Link(0.0001, s)) for s in (1e-9, 8e-6))  # 8 Gbit/s and 1 Mbit/s
+    local = ls.Candidate(ls.Dense(), "int4", local_steps=2)
+    assert fast.computing_s == pytest.approx(0.03)
+    assert fast.forecast(local).step_s < 0.04
+    bound = slow.forecast(local)
+    assert bound.step_s == pytest.approx(8e-6 * bound.sent_bytes, rel=0.1)  # no longer hidden
+    assert bound.limit == "network"
+    assert bound.sent_bytes == pytest.approx(0.5 * slow.forecast(ls.Candidate(ls.Dense(), "int4")).sent_bytes, rel=0.02)
+
+
+def test_measured_steps_correct_what_is_predicted(ticking: None) -> None:
+    link = Link(0.0001, 1e-9)
+    usual = forecaster(link).forecast(DENSE).step_s
+    assert forecaster(link, ls.Dense()).forecast(DENSE).step_s > usual  # they took longer than the model says
+
+
+def expected(step_s: float, delivered: float | None = None) -> Forecast:
+    return Forecast(DENSE, step_s, step_s, 1.0, "network", delivered, None)
+
+
+def test_the_most_faithful_of_the_shortest_is_taken() -> None:
+    found = [expected(1.0, 1.0), expected(0.54, 0.9), expected(0.5, 0.5), expected(0.56, 0.95)]
+    assert about_as_short(found, 0.1) == found[1:3]
+    assert most_faithful(about_as_short(found, 0.1)) is found[1]
+    assert most_faithful([expected(1.0, 0.5), expected(0.9, 0.5)]).step_s == 1.0  # of equals the first
+
+
+def test_a_forecast_is_the_same_after_its_way_as_numbers() -> None:
+    for forecast in (expected(0.25), expected(0.25, 0.75), replace(expected(0.1, 0.2), age=3.0, limit="backward")):
+        assert Forecast.read(DENSE, forecast.numbers()) == forecast
+
+
+def test_a_record_holds_gradients_and_not_what_was_owed_before() -> None:
+    weights = torch.arange(10.0)
+    group = Group(0, ("w",), (weights,))
+    group.unsent += 5.0
+    record = GradientRecord([group], 5)
+    for step in range(STEPS + 2):
+        group.unsent += step
+        record.before(group)
+        group.unsent *= 0.5
+        record.end_step()
+    record.end_step()  # in which the group did not travel
+    assert record.weights().tolist() == [0.0, 2.0, 4.0, 6.0, 8.0]
+    assert record.gradients().tolist() == [[float(step)] * 5 for step in (*range(3, STEPS + 2), 0)]
+
+
+def test_what_was_too_slow_is_not_chosen_again_and_something_always_is() -> None:
+    chooser = Chooser(ls.Auto((ls.Dense(), ls.TopK(density=0.5))), LAYERS, local=False)
+    first, last = ls.Candidate(ls.Dense()), ls.Candidate(ls.TopK(density=0.5))
+    chooser.exclude(first)
+    assert chooser.candidate(str(first)) is None
+    chooser.exclude(last)
+    assert chooser.candidate(str(last)) == last
+
+
+def test_local_steps_are_candidates_only_where_their_average_is_shown() -> None:
+    local = str(CANDIDATES[-1])
+    assert Chooser(ls.Auto(), LAYERS, local=True).candidate(local) == CANDIDATES[-1]
+    assert Chooser(ls.Auto(), LAYERS, local=False).candidate(local) is None
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ls.Candidate("micro"), "'micro' is not a compressor to choose"),  # type: ignore[arg-type]
+        (lambda: ls.Candidate(ls.MiCRO(), "int3"), "int3"),
+        (lambda: ls.Candidate(ls.MiCRO(), local_steps=-1), "local_steps must be"),
+        (lambda: ls.Auto(()), "a list of one candidate or more"),
+        (lambda: ls.Auto(tolerance=-0.1), "tolerance must be at least 0; got -0.1"),
+    ],
+)
+def test_what_cannot_be_chosen_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,121 @@
+"""sparse_auto on real processes: from gradients to local steps and back, and what a checkpoint keeps of it."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+import lightning_sparse as ls
+from lightning_sparse import engines
+from lightning_sparse.engine.gradients import GradientExchange
+from lightning_sparse.engine.local_exchange import LocalExchange
+from lightning_sparse.fusion import layer_fusion
+from lightning_sparse.fusion.layer_fusion import STEPS_MEASURED
+from tests.conftest import Ranks
+from tests.training.models import LIMIT_S, data, small, trainer, weights
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
+
+LOCAL = ls.Candidate(ls.Dense(), "int4", local_steps=3)
+CHANGES_BACK = STEPS_MEASURED + 9
+
+
+def auto(*candidates: ls.Candidate, **options: Any) -> ls.SparseDDPStrategy:
+    layer_fusion.WORTH_PLANNING = 1  # small models too
+    return ls.SparseDDPStrategy(ls.Auto(candidates), **options)
+
+
+class Watch(L.Callback):
+    """Notes after each step the engine, and before it what all ranks' weights and momenta sum up to."""
+
+    def __init__(self) -> None:
+        self.engines: list[str] = []
+        self.own: list[Tensor] = []
+        self.momenta: list[Tensor] = []
+
+    def on_train_batch_end(self, run: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        self.engines.append(type(run.strategy.exchange).__name__)  # type: ignore[attr-defined]
+        self.own.append(weights(module))
+        state = run.optimizers[0].state
+        self.momenta.append(torch.cat([state[p]["momentum_buffer"].flatten() for p in module.parameters()]))
+
+
+def test_it_changes_to_local_steps_and_back_and_loses_nothing(ranks: Ranks) -> None:
+    first, second = ranks.run(_there_and_back, 2)
+    assert first[0] == second[0]
+    kinds = first[0]
+    begin, end = kinds.index("LocalExchange"), len(kinds) - 1 - kinds[::-1].index("LocalExchange")
+    assert begin == STEPS_MEASURED
+    assert CHANGES_BACK <= end + 1 < len(kinds)
+    assert set(kinds[end + 1 :]) == {"GradientExchange"}
+    mean, (merged, momenta) = (first[1] + second[1]) / 2, first[2]
+    assert not torch.equal(first[1], second[1])
+    assert torch.equal(merged, second[2][0])  # every rank goes on with the same
+    assert torch.allclose(merged, mean, atol=1e-6)
+    assert torch.equal(momenta, second[2][1])
+    assert torch.allclose(momenta, (first[3] + second[3]) / 2, atol=1e-6)
+
+
+def _there_and_back(rank: int, size: int) -> Any:
+    """The engines, this rank's weights before its local steps ended, what was merged, and its momenta before."""
+    honest = engines.Pace.has_changed
+    merged: list[tuple[Tensor, Tensor]] = []
+
+    def has_changed(self: engines.Pace, exchange: Any) -> bool:
+        return honest(self, exchange) or exchange.steps == CHANGES_BACK
+
+    class Merged(Watch):
+        def on_before_backward(self, run: L.Trainer, module: L.LightningModule, loss: Tensor) -> None:
+            before = self.engines and self.engines[-1] == "LocalExchange"
+            if before and isinstance(run.strategy.exchange, GradientExchange):  # type: ignore[attr-defined]
+                state = run.optimizers[0].state
+                momenta = torch.cat([state[p]["momentum_buffer"].flatten() for p in module.parameters()])
+                merged.append((weights(module), momenta))
+
+    engines.Pace.has_changed = has_changed  # type: ignore[method-assign]
+    watch = Merged()
+    run = trainer(auto(LOCAL), size, check_every=0, max_steps=CHANGES_BACK + 5, callbacks=[watch])
+    run.fit(small(), data(CHANGES_BACK + 5, size))
+    last = len(watch.engines) - 1 - watch.engines[::-1].index("LocalExchange")
+    return watch.engines, watch.own[last], merged[0], watch.momenta[last]
+
+
+def test_a_resumed_training_takes_its_local_steps_at_once_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
+    for kinds, through, resumed in ranks.run(_resume, 2, tmp_path):
+        assert set(kinds) == {"LocalExchange"}
+        assert torch.equal(through, resumed)
+
+
+def _resume(rank: int, size: int, path: Path) -> Any:
+    half, whole = STEPS_MEASURED + 4, STEPS_MEASURED + 8
+    saver = ModelCheckpoint(path, filename="half", every_n_train_steps=half)
+    trained, watch = [], Watch()
+    for until, start, callbacks in ((whole, None, []), (half, None, [saver]), (whole, path / "half.ckpt", [watch])):
+        model = small(optimizer="sgd")
+        run = trainer(auto(LOCAL), size, max_steps=until, callbacks=callbacks, enable_checkpointing=saver in callbacks)
+        run.fit(model, data(half, size), ckpt_path=start)
+        exchange = run.strategy.exchange  # type: ignore[attr-defined]
+        assert isinstance(exchange, LocalExchange)
+        trained.append(weights(model))
+    return watch.engines, trained[0], trained[2]
+
+
+def test_validation_and_a_second_fit_see_the_average(ranks: Ranks) -> None:
+    (shown, again), other = ranks.run(_fit_twice, 2)
+    assert torch.equal(shown, other[0])
+    assert again == other[1] == "LocalExchange"
+
+
+def _fit_twice(rank: int, size: int) -> tuple[Tensor, str]:
+    model, watch = small(), Watch()
+    run = trainer(auto(LOCAL), size, max_steps=STEPS_MEASURED + 4, callbacks=[watch])
+    run.fit(model, data(STEPS_MEASURED + 4, size))
+    shown = weights(model)
+    watch.engines.clear()
+    run.fit_loop.epoch_loop.max_steps += 2
+    run.fit(model, data(4, size))
+    return shown, watch.engines[0]
