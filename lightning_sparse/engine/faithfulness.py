@@ -11,8 +11,8 @@ class Faithfulness:
     neither in ``owed`` nor was left by the step before is what has arrived.  With local steps both are x_r - x̄, before
     and after what was exchanged is applied.
 
-    The age is by Little's law: an arrival waits with its square as weight, in the proportion left / owed of its element;
-    weight that waits after a step, divided by weight that arrives in a step, is the mean time waited.
+    The age is by Little's law: an arrival waits with its square as weight, in the proportion left / owed of its
+    element; weight that waits after a step, divided by weight that arrives in a step, is the mean time waited.
 
     Args:
         skip: first steps, in which nothing waits yet, that are not counted.

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 
+from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparse.bench.compare.peers import PEERS, Contender
-from lightning_sparse.bench.compare.workloads import ByteGPT
-from lightning_sparse.bench.simulate.task import OPTIMIZERS
+from lightning_sparse.bench.simulate.optimizers import OPTIMIZERS
+from lightning_sparse.bench.simulate.task import loss_of
 from lightning_sparse.compressors import Dense
 from lightning_sparse.fusion.groups import lay_out
 from lightning_sparse.network.simulated import SimNetwork
@@ -39,10 +40,10 @@ def options_of(strategy: str) -> Options:
     return built.options
 
 
-def backward(model: ByteGPT, batch: Tensor) -> None:
+def backward(model: LightningModule, batch: Sequence[Tensor]) -> None:
     """Set the gradients of ``model`` to those of a batch."""
     model.zero_grad()
-    model.training_step([batch]).backward()
+    loss_of(model, batch).backward()
 
 
 def take_optimizer_steps(optimizers: Sequence[Optimizer], rate: float) -> None:
@@ -60,7 +61,7 @@ class Replicas:
         network: between the ranks.
     """
 
-    def __init__(self, model: ByteGPT, options: Options, ranks: int, optimizer: str = "adamw") -> None:
+    def __init__(self, model: LightningModule, options: Options, ranks: int, optimizer: str = "adamw") -> None:
         self.network = SimNetwork(ranks, wire_format(options.wire_dtype))
         self._model, self._optimizers = model, OPTIMIZERS[optimizer](model)
         parameters = dict(model.named_parameters())
@@ -68,7 +69,7 @@ class Replicas:
             lay_out(parameters, options.averaging, options.fusion, options.bucket_bytes) for _ in range(ranks)
         ]
 
-    def step(self, batches: Sequence[Tensor], rate: float) -> None:
+    def step(self, batches: Sequence[Sequence[Tensor]], rate: float) -> None:
         """Learn from a batch on each rank, at a learning rate."""
         for batch, groups in zip(batches, self._groups, strict=True):
             backward(self._model, batch)

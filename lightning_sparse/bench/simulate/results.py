@@ -12,6 +12,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from lightning_sparse.bench.simulate.task import TASKS
+
 
 @dataclass(frozen=True)
 class Run:
@@ -23,17 +25,19 @@ class Run:
     learning_rate: float
     seed: int
     optimizer: str = "adamw"
+    task: str = "byte_lm"
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a training ended with.  Losses are of validation, in nats a byte."""
+    """What a training ended with.  Losses are of validation."""
 
     run: Run
     loss: float
     curve: list[tuple[int, float]]  # steps and the loss after them
     sent_bytes: float  # of a rank in a step, for each parameter
     seconds: float
+    accuracy: float | None = None  # of validation, where something is classified
 
     @classmethod
     def from_json(cls, line: str) -> "Result":
@@ -67,7 +71,8 @@ def table(rows: Sequence[Sequence[Result]], rates: Sequence[float], lines: box.B
     headings = ("bytes", "learning rate", "loss", f"above {rows[0][0].run.strategy}")
     found = Table(box=lines, padding=(0, 1, 0, 0))
     found.add_column("strategy", overflow="fold")
-    for heading in headings:
+    classified = all(result.accuracy is not None for row in rows for result in row)
+    for heading in (*headings, *(["accuracy"] if classified else [])):
         found.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         above = [100 * (own.loss / reference.loss - 1) for own, reference in zip(row, rows[0], strict=True)]
@@ -79,6 +84,7 @@ def table(rows: Sequence[Sequence[Result]], rates: Sequence[float], lines: box.B
             f"{best.run.learning_rate:g}{'*' if at_edge else ''}",
             _spread([result.loss for result in row], 3),
             "-" if row is rows[0] else f"{_spread(above, 1)} %",
+            *([f"{_spread([100 * (result.accuracy or 0) for result in row], 1)} %"] if classified else []),
         )
     return found
 
@@ -93,7 +99,7 @@ def caption(rows: Sequence[Sequence[Result]], rates: Sequence[float]) -> str:
     """Say what the table shows."""
     run, seeds = rows[0][0].run, ", ".join(str(result.run.seed) for result in rows[0])
     return (
-        f"Validation loss of a byte language model in nats a byte, after {run.steps:,} steps, {run.ranks} simulated "
+        f"Validation loss {TASKS[run.task].loss}, after {run.steps:,} steps, {run.ranks} simulated "
         f"rank{'s' if run.ranks > 1 else ''} with {run.optimizer}; mean ± standard deviation over seeds {seeds}. "
         "Bytes: sent by a rank in a step, for each parameter. Learning rate: the best of "
         f"{', '.join(f'{rate:g}' for rate in rates)} with the first seed, * where it is at an edge of these; the other "
