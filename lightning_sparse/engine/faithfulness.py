@@ -29,7 +29,7 @@ class Faithfulness:
 
     @torch.no_grad()
     def step(self, owed: Tensor, left: Tensor) -> None:
-        """Take in a step: what P ranks owed of m elements, and what of it is left, both [P, m] (or [1, m], their sum)."""
+        """Take in a step: what P ranks owed of m elements and what of it is left, [P, m] each, or [1, m], their sum."""
         owed, left = owed.sum(0), left.sum(0)
         arrived = (owed - self._left).square()
         kept = (left / owed).abs_().nan_to_num_(0.0, 1.0).clamp_(max=1.0)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_sparse.bench.simulate.optimizers import OPTIMIZERS
 from lightning_sparse.bench.simulate.replicas import backward, take_optimizer_steps
+from lightning_sparse.engine.faithfulness import Faithfulness
 from lightning_sparse.engine.lr_factor import EVERY, LrFactor
 from lightning_sparse.engine.replica import Replica
 from lightning_sparse.fusion.groups import lay_out_fragments
@@ -31,7 +32,10 @@ class LocalReplicas:
 
     Attributes:
         network: between the ranks.
+        faithfulness: of the steps so far, if it is to be judged.
     """
+
+    faithfulness: Faithfulness | None = None
 
     def __init__(self, model: LightningModule, options: Options, ranks: int, optimizer: str = "adamw") -> None:
         assert options.local is not None
@@ -71,7 +75,18 @@ class LocalReplicas:
         self._steps += 1
         if not self._settings.overlaps:
             self._exchange()
+        owed = self._drift()
         self._apply()
+        if self.faithfulness is not None:
+            self.faithfulness.step(owed, self._drift())
+
+    @torch.no_grad()
+    def _drift(self) -> Tensor:
+        """How far each rank's weights are from the average, [P, n]."""
+        average, *own = (
+            torch.cat([p.reshape(-1) for p in model.parameters()]) for model in (self._average, *self._models)
+        )
+        return torch.stack(own) - average
 
     def _exchange(self) -> None:
         """Take up the groups whose turn it is after the last step, and average them."""

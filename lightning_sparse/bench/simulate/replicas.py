@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
@@ -10,6 +11,7 @@ from lightning_sparse.bench.compare.peers import PEERS, Contender
 from lightning_sparse.bench.simulate.optimizers import OPTIMIZERS
 from lightning_sparse.bench.simulate.task import loss_of
 from lightning_sparse.compressors import Dense
+from lightning_sparse.engine.faithfulness import Faithfulness
 from lightning_sparse.fusion.groups import lay_out
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.options import Options
@@ -59,7 +61,10 @@ class Replicas:
 
     Attributes:
         network: between the ranks.
+        faithfulness: of the steps so far, if it is to be judged.
     """
+
+    faithfulness: Faithfulness | None = None
 
     def __init__(self, model: LightningModule, options: Options, ranks: int, optimizer: str = "adamw") -> None:
         self.network = SimNetwork(ranks, wire_format(options.wire_dtype))
@@ -75,8 +80,15 @@ class Replicas:
             backward(self._model, batch)
             for group, compressor in groups:
                 compressor.accumulate(group, [p.grad for p in group.parameters], self.network.size)
+        owed = self._unsent()
         for ranks in zip(*self._groups, strict=True):
             group, compressor = ranks[0]
             total = take_steps(compressor, [own for own, _ in ranks], self.network)
             group.hand_back(total, [p.grad for p in group.parameters if p.grad is not None], self.network.size)
+        if self.faithfulness is not None:
+            self.faithfulness.step(owed, self._unsent())
         take_optimizer_steps(self._optimizers, rate)
+
+    def _unsent(self) -> Tensor:
+        """What each rank has not sent, [P, n]."""
+        return torch.stack([torch.cat([group.unsent for group, _ in groups]) for groups in self._groups])

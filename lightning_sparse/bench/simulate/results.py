@@ -38,6 +38,8 @@ class Result:
     sent_bytes: float  # of a rank in a step, for each parameter
     seconds: float
     accuracy: float | None = None  # of validation, where something is classified
+    delivered: float | None = None  # of what is owed, by a step: see Faithfulness
+    age: float | None = None  # steps that a gradient waits
 
     @classmethod
     def from_json(cls, line: str) -> "Result":
@@ -65,14 +67,16 @@ def read(path: Path) -> dict[Run, Result]:
 
 # - for people
 
+FURTHER = {"accuracy": 3, "delivered": 3, "age": 2}  # of a result, if all have it, with so many digits
+
 
 def table(rows: Sequence[Sequence[Result]], rates: Sequence[float], lines: box.Box) -> Table:
     """A row for each strategy, of its results with each seed; the first row is the reference."""
     headings = ("bytes", "learning rate", "loss", f"above {rows[0][0].run.strategy}")
     found = Table(box=lines, padding=(0, 1, 0, 0))
     found.add_column("strategy", overflow="fold")
-    classified = all(result.accuracy is not None for row in rows for result in row)
-    for heading in (*headings, *(["accuracy"] if classified else [])):
+    further = [name for name in FURTHER if all(getattr(each, name) is not None for row in rows for each in row)]
+    for heading in (*headings, *further):
         found.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         above = [100 * (own.loss / reference.loss - 1) for own, reference in zip(row, rows[0], strict=True)]
@@ -84,7 +88,7 @@ def table(rows: Sequence[Sequence[Result]], rates: Sequence[float], lines: box.B
             f"{best.run.learning_rate:g}{'*' if at_edge else ''}",
             _spread([result.loss for result in row], 3),
             "-" if row is rows[0] else f"{_spread(above, 1)} %",
-            *([f"{_spread([100 * (result.accuracy or 0) for result in row], 1)} %"] if classified else []),
+            *(f"{fmean(getattr(result, name) for result in row):.{FURTHER[name]}f}" for name in further),
         )
     return found
 
@@ -104,7 +108,8 @@ def caption(rows: Sequence[Sequence[Result]], rates: Sequence[float]) -> str:
         "Bytes: sent by a rank in a step, for each parameter. Learning rate: the best of "
         f"{', '.join(f'{rate:g}' for rate in rates)} with the first seed, * where it is at an edge of these; the other "
         "seeds were trained with that one alone. Above: by how much a strategy's loss is above the first one's with "
-        "the same seed."
+        "the same seed. Delivered: of what the ranks owe together (unsent + gradient, squared norm), what a step "
+        "delivers. Age: steps that a gradient waits."
     )
 
 

@@ -235,3 +235,26 @@ def test_results_from_before_there_were_tasks_are_of_the_byte_lm() -> None:
     run = {"strategy": "ddp", "ranks": 4, "steps": 600, "learning_rate": 0.001, "seed": 0}
     line = json.dumps({"run": run, "loss": 2.0, "curve": [[600, 2.0]], "sent_bytes": 6.0, "seconds": 1.0})
     assert Result.from_json(line).run == Run("ddp", 4, 600, 0.001, 0, "adamw", "byte_lm")
+
+
+# --- what is delivered
+
+
+def test_what_a_strategy_delivers_is_written_down() -> None:
+    strategies = ["ddp", "sparse_dense:wire_dtype=int4", "micro:density=0.3", "micro:density=0.05"]
+    found = [train(Run(strategy, 3, 15, 1e-3, 0)) for strategy in strategies]
+    assert (found[0].delivered, found[0].age) == (1.0, 0.0)
+    delivered, age = [each.delivered or 0 for each in found], [each.age or 0 for each in found]
+    assert delivered == sorted(delivered, reverse=True)
+    assert age == sorted(age)
+
+
+def test_all_weights_averaged_every_step_are_late_by_nothing() -> None:
+    found = train(Run("sparse_dense:local_steps=1", 3, 5, 1e-3, 0))
+    assert found.delivered == pytest.approx(1, abs=1e-6)
+    assert found.age == pytest.approx(0, abs=1e-3)
+
+
+def test_half_of_the_weights_a_step_late_wait_a_step_and_a_half() -> None:
+    found = train(Run("sparse_dense:local_steps=2", 3, 60, 1e-3, 0))
+    assert found.age == pytest.approx(1.5, abs=0.2)
