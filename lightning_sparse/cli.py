@@ -156,11 +156,21 @@ def _add_scale(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _add_simulate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
+    from lightning_sparse.bench.simulate.task import TASKS
+
     simulate = commands.add_parser(
         "simulate",
         help="say what strategies cost in loss, without a cluster",
-        description="Train a small byte language model with each strategy among simulated ranks, all of them in this "
-        "process, and compare bytes and validation loss. A run that was interrupted goes on where it stopped.",
+        description="Train a small model with each strategy among simulated ranks, all of them in this process, and "
+        "compare bytes and validation loss. A run that was interrupted goes on where it stopped.",
+    )
+    simulate.add_argument(
+        "--task",
+        choices=tuple(TASKS),
+        default="byte_lm",
+        help="byte_lm: a GPT on Python's own source, with AdamW; digits: a small network for handwritten digits, with "
+        "SGD and momentum (needs scikit-learn); modules: a bag of embeddings that tells 20 modules of Python apart, "
+        "with AdamW, nearly all of whose gradient is zero (%(default)s)",
     )
     simulate.add_argument(
         "--strategies",
@@ -169,19 +179,20 @@ def _add_simulate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         help="comma-separated, as for bench; the first is what the others are compared with (%(default)s)",
     )
     simulate.add_argument("--ranks", type=int, default=4, help="simulated ranks (%(default)s)")
-    simulate.add_argument("--steps", type=int, default=600, help="optimizer steps of each training (%(default)s)")
+    of_tasks = {
+        each: ", ".join(f"{name}: {getattr(kind, each)}" for name, kind in TASKS.items()) for each in ("steps", "rates")
+    }
+    simulate.add_argument("--steps", type=int, help=f"optimizer steps of each training ({of_tasks['steps']})")
     simulate.add_argument(
         "--learning-rates",
         metavar="LIST",
-        default="2e-3,4e-3,8e-3",
-        help="largest learning rates to try, with the first seed; the best is used with all (%(default)s)",
+        help=f"largest learning rates to try, with the first seed; the best is used with all ({of_tasks['rates']})",
     )
     simulate.add_argument("--seeds", metavar="LIST", default="0,1,2", help="of weights and batches (%(default)s)")
     simulate.add_argument(
         "--optimizer",
         choices=("adamw", "sgd", "muon"),
-        default="adamw",
-        help="sgd: with momentum 0.9; muon: for the matrices of the blocks, AdamW for the rest (%(default)s)",
+        help="sgd: with momentum 0.9; muon: for the matrices of byte_lm's blocks, AdamW for the rest (the task's own)",
     )
     return simulate
 

@@ -31,8 +31,8 @@ def tried(forecast: Forecast, gradients: Tensor, weights: Tensor) -> Forecast:
 
 
 def most_faithful(forecasts: Sequence[Forecast]) -> Forecast:
-    """The one that delivers most, of equals the first."""
-    return max(forecasts, key=lambda forecast: forecast.delivered or 0.0)
+    """The one of which least is undelivered, of equals the first."""
+    return min(forecasts, key=lambda forecast: forecast.undelivered)
 
 
 def _shared(
@@ -87,10 +87,11 @@ class Chooser:
         found = _shared(exchange, list(by_candidate), lambda c: tried(by_candidate[c], gradients, weights))
         best = most_faithful(found)
         self.forecasts = [next((f for f in found if f.candidate == each.candidate), each) for each in forecasts]
+        before_ms = 1e3 * (measured.rest_s + measured.span_s)
         rank_zero_info(
             f"sparse_auto: training goes on with {best.candidate}, whose step is expected to take "
-            f"{1e3 * best.step_s:.0f} ms; with {at_work} it took {1e3 * (measured.rest_s + measured.span_s):.0f} ms. "
-            f"Steps of {len(short)} of {len(forecasts)} candidates are about as short as the shortest; of these it "
-            f"delivers most, {best.delivered or 0:.0%} of what is owed, {best.age or 0:.1f} steps late."
+            f"{1e3 * best.step_s:.0f} ms; with {at_work} it took {before_ms:.0f} ms. Steps of {len(short)} of "
+            f"{len(forecasts)} candidates are about as short as the shortest, and of these it is the most faithful: each "
+            f"step delivers {best.delivered or 0:.0%} of what is owed, {best.age or 0:.1f} steps late."
         )
         return best.candidate

@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from lightning_sparse.compressors import Candidate, Compressor
+from lightning_sparse.engine.faithfulness import undelivered
 from lightning_sparse.fusion.groups import BUCKET_BYTES, cut_into_fragments, pieces_of
 from lightning_sparse.fusion.model import Cost
 from lightning_sparse.fusion.planner import Calibration, Measured, best_plan, calibrate, kinds_of
@@ -43,6 +44,11 @@ class Forecast:
     NUMBERS: ClassVar = 6
     delivered: float | None = None
     age: float | None = None
+
+    @property
+    def undelivered(self) -> float:
+        """By what faithfulness is judged; 1 until it was tried."""
+        return 1.0 if self.delivered is None else undelivered(self.delivered, self.candidate.local_steps > 0)
 
     def numbers(self) -> list[float]:
         """All but the candidate as numbers [NUMBERS], which ranks can exchange."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import lightning_sparse as ls
+from lightning_sparse.compressors.auto import CANDIDATES
 from lightning_sparse.engine.timeline import Timeline
-from lightning_sparse.fusion import layer_fusion, planner, rehearsal
+from lightning_sparse.fusion import decision, layer_fusion, planner
 from lightning_sparse.fusion import model as plan_module
+from lightning_sparse.fusion.forecast import Forecast, Forecaster
 from lightning_sparse.fusion.groups import Piece, pieces_of
 from lightning_sparse.fusion.layer_fusion import STEPS_MEASURED
 from lightning_sparse.fusion.model import Cost, Plan, StepModel
@@ -301,31 +304,39 @@ def test_it_measures_anew_when_another_compressor_sets_in(ranks: Ranks) -> None:
 
 # - the compressor chosen too
 
+AUTO = ls.Auto([candidate for candidate in CANDIDATES if not candidate.local_steps])
+
 
 def automatic(
     rank: int, size: int, each: Sequence[str], folder: str
 ) -> list[tuple[str, list[tuple[str, ...]], Tensor, int]]:
     """Train with sparse_auto where one compressor seems by far the fastest, or all are as slow: each in turn."""
-    honest = rehearsal._try
+    honest = Forecaster.forecast
     return [with_fastest(size, fastest, honest, f"{folder}/{fastest}.ckpt") for fastest in each]
 
 
 def with_fastest(
     size: int, fastest: str, honest: Callable[..., Any], checkpoint: str
 ) -> tuple[str, list[tuple[str, ...]], Tensor, int]:
-    def given_times(exchange: Any, compressor: ls.Compressor, n: int) -> tuple[float, float, float, int]:
-        sent = honest(exchange, compressor, n)[3]
-        slow = 0.0001 if type(compressor).__name__ == fastest else 0.5
-        return slow, slow, slow, sent
+    def given_times(self: Forecaster, candidate: ls.Candidate) -> Forecast:
+        slow = 0.0001 if type(candidate.compressor).__name__ == fastest else 0.5
+        return replace(honest(self, candidate), step_s=slow)
 
-    rehearsal._try = given_times
-    strategy = ls.SparseDDPStrategy("sparse_auto")
+    Forecaster.forecast = given_times  # type: ignore[method-assign]
+    strategy = ls.SparseDDPStrategy(AUTO)
     run, model = trainer(strategy, size, max_steps=STEPS), Deep()
     run.fit(model, data(STEPS, size))
     assert strategy.exchange is not None
+    assert strategy.hook is not None
     run.save_checkpoint(checkpoint)
-    plans_made = 0 if strategy.layer_fusion is None else len(strategy.layer_fusion.plans)
-    return type(strategy.exchange.compressors[0]).__name__, groups(strategy), weights(model), plans_made
+    compressor = strategy.exchange.compressors[0]
+    assert strategy.hook.chooser is not None
+    return kind_of(compressor), groups(strategy), weights(model), len(strategy.hook.chooser.forecasts)
+
+
+def kind_of(compressor: ls.Compressor) -> str:
+    """Of what is at work, whatever its wire format."""
+    return type(getattr(compressor, "compressor", compressor)).__name__
 
 
 def test_sparse_auto_chooses_the_fastest_and_dense_where_none_is(ranks: Ranks, tmp_path: Path) -> None:
@@ -333,27 +344,27 @@ def test_sparse_auto_chooses_the_fastest_and_dense_where_none_is(ranks: Ranks, t
     for fastest, *results in zip(each, *ranks.run(automatic, 2, each, str(tmp_path), timeout_s=LIMIT_S), strict=True):
         chosen, laid_out, trained, _ = results[0]
         assert chosen == ("Dense" if fastest == "none" else fastest)
-        for again, theirs, weights_there, _ in results:
+        for again, theirs, weights_there, forecasts in results:
             assert (again, theirs) == (chosen, laid_out)
             assert torch.equal(weights_there, trained)
-        assert [plans for *_, plans in results] == [len(ls.Auto().candidates), 0]
+            assert forecasts == len(AUTO.candidates)
     assert ranks.run(resume_automatic, 2, str(tmp_path / "OkTopk.ckpt"), timeout_s=LIMIT_S) == ["OkTopk", "OkTopk"]
 
 
 def resume_automatic(rank: int, size: int, checkpoint: str) -> str:
     """The compressor that a resumed training goes on with."""
-    strategy = ls.SparseDDPStrategy("sparse_auto")
+    strategy = ls.SparseDDPStrategy(AUTO)
     run = trainer(strategy, size, max_steps=STEPS + 2)
     run.fit(Deep(), data(STEPS + 2, size), ckpt_path=checkpoint)
     assert strategy.exchange is not None
-    return type(strategy.exchange.compressors[0]).__name__
+    return kind_of(strategy.exchange.compressors[0])
 
 
 def plan_and_fail(rank: int, size: int) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]], Plan | None]:
     def failing(*arguments: object) -> Plan:
         raise ZeroDivisionError("in the planner")
 
-    layer_fusion.best_plan = failing
+    decision.best_plan = failing
     strategy = ls.SparseDDPStrategy("micro")
     run = trainer(strategy, size, max_steps=STEPS)
     first: list[list[tuple[str, ...]]] = []

@@ -8,6 +8,7 @@ from rich.table import Column, Table
 
 from lightning_sparse.compressors import Candidate, Dense
 from lightning_sparse.compressors.auto import TOLERANCE
+from lightning_sparse.engine.faithfulness import LOCAL
 from lightning_sparse.fusion.chooser import about_as_short, most_faithful
 from lightning_sparse.fusion.forecast import Forecast
 from lightning_sparse.monitor.tables import human_bytes
@@ -23,6 +24,7 @@ class Advice:
     limit: str  # what the step waits for at its end: "backward", "compression" or "network"
     delivered: float | None  # the part of what the ranks owe that a step delivers, where it was tried
     age: float | None  # how many steps late it arrives
+    undelivered: float  # by which they are ordered
     chosen: bool
     about_as_short: bool  # as the shortest
     python: str = ""  # to paste
@@ -35,7 +37,7 @@ def advise_on(forecasts: Sequence[Forecast], sums: str) -> list[Advice]:
     dense = next(f for f in forecasts if f.candidate == Candidate(Dense()))
     short = about_as_short(forecasts, TOLERANCE)
     chosen = most_faithful(short)
-    ddp = Advice("ddp", dense.buckets_s, dense.sent_bytes, dense.limit, 1.0, 0.0, False, False, sums=sums)
+    ddp = Advice("ddp", dense.buckets_s, dense.sent_bytes, dense.limit, 1.0, 0.0, 0.0, False, False, sums=sums)
     return [
         ddp,
         *(
@@ -46,6 +48,7 @@ def advise_on(forecasts: Sequence[Forecast], sums: str) -> list[Advice]:
                 f.limit,
                 f.delivered,
                 f.age,
+                f.undelivered,
                 f is chosen,
                 f in short,
                 *to_paste(f.candidate),
@@ -110,8 +113,8 @@ def words(advices: Sequence[Advice], busy: str = "") -> list[str]:
         ]
     return [
         *doubt,
-        f"Use sparse_auto, which chooses so by itself: {best.name}, a step of about {1e3 * best.step_s:.0f} ms in place "
-        f"of {1e3 * ddp.step_s:.0f} ms ({ddp.step_s / best.step_s:.1f} times faster). {_why(advices, best)}",
+        f"Use sparse_auto, which chooses so by itself: {best.name}, a step of about {1e3 * best.step_s:.0f} ms in "
+        f"place of {1e3 * ddp.step_s:.0f} ms ({ddp.step_s / best.step_s:.1f} times faster). {_why(advices, best)}",
         "",
         "    import lightning_sparse as ls",
         "    Trainer(strategy='sparse_auto')",
@@ -124,14 +127,15 @@ def words(advices: Sequence[Advice], busy: str = "") -> list[str]:
 
 
 def _why(advices: Sequence[Advice], best: Advice) -> str:
-    """Say why ``best``, and not the next more faithful or the next faster one."""
+    """Say why ``best``, and not the next more faithful one."""
     short = [a for a in advices if a.about_as_short]
     why = (
-        f"Of the {len(short)} whose steps are about as short as the shortest it delivers most: "
-        f"{best.delivered or 0:.0%} of what is owed in each step, {best.age or 0:.1f} steps late."
+        f"Of the {len(short)} whose steps are about as short as the shortest it is the most faithful: each step "
+        f"delivers {best.delivered or 0:.0%} of what is owed, {best.age or 0:.1f} steps late. What local steps leave counts "
+        f"{LOCAL:g} times as much as gradients do, since a rank's own weights have its own steps at once."
     )
-    slower = [a for a in advices[1:] if not a.about_as_short and (a.delivered or 0) > (best.delivered or 0)]
+    slower = [a for a in advices[1:] if not a.about_as_short and a.undelivered < best.undelivered]
     if slower:
         nearest = min(slower, key=lambda a: a.step_s)
-        why += f" {nearest.name} would deliver more ({nearest.delivered:.0%}), in {1e3 * nearest.step_s:.0f} ms a step."
+        why += f" More faithful, but slower: {nearest.name}, {1e3 * nearest.step_s:.0f} ms a step."
     return why

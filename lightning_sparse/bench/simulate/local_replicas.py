@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from copy import deepcopy
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_sparse.bench.compare.workloads import ByteGPT
+from lightning_sparse.bench.simulate.optimizers import OPTIMIZERS
 from lightning_sparse.bench.simulate.replicas import backward, take_optimizer_steps
-from lightning_sparse.bench.simulate.task import OPTIMIZERS
+from lightning_sparse.engine.faithfulness import Faithfulness
 from lightning_sparse.engine.lr_factor import EVERY, LrFactor
 from lightning_sparse.engine.replica import Replica
 from lightning_sparse.fusion.groups import lay_out_fragments
@@ -31,9 +32,12 @@ class LocalReplicas:
 
     Attributes:
         network: between the ranks.
+        faithfulness: of the steps so far, if it is to be judged.
     """
 
-    def __init__(self, model: ByteGPT, options: Options, ranks: int, optimizer: str = "adamw") -> None:
+    faithfulness: Faithfulness | None = None
+
+    def __init__(self, model: LightningModule, options: Options, ranks: int, optimizer: str = "adamw") -> None:
         assert options.local is not None
         self.network = SimNetwork(ranks, wire_format(options.wire_dtype))
         self._average, self._settings, self._warmup_steps = model, options.local, options.warmup_steps
@@ -44,7 +48,7 @@ class LocalReplicas:
         self._steps = 0
         self._due: list[tuple[Replica, ...]] = []  # exchanged, and not applied yet
 
-    def _replicas_of(self, model: ByteGPT, options: Options) -> list[Replica]:
+    def _replicas_of(self, model: LightningModule, options: Options) -> list[Replica]:
         groups, fragments = lay_out_fragments(
             dict(model.named_parameters()),
             dict(model.named_buffers()),
@@ -58,7 +62,7 @@ class LocalReplicas:
             for (group, compressor), fragment in zip(groups, fragments, strict=True)
         ]
 
-    def step(self, batches: Sequence[Tensor], rate: float) -> None:
+    def step(self, batches: Sequence[Sequence[Tensor]], rate: float) -> None:
         """Learn from a batch on each rank, at a learning rate."""
         if self._settings.overlaps and self._steps:
             self._exchange()
@@ -71,7 +75,18 @@ class LocalReplicas:
         self._steps += 1
         if not self._settings.overlaps:
             self._exchange()
+        owed = self._drift()
         self._apply()
+        if self.faithfulness is not None:
+            self.faithfulness.step(owed, self._drift())
+
+    @torch.no_grad()
+    def _drift(self) -> Tensor:
+        """How far each rank's weights are from the average, [P, n]."""
+        average, *own = (
+            torch.cat([p.reshape(-1) for p in model.parameters()]) for model in (self._average, *self._models)
+        )
+        return torch.stack(own) - average
 
     def _exchange(self) -> None:
         """Take up the groups whose turn it is after the last step, and average them."""

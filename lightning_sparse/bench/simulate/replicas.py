@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence
 
+import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparse.bench.compare.peers import PEERS, Contender
-from lightning_sparse.bench.compare.workloads import ByteGPT
-from lightning_sparse.bench.simulate.task import OPTIMIZERS
+from lightning_sparse.bench.simulate.optimizers import OPTIMIZERS
+from lightning_sparse.bench.simulate.task import loss_of
 from lightning_sparse.compressors import Dense
+from lightning_sparse.engine.faithfulness import Faithfulness
 from lightning_sparse.fusion.groups import lay_out
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.options import Options
@@ -39,10 +42,10 @@ def options_of(strategy: str) -> Options:
     return built.options
 
 
-def backward(model: ByteGPT, batch: Tensor) -> None:
+def backward(model: LightningModule, batch: Sequence[Tensor]) -> None:
     """Set the gradients of ``model`` to those of a batch."""
     model.zero_grad()
-    model.training_step([batch]).backward()
+    loss_of(model, batch).backward()
 
 
 def take_optimizer_steps(optimizers: Sequence[Optimizer], rate: float) -> None:
@@ -58,9 +61,12 @@ class Replicas:
 
     Attributes:
         network: between the ranks.
+        faithfulness: of the steps so far, if it is to be judged.
     """
 
-    def __init__(self, model: ByteGPT, options: Options, ranks: int, optimizer: str = "adamw") -> None:
+    faithfulness: Faithfulness | None = None
+
+    def __init__(self, model: LightningModule, options: Options, ranks: int, optimizer: str = "adamw") -> None:
         self.network = SimNetwork(ranks, wire_format(options.wire_dtype))
         self._model, self._optimizers = model, OPTIMIZERS[optimizer](model)
         parameters = dict(model.named_parameters())
@@ -68,14 +74,21 @@ class Replicas:
             lay_out(parameters, options.averaging, options.fusion, options.bucket_bytes) for _ in range(ranks)
         ]
 
-    def step(self, batches: Sequence[Tensor], rate: float) -> None:
+    def step(self, batches: Sequence[Sequence[Tensor]], rate: float) -> None:
         """Learn from a batch on each rank, at a learning rate."""
         for batch, groups in zip(batches, self._groups, strict=True):
             backward(self._model, batch)
             for group, compressor in groups:
                 compressor.accumulate(group, [p.grad for p in group.parameters], self.network.size)
+        owed = self._unsent()
         for ranks in zip(*self._groups, strict=True):
             group, compressor = ranks[0]
             total = take_steps(compressor, [own for own, _ in ranks], self.network)
             group.hand_back(total, [p.grad for p in group.parameters if p.grad is not None], self.network.size)
+        if self.faithfulness is not None:
+            self.faithfulness.step(owed, self._unsent())
         take_optimizer_steps(self._optimizers, rate)
+
+    def _unsent(self) -> Tensor:
+        """What each rank has not sent, [P, n]."""
+        return torch.stack([torch.cat([group.unsent for group, _ in groups]) for groups in self._groups])

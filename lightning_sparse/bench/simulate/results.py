@@ -12,6 +12,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from lightning_sparse.bench.simulate.task import TASKS
+
 
 @dataclass(frozen=True)
 class Run:
@@ -23,17 +25,21 @@ class Run:
     learning_rate: float
     seed: int
     optimizer: str = "adamw"
+    task: str = "byte_lm"
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a training ended with.  Losses are of validation, in nats a byte."""
+    """What a training ended with.  Losses are of validation."""
 
     run: Run
     loss: float
     curve: list[tuple[int, float]]  # steps and the loss after them
     sent_bytes: float  # of a rank in a step, for each parameter
     seconds: float
+    accuracy: float | None = None  # of validation, where something is classified
+    delivered: float | None = None  # of what is owed, by a step: see Faithfulness
+    age: float | None = None  # steps that a gradient waits
 
     @classmethod
     def from_json(cls, line: str) -> "Result":
@@ -61,13 +67,16 @@ def read(path: Path) -> dict[Run, Result]:
 
 # - for people
 
+FURTHER = {"accuracy": 3, "delivered": 3, "age": 2}  # of a result, if all have it, with so many digits
+
 
 def table(rows: Sequence[Sequence[Result]], rates: Sequence[float], lines: box.Box) -> Table:
     """A row for each strategy, of its results with each seed; the first row is the reference."""
     headings = ("bytes", "learning rate", "loss", f"above {rows[0][0].run.strategy}")
     found = Table(box=lines, padding=(0, 1, 0, 0))
     found.add_column("strategy", overflow="fold")
-    for heading in headings:
+    further = [name for name in FURTHER if all(getattr(each, name) is not None for row in rows for each in row)]
+    for heading in (*headings, *further):
         found.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         above = [100 * (own.loss / reference.loss - 1) for own, reference in zip(row, rows[0], strict=True)]
@@ -79,6 +88,7 @@ def table(rows: Sequence[Sequence[Result]], rates: Sequence[float], lines: box.B
             f"{best.run.learning_rate:g}{'*' if at_edge else ''}",
             _spread([result.loss for result in row], 3),
             "-" if row is rows[0] else f"{_spread(above, 1)} %",
+            *(f"{fmean(getattr(result, name) for result in row):.{FURTHER[name]}f}" for name in further),
         )
     return found
 
@@ -93,12 +103,13 @@ def caption(rows: Sequence[Sequence[Result]], rates: Sequence[float]) -> str:
     """Say what the table shows."""
     run, seeds = rows[0][0].run, ", ".join(str(result.run.seed) for result in rows[0])
     return (
-        f"Validation loss of a byte language model in nats a byte, after {run.steps:,} steps, {run.ranks} simulated "
+        f"Validation loss {TASKS[run.task].loss}, after {run.steps:,} steps, {run.ranks} simulated "
         f"rank{'s' if run.ranks > 1 else ''} with {run.optimizer}; mean ± standard deviation over seeds {seeds}. "
         "Bytes: sent by a rank in a step, for each parameter. Learning rate: the best of "
         f"{', '.join(f'{rate:g}' for rate in rates)} with the first seed, * where it is at an edge of these; the other "
         "seeds were trained with that one alone. Above: by how much a strategy's loss is above the first one's with "
-        "the same seed."
+        "the same seed. Delivered: of what the ranks owe together (unsent + gradient, squared norm), what a step "
+        "delivers. Age: steps that a gradient waits."
     )
 
 

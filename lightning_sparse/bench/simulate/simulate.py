@@ -15,11 +15,14 @@ from rich import box
 
 from lightning_sparse.bench.compare import report
 from lightning_sparse.bench.simulate.local_replicas import LocalReplicas
+from lightning_sparse.bench.simulate.optimizers import learning_rate
 from lightning_sparse.bench.simulate.replicas import Replicas, options_of
 from lightning_sparse.bench.simulate.results import Result, Run, caption, page, read, table
-from lightning_sparse.bench.simulate.task import byte_lm, learning_rate
+from lightning_sparse.bench.simulate.task import TASKS
+from lightning_sparse.engine.faithfulness import Faithfulness
 
 POINTS = 6  # of a run's loss that are written down
+UNCOUNTED = 5  # of so many parts of a run's steps, the first is not counted in what is delivered
 FILE = "simulate.jsonl"
 
 Number = TypeVar("Number", int, float)
@@ -27,14 +30,18 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True)
 class SimulateArguments:
-    """Arguments of ``lightning-sparse simulate``, as its ``--help`` explains them, and the command that was typed."""
+    """Arguments of ``lightning-sparse simulate``, as its ``--help`` explains them, and the command that was typed.
 
+    None stands for what the task is trained with.
+    """
+
+    task: str
     strategies: str
     ranks: int
-    steps: int
-    learning_rates: str
+    steps: int | None
+    learning_rates: str | None
     seeds: str
-    optimizer: str
+    optimizer: str | None
     output: Path
     command: str
 
@@ -47,7 +54,8 @@ class SimulateArguments:
 
     def rates(self) -> list[float]:
         """Return the learning rates to try; raises a ValueError for what is none."""
-        return _numbers("--learning-rates", self.learning_rates, float, lambda rate: 0 < rate < math.inf, "above 0")
+        rates = TASKS[self.task].rates if self.learning_rates is None else self.learning_rates
+        return _numbers("--learning-rates", rates, float, lambda rate: 0 < rate < math.inf, "above 0")
 
     def all_seeds(self) -> list[int]:
         """Return the seeds; raises a ValueError for what is none."""
@@ -66,8 +74,10 @@ def _numbers(
 
 def simulate(arguments: SimulateArguments) -> int:
     """Train what has not been trained yet, write each result down as it comes, and in the end the table."""
-    for name in ("ranks", "steps"):
-        if (value := getattr(arguments, name)) < 1:
+    kind = TASKS[arguments.task]
+    steps = kind.steps if arguments.steps is None else arguments.steps
+    for name, value in (("ranks", arguments.ranks), ("steps", steps)):
+        if value < 1:
             raise ValueError(f"--{name} must be at least 1; got {value}")
     names, rates, seeds = arguments.names(), arguments.rates(), arguments.all_seeds()
     torch.set_num_threads(1)  # the sums of several threads depend on how many there are
@@ -77,10 +87,12 @@ def simulate(arguments: SimulateArguments) -> int:
     known = read(path)
     rows = []
     with report.new_progress(console) as progress:
-        task = progress.add_task("", total=len(names) * (len(rates) + len(seeds) - 1) * arguments.steps)
+        task = progress.add_task("", total=len(names) * (len(rates) + len(seeds) - 1) * steps)
 
         def result_of(strategy: str, rate: float, seed: int) -> Result:
-            run = Run(strategy, arguments.ranks, arguments.steps, rate, seed, arguments.optimizer)
+            run = Run(
+                strategy, arguments.ranks, steps, rate, seed, arguments.optimizer or kind.optimizer, arguments.task
+            )
             progress.update(task, description=f"{strategy}, learning rate {rate:g}, seed {seed}", refresh=True)
             if run in known:
                 progress.advance(task, run.steps)
@@ -107,9 +119,10 @@ def _rank(result: Result) -> float:
 def train(run: Run, progress: Callable[[], None] = lambda: None) -> Result:
     """Train on simulated ranks; ``progress`` is called after each step."""
     start_s = time.perf_counter()
-    task, options = byte_lm(run.seed), options_of(run.strategy)
+    task, options = TASKS[run.task].make(run.seed), options_of(run.strategy)
     kind = LocalReplicas if options.local else Replicas
     replicas = kind(task.model, options, run.ranks, run.optimizer)
+    replicas.faithfulness = faithful = Faithfulness(run.steps // UNCOUNTED)
     curve = []
     for step in range(run.steps):
         batches = [task.batch(run.seed, step, rank) for rank in range(run.ranks)]
@@ -121,4 +134,4 @@ def train(run: Run, progress: Callable[[], None] = lambda: None) -> Result:
     parameters = sum(p.numel() for p in task.model.parameters())
     seconds = round(time.perf_counter() - start_s, 1)
     sent_bytes = fmean(comm.sent_bytes for comm in replicas.network.comms) / run.steps / parameters
-    return Result(run, curve[-1][1], curve, sent_bytes, seconds)
+    return Result(run, curve[-1][1], curve, sent_bytes, seconds, task.accuracy(), faithful.delivered, faithful.age)

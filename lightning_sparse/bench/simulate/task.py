@@ -1,43 +1,92 @@
-"""What simulated ranks train: a model, text, an optimizer and its learning rate."""
+"""What simulated ranks train: models and data, none of it downloaded."""
 
-import math
-from collections.abc import Callable
+import sysconfig
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
-from torch import Tensor
-from torch.optim import SGD, AdamW, Muon, Optimizer
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
 
 from lightning_sparse.bench.compare.text import source_windows
-from lightning_sparse.bench.compare.workloads import ByteGPT
+from lightning_sparse.bench.compare.workloads import ByteGPT, Classifier
 from lightning_sparse.selection.streams import draw
 
-WINDOWS = 8  # of text that a rank learns from in a step
-VALIDATION_WINDOWS = 640
 HELD_OUT = 20  # one file of the text in so many is validated with
 TEXT_BYTES = 4_000_000  # to learn from
-WEIGHT_DECAY = 0.01
-WARM_UP = 0.1  # of the steps; then the learning rate falls as a cosine, to 0
+VALIDATION_WINDOWS = 640
+
+DIGITS = 1437  # of 1,797 to learn from
+
+MODULES = 20  # to be told apart
+WINDOW = 64  # bytes, in one of which a module is to be recognised
+NGRAM, BUCKETS = 4, 8192  # bytes of text that are hashed, and to what
+
+
+def loss_of(model: LightningModule, batch: Sequence[Tensor]) -> Tensor:
+    """The loss of a batch."""
+    loss = model.training_step(batch)
+    assert isinstance(loss, Tensor)
+    return loss
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained: a model and windows of text, each [N, CONTEXT + 1] bytes."""
+    """What is trained: a model, and examples of each kind of data [N, ...].
 
-    model: ByteGPT
-    training: Tensor
-    validation: Tensor
+    Args:
+        model: whose ``training_step`` gives the loss of a batch.
+        training: examples to learn from.
+        validation: examples that nobody learns from.
+        batch_size: examples that a rank learns from in a step.
+    """
 
-    def batch(self, seed: int, step: int, rank: int) -> Tensor:
-        """The windows that a rank learns from in a step."""
+    model: LightningModule
+    training: tuple[Tensor, ...]
+    validation: tuple[Tensor, ...]
+    batch_size: int
+
+    def batch(self, seed: int, step: int, rank: int) -> tuple[Tensor, ...]:
+        """The examples that a rank learns from in a step."""
         generator = torch.Generator().manual_seed(draw(seed, step, rank))
-        return self.training[torch.randint(len(self.training), (WINDOWS,), generator=generator)]
+        chosen = torch.randint(len(self.training[0]), (self.batch_size,), generator=generator)
+        return tuple(kind[chosen] for kind in self.training)
 
     @torch.no_grad()
     def validation_loss(self) -> float:
-        """The loss on text that nobody learns from, in nats a byte."""
-        parts = self.validation.split(128)
-        return sum(float(self.model.training_step([part])) * len(part) for part in parts) / len(self.validation)
+        """The loss of examples that nobody learns from."""
+        parts = list(zip(*(kind.split(128) for kind in self.validation), strict=True))
+        losses = [float(loss_of(self.model, part)) * len(part[0]) for part in parts]
+        return sum(losses) / len(self.validation[0])
+
+    @torch.no_grad()
+    def accuracy(self) -> float | None:
+        """The part of those examples that is classified as it should be; None where nothing is classified."""
+        if not isinstance(self.model, Classifier):
+            return None
+        examples, classes = self.validation
+        return float((self.model.layers(examples).argmax(1) == classes).float().mean())
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of task, and how it is trained unless something else is asked for.
+
+    Args:
+        make: makes the task from a seed.
+        loss: says what its loss is.
+        optimizer: a name in ``OPTIMIZERS``.
+        rates: largest learning rates to try.
+        steps: of a training.
+    """
+
+    make: Callable[[int], Task]
+    loss: str
+    optimizer: str
+    rates: str
+    steps: int
 
 
 def byte_lm(seed: int) -> Task:
@@ -46,38 +95,55 @@ def byte_lm(seed: int) -> Task:
     held_out = source_windows(TEXT_BYTES, lambda number: number % HELD_OUT == 0)
     training = source_windows(TEXT_BYTES, lambda number: number % HELD_OUT != 0)
     evenly = held_out[:: max(1, len(held_out) // VALIDATION_WINDOWS)]
-    return Task(ByteGPT(width=96, layers=2, heads=4), training, evenly[:VALIDATION_WINDOWS])
+    return Task(ByteGPT(width=96, layers=2, heads=4), (training,), (evenly[:VALIDATION_WINDOWS],), 8)
 
 
-# - optimizers
+def digits(seed: int) -> Task:
+    """A convolutional network of 38,282 parameters for scikit-learn's handwritten digits.
 
+    Raises:
+        ModuleNotFoundError: without scikit-learn.
+    """
+    if find_spec("sklearn") is None:
+        raise ModuleNotFoundError(
+            "the task digits needs scikit-learn, which is not installed: pip install 'lightning-sparse[bench]', or "
+            "give another --task"
+        )
+    from sklearn.datasets import load_digits
 
-def _adamw(model: ByteGPT) -> list[Optimizer]:
-    return [AdamW(model.parameters(), weight_decay=WEIGHT_DECAY)]
-
-
-def _sgd(model: ByteGPT) -> list[Optimizer]:
-    return [SGD(model.parameters(), momentum=0.9)]
-
-
-def _muon(model: ByteGPT) -> list[Optimizer]:
-    """Muon for the matrices of the blocks, with steps as long as AdamW's, which the others get."""
-    matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
-    known = set(matrices)
-    others = [p for p in model.parameters() if p not in known]
-    return [
-        Muon(matrices, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"),
-        AdamW(others, weight_decay=WEIGHT_DECAY),
+    torch.manual_seed(seed)
+    found = load_digits()
+    order = torch.randperm(len(found.target), generator=torch.Generator().manual_seed(0))
+    images = torch.tensor(found.images[order] / 16, dtype=torch.float32)[:, None]  # [N, 1, 8, 8], from 0 to 1
+    labels = torch.tensor(found.target[order])
+    layers = [
+        *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU()),
+        *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(32 * 4 * 4, 64), nn.ReLU(), nn.Linear(64, 10)),
     ]
+    model = Classifier(layers, learning_rate=0.1)
+    return Task(model, (images[:DIGITS], labels[:DIGITS]), (images[DIGITS:], labels[DIGITS:]), 4)
 
 
-#: Name -> what makes the optimizers of a model; all of them take the same learning rate.
-OPTIMIZERS: dict[str, Callable[[ByteGPT], list[Optimizer]]] = {"adamw": _adamw, "sgd": _sgd, "muon": _muon}
+def modules(seed: int) -> Task:
+    """A bag of embeddings, 262,804 parameters, that says which of Python's 20 largest modules 64 bytes are from."""
+    torch.manual_seed(seed)
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"), key=lambda file: (-file.stat().st_size, file))
+    texts = [torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8) for file in files[:MODULES]]
+    windows = [text.unfold(0, WINDOW, WINDOW) for text in texts]
+    labels = torch.arange(MODULES).repeat_interleave(torch.tensor([len(each) for each in windows]))
+    grams = torch.cat(windows).long().unfold(1, NGRAM, 1)  # [N, WINDOW - NGRAM + 1, NGRAM]
+    hashes = ((grams * torch.tensor([31**i for i in range(NGRAM)])).sum(2) * 2654435761 >> 12) % BUCKETS
+    held_out = torch.arange(len(labels)) % 10 == 0
+    bag = nn.EmbeddingBag(BUCKETS, 32, mode="sum")
+    nn.init.normal_(bag.weight, std=0.02)
+    model = Classifier([bag, nn.Linear(32, MODULES)], learning_rate=1e-2)
+    return Task(model, (hashes[~held_out], labels[~held_out]), (hashes[held_out], labels[held_out]), 16)
 
 
-def learning_rate(peak: float, step: int, steps: int) -> float:
-    """The learning rate of a step: a warm-up to ``peak``, then a cosine to 0."""
-    warm_up = max(1, round(WARM_UP * steps))
-    if step < warm_up:
-        return peak * (step + 1) / warm_up
-    return peak * 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, steps - warm_up)))
+#: Name -> kind of task.
+TASKS = {
+    "byte_lm": Kind(byte_lm, "of a byte language model in nats a byte", "adamw", "2e-3,4e-3,8e-3", 600),
+    "digits": Kind(digits, "of a small network for handwritten digits", "sgd", "0.02,0.05,0.1", 300),
+    "modules": Kind(modules, "of a bag of embeddings that tells modules apart", "adamw", "5e-3,1e-2,2e-2", 300),
+}

@@ -55,8 +55,11 @@ def test_words_say_when_not_to_compress_what_to_paste_and_why() -> None:
     shown = "\n".join(words(found))
     assert shown.startswith("Use sparse_auto")
     assert "about 490 ms in place of 1000 ms (2.0 times faster)" in shown
-    assert "Of the 2 whose steps are about as short as the shortest it delivers most: 60% of what is owed" in shown
-    assert f"{INT4} would deliver more (97%), in 600 ms a step." in shown
+    assert (
+        "Of the 2 whose steps are about as short as the shortest it is the most faithful: each step delivers 60%"
+        in shown
+    )
+    assert f"More faithful, but slower: {INT4}, 600 ms a step." in shown
     assert "ls.SparseDDPStrategy(ls.Dense(), wire_dtype='int4', local_steps=2)" in shown
     assert words(found, "busy")[0] == "busy"
     assert [str(cell) for cell in table(found, "title").columns[0].cells][:2] == ["ddp", f"[bold]{LOCAL}[/bold]"]

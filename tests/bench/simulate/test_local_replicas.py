@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse import Dense, LocalSteps, SparseHook
 from lightning_sparse.bench.compare.workloads import ByteGPT
 from lightning_sparse.bench.simulate.local_replicas import LocalReplicas
+from lightning_sparse.bench.simulate.optimizers import OPTIMIZERS, WEIGHT_DECAY
 from lightning_sparse.bench.simulate.replicas import Replicas, options_of
-from lightning_sparse.bench.simulate.task import OPTIMIZERS, WEIGHT_DECAY
 from lightning_sparse.options import Options
 from tests.conftest import Ranks
 
@@ -30,8 +30,8 @@ def batch(step: int, rank: int) -> Tensor:
     return torch.randint(256, (4, 65), generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def batches(step: int, ranks: int = RANKS) -> list[Tensor]:
-    return [batch(step, rank) for rank in range(ranks)]
+def batches(step: int, ranks: int = RANKS) -> list[tuple[Tensor]]:
+    return [(batch(step, rank),) for rank in range(ranks)]
 
 
 def assert_same_weights(own: ByteGPT, other: ByteGPT, atol: float) -> None:
@@ -66,7 +66,7 @@ def test_an_outer_step_of_all_weights_every_h_steps_is_diloco() -> None:
         replicas.step(batches(step), 1e-3)
         for each, optimizer, windows in zip(ranks, inner, batches(step), strict=True):
             optimizer.zero_grad()
-            each.training_step([windows]).backward()
+            each.training_step(windows).backward()
             optimizer.step()
         if (step + 1) % 4 == 0:
             for p, *of_ranks in zip(shared.parameters(), *(each.parameters() for each in ranks), strict=True):
@@ -133,7 +133,7 @@ def test_optimizers_learn(optimizer: str, strategy: str) -> None:
     replicas = kind(trained, options, RANKS, optimizer)
     for _ in range(12):
         replicas.step(batches(0), 0.1 if optimizer == "sgd" else 3e-3)
-    windows = torch.cat(batches(0))
+    windows = torch.cat([windows for (windows,) in batches(0)])
     assert float(trained.training_step([windows]).detach()) < float(model().training_step([windows]).detach()) - 0.05
 
 

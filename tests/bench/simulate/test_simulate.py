@@ -1,5 +1,6 @@
 """Trainings on simulated ranks: what they learn, what is written down, and that they go on where they stopped."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +13,11 @@ from rich import box
 from lightning_sparse import Dense, MiCRO
 from lightning_sparse.bench.compare.workloads import ByteGPT
 from lightning_sparse.bench.simulate import simulate as command
+from lightning_sparse.bench.simulate.optimizers import WEIGHT_DECAY, learning_rate
 from lightning_sparse.bench.simulate.replicas import Replicas, options_of
 from lightning_sparse.bench.simulate.results import Result, Run, read, table
 from lightning_sparse.bench.simulate.simulate import SimulateArguments, simulate, train
-from lightning_sparse.bench.simulate.task import WEIGHT_DECAY, Task, byte_lm, learning_rate
+from lightning_sparse.bench.simulate.task import TASKS, Task, byte_lm
 from lightning_sparse.cli import main
 
 RUN = Run("ddp", 4, 3, 1e-3, 0)
@@ -23,18 +25,24 @@ RUN = Run("ddp", 4, 3, 1e-3, 0)
 
 def tiny(seed: int) -> Task:
     torch.manual_seed(seed)
-    return Task(ByteGPT(16, 1, 2), torch.randint(256, (100, 65)), torch.randint(256, (10, 65)))
+    return Task(ByteGPT(16, 1, 2), (torch.randint(256, (100, 65)),), (torch.randint(256, (10, 65)),), 8)
 
 
 @pytest.fixture(autouse=True)
 def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "byte_lm", tiny)
+    monkeypatch.setitem(TASKS, "byte_lm", dataclasses.replace(TASKS["byte_lm"], make=tiny))
 
 
 def arguments(folder: Path, **values: Any) -> SimulateArguments:
-    known: dict[str, Any] = {"strategies": "ddp,micro", "ranks": 2, "steps": 3, "learning_rates": "1e-3,1e-2"}
+    known: dict[str, Any] = {
+        "task": "byte_lm",
+        "strategies": "ddp,micro",
+        "ranks": 2,
+        "steps": 3,
+        "learning_rates": "1e-3,1e-2",
+    }
     return SimulateArguments(
-        **{**known, "seeds": "0,1", "optimizer": "adamw", "output": folder, "command": "simulate", **values}
+        **{**known, "seeds": "0,1", "optimizer": None, "output": folder, "command": "simulate", **values}
     )
 
 
@@ -51,7 +59,7 @@ def test_ddp_is_plain_averaging() -> None:
         optimizer.param_groups[0]["lr"] = 1e-2
         optimizer.zero_grad()
         for batch in batches:
-            (tasks[1].model.training_step([batch]) / 4).backward()
+            (tasks[1].model.training_step(batch) / 4).backward()
         optimizer.step()
     pairs = zip(tasks[0].model.parameters(), tasks[1].model.parameters(), strict=True)
     # Adam's first steps are signs of gradients, and those that are zero but for rounding have none.
@@ -84,8 +92,8 @@ def test_the_learning_rate_warms_up_and_falls_to_zero() -> None:
 def test_the_byte_lm_is_validated_on_other_text() -> None:
     task = byte_lm(0)
     assert sum(p.numel() for p in task.model.parameters()) == 279_168
-    known = {bytes(window.tolist()) for window in task.training}
-    held_out = [bytes(window.tolist()) for window in task.validation]
+    known = {bytes(window.tolist()) for window in task.training[0]}
+    held_out = [bytes(window.tolist()) for window in task.validation[0]]
     assert len(held_out) == 640
     assert sum(window in known for window in held_out) < 10
 
@@ -103,9 +111,9 @@ def test_what_is_written_down_and_shown(tmp_path: Path, capsys: pytest.CaptureFi
     assert simulate(arguments(tmp_path)) == 0
     lines = (tmp_path / "simulate.jsonl").read_text().splitlines()
     assert [tuple(json.loads(line)["run"].values()) for line in lines[:3]] == [
-        ("ddp", 2, 3, 0.001, 0, "adamw"),
-        ("ddp", 2, 3, 0.01, 0, "adamw"),
-        ("ddp", 2, 3, 0.01, 1, "adamw"),  # the better one
+        ("ddp", 2, 3, 0.001, 0, "adamw", "byte_lm"),
+        ("ddp", 2, 3, 0.01, 0, "adamw", "byte_lm"),
+        ("ddp", 2, 3, 0.01, 1, "adamw", "byte_lm"),  # the better one
     ]
     assert len(lines) == 6
     shown = " ".join(capsys.readouterr().out.split())
@@ -180,3 +188,73 @@ def test_the_words_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "--steps must be at least 1; got 0" in capsys.readouterr().err
     assert main(["simulate", "--steps", "1", "--seeds", "3", "--strategies", "ddp", "--output", str(tmp_path)]) == 0
     assert {run.seed for run in read(tmp_path / "simulate.jsonl")} == {3}
+
+
+# --- tasks
+
+
+@pytest.mark.parametrize("task", ["digits", "modules"])
+@pytest.mark.parametrize("strategy", ["ddp", "micro:density=0.05:wire_dtype=int4", "sparse_dense:local_steps=2"])
+def test_other_tasks_are_learned(task: str, strategy: str) -> None:
+    kind = TASKS[task]
+    before = kind.make(0).validation_loss()
+    found = train(Run(strategy, 2, 100, float(kind.rates.split(",")[1]), 0, kind.optimizer, task))
+    assert found.loss < 0.95 * before
+    assert found.accuracy is not None
+    assert 0.15 < found.accuracy <= 1
+
+
+@pytest.mark.parametrize(("task", "parameters"), [("digits", 38_282), ("modules", 262_804)])
+def test_tasks_are_as_large_as_they_say(task: str, parameters: int) -> None:
+    found = TASKS[task].make(0)
+    assert sum(p.numel() for p in found.model.parameters()) == parameters
+    assert len(found.training[0]) > 2 * len(found.validation[0])
+    assert len(found.batch(0, 0, 0)[0]) == found.batch_size
+
+
+def test_nearly_all_of_the_gradient_of_modules_is_zero() -> None:
+    task = TASKS["modules"].make(0)
+    task.model.training_step(task.batch(0, 0, 0)).backward()
+    gradient = next(task.model.parameters()).grad
+    assert gradient is not None
+    assert float((gradient != 0).float().mean()) < 0.15
+
+
+def test_digits_need_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_sparse.bench.simulate.task.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"needs scikit-learn.*lightning-sparse\[bench\]"):
+        train(Run("ddp", 2, 1, 0.1, 0, "sgd", "digits"))
+
+
+def test_muon_is_for_the_byte_lm() -> None:
+    with pytest.raises(ValueError, match="--optimizer muon must be given with --task byte_lm"):
+        train(Run("ddp", 2, 1, 0.1, 0, "muon", "modules"))
+
+
+def test_results_from_before_there_were_tasks_are_of_the_byte_lm() -> None:
+    run = {"strategy": "ddp", "ranks": 4, "steps": 600, "learning_rate": 0.001, "seed": 0}
+    line = json.dumps({"run": run, "loss": 2.0, "curve": [[600, 2.0]], "sent_bytes": 6.0, "seconds": 1.0})
+    assert Result.from_json(line).run == Run("ddp", 4, 600, 0.001, 0, "adamw", "byte_lm")
+
+
+# --- what is delivered
+
+
+def test_what_a_strategy_delivers_is_written_down() -> None:
+    strategies = ["ddp", "sparse_dense:wire_dtype=int4", "micro:density=0.3", "micro:density=0.05"]
+    found = [train(Run(strategy, 3, 15, 1e-3, 0)) for strategy in strategies]
+    assert (found[0].delivered, found[0].age) == (1.0, 0.0)
+    delivered, age = [each.delivered or 0 for each in found], [each.age or 0 for each in found]
+    assert delivered == sorted(delivered, reverse=True)
+    assert age == sorted(age)
+
+
+def test_all_weights_averaged_every_step_are_late_by_nothing() -> None:
+    found = train(Run("sparse_dense:local_steps=1", 3, 5, 1e-3, 0))
+    assert found.delivered == pytest.approx(1, abs=1e-6)
+    assert found.age == pytest.approx(0, abs=1e-3)
+
+
+def test_half_of_the_weights_a_step_late_wait_a_step_and_a_half() -> None:
+    found = train(Run("sparse_dense:local_steps=2", 3, 60, 1e-3, 0))
+    assert found.age == pytest.approx(1.5, abs=0.2)

@@ -1,0 +1,167 @@
+"""Draw loss against bytes for every strategy and peer on three tasks, and write the table of it.
+
+Run: python docs/figures/loss_by_bytes.py; it reads the stored results of lightning-sparse simulate, takes each strategy
+at its best learning rate, and writes docs/benchmarks/2026-11-22-accuracy.svg and the table between the marks in
+docs/benchmarks/2026-11-22-accuracy.md.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+from lightning_sparse.bench.simulate.results import Result, read
+from lightning_sparse.bench.simulate.task import TASKS
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+RESULTS = [f"2026-11-22-{name}.jsonl" for name in ("loss", "local-steps-loss", "accuracy")]
+FIGURE, PAGE = BENCHMARKS / "2026-11-22-accuracy.svg", BENCHMARKS / "2026-11-22-accuracy.md"
+START, END = "<!-- written by docs/figures/loss_by_bytes.py -->\n", "<!-- end of what is written -->"
+RANKS = 4
+
+TITLES = {
+    "byte_lm": "byte LM: GPT, AdamW",
+    "digits": "digits: CNN, SGD",
+    "modules": "modules: embeddings, AdamW",
+}
+#: Start of a strategy's name -> colour and what it is called in the legend.
+FAMILIES = {
+    "local": ("#c0392b", "local steps"),
+    "diloco": ("#7f8c8d", "DiLoCo"),
+    "powersgd": ("#8e44ad", "PowerSGD, low rank"),
+    "low_rank": ("#8e44ad", "PowerSGD, low rank"),
+    "sparse_dense": ("#2471a3", "all of the gradient"),
+    "ddp": ("#2471a3", "all of the gradient"),
+    "": ("#d68910", "a part of the gradient"),
+}
+#: Strategy -> label, and where it stands beside its point, in points to the right and above.
+LABELS = {
+    "ddp": ("DDP", (-4, 7)),
+    "sparse_dense:wire_dtype=int4": ("int4", (-4, 7)),
+    "sparse_dense:wire_dtype=sign": ("sign", (5, -3)),
+    "skip_reduce": ("half skipped", (-30, 7)),
+    "micro:density=0.3:wire_dtype=int4": ("30 % int4", (5, 3)),
+    "micro:density=0.05:wire_dtype=int4": ("5 % int4", (5, 3)),
+    "micro:density=0.01:wire_dtype=float32": ("1 % float32", (5, 3)),
+    "low_rank:rank=4": ("rank 4", (5, 3)),
+    "low_rank:rank=1": ("rank 1", (5, 3)),
+    "sparse_dense:local_steps=2:wire_dtype=int4": ("local 1/2 int4", (-22, -11)),
+    "sparse_dense:local_steps=3:wire_dtype=sign": ("local 1/3 sign", (-40, -11)),
+    "sparse_dense:local_steps=16:wire_dtype=int4": ("local 1/16 int4", (-10, -11)),
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """A strategy at its best learning rate."""
+
+    strategy: str
+    results: dict[int, Result]  # by seed
+
+    @property
+    def rate(self) -> float:
+        """The learning rate."""
+        return next(iter(self.results.values())).run.learning_rate
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that a rank sends in a step, for each parameter."""
+        return fmean(result.sent_bytes for result in self.results.values())
+
+    def above(self, dense: "Point") -> float:
+        """By how much the loss is above that of dense training with the same seeds: a mean of ratios, less 1."""
+        seeds = self.results.keys() & dense.results.keys()
+        return fmean(self.results[seed].loss / dense.results[seed].loss for seed in seeds) - 1
+
+
+def points(results: Iterable[Result]) -> dict[str, Point]:
+    """Each strategy at its best learning rate, judged by the seeds that all of its rates have."""
+    found: dict[str, dict[float, dict[int, Result]]] = {}
+    for result in results:
+        run = result.run
+        name = "micro:density=0.01:wire_dtype=float32" if run.strategy == "micro" else run.strategy
+        found.setdefault(name, {}).setdefault(run.learning_rate, {})[run.seed] = result
+    best = {}
+    for name, rates in found.items():
+        seeds = set.intersection(*(set(of_rate) for of_rate in rates.values()))
+        rate = min(rates, key=lambda rate: fmean(rates[rate][seed].loss for seed in seeds))
+        best[name] = Point(name, rates[rate])
+    return best
+
+
+def family(strategy: str) -> tuple[str, str]:
+    """The colour and the name of what a strategy does."""
+    kind = "local" if "local_steps" in strategy else strategy
+    return next(value for start, value in FAMILIES.items() if kind.startswith(start))
+
+
+def draw(axes: Axes, task: str, found: dict[str, Point], alone: Point) -> None:
+    """Draw a task: 0 is dense training, 100 one rank alone."""
+    dense, worst = found["ddp"], alone.above(found["ddp"])
+    for point in found.values():
+        x, y = point.sent_bytes, 100 * point.above(dense) / worst
+        colour, name = family(point.strategy)
+        axes.plot(x, y, "o", color=colour, markersize=5, label=name, clip_on=False, zorder=3)
+        if point.strategy in LABELS:
+            label, beside = LABELS[point.strategy]
+            axes.annotate(label, (x, y), beside, textcoords="offset points", color=colour, fontsize=8)
+    axes.axhline(0, color="black", linewidth=0.6)
+    axes.axhline(100, color="black", linewidth=0.6, linestyle=":")
+    axes.set_title(TITLES[task], fontsize=9)
+    axes.set_xscale("log")
+    axes.set_xlim(0.006, 8)
+    axes.set_ylim(-12, 160)
+    axes.set_xticks([0.01, 0.1, 1], ["0.01", "0.1", "1"])
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def table(found: dict[str, Point], alone: Point) -> list[str]:
+    """A row for each strategy, the least loss first."""
+    dense = found["ddp"]
+    lines = [
+        "| strategy | bytes | learning rate | seeds | loss | above `ddp` | of what three ranks more gain |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for point in [*sorted(found.values(), key=lambda point: point.above(dense)), alone]:
+        above, loss = point.above(dense), fmean(result.loss for result in point.results.values())
+        name = "one rank alone" if point is alone else f"`{point.strategy}`"
+        lines.append(
+            f"| {name} | {point.sent_bytes:.3f} | {point.rate:g} | {len(point.results)} | {loss:.3f} | "
+            f"{100 * above:.1f} % | {100 * above / alone.above(dense):.0f} % lost |"
+        )
+    return lines
+
+
+def main() -> None:
+    """Draw the figure and write the table."""
+    results = [result for name in RESULTS for result in read(BENCHMARKS / name).values()]
+    plt.rcParams["svg.hashsalt"] = "loss by bytes"  # the same file from the same results
+    plt.rcParams["svg.fonttype"] = "none"
+    figure, panels = plt.subplots(1, len(TASKS), figsize=(9, 4.2), sharey=True)
+    text: list[str] = []
+    for axes, (task, kind) in zip(panels, TASKS.items(), strict=True):
+        of_task = [
+            result
+            for result in results
+            if (result.run.task, result.run.optimizer, result.run.steps) == (task, kind.optimizer, kind.steps)
+        ]
+        found = points(result for result in of_task if result.run.ranks == RANKS)
+        alone = points(result for result in of_task if result.run.ranks == 1)["ddp"]
+        draw(axes, task, found, alone)
+        text += [f"## {task}", "", *table(found, alone), ""]
+    panels[0].set_ylabel("loss: 0 dense training, 100 one rank alone", fontsize=8)
+    panels[1].set_xlabel("bytes a rank sends in a step, for each parameter (float32: 6)", fontsize=8)
+    handles = dict(zip(*reversed(panels[0].get_legend_handles_labels()), strict=True))
+    figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=len(handles), fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    figure.savefig(FIGURE, metadata={"Date": None})
+    before, _, rest = PAGE.read_text().partition(START)
+    PAGE.write_text(before + START + "\n" + "\n".join(text) + "\n" + END + rest.partition(END)[2])
+
+
+if __name__ == "__main__":
+    main()
