@@ -119,7 +119,7 @@ def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="LIST",
         default="",
         help="losses on held-out data, such as 3.2,3,2.8: report the seconds, steps and bytes to each; a training ends "
-        "with the lowest (gpt_10m and gpt_50m)",
+        "with the lowest (byte_lm, gpt_10m and gpt_50m)",
     )
     bench.add_argument(
         "--seconds", type=float, help="with --until-loss, train each strategy for so long in place of --steps"

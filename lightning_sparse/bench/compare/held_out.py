@@ -1,5 +1,6 @@
 """Judges a training by its loss on data that nobody trains on, outside the time that is measured."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,17 +15,30 @@ SOONEST = 0.1  # of the time trained so far: until the next evaluation
 
 
 class LearningRate(Callback):
-    """Has every optimizer start with the learning rate ``rate``."""
+    """Sets the learning rates of every optimizer.
 
-    def __init__(self, rate: float) -> None:
-        self._rate = rate
+    Args:
+        rate: the largest; None for the optimizers' own.
+        schedule: says for a step and the number of steps, -1 where it is not known, what part of it; None for all.
+    """
+
+    def __init__(self, rate: float | None, schedule: Callable[[int, int], float] | None = None) -> None:
+        self._rate, self._schedule = rate, schedule
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Set it."""
+        """Set the largest rates."""
         del pl_module
-        for optimizer in trainer.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = self._rate
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        for group in groups:
+            group["lr"] = self._rate or group["lr"]
+        self._largest = [(group, group["lr"]) for group in groups]
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        """Set the rates of a step."""
+        del args
+        if self._schedule is not None:
+            for group, largest in self._largest:
+                group["lr"] = largest * self._schedule(trainer.global_step, trainer.max_steps)
 
 
 class Judge(Callback):

@@ -256,9 +256,7 @@ def _fit(turn: _Turn) -> MeasuredRun:
     workload = workload_named(schedule.workload)
     module = workload.module()
     probe = Probe(place.interface if place.local_rank == 0 else None, workload.learns)
-    callbacks: list[Callback] = [probe]
-    if (rate := turn.contender.learning_rate) is not None:
-        callbacks.append(LearningRate(rate))
+    callbacks: list[Callback] = [probe, LearningRate(turn.contender.learning_rate, workload.schedule)]
     steps = schedule.warmup + schedule.steps if schedule.seconds is None else -1
     if schedule.until_loss and workload.held_out is not None:
         least = schedule.warmup + 1

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_sparse.bench.compare import own_model
+from lightning_sparse.bench.compare import byte_lm, own_model
 from lightning_sparse.bench.compare.text import CONTEXT, TEXT_BYTES, other_source_code, source_windows
 
 
@@ -30,6 +30,7 @@ class Workload:
     learns: bool = True  # whether the loss means anything
     needs: str = ""  # an importable package without which the data cannot be made
     held_out: Callable[[], Tensor] | None = None  # makes data of that kind that nobody trains on, [N, ...]
+    schedule: Callable[[int, int], float] | None = None  # learning rate of a step, of so many or -1, over the largest
 
 
 # - models
@@ -90,8 +91,9 @@ class _Residual(nn.Module):
 class ByteGPT(LightningModule):
     """A GPT over bytes."""
 
-    def __init__(self, width: int, layers: int, heads: int) -> None:
+    def __init__(self, width: int, layers: int, heads: int, learning_rate: float = 5e-4) -> None:
         super().__init__()
+        self.learning_rate = learning_rate
         self.token = nn.Embedding(256, width)
         self.position = nn.Parameter(torch.randn(CONTEXT, width) * 0.02)
         nn.init.normal_(self.token.weight, std=0.02)
@@ -108,7 +110,7 @@ class ByteGPT(LightningModule):
 
     def configure_optimizers(self) -> Optimizer:
         """AdamW."""
-        return AdamW(self.parameters(), lr=5e-4)
+        return AdamW(self.parameters(), lr=self.learning_rate, weight_decay=0.01)
 
 
 # - data
@@ -250,6 +252,12 @@ WORKLOADS = {
     "mlp_25m": Workload(lambda: mlp(2048, 6), digits, needs="sklearn"),
     "gpt_10m": Workload(lambda: ByteGPT(384, 6, 6), source_code, held_out=other_source_code),
     "gpt_50m": Workload(lambda: ByteGPT(640, 10, 10), source_code, held_out=other_source_code),
+    "byte_lm": Workload(
+        lambda: ByteGPT(96, 2, 4, learning_rate=4e-3),
+        byte_lm.batches,
+        held_out=byte_lm.held_out,
+        schedule=byte_lm.schedule,
+    ),
     "resnet_digits": Workload(resnet, digits, needs="sklearn"),
     "resnet50_shapes": _gradients(resnet50),
     "densenet121_shapes": _gradients(densenet121),

@@ -282,7 +282,10 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
         (["--steps", "0"], "--steps must be at least 1; got 0"),
         (["--seconds", "60"], "--seconds needs --until-loss"),
         (["--until-loss", "3,two", "--workload", "gpt_10m"], "--until-loss must be numbers, separated by commas"),
-        (["--until-loss", "3", "--workload", "mlp_1m"], "held-out data, one of gpt_10m, gpt_50m; got 'mlp_1m'"),
+        (
+            ["--until-loss", "3", "--workload", "mlp_1m"],
+            "held-out data, one of gpt_10m, gpt_50m, byte_lm; got",
+        ),
         (["--emulate", "4x1gb"], "cluster '4x1gb': a rate must be"),
         (["--emulate", "1x1gbit"], "an emulated cluster must have at least 2 hosts; got '1x1gbit'"),
         ([], "no ranks to measure between: give --emulate 4x1gbit, say"),

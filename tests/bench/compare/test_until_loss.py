@@ -3,7 +3,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import lightning as L
 import pytest
@@ -104,6 +105,18 @@ def train(rank: int, size: int, spec: str, steps: int) -> tuple[Net, list[Measur
     assert fit.optimizers[0].param_groups[0]["lr"] == (contender.learning_rate or 0.05)
     net.trainer = None
     return net, probe.steps
+
+
+def test_a_schedule_sets_the_learning_rate_of_every_step() -> None:
+    net = Net()
+    optimizer = net.configure_optimizers()
+    lightning = SimpleNamespace(optimizers=[optimizer], global_step=0, max_steps=4)
+    for rate, largest in ((None, 0.05), (0.2, 0.2)):
+        callback = LearningRate(rate, lambda step, steps: (step + 1) / steps)
+        callback.on_train_start(cast(L.Trainer, lightning), net)
+        for lightning.global_step in range(4):
+            callback.on_train_batch_start(cast(L.Trainer, lightning))
+            assert optimizer.param_groups[0]["lr"] == pytest.approx(largest * (lightning.global_step + 1) / 4)
 
 
 @pytest.mark.timeout(LIMIT_S + 20)
