@@ -230,17 +230,7 @@ def all_names() -> str:
 def _build_peer(spec: str, name: str, options: list[str]) -> DDPStrategy:
     make = PEERS[name][0]
     known = [key for key, each in inspect.signature(make).parameters.items() if each.kind is each.KEYWORD_ONLY]
-    settings = {}
-    for option in options:
-        key, equals, text = option.partition("=")
-        if not known:
-            raise ValueError(f"strategy {spec!r}: {name} takes no options but lr; got {option!r}")
-        if not equals or key not in known:
-            raise ValueError(
-                f"strategy {spec!r}: an option must be option=value with one of {', '.join(known)} or {RATE}; "
-                f"got {option!r}"
-            )
-        settings[key] = _value(text)
+    settings = {key: _value(text) for key, text in _options(spec, options, known).items()}
     return make(**settings, **_COMMON)
 
 
@@ -251,18 +241,25 @@ def _build_sparse(spec: str, name: str, options: list[str]) -> SparseDDPStrategy
     of_local_steps = {f.name for f in fields(LocalSteps)} - {"steps"}
     known = [*of_compressor, *sorted((of_strategy | of_local_steps) - {"compressor", "ddp_kwargs"})]
     settings: tuple[dict[str, Any], dict[str, Any], dict[str, Any]] = {}, {}, {}
-    for option in options:
-        key, equals, text = option.partition("=")
-        if not equals or key not in known:
-            raise ValueError(
-                f"strategy {spec!r}: an option must be option=value with one of {', '.join(known)}; got {option!r}"
-            )
+    for key, text in _options(spec, options, known).items():
         is_list = isinstance(of_compressor.get(key), tuple)
         place = 0 if key in of_compressor else 2 if key in of_local_steps else 1
         settings[place][key] = tuple(text.split("+")) if is_list else _value(text)
     if settings[2]:
         settings[1]["local_steps"] = LocalSteps(settings[1].get("local_steps", 0), **settings[2])
     return SparseDDPStrategy(kind(**settings[0]), **settings[1], **_COMMON)
+
+
+def _options(spec: str, options: list[str], known: list[str]) -> dict[str, str]:
+    """Split options at their equals signs; raises a ValueError for one that is not ``known``."""
+    split = [option.partition("=") for option in options]
+    for key, equals, text in split:
+        if not equals or key not in known:
+            raise ValueError(
+                f"strategy {spec!r}: an option must be option=value with one of {', '.join([*known, RATE])}; "
+                f"got {key + equals + text!r}"
+            )
+    return {key: text for key, _, text in split}
 
 
 def _value(text: str) -> Any:

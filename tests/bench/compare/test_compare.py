@@ -74,7 +74,7 @@ def test_all_names_are_every_peer_and_every_compressor() -> None:
     [
         ("", r"the name must be one of ddp.*; got ''"),
         ("dpp", r"the name must be one of ddp.*skip_reduce.*; got 'dpp'. Write 'name' or"),
-        ("ddp:skip=1", r"ddp takes no options"),
+        ("ddp:skip=1", r"an option must be option=value with one of lr; got 'skip=1'"),
         ("ddp:lr=0", r"lr, the learning rate, must be above 0; got '0'"),
         ("diloco:period=3", r"an option must be option=value with one of steps, outer_rate, .*; got 'period=3'"),
         ("post_local_sgd:period=0", r"period must be an integer of at least 1; got 0"),
