@@ -37,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from lightning_sparse.bench.simulate.simulate import SimulateArguments, simulate
 
             return simulate(SimulateArguments(**arguments, command=typed))
-        from lightning_sparse.bench.compare.run import BenchArguments, bench
+        from lightning_sparse.bench.compare.arguments import BenchArguments
+        from lightning_sparse.bench.compare.run import bench
 
         return bench(BenchArguments(**arguments, command=typed))
     except (ValueError, ModuleNotFoundError, ClusterError, BenchError) as error:
@@ -113,7 +114,7 @@ def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     bench.add_argument("--steps", type=int, default=10, help="timed steps of each strategy in a round (%(default)s)")
     bench.add_argument("--warmup", type=int, default=3, help="untimed steps before them (%(default)s)")
-    bench.add_argument("--rounds", type=int, default=5, help="turns of each strategy (%(default)s)")
+    bench.add_argument("--rounds", type=int, help="turns of each strategy (one for each of --seeds, or 5)")
     bench.add_argument(
         "--until-loss",
         metavar="LIST",
@@ -124,6 +125,13 @@ def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     bench.add_argument(
         "--seconds", type=float, help="with --until-loss, train each strategy for so long in place of --steps"
     )
+    bench.add_argument(
+        "--learning-rates",
+        metavar="LIST",
+        default="",
+        help="with --until-loss, try these with each strategy in the first round; the others use its best",
+    )
+    bench.add_argument("--seeds", metavar="LIST", default="", help="of the rounds, in turn (0,1,2,...)")
     bench.add_argument("--plot", action="store_true", help="draw plots too")
     return bench
 

@@ -1,5 +1,6 @@
 """Judges a training by its loss on data that nobody trains on, outside the time that is measured."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -52,7 +53,7 @@ class Judge(Callback):
     Args:
         probe: whose last step gets the loss, and whose clock stands still meanwhile.
         data: [N, ...], the same on every rank.
-        lowest: loss at which training ends.
+        lowest: loss at which training ends; it ends too where the loss is not finite.
         seconds: of training after which it ends; None: with the trainer's last step.
         least: steps before it may end.
     """
@@ -75,7 +76,9 @@ class Judge(Callback):
             return
         loss, seconds = self._evaluate(trainer, pl_module)
         steps[-1] = replace(steps[-1], held_out=loss)
-        ends = loss <= self._lowest or (self._seconds is not None and seconds >= self._seconds)
+        ends = (
+            loss <= self._lowest or not math.isfinite(loss) or (self._seconds is not None and seconds >= self._seconds)
+        )
         if ends and len(steps) >= self._least:
             trainer.should_stop = True
         self._plan(len(steps), seconds)

@@ -9,7 +9,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -203,6 +203,10 @@ class Contender:
         if not (is_number(rate) and 0 < rate < math.inf):
             raise ValueError(f"strategy {self.spec!r}: {RATE}, the learning rate, must be above 0; got {given[-1]!r}")
         return float(rate)
+
+    def at(self, rate: float) -> "Contender":
+        """Return it with this learning rate."""
+        return replace(self, spec=f"{self.spec}:{RATE}={rate}")
 
 
 def contenders(text: str) -> list[Contender]:

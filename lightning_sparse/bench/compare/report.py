@@ -38,11 +38,12 @@ class Round:
 
     cluster: str  # as it was asked for, such as "4x1gbit"
     strategy: str  # label of the row it belongs to
-    number: int  # from 0; also the seed of its runs
+    number: int  # from 0
     ranks: int  # how many trained
     warmup: int  # steps at the start that are not timed
     run: MeasuredRun | None  # the mean over the ranks; None if it failed
     error: str = ""  # why it failed
+    learning_rate: float | None = None  # None: the workload's own
 
     @property
     def timed(self) -> list[MeasuredStep]:

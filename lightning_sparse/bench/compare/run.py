@@ -1,12 +1,11 @@
 """Runs a benchmark, on emulated clusters or on the cluster it was started on, and reports."""
 
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from itertools import count
 from pathlib import Path
@@ -14,14 +13,17 @@ from statistics import fmean
 from typing import Any
 
 from rich import box
+from rich.console import Console
 from rich.progress import Progress
 
 from lightning_sparse.bench.cluster import Cluster, ClusterError, parse, unavailable_reason
 from lightning_sparse.bench.compare import plots, report, until_loss
-from lightning_sparse.bench.compare.peers import all_names, contenders
+from lightning_sparse.bench.compare.arguments import BenchArguments
+from lightning_sparse.bench.compare.peers import contenders
+from lightning_sparse.bench.compare.place import Place
 from lightning_sparse.bench.compare.report import Round, json_line
-from lightning_sparse.bench.compare.worker import Place, Schedule, take_turns
-from lightning_sparse.bench.compare.workloads import WORKLOADS, Workload, parameter_sizes, workload_named
+from lightning_sparse.bench.compare.worker import Schedule, take_turns
+from lightning_sparse.bench.compare.workloads import parameter_sizes, workload_named
 from lightning_sparse.monitor.pictures import require_matplotlib
 
 _PORT = 29500  # of the workers' store; every emulated cluster has its ports to itself
@@ -32,65 +34,6 @@ Measure = Callable[[Schedule], Generator[Round, None, None]]
 
 class BenchError(RuntimeError):
     """A benchmark could not go on; the message says why."""
-
-
-@dataclass(frozen=True)
-class BenchArguments:
-    """Arguments of ``lightning-sparse bench``, as its ``--help`` explains them, and the command that was typed."""
-
-    emulate: str
-    workload: str
-    strategies: str
-    steps: int
-    warmup: int
-    rounds: int
-    output: Path
-    plot: bool
-    until_loss: str
-    seconds: float | None
-    interface: str | None
-    command: str
-
-    def schedules(self) -> list[Schedule]:
-        """Return what to run on each cluster; raises a ValueError for an unknown name or a number that is too small."""
-        for name, least in (("steps", 1), ("warmup", 0), ("rounds", 1)):
-            if (value := getattr(self, name)) < least:
-                raise ValueError(f"--{name} must be at least {least}; got {value}")
-        workload = workload_named(self.workload)
-        losses = self._losses(workload)
-        strategies = self.strategies or all_names()
-        contenders(strategies)
-        clusters = [cluster.strip() for cluster in self.emulate.split(",")]
-        accelerator = "cpu" if self.emulate else "auto"
-        return [
-            Schedule(
-                cluster,
-                self.workload,
-                strategies,
-                self.steps,
-                self.warmup,
-                self.rounds,
-                accelerator,
-                until_loss=losses,
-                seconds=self.seconds,
-            )
-            for cluster in clusters
-        ]
-
-    def _losses(self, workload: Workload) -> list[float]:
-        """Return the losses to reach, the largest first."""
-        if not self.until_loss:
-            if self.seconds is not None:
-                raise ValueError(f"--seconds needs --until-loss, with losses to reach; got --seconds {self.seconds:g}")
-            return []
-        if self.seconds is not None and not 0 < self.seconds < math.inf:
-            raise ValueError(f"--seconds must be above 0; got {self.seconds:g}")
-        if workload.held_out is None:
-            able = ", ".join(name for name, each in WORKLOADS.items() if each.held_out)
-            raise ValueError(f"--until-loss needs a workload with held-out data, one of {able}; got {self.workload!r}")
-        with suppress(ValueError):
-            return sorted({float(part) for part in self.until_loss.split(",")}, reverse=True)
-        raise ValueError(f"--until-loss must be numbers, separated by commas; got {self.until_loss!r}")
 
 
 def bench(arguments: BenchArguments) -> int:
@@ -147,10 +90,14 @@ def emulate(schedule: Schedule) -> Generator[Round, None, None]:
 
 
 def measure_all(
-    schedules: Sequence[Schedule], measure: Measure, facts: Mapping[str, Any], path: Path, progress: Progress
-) -> list[Round]:
-    """Take all turns of every schedule; write ``facts`` and each round to the file at ``path`` as it comes."""
-    rounds = []
+    schedules: Sequence[Schedule],
+    measure: Measure,
+    facts: Mapping[str, Any],
+    path: Path,
+    progress: Progress,
+    rounds: list[Round],
+) -> None:
+    """Take all turns of every schedule; add each to ``rounds``, and after ``facts`` to the file at ``path``."""
     task = progress.add_task("starting", total=sum(len(schedule.turns()) for schedule in schedules))
     with path.open("a") as file:
         file.write(json_line("environment", facts))
@@ -161,38 +108,55 @@ def measure_all(
                     file.write(json_line("round", measured))
                     file.flush()
                     progress.update(task, advance=1, description=_last(measured), refresh=True)
-    return rounds
 
 
 def _report(arguments: BenchArguments, schedules: Sequence[Schedule], measure: Measure) -> int:
-    """Run the schedules; write each result down as it comes, and in the end the tables."""
+    """Run the schedules; write each result down as it comes, and in the end, or when interrupted, the tables."""
     console = report.new_console()
     links = {c: words for c in arguments.emulate.split(",") if c and (words := parse(c).differences())}
     for cluster, words in links.items():
         console.print(f"{cluster}: {words}", highlight=False, markup=False, soft_wrap=True)
-    workload, strategies = arguments.workload, schedules[0].strategies
-    settings = {name: value for name, value in asdict(schedules[0]).items() if name != "cluster"}
-    if not schedules[0].until_loss:
-        del settings["until_loss"], settings["seconds"]
-    facts = report.environment(arguments.command) | settings
+    facts = report.environment(arguments.command)
+    settings = asdict(schedules[0])
+    facts |= {name: value for name, value in settings.items() if name != "cluster" and value not in ([], None)}
     facts |= {"links": links} if links else {}
-    facts["parameters"] = sum(parameter_sizes(workload_named(workload)))
-    results = _new_file(arguments.output, f"{datetime.now(timezone.utc):%Y-%m-%d-%H%M%S}-{workload}")
-    with report.new_progress(console) as progress:
-        rounds = measure_all(schedules, measure, facts, results, progress)
-        rows = report.summarise(rounds, contenders(strategies)[0].label)
+    facts["parameters"] = sum(parameter_sizes(workload_named(arguments.workload)))
+    results = _new_file(arguments.output, f"{datetime.now(timezone.utc):%Y-%m-%d-%H%M%S}-{arguments.workload}")
+    rounds: list[Round] = []
+    try:
+        with report.new_progress(console) as progress:
+            measure_all(schedules, measure, facts, results, progress, rounds)
+    finally:
+        if rounds:
+            facts["turns"] = f"{len(rounds)} of {sum(len(schedule.turns()) for schedule in schedules)}"
+            _write(arguments, schedules[0], rounds, facts, results, console)
+    return int(any(measured.error for measured in rounds))
+
+
+def _write(
+    arguments: BenchArguments,
+    schedule: Schedule,
+    rounds: Sequence[Round],
+    facts: dict[str, Any],
+    results: Path,
+    console: Console,
+) -> None:
+    """Add the summaries to the file of ``results``, write the page and the plots, and show the tables."""
+    losses, workload = schedule.until_loss, schedule.workload
+    best = until_loss.at_best_rates(rounds, losses)
+    rows = report.summarise(best, contenders(schedule.strategies)[0].label)
     with results.open("a") as file:
         file.writelines(json_line("summary", row) for row in rows)
-    images = plots.draw(rows, rounds, arguments.output, results.stem) if arguments.plot and rows else []
-    facts |= {"device": rounds[0].run.device, "threads of a rank": rounds[0].run.threads} if rounds[0].run else {}
-    losses = schedules[0].until_loss
-    reached = until_loss.section(rounds, losses)
-    results.with_suffix(".md").write_text(report.page(rows, rounds, workload, facts, [results.name, *images], reached))
+    images = plots.draw(rows, best, arguments.output, results.stem) if arguments.plot and rows else []
+    if rounds[0].run:
+        facts |= {"device": rounds[0].run.device, "threads of a rank": rounds[0].run.threads}
+    reached = until_loss.rows(rounds, losses) if losses else {}
+    section = until_loss.section(reached, losses) if losses else ""
+    results.with_suffix(".md").write_text(report.page(rows, rounds, workload, facts, [results.name, *images], section))
     report.show(console, rows, rounds, workload)
-    for table in until_loss.tables(rounds, losses, box.SIMPLE_HEAD) if losses else []:
+    for table in until_loss.tables(reached, losses, box.SIMPLE_HEAD):
         console.print(table)
     console.print(f"results: {results}", highlight=False, soft_wrap=True)
-    return int(any(measured.error for measured in rounds))
 
 
 def _new_file(folder: Path, stem: str) -> Path:

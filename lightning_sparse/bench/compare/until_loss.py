@@ -1,7 +1,8 @@
 """Tables of the seconds, steps and bytes in which trainings reached losses on held-out data."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from io import StringIO
 from itertools import accumulate
 from statistics import median
@@ -11,6 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from lightning_sparse.bench.compare.peers import NO_COMMUNICATION
 from lightning_sparse.bench.compare.report import Round
 from lightning_sparse.monitor.tables import human_bytes
 
@@ -18,9 +20,14 @@ EXPLANATION = (
     "Median over the rounds of what it took until the loss on held-out data was first found at or below that at the "
     "head of the column, the first steps and LayerFusion's measuring included, evaluations not; nothing is "
     "interpolated. A training is judged whenever a tenth of its time so far has passed again, and where it does not "
-    "send in every step, after one in which it did; `-`: reached in half of the rounds or fewer. Local steps are "
-    "judged by the average that all ranks share, `no_communication` by the mean over ranks that each train alone. "
-    "`last`: loss at the end."
+    "send in every step, after one in which it did. Local steps are judged by the average that all ranks share, "
+    "`no_communication` by the mean over ranks that each train alone."
+)
+MARKS = (
+    "`-`: reached in half of the trainings or fewer. In parentheses: no sooner than `no_communication`, a rank alone, "
+    "which needs no network. Rate: the largest learning rate; where several were tried, with the first seed, the one "
+    "with which the lowest of these losses that any reached came soonest, or which ended with the lowest; * where it "
+    "is at an edge of these; other seeds were trained with that one alone. Last: loss at the end."
 )
 
 
@@ -30,6 +37,9 @@ class Reached(NamedTuple):
     seconds: float
     steps: float
     sent_bytes: float  # of a rank, as counted
+
+
+NEVER = Reached(math.inf, math.inf, math.inf)
 
 
 class Course(NamedTuple):
@@ -52,8 +62,24 @@ class Course(NamedTuple):
 
     def until(self, loss: float) -> Reached:
         """What it took to the first evaluation that found ``loss``, or less."""
-        never = Reached(math.inf, math.inf, math.inf)
-        return next((r for found, r in zip(self.losses, self.reached, strict=True) if found <= loss), never)
+        return next((r for found, r in zip(self.losses, self.reached, strict=True) if found <= loss), NEVER)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What trainings with a strategy on a cluster took, the median."""
+
+    rate: str  # learning rate
+    to_each: list[Reached]  # to each of the losses
+    in_all: Reached
+    last: float  # loss at the end
+
+    @classmethod
+    def of(cls, rate: str, courses: Sequence[Course], losses: Sequence[float]) -> "Row":
+        """Take the medians."""
+        to_each = [middle([course.until(loss) for course in courses]) for loss in losses]
+        in_all = middle([course.reached[-1] for course in courses])
+        return cls(rate, to_each, in_all, median(course.losses[-1] for course in courses))
 
 
 def middle(reached: Sequence[Reached]) -> Reached:
@@ -61,52 +87,96 @@ def middle(reached: Sequence[Reached]) -> Reached:
     return Reached(*(median(numbers) for numbers in zip(*reached, strict=True)))
 
 
-def tables(rounds: Sequence[Round], losses: Sequence[float], lines: box.Box) -> list[Table]:
-    """Make three tables for each cluster: seconds, steps and bytes to each of ``losses``."""
-    found = []
-    for cluster in dict.fromkeys(r.cluster for r in rounds):
-        here = [r for r in rounds if r.cluster == cluster]
-        courses = {
-            strategy: [course for r in here if r.strategy == strategy and (course := Course.of(r)).losses]
-            for strategy in dict.fromkeys(r.strategy for r in here)
-        }
-        trained = {strategy: own for strategy, own in courses.items() if own}
-        found += [
-            _table(f"Seconds to a loss on {cluster}", trained, losses, lines, lambda r: f"{r.seconds:.1f}"),
-            _table(f"Steps to a loss on {cluster}", trained, losses, lines, lambda r: f"{r.steps:.0f}"),
-            _table(f"Bytes to a loss on {cluster}", trained, losses, lines, lambda r: human_bytes(r.sent_bytes)),
-        ]
+# - learning rates
+
+
+def rank(course: Course, losses: Sequence[float]) -> list[float]:
+    """By what the best training is found: the seconds to the lowest loss, to the next, ..., and the loss at its end."""
+    last = course.losses[-1] if course.losses else math.inf
+    return [*(course.until(loss).seconds for loss in sorted(losses)), last if math.isfinite(last) else math.inf]
+
+
+def best_rate(rounds: Sequence[Round], losses: Sequence[float]) -> float | None:
+    """Return the learning rate of the best of a strategy's trainings on a cluster in the first round."""
+    return min((r for r in rounds if r.number == 0), key=lambda r: rank(Course.of(r), losses)).learning_rate
+
+
+def at_best_rates(rounds: Sequence[Round], losses: Sequence[float]) -> list[Round]:
+    """Return the rounds of each strategy with its best learning rate on each cluster."""
+    best = {row: best_rate(own, losses) for row, own in _by_row(rounds).items()}
+    return [r for r in rounds if r.learning_rate == best[r.cluster, r.strategy]]
+
+
+def rate_text(best: float | None, tried: Collection[float | None]) -> str:
+    """Write a learning rate, with a mark if it is at the edge of those tried."""
+    known = [rate for rate in tried if rate is not None]
+    return "-" if best is None else f"{best:g}{'*' if len(set(known)) > 1 and best in (min(known), max(known)) else ''}"
+
+
+# - tables
+
+
+def _by_row(rounds: Sequence[Round]) -> dict[tuple[str, str], list[Round]]:
+    """The rounds of each strategy on each cluster, in order."""
+    found: dict[tuple[str, str], list[Round]] = {}
+    for measured in rounds:
+        found.setdefault((measured.cluster, measured.strategy), []).append(measured)
     return found
 
 
+def rows(rounds: Sequence[Round], losses: Sequence[float]) -> dict[str, dict[str, Row]]:
+    """Make a row for each strategy that trained, by cluster."""
+    found: dict[str, dict[str, Row]] = {}
+    for (cluster, strategy), own in _by_row(rounds).items():
+        best = at_best_rates(own, losses)
+        if courses := [course for r in best if (course := Course.of(r)).losses]:
+            rate = rate_text(best[0].learning_rate, [r.learning_rate for r in own])
+            found.setdefault(cluster, {})[strategy] = Row.of(rate, courses, losses)
+    return found
+
+
+_COLUMNS: dict[str, Callable[[Reached], str]] = {
+    "Seconds": lambda reached: f"{reached.seconds:.1f}",
+    "Steps": lambda reached: f"{reached.steps:.0f}",
+    "Bytes": lambda reached: human_bytes(reached.sent_bytes),
+}
+
+
+def tables(rows: Mapping[str, Mapping[str, Row]], losses: Sequence[float], lines: box.Box) -> list[Table]:
+    """Make three tables for each cluster: seconds, steps and bytes to each of ``losses``."""
+    return [
+        _table(f"{what} to a loss on {cluster}", of_cluster, losses, lines, text)
+        for cluster, of_cluster in rows.items()
+        for what, text in _COLUMNS.items()
+    ]
+
+
 def _table(
-    title: str,
-    courses: dict[str, list[Course]],
-    losses: Sequence[float],
-    lines: box.Box,
-    text: Callable[[Reached], str],
+    title: str, rows: Mapping[str, Row], losses: Sequence[float], lines: box.Box, text: Callable[[Reached], str]
 ) -> Table:
     table = Table(title=title, box=lines, padding=(0, 1, 0, 0))
     table.add_column("strategy", overflow="fold")
-    for heading in (*(f"{loss:g}" for loss in losses), "in all", "last"):
+    for heading in ("rate", *(f"{loss:g}" for loss in losses), "in all", "last"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for strategy, own in courses.items():
-        to_each = [middle([course.until(loss) for course in own]) for loss in losses]
-        cells = [text(reached) if reached.steps < math.inf else "-" for reached in to_each]
-        last = median(course.losses[-1] for course in own)
-        in_all = middle([course.reached[-1] for course in own])
+    alone = rows[NO_COMMUNICATION].to_each if NO_COMMUNICATION in rows else [NEVER] * len(losses)
+    for strategy, row in rows.items():
+        cells = []
+        for reached, floor in zip(row.to_each, alone, strict=True):
+            cell = text(reached) if reached.steps < math.inf else "-"
+            beaten = strategy != NO_COMMUNICATION and floor.seconds < math.inf and reached.seconds >= floor.seconds
+            cells.append(f"({cell})" if beaten else cell)
         name = f"`{strategy}`" if lines is box.MARKDOWN else strategy
-        table.add_row(name, *cells, text(in_all), f"{last:.3f}")
+        table.add_row(name, row.rate, *cells, text(row.in_all), f"{row.last:.3f}")
     return table
 
 
-def section(rounds: Sequence[Round], losses: Sequence[float]) -> str:
-    """Write the tables in Markdown, with what they mean; empty without losses."""
+def section(rows: Mapping[str, Mapping[str, Row]], losses: Sequence[float], explanation: str = EXPLANATION) -> str:
+    """Write the tables in Markdown, with what they mean."""
     parts = []
-    for table in tables(rounds, losses, box.MARKDOWN) if losses else []:
+    for table in tables(rows, losses, box.MARKDOWN):
         parts.append(f"## {table.title}\n")
         table.title = None
         with (wide := Console(width=10_000, file=StringIO())).capture() as shown:
             wide.print(table)
         parts.append(shown.get().strip() + "\n")
-    return "\n".join([*parts, EXPLANATION, ""]) if parts else ""
+    return "\n".join([*parts, f"{explanation} {MARKS}", ""])

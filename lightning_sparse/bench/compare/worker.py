@@ -17,7 +17,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from resource import RUSAGE_SELF, getrusage
@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import Callback, Trainer, seed_everything
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # exported at run time only
@@ -33,8 +32,10 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from lightning_sparse.bench.advise.advice import advise_on
 from lightning_sparse.bench.compare.held_out import Judge, LearningRate
 from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, Contender, contenders
-from lightning_sparse.bench.compare.probe import MeasuredRun, Probe, interface_towards, read_sent
+from lightning_sparse.bench.compare.place import Place
+from lightning_sparse.bench.compare.probe import MeasuredRun, Probe
 from lightning_sparse.bench.compare.report import Round
+from lightning_sparse.bench.compare.until_loss import best_rate
 from lightning_sparse.bench.compare.workloads import workload_named
 from lightning_sparse.strategy import SparseDDPStrategy
 
@@ -64,60 +65,33 @@ class Schedule:
     accelerator: str  # of Lightning
     until_loss: Sequence[float] = ()  # held-out losses to reach; a training ends with the lowest
     seconds: float | None = None  # after which a training ends, in place of ``steps``
+    learning_rates: Sequence[float] = ()  # to try in the first round; the others use the best of each strategy
+    seeds: Sequence[int] = ()  # of the rounds, in turn; nothing: 0, 1, 2, ...
 
     def turns(self) -> list[tuple[int, Contender]]:
         """Rounds and strategies in the order in which they run; the first is a step without communication.
 
-        Every other round runs backwards, so that none is favoured by its place.
+        Every other round runs backwards, so that none is favoured by its place.  Where learning rates are tried, the
+        strategies of later rounds do not have theirs yet.
         """
         rows = contenders(f"{NO_COMMUNICATION},{self.strategies}")
-        return [(number, row) for number in range(self.rounds) for row in (rows[::-1] if number % 2 else rows)]
+        first = [each for row in rows for each in ([row] if row.learning_rate else self._tries(row))]
+        later = [(number, row) for number in range(1, self.rounds) for row in (rows[::-1] if number % 2 else rows)]
+        return [(0, row) for row in first] + later
 
+    def _tries(self, row: Contender) -> list[Contender]:
+        return [row.at(rate) for rate in self.learning_rates] or [row]
 
-@dataclass(frozen=True)
-class Place:
-    """The position of this process among the ranks."""
+    def seed(self, number: int) -> int:
+        """Return the seed of a round."""
+        return self.seeds[number % len(self.seeds)] if self.seeds else number
 
-    rank: int  # of all
-    local_rank: int  # of those on this host
-    size: int  # number of ranks
-    local_size: int  # number of ranks on this host
-    address: str  # of the host of rank 0
-    port: int  # there, for the workers' store
-    store_is_there: bool  # whether torchrun's agent serves the store
-    interface: str  # whose traffic is counted, and which Gloo and NCCL use
-
-    @property
-    def hosts(self) -> int:
-        """Number of hosts."""
-        return self.size // self.local_size
-
-    @classmethod
-    def find(cls, interface: str | None) -> "Place | None":
-        """Read this process's place from what torchrun or SLURM set; None if neither started it.
-
-        Args:
-            interface: name of the network interface; None to find the one that leads to rank 0.
-
-        Raises:
-            ValueError: there is no such interface.
-        """
-        variables = os.environ
-        started: TorchElasticEnvironment | SLURMEnvironment
-        if TorchElasticEnvironment.detect():
-            started = TorchElasticEnvironment()
-            local_size = int(variables["LOCAL_WORLD_SIZE"])
-        elif SLURMEnvironment.detect():
-            started = SLURMEnvironment()
-            local_size = started.world_size() // int(variables["SLURM_NNODES"])
-        else:
-            return None
-        address, port = started.main_address, started.main_port
-        store_is_there = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        interface = interface or variables.get("GLOO_SOCKET_IFNAME") or interface_towards(address)
-        read_sent(interface)  # complains now if there is none of this name
-        ranks = started.global_rank(), started.local_rank(), started.world_size(), local_size
-        return cls(*ranks, address, port, store_is_there, interface)
+    def at_best_rate(self, row: Contender, rounds: Sequence[Round]) -> Contender:
+        """Return ``row`` with the best of the learning rates that it tried in ``rounds``, unless it has its own."""
+        if row.learning_rate or not self.learning_rates:
+            return row
+        best = best_rate([r for r in rounds if r.strategy == row.label], self.until_loss)
+        return row if best is None else row.at(best)
 
 
 class _Turn(NamedTuple):
@@ -137,14 +111,19 @@ def take_turns(schedule: Schedule, place: Place) -> Generator[Round, None, None]
         served = TCPStore(place.address, place.port, is_master=False, timeout=_PATIENCE)
         store = PrefixStore("lightning_sparse_bench", served)
         failed: set[str] = set()
+        rounds: list[Round] = []  # on rank 0
         for i, (number, contender) in enumerate(schedule.turns()):
             if contender.label in failed:
                 continue
-            turn = _Turn(schedule, place, number, contender, PrefixStore(str(i), store))
+            own = PrefixStore(str(i), store)
+            if place.rank == 0:
+                own.set("spec", schedule.at_best_rate(contender, rounds).spec)
+            turn = _Turn(schedule, place, number, replace(contender, spec=own.get("spec").decode()), own)
             turn.store.set(f"rank {place.rank}", _result(turn))
             if place.rank == 0:
                 measured = _gather(turn)
                 turn.store.set("outcome", "failed" if measured.error else "done")
+                rounds.append(measured)
                 yield measured
             if turn.store.get("outcome") == b"failed":
                 failed.add(contender.label)
@@ -187,8 +166,8 @@ def _gather(turn: _Turn) -> Round:
     # When one rank fails the others lose their connections to it, and say so: not what one wants to read.
     errors = sorted((r["error"] for r in results if "error" in r), key=_is_a_consequence)
     run = None if errors else MeasuredRun.mean([MeasuredRun.from_json(r) for r in results])
-    label, error = turn.contender.label, errors[0] if errors else ""
-    return Round(schedule.cluster, label, turn.number, size, schedule.warmup, run, error)
+    row, error = turn.contender, errors[0] if errors else ""
+    return Round(schedule.cluster, row.label, turn.number, size, schedule.warmup, run, error, row.learning_rate)
 
 
 def _is_a_consequence(error: str) -> bool:
@@ -251,8 +230,8 @@ def _become_worker(place: Place, port: int) -> None:
 
 
 def _fit(turn: _Turn) -> MeasuredRun:
-    seed_everything(turn.number, verbose=False)  # the same model and batches for every strategy of a round
     schedule, place = turn.schedule, turn.place
+    seed_everything(schedule.seed(turn.number), verbose=False)  # the same model and batches for all of a round
     workload = workload_named(schedule.workload)
     module = workload.module()
     probe = Probe(place.interface if place.local_rank == 0 else None, workload.learns)

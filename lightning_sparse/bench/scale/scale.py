@@ -79,7 +79,7 @@ def scale(arguments: ScaleArguments) -> int:
     with report.new_progress(console) as progress:
         if schedules := arguments.schedules():
             _, measure = find_ranks([schedule.cluster for schedule in schedules], None)
-            rounds = measure_all(schedules, measure, facts, path.with_suffix(".jsonl"), progress)
+            measure_all(schedules, measure, facts, path.with_suffix(".jsonl"), progress, rounds)
         counts = count_all(arguments.sizes(), elements, progress)
     measured = measured_points(report.summarise(rounds, "ddp"))
     fitted = fit(measured, counts)

@@ -19,9 +19,10 @@ from lightning_sparse import COMPRESSORS, Dense, LocalSteps, SkipReduce, SparseD
 from lightning_sparse.bench.cluster import Cluster
 from lightning_sparse.bench.compare import plots, run, worker
 from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, PEERS, all_names, contenders
+from lightning_sparse.bench.compare.place import Place
 from lightning_sparse.bench.compare.probe import MeasuredRun, MeasuredStep, interface_towards, read_sent
 from lightning_sparse.bench.compare.report import Round, environment, middle_half, page, ratio, show, summarise
-from lightning_sparse.bench.compare.worker import Place, Schedule
+from lightning_sparse.bench.compare.worker import Schedule
 from lightning_sparse.cli import main
 from lightning_sparse.monitor import pictures
 from tests import conftest
@@ -286,6 +287,9 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
             ["--until-loss", "3", "--workload", "mlp_1m"],
             "held-out data, one of gpt_10m, gpt_50m, byte_lm; got",
         ),
+        (["--learning-rates", "1e-3"], "--learning-rates needs --until-loss"),
+        (["--learning-rates", "0"], "--learning-rates must be numbers above 0, separated by commas; got '0'"),
+        (["--seeds", "1.5"], "--seeds must be numbers of at least 0, separated by commas; got '1.5'"),
         (["--emulate", "4x1gb"], "cluster '4x1gb': a rate must be"),
         (["--emulate", "1x1gbit"], "an emulated cluster must have at least 2 hosts; got '1x1gbit'"),
         ([], "no ranks to measure between: give --emulate 4x1gbit, say"),
@@ -371,6 +375,20 @@ def test_emulated_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 @emulated
+def test_learning_rates_are_tried_and_the_best_goes_on(tmp_path: Path) -> None:
+    words = ["bench", "--emulate", "2x1gbit", "--workload", "byte_lm", "--strategies", "ddp", "--steps", "3"]
+    words += ["--warmup", "0", "--until-loss", "1", "--learning-rates", "1e-6,4e-3", "--seeds", "3,4"]
+    assert main([*words, "--output", str(tmp_path)]) == 0
+    found = [(r["strategy"], r["number"], r["learning_rate"], r["error"]) for r in read_results(tmp_path)["round"]]
+    assert found == [
+        *((strategy, 0, rate, "") for strategy in (NO_COMMUNICATION, "ddp") for rate in (1e-6, 4e-3)),
+        *((strategy, 1, 4e-3, "") for strategy in ("ddp", NO_COMMUNICATION)),
+    ]
+    (written,) = tmp_path.glob("*.md")
+    assert re.search(r"^\|`ddp` *\| *0.004\* *\|", written.read_text(), re.MULTILINE)
+
+
+@emulated
 def test_torchrun_on_two_hosts_of_two_ranks_trains(tmp_path: Path) -> None:
     with Cluster("2x1gbit") as cluster:
 
@@ -418,7 +436,10 @@ def test_interrupted_run_leaves_nothing(
     assert "interrupted; what was measured so far is in" in capsys.readouterr().err
     assert leftovers() == before
     assert list(temporary.iterdir()) == []
-    assert len(read_results(results)["round"]) >= 1
+    done = read_results(results)["round"]
+    assert done
+    (written,) = results.glob("*.md")
+    assert f"- turns: {len(done)} of 10" in written.read_text()
 
 
 def test_runs_side_by_side_write_files_of_their_own(tmp_path: Path) -> None:

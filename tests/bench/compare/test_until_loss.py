@@ -15,15 +15,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_sparse.bench.compare.held_out import Judge, LearningRate
-from lightning_sparse.bench.compare.peers import contenders
+from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, contenders
 from lightning_sparse.bench.compare.probe import MeasuredRun, MeasuredStep, Probe
 from lightning_sparse.bench.compare.report import Round
 from lightning_sparse.bench.compare.text import CONTEXT, HELD_OUT_WINDOWS, TEXT_BYTES, source_windows
 from lightning_sparse.bench.compare.text import other_source_code as held_out_text
-from lightning_sparse.bench.compare.until_loss import Course, Reached, section, tables
+from lightning_sparse.bench.compare.until_loss import Course, Reached, at_best_rates, best_rate, rows, section, tables
+from lightning_sparse.bench.compare.worker import Schedule
 from tests.conftest import Ranks
 from tests.training.models import LIMIT_S, trainer, weights
 
+LOSSES = [4.4, 3.0]
 STEP = MeasuredStep(1.0, None, 10.0, None, None, None, None, 0.0, 0.0, 0.0)
 
 
@@ -49,17 +51,73 @@ def test_tables_show_medians_and_what_was_not_reached() -> None:
     rounds.append(Round("4x1gbit", "powersgd_1", 0, 4, 0, None, "RuntimeError: no luck"))
     console = Console(width=150)
     with console.capture() as shown:
-        for table in tables(rounds, [4.4, 3.0], box.SIMPLE_HEAD):
+        for table in tables(rows(rounds, LOSSES), LOSSES, box.SIMPLE_HEAD):
             console.print(table)
-    rows = [line.split() for line in shown.get().splitlines() if line.split()[:1] in (["ddp"], ["micro"])]
-    assert rows[0] == ["ddp", "4.0", "6.0", "6.0", "3.000"]
-    assert rows[1] == ["micro", "2.0", "-", "2.0", "4.400"]
-    assert rows[2] == ["ddp", "2", "3", "3", "3.000"]
-    assert rows[5][:4] == ["micro", "20", "B", "-"]
-    text = section(rounds, [4.4, 3.0])
+    lines = [line.split() for line in shown.get().splitlines() if line.split()[:1] in (["ddp"], ["micro"])]
+    assert lines[0] == ["ddp", "-", "4.0", "6.0", "6.0", "3.000"]
+    assert lines[1] == ["micro", "-", "2.0", "-", "2.0", "4.400"]
+    assert lines[2] == ["ddp", "-", "2", "3", "3", "3.000"]
+    assert lines[5][:5] == ["micro", "-", "20", "B", "-"]
+    text = section(rows(rounds, LOSSES), LOSSES)
     assert "## Seconds to a loss on 4x1gbit" in text
     assert "|`ddp`" in text
-    assert section(rounds, []) == ""
+
+
+def test_what_is_no_sooner_than_a_rank_alone_stands_in_parentheses() -> None:
+    rounds = [judged(NO_COMMUNICATION, 0, 1.0, [5.0, 4.4, 4.3])]
+    rounds += [judged("ddp", 0, 2.0, [4.0, 3.0]), judged("micro", 0, 1.0, [4.4, 4.2]), judged("late", 0, 1.0, [5.0])]
+    text = section(rows(rounds, LOSSES), LOSSES)
+    text = text.partition("## Steps")[0]
+    seconds = {line.split("|")[1].strip(): line.split("|")[3:5] for line in text.splitlines() if line[:2] == "|`"}
+    assert [[cell.strip() for cell in cells] for cells in seconds.values()] == [
+        ["2.0", "-"],
+        ["(2.0)", "4.0"],
+        ["1.0", "-"],
+        ["(-)", "-"],
+    ]
+
+
+# --- learning rates
+
+
+def at(rate: float, number: int, seconds: float, losses: Sequence[float | None]) -> Round:
+    return replace(judged("ddp", number, seconds, losses), learning_rate=rate)
+
+
+def test_the_best_rate_is_soonest_at_the_lowest_loss_that_was_reached() -> None:
+    soon, deep = at(1e-3, 0, 1.0, [4.0, 3.5]), at(2e-3, 0, 2.0, [4.5, 3.0])
+    assert best_rate([soon, deep], [4.4, 3.0]) == 2e-3
+    assert best_rate([soon, deep], [4.4, 3.5]) == 1e-3
+    assert best_rate([soon, deep], [1.0]) == 2e-3  # neither: the lowest at its end
+    diverged = at(4e-3, 0, 0.1, [math.nan])
+    failed = replace(soon, run=None, error="no luck", learning_rate=8e-3)
+    assert best_rate([diverged, failed, soon], [1.0]) == 1e-3
+    assert best_rate([soon, deep, at(2e-3, 1, 2.0, [4.5, 4.4])], [3.0]) == 2e-3  # of the first round
+
+
+def test_a_row_is_of_the_best_rate_and_says_so() -> None:
+    rounds = [at(1e-3, 0, 1.0, [4.0, 3.5]), at(2e-3, 0, 2.0, [4.0, 3.0]), at(2e-3, 1, 4.0, [4.0, 3.0])]
+    (row,) = rows(rounds, [3.0])["4x1gbit"].values()
+    assert (row.rate, row.to_each, row.last) == ("0.002*", [Reached(6.0, 2, 20.0)], 3.0)
+    assert at_best_rates(rounds, [3.0]) == rounds[1:]
+
+
+def test_every_rate_is_tried_in_the_first_round_and_the_best_goes_on() -> None:
+    schedule = Schedule("4x1gbit", "byte_lm", "ddp,diloco:lr=1", 2, 0, 2, "cpu", [3.0], None, [0.1, 0.2], [7, 8])
+    turns = schedule.turns()
+    assert [(number, row.label, row.learning_rate) for number, row in turns] == [
+        (0, NO_COMMUNICATION, 0.1),
+        (0, NO_COMMUNICATION, 0.2),
+        (0, "ddp", 0.1),
+        (0, "ddp", 0.2),
+        (0, "diloco:lr=1", 1),
+        (1, "diloco:lr=1", 1),
+        (1, "ddp", None),
+        (1, NO_COMMUNICATION, None),
+    ]
+    rounds = [at(0.1, 0, 1.0, [3.1]), at(0.2, 0, 1.0, [3.0])]
+    assert [schedule.at_best_rate(row, rounds).learning_rate for _, row in turns[3:7]] == [0.2, 1, 1, 0.2]
+    assert [schedule.seed(number) for number in range(3)] == [7, 8, 7]
 
 
 def test_held_out_text_is_not_trained_on() -> None:
