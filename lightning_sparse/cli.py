@@ -39,8 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return simulate(SimulateArguments(**arguments, command=typed))
         from lightning_sparse.bench.compare.arguments import BenchArguments
         from lightning_sparse.bench.compare.run import bench
+        from lightning_sparse.bench.compare.simulated import combine
 
-        return bench(BenchArguments(**arguments, command=typed))
+        wanted = BenchArguments(**arguments, command=typed)
+        return combine(wanted) if wanted.simulate else bench(wanted)
     except (ValueError, ModuleNotFoundError, ClusterError, BenchError) as error:
         print(f"lightning-sparse: error: {error}", file=sys.stderr)
         return 2
@@ -132,6 +134,13 @@ def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="with --until-loss, try these with each strategy in the first round; the others use its best",
     )
     bench.add_argument("--seeds", metavar="LIST", default="", help="of the rounds, in turn (0,1,2,...)")
+    bench.add_argument(
+        "--simulate",
+        metavar="BENCH.jsonl,SIMULATE.jsonl",
+        default="",
+        help="with --until-loss, train nothing: combine the steps that an earlier bench of byte_lm measured with the "
+        "losses of simulate",
+    )
     bench.add_argument("--plot", action="store_true", help="draw plots too")
     return bench
 

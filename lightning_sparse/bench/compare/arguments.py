@@ -32,6 +32,7 @@ class BenchArguments:
     seconds: float | None
     learning_rates: str
     seeds: str
+    simulate: str
     interface: str | None
     command: str
 

@@ -103,7 +103,7 @@ def best_rate(rounds: Sequence[Round], losses: Sequence[float]) -> float | None:
 
 def at_best_rates(rounds: Sequence[Round], losses: Sequence[float]) -> list[Round]:
     """Return the rounds of each strategy with its best learning rate on each cluster."""
-    best = {row: best_rate(own, losses) for row, own in _by_row(rounds).items()}
+    best = {row: best_rate(own, losses) for row, own in by_row(rounds).items()}
     return [r for r in rounds if r.learning_rate == best[r.cluster, r.strategy]]
 
 
@@ -116,7 +116,7 @@ def rate_text(best: float | None, tried: Collection[float | None]) -> str:
 # - tables
 
 
-def _by_row(rounds: Sequence[Round]) -> dict[tuple[str, str], list[Round]]:
+def by_row(rounds: Sequence[Round]) -> dict[tuple[str, str], list[Round]]:
     """The rounds of each strategy on each cluster, in order."""
     found: dict[tuple[str, str], list[Round]] = {}
     for measured in rounds:
@@ -127,7 +127,7 @@ def _by_row(rounds: Sequence[Round]) -> dict[tuple[str, str], list[Round]]:
 def rows(rounds: Sequence[Round], losses: Sequence[float]) -> dict[str, dict[str, Row]]:
     """Make a row for each strategy that trained, by cluster."""
     found: dict[str, dict[str, Row]] = {}
-    for (cluster, strategy), own in _by_row(rounds).items():
+    for (cluster, strategy), own in by_row(rounds).items():
         best = at_best_rates(own, losses)
         if courses := [course for r in best if (course := Course.of(r)).losses]:
             rate = rate_text(best[0].learning_rate, [r.learning_rate for r in own])

@@ -86,7 +86,7 @@ def test_byte_lm_trains_as_the_simulation_does() -> None:
     simulated = task.byte_lm(3)
     assert all(map(torch.equal, module.parameters(), simulated.model.parameters()))
     assert held_out is not None
-    assert torch.equal(held_out, simulated.validation)
+    assert torch.equal(held_out, simulated.validation[::2])
     for step in range(2):
         assert torch.equal(next(batches)[0], simulated.batch(3, step, 0))
     optimizer = module.configure_optimizers()
