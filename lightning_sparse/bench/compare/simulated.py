@@ -20,10 +20,11 @@ from lightning_sparse.bench.simulate.results import Result, read
 
 WORKLOAD = "byte_lm"  # which the simulation trains too
 EXPLANATION = (
-    "Nothing was trained until here. Measured, on this cluster: the seconds and bytes of a step, the mean over the "
-    "timed steps and the median over the rounds, and what the untimed first steps took beyond as many of these. "
-    "Simulated: the loss after a number of steps, joined by straight lines between the points of its curve; of "
-    "`no_communication`, that of one rank. Each cell is the median over the simulated seeds."
+    "Nothing was trained for this. Measured, on this cluster: the seconds and bytes of a step, the mean over the "
+    "timed steps, and what the untimed first steps took beyond as many of these; of both the median over the rounds. "
+    "Simulated: the loss after a number of steps, joined by straight lines between the points of its curve, before the "
+    "first of which nothing is known; of `no_communication`, that of one rank. Each cell is the median over the "
+    "simulated seeds."
 )
 
 
