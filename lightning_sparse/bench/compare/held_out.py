@@ -76,10 +76,8 @@ class Judge(Callback):
             return
         loss, seconds = self._evaluate(trainer, pl_module)
         steps[-1] = replace(steps[-1], held_out=loss)
-        ends = (
-            loss <= self._lowest or not math.isfinite(loss) or (self._seconds is not None and seconds >= self._seconds)
-        )
-        if ends and len(steps) >= self._least:
+        over = self._seconds is not None and seconds >= self._seconds
+        if (over or not self._lowest < loss < math.inf) and len(steps) >= self._least:
             trainer.should_stop = True
         self._plan(len(steps), seconds)
         self._probe.skip()

@@ -199,3 +199,10 @@ def test_local_steps_are_judged_by_the_average_that_ranks_share(ranks: Ranks) ->
     assert [loss is not None for loss in held_out] == [True, True, True, False, False, True]
     assert held_out[0] == held_out[1] != held_out[2]  # nothing has been exchanged before step 3
     assert [step.counted_bytes > 0 for step in steps] == [False, False, True, False, False, True]
+
+
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_a_training_that_diverged_ends(ranks: Ranks) -> None:
+    (_, steps), _ = ranks.run(train, 2, "ddp:lr=1e30", 30, timeout_s=LIMIT_S)
+    assert len(steps) < 30
+    assert not math.isfinite(steps[-1].held_out or 0)
