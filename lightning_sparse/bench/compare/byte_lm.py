@@ -25,7 +25,7 @@ class _Batches(IterableDataset[list[Tensor]]):
         from lightning_sparse.bench.simulate.task import byte_lm
 
         task, rank = byte_lm(self._seed), dist.get_rank() if dist.is_initialized() else 0
-        return ([task.batch(self._seed, step, rank)] for step in count())
+        return (list(task.batch(self._seed, step, rank)) for step in count())
 
 
 def batches() -> dict[str, Any]:
@@ -37,7 +37,7 @@ def held_out() -> Tensor:
     """Every other of the windows [N, CONTEXT + 1] that the simulation validates with, the same with any seed."""
     from lightning_sparse.bench.simulate.task import byte_lm
 
-    return byte_lm(torch.initial_seed()).validation[::2]  # whose loss is within 0.3 % of that of all
+    return byte_lm(torch.initial_seed()).validation[0][::2]  # whose loss is within 0.3 % of that of all
 
 
 def schedule(step: int, steps: int) -> float:
@@ -46,6 +46,6 @@ def schedule(step: int, steps: int) -> float:
     It depends on numbers of steps only, so that it is the same for strategies of any speed: where training ends by
     the clock, and ``steps`` is -1, the rate stays at its largest.
     """
-    from lightning_sparse.bench.simulate.task import learning_rate
+    from lightning_sparse.bench.simulate.optimizers import learning_rate
 
     return learning_rate(1.0, step, steps) if steps > 0 else min(1.0, (step + 1) / WARM_UP_STEPS)

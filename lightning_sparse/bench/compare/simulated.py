@@ -81,7 +81,7 @@ def rows(rounds: Sequence[Round], results: Sequence[Result], losses: Sequence[fl
         courses = {
             result.run: course(result.curve, pace, losses)
             for result in results
-            if (result.run.strategy, result.run.ranks) == simulated
+            if (result.run.strategy, result.run.ranks) == simulated and result.run.task == WORKLOAD
         }
         if courses:
             seed = min(run.seed for run in courses)

@@ -5,7 +5,7 @@ import torch
 
 from lightning_sparse.bench.compare import byte_lm, workloads
 from lightning_sparse.bench.compare.workloads import WORKLOADS, GradientOnly, parameter_sizes, workload_named
-from lightning_sparse.bench.simulate import task
+from lightning_sparse.bench.simulate import optimizers, task
 
 
 @pytest.mark.parametrize(
@@ -86,17 +86,17 @@ def test_byte_lm_trains_as_the_simulation_does() -> None:
     simulated = task.byte_lm(3)
     assert all(map(torch.equal, module.parameters(), simulated.model.parameters()))
     assert held_out is not None
-    assert torch.equal(held_out, simulated.validation[::2])
+    assert torch.equal(held_out, simulated.validation[0][::2])
     for step in range(2):
-        assert torch.equal(next(batches)[0], simulated.batch(3, step, 0))
+        assert torch.equal(next(batches)[0], simulated.batch(3, step, 0)[0])
     optimizer = module.configure_optimizers()
     assert isinstance(optimizer, torch.optim.AdamW)
-    assert optimizer.defaults["weight_decay"] == task.WEIGHT_DECAY
+    assert optimizer.defaults["weight_decay"] == optimizers.WEIGHT_DECAY
 
 
 def test_learning_rates_of_byte_lm_depend_on_the_step_alone() -> None:
     assert byte_lm.schedule(59, 600) == 1
-    assert byte_lm.schedule(299, 600) == task.learning_rate(1, 299, 600) < 1
+    assert byte_lm.schedule(299, 600) == optimizers.learning_rate(1, 299, 600) < 1
     assert byte_lm.schedule(0, -1) == 1 / 60  # by the clock: a warm-up, and no end in sight
     assert byte_lm.schedule(60, -1) == byte_lm.schedule(10_000, -1) == 1
 
