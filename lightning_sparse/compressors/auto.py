@@ -68,7 +68,7 @@ class Candidate:
         settings = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
         what = "dense" if isinstance(self.compressor, Dense) else f"{type(self.compressor).__name__}({settings})"
         local = f"{self.local_steps} local steps, " if self.local_steps else ""
-        return f"{local}{what} in {self.wire_dtype}"
+        return f"{local}{what}, {self.wire_dtype}"
 
 
 def _candidates() -> tuple[Candidate, ...]:

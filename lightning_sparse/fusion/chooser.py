@@ -91,7 +91,7 @@ class Chooser:
         rank_zero_info(
             f"sparse_auto: training goes on with {best.candidate}, whose step is expected to take "
             f"{1e3 * best.step_s:.0f} ms; with {at_work} it took {before_ms:.0f} ms. Steps of {len(short)} of "
-            f"{len(forecasts)} candidates are about as short as the shortest, and of these it is the most faithful: each "
-            f"step delivers {best.delivered or 0:.0%} of what is owed, {best.age or 0:.1f} steps late."
+            f"{len(forecasts)} candidates are about as short as the shortest, and of these it is the most faithful: "
+            f"each step delivers {best.delivered or 0:.0%} of what is owed, {best.age or 0:.1f} steps late."
         )
         return best.candidate

@@ -39,7 +39,9 @@ def simulated_cost(compressor: Compressor, n: int, size: int, link: Link, device
             with _adding_to(busy_s if group is groups[0] else [0.0], device):
                 group.unsent.copy_(gradient)
         own, *others = (take_step(compressor, g, c) for g, c in zip(groups, network.comms, strict=True))
+        checked_before_s = comm.checking_s
         total = network.run([_timed(own, busy_s, device), *others])[0]
+        busy_s[-1] -= comm.checking_s - checked_before_s
         with _adding_to(busy_s, device):
             groups[0].hand_back(total, [bucket], size)
     sent, hops, busy = comm.sent_bytes - sent_before, comm.hops - hops_before, median(busy_s[1:])

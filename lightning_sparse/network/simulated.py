@@ -1,5 +1,6 @@
 """A network of P ranks in one process, in lockstep, that checks what real processes would hang on."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -53,12 +54,14 @@ class SimComm(Comm):
 
     Attributes:
         hops: from rank to rank that have followed one another so far: what each message waited for had to arrive.
+        checking_s: seconds of copying and spoiling what is handed over, which real ranks do not do.
     """
 
     def __init__(self, network: "SimNetwork", rank: int, wire_dtype: ValueFormat, hop_bytes: int) -> None:
         super().__init__(rank, network.size, wire_dtype)
         self.hop_bytes, self.all_reduce_bytes = hop_bytes, hops("all_reduce", network.size) * hop_bytes
         self.hops = 0
+        self.checking_s = 0.0
         self._network = network
 
     def arrived(self, part: _Part) -> Tensor:
@@ -69,8 +72,10 @@ class SimComm(Comm):
     def buffer(self, name: str, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Fresh and spoilt, so that nobody leans on what a buffer held before."""
         del name
+        start_s = time.perf_counter()
         fresh = torch.empty(elements, dtype=dtype, device=device)
         _spoil(fresh)
+        self.checking_s += time.perf_counter() - start_s
         return fresh
 
     def _all_reduce(self, x: Tensor, direct: bool) -> Pending:
@@ -91,12 +96,15 @@ class SimComm(Comm):
     def _launch(
         self, kind: str, x: Tensor, result: Tensor, by: tuple[int, ...] = (), source: int = 0, goes_as: str = ""
     ) -> Pending:
+        start_s = time.perf_counter()
         given = x.clone()
         _spoil(result)
         unchanged = None if result is x else x
         number = self._network.launched[self.rank]
         done = self.hops + hops(goes_as or kind, self.size)
-        return self._network.add(_Part(kind, number, given, unchanged, result, by, source, done, self))
+        part = self._network.add(_Part(kind, number, given, unchanged, result, by, source, done, self))
+        self.checking_s += time.perf_counter() - start_s
+        return part
 
 
 class SimNetwork:

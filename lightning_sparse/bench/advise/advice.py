@@ -83,14 +83,18 @@ def _init_args(settings: dict[str, object]) -> str:
 
 def table(advices: Sequence[Advice], title: str) -> Table:
     """Show DDP first, then the fastest; the one to use in bold."""
-    numbers = (Column(heading, justify="right") for heading in ("step", "times faster", "delivered", "late", "sends"))
-    result = Table("strategy", *numbers, "limited by", title=title, box=box.SIMPLE_HEAD)
+    numbers = (
+        Column(heading, justify="right", no_wrap=True) for heading in ("step", "faster", "delivered", "late", "sends")
+    )
+    result = Table(
+        Column("strategy", no_wrap=True), *numbers, "waits for", title=title, box=box.SIMPLE_HEAD, pad_edge=False
+    )
     ddp, *others = advices
     for a in [ddp, *sorted(others, key=lambda a: a.step_s)]:
         result.add_row(
             f"[bold]{a.name}[/bold]" if a.chosen else a.name,
             f"{1e3 * a.step_s:.0f} ms",
-            f"{ddp.step_s / a.step_s:.1f}",
+            f"{ddp.step_s / a.step_s:.1f} x",
             "" if a.delivered is None else f"{a.delivered:.0%}",
             "" if a.age is None else f"{a.age:.1f}",
             human_bytes(a.sent_bytes),
@@ -131,8 +135,8 @@ def _why(advices: Sequence[Advice], best: Advice) -> str:
     short = [a for a in advices if a.about_as_short]
     why = (
         f"Of the {len(short)} whose steps are about as short as the shortest it is the most faithful: each step "
-        f"delivers {best.delivered or 0:.0%} of what is owed, {best.age or 0:.1f} steps late. What local steps leave counts "
-        f"{LOCAL:g} times as much as gradients do, since a rank's own weights have its own steps at once."
+        f"delivers {best.delivered or 0:.0%} of what is owed, {best.age or 0:.1f} steps late. What local steps leave "
+        f"counts {LOCAL:g} times as much as gradients do, since a rank's own weights have its own steps at once."
     )
     slower = [a for a in advices[1:] if not a.about_as_short and a.undelivered < best.undelivered]
     if slower:
