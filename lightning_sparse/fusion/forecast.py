@@ -17,7 +17,7 @@ from lightning_sparse.fusion.rehearsal import Link, Sample, cost_of
 from lightning_sparse.fusion.simulated_cost import applying_s, simulated_cost
 from lightning_sparse.settings import as_text
 
-FEW, MOST = 2**8, 2**18  # elements of the groups that are simulated; the second on all ranks together
+FEW, MOST = 2**8, 2**20  # elements of the groups that are simulated; the second on all ranks together
 LIMITS = ("backward", "compression", "network")
 DDP_PLAN = f"buckets of {BUCKET_BYTES >> 20} MiB"  # among a plan's spans
 
