@@ -141,6 +141,20 @@ class Exchange(ABC):
     def _within_a_step(self) -> bool:
         """Whether messages may be under way."""
 
+    def unsent_at(self, group: Group, places: Tensor) -> Tensor:
+        """What this rank owes of ``group`` at ``places`` [m], [m]."""
+        return group.unsent[places]
+
+    def delivered(self) -> float:
+        """The part of what all ranks owed that the last step delivered, as a squared norm of the sampled elements.
+
+        To be called on every rank between two steps, while there is a sample.
+        """
+        assert self.sample is not None
+        sums = self.sample.owed_and_left(self.unsent_at)
+        owed, left = self.ask(lambda comm: comm.all_reduce(sums)).square().sum(1).tolist() if sums.numel() else (0, 0)
+        return 1 - left / owed if owed else 1.0
+
     def unsent_norm(self) -> float:
         """Euclidean norm of all this rank has not sent."""
         return float(torch.stack([group.unsent.norm() for group in self.groups]).norm()) if self.groups else 0.0

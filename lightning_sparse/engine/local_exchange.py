@@ -178,6 +178,13 @@ class LocalExchange(Exchange):
         self.settle()
         return {p: p if self._held is not None else average for p, average, _ in self._weights()}
 
+    def unsent_at(self, group: Group, places: Tensor) -> Tensor:
+        """What this rank owes of ``group`` at ``places`` [m], [m]: x_r - x̄."""
+        if self._held is not None:
+            return torch.zeros(len(places), device=places.device)
+        own = torch.cat([p.detach().reshape(-1).float() for p in group.parameters])
+        return own[places] - self.replicas[group.index].average[places]
+
     def unsent_norm(self) -> float:
         """Euclidean norm of all this rank owes."""
         if self._held is not None:

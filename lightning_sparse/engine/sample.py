@@ -3,7 +3,7 @@
 import itertools
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ MOST = 64  # elements sampled of a parameter: what starves of 5 % of it is misse
 DECAY_OF_GRADIENTS = 0.99  # of a mean over about 100 steps
 DECAY_OF_TURNS = 0.9  # over about 10, so that dense steps of a warm-up are soon forgotten
 LEAST = 0.01  # of a mean of how often an element was sent: that it was within about 40 steps
+ROWS = 6  # numbers that are kept of a sampled element
 STARVING = 5  # turns; an element that has waited longer starves
 
 
@@ -54,9 +55,9 @@ class Sample:
         self._steps = 0
         self._sizes: dict[str, int] = {}  # elements of each parameter, in the order in which they are sampled
         device = groups[0].unsent.device if groups else torch.device("cpu")
-        # Of each sampled element what is unsent, the last step that sent it or left nothing to send, and means over
-        # steps: of whether it was sent, and of the square of its gradient.
-        self._state = torch.zeros(4, 0, device=device)
+        # Of each sampled element what is unsent, the last step that sent it or left nothing to send, means over steps
+        # of whether it was sent and of its gradient's square, squares that wait, and the last step that asked for it.
+        self._state = torch.zeros(ROWS, 0, device=device)
         self._decays = torch.tensor([[DECAY_OF_TURNS], [DECAY_OF_GRADIENTS]], device=device)
         self.lay_out(groups)
 
@@ -66,14 +67,19 @@ class Sample:
         known = dict(zip(self._sizes, self._state.split(self._counts(), dim=1), strict=True))
         self._groups = groups
         self._sizes = {name: n for group in groups for name, n in zip(group.names, group.sizes, strict=True)}
-        own = [known.get(name, torch.zeros(4, min(n, MOST), device=device)) for name, n in self._sizes.items()]
-        self._state = torch.cat([self._state[:, :0], *own], dim=1)  # [4, m]
+        own = [known.get(name, torch.zeros(ROWS, min(n, MOST), device=device)) for name, n in self._sizes.items()]
+        self._state = torch.cat([self._state[:, :0], *own], dim=1)  # [ROWS, m]
         self._places = [_places(group).to(device) for group in groups]  # in each group's unsent
         self._owed, self._left = torch.zeros_like(self._state[:2])  # [m], unsent before a step's messages, and after
         counts = [places.numel() for places in self._places]
         self._owed_of, self._left_of = self._owed.split(counts), self._left.split(counts)  # each group's part
         self._read()
         self._state[0] = self._left
+        self._delivered = torch.zeros_like(self._left)  # [m], in the last step
+        self._elements = torch.cat(  # [m], for how many elements each stands
+            [torch.full((min(n, MOST),), n / max(min(n, MOST), 1), device=device) for n in self._sizes.values()]
+            or [self._left]
+        )
 
     def before(self, group: Group) -> None:
         """Note what ``group`` owes in this step, its gradient included."""
@@ -82,15 +88,18 @@ class Sample:
     def end_step(self) -> None:
         """Note what is left of it."""
         self._steps += 1
-        earlier, cleared, sent, squares = self._state
+        earlier, cleared, sent, squares, waiting, turn = self._state
         self._read()
         unsent = self._left
         # A parameter that was not used in this step owed nothing while others were sent, and owes again what it did.
         owed = torch.where(self._owed == 0, unsent, self._owed)
         gradient, went = owed - earlier, unsent != owed
-        self._state[2:] *= self._decays
+        self._delivered = owed - unsent
+        self._state[2:4] *= self._decays
         sent += went
         squares.addcmul_(gradient, gradient)
+        waiting.addcmul_(gradient, gradient).mul_((unsent / owed).abs_().nan_to_num_(0.0, 1.0).clamp_(max=1.0))
+        turn.masked_fill_(self._owed != 0, self._steps)
         cleared.masked_fill_(went.logical_or_(unsent == 0), self._steps)
         self._state[0] = unsent
         self._owed.zero_()  # groups that do not travel in the next step owe nothing in it
@@ -102,16 +111,38 @@ class Sample:
         turn = self._turn([(n, part) for _, n, part in found])
         return [self._waiting(name, n, part, turn) for name, n, part in found]
 
+    def owed_and_left(self, left_of: Callable[[Group, Tensor], Tensor]) -> Tensor:
+        """What this rank owed in the last step, and what is left of it: [2, m], as squares of which sums are estimates.
+
+        Args:
+            left_of: returns what a group owes now, all of it, at some places.
+        """
+        groups = zip(self._groups, self._places, strict=True)
+        left = torch.cat([self._left[:0], *(left_of(group, places) for group, places in groups)])
+        return torch.stack([left + self._delivered, left]) * self._elements.sqrt()
+
+    def age(self) -> float:
+        """How many steps late a gradient of this rank arrives: what waits over what arrives in a step (Little's law).
+
+        An element waits with the square of its gradient as weight, in the proportion that is left of what it owed.
+        Waits for the device.
+        """
+        *_, squares, waiting, turn = self._state
+        arriving = squares / _weight(DECAY_OF_GRADIENTS, self._steps)
+        between_turns = arriving * (self._steps - turn)  # what local steps owe until they are asked
+        arrives = float((arriving * self._elements).sum())
+        return float(((waiting + between_turns) * self._elements).sum()) / arrives if arrives else 0.0
+
     def _turn(self, parts: Sequence[tuple[int, Tensor]]) -> float:
         """Steps from one sending of an element to the next, the mean over those that are sent or wait."""
         sent = busy = 0.0
-        for n, (unsent, _, often, _) in parts:
+        for n, (unsent, _, often, *_) in parts:
             sent += n * float(often.mean()) / _weight(DECAY_OF_TURNS, self._steps)
             busy += n * float(((unsent != 0) | (often > LEAST)).float().mean())
         return busy / sent if sent else math.inf
 
     def _waiting(self, name: str, n: int, part: Tensor, turn: float) -> Waiting:
-        unsent, cleared, _, squares = part
+        unsent, cleared, _, squares = part[:4]
         waited = torch.where(unsent == 0, 0, self._steps - cleared)
         norm = float(unsent.norm())
         gradient = math.sqrt(float(squares.sum()) / _weight(DECAY_OF_GRADIENTS, self._steps))

@@ -51,14 +51,17 @@ class CompressionMonitor(Callback):
     - ``sparse/unsent_over_gradient``: norm of what is unsent of a parameter over the norm of this rank's gradient, a
       mean over about 100 steps, in the parameter where that is largest; inf where that gradient is zero
 
+    - ``sparse/delivered``: the part of what all ranks owed that the step delivered, as a squared norm
+    - ``sparse/age``: how many steps late a gradient of this rank arrives on average, by Little's law
+
     The compression ratio is also in the progress bar, as ``cr``.  Tensors are read, and the device is waited for, in
-    logged steps only.  The last two keys come from a sample of up to 64 elements of each parameter; where some starve,
+    logged steps only.  The last four keys come from a sample of up to 64 elements of each parameter; where some starve,
     the table and the summary say so, and what helps.
 
     Args:
         table: print a table at the end of each epoch, and LayerFusion's plan beside what was measured.
         per_group: log ``sparse/density/i``, ``sparse/threshold_error/i`` and ``sparse/overflow/i`` too, for each group
-            i in the order in which groups are sent, and the last two keys with ``/name`` for each parameter.
+            i in the order in which groups are sent, and the two before with ``/name`` for each parameter.
         summary: print at the end of the training what was saved, and whether the network was its bottleneck.
         plot: save what :meth:`plot` draws as compression.png beside the logs at the end of the training.
 

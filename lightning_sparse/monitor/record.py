@@ -163,6 +163,8 @@ def measure(exchange: Exchange, waiting: Sequence[Waiting]) -> dict[str, float]:
         "sparse/unsent_norm": exchange.unsent_norm(),
         "sparse/oldest_steps": float(max((each.oldest for each in waiting), default=0)),
         "sparse/unsent_over_gradient": max((each.unsent_over_gradient for each in waiting), default=0.0),
+        "sparse/delivered": exchange.delivered(),
+        "sparse/age": exchange.sample.age() if exchange.sample else 0.0,
         "sparse/ms_compress": report.ms_compress,
         "sparse/ms_wait": _ms_wait(exchange, report),
         **({"sparse/lr_factor": exchange.lr_factor.value} if isinstance(exchange, LocalExchange) else {}),

@@ -12,6 +12,7 @@ from torch import Tensor
 import lightning_sparse as ls
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
+from lightning_sparse.engine.faithfulness import Faithfulness
 from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.sample import MOST, STARVING, Sample, Waiting
 from lightning_sparse.fusion.groups import carry_over
@@ -84,6 +85,37 @@ def test_of_parameters_sampled_whole_the_oldest_is_exact(
     unsent = ranks.unsent()[0].split(list(SIZES.values()))
     for each, square, kept in zip(ranks.samples[0].waiting(), squares, unsent, strict=True):
         assert each.unsent_over_gradient == pytest.approx(float(kept.norm() / square.sum().sqrt()), rel=1e-3)
+
+
+@pytest.mark.parametrize("compressor", [ls.TopK(0.1), ls.MiCRO(0.3), ls.SkipReduce(0.5), ls.Dense()], ids=repr)
+def test_of_parameters_sampled_whole_what_is_delivered_and_its_age_are_exact(compressor: ls.Compressor) -> None:
+    ranks, every, own, left = Ranks(compressor, (tuple(SIZES),)), Faithfulness(), Faithfulness(), torch.zeros(2, 80)
+    ages = []
+    for given in gradients(200, scale=0.3):
+        owed = left + given
+        ranks.step(given)
+        left = ranks.unsent()
+        every = Faithfulness()
+        every.step(owed, left)
+        own.step(owed[:1], left[:1])
+        sums = sum(sample.owed_and_left(lambda group, places: group.unsent[places]) for sample in ranks.samples)
+        of_owed, of_left = sums.square().sum(1).tolist()  # type: ignore[union-attr]
+        assert 1 - of_left / of_owed == pytest.approx(every.delivered, abs=1e-5)
+        ages.append(ranks.samples[0].age())
+    assert sum(ages[100:]) / 100 == pytest.approx(own.age, rel=0.2, abs=1e-6)  # the mean over all steps
+
+
+def test_what_is_not_asked_for_grows_older() -> None:
+    groups = groups_of(tuple(SIZES))
+    sample = Sample(groups)
+    for step in range(400):  # as with local steps: a turn in four, for what four steps owe
+        if step % 4 == 3:
+            groups[0].unsent.fill_(1.0)
+            sample.before(groups[0])
+            groups[0].unsent.zero_()
+        sample.end_step()
+        if step > 300:
+            assert sample.age() == pytest.approx(step % 4 + 1 if step % 4 < 3 else 0, rel=0.1)
 
 
 def test_a_layer_of_small_gradients_starves_beside_others_and_not_by_itself() -> None:

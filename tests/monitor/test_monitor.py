@@ -30,7 +30,7 @@ from lightning_sparse.monitor.tables import BOTTLENECK, human_bytes, summary, ve
 
 KEYS = {
     "compression_ratio", "density", "threshold_error", "sent_bytes", "unsent_norm", "ms_compress", "ms_wait",
-    "mask_bytes", "overflow", "oldest_steps", "unsent_over_gradient",
+    "mask_bytes", "overflow", "oldest_steps", "unsent_over_gradient", "delivered", "age",
 }  # fmt: skip
 
 
@@ -67,6 +67,9 @@ class Exchange:
         elements = sum(group.n for group in self.groups)
         self.last = Report(sent_bytes, 8 * elements, elements, Unread(24), 20, 0, 0, 1.0, 2.0, 3.0)
         self.steps += 1
+
+    def delivered(self) -> float:
+        return 0.75
 
     def unsent_norm(self) -> float:
         self.norms_asked += 1
