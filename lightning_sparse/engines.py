@@ -5,6 +5,7 @@ import sys
 import time
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -26,11 +27,12 @@ from lightning_sparse.engine.sample import Sample
 from lightning_sparse.exchanges import make_exchange
 from lightning_sparse.fusion.chooser import Chooser
 from lightning_sparse.fusion.layer_fusion import CHANGED, LONGEST_WINDOW, LayerFusion
-from lightning_sparse.fusion.rehearsal import median_over_ranks
+from lightning_sparse.fusion.rehearsal import NoClock, measure_link, median_over_ranks
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.options import Options
 
+MEASURED_AFTER = 3  # local steps that were given
 SETTLING = 3  # local steps until any is timed
 WINDOW = 7  # local steps whose median is what a step takes
 
@@ -76,6 +78,7 @@ class Engines:
         self._pace: Pace | None = None  # of them
         self._optimizers: list[weakref.ref[Optimizer]] = []  # that have taken some
         self._handle: Any = None
+        self._knows_link = False
         self.exchange, self.layer_fusion = self._make(options, compressor)
 
     def _make(self, options: Options, compressor: Compressor) -> tuple[Exchange, LayerFusion | None]:
@@ -98,12 +101,21 @@ class Engines:
             if self._pace.has_changed(self.exchange):
                 self._end_local_steps()
         self.exchange.between_steps()
+        if self._options.local and self._options.fusion == "layer" and self.exchange.steps == MEASURED_AFTER:
+            self._measure_link()
         if self.layer_fusion is not None:
             self.layer_fusion.between_steps()
             chosen = self.layer_fusion.chosen
             if chosen is not None and chosen.local_steps and self._nothing_is_unsent():
                 self._begin_local_steps(chosen, self.layer_fusion.measured_step_s)
                 self.exchange.between_steps()
+
+    def _measure_link(self) -> None:
+        """Have sums of local steps go by the link's latencies too; LayerFusion measures them for gradients."""
+        if self.exchange.size > 1 and not self._knows_link:
+            self._knows_link = True
+            with suppress(NoClock):
+                measure_link(self.exchange)
 
     def close(self) -> bool:
         """End the engine; returns whether no message is under way."""
@@ -116,7 +128,9 @@ class Engines:
     def state(self) -> dict[str, Any]:
         """What was planned or chosen, for :meth:`resume`."""
         if self._chosen is not None:
-            return {"chosen": str(self._chosen)}
+            return {"chosen": str(self._chosen), "latencies": list(self.exchange.latencies)}
+        if self._knows_link:
+            return {"latencies": list(self.exchange.latencies)}
         return self.layer_fusion.state() if self.layer_fusion else {}
 
     def resume(self, state: Mapping[str, Any], steps: int) -> None:
@@ -124,6 +138,9 @@ class Engines:
         chosen = self.chooser.candidate(state.get("chosen", "")) if self.chooser else None
         if chosen is not None and chosen.local_steps:
             self._begin_local_steps(chosen, math.inf)
+        if isinstance(self.exchange, LocalExchange) and (self._options.local or chosen is not None):
+            self._knows_link = "latencies" in state
+            self.exchange.set_latencies(*state.get("latencies", self.exchange.latencies))
             return
         if self._chosen is not None:
             self._change(self._options, self.compressor)

@@ -27,6 +27,7 @@ SIZES = (2**8, 2**16, 2**20, 2**22)  # elements of the groups that are tried
 RUNS = 3  # of each, after one that is not timed: then thresholds are known
 SMALL = 2**16  # elements at most of groups that are summed densely where that is sooner
 LONG_S = 0.1  # larger groups that would take longer are not tried: their costs follow from the link and the processor
+SLOW_S = 0.02  # latency from which a message is timed once
 MOST_LATENCY_BYTES = 2**26
 POOL = 1_000_003  # made-up gradients repeat after so many elements
 
@@ -61,15 +62,16 @@ def measure_link(exchange: Exchange) -> Link:
     Sums go by these latencies from then on.
     """
 
-    def seconds(elements: int, direct: bool) -> float:
+    def seconds(elements: int, direct: bool, runs: int = RUNS) -> float:
+        """The median over ``runs`` and ranks."""
         x = torch.zeros(elements, device=exchange.device)
-        return median(
-            _time(exchange, lambda lane: lane.comm.all_reduce(x, direct).wait(), lanes=1) for _ in range(RUNS)
-        )
+        own = median(_time(exchange, lambda lane: lane.comm.all_reduce(x, direct).wait(), lanes=1) for _ in range(runs))
+        return float(median_over_ranks(exchange, [own])[0])
 
     few, some, many = SIZES[0], SIZES[2] // 4, SIZES[2]
-    own = [seconds(few, True), seconds(few, False), seconds(some, False), seconds(many, False)]
-    latency_s, all_reduce_s, short_s, long_s = median_over_ranks(exchange, own).tolist()
+    latency_s = seconds(few, True)
+    runs = RUNS if latency_s < SLOW_S else 1  # there, differences between runs are small beside it
+    all_reduce_s, short_s, long_s = (seconds(n, False, runs) for n in (few, some, many))
     if not math.isfinite(latency_s + all_reduce_s + short_s + long_s):
         raise NoClock
     s_per_byte = max(long_s - short_s, 0.0) / traffic("all_reduce", 4 * (many - some), exchange.size)

@@ -26,6 +26,7 @@ from torch.futures import Future
 
 from lightning_sparse.checks import check_whole, is_number
 from lightning_sparse.compressors import COMPRESSORS, NAMES, Auto, Dense, MiCRO
+from lightning_sparse.compressors.auto import CANDIDATES
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.network.comm import traffic
 from lightning_sparse.strategy import SparseDDPStrategy
@@ -185,7 +186,7 @@ class Contender:
         if name in PEERS:
             return _build_peer(self.spec, name, options)
         if name == ADVISE:  # dense steps would take long where the link is slow; every candidate is tried
-            return SparseDDPStrategy(Auto(start=MiCRO(), tolerance=1e9), **_COMMON)
+            return SparseDDPStrategy(Auto(CANDIDATES[::-1], start=MiCRO(), tolerance=1e9), **_COMMON)
         if name not in NAMES:
             known = ", ".join([*PEERS, *NAMES])
             raise ValueError(
