@@ -330,13 +330,13 @@ def with_fastest(
     assert strategy.exchange is not None
     assert strategy.hook is not None
     run.save_checkpoint(checkpoint)
-    compressor = strategy.exchange.compressors[0]
     assert strategy.hook.chooser is not None
-    return kind_of(compressor), groups(strategy), weights(model), len(strategy.hook.chooser.forecasts)
+    return kind_of(strategy.exchange), groups(strategy), weights(model), len(strategy.hook.chooser.forecasts)
 
 
-def kind_of(compressor: ls.Compressor) -> str:
-    """Of what is at work, whatever its wire format."""
+def kind_of(exchange: Any) -> str:
+    """The class of what averages the largest group, whatever its wire format; small ones may be summed densely."""
+    _, compressor = max(zip(exchange.groups, exchange.compressors, strict=True), key=lambda pair: pair[0].n)
     return type(getattr(compressor, "compressor", compressor)).__name__
 
 
@@ -358,7 +358,7 @@ def resume_automatic(rank: int, size: int, checkpoint: str) -> str:
     run = trainer(strategy, size, max_steps=STEPS + 2)
     run.fit(Deep(), data(STEPS + 2, size), ckpt_path=checkpoint)
     assert strategy.exchange is not None
-    return kind_of(strategy.exchange.compressors[0])
+    return kind_of(strategy.exchange)
 
 
 def plan_and_fail(rank: int, size: int) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]], Plan | None]:
