@@ -152,7 +152,10 @@ def draw(axes: Axes, task: str, found: dict[str, Point], alone: Point) -> None:
     for point in found.values():
         x, y = point.sent_bytes, 100 * point.above(dense) / worst
         colour, name = family(point.strategy)
-        axes.plot(x, y, "o", color=colour, markersize=4.5, label=name, clip_on=False, zorder=3)
+        top = LIMITS[task][1]
+        axes.plot(x, min(y, top), "o" if y <= top else "^", color=colour, markersize=4.5, label=name, zorder=3)
+        if y > top:
+            axes.annotate(f"{y:.0f}", (x, top), (5, -3), textcoords="offset points", color=colour, fontsize=8)
         label = LABELS.get(point.strategy, "")
         if label in BESIDE[task]:
             axes.annotate(label, (x, y), BESIDE[task][label], textcoords="offset points", color=colour, fontsize=8)
@@ -172,7 +175,7 @@ def table(found: dict[str, Point], alone: Point) -> list[str]:
     """A row for each strategy, the least loss first."""
     dense = found["ddp"]
     lines = [
-        "| strategy | bytes | learning rate | seeds | loss | above `ddp` | of what three ranks more gain |",
+        "| strategy | bytes | learning rate | seeds | loss | above `ddp` | lost of what three ranks more gain |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for point in [*sorted(found.values(), key=lambda point: point.above(dense)), alone]:
@@ -180,9 +183,13 @@ def table(found: dict[str, Point], alone: Point) -> list[str]:
         name = "one rank alone" if point is alone else f"`{point.strategy}`"
         lines.append(
             f"| {name} | {point.sent_bytes:.3f} | {point.rate:g} | {len(point.results)} | {loss:.3f} | "
-            f"{100 * above:.1f} % | {100 * above / alone.above(dense):.0f} % lost |"
+            f"{_percent(above, 1)} | {_percent(above / alone.above(dense), 0)} |"
         )
     return lines
+
+
+def _percent(part: float, digits: int) -> str:
+    return f"{round(100 * part, digits) + 0.0:.{digits}f} %"  # never -0.0
 
 
 def of_tasks() -> dict[str, tuple[dict[str, Point], Point]]:
