@@ -153,7 +153,9 @@ def draw(axes: Axes, task: str, found: dict[str, Point], alone: Point) -> None:
         x, y = point.sent_bytes, 100 * point.above(dense) / worst
         colour, name = family(point.strategy)
         top = LIMITS[task][1]
-        axes.plot(x, min(y, top), "o" if y <= top else "^", color=colour, markersize=4.5, label=name, zorder=3)
+        axes.plot(
+            x, min(y, top), "o" if y <= top else "^", color=colour, markersize=4.5, label=name, clip_on=False, zorder=3
+        )
         if y > top:
             axes.annotate(f"{y:.0f}", (x, top), (5, -3), textcoords="offset points", color=colour, fontsize=8)
         label = LABELS.get(point.strategy, "")
