@@ -37,21 +37,69 @@ FAMILIES = {
     "ddp": ("#2471a3", "all of the gradient"),
     "": ("#d68910", "a part of the gradient"),
 }
-#: Strategy -> label, and where it stands beside its point, in points to the right and above.
+#: Strategy -> label.
 LABELS = {
-    "ddp": ("DDP", (-4, 7)),
-    "sparse_dense:wire_dtype=int4": ("int4", (-4, 7)),
-    "sparse_dense:wire_dtype=sign": ("sign", (5, -3)),
-    "skip_reduce": ("half skipped", (-30, 7)),
-    "micro:density=0.3:wire_dtype=int4": ("30 % int4", (5, 3)),
-    "micro:density=0.05:wire_dtype=int4": ("5 % int4", (5, 3)),
-    "micro:density=0.01:wire_dtype=float32": ("1 % float32", (5, 3)),
-    "low_rank:rank=4": ("rank 4", (5, 3)),
-    "low_rank:rank=1": ("rank 1", (5, 3)),
-    "sparse_dense:local_steps=2:wire_dtype=int4": ("local 1/2 int4", (-22, -11)),
-    "sparse_dense:local_steps=3:wire_dtype=sign": ("local 1/3 sign", (-40, -11)),
-    "sparse_dense:local_steps=16:wire_dtype=int4": ("local 1/16 int4", (-10, -11)),
+    "ddp": "DDP",
+    "sparse_dense:wire_dtype=int4": "int4",
+    "sparse_dense:wire_dtype=sign": "sign",
+    "skip_reduce": "half skipped",
+    "micro:density=0.3:wire_dtype=int4": "30 % int4",
+    "micro:density=0.05:wire_dtype=int4": "5 % int4",
+    "micro:density=0.01:wire_dtype=float32": "1 % float32",
+    "low_rank:rank=4": "rank 4",
+    "low_rank:rank=1": "rank 1",
+    "sparse_dense:local_steps=2:wire_dtype=int4": "1/2 int4",
+    "sparse_dense:local_steps=3:wire_dtype=sign": "1/3 sign",
+    "sparse_dense:local_steps=16:wire_dtype=int4": "1/16 int4",
 }
+#: Task -> where labels stand beside their points, in points to the right and above; none where they would overlap.
+BESIDE = {
+    "byte_lm": {
+        "DDP": (-8, 5),
+        "int4": (-8, -16),
+        "sign": (6, -3),
+        "half skipped": (-42, 6),
+        "30 % int4": (6, 1),
+        "5 % int4": (-42, 5),
+        "1 % float32": (-10, 6),
+        "rank 4": (7, -9),
+        "rank 1": (9, -3),
+        "1/2 int4": (-38, -8),
+        "1/3 sign": (-38, -8),
+        "1/16 int4": (-18, 6),
+    },
+    "digits": {
+        "DDP": (-10, 5),
+        "int4": (-2, -13),
+        "sign": (6, -3),
+        "half skipped": (-42, 6),
+        "5 % int4": (-10, 7),
+        "1 % float32": (6, -3),
+        "rank 1": (6, -3),
+        "1/2 int4": (-6, 12),
+        "1/3 sign": (-34, -18),
+        "1/16 int4": (-20, 8),
+    },
+    "modules": {
+        "DDP": (-8, -12),
+        "int4": (-2, -12),
+        "sign": (6, 0),
+        "half skipped": (-42, 6),
+        "5 % int4": (-30, -12),
+        "1 % float32": (-10, 6),
+        "rank 4": (5, 3),
+        "rank 1": (-22, -11),
+        "1/2 int4": (-10, 7),
+        "1/3 sign": (-14, -13),
+        "1/16 int4": (-20, 7),
+    },
+}
+#: Task -> limits of its vertical axis.
+LIMITS = {
+    "byte_lm": (-12, 160),
+    "digits": (-9, 80),
+    "modules": (-3, 30),
+}  # of the vertical axis, which has its own scale
 
 
 @dataclass(frozen=True)
@@ -104,16 +152,22 @@ def draw(axes: Axes, task: str, found: dict[str, Point], alone: Point) -> None:
     for point in found.values():
         x, y = point.sent_bytes, 100 * point.above(dense) / worst
         colour, name = family(point.strategy)
-        axes.plot(x, y, "o", color=colour, markersize=5, label=name, clip_on=False, zorder=3)
-        if point.strategy in LABELS:
-            label, beside = LABELS[point.strategy]
-            axes.annotate(label, (x, y), beside, textcoords="offset points", color=colour, fontsize=8)
+        top = LIMITS[task][1]
+        axes.plot(
+            x, min(y, top), "o" if y <= top else "^", color=colour, markersize=4.5, label=name, clip_on=False, zorder=3
+        )
+        if y > top:
+            axes.annotate(f"{y:.0f}", (x, top), (5, -3), textcoords="offset points", color=colour, fontsize=8)
+        label = LABELS.get(point.strategy, "")
+        if label in BESIDE[task]:
+            axes.annotate(label, (x, y), BESIDE[task][label], textcoords="offset points", color=colour, fontsize=8)
     axes.axhline(0, color="black", linewidth=0.6)
-    axes.axhline(100, color="black", linewidth=0.6, linestyle=":")
+    if LIMITS[task][1] > 100:
+        axes.axhline(100, color="black", linewidth=0.6, linestyle=":")
     axes.set_title(TITLES[task], fontsize=9)
     axes.set_xscale("log")
     axes.set_xlim(0.006, 8)
-    axes.set_ylim(-12, 160)
+    axes.set_ylim(*LIMITS[task])
     axes.set_xticks([0.01, 0.1, 1], ["0.01", "0.1", "1"])
     axes.tick_params(labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
@@ -123,7 +177,7 @@ def table(found: dict[str, Point], alone: Point) -> list[str]:
     """A row for each strategy, the least loss first."""
     dense = found["ddp"]
     lines = [
-        "| strategy | bytes | learning rate | seeds | loss | above `ddp` | of what three ranks more gain |",
+        "| strategy | bytes | learning rate | seeds | loss | above `ddp` | lost of what three ranks more gain |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for point in [*sorted(found.values(), key=lambda point: point.above(dense)), alone]:
@@ -131,33 +185,41 @@ def table(found: dict[str, Point], alone: Point) -> list[str]:
         name = "one rank alone" if point is alone else f"`{point.strategy}`"
         lines.append(
             f"| {name} | {point.sent_bytes:.3f} | {point.rate:g} | {len(point.results)} | {loss:.3f} | "
-            f"{100 * above:.1f} % | {100 * above / alone.above(dense):.0f} % lost |"
+            f"{_percent(above, 1)} | {_percent(above / alone.above(dense), 0)} |"
         )
     return lines
 
 
+def _percent(part: float, digits: int) -> str:
+    return f"{round(100 * part, digits) + 0.0:.{digits}f} %"  # never -0.0
+
+
+def of_tasks() -> dict[str, tuple[dict[str, Point], Point]]:
+    """For each task all strategies on four ranks, and one rank alone."""
+    results = [result for name in RESULTS for result in read(BENCHMARKS / name).values()]
+    found = {}
+    for task, kind in TASKS.items():
+        usual = (task, kind.optimizer, kind.steps)
+        own = [each for each in results if (each.run.task, each.run.optimizer, each.run.steps) == usual]
+        alone = points(each for each in own if each.run.ranks == 1)["ddp"]
+        found[task] = points(each for each in own if each.run.ranks == RANKS), alone
+    return found
+
+
 def main() -> None:
     """Draw the figure and write the table."""
-    results = [result for name in RESULTS for result in read(BENCHMARKS / name).values()]
     plt.rcParams["svg.hashsalt"] = "loss by bytes"  # the same file from the same results
     plt.rcParams["svg.fonttype"] = "none"
-    figure, panels = plt.subplots(1, len(TASKS), figsize=(9, 4.2), sharey=True)
+    figure, panels = plt.subplots(1, len(TASKS), figsize=(8, 4.2))
     text: list[str] = []
-    for axes, (task, kind) in zip(panels, TASKS.items(), strict=True):
-        of_task = [
-            result
-            for result in results
-            if (result.run.task, result.run.optimizer, result.run.steps) == (task, kind.optimizer, kind.steps)
-        ]
-        found = points(result for result in of_task if result.run.ranks == RANKS)
-        alone = points(result for result in of_task if result.run.ranks == 1)["ddp"]
+    for axes, (task, (found, alone)) in zip(panels, of_tasks().items(), strict=True):
         draw(axes, task, found, alone)
         text += [f"## {task}", "", *table(found, alone), ""]
-    panels[0].set_ylabel("loss: 0 dense training, 100 one rank alone", fontsize=8)
+    panels[0].set_ylabel("loss: 0 is dense training, 100 one rank alone", fontsize=8)
     panels[1].set_xlabel("bytes a rank sends in a step, for each parameter (float32: 6)", fontsize=8)
     handles = dict(zip(*reversed(panels[0].get_legend_handles_labels()), strict=True))
     figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=len(handles), fontsize=8, frameon=False)
-    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    figure.subplots_adjust(left=0.07, right=0.99, top=0.93, bottom=0.2, wspace=0.2)
     figure.savefig(FIGURE, metadata={"Date": None})
     before, _, rest = PAGE.read_text().partition(START)
     PAGE.write_text(before + START + "\n" + "\n".join(text) + "\n" + END + rest.partition(END)[2])
