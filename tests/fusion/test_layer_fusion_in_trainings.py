@@ -322,7 +322,11 @@ def with_fastest(
         slow = 0.0001 if type(candidate.compressor).__name__ == fastest else 0.5
         return replace(honest(self, candidate), step_s=slow)
 
+    def as_long(exchange: Any, compressor: ls.Compressor, n: int) -> tuple[float, float, float, int]:
+        return 0.001, 0.001, 0.001, n
+
     Forecaster.forecast = given_times  # type: ignore[method-assign]
+    rehearsal._try = as_long  # so that no group is summed densely for being sooner so
     Timeline.span_s = lambda self: 0.01  # type: ignore[method-assign]  # so that no trial finds it slower
     strategy = ls.SparseDDPStrategy(AUTO)
     run, model = trainer(strategy, size, max_steps=STEPS), Deep()
