@@ -107,7 +107,7 @@ class Engines:
             self.layer_fusion.between_steps()
             chosen = self.layer_fusion.chosen
             if chosen is not None and chosen.local_steps and self._nothing_is_unsent():
-                self._begin_local_steps(chosen, self.layer_fusion.measured_step_s)
+                self._begin_local_steps(chosen, self.chooser.worthwhile_s() if self.chooser else math.inf)
                 self.exchange.between_steps()
 
     def _measure_link(self) -> None:
@@ -186,15 +186,17 @@ class Engines:
     def _end_local_steps(self) -> None:
         """Have all ranks hold the mean of their weights, and of their optimizers' states; then average gradients."""
         assert isinstance(self.exchange, LocalExchange)
-        assert self._chosen is not None
         assert self._pace is not None
-        if self._pace.too_slow and self.chooser is not None:
-            self.chooser.exclude(self._chosen)
+        pace, chooser = self._pace, self.chooser
         self.exchange.merge()
         for optimizer in [own for each in self._optimizers if (own := each()) is not None]:
             tensors = tensors_everywhere(optimizer, self._ranks, self.exchange.device)
             set_tensors(optimizer, {key: self._mean(x) for key, x in tensors.items() if x.is_floating_point()})
         self._change(self._options, self.compressor)
+        if pace.too_slow and chooser and chooser.measured and self.layer_fusion:
+            again = chooser.choose_again(pace.usual_s)
+            if not again.local_steps:
+                self.layer_fusion.go_on_with(again, chooser.measured)
 
     def _mean(self, x: Tensor) -> Tensor:
         """The mean over the ranks."""
@@ -218,16 +220,17 @@ class Pace:
     """How long local steps take, and whether that has changed.
 
     Args:
-        at_most_s: what one took when gradients were averaged; local steps that take longer are too slow.
+        at_most_s: seconds from which they are too slow.
 
     Attributes:
         too_slow: whether they are.
+        usual_s: seconds that they took at first; 0 until known.
     """
 
     def __init__(self, at_most_s: float) -> None:
         self.too_slow = False
         self._at_most_s = at_most_s
-        self._usual_s = 0.0  # until known
+        self.usual_s = 0.0
         self._seconds: list[float] = []
         self._window = WINDOW
         self._last_s = time.perf_counter()
@@ -243,17 +246,17 @@ class Pace:
             return False
         now_s = float(median_over_ranks(exchange, [median(self._seconds[SETTLING:])])[0])
         self._seconds = []
-        if not self._usual_s:
-            self._usual_s = now_s if math.isfinite(now_s) else 0.0
+        if not self.usual_s:
+            self.usual_s = now_s if math.isfinite(now_s) else 0.0
             self.too_slow = now_s > self._at_most_s
             changed = self.too_slow
         else:
             self._window = min(2 * self._window, LONGEST_WINDOW)
-            changed = abs(math.log(now_s / self._usual_s)) > math.log(CHANGED)  # False for NaN
+            changed = abs(math.log(now_s / self.usual_s)) > math.log(CHANGED)  # False for NaN
         if changed:
-            before_s = self._at_most_s if self.too_slow else self._usual_s
+            before_s = self._at_most_s if self.too_slow else self.usual_s
             rank_zero_info(
                 f"sparse_auto: local steps take {1e3 * now_s:.0f} ms, "
-                f"{'more than' if self.too_slow else 'no longer'} {1e3 * before_s:.0f} ms; measuring anew."
+                f"{'more than' if self.too_slow else 'no longer'} {1e3 * before_s:.0f} ms; choosing anew."
             )
         return changed

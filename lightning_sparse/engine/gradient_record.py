@@ -9,6 +9,7 @@ from torch import Tensor
 from lightning_sparse.compressors.group import Group
 
 STEPS = 8  # that are kept
+RUN = 256  # neighbours that are taken together
 
 
 class GradientRecord:
@@ -54,5 +55,7 @@ class GradientRecord:
 
 
 def _spread(n: int, elements: int) -> Tensor:
-    """Indices of at most ``elements`` of ``n``, evenly spread."""
-    return torch.arange(0, n, max(1, -(-n // max(elements, 1))))
+    """Indices of about ``elements`` of ``n``: runs of neighbours, which share a scale, evenly spread."""
+    runs = max(1, min(elements, n) // RUN)
+    starts = torch.arange(runs) * n // runs
+    return (starts[:, None] + torch.arange(min(RUN, elements, n))).flatten().clamp_(max=max(n - 1, 0))[: n or 0]

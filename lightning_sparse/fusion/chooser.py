@@ -1,5 +1,6 @@
 """Chooses among candidates: the most faithful of those whose steps are about as short as the shortest."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from lightning_sparse.fusion.rehearsal import Link
 from lightning_sparse.fusion.trial import try_on
 
 EXACT = Candidate(Dense())  # more faithful than all others, so these are not looked at where it hides
-TRIED = 2**16  # elements of all ranks together on which candidates are tried
+TRIED = 2**15  # elements of all ranks together on which candidates are tried
 
 
 def about_as_short(forecasts: Sequence[Forecast], tolerance: float) -> list[Forecast]:
@@ -58,12 +59,17 @@ class Chooser:
         local: whether local steps may be chosen.
 
     Attributes:
-        forecasts: of the last choice, on every rank; those that were about as short as the shortest have been tried.
+        forecasts: of the last choice, the same on every rank.
+        chosen: one of them.
+        measured: what they were made of.
     """
 
     def __init__(self, auto: Auto, parameters: Mapping[str, Tensor], local: bool) -> None:
         self.forecasts: list[Forecast] = []
+        self.chosen: Forecast | None = None
+        self.measured: tuple[Measured, Link] | None = None
         self._auto, self._parameters = auto, parameters
+        self._local_factor = 1.0  # by which local steps were longer than expected
         self._candidates = [c for c in auto.candidates if isinstance(c, Candidate) and (local or not c.local_steps)]
 
     def record(self, exchange: Exchange) -> None:
@@ -71,12 +77,37 @@ class Chooser:
         exchange.record = GradientRecord(exchange.groups, TRIED // exchange.size)
 
     def exclude(self, candidate: Candidate) -> None:
-        """Do not choose ``candidate`` any more: its steps were longer than predicted."""
+        """Do not choose ``candidate`` any more: its steps were longer than those before."""
         self._candidates = [each for each in self._candidates if each != candidate] or self._candidates
 
     def candidate(self, text: str) -> Candidate | None:
         """The candidate that is written like this, if there is one."""
         return next((each for each in self._candidates if str(each) == text), None)
+
+    def worthwhile_s(self) -> float:
+        """Seconds that a step of the chosen candidate may take, or a more faithful one would be about as short."""
+        assert self.chosen is not None
+        better = [f.step_s for f in self.forecasts if f.undelivered < self.chosen.undelivered]
+        return min(better, default=math.inf) / (1 + self._auto.tolerance)
+
+    def choose_again(self, step_s: float) -> Candidate:
+        """Return what is to be chosen where the chosen local steps take ``step_s`` seconds, not what was expected."""
+        assert self.chosen is not None
+        factor = step_s / self.chosen.step_s
+        self._local_factor *= factor
+        self.forecasts = [f.corrected(factor) for f in self.forecasts]
+        return self._take_best()
+
+    def _take_best(self) -> Candidate:
+        short = about_as_short(self.forecasts, self._auto.tolerance)
+        best = self.chosen = most_faithful(short)
+        rank_zero_info(
+            f"sparse_auto: training goes on with {best.candidate}, whose step is expected to take "
+            f"{1e3 * best.step_s:.0f} ms. Steps of {len(short)} of {len(self.forecasts)} candidates are about as short "
+            f"as the shortest, and of these it is the most faithful: each step delivers {best.delivered or 0:.0%} of "
+            f"what is owed, {best.age or 0:.1f} steps late."
+        )
+        return best.candidate
 
     def choose(self, exchange: Exchange, measured: Measured, link: Link, at_work: Compressor) -> Candidate:
         """Return the same candidate on every rank; to be called on every rank between two steps."""
@@ -88,16 +119,7 @@ class Chooser:
         if candidates[0] != EXACT or forecasts[0].step_s > (1 + self._auto.tolerance) * forecaster.computing_s:
             forecasts += _shared(exchange, candidates[1:], forecaster.forecast)
         gradients, weights = exchange.ask(lambda comm: comm.all_gather(record.gradients())), record.weights()
-        short = about_as_short(forecasts, self._auto.tolerance)
-        by_candidate = {forecast.candidate: forecast for forecast in short}
-        found = _shared(exchange, list(by_candidate), lambda c: tried(by_candidate[c], gradients, weights))
-        best = most_faithful(found)
-        self.forecasts = [next((f for f in found if f.candidate == each.candidate), each) for each in forecasts]
-        before_ms = 1e3 * (measured.rest_s + measured.span_s)
-        rank_zero_info(
-            f"sparse_auto: training goes on with {best.candidate}, whose step is expected to take "
-            f"{1e3 * best.step_s:.0f} ms; with {at_work} it took {before_ms:.0f} ms. Steps of {len(short)} of "
-            f"{len(forecasts)} candidates are about as short as the shortest, and of these it is the most faithful: "
-            f"each step delivers {best.delivered or 0:.0%} of what is owed, {best.age or 0:.1f} steps late."
-        )
-        return best.candidate
+        expected = {f.candidate: f.corrected(self._local_factor) for f in forecasts}
+        self.forecasts = _shared(exchange, list(expected), lambda c: tried(expected[c], gradients, weights))
+        self.measured = measured, link
+        return self._take_best()

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -17,7 +17,7 @@ from lightning_sparse.fusion.rehearsal import Link, Sample, cost_of
 from lightning_sparse.fusion.simulated_cost import applying_s, simulated_cost
 from lightning_sparse.settings import as_text
 
-FEW, MOST = 2**8, 2**20  # elements of the groups that are simulated; the second on all ranks together
+FEW, MOST = 2**8, 2**19  # elements of the groups that are simulated; the second on all ranks together
 LIMITS = ("backward", "compression", "network")
 DDP_PLAN = f"buckets of {BUCKET_BYTES >> 20} MiB"  # among a plan's spans
 
@@ -49,6 +49,10 @@ class Forecast:
     def undelivered(self) -> float:
         """By what faithfulness is judged; 1 until it was tried."""
         return 1.0 if self.delivered is None else undelivered(self.delivered, self.candidate.local_steps > 0)
+
+    def corrected(self, factor: float) -> "Forecast":
+        """Return what to expect where local steps take ``factor`` times as long."""
+        return replace(self, step_s=factor * self.step_s) if self.candidate.local_steps else self
 
     def numbers(self) -> list[float]:
         """All but the candidate as numbers [NUMBERS], which ranks can exchange."""
@@ -117,8 +121,7 @@ class Forecaster:
         busy_s, _, latency_s = self._cost(compressor, largest).at(sizes)
         n = min(largest, MOST)
         own_s = self.computing_s + applying_s(n, self._size, self._device) / n * sizes
-        if self._calibration.blocking:
-            own_s = own_s + busy_s
+        own_s = own_s + self._calibration.offset_s + (busy_s if self._calibration.blocking else 0.0)
         step_s = float(np.maximum(own_s, latency_s).mean())
         sent_bytes = self._bytes_each(compressor, largest) * float(sizes.mean())
         limit = "network" if (latency_s > own_s).mean() > 0.5 else "backward"

@@ -51,7 +51,6 @@ class LayerFusion:
         plan: the plan that is followed, on rank 0; None before there is one.
         chooser: of the compressor, where one is to be chosen.
         chosen: the candidate that it chose last.  Local steps are for others to begin, once nothing is unsent.
-        measured_step_s: seconds of a step when it was measured last.
         phase: "measure", "try" or "watch".
     """
 
@@ -65,8 +64,8 @@ class LayerFusion:
         self.plan: Plan | None = None
         self.chooser = chooser
         self.chosen: Candidate | None = None
-        self.measured_step_s = math.inf
         self.phase = "measure"
+        self._known: tuple[Measured, Link] | None = None  # of steps that need not be measured
         self._exchange = exchange
         self._compressor = compressor
         self._parameters = parameters
@@ -124,6 +123,11 @@ class LayerFusion:
             self._start(at_work, planned=True)
             rank_zero_info(f"LayerFusion: {len(self._exchange.groups)} groups, as in the checkpoint.")
 
+    def go_on_with(self, chosen: Candidate, measured: tuple[Measured, Link]) -> None:
+        """Plan for ``chosen`` from what was measured before.  To be called on every rank, between two steps."""
+        self.chosen, self._known = chosen, measured
+        self._start(self._at_work)
+
     def regroup(self, groups: Sequence[Sequence[Piece]], compressor: Compressor | None = None) -> None:
         """Average in ``groups`` from now on, with another ``compressor`` if one is given; nothing unsent is lost."""
         exchange, before = self._exchange, self._compressor
@@ -155,13 +159,13 @@ class LayerFusion:
 
     def _measure_and_plan(self) -> Passes[None]:
         self.phase = "measure"
-        measured = yield from LayerFusion._measure(self)
-        self.measured_step_s = measured.rest_s + measured.span_s
+        known, self._known = self._known, None
+        measured = known[0] if known else (yield from LayerFusion._measure(self))
         try:
             if not (math.isfinite(measured.span_s) and np.isfinite(measured.arrivals_s).any()):
                 raise NoClock
-            link = measure_link(self._exchange)
-            compressor = self._choose(measured, link)
+            link = known[1] if known else measure_link(self._exchange)
+            compressor = self.chosen.averaging if known and self.chosen else self._choose(measured, link)
             decision = self._decide(measured, link, compressor) if compressor else None
         except NoClock:  # on every rank
             rank_zero_warn("LayerFusion: no rank could tell the time; the groups stay as they are.")

@@ -27,7 +27,7 @@ SIZES = (2**8, 2**16, 2**20, 2**22)  # elements of the groups that are tried
 RUNS = 3  # of each, after one that is not timed: then thresholds are known
 SMALL = 2**16  # elements at most of groups that are summed densely where that is sooner
 LONG_S = 0.1  # larger groups that would take longer are not tried: their costs follow from the link and the processor
-SLOW_S = 0.02  # latency from which a message is timed once
+SLOW_S = 0.02  # of a message that is timed once: there, runs differ little beside it
 MOST_LATENCY_BYTES = 2**26
 POOL = 1_000_003  # made-up gradients repeat after so many elements
 
@@ -70,7 +70,7 @@ def measure_link(exchange: Exchange) -> Link:
 
     few, some, many = SIZES[0], SIZES[2] // 4, SIZES[2]
     latency_s = seconds(few, True)
-    runs = RUNS if latency_s < SLOW_S else 1  # there, differences between runs are small beside it
+    runs = RUNS if latency_s < SLOW_S else 1
     all_reduce_s, short_s, long_s = (seconds(n, False, runs) for n in (few, some, many))
     if not math.isfinite(latency_s + all_reduce_s + short_s + long_s):
         raise NoClock
@@ -121,7 +121,8 @@ def rehearse(exchange: Exchange, compressor: Compressor, largest: int, link: Lin
     for n in sorted({min(size, largest) for size in SIZES}):
         if samples and samples[-1].latency_s * n / samples[-1].elements > LONG_S and n > SIZES[2]:
             break
-        *seconds, sent = _try(exchange, compressor, n)
+        slow = link.latency_s + traffic("all_reduce", 4 * n, exchange.size) * link.s_per_byte > SLOW_S
+        *seconds, sent = _try(exchange, compressor, n, 1 if slow else RUNS)
         busy, spacing, latency = median_over_ranks(exchange, seconds).tolist()
         if math.isfinite(busy + spacing + latency):
             samples.append(Sample(n, busy, spacing, max(busy, latency), sent))
@@ -170,7 +171,7 @@ def median_over_ranks(exchange: Exchange, seconds: Sequence[float]) -> Array:
     return np.array([np.median(column) if len(column) else np.nan for column in columns])
 
 
-def _try(exchange: Exchange, compressor: Compressor, n: int) -> tuple[float, float, float, int]:
+def _try(exchange: Exchange, compressor: Compressor, n: int, runs: int) -> tuple[float, float, float, int]:
     """Busy, spacing and latency of groups of ``n`` elements on this rank, in seconds, and bytes sent for each."""
     values = made_up(n + 1, exchange.rank, exchange.device)
     gradient, weights = values[1:], values[:-1]  # in the same memory: they only must not be alike
@@ -186,16 +187,16 @@ def _try(exchange: Exchange, compressor: Compressor, n: int) -> tuple[float, flo
         sent_bytes.append(lane.comm.sent_bytes - sent_before)
         busy_s.append((time.perf_counter_ns() - start_ns - (lane.network_ns - waited_ns)) / 1e9)
 
-    alone_s = [_time(exchange, average, lanes=1) for _ in range(1 + RUNS)][1:]
+    alone_s = [_time(exchange, average, lanes=1) for _ in range(1 + runs)][1:]
     busy, sent = median(busy_s[1:]), sent_bytes[-1]
     exchange.on_lanes(average)  # each lane's group has thresholds of its own
 
     def queue(lane: Lane) -> None:
-        for _ in range(RUNS):
+        for _ in range(runs):
             average(lane)
 
     queued_s = _time(exchange, queue)
-    return busy, queued_s / (RUNS * len(groups)), median(alone_s), sent
+    return busy, queued_s / (runs * len(groups)), median(alone_s), sent
 
 
 def _time(exchange: Exchange, work: Callable[[Lane], object], lanes: int | None = None) -> float:

@@ -17,7 +17,7 @@ from lightning_sparse.network.comm import Rounds
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.selection.sparse import Sparse
 
-RUNS = 3  # of each, after one that is not timed: then thresholds are known; the shortest counts, the least disturbed
+RUNS = 2  # of each, after one that is not timed: then thresholds are known; the shortest counts, the least disturbed
 
 
 def simulated_cost(compressor: Compressor, n: int, size: int, link: Link, device: torch.device) -> Sample:

@@ -9,7 +9,7 @@ from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.faithfulness import Faithfulness
 from lightning_sparse.network.simulated import SimNetwork
 
-STEPS = 24  # that are tried, the recorded gradients in turn; the first third is not counted
+STEPS = 12  # that are tried, the recorded gradients in turn; the first third is not counted
 
 
 def try_on(candidate: Candidate, gradients: Tensor, weights: Tensor) -> Faithfulness:

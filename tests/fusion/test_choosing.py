@@ -12,7 +12,7 @@ from torch import Tensor
 import lightning_sparse as ls
 from lightning_sparse.compressors.auto import CANDIDATES
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.engine.gradient_record import STEPS, GradientRecord
+from lightning_sparse.engine.gradient_record import RUN, STEPS, GradientRecord
 from lightning_sparse.fusion.chooser import Chooser, about_as_short, most_faithful
 from lightning_sparse.fusion.forecast import Forecast, Forecaster
 from lightning_sparse.fusion.planner import Measured
@@ -112,8 +112,17 @@ def test_a_record_holds_gradients_and_not_what_was_owed_before() -> None:
         group.unsent *= 0.5
         record.end_step()
     record.end_step()  # in which the group did not travel
-    assert record.weights().tolist() == [0.0, 2.0, 4.0, 6.0, 8.0]
+    assert record.weights().tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert record.gradients().tolist() == [[float(step)] * 5 for step in (*range(3, STEPS + 2), 0)]
+
+
+def test_a_record_is_of_neighbours_from_everywhere() -> None:
+    groups = [Group(i, ("w",), (torch.arange(float(n)),)) for i, n in enumerate((10_000, 3, 0))]
+    weights = GradientRecord(groups, 1000).weights()
+    assert weights[-1] < 3
+    first = weights[: 3 * RUN].view(3, RUN)
+    assert torch.equal(first[:, 1:] - first[:, :-1], torch.ones(3, RUN - 1))
+    assert first[:, 0].tolist() == [0.0, 3333.0, 6666.0]
 
 
 def test_what_was_too_slow_is_not_chosen_again_and_something_always_is() -> None:

@@ -322,7 +322,7 @@ def with_fastest(
         slow = 0.0001 if type(candidate.compressor).__name__ == fastest else 0.5
         return replace(honest(self, candidate), step_s=slow)
 
-    def as_long(exchange: Any, compressor: ls.Compressor, n: int) -> tuple[float, float, float, int]:
+    def as_long(exchange: Any, compressor: ls.Compressor, n: int, runs: int) -> tuple[float, float, float, int]:
         return 0.001, 0.001, 0.001, n
 
     Forecaster.forecast = given_times  # type: ignore[method-assign]
