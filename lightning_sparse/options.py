@@ -81,8 +81,8 @@ class Options:
         """Raise a ValueError for what cannot be combined with local steps."""
         if self.compressor.candidates:
             raise ValueError(
-                "local_steps cannot be combined with sparse_auto, which measures exchanges of gradients. Name the "
-                "compressor, or leave out local_steps."
+                "local_steps cannot be combined with sparse_auto, which chooses whether to take local steps. Leave out "
+                "local_steps, or name the compressor."
             )
         inner: object = self.compressor
         while isinstance(inner, Wrapper):

@@ -47,7 +47,7 @@ class MomentumCorrection(Wrapper):
         if self.wrapped.candidates:
             raise ValueError(
                 f"MomentumCorrection: compressor must itself select what is sent; got {self.compressor!r}. Put the "
-                "momentum around what is chosen from: Auto([MomentumCorrection(0.9, c) for c in Auto().candidates], "
+                "momentum around what is chosen from: Auto([MomentumCorrection(0.9, MiCRO(density=0.1))], "
                 "start=MomentumCorrection(0.9, Dense()))."
             )
         if not (is_number(self.momentum) and 0 <= self.momentum < 1):

@@ -115,7 +115,7 @@ def compressors_at_work(training: Training) -> set[str]:
 def test_auto_chooses_also_after_a_warmup(monkeypatch: pytest.MonkeyPatch, warmup: int, backwards: int) -> None:
     monkeypatch.setattr(chooser, "most_faithful", lambda forecasts: forecasts[-1])
     monkeypatch.setattr(Timeline, "span_s", lambda self: 0.01)
-    auto = ls.Auto((ls.Dense(), ls.TopK(density=0.5)), tolerance=1e9)
+    auto = ls.Auto((ls.SkipReduce(), ls.TopK(density=0.5)), tolerance=1e9)
     training = Training(ls.Warmup(warmup, auto) if warmup else auto, backwards)
     chosen = [n for n in training.passes(2 * STEPS_MEASURED + 4) if compressors_at_work(training) == {"TopK"}]
     measured_from = -(-warmup // backwards)
