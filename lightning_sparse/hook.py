@@ -45,7 +45,7 @@ class SparseHook:
         fusion: which parameters travel together, as for ``SparseDDPStrategy``; for "layer" and "none" make ``ddp`` with
             a small ``bucket_cap_mb``, such as 1, since its buckets decide when gradients arrive.
         wire_dtype: of values on the wire: "float32", "bfloat16", "float16", "int8", "int4" or "sign"; rounding errors
-            are carried over to the next step.
+            are carried over to the next step.  None: "int4" where elements are selected, else "float32".
         warmup_steps: dense steps before the compressor starts.
         scaler: the ``torch.amp.GradScaler`` that scales the loss, if there is one.
         local_steps: H, or :class:`LocalSteps`: exchange what the optimizers did, not gradients.
@@ -66,7 +66,7 @@ class SparseHook:
         compressor: Compressor | str = "skip_reduce",
         *,
         fusion: str | Sequence[str] = "bucket",
-        wire_dtype: str = "float32",
+        wire_dtype: str | None = None,
         warmup_steps: int = 0,
         scaler: torch.amp.GradScaler | None = None,
         local_steps: int | LocalSteps = 0,
