@@ -29,7 +29,7 @@ class RandomK(Compressor):
 
     default_wire_dtype = "int4"
 
-    density: float = 0.05
+    density: float = 0.1
     seed: int = 0
 
     def __post_init__(self) -> None:
