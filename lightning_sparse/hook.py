@@ -24,6 +24,7 @@ from lightning_sparse.exchanges import averaged_parameters
 from lightning_sparse.fusion.chooser import Chooser
 from lightning_sparse.fusion.groups import BUCKET_BYTES, carry_over, not_carried
 from lightning_sparse.fusion.layer_fusion import LayerFusion
+from lightning_sparse.known_losses import caution
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.network.torch_comm import TorchComm, world
 from lightning_sparse.options import Options
@@ -138,6 +139,8 @@ class SparseHook:
             f"elements in {len(self.exchange.groups)} groups among {self.exchange.size} {'nodes' if nodes else 'ranks'}"
             f"{f', each once in {options.local.steps} local steps' if options.local else ''}."
         )
+        if self.exchange.size > 1 and (note := caution(options)):
+            rank_zero_info(f"lightning_sparse: {note}")
 
     @property
     def exchange(self) -> Exchange:
