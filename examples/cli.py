@@ -2,7 +2,7 @@
 
     python examples/cli.py fit --config examples/configs/by_name.yaml
     python examples/cli.py fit --config examples/configs/by_name.yaml --trainer.strategy ok_topk
-    python examples/cli.py fit --config examples/configs/micro.yaml --trainer.strategy.compressor.density 0.05
+    python examples/cli.py fit --config examples/configs/micro.yaml --trainer.strategy.compressor.density 0.1
     python examples/cli.py fit --config examples/configs/micro.yaml --print_config
 
 Needs `pip install "lightning-sparse[cli,examples]"`.

@@ -25,7 +25,7 @@ class SparseDDPStrategy(DDPStrategy):
     Args:
         compressor: what averages, as for the Trainer's strategy; and so the others.
         fusion: which parameters travel together.
-        wire_dtype: of values on the wire.
+        wire_dtype: of values on the wire; None: as the compressor has it by default.
         warmup_steps: dense steps first.
         local_group: ranks that average densely among themselves.
         local_steps: H, optimizer steps of each rank between two averages of the same weight.
@@ -40,7 +40,7 @@ class SparseDDPStrategy(DDPStrategy):
         self,
         compressor: Compressor | str = "skip_reduce",
         fusion: str | Sequence[str] = "layer",
-        wire_dtype: str = "float32",
+        wire_dtype: str | None = None,
         warmup_steps: int = 0,
         local_group: int | str = 1,
         local_steps: int | LocalSteps = 0,

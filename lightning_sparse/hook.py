@@ -24,6 +24,7 @@ from lightning_sparse.exchanges import averaged_parameters
 from lightning_sparse.fusion.chooser import Chooser
 from lightning_sparse.fusion.groups import BUCKET_BYTES, carry_over, not_carried
 from lightning_sparse.fusion.layer_fusion import LayerFusion
+from lightning_sparse.known_losses import caution
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.network.torch_comm import TorchComm, world
 from lightning_sparse.options import Options
@@ -45,7 +46,7 @@ class SparseHook:
         fusion: which parameters travel together, as for ``SparseDDPStrategy``; for "layer" and "none" make ``ddp`` with
             a small ``bucket_cap_mb``, such as 1, since its buckets decide when gradients arrive.
         wire_dtype: of values on the wire: "float32", "bfloat16", "float16", "int8", "int4" or "sign"; rounding errors
-            are carried over to the next step.
+            are carried over to the next step.  None: "int4" where elements are selected, else "float32".
         warmup_steps: dense steps before the compressor starts.
         scaler: the ``torch.amp.GradScaler`` that scales the loss, if there is one.
         local_steps: H, or :class:`LocalSteps`: exchange what the optimizers did, not gradients.
@@ -66,7 +67,7 @@ class SparseHook:
         compressor: Compressor | str = "skip_reduce",
         *,
         fusion: str | Sequence[str] = "bucket",
-        wire_dtype: str = "float32",
+        wire_dtype: str | None = None,
         warmup_steps: int = 0,
         scaler: torch.amp.GradScaler | None = None,
         local_steps: int | LocalSteps = 0,
@@ -138,6 +139,8 @@ class SparseHook:
             f"elements in {len(self.exchange.groups)} groups among {self.exchange.size} {'nodes' if nodes else 'ranks'}"
             f"{f', each once in {options.local.steps} local steps' if options.local else ''}."
         )
+        if self.exchange.size > 1 and (note := caution(options)):
+            rank_zero_info(f"lightning_sparse: {note}")
 
     @property
     def exchange(self) -> Exchange:

@@ -43,7 +43,7 @@ class Options:
 
     compressor: Compressor
     fusion: str | tuple[str, ...]
-    wire_dtype: str = "float32"
+    wire_dtype: str | None = None  # a name, once validated
     warmup_steps: int = 0
     residuals: str = "per_rank"
     local_group: int | str = 1
@@ -62,7 +62,8 @@ class Options:
 
     def __post_init__(self) -> None:
         check_choice(self.compressor, self.fusion)
-        object.__setattr__(self, "wire_dtype", wire_format(self.wire_dtype).name)  # whichever of its names was given
+        wire_dtype = self.compressor.default_wire_dtype if self.wire_dtype is None else self.wire_dtype
+        object.__setattr__(self, "wire_dtype", wire_format(wire_dtype).name)  # whichever of its names was given
         check_whole("warmup_steps", self.warmup_steps, 0, "Give a number of dense steps, 0 for none.")
         check_one_of("residuals", self.residuals, RESIDUALS)
         if self.local_group != "node":

@@ -83,7 +83,9 @@ def said(rank: int, size: int, cases: list[tuple[ls.Compressor, int]]) -> list[l
         ddp = DistributedDataParallel(nn.Linear(100, 50))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            hook = ls.SparseHook(ddp, compressor, process_groups=ProcessGroups(ddp, local_size=local_size))
+            hook = ls.SparseHook(
+                ddp, compressor, wire_dtype="float32", process_groups=ProcessGroups(ddp, local_size=local_size)
+            )
             for step in range(4):
                 ddp(torch.randn(2, 100)).sum().backward()
                 warnings.warn(f"end of step {step}", stacklevel=1)

@@ -62,6 +62,11 @@ class Compressor(ABC):
         """
         return ()
 
+    @property
+    def default_wire_dtype(self) -> str:
+        """The format in which values travel where the user names none."""
+        return "float32"
+
     def dense_variant(self) -> "Compressor":
         """What sums without compression in this one's place: for parameters sent whole, and for warm-up."""
         from lightning_sparse.compressors.dense import Dense

@@ -50,7 +50,9 @@ class ImportancePruning(Compressor):
         seed: of the draw of mask-givers; the same on every rank.
     """
 
-    density: float = 0.01
+    default_wire_dtype = "int4"
+
+    density: float = 0.05
     givers: int = 1
     rule: Literal["density", "fixed", "adaptive"] = "density"
     threshold: float = 0.0

@@ -44,7 +44,9 @@ class MiCRO(Compressor):
             always "block16".  The code: 64 bits each.
     """
 
-    density: float = 0.01
+    default_wire_dtype = "int4"
+
+    density: float = 0.05
     balance: bool = True
     slack: float = 1.1
     indices: str = "auto"

@@ -53,7 +53,9 @@ class OkTopk(Compressor):
             always "block16".  The code: 32 bits each.
     """
 
-    density: float = 0.01
+    default_wire_dtype = "int4"
+
+    density: float = 0.05
     evaluate_every: int = 32
     repartition_every: int = 1
     slack: float = 1.25

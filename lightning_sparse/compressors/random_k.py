@@ -27,7 +27,9 @@ class RandomK(Compressor):
         seed: of the random choice; the same on every rank.
     """
 
-    density: float = 0.01
+    default_wire_dtype = "int4"
+
+    density: float = 0.1
     seed: int = 0
 
     def __post_init__(self) -> None:

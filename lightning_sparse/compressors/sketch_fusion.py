@@ -45,7 +45,9 @@ class SketchFusion(Compressor):
         seed: of the hashes; the same on every rank.
     """
 
-    density: float = 0.01
+    default_wire_dtype = "int4"
+
+    density: float = 0.05
     rows: int = 5
     width: float = 4.0
     momentum: float = 0.0

@@ -23,7 +23,9 @@ class TopK(Compressor):
             always "block16".
     """
 
-    density: float = 0.01
+    default_wire_dtype = "int4"
+
+    density: float = 0.05
     indices: str = "auto"
 
     def __post_init__(self) -> None:

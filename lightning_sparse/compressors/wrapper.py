@@ -42,6 +42,10 @@ class Wrapper(Compressor):
     def per_element(self) -> tuple[str, ...]:
         return self.wrapped.per_element
 
+    @property
+    def default_wire_dtype(self) -> str:
+        return self.wrapped.default_wire_dtype
+
     def dense_variant(self) -> Compressor:
         return self.wrapped.dense_variant()
 

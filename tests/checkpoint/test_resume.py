@@ -58,7 +58,7 @@ class Training:
     def __init__(self, compressor: ls.Compressor = MOMENTUM, fusion: str = "bucket", module: nn.Module | None = None):
         torch.manual_seed(0)
         self.ddp = DistributedDataParallel(module or Two())
-        self.hook = ls.SparseHook(self.ddp, compressor, fusion=fusion)
+        self.hook = ls.SparseHook(self.ddp, compressor, fusion=fusion, wire_dtype="float32")
         self.delivered: dict[str, Tensor] = {}
 
     def steps(self, count: int, loss_scale: float = 1.0) -> "Training":

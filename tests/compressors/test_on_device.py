@@ -184,9 +184,9 @@ def test_a_device_s_run_goes_on_on_a_cpu_and_back(monkeypatch: pytest.MonkeyPatc
 
 def test_density_is_held(on_device: None) -> None:
     given = torch.stack(list(layered(50_000, 2, 160, jumps={100: 10.0})))
-    picked = simulate(ls.MiCRO(), given).picked[60:] / 500
+    picked = simulate(ls.MiCRO(density=0.01), given).picked[60:] / 500
     assert 0.95 < picked.mean() < 1.05
-    picked = simulate(ls.SketchFusion(), given[:10]).picked / 500
+    picked = simulate(ls.SketchFusion(density=0.01), given[:10]).picked / 500
     assert picked.min() > 0.9
     assert picked.max() <= 1.1
 
@@ -413,7 +413,7 @@ class _Arrived(Pending):
 @pytest.mark.parametrize(
     "compressor",
     [
-        ls.MiCRO(),
+        ls.MiCRO(density=0.01),
         ls.SketchFusion(),
         ls.SketchFusion(momentum=0.5),
         ls.SketchFusion(exact=False),
