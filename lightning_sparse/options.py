@@ -64,6 +64,11 @@ class Options:
         check_choice(self.compressor, self.fusion)
         wire_dtype = self.compressor.default_wire_dtype if self.wire_dtype is None else self.wire_dtype
         object.__setattr__(self, "wire_dtype", wire_format(wire_dtype).name)  # whichever of its names was given
+        if self.compressor.candidates and self.wire_dtype != "float32":
+            raise ValueError(
+                f"wire_dtype={self.wire_dtype!r} cannot be combined with sparse_auto, whose candidates have formats of "
+                "their own. Leave it out."
+            )
         check_whole("warmup_steps", self.warmup_steps, 0, "Give a number of dense steps, 0 for none.")
         check_one_of("residuals", self.residuals, RESIDUALS)
         if self.local_group != "node":

@@ -27,7 +27,7 @@ class Candidate:
 
     Args:
         compressor: what averages.
-        wire_dtype: of values on the wire.
+        wire_dtype: of values on the wire; None: the compressor's own.
         local_steps: H, optimizer steps of each rank between two averages of the same weight; 0: gradients are averaged.
 
     Raises:
@@ -36,19 +36,21 @@ class Candidate:
     """
 
     compressor: Compressor
-    wire_dtype: str = "float32"
+    wire_dtype: str | None = None  # a name, once validated
     local_steps: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.compressor, Compressor) or self.compressor.candidates:
             raise ValueError(f"Candidate: {self.compressor!r} is not a compressor to choose; give one such as MiCRO().")
         check_settings(self.compressor)
-        object.__setattr__(self, "wire_dtype", wire_format(self.wire_dtype).name)
+        wire_dtype = self.compressor.default_wire_dtype if self.wire_dtype is None else self.wire_dtype
+        object.__setattr__(self, "wire_dtype", wire_format(wire_dtype).name)
         check_whole("Candidate: local_steps", self.local_steps, 0)
 
     @cached_property
     def averaging(self) -> Compressor:
         """What averages, in the wire format."""
+        assert self.wire_dtype is not None
         if self.wire_dtype == "float32":
             return self.compressor
         return Rounded(self.compressor, self.wire_dtype)
@@ -92,7 +94,7 @@ class Auto(Wrapper):
     planning; else ``start`` stays.
 
     Args:
-        candidates: to choose from: each a :class:`Candidate`, or a compressor that averages gradients in float32.
+        candidates: to choose from: each a :class:`Candidate`, or a compressor that averages gradients.
         start: the compressor that averages until one is chosen.
         tolerance: by what part a step may be longer than the shortest, for what it delivers.
     """
@@ -114,6 +116,11 @@ class Auto(Wrapper):
 
     def __str__(self) -> str:
         return "sparse_auto"
+
+    @property
+    def default_wire_dtype(self) -> str:
+        """Float32: candidates have formats of their own."""
+        return "float32"
 
     @property
     def wrapped(self) -> Compressor:

@@ -28,6 +28,11 @@ class Rounded(Wrapper):
         finally:
             comm.wire_dtype = usual
 
+    @property
+    def default_wire_dtype(self) -> str:
+        """The same format."""
+        return self.wire_dtype
+
     def dense_variant(self) -> Compressor:
         """Return dense sums in the same format."""
         return Rounded(self.wrapped.dense_variant(), self.wire_dtype)

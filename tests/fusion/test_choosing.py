@@ -146,6 +146,7 @@ def test_local_steps_are_candidates_only_where_their_average_is_shown() -> None:
         (lambda: ls.Candidate("micro"), "'micro' is not a compressor to choose"),  # type: ignore[arg-type]
         (lambda: ls.Candidate(ls.MiCRO(), "int3"), "int3"),
         (lambda: ls.Candidate(ls.MiCRO(), local_steps=-1), "local_steps must be"),
+        (lambda: ls.SparseDDPStrategy("sparse_auto", wire_dtype="int8"), "cannot be combined with sparse_auto"),
         (lambda: ls.Auto(()), "a list of one candidate or more"),
         (lambda: ls.Auto(tolerance=-0.1), "tolerance must be at least 0; got -0.1"),
     ],
