@@ -334,7 +334,7 @@ def test_the_hydra_config_becomes_a_trainer_a_model_and_data(monkeypatch: pytest
     monkeypatch.syspath_prepend(EXAMPLES)
     instantiate = importlib.import_module("hydra.utils").instantiate if find_spec("hydra") else instantiated
     trainer, model, data = (instantiate(config("hydra")[part]) for part in ("trainer", "model", "data"))
-    assert trainer.strategy.compressor == ls.MiCRO(density=0.01)
+    assert trainer.strategy.compressor == ls.MiCRO(density=0.05)
     assert trainer.strategy.options.warmup_steps == 40
     assert any(isinstance(callback, ls.CompressionMonitor) for callback in trainer.callbacks)
     assert type(model).__name__ == "DigitsClassifier"
