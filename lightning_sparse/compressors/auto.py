@@ -1,6 +1,6 @@
 """No compressor yet: the first steps of a training show which suits its network."""
 
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -95,12 +95,13 @@ class Auto(Wrapper):
 
     Args:
         candidates: to choose from: each a :class:`Candidate`, or a compressor that averages gradients.
-        start: the compressor that averages until one is chosen.
+        start: the compressor that averages until one is chosen; dense sums in int4, which cost hardly any loss, and not
+            much time on a slow link.
         tolerance: by what part a step may be longer than the shortest, for what it delivers.
     """
 
     candidates: tuple[Candidate | Compressor, ...] = CANDIDATES
-    start: Compressor = CANDIDATES[0].compressor
+    start: Compressor = field(default_factory=lambda: Candidate(Dense(), "int4").averaging)
     tolerance: float = TOLERANCE
 
     def __post_init__(self) -> None:
@@ -126,6 +127,11 @@ class Auto(Wrapper):
     def wrapped(self) -> Compressor:
         """The compressor that averages until one is chosen."""
         return self.start
+
+    def dense_variant(self) -> Compressor:
+        """Return what sums all of it as ``start`` does, but not rounded."""
+        start = self.start.wrapped if isinstance(self.start, Rounded) else self.start
+        return start.dense_variant()
 
     def reduce(self, group: Group, comm: Comm) -> Rounds:
         """Sum as ``start`` does."""

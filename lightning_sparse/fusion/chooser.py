@@ -120,6 +120,9 @@ class Chooser:
             forecasts += _shared(exchange, candidates[1:], forecaster.forecast)
         gradients, weights = exchange.ask(lambda comm: comm.all_gather(record.gradients())), record.weights()
         expected = {f.candidate: f.corrected(self._local_factor) for f in forecasts}
-        self.forecasts = _shared(exchange, list(expected), lambda c: tried(expected[c], gradients, weights))
+        short = about_as_short(list(expected.values()), self._auto.tolerance)
+        worth_trying = [c for c, f in expected.items() if f in short or isinstance(c.compressor, Dense)]
+        found = _shared(exchange, worth_trying, lambda c: tried(expected[c], gradients, weights))
+        self.forecasts = list((expected | {f.candidate: f for f in found}).values())
         self.measured = measured, link
         return self._take_best()
