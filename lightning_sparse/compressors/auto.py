@@ -107,6 +107,11 @@ class Auto(Wrapper):
     def __post_init__(self) -> None:
         if not is_list(self.candidates) or not self.candidates:
             raise ValueError(f"Auto: candidates must be a list of one candidate or more; got {self.candidates!r}.")
+        for each in self.candidates:
+            if not isinstance(each, Candidate | Compressor):
+                raise ValueError(
+                    f"Auto: candidates must be a list of Candidate, or of compressors; got {each!r} in it."
+                )
         candidates = tuple(c if isinstance(c, Candidate) else Candidate(c) for c in self.candidates)
         object.__setattr__(self, "candidates", candidates)  # a config file gives a list
         if not isinstance(self.start, Compressor) or self.start.candidates:
