@@ -31,6 +31,7 @@ napoleon_use_rtype = False
 nitpick_ignore_regex = [
     (r"py:.*", r"(torch|lightning|torchmetrics|pytorch_lightning|numpy|matplotlib)(\..*)?"),
     (r"py:.*", r"(collections|pathlib|typing|datetime)\..*"),
+    (r"py:class", r"tuple\[.*"),
     (r"py:class", r"(Tensor|Module|Trainer|LightningModule|Figure|optional)"),
 ]
 

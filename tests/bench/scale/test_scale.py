@@ -168,7 +168,8 @@ def test_measured_points_are_fitted_and_shown(
     measured = [Measurement("ddp", 2, 80_000, 0.001), Measurement("micro", 4, 2_000, 0.002)]
     monkeypatch.setattr(scale, "parameter_sizes", lambda workload: [4096])
     monkeypatch.setattr(run, "unavailable_reason", lambda: None)
-    monkeypatch.setattr(scale, "measure_all", lambda *_: [Round("4x1gbit", "micro", 0, 4, 1, None, "it broke")])
+    broken = Round("4x1gbit", "micro", 0, 4, 1, None, "it broke")
+    monkeypatch.setattr(scale, "measure_all", lambda *given: given[-1].append(broken))
     monkeypatch.setattr(scale, "measured_points", lambda rows: measured)
     assert scale.scale(arguments(tmp_path, emulate="1gbit", most=4)) == 1
     shown = capsys.readouterr().out
@@ -186,10 +187,11 @@ def test_what_the_bench_measures(tmp_path: Path) -> None:
     assert [schedule.cluster for schedule in schedules] == ["2x1gbit", "4x1gbit", "8x1gbit", "16x1gbit"]
     assert [row.label for _, row in schedules[0].turns()][1:3] == ["ddp", "skip_reduce:fusion=bucket"]
     assert arguments(tmp_path).schedules() == []
+    found: list[Round] = []
     with Progress(disable=True) as progress:
         path = tmp_path / "rounds.jsonl"
-        found = run.measure_all(
-            schedules, lambda each: (Round(each.cluster, "ddp", 0, 4, 1, None) for _ in "a"), {}, path, progress
+        run.measure_all(
+            schedules, lambda each: (Round(each.cluster, "ddp", 0, 4, 1, None) for _ in "a"), {}, path, progress, found
         )
     assert [each.cluster for each in found] == [schedule.cluster for schedule in schedules]
     assert len(path.read_text().splitlines()) == 5
