@@ -23,7 +23,8 @@ def decide(
     names: Sequence[str],
     measured: Measured,
     link: Link,
-    compressors: tuple[Compressor, Compressor, Compressor],
+    at_work: Compressor,
+    compressor: Compressor,
 ) -> tuple[Layout, bool] | None:
     """Return what rank 0 decided to try, and whether to try one group after it; None to change nothing.
 
@@ -35,11 +36,12 @@ def decide(
         names: the same names in backward order.
         measured: steps as they were.
         link: between the ranks.
-        compressors: what averaged when steps were measured, what is to average after this step, and what has both and
-            later changes inside it.
+        at_work: what averaged when they were measured.
+        compressor: what is to average from now on.
     """
-    at_work, next_at_work, compressor = compressors
-    costs = rehearse_all(exchange, parameters, _distinct(at_work, next_at_work), link)
+    next_at_work = compressor.active(exchange.groups[0].step)
+    to_rehearse = [at_work] if same(at_work, next_at_work) else [at_work, next_at_work]
+    costs = rehearse_all(exchange, parameters, to_rehearse, link)
     plan: Plan | None = None
     decision = torch.zeros(3 + len(names), dtype=torch.int64, device=exchange.device)
     if exchange.rank == 0:
@@ -73,10 +75,6 @@ def _plan(
     kinds, dense_up_to = with_small_dense(costs[-1].kinds, costs[-1].small_dense)
     pieces = pieces_of(parameters, compressor)
     return best_plan(pieces, kinds, measured, calibration, exchange.ways_of_sums), dense_up_to
-
-
-def _distinct(before: Compressor, after: Compressor) -> list[Compressor]:
-    return [before] if same(before, after) else [before, after]
 
 
 def _buffers_are_small(exchange: Exchange) -> bool:

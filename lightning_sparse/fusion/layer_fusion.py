@@ -275,8 +275,7 @@ class LayerFusion:
     def _decide(self, measured: Measured, link: Link, compressor: Compressor) -> tuple[Layout, bool] | None:
         if self.chosen is not None and len(self._exchange.groups) == 1:  # too short to gain by being cut
             return Layout([self._names], compressor, 0), False
-        now = (self._at_work, compressor.active(self._exchange.groups[0].step), compressor)
-        return decide(self._exchange, self._parameters, self._names, measured, link, now)
+        return decide(self._exchange, self._parameters, self._names, measured, link, self._at_work, compressor)
 
     def _follow(self, layout: Layout) -> None:
         pieces = {piece.name: piece for piece in pieces_of(self._parameters, layout.compressor)}

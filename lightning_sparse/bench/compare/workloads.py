@@ -110,7 +110,7 @@ class ByteGPT(LightningModule):
 
     def configure_optimizers(self) -> Optimizer:
         """AdamW."""
-        return AdamW(self.parameters(), lr=self.learning_rate, weight_decay=0.01)
+        return AdamW(self.parameters(), lr=self.learning_rate)
 
 
 # - data

@@ -20,7 +20,7 @@ VALIDATION_WINDOWS = 640
 
 DIGITS = 1437  # of 1,797 to learn from
 
-MODULES = 20  # to be told apart
+MODULES = 20  # classes
 WINDOW = 64  # bytes, in one of which a module is to be recognised
 NGRAM, BUCKETS = 4, 8192  # bytes of text that are hashed, and to what
 
