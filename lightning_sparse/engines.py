@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from statistics import median
+from statistics import mean
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from lightning_sparse.options import Options
 
 MEASURED_AFTER = 3  # local steps that were given
 SETTLING = 3  # local steps until any is timed
-WINDOW = 7  # local steps whose median is what a step takes
+WINDOW = 10  # local steps whose mean is what a step takes: on each rank they differ, as fragments do
 
 
 class Engines:
@@ -98,8 +98,7 @@ class Engines:
         """Do what is due before a forward that trains: send, measure, change groups or the engine."""
         if self._pace is not None and isinstance(self.exchange, LocalExchange):
             self.exchange.settle()
-            if self._pace.has_changed(self.exchange):
-                self._end_local_steps()
+            self._watch(self._pace)
         self.exchange.between_steps()
         if self._options.local and self._options.fusion == "layer" and self.exchange.steps == MEASURED_AFTER:
             self._measure_link()
@@ -107,7 +106,7 @@ class Engines:
             self.layer_fusion.between_steps()
             chosen = self.layer_fusion.chosen
             if chosen is not None and chosen.local_steps and self._nothing_is_unsent():
-                self._begin_local_steps(chosen, self.chooser.worthwhile_s() if self.chooser else math.inf)
+                self._begin_local_steps(chosen)
                 self.exchange.between_steps()
 
     def _measure_link(self) -> None:
@@ -137,7 +136,7 @@ class Engines:
         """Go on as what returned ``state`` after so many ``steps``, if it was chosen from the same candidates."""
         chosen = self.chooser.candidate(state.get("chosen", "")) if self.chooser else None
         if chosen is not None and chosen.local_steps:
-            self._begin_local_steps(chosen, math.inf)
+            self._begin_local_steps(chosen)
         if isinstance(self.exchange, LocalExchange) and (self._options.local or chosen is not None):
             self._knows_link = "latencies" in state
             self.exchange.set_latencies(*state.get("latencies", self.exchange.latencies))
@@ -170,10 +169,10 @@ class Engines:
         owes = torch.tensor([self.exchange.unsent_norm()], device=self.exchange.device)
         return not bool(self.exchange.ask(lambda comm: comm.all_gather(owes)).any())
 
-    def _begin_local_steps(self, chosen: Candidate, at_most_s: float) -> None:
+    def _begin_local_steps(self, chosen: Candidate) -> None:
         options = replace(self._options, compressor=chosen.averaging, local_steps=chosen.local_steps, warmup_steps=0)
         self._change(options, chosen.averaging)
-        self._chosen, self._pace = chosen, Pace(at_most_s)
+        self._chosen, self._pace = chosen, Pace()
         own, optimizers = set(self._parameters.values()), self._optimizers
 
         def note(optimizer: Optimizer, *_: Any) -> None:
@@ -183,20 +182,26 @@ class Engines:
 
         self._handle = self._handle or register_optimizer_step_post_hook(note)
 
+    def _watch(self, pace: "Pace") -> None:
+        """Choose again once it is known how long local steps take, and when that has changed."""
+        known, changed = pace.usual_s, pace.has_changed(self.exchange)
+        if changed:
+            self._end_local_steps()
+        elif pace.usual_s != known and self.chooser and self.chooser.chosen and self.chooser.measured:
+            again = self.chooser.note(self.exchange, pace.usual_s)
+            if again != self._chosen:
+                self._end_local_steps()
+                assert self.layer_fusion is not None
+                self.layer_fusion.go_on_with(again, self.chooser.measured)
+
     def _end_local_steps(self) -> None:
         """Have all ranks hold the mean of their weights, and of their optimizers' states; then average gradients."""
         assert isinstance(self.exchange, LocalExchange)
-        assert self._pace is not None
-        pace, chooser = self._pace, self.chooser
         self.exchange.merge()
         for optimizer in [own for each in self._optimizers if (own := each()) is not None]:
             tensors = tensors_everywhere(optimizer, self._ranks, self.exchange.device)
             set_tensors(optimizer, {key: self._mean(x) for key, x in tensors.items() if x.is_floating_point()})
         self._change(self._options, self.compressor)
-        if pace.too_slow and chooser and chooser.measured and self.layer_fusion:
-            again = chooser.choose_again(pace.usual_s)
-            if not again.local_steps:
-                self.layer_fusion.go_on_with(again, chooser.measured)
 
     def _mean(self, x: Tensor) -> Tensor:
         """The mean over the ranks."""
@@ -219,17 +224,11 @@ def dense_if_alone(compressor: Compressor, size: int) -> Compressor:
 class Pace:
     """How long local steps take, and whether that has changed.
 
-    Args:
-        at_most_s: seconds from which they are too slow.
-
     Attributes:
-        too_slow: whether they are.
         usual_s: seconds that they took at first; 0 until known.
     """
 
-    def __init__(self, at_most_s: float) -> None:
-        self.too_slow = False
-        self._at_most_s = at_most_s
+    def __init__(self) -> None:
         self.usual_s = 0.0
         self._seconds: list[float] = []
         self._window = WINDOW
@@ -237,26 +236,23 @@ class Pace:
         self._seen: int | None = None
 
     def has_changed(self, exchange: Exchange) -> bool:
-        """Whether steps take much longer or shorter than at first, or too long; to be asked between two steps."""
+        """Whether steps take much longer or shorter than at first; to be asked between two steps."""
         if exchange.steps == self._seen:  # gradients are being accumulated
             return False
         self._seen, before_s, self._last_s = exchange.steps, self._last_s, time.perf_counter()
         self._seconds.append(self._last_s - before_s)
         if len(self._seconds) < SETTLING + self._window:
             return False
-        now_s = float(median_over_ranks(exchange, [median(self._seconds[SETTLING:])])[0])
+        now_s = float(median_over_ranks(exchange, [mean(self._seconds[SETTLING:])])[0])
         self._seconds = []
         if not self.usual_s:
             self.usual_s = now_s if math.isfinite(now_s) else 0.0
-            self.too_slow = now_s > self._at_most_s
-            changed = self.too_slow
-        else:
-            self._window = min(2 * self._window, LONGEST_WINDOW)
-            changed = abs(math.log(now_s / self.usual_s)) > math.log(CHANGED)  # False for NaN
+            return False
+        self._window = min(2 * self._window, LONGEST_WINDOW)
+        changed = abs(math.log(now_s / self.usual_s)) > math.log(CHANGED)  # False for NaN
         if changed:
-            before_s = self._at_most_s if self.too_slow else self.usual_s
             rank_zero_info(
-                f"sparse_auto: local steps take {1e3 * now_s:.0f} ms, "
-                f"{'more than' if self.too_slow else 'no longer'} {1e3 * before_s:.0f} ms; choosing anew."
+                f"sparse_auto: local steps take {1e3 * now_s:.0f} ms, no longer {1e3 * self.usual_s:.0f} ms; choosing "
+                "anew."
             )
         return changed

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from lightning_sparse.checkpoint.state import KEY, nbytes
 from lightning_sparse.compressors import COMPRESSORS, Compressor
 from lightning_sparse.engine.local_steps import LocalSteps
-from lightning_sparse.fusion.layer_fusion import STEPS_MEASURED, WORTH_PLANNING, LayerFusion
+from lightning_sparse.fusion.layer_fusion import WORTH_PLANNING, LayerFusion
+from lightning_sparse.fusion.measuring import STEPS_MEASURED
 from lightning_sparse.fusion.model import Plan
 from lightning_sparse.hook import SparseHook
 from lightning_sparse.local_weights import ShowsAverage

@@ -120,6 +120,12 @@ class Group:
                 gradient.copy_(flat.view(gradient.shape))
             start += gradient.numel()
 
+    def end_dense_step(self) -> None:
+        """Note a step in which nothing was unsent and all was summed, elsewhere."""
+        self.picked = self.target = self.n
+        self.overflow = self.mask_bytes = 0
+        self.step += 1
+
     def send_to_host(self, key: str, x: Tensor) -> None:
         """Keep ``x`` in memory under ``key``, for the host to read in the next step with :meth:`take_from_host`."""
         self.memory[key] = x

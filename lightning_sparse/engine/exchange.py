@@ -61,6 +61,7 @@ class Exchange(ABC):
         self.last: Report | None = None
         self.sample: Sample | None = None  # of what is unsent, while somebody wants to know how long it waits
         self.record: GradientRecord | None = None  # of gradients, while somebody wants them
+        self.nothing_unsent = False  # on any rank; to be taken back by whoever sets what is unsent
         self.timeline = Timeline(self.device)
         self.deferred = False  # send nothing before the step's last gradient: for measuring the one without the other
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -86,6 +87,11 @@ class Exchange(ABC):
     @abstractmethod
     def between_steps(self) -> None:
         """Do what is due before a forward that trains.  To be called on every rank."""
+
+    def sums_in_place(self, compressor: Compressor) -> bool:
+        """Whether what ``compressor`` averages is summed where DDP has it, not in groups, once nothing is unsent."""
+        del compressor
+        return False
 
     @property
     def shared(self) -> Mapping[Tensor, Tensor]:

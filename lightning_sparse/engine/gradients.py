@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported at run time only
 from torch.futures import Future
 
-from lightning_sparse.compressors import Compressor
+from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.delivery import Delivery
@@ -22,13 +22,16 @@ from lightning_sparse.engine.step import Step
 from lightning_sparse.engine.unused_parameters import UsedParameters
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.process_groups import ProcessGroups
+from lightning_sparse.network.sums import sums_in_place
+from lightning_sparse.network.torch_comm import TorchComm, explained
 
 
 class GradientExchange(Exchange):
     """Averages the gradients DDP hands over, in groups of our own, and keeps what was not sent.
 
     DDP's bucketing only decides when gradients reach us: its buckets change their members after the first step.  Ours
-    do not, so every element keeps its place, its ``unsent`` and its order of summation from the first step on.
+    do not, so every element keeps its place, its ``unsent`` and its order of summation from the first step on.  Where
+    all is summed in float32 and nothing is unsent, DDP's buckets are summed where they lie, as plain DDP does it.
 
     Args:
         groups: each group and what averages it, in the order in which they are sent.
@@ -61,6 +64,9 @@ class GradientExchange(Exchange):
         super().lay_out(groups)
         self._group_of = {p: group for group in self.groups for p in group.parameters}
         self._queues = self._queues_of(range(len(self.groups)))
+        self._elements = sum(group.n for group in self.groups)
+        self._in_float32 = all(parameter.dtype == torch.float32 for parameter in self._group_of)
+        self.nothing_unsent = False
 
     def between_steps(self) -> None:
         """Nothing: a step ends with its backward."""
@@ -75,12 +81,15 @@ class GradientExchange(Exchange):
         step = self._step
         if step is None or step.has_arrived:
             step = self._step = Step(self.groups, self._queues, self._lanes, self._scaler)
+            step.in_place = self._next_in_place
         delivery = Delivery(bucket)
         with self._lock:
             if self.error is not None:
                 raise self.error
             step.deliveries.append(delivery)
         self._take_in(step, delivery)
+        if step.in_place:
+            return self._sum_in_place(step, delivery)
         last = step.has_arrived
         if last and step.loss_scale:  # beside the last groups' messages, so that nobody waits for it
             if self._node:
@@ -105,6 +114,43 @@ class GradientExchange(Exchange):
         if self._stream:
             self._stream.wait_stream(torch.cuda.current_stream())
         step.take_in(delivery, self._group_of)
+
+    # - sums of DDP's own buckets
+
+    def sums_in_place(self, compressor: Compressor) -> bool:
+        """Whether what ``compressor`` averages is summed where DDP has it, not in groups, once nothing is unsent."""
+        comm = self._lanes[0].comm
+        if type(compressor) is not Dense or not self._in_float32 or not isinstance(comm, TorchComm):
+            return False
+        ours = self._node is not None or self._scaler is not None or self._used is not None
+        return not ours and sums_in_place(4 * self._elements, comm)
+
+    @property
+    def _next_in_place(self) -> bool:
+        """Whether the next step's gradients are summed where they lie; the same on every rank."""
+        looked_at = self.deferred or self.record is not None
+        return self.nothing_unsent and not looked_at and all(map(self.sums_in_place, self.compressors))
+
+    def _sum_in_place(self, step: Step, delivery: Delivery) -> Future[Tensor]:
+        comm = self._lanes[0].comm
+        assert isinstance(comm, TorchComm)
+        mean: Future[Tensor] = comm.mean_in_place(delivery.buffer)
+        return mean.then(partial(self._end_in_place, step, delivery))
+
+    def _end_in_place(self, step: Step, delivery: Delivery, mean: Future[Tensor]) -> Tensor:
+        try:
+            with explained():
+                buffer = mean.value()
+        except RuntimeError as error:
+            self.error = self.error or error
+            raise
+        with self._lock:
+            step.deliveries.remove(delivery)
+            if step.has_arrived and not step.deliveries:
+                for group in self.groups:
+                    group.end_dense_step()
+                self._finish(step)
+        return buffer
 
     def close(self) -> bool:
         """End the issuing threads; returns whether no message is under way.  What is unsent stays readable."""
@@ -188,9 +234,12 @@ class GradientExchange(Exchange):
             step.give_back()
 
     def _finish(self, step: Step, undone: bool = False) -> None:
-        for notes in (self.sample, self.record):
-            if notes is not None and not undone:
+        if step.in_place and self.sample is not None:
+            self.sample.end_dense_step()
+        for notes in () if step.in_place or undone else (self.sample, self.record):
+            if notes is not None:
                 notes.end_step()
+        self.nothing_unsent = all(map(self.sums_in_place, self.compressors))
         self.last = step.report()
         self.timeline.end_backward()
         if self._used is not None:

@@ -104,6 +104,16 @@ class Sample:
         self._state[0] = unsent
         self._owed.zero_()  # groups that do not travel in the next step owe nothing in it
 
+    def end_dense_step(self) -> None:
+        """Note a step that delivered all that was owed, before anybody could look at it."""
+        self._steps += 1
+        unsent, cleared, sent, _, waiting, turn = self._state
+        for zero in (unsent, waiting, self._left, self._delivered):
+            zero.zero_()
+        sent.mul_(DECAY_OF_TURNS).add_(1)
+        cleared.fill_(self._steps)
+        turn.fill_(self._steps)
+
     def waiting(self) -> list[Waiting]:
         """Return what each parameter that has elements owes after the last step.  Waits for the device."""
         parts = self._state.cpu().split(self._counts(), dim=1)

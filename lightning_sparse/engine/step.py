@@ -40,6 +40,7 @@ class Step:
         self.loss_scale = LossScale(scaler, groups[0].unsent.device) if scaler is not None else None
         self.overflowed: Pending  # with a loss scale, and how many ranks found a gradient that is not finite
         self.averages: list[Future[None]] = []  # with a loss scale
+        self.in_place = False  # DDP's buckets are summed where they lie
         self._arriving = [len(group.parameters) for group in groups]  # parameters not handed over yet
         self._queues = [deque(queue) for queue in queues]
         self._lanes = lanes

@@ -12,12 +12,18 @@ from lightning_sparse.compressors import Auto, Candidate, Compressor, Dense
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.gradient_record import GradientRecord
 from lightning_sparse.fusion.forecast import Forecast, Forecaster
-from lightning_sparse.fusion.planner import Measured
+from lightning_sparse.fusion.planner import Calibration, Measured
 from lightning_sparse.fusion.rehearsal import Link
 from lightning_sparse.fusion.trial import try_on
+from lightning_sparse.network.comm import Comm, Pending
+from lightning_sparse.settings import same
 
 EXACT = Candidate(Dense())  # more faithful than all others, so these are not looked at where it hides
-TRIED = 2**15  # elements of all ranks together on which candidates are tried
+HIDDEN = 0.5  # of a step that sends nothing: where EXACT's messages take no longer, it is tried before others
+OVERHEAD = 1.1  # of a step that sends nothing: as short as a step of any candidate is
+MOST_TRIED = 4  # candidates whose steps are measured; then one of these is taken
+MAY_BE_SHORT = 0.5  # how much longer than the shortest forecasts say it is, which are not exact
+ELEMENTS = 2**15  # of all ranks together, on which candidates are tried
 
 
 def about_as_short(forecasts: Sequence[Forecast], tolerance: float) -> list[Forecast]:
@@ -51,7 +57,7 @@ def _shared(
 
 
 class Chooser:
-    """Chooses for an exchange.
+    """Chooses for an exchange, tries what it chose, and chooses again where its steps are longer than expected.
 
     Args:
         auto: what to choose from, and how.
@@ -59,7 +65,7 @@ class Chooser:
         local: whether local steps may be chosen.
 
     Attributes:
-        forecasts: of the last choice, the same on every rank.
+        forecasts: of the candidates that were looked at, corrected by measured steps, the same on every rank.
         chosen: one of them.
         measured: what they were made of.
     """
@@ -69,60 +75,102 @@ class Chooser:
         self.chosen: Forecast | None = None
         self.measured: tuple[Measured, Link] | None = None
         self._auto, self._parameters = auto, parameters
-        self._local_factor = 1.0  # by which local steps were longer than expected
+        self._step_s: dict[Candidate, float] = {}  # measured
+        self._ahead: list[list[Candidate]] = []  # not looked at yet
         self._candidates = [c for c in auto.candidates if isinstance(c, Candidate) and (local or not c.local_steps)]
 
     def record(self, exchange: Exchange) -> None:
         """Record gradients from the next step on, for :meth:`choose`."""
-        exchange.record = GradientRecord(exchange.groups, TRIED // exchange.size)
-
-    def exclude(self, candidate: Candidate) -> None:
-        """Do not choose ``candidate`` any more: its steps were longer than those before."""
-        self._candidates = [each for each in self._candidates if each != candidate] or self._candidates
+        exchange.record = GradientRecord(exchange.groups, ELEMENTS // exchange.size)
 
     def candidate(self, text: str) -> Candidate | None:
         """The candidate that is written like this, if there is one."""
         return next((each for each in self._candidates if str(each) == text), None)
 
-    def worthwhile_s(self) -> float:
-        """Seconds that a step of the chosen candidate may take, or a more faithful one would be about as short."""
-        assert self.chosen is not None
-        better = [f.step_s for f in self.forecasts if f.undelivered < self.chosen.undelivered]
-        return min(better, default=math.inf) / (1 + self._auto.tolerance)
+    def choose(self, exchange: Exchange, measured: Measured, link: Link, at_work: Compressor) -> Candidate:
+        """Return the same candidate on every rank, for :meth:`note`; to be called on every rank between two steps."""
+        record, exchange.record = exchange.record, None
+        assert record is not None
+        self.measured, self.forecasts = (measured, link), []
+        self._gradients = exchange.ask(lambda comm: comm.all_gather(record.gradients()))
+        self._weights = record.weights()
+        self._forecaster = Forecaster(self._parameters, measured, link, exchange.size, at_work)
+        self._forecaster.calibration = Calibration.read(exchange.ask(self._calibration_of_rank_0).tolist())
+        known = [c for c in self._candidates if c != EXACT and not c.local_steps and same(c.averaging, at_work)]
+        self._step_s = dict.fromkeys(known, measured.span_s + measured.rest_s)
+        cheap = [c for c in self._candidates if isinstance(c.compressor, Dense)]  # to look at
+        self._ahead = [cheap, [c for c in self._candidates if c not in cheap]]
+        if EXACT in cheap and self._forecaster.in_place_s <= HIDDEN * self._forecaster.computing_s:
+            self._look_at(exchange, [EXACT])
+            self.chosen = self.forecasts[0]
+            return EXACT
+        return self._take_best(exchange)
 
-    def choose_again(self, step_s: float) -> Candidate:
-        """Return what is to be chosen where the chosen local steps take ``step_s`` seconds, not what was expected."""
-        assert self.chosen is not None
-        factor = step_s / self.chosen.step_s
-        self._local_factor *= factor
-        self.forecasts = [f.corrected(factor) for f in self.forecasts]
-        return self._take_best()
+    def note(self, exchange: Exchange, step_s: float) -> Candidate:
+        """Return what to go on with, now that a step of what was chosen has taken ``step_s`` seconds.
 
-    def _take_best(self) -> Candidate:
-        short = about_as_short(self.forecasts, self._auto.tolerance)
+        To be called on every rank between two steps, with the same.
+        """
+        assert self.chosen is not None
+        chosen = self.chosen.candidate
+        if chosen in self._step_s or not math.isfinite(step_s):
+            return chosen
+        self._step_s[chosen] = step_s
+        self._correct(chosen)
+        return self._take_best(exchange)
+
+    def _calibration_of_rank_0(self, comm: Comm) -> Pending:
+        own = torch.tensor(self._forecaster.calibration.numbers(), dtype=torch.float64, device=self._gradients.device)
+        return comm.broadcast(own, 0)
+
+    def _look_at(self, exchange: Exchange, candidates: Sequence[Candidate]) -> None:
+        """Predict the step of each of ``candidates``, and try on gradients those that may be chosen."""
+        looked_at = {f.candidate for f in self.forecasts}
+        new = _shared(exchange, [c for c in candidates if c not in looked_at], self._forecaster.forecast)
+        self.forecasts += new
+        for forecast in new:
+            if forecast.candidate in self._step_s:
+                self._correct(forecast.candidate)
+        expected = {f.candidate: f for f in self.forecasts}
+        short = about_as_short(self.forecasts, MAY_BE_SHORT)
+        worth_trying = [f.candidate for f in short if f.delivered is None]
+        found = _shared(exchange, worth_trying, lambda c: tried(expected[c], self._gradients, self._weights))
+        self.forecasts = list((expected | {f.candidate: f for f in found}).values())
+
+    def _correct(self, measured: Candidate) -> None:
+        """Expect of ``measured`` the step that it took, and of others of its kind accordingly."""
+        factor = self._step_s[measured] / next(f.step_s for f in self.forecasts if f.candidate == measured)
+        self.forecasts = [
+            replace(f, step_s=factor * f.step_s)
+            if f.candidate == measured or (_alike(f.candidate, measured) and f.candidate not in self._step_s)
+            else f
+            for f in self.forecasts
+        ]
+
+    def _take_best(self, exchange: Exchange) -> Candidate:
+        """Choose by what is known, after looking at more candidates while steps might be shorter.
+
+        Once many have been measured, one of these is taken.
+        """
+        while True:
+            known = [f for f in self.forecasts if f.candidate in self._step_s]
+            among = known if len(known) >= MOST_TRIED else self.forecasts
+            short = about_as_short(among, self._auto.tolerance) if among else []
+            hidden_s = (1 + self._auto.tolerance) * OVERHEAD * self._forecaster.computing_s
+            if not self._ahead or (short and most_faithful(short).step_s <= hidden_s):
+                break
+            self._look_at(exchange, self._ahead.pop(0))
         best = self.chosen = most_faithful(short)
+        takes = "takes" if best.candidate in self._step_s else "is expected to take"
         rank_zero_info(
-            f"sparse_auto: training goes on with {best.candidate}, whose step is expected to take "
-            f"{1e3 * best.step_s:.0f} ms. Steps of {len(short)} of {len(self.forecasts)} candidates are about as short "
-            f"as the shortest, and of these it is the most faithful: each step delivers {best.delivered or 0:.0%} of "
-            f"what is owed, {best.age or 0:.1f} steps late."
+            f"sparse_auto: training goes on with {best.candidate}, whose step {takes} {1e3 * best.step_s:.0f} ms; one "
+            f"that sends nothing would take {1e3 * self._forecaster.computing_s:.0f} ms. Of {len(short)} candidates "
+            "with about such a step, none shorter, it is the most faithful: each step delivers "
+            f"{best.delivered or 0:.0%} of what is owed, {best.age or 0:.1f} steps late."
         )
         return best.candidate
 
-    def choose(self, exchange: Exchange, measured: Measured, link: Link, at_work: Compressor) -> Candidate:
-        """Return the same candidate on every rank; to be called on every rank between two steps."""
-        record, exchange.record = exchange.record, None
-        assert record is not None
-        forecaster = Forecaster(self._parameters, measured, link, exchange.size, at_work)
-        candidates = self._candidates
-        forecasts = _shared(exchange, candidates[:1], forecaster.forecast)
-        if candidates[0] != EXACT or forecasts[0].step_s > (1 + self._auto.tolerance) * forecaster.computing_s:
-            forecasts += _shared(exchange, candidates[1:], forecaster.forecast)
-        gradients, weights = exchange.ask(lambda comm: comm.all_gather(record.gradients())), record.weights()
-        expected = {f.candidate: f.corrected(self._local_factor) for f in forecasts}
-        short = about_as_short(list(expected.values()), self._auto.tolerance)
-        worth_trying = [c for c, f in expected.items() if f in short or isinstance(c.compressor, Dense)]
-        found = _shared(exchange, worth_trying, lambda c: tried(expected[c], gradients, weights))
-        self.forecasts = list((expected | {f.candidate: f for f in found}).values())
-        self.measured = measured, link
-        return self._take_best()
+
+def _alike(one: Candidate, other: Candidate) -> bool:
+    """Whether what is wrong with the forecast of one is wrong with that of the other."""
+    return bool(one.local_steps) == bool(other.local_steps) and type(one.compressor) is type(other.compressor)

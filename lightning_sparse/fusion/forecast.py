@@ -2,22 +2,22 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 from torch import Tensor
 
-from lightning_sparse.compressors import Candidate, Compressor
+from lightning_sparse.compressors import Candidate, Compressor, Dense
 from lightning_sparse.engine.faithfulness import undelivered
 from lightning_sparse.fusion.groups import BUCKET_BYTES, cut_into_fragments, pieces_of
 from lightning_sparse.fusion.model import Cost
 from lightning_sparse.fusion.planner import Calibration, Measured, best_plan, calibrate, kinds_of
 from lightning_sparse.fusion.rehearsal import Link, Sample, cost_of
-from lightning_sparse.fusion.simulated_cost import applying_s, simulated_cost
-from lightning_sparse.settings import as_text
+from lightning_sparse.fusion.simulated_cost import applying_s, in_place_cost, simulated_cost
+from lightning_sparse.settings import as_text, same
 
-FEW, MOST = 2**8, 2**19  # elements of the groups that are simulated; the second on all ranks together
+FEW, MOST = 2**8, 2**18  # elements of the groups that are simulated; the second on all ranks together
 LIMITS = ("backward", "compression", "network")
 DDP_PLAN = f"buckets of {BUCKET_BYTES >> 20} MiB"  # among a plan's spans
 
@@ -50,10 +50,6 @@ class Forecast:
         """By what faithfulness is judged; 1 until it was tried."""
         return 1.0 if self.delivered is None else undelivered(self.delivered, self.candidate.local_steps > 0)
 
-    def corrected(self, factor: float) -> "Forecast":
-        """Return what to expect where local steps take ``factor`` times as long."""
-        return replace(self, step_s=factor * self.step_s) if self.candidate.local_steps else self
-
     def numbers(self) -> list[float]:
         """All but the candidate as numbers [NUMBERS], which ranks can exchange."""
         tried = (math.nan if x is None else x for x in (self.delivered, self.age))
@@ -76,6 +72,9 @@ class Forecaster:
         link: between the ranks.
         size: P.
         at_work: what averaged meanwhile; None: nothing was sent.
+
+    Attributes:
+        calibration: how measured steps differ from the model.
     """
 
     def __init__(
@@ -84,15 +83,21 @@ class Forecaster:
         self._parameters, self._measured, self._link, self._size = parameters, measured, link, size
         self._device = next(iter(parameters.values())).device
         self._samples: dict[tuple[str, int], list[Sample]] = {}
-        self._calibration = Calibration(blocking=False)
+        self.calibration = Calibration(blocking=False)
         if at_work is not None:
             pieces = pieces_of(parameters, at_work)
-            self._calibration = calibrate(pieces, kinds_of(pieces, at_work, self._cost), measured)
+            self.calibration = calibrate(pieces, kinds_of(pieces, at_work, self._cost), measured)
 
     @property
     def computing_s(self) -> float:
         """Seconds of a step that sends nothing."""
         return self._measured.rest_s + float(np.nanmax([0.0, *self._measured.arrivals_s]))
+
+    @property
+    def in_place_s(self) -> float:
+        """Seconds that sums of the gradient take where it lies, if that is the soonest; else infinite."""
+        in_place = self._in_place(Dense())
+        return in_place.latency_s if in_place else math.inf
 
     def forecast(self, candidate: Candidate) -> Forecast:
         """Predict a step."""
@@ -108,9 +113,10 @@ class Forecaster:
             sent_bytes += self._bytes_each(averages, elements) * elements
             return self._cost(averages, elements)
 
-        plan = best_plan(pieces, kinds_of(pieces, compressor, cost), self._measured, self._calibration)
+        plan = best_plan(pieces, kinds_of(pieces, compressor, cost), self._measured, self.calibration)
         buckets_s = plan.rest_s + plan.spans[DDP_PLAN]
-        return Forecast(candidate, plan.step_s, buckets_s, sent_bytes, plan.limit)
+        step_s = buckets_s if self._in_place(compressor) else plan.step_s
+        return Forecast(candidate, step_s, buckets_s, sent_bytes, plan.limit)
 
     def _of_local_steps(self, candidate: Candidate) -> Forecast:
         """A fragment is exchanged beside the next step, which is as long as the longer of the two."""
@@ -121,7 +127,7 @@ class Forecaster:
         busy_s, _, latency_s = self._cost(compressor, largest).at(sizes)
         n = min(largest, MOST)
         own_s = self.computing_s + applying_s(n, self._size, self._device) / n * sizes
-        own_s = own_s + self._calibration.offset_s + (busy_s if self._calibration.blocking else 0.0)
+        own_s = own_s + self.calibration.offset_s + (busy_s if self.calibration.blocking else 0.0)
         step_s = float(np.maximum(own_s, latency_s).mean())
         sent_bytes = self._bytes_each(compressor, largest) * float(sizes.mean())
         limit = "network" if (latency_s > own_s).mean() > 0.5 else "backward"
@@ -134,10 +140,17 @@ class Forecaster:
         largest = self._simulated(compressor, elements)[-1]
         return largest.sent_bytes / largest.elements
 
+    def _in_place(self, compressor: Compressor) -> Sample | None:
+        """The cost of DDP's buckets, if ``compressor`` sums them where they lie."""
+        elements = sum(parameter.numel() for parameter in self._parameters.values())
+        return in_place_cost(elements, self._size, self._link) if same(compressor, Dense()) else None
+
     def _simulated(self, compressor: Compressor, elements: int) -> list[Sample]:
         n = max(1, min(elements, MOST // self._size))
         key = (as_text(compressor), n)
-        if key not in self._samples:
+        if key not in self._samples and (sample := self._in_place(compressor)):
+            self._samples[key] = [sample]
+        elif key not in self._samples:
             sizes = sorted({min(FEW, n), n})
             self._samples[key] = [
                 simulated_cost(compressor, each, self._size, self._link, self._device) for each in sizes

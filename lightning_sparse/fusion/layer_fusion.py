@@ -1,12 +1,11 @@
 """LayerFusion at work: measures the first steps of a training, plans the groups, and plans anew when times change."""
 
 import math
-import time
 import weakref
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -18,24 +17,18 @@ from lightning_sparse.engine.timeline import GroupTime
 from lightning_sparse.fusion.chooser import Chooser
 from lightning_sparse.fusion.decision import decide
 from lightning_sparse.fusion.groups import Piece, carry_over, cut_apart, make_groups, pieces_of
+from lightning_sparse.fusion.measuring import Passes, measure
 from lightning_sparse.fusion.model import Plan
 from lightning_sparse.fusion.planner import Layout, Measured, saved_layout, share_allowed
-from lightning_sparse.fusion.rehearsal import Link, NoClock, measure_link, median_known, median_over_ranks
+from lightning_sparse.fusion.rehearsal import Link, NoClock, measure_link, median_over_ranks
 from lightning_sparse.settings import as_text, same
 
-SETTLING = 4  # passes (one before each forward) until any is measured: buckets are rebuilt, thresholds settle
-BESIDE = 5  # passes measured as they are
-APART = 3  # passes measured that send nothing before backward has ended, so that neither slows the other
-STEPS_MEASURED = SETTLING + BESIDE + APART
 EVERY = 10  # passes from one look at the time to the next once a plan is followed: looking waits for the device
 WINDOW = 5  # looks after which LayerFusion checks whether times have changed
 LONGEST_WINDOW = 320  # looks, where times have kept changing
 CHANGED = 1.5  # factor between two medians from which times have changed
 TRIAL = 7  # passes after which new groups must not be slower than the old; the first two do not count
 WORTH_PLANNING = 2**18  # elements; a smaller gradient is one group
-
-T = TypeVar("T")
-Passes = Generator[None, None, T]  # resumed between two steps, once in each pass
 
 
 class LayerFusion:
@@ -160,78 +153,91 @@ class LayerFusion:
     def _measure_and_plan(self) -> Passes[None]:
         self.phase = "measure"
         known, self._known = self._known, None
-        measured = known[0] if known else (yield from LayerFusion._measure(self))
+        chooser = self.chooser if self._is_to_choose else None
+        measured = known[0] if known else (yield from measure(self._exchange, self._parameters, self._names, chooser))
         try:
             if not (math.isfinite(measured.span_s) and np.isfinite(measured.arrivals_s).any()):
                 raise NoClock
             link = known[1] if known else measure_link(self._exchange)
-            compressor = self.chosen.averaging if known and self.chosen else self._choose(measured, link)
-            decision = self._decide(measured, link, compressor) if compressor else None
+            if self._is_to_choose and self.chooser:
+                self.chosen = (
+                    self.chosen if known else self.chooser.choose(self._exchange, measured, link, self._at_work)
+                )
+                settled = yield from LayerFusion._try_chosen(self, measured, link)
+            else:
+                settled = yield from LayerFusion._try_plan(self, measured, link)
         except NoClock:  # on every rank
             rank_zero_warn("LayerFusion: no rank could tell the time; the groups stay as they are.")
             return
-        if decision is None:
-            return
-        layout, then_one_group = decision
-        if layout.plan is not None:
-            rank_zero_info(f"LayerFusion: {layout.plan}")
-            self.plan = layout.plan.rejected()
-        span_s = yield from LayerFusion._try(self, layout, measured.span_s)
-        stays = same(self._compressor, layout.compressor)
-        if then_one_group and stays:
+        if settled is not None:  # and one group may be better
             plan = self.plan.one_group() if self.plan else None
             one_group = Layout([self._names], self._compressor, self._dense_up_to, plan)
-            yield from LayerFusion._try(self, one_group, span_s)
-        elif not stays and self.chooser and self.chosen:
-            self.chooser.exclude(self.chosen)
+            yield from LayerFusion._try(self, one_group, settled)
 
-    def _measure(self) -> Passes[Measured]:
-        """Look at steps as they are, then at backward alone; return the medians over steps and ranks."""
-        exchange, timeline = self._exchange, self._exchange.timeline
-        for _ in range(SETTLING):
-            yield
-        if self.chooser and self._is_to_choose:
-            self.chooser.record(exchange)
-        rank_zero_info(f"LayerFusion: measuring {BESIDE + APART} steps, then what messages cost.")
-        spans, rests, arrivals = [], [], []
-        now_s = time.perf_counter()
-        for _ in range(BESIDE):
-            before_s, steps = now_s, exchange.steps
-            yield
-            now_s = time.perf_counter()
-            spans.append(timeline.span_s())
-            rests.append((now_s - before_s) / (exchange.steps - steps) - spans[-1])
-        exchange.deferred = True
-        for _ in range(APART):
-            yield
-            arrivals.append([timeline.arrival_s(self._parameters[name]) for name in self._names])
-        exchange.deferred = False
-        own = [median_known(each) for each in (spans, rests, *zip(*arrivals, strict=True))]
-        span_s, rest_s, *arrivals_s = median_over_ranks(exchange, own).tolist()
-        groups = [group.names for group in exchange.groups]
-        return Measured(arrivals_s, span_s, rest_s if math.isfinite(rest_s) else 0.0, groups)
+    def _try_plan(self, measured: Measured, link: Link) -> Passes[float | None]:
+        """Try the best groups; return the span there is if one group is to be tried too."""
+        decision = self._decide(measured, link, self._compressor)
+        if decision is None:
+            return None
+        layout, then_one_group = self._announced(decision)
+        span_s = yield from LayerFusion._try(self, layout, measured.span_s)
+        return span_s if then_one_group and same(self._compressor, layout.compressor) else None
 
-    def _try(self, layout: Layout, span_s: float) -> Passes[float]:
-        """Change to ``layout``, and back if it is slower than the ``span_s`` there was; return the span there is."""
+    def _try_chosen(self, measured: Measured, link: Link) -> Passes[float | None]:
+        """Follow the choice, and others while steps show that they are better; likewise."""
+        while True:
+            assert self.chosen is not None
+            assert self.chooser is not None
+            if self.chosen.local_steps:  # before which everything is sent
+                self._follow(Layout([group.names for group in self._exchange.groups], Dense(), 0))
+                return None
+            decision = self._decide(measured, link, self.chosen.averaging)
+            if decision is None:
+                return None
+            layout, then_one_group = self._announced(decision)
+            span_s = yield from LayerFusion._span_in(self, layout)
+            again = self.chooser.note(self._exchange, measured.rest_s + (span_s or measured.span_s))
+            if again == self.chosen:
+                return span_s if then_one_group and span_s else None
+            self.chosen = again
+
+    def _announced(self, decision: tuple[Layout, bool]) -> tuple[Layout, bool]:
+        plan = decision[0].plan
+        if plan is not None:
+            rank_zero_info(f"LayerFusion: {plan}")
+            self.plan = plan.rejected()
+        return decision
+
+    def _span_in(self, layout: Layout) -> Passes[float]:
+        """Change to ``layout`` and return the span of this rank's steps; 0 if it is what there was."""
         exchange = self._exchange
-        before = Layout([group.names for group in exchange.groups], self._compressor, self._dense_up_to, self.plan)
+        groups, compressor = [group.names for group in exchange.groups], self._compressor
         self._follow(layout)
-        now = [group.names for group in exchange.groups]
-        if now == before.groups and same(layout.compressor, before.compressor):
-            return span_s
+        if [group.names for group in exchange.groups] == groups and same(layout.compressor, compressor):
+            return 0.0
         self.phase = "try"
         spans = []
         for _ in range(TRIAL):
             yield
             spans.append(exchange.timeline.span_s())
+        return float(median_over_ranks(exchange, [median(spans[2:])])[0])
+
+    def _try(self, layout: Layout, span_s: float) -> Passes[float]:
+        """Change to ``layout``, and back if it is slower than the ``span_s`` there was; return the span there is."""
+        exchange = self._exchange
+        before = Layout([group.names for group in exchange.groups], self._compressor, self._dense_up_to, self.plan)
+        now_s = yield from LayerFusion._span_in(self, layout)
+        if not now_s:
+            return span_s
         allowed = share_allowed(before, self._compressor, exchange.groups)
-        now_s, allowed = map(float, median_over_ranks(exchange, [median(spans[2:]), allowed]))
+        allowed = float(median_over_ranks(exchange, [allowed])[0])
         if not now_s > allowed * span_s:  # also where a time is not known
             return now_s
+        tried = exchange.groups
         self._follow(before)
         rank_zero_info(
             f"LayerFusion: back to the groups before: backward and communication took {1e3 * span_s:.1f} ms "
-            f"in {len(before.groups)}, {1e3 * now_s:.1f} ms in {len(now)}, which is above {allowed:.0%} of it."
+            f"in {len(before.groups)}, {1e3 * now_s:.1f} ms in {len(tried)}, which is above {allowed:.0%} of it."
         )
         return span_s
 
@@ -261,20 +267,10 @@ class LayerFusion:
         """Whether a compressor is to be chosen, once steps have been measured: not in a phase of warm-up."""
         return self.chooser is not None and (bool(self._at_work.candidates) or self.chosen is not None)
 
-    def _choose(self, measured: Measured, link: Link) -> Compressor | None:
-        """Return the compressor to go on with; None for local steps, before which everything is sent."""
-        if not self._is_to_choose:
-            return self._compressor
-        assert self.chooser is not None
-        self.chosen = self.chooser.choose(self._exchange, measured, link, self._at_work)
-        if not self.chosen.local_steps:
-            return self.chosen.averaging
-        self._follow(Layout([group.names for group in self._exchange.groups], Dense(), 0))
-        return None
-
     def _decide(self, measured: Measured, link: Link, compressor: Compressor) -> tuple[Layout, bool] | None:
-        if self.chosen is not None and len(self._exchange.groups) == 1:  # too short to gain by being cut
-            return Layout([self._names], compressor, 0), False
+        groups = [group.names for group in self._exchange.groups]
+        if self._exchange.sums_in_place(compressor) or (self.chosen and len(groups) == 1):  # too short to gain by cuts
+            return Layout(groups, compressor, 0), False
         return decide(self._exchange, self._parameters, self._names, measured, link, self._at_work, compressor)
 
     def _follow(self, layout: Layout) -> None:

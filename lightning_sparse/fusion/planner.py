@@ -49,6 +49,16 @@ class Calibration:
     factor: float = 1.0
     offset_s: float = 0.0
 
+    def numbers(self) -> list[float]:
+        """All of it as numbers [3], which ranks can exchange."""
+        return [float(self.blocking), self.factor, self.offset_s]
+
+    @classmethod
+    def read(cls, numbers: Sequence[float]) -> "Calibration":
+        """The inverse of :meth:`numbers`."""
+        blocking, factor, offset_s = numbers
+        return cls(bool(blocking), factor, offset_s)
+
 
 #: Whether pieces are summed densely, and what groups of them cost.
 Kinds = Sequence[tuple[bool, Cost]]

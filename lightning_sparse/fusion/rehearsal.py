@@ -57,7 +57,7 @@ class NoClock(Exception):
 
 
 def measure_link(exchange: Exchange) -> Link:
-    """Time sums of a few bytes, in one hop and as the backend does it, and the backend's of 1 and 4 MiB.
+    """Time sums of a few bytes, in one hop and as the backend does it, and the backend's of 1 MiB, and more or less.
 
     Sums go by these latencies from then on.
     """
@@ -68,13 +68,15 @@ def measure_link(exchange: Exchange) -> Link:
         own = median(_time(exchange, lambda lane: lane.comm.all_reduce(x, direct).wait(), lanes=1) for _ in range(runs))
         return float(median_over_ranks(exchange, [own])[0])
 
-    few, some, many = SIZES[0], SIZES[2] // 4, SIZES[2]
+    few, some = SIZES[0], SIZES[2] // 4
     latency_s = seconds(few, True)
-    runs = RUNS if latency_s < SLOW_S else 1
-    all_reduce_s, short_s, long_s = (seconds(n, False, runs) for n in (few, some, many))
-    if not math.isfinite(latency_s + all_reduce_s + short_s + long_s):
+    all_reduce_s = seconds(few, False, RUNS if latency_s < SLOW_S else 1)
+    some_s = seconds(some, False, 1)
+    other, runs = (some // 4, 1) if some_s > SLOW_S else (4 * some, RUNS)
+    some_s, other_s = (seconds(some, False, runs) if runs > 1 else some_s), seconds(other, False, runs)
+    if not math.isfinite(latency_s + all_reduce_s + some_s + other_s):
         raise NoClock
-    s_per_byte = max(long_s - short_s, 0.0) / traffic("all_reduce", 4 * (many - some), exchange.size)
+    s_per_byte = max((other_s - some_s) / (other - some), 0.0) / (traffic("all_reduce", 4 * some, exchange.size) / some)
     link = Link(latency_s, s_per_byte, all_reduce_s)
     exchange.set_latencies(link.carries(link.latency_s), link.carries(link.all_reduce_s))
     rank_zero_info(

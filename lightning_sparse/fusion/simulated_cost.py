@@ -1,5 +1,6 @@
 """Estimates what groups would cost on a link, from ranks simulated on this machine."""
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +14,9 @@ from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.engine.replica import Replica
 from lightning_sparse.fusion.rehearsal import Link, Sample, made_up
-from lightning_sparse.network.comm import Rounds
+from lightning_sparse.network.comm import Rounds, hops, traffic
 from lightning_sparse.network.simulated import SimNetwork
+from lightning_sparse.network.sums import sums_in_place
 from lightning_sparse.selection.sparse import Sparse
 
 RUNS = 2  # of each, after one that is not timed: then thresholds are known; the shortest counts, the least disturbed
@@ -47,6 +49,18 @@ def simulated_cost(compressor: Compressor, n: int, size: int, link: Link, device
     wire_s = sent * link.s_per_byte
     wait_s = wire_s + hops * link.latency_s
     return Sample(n, busy, max(busy, wire_s, (busy + wait_s) / 2), busy + wait_s, sent)
+
+
+def in_place_cost(n: int, size: int, link: Link) -> Sample | None:
+    """Estimate the cost of ``n`` elements that are summed where they lie; None where other sums are sooner."""
+    all_reduce_s = link.all_reduce_s if math.isfinite(link.all_reduce_s) else hops("all_reduce", size) * link.latency_s
+    comm = SimNetwork(size, hop_bytes=link.carries(link.latency_s)).comms[0]
+    comm.all_reduce_bytes = link.carries(all_reduce_s)
+    if not sums_in_place(4 * n, comm):
+        return None
+    sent_bytes = traffic("all_reduce", 4 * n, size)
+    wire_s = sent_bytes * link.s_per_byte
+    return Sample(n, 0.0, wire_s, all_reduce_s + wire_s, sent_bytes)
 
 
 def applying_s(n: int, size: int, device: torch.device) -> float:

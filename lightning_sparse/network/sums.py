@@ -11,6 +11,7 @@ from lightning_sparse.wire import BLOCK, Selection
 
 SIZES = [2**k for k in range(6, 36)]  # bytes: the sizes for which `ways` asks
 WAYS = {"one_hop": "to all ranks in one hop", "two_hops": "in two hops", "backend": "by the backend's all-reduce"}
+COPIES_OF_GROUPS = 1.5  # likewise, beside the backend's sum of DDP's buckets, which needs no copies into groups
 COPIES = 1.2  # what two hops of float32 cost beside the backend's sum, which adds where the values lie
 
 
@@ -48,6 +49,14 @@ def way_of(nbytes: int, lossless: bool, comm: Comm) -> str:
     if lossless and comm.cost_of("backend", nbytes) <= COPIES * comm.cost_of("two_hops", nbytes):
         return "backend"
     return "two_hops"
+
+
+def sums_in_place(nbytes: int, comm: Comm) -> bool:
+    """Whether the backend's sums of a gradient of ``nbytes``, in float32 where DDP has it, are the soonest."""
+    if comm.size == 1 or not comm.wire_dtype.lossless:
+        return False
+    two_hops = comm.cost_of("two_hops", nbytes)
+    return comm.by_backend or comm.cost_of("backend", nbytes) <= COPIES_OF_GROUPS * two_hops
 
 
 def ways(comm: Comm) -> str:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.futures import Future
 
 from lightning_sparse.network.comm import Comm, Pending
 from lightning_sparse.wire import FLOAT32, ValueFormat
@@ -85,6 +86,13 @@ class TorchComm(Comm):
         self._to_first(x)
         dist.reduce(total, self._global[0], group=self._group)
         return total.div_(self.size).cpu()
+
+    def mean_in_place(self, x: Tensor) -> Future[Tensor]:
+        """Launch the mean of ``x`` [n] over all ranks, by the backend, into ``x``; the same bits as plain DDP's."""
+        self._count("all_reduce", x.nbytes)
+        sums: Future[list[Tensor]] = dist.all_reduce(x.div_(self.size), group=self._group, async_op=True).get_future()
+        mean: Future[Tensor] = sums.then(lambda done: done.value()[0])
+        return mean
 
     def _to_first(self, x: Tensor) -> None:
         self.messages += 1

@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +14,14 @@ import lightning_sparse as ls
 from lightning_sparse.compressors.auto import CANDIDATES
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.gradient_record import RUN, STEPS, GradientRecord
+from lightning_sparse.fusion import chooser as chooser_module
 from lightning_sparse.fusion.chooser import Chooser, about_as_short, most_faithful
 from lightning_sparse.fusion.forecast import Forecast, Forecaster
-from lightning_sparse.fusion.planner import Measured
+from lightning_sparse.fusion.planner import Calibration, Measured
 from lightning_sparse.fusion.rehearsal import Link
 from lightning_sparse.fusion.trial import try_on
+from lightning_sparse.network.comm import Comm, Pending
+from lightning_sparse.network.simulated import SimNetwork
 
 DENSE = ls.Candidate(ls.Dense())
 LAYERS = {"a": torch.empty(1024, 64), "b": torch.empty(1024, 512)}
@@ -125,13 +129,74 @@ def test_a_record_is_of_neighbours_from_everywhere() -> None:
     assert first[:, 0].tolist() == [0.0, 3333.0, 6666.0]
 
 
-def test_what_was_too_slow_is_not_chosen_again_and_something_always_is() -> None:
-    chooser = Chooser(ls.Auto((ls.Dense(), ls.TopK(density=0.5))), LAYERS, local=False)
-    first, last = ls.Candidate(ls.Dense()), ls.Candidate(ls.TopK(density=0.5))
-    chooser.exclude(first)
-    assert chooser.candidate(str(first)) is None
-    chooser.exclude(last)
-    assert chooser.candidate(str(last)) == last
+class Alone:
+    """An exchange of one rank that has recorded gradients."""
+
+    def __init__(self) -> None:
+        self.rank, self.size, self.device = 0, 1, torch.device("cpu")
+        group = Group(0, ("w",), (torch.ones(8),))
+        self.record: Any = GradientRecord([group], 8)
+        self._comm = SimNetwork(1).comms[0]
+
+    def ask(self, launch: Callable[[Comm], Pending]) -> Tensor:
+        return launch(self._comm).wait()
+
+
+class Told:
+    """A forecaster to which the steps of candidates are given in milliseconds; of what it was asked there is a list."""
+
+    def __init__(self, steps_ms: dict[ls.Candidate, float], computing_ms: float = 40, in_place_ms: float = 100) -> None:
+        self.computing_s, self.in_place_s = computing_ms / 1e3, in_place_ms / 1e3
+        self.calibration = Calibration(blocking=False)
+        self.asked: list[ls.Candidate] = []
+        self._steps_ms = steps_ms
+
+    def forecast(self, candidate: ls.Candidate) -> Forecast:
+        self.asked.append(candidate)
+        step_s = self._steps_ms[candidate] / 1e3
+        return Forecast(candidate, step_s, step_s, 1.0, "network")
+
+
+INT4, TOPK = ls.Candidate(ls.Dense(), "int4"), ls.Candidate(ls.TopK(density=0.5))
+LOCAL2, LOCAL4 = (ls.Candidate(ls.Dense(), "int4", steps) for steps in (2, 4))
+ALL = (DENSE, INT4, TOPK, LOCAL2, LOCAL4)
+
+
+@pytest.fixture
+def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[[Told], tuple[Chooser, Any, ls.Candidate]]:
+    def chosen(told: Told) -> tuple[Chooser, Any, ls.Candidate]:
+        monkeypatch.setattr(chooser_module, "Forecaster", lambda *_: told)
+        exchange: Any = Alone()
+        chooser = Chooser(ls.Auto(ALL), LAYERS, local=True)
+        at_work = INT4.averaging
+        return chooser, exchange, chooser.choose(exchange, MEASURED, Link(0.001, 1e-9), at_work)  # which takes 60 ms
+
+    return chosen
+
+
+def test_float32_is_tried_before_others_where_its_messages_are_short(choose: Any) -> None:
+    told = Told({DENSE: 80, INT4: 50, LOCAL2: 41, LOCAL4: 41}, in_place_ms=10)
+    chooser, exchange, first = choose(told)
+    assert first == DENSE
+    assert told.asked == [DENSE]
+    assert chooser.note(exchange, 0.045) == DENSE  # about as short as a step that sends nothing
+    assert told.asked == [DENSE]
+
+
+def test_others_are_looked_at_where_float32_turns_out_to_be_slow(choose: Any) -> None:
+    chooser, exchange, _ = choose(Told({DENSE: 45, INT4: 50, LOCAL2: 41, LOCAL4: 41}, in_place_ms=10))
+    assert chooser.note(exchange, 0.07) == LOCAL2
+    assert next(f.step_s for f in chooser.forecasts if f.candidate == INT4) == pytest.approx(0.06)  # as measured
+
+
+def test_what_is_slower_than_expected_makes_way_and_so_does_its_kind(choose: Any) -> None:
+    told = Told({DENSE: 100, INT4: 50, TOPK: 52, LOCAL2: 41, LOCAL4: 40})
+    chooser, exchange, first = choose(told)
+    assert first == LOCAL2
+    assert TOPK not in told.asked  # no step could be shorter
+    assert chooser.note(exchange, 0.082) == TOPK  # of local steps all are expected to take twice as long
+    assert chooser.note(exchange, 0.09) == INT4  # of which steps were measured at first
+    assert chooser.note(exchange, 0.5) == INT4  # what is known is not asked again
 
 
 def test_local_steps_are_candidates_only_where_their_average_is_shown() -> None:

@@ -17,7 +17,8 @@ from lightning_sparse.fusion import chooser, layer_fusion, planner
 from lightning_sparse.fusion import model as plan
 from lightning_sparse.fusion.chooser import Chooser
 from lightning_sparse.fusion.groups import lay_out, pieces_of
-from lightning_sparse.fusion.layer_fusion import EVERY, STEPS_MEASURED, TRIAL, WINDOW, LayerFusion
+from lightning_sparse.fusion.layer_fusion import EVERY, TRIAL, WINDOW, LayerFusion
+from lightning_sparse.fusion.measuring import STEPS_MEASURED
 from lightning_sparse.fusion.model import Cost, StepModel
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.torch_comm import Works

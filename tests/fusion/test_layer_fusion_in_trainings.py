@@ -18,7 +18,7 @@ from lightning_sparse.fusion import decision, layer_fusion, planner, rehearsal
 from lightning_sparse.fusion import model as plan_module
 from lightning_sparse.fusion.forecast import Forecast, Forecaster
 from lightning_sparse.fusion.groups import Piece, pieces_of
-from lightning_sparse.fusion.layer_fusion import STEPS_MEASURED
+from lightning_sparse.fusion.measuring import STEPS_MEASURED
 from lightning_sparse.fusion.model import Cost, Plan, StepModel
 from tests.conftest import Ranks
 from tests.training.models import LIMIT_S, data, trainer, unsent, weights

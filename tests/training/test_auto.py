@@ -14,7 +14,7 @@ from lightning_sparse import engines
 from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.fusion import layer_fusion
-from lightning_sparse.fusion.layer_fusion import STEPS_MEASURED
+from lightning_sparse.fusion.measuring import STEPS_MEASURED
 from tests.conftest import Ranks
 from tests.training.models import LIMIT_S, data, small, trainer, weights
 

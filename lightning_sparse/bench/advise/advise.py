@@ -27,9 +27,9 @@ from lightning_sparse.bench.compare.workloads import workload_named
 from lightning_sparse.compressors import Dense
 from lightning_sparse.compressors.auto import CANDIDATES
 from lightning_sparse.engine.gradient_record import GradientRecord
-from lightning_sparse.fusion.chooser import TRIED, tried
+from lightning_sparse.fusion.chooser import ELEMENTS, tried
 from lightning_sparse.fusion.forecast import Forecaster
-from lightning_sparse.fusion.layer_fusion import STEPS_MEASURED
+from lightning_sparse.fusion.measuring import STEPS_MEASURED
 from lightning_sparse.fusion.planner import Measured
 from lightning_sparse.fusion.rehearsal import Link
 from lightning_sparse.network.simulated import SimNetwork
@@ -162,7 +162,7 @@ class _Profile(Callback):
         assert isinstance(trainer.strategy, SparseDDPStrategy)
         exchange = trainer.strategy.exchange
         assert exchange is not None
-        self.record = exchange.record = GradientRecord(exchange.groups, TRIED // STEPS)
+        self.record = exchange.record = GradientRecord(exchange.groups, ELEMENTS // STEPS)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Note the step."""
