@@ -86,6 +86,7 @@ class Engines:
         assert ddp is not None
         ddp.broadcast_buffers = self._broadcasts_buffers
         exchange = make_exchange(ddp, self._parameters, options, compressor, self._groups, self._scaler)
+        exchange.may_sum_in_place = self.chooser is not None
         if options.fusion != "layer" or options.local:
             return exchange, None
         return exchange, LayerFusion(exchange, compressor, self._parameters, self.chooser)
@@ -105,7 +106,7 @@ class Engines:
         if self.layer_fusion is not None:
             self.layer_fusion.between_steps()
             chosen = self.layer_fusion.chosen
-            if chosen is not None and chosen.local_steps and self._nothing_is_unsent():
+            if chosen is not None and chosen.local_steps and self.exchange.ask_for_unsent():
                 self._begin_local_steps(chosen)
                 self.exchange.between_steps()
 
@@ -163,11 +164,6 @@ class Engines:
         if before.sample is not None:
             self.exchange.sample = Sample(self.exchange.groups)
         self._chosen = self._pace = None
-
-    def _nothing_is_unsent(self) -> bool:
-        """Whether no rank owes anything; to be asked on every rank."""
-        owes = torch.tensor([self.exchange.unsent_norm()], device=self.exchange.device)
-        return not bool(self.exchange.ask(lambda comm: comm.all_gather(owes)).any())
 
     def _begin_local_steps(self, chosen: Candidate) -> None:
         options = replace(self._options, compressor=chosen.averaging, local_steps=chosen.local_steps, warmup_steps=0)

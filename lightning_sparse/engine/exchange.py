@@ -61,7 +61,8 @@ class Exchange(ABC):
         self.last: Report | None = None
         self.sample: Sample | None = None  # of what is unsent, while somebody wants to know how long it waits
         self.record: GradientRecord | None = None  # of gradients, while somebody wants them
-        self.nothing_unsent = False  # on any rank; to be taken back by whoever sets what is unsent
+        self.nothing_unsent = False  # on any rank, as far as is known
+        self.may_sum_in_place = False  # sums whose order changes with DDP's buckets, which resuming does not keep
         self.timeline = Timeline(self.device)
         self.deferred = False  # send nothing before the step's last gradient: for measuring the one without the other
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -160,6 +161,12 @@ class Exchange(ABC):
         sums = self.sample.owed_and_left(self.unsent_at)
         owed, left = self.ask(lambda comm: comm.all_reduce(sums)).square().sum(1).tolist() if sums.numel() else (0, 0)
         return 1 - left / owed if owed else 1.0
+
+    def ask_for_unsent(self) -> bool:
+        """Note and return whether nothing is unsent on any rank; to be called on every rank, between two steps."""
+        owes = torch.tensor([self.unsent_norm()], device=self.device)
+        self.nothing_unsent = not bool(self.ask(lambda comm: comm.all_gather(owes)).any())
+        return self.nothing_unsent
 
     def unsent_norm(self) -> float:
         """Euclidean norm of all this rank has not sent."""

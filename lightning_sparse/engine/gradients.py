@@ -31,7 +31,8 @@ class GradientExchange(Exchange):
 
     DDP's bucketing only decides when gradients reach us: its buckets change their members after the first step.  Ours
     do not, so every element keeps its place, its ``unsent`` and its order of summation from the first step on.  Where
-    all is summed in float32 and nothing is unsent, DDP's buckets are summed where they lie, as plain DDP does it.
+    all is summed in float32, nothing is unsent and ``may_sum_in_place``, DDP's buckets are summed where they lie, as
+    plain DDP does it: sooner by the copies into groups, but from three ranks on in an order that changes with buckets.
 
     Args:
         groups: each group and what averages it, in the order in which they are sent.
@@ -122,7 +123,7 @@ class GradientExchange(Exchange):
         comm = self._lanes[0].comm
         if type(compressor) is not Dense or not self._in_float32 or not isinstance(comm, TorchComm):
             return False
-        ours = self._node is not None or self._scaler is not None or self._used is not None
+        ours = not self.may_sum_in_place or self._node is not None or self._scaler is not None or self._used is not None
         return not ours and sums_in_place(4 * self._elements, comm)
 
     @property

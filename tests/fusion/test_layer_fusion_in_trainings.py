@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 import lightning_sparse as ls
 from lightning_sparse.compressors.auto import CANDIDATES
+from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.timeline import Timeline
 from lightning_sparse.fusion import decision, layer_fusion, planner, rehearsal
 from lightning_sparse.fusion import model as plan_module
+from lightning_sparse.fusion.chooser import Chooser
 from lightning_sparse.fusion.forecast import Forecast, Forecaster
 from lightning_sparse.fusion.groups import Piece, pieces_of
-from lightning_sparse.fusion.measuring import STEPS_MEASURED
+from lightning_sparse.fusion.measuring import STEPS_MEASURED, Passes
 from lightning_sparse.fusion.model import Cost, Plan, StepModel
 from tests.conftest import Ranks
 from tests.training.models import LIMIT_S, data, trainer, unsent, weights
@@ -267,13 +269,13 @@ def measurements(rank: int, size: int, name: str) -> list[int]:
     layer_fusion.WINDOW, layer_fusion.EVERY = 4, 1
     planner.LEAST_GAIN = math.inf  # so that the groups stay, whatever messages cost at the moment
     began: list[int] = []
-    measure = layer_fusion.LayerFusion._measure
+    measure = layer_fusion.measure
 
-    def noting(self: layer_fusion.LayerFusion) -> layer_fusion.Passes[planner.Measured]:
-        began.append(self._exchange.steps)
-        return (yield from measure(self))
+    def noting(exchange: Exchange, *others: Any) -> Passes[planner.Measured]:
+        began.append(exchange.steps)
+        return (yield from measure(exchange, *others))
 
-    layer_fusion.LayerFusion._measure = noting  # type: ignore[method-assign]
+    layer_fusion.measure = noting
     span_s = Timeline.span_s
     steps = 0
 
@@ -304,6 +306,7 @@ def test_it_measures_anew_when_another_compressor_sets_in(ranks: Ranks) -> None:
 
 # - the compressor chosen too
 
+CHOSEN = STEPS_MEASURED + 2 * layer_fusion.TRIAL + 4  # steps after which float32 and another have been tried
 AUTO = ls.Auto([candidate for candidate in CANDIDATES if not candidate.local_steps])
 
 
@@ -311,26 +314,34 @@ def automatic(
     rank: int, size: int, each: Sequence[str], folder: str
 ) -> list[tuple[str, list[tuple[str, ...]], Tensor, int]]:
     """Train with sparse_auto where one compressor seems by far the fastest, or all are as slow: each in turn."""
-    honest = Forecaster.forecast
-    return [with_fastest(size, fastest, honest, f"{folder}/{fastest}.ckpt") for fastest in each]
+    honest = Forecaster.forecast, Chooser.note
+    return [with_fastest(size, fastest, *honest, f"{folder}/{fastest}.ckpt") for fastest in each]
 
 
 def with_fastest(
-    size: int, fastest: str, honest: Callable[..., Any], checkpoint: str
+    size: int, fastest: str, forecast: Callable[..., Any], note: Callable[..., Any], checkpoint: str
 ) -> tuple[str, list[tuple[str, ...]], Tensor, int]:
+    def given_s(candidate: ls.Candidate) -> float:
+        return 0.0001 if type(candidate.compressor).__name__ == fastest else 0.5
+
     def given_times(self: Forecaster, candidate: ls.Candidate) -> Forecast:
-        slow = 0.0001 if type(candidate.compressor).__name__ == fastest else 0.5
-        return replace(honest(self, candidate), step_s=slow)
+        return replace(forecast(self, candidate), step_s=given_s(candidate))
+
+    def as_given(self: Chooser, exchange: Exchange, step_s: float) -> ls.Candidate:
+        assert self.chosen is not None
+        chosen: ls.Candidate = note(self, exchange, given_s(self.chosen.candidate))
+        return chosen
 
     def as_long(exchange: Any, compressor: ls.Compressor, n: int, runs: int) -> tuple[float, float, float, int]:
         return 0.001, 0.001, 0.001, n
 
     Forecaster.forecast = given_times  # type: ignore[method-assign]
+    Chooser.note = as_given  # type: ignore[method-assign]
     rehearsal._try = as_long  # so that no group is summed densely for being sooner so
     Timeline.span_s = lambda self: 0.01  # type: ignore[method-assign]  # so that no trial finds it slower
     strategy = ls.SparseDDPStrategy(AUTO)
-    run, model = trainer(strategy, size, max_steps=STEPS), Deep()
-    run.fit(model, data(STEPS, size))
+    run, model = trainer(strategy, size, max_steps=CHOSEN), Deep()
+    run.fit(model, data(CHOSEN, size))
     assert strategy.exchange is not None
     assert strategy.hook is not None
     run.save_checkpoint(checkpoint)
@@ -359,8 +370,8 @@ def test_sparse_auto_chooses_the_fastest_and_dense_where_none_is(ranks: Ranks, t
 def resume_automatic(rank: int, size: int, checkpoint: str) -> str:
     """The compressor that a resumed training goes on with."""
     strategy = ls.SparseDDPStrategy(AUTO)
-    run = trainer(strategy, size, max_steps=STEPS + 2)
-    run.fit(Deep(), data(STEPS + 2, size), ckpt_path=checkpoint)
+    run = trainer(strategy, size, max_steps=CHOSEN + 2)
+    run.fit(Deep(), data(CHOSEN + 2, size), ckpt_path=checkpoint)
     assert strategy.exchange is not None
     return kind_of(strategy.exchange)
 

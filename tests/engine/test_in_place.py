@@ -1,0 +1,103 @@
+"""Dense sums in float32 where DDP has the gradients: plain DDP's, and nothing lost; on real processes."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_sparse as ls
+from lightning_sparse.compressors.rounded import Rounded
+from lightning_sparse.fusion.groups import lay_out
+from tests.conftest import Ranks
+from tests.training.models import LIMIT_S, weights
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
+
+SHAPE = (100, 50)  # large enough not to go to all ranks in one hop
+
+
+def layer() -> DistributedDataParallel:
+    torch.manual_seed(0)
+    return DistributedDataParallel(nn.Linear(*SHAPE))
+
+
+def step(ddp: DistributedDataParallel, rank: int, number: int, lr: float = 0.1) -> None:
+    generator = torch.Generator().manual_seed(100 * rank + number)
+    ddp.zero_grad()
+    ddp(torch.randn(4, SHAPE[0], generator=generator)).square().sum().backward()
+    with torch.no_grad():
+        for parameter in ddp.parameters():
+            assert parameter.grad is not None
+            parameter -= lr * parameter.grad
+
+
+def trained(rank: int, size: int) -> Any:
+    dist.init_process_group("gloo")
+    plain, ours, again = layer(), layer(), layer()
+    hook = ls.SparseHook(ours, "sparse_dense")
+    hook.exchange.may_sum_in_place = True
+    whole = []
+    for number in range(6):
+        step(plain, rank, number)
+        step(ours, rank, number)
+        whole.append(hook.exchange.nothing_unsent)
+        if number == 2:
+            saved, kept = [hook.state_dict()], ours.state_dict()
+            dist.broadcast_object_list(saved)
+            again.load_state_dict(kept)
+            resumed = ls.SparseHook(again, "sparse_dense")
+            resumed.exchange.may_sum_in_place = True
+            resumed.load_state_dict(saved[0])
+        if number > 2:
+            step(again, rank, number)
+    report = hook.exchange.last
+    assert report is not None
+    results = weights(plain), weights(ours), weights(again), whole, report.sent_bytes, hook.exchange.steps
+    resumed.close()
+    hook.close()
+    return results
+
+
+def test_it_is_plain_ddp_but_for_the_order_of_sums(ranks: Ranks) -> None:
+    every = ranks.run(trained, 3, timeout_s=LIMIT_S)
+    for plain, ours, resumed, whole, sent_bytes, steps in every:
+        torch.testing.assert_close(ours, plain, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(ours, resumed, rtol=1e-3, atol=1e-4)
+        assert torch.equal(ours, every[0][1])
+        assert all(whole)
+        assert sent_bytes == pytest.approx(2 * 2 / 3 * 4 * (SHAPE[0] + 1) * SHAPE[1], abs=4)
+        assert steps == 6
+
+
+def rounded_then_exact(rank: int, size: int) -> tuple[Tensor, Tensor]:
+    """The sum of all means, and of all gradients of this rank, where int4 makes way for float32."""
+    dist.init_process_group("gloo")
+    ddp = layer()
+    hook = ls.SparseHook(ddp, Rounded(ls.Dense(), "int4"), wire_dtype="float32", fusion="bucket")
+    hook.exchange.may_sum_in_place = True
+    means, own = torch.zeros(SHAPE[1]), torch.zeros(SHAPE[1])
+    for number in range(8):
+        if number == 4:
+            assert hook.layer_fusion is None
+            before = hook.exchange.groups
+            after = lay_out(dict(ddp.module.named_parameters()), ls.Dense(), "bucket", 25 << 20)
+            after[0][0].unsent.copy_(before[0].unsent)
+            hook.exchange.lay_out(after)
+        generator = torch.Generator().manual_seed(100 * rank + number)
+        ddp.zero_grad()
+        factor = torch.randn(SHAPE[1], generator=generator)
+        (ddp(torch.zeros(1, SHAPE[0])) * factor).sum().backward()
+        own += factor
+        assert ddp.module.bias.grad is not None
+        means += ddp.module.bias.grad
+        assert hook.exchange.nothing_unsent == (number >= 4)
+    hook.close()
+    return means, own
+
+
+def test_what_rounding_left_is_sent_before_sums_are_in_place(ranks: Ranks) -> None:
+    results = ranks.run(rounded_then_exact, 3, timeout_s=LIMIT_S)
+    torch.testing.assert_close(3 * results[0][0], sum(own for _, own in results))
