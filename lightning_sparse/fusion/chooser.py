@@ -20,7 +20,7 @@ from lightning_sparse.settings import same
 
 EXACT = Candidate(Dense())  # more faithful than all others, so these are not looked at where it hides
 HIDDEN = 0.5  # of a step that sends nothing: where EXACT's messages take no longer, it is tried before others
-OVERHEAD = 1.1  # of a step that sends nothing: as short as a step of any candidate is
+OVERHEAD = 1.1  # of a step that sends next to nothing: as short as a step of any candidate is
 MOST_TRIED = 4  # candidates whose steps are measured; then one of these is taken
 MAY_BE_SHORT = 0.5  # how much longer than the shortest forecasts say it is, which are not exact
 ELEMENTS = 2**15  # of all ranks together, on which candidates are tried
@@ -156,7 +156,7 @@ class Chooser:
             known = [f for f in self.forecasts if f.candidate in self._step_s]
             among = known if len(known) >= MOST_TRIED else self.forecasts
             short = about_as_short(among, self._auto.tolerance) if among else []
-            hidden_s = (1 + self._auto.tolerance) * OVERHEAD * self._forecaster.computing_s
+            hidden_s = (1 + self._auto.tolerance) * OVERHEAD * self._forecaster.least_s
             if not self._ahead or (short and most_faithful(short).step_s <= hidden_s):
                 break
             self._look_at(exchange, self._ahead.pop(0))
@@ -164,8 +164,8 @@ class Chooser:
         takes = "takes" if best.candidate in self._step_s else "is expected to take"
         rank_zero_info(
             f"sparse_auto: training goes on with {best.candidate}, whose step {takes} {1e3 * best.step_s:.0f} ms; one "
-            f"that sends nothing would take {1e3 * self._forecaster.computing_s:.0f} ms. Of {len(short)} candidates "
-            "with about such a step, none shorter, it is the most faithful: each step delivers "
+            f"that sends next to nothing would take {1e3 * self._forecaster.least_s:.0f} ms. Of {len(short)} "
+            "candidates with about such a step, none shorter, it is the most faithful: each step delivers "
             f"{best.delivered or 0:.0%} of what is owed, {best.age or 0:.1f} steps late."
         )
         return best.candidate

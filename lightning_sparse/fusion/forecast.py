@@ -94,6 +94,11 @@ class Forecaster:
         return self._measured.rest_s + float(np.nanmax([0.0, *self._measured.arrivals_s]))
 
     @property
+    def least_s(self) -> float:
+        """Seconds of a step that sends next to nothing: no candidate's is shorter."""
+        return self.computing_s + self.calibration.offset_s
+
+    @property
     def in_place_s(self) -> float:
         """Seconds that sums of the gradient take where it lies, if that is the soonest; else infinite."""
         in_place = self._in_place(Dense())

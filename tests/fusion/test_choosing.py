@@ -146,7 +146,8 @@ class Told:
     """A forecaster to which the steps of candidates are given in milliseconds; of what it was asked there is a list."""
 
     def __init__(self, steps_ms: dict[ls.Candidate, float], computing_ms: float = 40, in_place_ms: float = 100) -> None:
-        self.computing_s, self.in_place_s = computing_ms / 1e3, in_place_ms / 1e3
+        self.computing_s = self.least_s = computing_ms / 1e3
+        self.in_place_s = in_place_ms / 1e3
         self.calibration = Calibration(blocking=False)
         self.asked: list[ls.Candidate] = []
         self._steps_ms = steps_ms
