@@ -238,8 +238,7 @@ class SparseHook:
             rank_zero_warn(f"The model has changed since the fit before: {'; '.join(lost)}.")
         if isinstance(self.exchange, LocalExchange):
             self.exchange.unpack(before.exchange.steps)
-        else:
-            self.exchange.ask_for_unsent()
+        self.exchange.ask_for_unsent()
 
     def show_average(self) -> None:
         """With ``local_steps``, have the parameters hold the average of all ranks until the next forward that trains.
@@ -282,8 +281,6 @@ class SparseHook:
         if saved is not None:
             self._engines.resume(saved.plan, saved.steps)
         checkpoint.restore(self.exchange, saved, self.compressor, optimizers)
-        if not isinstance(self.exchange, LocalExchange):
-            self.exchange.ask_for_unsent()
 
     def close(self) -> None:
         """End the issuing threads and process groups.  ``ddp`` cannot be trained any more.  What is unsent is kept.

@@ -118,6 +118,7 @@ def restore(
     saved = [] if state is None else _groups(state, exchange, memories=not lost)
     new = list(zip(exchange.groups, exchange.compressors, strict=True))
     carry_over(saved, new)
+    exchange.ask_for_unsent()
     if isinstance(exchange, LocalExchange):
         _restore_local(exchange, state, optimizers)
     if state is not None and (lost := [*lost, *not_carried(saved, exchange.groups)]):
