@@ -1,7 +1,7 @@
 """What all figures have in common: size, colours, boxes and arrows, and how they are stored.
 
-Lengths are points. A figure is 360 points wide, as a phone shows it, so that 10 points of text stay 10 pixels there. The
-background is opaque, so that a figure reads the same on a light page and on a dark one.
+Lengths are points. A figure is 360 points wide, as a phone shows it, so that 10 points of text stay 10 pixels there.
+The background is opaque, so that a figure reads the same on a light page and on a dark one.
 """
 
 from collections.abc import Sequence
@@ -106,7 +106,7 @@ def arrow(axes: Axes, start: Point, end: Point, colour: str = INK, bend: float =
             shrinkB=0,
             connectionstyle=f"arc3,rad={bend}",
             linestyle=(0, (3, 2)) if dashed else "-",
-        )  # fmt: skip
+        )
     )
 
 
