@@ -3,13 +3,14 @@
 #   make bench   a short comparison over emulated slow networks, and limits of time (Linux; a quiet machine)
 #   make test    the tests; those of one process on JOBS processors
 #   make docs    the documentation site, in docs/_build/html
+#   make results the page of results and its figures, from the runs stored in docs/benchmarks
 #   make check   what CI runs: lint, types, tests
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: setup demo bench test docs lint types check format clean
+.PHONY: setup demo bench test docs results lint types check format clean
 
 setup: $(VENV)/.ready
 
@@ -33,6 +34,9 @@ test: setup
 
 docs: setup
 	$(BIN)/python -m sphinx -W --keep-going -n -q docs docs/_build/html
+
+results: setup
+	$(BIN)/python docs/figures/results.py
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,0 +1,109 @@
+"""Draw seconds a step and seconds to a loss as bars, from the newest stored runs, for the README and for the results.
+
+Run: python docs/figures/bars.py
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import style as s
+from matplotlib.axes import Axes
+from runs import NO_COMMUNICATION, Run, is_peer, label, link, newest, stored
+
+WORKLOAD = "byte_lm"
+README_LINKS = ("4x1gbit", "4x100mbit")
+ROW, BAR, HEAD = 19, 12, 40  # points: from bar to bar, height of a bar, heading of a link
+NAMES, STEP, LOSS = 12, 128, 244  # points from the left: names, the two columns of bars
+LONGEST = 66  # points
+
+
+def target(run: Run, cluster: str) -> float | None:
+    """The lowest loss that half of the strategies reached; None where they reached none."""
+    rows = [row for strategy, row in run.reached[cluster].items() if strategy != NO_COMMUNICATION]
+    counts = [sum(row.to_each[i].seconds < math.inf for row in rows) for i in range(len(run.losses))]
+    return min((loss for loss, n in zip(run.losses, counts, strict=True) if 2 * n >= len(rows)), default=None)
+
+
+def to_loss(run: Run, cluster: str, strategy: str, loss: float | None) -> float:
+    """Seconds to a loss."""
+    if loss is None:
+        return math.inf
+    return run.reached[cluster][strategy].to_each[run.losses.index(loss)].seconds
+
+
+def short_list(run: Run, cluster: str) -> list[str]:
+    """What the README shows: DDP, its hook, the best PowerSGD, sparse_auto, the best other of ours, no network."""
+    loss, known = target(run, cluster), list(run.reached[cluster])
+
+    def best(strategies: Sequence[str]) -> list[str]:
+        order = {name: (to_loss(run, cluster, name, loss), run.reached[cluster][name].last) for name in strategies}
+        return sorted(strategies, key=order.__getitem__)[:1]
+
+    chosen = [name for name in ("ddp", "bf16_hook") if name in known]
+    chosen += best([name for name in known if name.startswith("powersgd")])
+    chosen += [name for name in ("sparse_auto",) if name in known]
+    chosen += best([name for name in known if not is_peer(name) and name != "sparse_auto"])
+    return [*chosen, *(name for name in (NO_COMMUNICATION,) if name in known)]
+
+
+def in_order(strategies: Iterable[str]) -> list[str]:
+    """Those of others first, then ours, and the floor."""
+    return sorted(strategies, key=lambda name: (name == NO_COMMUNICATION, not is_peer(name)))
+
+
+def colour_of(strategy: str) -> str:
+    """Green for ours, blue for those of others, grey for the floor."""
+    if strategy == NO_COMMUNICATION:
+        return s.GREY
+    return s.BLUE if is_peer(strategy) else s.GREEN
+
+
+def bar(axes: Axes, left: float, top: float, value: float, longest: float, strategy: str, otherwise: str) -> None:
+    """One bar and its number; an outline where the value is infinite."""
+    known = value < math.inf
+    s.block(axes, (left, top), (LONGEST * min(value / longest, 1), BAR), colour_of(strategy), pale=not known)
+    text = f"{value:.3f}" if longest < 1 else f"{value:.1f}"
+    at = left + LONGEST * min(value / longest, 1) + 5, top + BAR / 2
+    s.write(axes, at, text if known else otherwise, s.INK, s.SMALL)
+
+
+def panel(axes: Axes, top: float, run: Run, cluster: str, strategies: Sequence[str]) -> None:
+    """The bars of one link."""
+    loss = target(run, cluster)
+    steps = {name: run.step_s(cluster, name) for name in strategies}
+    losses = {name: to_loss(run, cluster, name, loss) for name in strategies}
+    given = run.environment.get("seconds") or max(row.in_all.seconds for row in run.reached[cluster].values())
+    axes.text(NAMES, top, link(cluster), fontweight="bold", va="center_baseline")
+    s.write(axes, (STEP, top + 18), "seconds a step", s.FAINT, s.SMALL)
+    s.write(axes, (LOSS, top + 18), "" if loss is None else f"seconds to loss {loss:g}", s.FAINT, s.SMALL)
+    longest = max((value for value in losses.values() if value < math.inf), default=given)
+    longest = max(longest, given) if math.inf in losses.values() else longest
+    for i, name in enumerate(strategies):
+        y = top + HEAD - 10 + ROW * i
+        s.write(axes, (NAMES, y + BAR / 2), label(name), size=s.SMALL)
+        bar(axes, STEP, y, steps[name], max(steps.values()), name, "")
+        if loss is not None:
+            bar(axes, LOSS, y, losses[name], longest, name, f"> {given:.0f}")
+
+
+def draw(name: str, shown: Sequence[tuple[Run, str, Sequence[str]]], folder: Path = s.FOLDER) -> None:
+    """Draw runs on links with strategies, below each other."""
+    heights = [HEAD + ROW * len(strategies) + 12 for _, _, strategies in shown]
+    figure, axes = s.canvas(name, sum(heights) + 12)
+    top = 16.0
+    for (run, cluster, strategies), height in zip(shown, heights, strict=True):
+        panel(axes, top, run, cluster, strategies)
+        top += height
+    s.store(figure, name, folder)
+
+
+def main(folder: Path = s.FOLDER) -> None:
+    """Draw the README's figure."""
+    runs = newest(stored())
+    found = [(runs[WORKLOAD, cluster], cluster) for cluster in README_LINKS if (WORKLOAD, cluster) in runs]
+    draw("speed", [(run, cluster, short_list(run, cluster)) for run, cluster in found], folder)
+
+
+if __name__ == "__main__":
+    main()

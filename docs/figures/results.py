@@ -1,0 +1,160 @@
+"""Write docs/results.md and docs/benchmarks/runs.md, and draw their figures, from the stored runs.
+
+Run: make results
+     python docs/figures/results.py bench-results/....jsonl     # stores a new run first
+"""
+
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import bars
+import style as s
+from runs import BENCHMARKS, Run, label, link, mean_bytes, newest, speed, store, stored
+
+from lightning_sparse.monitor.tables import human_bytes
+
+DOCS = Path(__file__).parents[1]
+START, END = "<!-- written by docs/figures/results.py -->\n", "<!-- end of what is written -->"
+LOSSES = 3  # of a table
+WORKLOADS = {
+    "byte_lm": "a byte language model, 279,168 parameters, AdamW",
+    "gpt_10m": "a GPT over bytes, 10.9 million parameters, AdamW",
+    "mlp_25m": "25.3 million parameters",
+    "mlp_1m": "1.1 million parameters",
+}
+#: What must be known to read a run.
+NOTES = {
+    "2026-11-21-050057-mlp_25m": "For Skip-Reduce on 2, 4 and 8 hosts.",
+    "2026-11-21-074704-mlp_25m": "Sparse strategies at 1 % in float32, the default then.",
+    "2026-11-21-075200-mlp_25m": "Sparse strategies at 1 % in float32, the default then.",
+    "2026-11-21-163301-mlp_25m": "Sparse strategies at 1 % in float32, the default then.",
+    "2026-11-21-164254-mlp_25m": "Two nodes of two ranks. Sparse strategies at 1 % in float32, the default then.",
+    "2026-11-21-192825-mlp_25m": "For memory and the compressor's own time, on a quiet machine. 1 % in float32.",
+    "2026-11-22-145844-mlp_1m": "What a step adds to one without a network is 100 ms for each hop after another.",
+    "2026-11-22-165407-gpt_10m": "Other programs took up to one of the two cores: what computes much looks slow.",
+    "2026-11-22-174617-gpt_10m": "Other programs took up to one of the two cores; `no_communication`, whose turn was "
+    "the busiest, is no floor here.",
+    "2026-11-22-182041-gpt_10m": "A quieter machine; stopped after the first round.",
+}
+
+
+def machine(run: Run) -> str:
+    """What a run was measured with."""
+    e = run.environment
+    programs = ", ".join(f"{name} {e[name]}" for name in ("torch", "lightning"))
+    memory = human_bytes(e["memory_bytes"])
+    return f"{run.name[:10]}, {e['cpu']}, {e['cores']} cores, {memory}, {e['system']}, Python {e['python']}, {programs}"
+
+
+def command(run: Run) -> str:
+    """The command, an option a line."""
+    return run.environment["command"].partition(" --output")[0].replace(" --", " \\\n    --")
+
+
+def details(run: Run) -> Iterator[str]:
+    """What ran, folded away."""
+    rounds = max(r.number for r in run.rounds) + 1
+    yield from ["<details><summary>Machine and command</summary>", ""]
+    yield f"{machine(run)}; {rounds} {'round' if rounds == 1 else 'rounds'}. {NOTES.get(run.name, '')}".strip()
+    yield from ["", "```text", command(run), "```", "", f"[Every step]({run.name}.jsonl)", "", "</details>", ""]
+
+
+def columns(run: Run) -> list[int]:
+    """Which of the losses a table shows: the first, the last, and one between."""
+    n = len(run.losses)
+    return sorted({0, n // 2, n - 1}) if n > LOSSES else list(range(n))
+
+
+def seconds(value: float) -> str:
+    """Seconds, or a dash for never."""
+    return f"{value:.1f}" if value < math.inf else "-"
+
+
+def table(run: Run, cluster: str) -> Iterator[str]:
+    """A row for each strategy, in short cells."""
+    shown = columns(run)
+    heads = ["ms a step", "sent a step", *(f"s to {run.losses[i]:g}" for i in shown)]
+    heads += [] if run.losses else ["of DDP's"]
+    yield "| | " + " | ".join(heads) + " |"
+    yield "| --- |" + " ---: |" * len(heads)
+    for strategy in bars.in_order(run.summaries[cluster]):
+        row = run.summaries[cluster][strategy]
+        cells = [f"{1e3 * run.step_s(cluster, strategy):.0f}", human_bytes(mean_bytes(run, cluster, strategy))]
+        if run.losses:
+            cells += [seconds(run.reached[cluster][strategy].to_each[i].seconds) for i in shown]
+        else:
+            cells.append(f"{row.ratio.value:.2f}" if row.ratio else "1")
+        yield f"| {label(strategy)} | " + " | ".join(cells) + " |"
+    yield ""
+
+
+def full_table(run: Run, cluster: str) -> Iterator[str]:
+    """A row for each strategy, with its intervals."""
+    if run.losses:
+        yield from table(run, cluster)
+        return
+    yield "| | step, ms | of the first's (95 %) | sent | compress, ms |"
+    yield "| --- | ---: | ---: | ---: | ---: |"
+    for strategy, row in run.summaries[cluster].items():
+        ratio = f"{row.ratio.value:.3f} ({row.ratio.low:.2f} to {row.ratio.high:.2f})" if row.ratio else "1"
+        compress = "-" if row.ms_compress is None else f"{row.ms_compress:.0f}"
+        cells = [f"{1e3 * row.s.value:.0f}", ratio, human_bytes(row.counted_bytes), compress]
+        yield f"| {label(strategy)} | " + " | ".join(cells) + " |"
+    yield ""
+
+
+def in_order(runs: dict[tuple[str, str], Run]) -> list[tuple[str, str]]:
+    """Workloads by name, those with losses first; fast links first."""
+    return sorted(runs, key=lambda at: (not runs[at].losses, at[0], -speed(at[1])))
+
+
+def results(runs: dict[tuple[str, str], Run]) -> Iterator[str]:
+    """The newest run of each workload on each link."""
+    places = in_order(runs)
+    for workload in dict.fromkeys(workload for workload, _ in places):
+        yield from [f"## {workload}", "", f"Trained: {WORKLOADS.get(workload, workload)}.", ""]
+        here = [(runs[at], at[1]) for at in places if at[0] == workload]
+        drawn = [(run, cluster) for run, cluster in here if run.losses]
+        if drawn:
+            name = f"results-{workload}"
+            bars.draw(name, [(run, cluster, bars.in_order(run.reached[cluster])) for run, cluster in drawn])
+            yield from [f"![{workload}: seconds a step and seconds to a loss](figures/{name}.svg)", ""]
+        for i, (run, cluster) in enumerate(here):
+            yield from [f"### {workload}: {link(cluster)}", "", *table(run, cluster)]
+            if all(run is not later for later, _ in here[i + 1 :]):
+                yield from (line.replace("](2026", "](benchmarks/2026") for line in details(run))
+
+
+def every_run(runs: Sequence[Run]) -> Iterator[str]:
+    """Every stored run, the newest first."""
+    for run in sorted(runs, key=lambda run: run.name, reverse=True):
+        yield from [f"## {run.name}", ""]
+        for cluster in run.clusters:
+            yield from [f"{link(cluster)}:", "", *full_table(run, cluster)]
+        yield from details(run)
+
+
+def replace(page: Path, lines: Iterator[str]) -> None:
+    """Write lines between the marks of a page."""
+    before, _, rest = page.read_text().partition(START)
+    page.write_text(before + START + "\n" + "\n".join(lines) + END + rest.partition(END)[2])
+
+
+def main(new: Sequence[str]) -> None:
+    """Store what is new, draw, and write both pages."""
+    for file in new:
+        print(f"stored {store(Path(file))}")
+    runs = stored()
+    bars.main(s.FOLDER)
+    replace(DOCS / "results.md", results(newest(runs)))
+    replace(BENCHMARKS / "runs.md", every_run(runs))
+    shown = newest(runs)
+    print(
+        "\n".join(f"{workload} on {cluster}: {shown[workload, cluster].name}" for workload, cluster in in_order(shown))
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,171 @@
+"""The stored runs of ``lightning-sparse bench``: which are the newest, and names of their strategies and links."""
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from lightning_sparse.bench.compare import until_loss
+from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, PEERS
+from lightning_sparse.bench.compare.report import Round, Summary, summarise
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+DIGITS = 5  # of a stored number
+PEER_LABELS = {
+    "ddp": "plain DDP",
+    "bf16_hook": "bfloat16 hook",
+    "fp16_hook": "float16 hook",
+    "post_local_sgd": "post-local SGD",
+    "diloco": "DiLoCo",
+    NO_COMMUNICATION: "no network",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A stored run."""
+
+    name: str  # of its file, which starts with the date and the time
+    environment: dict[str, Any]
+    rounds: list[Round]
+    complete: bool  # it was not interrupted
+
+    @property
+    def workload(self) -> str:
+        """The model that was trained."""
+        return str(self.environment["workload"])
+
+    @property
+    def losses(self) -> list[float]:
+        """Losses that were waited for; none where steps alone were timed."""
+        return list(self.environment.get("until_loss") or [])
+
+    @property
+    def clusters(self) -> list[str]:
+        """The links, as they were asked for."""
+        return list(dict.fromkeys(r.cluster for r in self.rounds))
+
+    @cached_property
+    def summaries(self) -> dict[str, dict[str, Summary]]:
+        """For each cluster a row for each strategy."""
+        reference = str(self.environment["strategies"]).split(",")[0]
+        rounds = until_loss.at_best_rates(self.rounds, self.losses) if self.losses else self.rounds
+        found: dict[str, dict[str, Summary]] = {}
+        for row in summarise(rounds, reference):
+            found.setdefault(row.cluster, {})[row.strategy] = row
+        return found
+
+    @cached_property
+    def reached(self) -> dict[str, dict[str, until_loss.Row]]:
+        """For each cluster what each strategy took to each of the losses."""
+        return until_loss.rows(self.rounds, self.losses) if self.losses else {}
+
+    def step_s(self, cluster: str, strategy: str) -> float:
+        """Seconds a step: the mean over a training to a loss, measuring and choosing included; else the median."""
+        row = self.summaries[cluster][strategy]
+        if not self.losses:
+            return row.s.value
+        in_all = self.reached[cluster][strategy].in_all
+        return in_all.seconds / in_all.steps
+
+
+def read(file: Path) -> Run | None:
+    """Read a run; None where the file holds something else."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    if lines[0].get("kind") != "environment":
+        return None
+    rounds = [Round.from_json(_without_kind(line)) for line in lines if line["kind"] == "round"]
+    return Run(file.stem, lines[0], rounds, any(line["kind"] == "summary" for line in lines))
+
+
+def _without_kind(line: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in line.items() if key != "kind"}
+
+
+def stored() -> list[Run]:
+    """All runs, the oldest first."""
+    return [run for file in sorted(BENCHMARKS.glob("*.jsonl")) if (run := read(file))]
+
+
+def newest(runs: Iterable[Run]) -> dict[tuple[str, str], Run]:
+    """The newest run of each workload on each cluster; one that was interrupted only where there is no other."""
+    ordered = sorted(runs, key=lambda run: (run.complete, run.name))
+    return {(run.workload, cluster): run for run in ordered for cluster in run.clusters}
+
+
+def store(file: Path) -> Path:
+    """Copy a run here, with numbers of few digits and a command that names no folder."""
+    lines = [json.loads(line, parse_float=_short) for line in file.read_text().splitlines()]
+    lines[0]["command"] = re.sub(r" --output \S+", "", lines[0]["command"])
+    for line in lines:
+        if run := line.get("run"):
+            run["advices"] = []  # what `advise` would say: half of the file
+    target = BENCHMARKS / file.name
+    target.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+    return target
+
+
+def _short(text: str) -> float:
+    return float(f"{float(text):.{DIGITS}g}")
+
+
+# - names for people
+
+
+def is_peer(strategy: str) -> bool:
+    """Whether a strategy is not of this package."""
+    return strategy == NO_COMMUNICATION or strategy.partition(":")[0] in PEERS
+
+
+def label(strategy: str) -> str:
+    """Name a strategy in few words."""
+    name, *pairs = strategy.split(":")
+    options = dict(pair.split("=", 1) for pair in pairs)
+    wire = options.pop("wire_dtype", "")
+    words = [PEER_LABELS.get(name, name)]
+    if name.startswith("powersgd_"):
+        words = [f"PowerSGD, rank {name.rpartition('_')[2]}"]
+    elif name == "sparse_dense":
+        words = [f"local steps 1/{options.pop('local_steps')}" if "local_steps" in options else "all"]
+    for key, write in _OPTIONS.items():
+        if key in options:
+            words.append(write(options.pop(key)))
+    return " ".join([*words, *(f"{key}={value}" for key, value in options.items()), wire]).strip()
+
+
+_OPTIONS: dict[str, Callable[[str], str]] = {
+    "density": lambda value: f"{100 * float(value):g} %",
+    "rank": lambda value: f"rank {value}",
+    "local_group": lambda value: f"nodes of {value}",
+    "lr_factor": lambda value: f"{value} rate",
+}
+
+
+def link(cluster: str) -> str:
+    """Name hosts and links in words, where they are alike."""
+    match = re.fullmatch(r"(\d+)x(\d+)([mg])bit(?:\+(\d+)ms)?", cluster)
+    if not match:
+        return f"`{cluster}`"
+    hosts, rate, unit, delay = match.groups()
+    return f"{hosts} hosts, {rate} {unit.upper()}bit/s" + (f", {delay} ms" if delay else "")
+
+
+def speed(cluster: str) -> float:
+    """Bytes a second of a link, less with delay: to put fast links first."""
+    match = re.match(r".*?(\d+)([mg])bit(?:\+(\d+)ms)?$", cluster)
+    if not match:
+        return 0
+    rate, unit, delay = match.groups()
+    return float(rate) * {"m": 1, "g": 1000}[unit] / (1 + float(delay or 0))
+
+
+def mean_bytes(run: Run, cluster: str, strategy: str) -> float:
+    """Bytes that a rank sends in a step, with all steps of a training to a loss."""
+    if not run.losses:
+        return run.summaries[cluster][strategy].counted_bytes
+    own = [r for r in run.rounds if (r.cluster, r.strategy) == (cluster, strategy) and r.run]
+    return fmean(step.counted_bytes for r in own if r.run for step in r.run.steps)
