@@ -168,16 +168,15 @@ def tables() -> str:
         for name in COMPRESSORS:
             text += row(f"`{name}`", *(found[name, ranks, wire].bytes_each for wire in WIRE_DTYPES))
         text += "\n"
-    headings = [f"{what}, {ranks} ranks" for ranks in RANKS for what in ("messages", "rounds", "hops", "roundings")]
-    text += row("strategy", "values", *headings) + row(*["---"] * (2 + len(headings)))
-    for name, kind in COMPRESSORS.items():
-        for wire in ("float32", ROUNDED):
-            cells = []
-            for ranks in RANKS:
+    for ranks in RANKS:
+        text += f"Among {ranks} ranks:\n\n"
+        text += row("strategy", "values", "messages", "rounds", "hops", "roundings") + row(*["---"] * 6)
+        for name, kind in COMPRESSORS.items():
+            for wire in ("float32", ROUNDED):
                 rounded = 0 if wire == "float32" else roundings(kind(), ranks)
-                cells += [*found[name, ranks, wire].numbers, rounded]
-            text += row(f"`{name}`", wire, *cells)
-    return text
+                text += row(f"`{name}`", wire, *found[name, ranks, wire].numbers, rounded)
+        text += "\n"
+    return text.strip() + "\n"
 
 
 if __name__ == "__main__":
