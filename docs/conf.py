@@ -18,6 +18,8 @@ version = release = lightning_sparse.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_title = "lightning_sparse"
 html_copy_source = False
 html_show_copyright = False

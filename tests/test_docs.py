@@ -68,13 +68,16 @@ def test_shell_scripts_are_scripts(page: Path) -> None:
 
 @every_page
 def test_links_lead_to_files(page: Path) -> None:
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+    for target in re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text()):
         assert (page.parent / target).exists(), target
 
 
 @every_page
 def test_tests_that_pages_name_exist(page: Path) -> None:
-    for name, file in re.findall(r"\[(test_\w+)\]\(([^)#]+\.py)\)", page.read_text()):
+    text = page.read_text()
+    named = re.findall(r"\[(test_\w+)\]\(([^)#]+\.py)\)", text)
+    titled = [(name, file) for file, name in re.findall(r"\[test\]\((\S+\.py) \"(test_\w+)", text)]
+    for name, file in named + titled:
         assert f"def {name}(" in (page.parent / file).read_text(), name
 
 

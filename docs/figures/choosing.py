@@ -12,7 +12,7 @@ LEFT, ACROSS, STEP, TOP = 10, 228, 84, 12
 
 # question, what leads to the answer, answer, its colour
 QUESTIONS = [
-    ("Do you wait for the network?\n`advise`, or sparse/ms_wait", "no", "plain DDP\nkeep it", s.GREY),
+    ("Do you wait for the network?\nadvise, or sparse/ms_wait", "no", "plain DDP\nkeep it", s.GREY),
     ("Rather not choose?\n", "yes", "sparse_auto\nmeasures, chooses", s.GREEN),
     ("Is 1/8 of the bytes enough?\nagainst float32", "yes", "sparse_dense\nall, in int4", s.BLUE),
     ("Is it Adam, or long latency?\n", "yes", "local steps\n1/2 int4, 1/3 sign", s.PURPLE),
