@@ -11,8 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 import lightning_sparse as ls
+from lightning_sparse.bench.cluster import Cluster
 from tests.conftest import Ranks, print_to
 
 ROOT = Path(__file__).parents[1]
@@ -64,6 +66,12 @@ def test_examples_in_docstrings(module: str) -> None:
 def test_shell_scripts_are_scripts(page: Path) -> None:
     for script in blocks(page, "bash"):
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+@every_page
+def test_configurations_are_yaml(page: Path) -> None:
+    for text in blocks(page, "yaml"):
+        assert all(isinstance(each, dict) for each in yaml.safe_load_all(text))
 
 
 @every_page
@@ -121,6 +129,22 @@ def test_the_script_of_the_five_minutes_trains(ranks: Ranks, tmp_path: Path) -> 
     ranks.run(train_as_shown, 2, tmp_path)
     assert "averages 301,066 elements in 1 groups among 2 ranks" in (tmp_path / "rank0.txt").read_text()
     assert list(tmp_path.rglob("*.ckpt"))
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(300)
+def test_the_recipe_for_two_hosts_trains(tmp_path: Path) -> None:
+    """On network namespaces, in the place of containers; the recipe limits their links itself."""
+    page = DOCS / "two-hosts.md"
+    (tmp_path / "host.sh").write_text(blocks(page, "bash")[0])
+    (tmp_path / "train.py").write_text(blocks(page, "python")[0])
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    with Cluster("2xunlimited") as cluster:
+        settings = [f"FIRST_HOST={cluster.address(0)}", "RATE=1gbit", "STRATEGY=sparse_dense", f"PATH={path}"]
+        script = f"cd {tmp_path} && bash host.sh"
+        hosts = [["env", f"NODE_RANK={rank}", *settings, "bash", "-c", script] for rank in range(2)]
+        ended = cluster.run(hosts, timeout_s=250)
+    assert "ms a step" in ended[0].stdout
 
 
 @pytest.mark.timeout(300)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+import style
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
@@ -157,19 +158,21 @@ def draw(axes: Axes, task: str, found: dict[str, Point], alone: Point) -> None:
             x, min(y, top), "o" if y <= top else "^", color=colour, markersize=4.5, label=name, clip_on=False, zorder=3
         )
         if y > top:
-            axes.annotate(f"{y:.0f}", (x, top), (5, -3), textcoords="offset points", color=colour, fontsize=8)
+            axes.annotate(f"{y:.0f}", (x, top), (5, -3), textcoords="offset points", color=colour, fontsize=style.SMALL)
         label = LABELS.get(point.strategy, "")
         if label in BESIDE[task]:
-            axes.annotate(label, (x, y), BESIDE[task][label], textcoords="offset points", color=colour, fontsize=8)
+            axes.annotate(
+                label, (x, y), BESIDE[task][label], textcoords="offset points", color=colour, fontsize=style.SMALL
+            )
     axes.axhline(0, color="black", linewidth=0.6)
     if LIMITS[task][1] > 100:
         axes.axhline(100, color="black", linewidth=0.6, linestyle=":")
-    axes.set_title(TITLES[task], fontsize=9)
+    axes.set_title(TITLES[task], fontsize=style.TEXT, fontweight="bold", loc="left")
     axes.set_xscale("log")
     axes.set_xlim(0.006, 8)
     axes.set_ylim(*LIMITS[task])
     axes.set_xticks([0.01, 0.1, 1], ["0.01", "0.1", "1"])
-    axes.tick_params(labelsize=8)
+    axes.tick_params(labelsize=style.SMALL)
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -208,18 +211,17 @@ def of_tasks() -> dict[str, tuple[dict[str, Point], Point]]:
 
 def main() -> None:
     """Draw the figure and write the table."""
-    plt.rcParams["svg.hashsalt"] = "loss by bytes"  # the same file from the same results
-    plt.rcParams["svg.fonttype"] = "none"
-    figure, panels = plt.subplots(1, len(TASKS), figsize=(8, 4.2))
+    style.settings("loss by bytes")
+    figure, panels = plt.subplots(len(TASKS), 1, figsize=(style.WIDTH / style.POINTS_PER_INCH, 10.4))
     text: list[str] = []
     for axes, (task, (found, alone)) in zip(panels, of_tasks().items(), strict=True):
         draw(axes, task, found, alone)
         text += [f"## {task}", "", *table(found, alone), ""]
-    panels[0].set_ylabel("loss: 0 is dense training, 100 one rank alone", fontsize=8)
-    panels[1].set_xlabel("bytes a rank sends in a step, for each parameter (float32: 6)", fontsize=8)
+    panels[1].set_ylabel("loss: 0 is dense training, 100 one rank alone")
+    panels[-1].set_xlabel("bytes a step, for each parameter (float32: 6)")
     handles = dict(zip(*reversed(panels[0].get_legend_handles_labels()), strict=True))
-    figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=len(handles), fontsize=8, frameon=False)
-    figure.subplots_adjust(left=0.07, right=0.99, top=0.93, bottom=0.2, wspace=0.2)
+    figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=2, fontsize=style.SMALL, frameon=False)
+    figure.subplots_adjust(left=0.13, right=0.94, top=0.97, bottom=0.135, hspace=0.24)
     figure.savefig(FIGURE, metadata={"Date": None})
     before, _, rest = PAGE.read_text().partition(START)
     PAGE.write_text(before + START + "\n" + "\n".join(text) + "\n" + END + rest.partition(END)[2])

@@ -110,8 +110,8 @@ def in_order(runs: dict[tuple[str, str], Run]) -> list[tuple[str, str]]:
     return sorted(runs, key=lambda at: (not runs[at].losses, at[0], -speed(at[1])))
 
 
-def results(runs: dict[tuple[str, str], Run]) -> Iterator[str]:
-    """The newest run of each workload on each link."""
+def results(runs: dict[tuple[str, str], Run], folder: Path = s.FOLDER) -> Iterator[str]:
+    """The newest run of each workload on each link; figures go into ``folder``."""
     places = in_order(runs)
     for workload in dict.fromkeys(workload for workload, _ in places):
         yield from [f"## {workload}", "", f"Trained: {WORKLOADS.get(workload, workload)}.", ""]
@@ -119,7 +119,7 @@ def results(runs: dict[tuple[str, str], Run]) -> Iterator[str]:
         drawn = [(run, cluster) for run, cluster in here if run.losses]
         if drawn:
             name = f"results-{workload}"
-            bars.draw(name, [(run, cluster, bars.in_order(run.reached[cluster])) for run, cluster in drawn])
+            bars.draw(name, [(run, cluster, bars.in_order(run.reached[cluster])) for run, cluster in drawn], folder)
             yield from [f"![{workload}: seconds a step and seconds to a loss](figures/{name}.svg)", ""]
         for i, (run, cluster) in enumerate(here):
             yield from [f"### {workload}: {link(cluster)}", "", *table(run, cluster)]
@@ -136,10 +136,17 @@ def every_run(runs: Sequence[Run]) -> Iterator[str]:
         yield from details(run)
 
 
-def replace(page: Path, lines: Iterator[str]) -> None:
-    """Write lines between the marks of a page."""
+def with_lines(page: Path, lines: Iterator[str]) -> str:
+    """A page with other lines between its marks."""
     before, _, rest = page.read_text().partition(START)
-    page.write_text(before + START + "\n" + "\n".join(lines) + END + rest.partition(END)[2])
+    return before + START + "\n" + "\n".join(lines) + END + rest.partition(END)[2]
+
+
+def pages(runs: Sequence[Run], folder: Path = s.FOLDER) -> dict[Path, str]:
+    """What both pages are to say; figures go into ``folder``."""
+    bars.main(folder)
+    lines = {DOCS / "results.md": results(newest(runs), folder), BENCHMARKS / "runs.md": every_run(runs)}
+    return {page: with_lines(page, text) for page, text in lines.items()}
 
 
 def main(new: Sequence[str]) -> None:
@@ -147,9 +154,8 @@ def main(new: Sequence[str]) -> None:
     for file in new:
         print(f"stored {store(Path(file))}")
     runs = stored()
-    bars.main(s.FOLDER)
-    replace(DOCS / "results.md", results(newest(runs)))
-    replace(BENCHMARKS / "runs.md", every_run(runs))
+    for page, text in pages(runs).items():
+        page.write_text(text)
     shown = newest(runs)
     print(
         "\n".join(f"{workload} on {cluster}: {shown[workload, cluster].name}" for workload, cluster in in_order(shown))
