@@ -16,6 +16,7 @@ README_LINKS = ("4x1gbit", "4x100mbit")
 ROW, BAR, HEAD = 19, 12, 40  # points: from bar to bar, height of a bar, heading of a link
 NAMES, STEP, LOSS = 12, 128, 244  # points from the left: names, the two columns of bars
 LONGEST = 66  # points
+MOST = 12  # strategies of a link
 
 
 def target(run: Run, cluster: str) -> float | None:
@@ -32,24 +33,27 @@ def to_loss(run: Run, cluster: str, strategy: str, loss: float | None) -> float:
     return run.reached[cluster][strategy].to_each[run.losses.index(loss)].seconds
 
 
+def best(run: Run, cluster: str, strategies: Iterable[str]) -> list[str]:
+    """Sort strategies by the seconds to the loss, those that never got there by their last loss."""
+    loss, rows = target(run, cluster), run.reached[cluster]
+    return sorted(strategies, key=lambda name: (to_loss(run, cluster, name, loss), rows[name].last))
+
+
 def short_list(run: Run, cluster: str) -> list[str]:
     """What the README shows: DDP, its hook, the best PowerSGD, sparse_auto, the best other of ours, no network."""
-    loss, known = target(run, cluster), list(run.reached[cluster])
-
-    def best(strategies: Sequence[str]) -> list[str]:
-        order = {name: (to_loss(run, cluster, name, loss), run.reached[cluster][name].last) for name in strategies}
-        return sorted(strategies, key=order.__getitem__)[:1]
-
-    chosen = [name for name in ("ddp", "bf16_hook") if name in known]
-    chosen += best([name for name in known if name.startswith("powersgd")])
-    chosen += [name for name in ("sparse_auto",) if name in known]
-    chosen += best([name for name in known if not is_peer(name) and name != "sparse_auto"])
-    return [*chosen, *(name for name in (NO_COMMUNICATION,) if name in known)]
+    known = run.strategies(cluster)
+    ours = [name for name in known if not is_peer(name) and name != "sparse_auto"]
+    chosen = {"ddp", "bf16_hook", "sparse_auto", NO_COMMUNICATION}
+    chosen.update(best(run, cluster, [name for name in known if name.startswith("powersgd")])[:1])
+    chosen.update(best(run, cluster, ours)[:1])
+    return [name for name in known if name in chosen]
 
 
-def in_order(strategies: Iterable[str]) -> list[str]:
-    """Those of others first, then ours, and the floor."""
-    return sorted(strategies, key=lambda name: (name == NO_COMMUNICATION, not is_peer(name)))
+def long_list(run: Run, cluster: str) -> list[str]:
+    """What the page of results shows: all, or of too many those above and the soonest."""
+    known = run.strategies(cluster)
+    chosen = [*short_list(run, cluster), *best(run, cluster, known)]
+    return [name for name in known if name in list(dict.fromkeys(chosen))[:MOST]]
 
 
 def colour_of(strategy: str) -> str:
@@ -90,11 +94,12 @@ def panel(axes: Axes, top: float, run: Run, cluster: str, strategies: Sequence[s
 def draw(name: str, shown: Sequence[tuple[Run, str, Sequence[str]]], folder: Path = s.FOLDER) -> None:
     """Draw runs on links with strategies, below each other."""
     heights = [HEAD + ROW * len(strategies) + 12 for _, _, strategies in shown]
-    figure, axes = s.canvas(name, sum(heights) + 12)
+    figure, axes = s.canvas(name, sum(heights) + 26)
     top = 16.0
     for (run, cluster, strategies), height in zip(shown, heights, strict=True):
         panel(axes, top, run, cluster, strategies)
         top += height
+    s.write(axes, (NAMES, top), "green: ours; outlined: not reached; no network: one rank", s.FAINT, s.SMALL)
     s.store(figure, name, folder)
 
 

@@ -79,7 +79,7 @@ def table(run: Run, cluster: str) -> Iterator[str]:
     heads += [] if run.losses else ["of DDP's"]
     yield "| | " + " | ".join(heads) + " |"
     yield "| --- |" + " ---: |" * len(heads)
-    for strategy in bars.in_order(run.summaries[cluster]):
+    for strategy in run.strategies(cluster):
         row = run.summaries[cluster][strategy]
         cells = [f"{1e3 * run.step_s(cluster, strategy):.0f}", human_bytes(mean_bytes(run, cluster, strategy))]
         if run.losses:
@@ -119,7 +119,7 @@ def results(runs: dict[tuple[str, str], Run], folder: Path = s.FOLDER) -> Iterat
         drawn = [(run, cluster) for run, cluster in here if run.losses]
         if drawn:
             name = f"results-{workload}"
-            bars.draw(name, [(run, cluster, bars.in_order(run.reached[cluster])) for run, cluster in drawn], folder)
+            bars.draw(name, [(run, cluster, bars.long_list(run, cluster)) for run, cluster in drawn], folder)
             yield from [f"![{workload}: seconds a step and seconds to a loss](figures/{name}.svg)", ""]
         for i, (run, cluster) in enumerate(here):
             yield from [f"### {workload}: {link(cluster)}", "", *table(run, cluster)]

@@ -46,8 +46,8 @@ class Run:
 
     @property
     def clusters(self) -> list[str]:
-        """The links, as they were asked for."""
-        return list(dict.fromkeys(r.cluster for r in self.rounds))
+        """The links on which anything trained, as they were asked for."""
+        return list(dict.fromkeys(r.cluster for r in self.rounds if r.timed))
 
     @cached_property
     def summaries(self) -> dict[str, dict[str, Summary]]:
@@ -63,6 +63,11 @@ class Run:
     def reached(self) -> dict[str, dict[str, until_loss.Row]]:
         """For each cluster what each strategy took to each of the losses."""
         return until_loss.rows(self.rounds, self.losses) if self.losses else {}
+
+    def strategies(self, cluster: str) -> list[str]:
+        """Those with something to show: others first, then ours, and the floor."""
+        known = [name for name in self.summaries[cluster] if not self.losses or name in self.reached[cluster]]
+        return sorted(known, key=lambda name: (name == NO_COMMUNICATION, not is_peer(name)))
 
     def step_s(self, cluster: str, strategy: str) -> float:
         """Seconds a step: the mean over a training to a loss, measuring and choosing included; else the median."""
@@ -92,8 +97,11 @@ def stored() -> list[Run]:
 
 
 def newest(runs: Iterable[Run]) -> dict[tuple[str, str], Run]:
-    """The newest run of each workload on each cluster; one that was interrupted only where there is no other."""
-    ordered = sorted(runs, key=lambda run: (run.complete, run.name))
+    """The newest run of each workload on each cluster.
+
+    A run to losses, which shows steps too, goes before one of steps alone; one that was interrupted comes last.
+    """
+    ordered = sorted(runs, key=lambda run: (run.complete, bool(run.losses), run.name))
     return {(run.workload, cluster): run for run in ordered for cluster in run.clusters}
 
 
