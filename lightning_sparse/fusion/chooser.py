@@ -21,6 +21,7 @@ from lightning_sparse.settings import same
 EXACT = Candidate(Dense())  # more faithful than all others, so these are not looked at where it hides
 HIDDEN = 0.5  # of a step that sends nothing: where EXACT's messages take no longer, it is tried before others
 OVERHEAD = 1.1  # of a step that sends next to nothing: as short as a step of any candidate is
+DOUBT = 1.25  # times as long as expected is a step that was not measured: so what is known does not make way for a hope
 MOST_TRIED = 4  # candidates whose steps are measured; then one of these is taken
 MAY_BE_SHORT = 0.5  # how much longer than the shortest forecasts say it is, which are not exact
 ELEMENTS = 2**15  # of all ranks together, on which candidates are tried
@@ -147,6 +148,10 @@ class Chooser:
             for f in self.forecasts
         ]
 
+    def _doubted(self, forecast: Forecast) -> Forecast:
+        """Return ``forecast`` as it counts beside measured steps."""
+        return forecast if forecast.candidate in self._step_s else replace(forecast, step_s=DOUBT * forecast.step_s)
+
     def _take_best(self, exchange: Exchange) -> Candidate:
         """Choose by what is known, after looking at more candidates while steps might be shorter.
 
@@ -155,12 +160,13 @@ class Chooser:
         while True:
             known = [f for f in self.forecasts if f.candidate in self._step_s]
             among = known if len(known) >= MOST_TRIED else self.forecasts
-            short = about_as_short(among, self._auto.tolerance) if among else []
+            short = about_as_short([self._doubted(f) for f in among], self._auto.tolerance) if among else []
             hidden_s = (1 + self._auto.tolerance) * OVERHEAD * self._forecaster.least_s
-            if not self._ahead or (short and most_faithful(short).step_s <= hidden_s):
+            if not self._ahead or (short and most_faithful(short).step_s <= DOUBT * hidden_s):
                 break
             self._look_at(exchange, self._ahead.pop(0))
-        best = self.chosen = most_faithful(short)
+        faithful = most_faithful(short).candidate
+        best = self.chosen = next(f for f in among if f.candidate == faithful)
         takes = "takes" if best.candidate in self._step_s else "is expected to take"
         rank_zero_info(
             f"sparse_auto: training goes on with {best.candidate}, whose step {takes} {1e3 * best.step_s:.0f} ms; one "

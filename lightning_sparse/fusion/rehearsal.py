@@ -57,7 +57,7 @@ class NoClock(Exception):
 
 
 def measure_link(exchange: Exchange) -> Link:
-    """Time sums of a few bytes, in one hop and as the backend does it, and the backend's of 1 MiB, and more or less.
+    """Time sums of a few bytes, in one hop and as the backend does it, and the backend's of 1 MiB or less.
 
     Sums go by these latencies from then on.
     """
@@ -68,8 +68,9 @@ def measure_link(exchange: Exchange) -> Link:
         own = median(_time(exchange, lambda lane: lane.comm.all_reduce(x, direct).wait(), lanes=1) for _ in range(runs))
         return float(median_over_ranks(exchange, [own])[0])
 
-    few, some = SIZES[0], SIZES[2] // 4
+    few = SIZES[0]
     latency_s = seconds(few, True)
+    some = SIZES[2] // 4 if latency_s < SLOW_S else SIZES[1]
     all_reduce_s = seconds(few, False, RUNS if latency_s < SLOW_S else 1)
     some_s = seconds(some, False, 1)
     other, runs = (some // 4, 1) if some_s > SLOW_S else (4 * some, RUNS)

@@ -191,13 +191,19 @@ def test_others_are_looked_at_where_float32_turns_out_to_be_slow(choose: Any) ->
 
 
 def test_what_is_slower_than_expected_makes_way_and_so_does_its_kind(choose: Any) -> None:
-    told = Told({DENSE: 100, INT4: 50, TOPK: 52, LOCAL2: 41, LOCAL4: 40})
+    told = Told({DENSE: 100, INT4: 50, TOPK: 40, LOCAL2: 41, LOCAL4: 40}, computing_ms=36)
     chooser, exchange, first = choose(told)
     assert first == LOCAL2
     assert TOPK not in told.asked  # no step could be shorter
     assert chooser.note(exchange, 0.082) == TOPK  # of local steps all are expected to take twice as long
     assert chooser.note(exchange, 0.09) == INT4  # of which steps were measured at first
     assert chooser.note(exchange, 0.5) == INT4  # what is known is not asked again
+
+
+def test_what_is_known_does_not_make_way_for_a_hope(choose: Any) -> None:
+    chooser, exchange, first = choose(Told({DENSE: 100, INT4: 50, TOPK: 45, LOCAL2: 41, LOCAL4: 41}, computing_ms=36))
+    assert first == LOCAL2
+    assert chooser.note(exchange, 0.058) == LOCAL2  # though 45 ms are expected of another
 
 
 def test_local_steps_are_candidates_only_where_their_average_is_shown() -> None:
