@@ -100,7 +100,8 @@ class Chooser:
         known = [c for c in self._candidates if c != EXACT and not c.local_steps and same(c.averaging, at_work)]
         self._step_s = dict.fromkeys(known, measured.span_s + measured.rest_s)
         cheap = [c for c in self._candidates if isinstance(c.compressor, Dense)]  # to look at
-        self._ahead = [cheap, [c for c in self._candidates if c not in cheap]]
+        others = [c for c in self._candidates if c not in cheap]
+        self._ahead = [each for each in (cheap, others) if each]
         if EXACT in cheap and self._forecaster.in_place_s <= HIDDEN * self._forecaster.computing_s:
             self._look_at(exchange, [EXACT])
             self.chosen = self.forecasts[0]
@@ -140,13 +141,16 @@ class Chooser:
 
     def _correct(self, measured: Candidate) -> None:
         """Expect of ``measured`` the step that it took, and of others of its kind accordingly."""
-        factor = self._step_s[measured] / next(f.step_s for f in self.forecasts if f.candidate == measured)
-        self.forecasts = [
-            replace(f, step_s=factor * f.step_s)
-            if f.candidate == measured or (_alike(f.candidate, measured) and f.candidate not in self._step_s)
-            else f
-            for f in self.forecasts
-        ]
+        step_s, expected_s = self._step_s[measured], next(f.step_s for f in self.forecasts if f.candidate == measured)
+
+        def corrected(f: Forecast) -> Forecast:
+            if f.candidate == measured:
+                return replace(f, step_s=step_s)
+            if _alike(f.candidate, measured) and f.candidate not in self._step_s and expected_s > 0:
+                return replace(f, step_s=step_s / expected_s * f.step_s)
+            return f
+
+        self.forecasts = [corrected(f) for f in self.forecasts]
 
     def _doubted(self, forecast: Forecast) -> Forecast:
         """Return ``forecast`` as it counts beside measured steps."""

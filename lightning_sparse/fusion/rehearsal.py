@@ -57,9 +57,10 @@ class NoClock(Exception):
 
 
 def measure_link(exchange: Exchange) -> Link:
-    """Time sums of a few bytes, in one hop and as the backend does it, and the backend's of 1 MiB or less.
+    """Time sums of a few bytes, in one hop and as the backend does it, and longer ones for the rate.
 
-    Sums go by these latencies from then on.
+    These are the backend's, of 1 MiB and more or less; where latency is long, in one hop, of 256 KiB and less.  Sums go
+    by the latencies from then on.
     """
 
     def seconds(elements: int, direct: bool, runs: int = RUNS) -> float:
@@ -70,14 +71,16 @@ def measure_link(exchange: Exchange) -> Link:
 
     few = SIZES[0]
     latency_s = seconds(few, True)
-    some = SIZES[2] // 4 if latency_s < SLOW_S else SIZES[1]
-    all_reduce_s = seconds(few, False, RUNS if latency_s < SLOW_S else 1)
-    some_s = seconds(some, False, 1)
+    far = not latency_s < SLOW_S
+    all_reduce_s = seconds(few, False, 1 if far else RUNS)
+    some = SIZES[1] if far else SIZES[2] // 4
+    some_s = seconds(some, far, 1)
     other, runs = (some // 4, 1) if some_s > SLOW_S else (4 * some, RUNS)
-    some_s, other_s = (seconds(some, False, runs) if runs > 1 else some_s), seconds(other, False, runs)
+    some_s, other_s = (seconds(some, far, runs) if runs > 1 else some_s), seconds(other, far, runs)
     if not math.isfinite(latency_s + all_reduce_s + some_s + other_s):
         raise NoClock
-    s_per_byte = max((other_s - some_s) / (other - some), 0.0) / (traffic("all_reduce", 4 * some, exchange.size) / some)
+    sent_bytes = traffic("all_gather" if far else "all_reduce", 4 * some, exchange.size)  # of the one
+    s_per_byte = max((other_s - some_s) / (other - some), 0.0) * some / sent_bytes
     link = Link(latency_s, s_per_byte, all_reduce_s)
     exchange.set_latencies(link.carries(link.latency_s), link.carries(link.all_reduce_s))
     rank_zero_info(
