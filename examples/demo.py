@@ -1,163 +1,268 @@
-"""Train the same model twice, sending all of the gradient and then a part of it, and compare.
+"""Train a language model on four hosts over a slow network, with plain DDP and with `sparse_auto`, and compare.
 
-    python examples/demo.py                   # the byte language model, 4 processes on this machine
-    python examples/demo.py --task digits
+    python examples/demo.py
+    python examples/demo.py --no-emulation     # as where no network can be emulated: its time is computed
 
-Each training is a run of this same script with --result, which names the file for its figures.
+The hosts are network namespaces of this machine, joined by links of a limited rate, which takes Linux, and root or user
+namespaces. Elsewhere they are processes, each step's bytes are counted, and the time they take on such a link is added.
 """
 
 import argparse
-import contextlib
 import json
-import logging
 import os
-import signal
+import platform
+import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Column, Table
+from rich.text import Text
 
-console = Console()
+from lightning_sparse.bench.advise.advise import busy, predict
+from lightning_sparse.bench.cluster import Cluster, ClusterError, parse, unavailable_reason
+from lightning_sparse.monitor.tables import human_bytes
+
+HOSTS = 4
+PORT = 29500  # every emulated cluster has its ports to itself
+ALONE = "no_communication"
+STYLES = ("red", "green", "blue")  # of ddp, the strategy to compare with it, and one host alone
+COLUMNS, LINES = 64, 14  # of the picture
+
+
+@dataclass
+class Training:
+    """What is known so far of a training."""
+
+    name: str
+    style: str
+    seconds: float = 0.0
+    steps: int = 0
+    sent_bytes: float = 0.0  # by a host
+    judged: list[tuple[float, float, float]] = field(default_factory=list)  # seconds, loss and bytes sent by then
+
+    @property
+    def label(self) -> str:
+        return "one host alone" if self.name == ALONE else self.name
+
+    @property
+    def best(self) -> float:
+        return min(loss for _, loss, _ in self.judged)
+
+    def add(self, seconds: float, steps: int, sent_bytes: float, loss: float | None) -> None:
+        self.seconds, self.steps, self.sent_bytes = seconds, steps, sent_bytes
+        if loss is not None:
+            self.judged.append((seconds, loss, sent_bytes))
+
+    def until(self, wanted: float) -> tuple[float, float] | None:
+        """Return the seconds and the bytes until a loss was found; None if it was not."""
+        return next(((seconds, sent_bytes) for seconds, loss, sent_bytes in self.judged if loss <= wanted), None)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", choices=["byte_lm", "digits"], default="byte_lm")
-    parser.add_argument("--strategy", default="skip_reduce")
-    parser.add_argument("--baseline", default="sparse_dense", help="the strategy to compare with")
-    parser.add_argument("--devices", type=int, default=4, help="number of processes")
-    parser.add_argument("--max-steps", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--time-limit", type=float, default=600, help="seconds that one training may take")
-    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=30, help="of each of the three trainings (default: 30)")
+    parser.add_argument("--link", default="100mbit", help="rate of each host's link (default: 100mbit)")
+    parser.add_argument("--no-emulation", action="store_true", help="compute the network's time; do not emulate one")
+    parser.add_argument("--picture", type=Path, default=Path("demo.svg"), help="file to write (default: demo.svg)")
     args = parser.parse_args()
-    if args.result:
-        train(args)
-    else:
-        compare(args)
-
-
-def train(args: argparse.Namespace) -> None:
-    """Train once with ``args.strategy`` and write the figures to ``args.result``."""
-    # Imported here: the process that only compares needs none of it.
-    import lightning as L
-    from lightning.pytorch.callbacks import RichProgressBar, Timer
-
-    import lightning_sparse
-
-    logging.disable(logging.INFO)  # the progress bar without the start-up messages
-    L.seed_everything(args.seed)
-    model, data = build(args.task)
-    timer = Timer()
-    trainer = L.Trainer(
-        strategy=args.strategy,
-        accelerator="cpu",
-        devices=args.devices,
-        max_steps=args.max_steps,
-        val_check_interval=args.max_steps,  # validate once, at the end
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        callbacks=[lightning_sparse.CompressionMonitor(table=False, summary=False), RichProgressBar(), timer],
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        logger=False,
-    )
-    trainer.fit(model, data)
-    if trainer.is_global_zero:
-        figures = {name: value.item() for name, value in trainer.callback_metrics.items()}
-        figures["fit_seconds"] = timer.time_elapsed("train")
-        figures["step_seconds"] = (timer.time_elapsed("train") - timer.time_elapsed("validate")) / args.max_steps
-        args.result.write_text(json.dumps(figures))
-
-
-def build(task: str):
-    """Build the model and the data module of a task."""
-    if task == "digits":
-        from digits import Digits, DigitsClassifier
-
-        return DigitsClassifier(), Digits()
-    from byte_lm import ByteLM, StdlibBytes
-
-    return ByteLM(), StdlibBytes()
-
-
-def compare(args: argparse.Namespace) -> None:
-    """Train with both strategies and print what the second one saved."""
-    results = []
-    with tempfile.TemporaryDirectory() as folder:
-        for strategy in (args.baseline, args.strategy):
-            console.rule(f'{args.task}, {args.devices} processes, Trainer(strategy="{strategy}")')
-            result = Path(folder) / f"{len(results)}.json"
-            command = [sys.executable, __file__, "--task", args.task, "--strategy", strategy]
-            command += ["--devices", str(args.devices), "--max-steps", str(args.max_steps)]
-            command += ["--seed", str(args.seed), "--result", str(result)]
-            exit_code = run(command, args.time_limit)
-            if exit_code:
-                sys.exit(f'The training with strategy="{strategy}" failed: {exit_code}. Its error is above.')
-            results.append(json.loads(result.read_text()))
-
-    dense, sparse = results
-    console.print(table(args, dense, sparse))
-    console.print(summary(dense, sparse))
-    console.print(
-        "All processes ran on this machine, where sending costs next to nothing: "
-        "the bytes are what is saved here, not the time. Over a slow network fewer bytes are less time."
-    )
-
-
-def run(command: list[str], time_limit: float) -> str:
-    """Run a command, end every process that it started, and say what went wrong (nothing: an empty string)."""
-    process = subprocess.Popen(command, start_new_session=True)  # a process group of its own
+    console, doubt = Console(), busy()
     try:
-        exit_code = process.wait(time_limit)
-    except subprocess.TimeoutExpired:
-        return f"not finished after {time_limit:g} seconds"
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # all have ended
-            os.killpg(process.pid, signal.SIGKILL)
-    return f"exit code {exit_code}" if exit_code else ""
+        reason = "as --no-emulation asks" if args.no_emulation else why_not(f"{HOSTS}x{args.link}")
+        how = "computed" if reason else "emulated on this machine"
+        if reason:
+            console.print(f"No network is emulated: {reason}.\n", highlight=False)
+        ours = chosen(args.link, console) if reason else "sparse_auto"
+        trainings = [Training(*each) for each in zip(("ddp", ours, ALONE), STYLES, strict=True)]
+        console.print(introduction(args, how))
+        train(trainings, args, bool(reason), console)
+    except (ClusterError, ValueError) as error:
+        sys.exit(f"The demo failed: {error}")
+    except KeyboardInterrupt:
+        sys.exit("Interrupted.")
+    title = f"Loss on held-out text by seconds, {HOSTS} hosts, {args.link} ({how})"
+    shown = Group(picture(trainings, title), result(trainings), Text(closing_words(trainings, bool(reason), doubt)))
+    console.print(shown)
+    with open(os.devnull, "w") as nowhere:
+        (drawing := Console(record=True, width=100, file=nowhere)).print(shown)
+    drawing.save_svg(str(args.picture), title="lightning_sparse: make demo")
+    console.print(f"picture: {args.picture}", highlight=False)
 
 
-def table(args: argparse.Namespace, dense: dict[str, float], sparse: dict[str, float]) -> Table:
-    rows = [
-        ("validation loss", "val_loss", "{:.3f}".format),
-        ("validation accuracy", "val_acc", "{:.1%}".format),
-        ("training loss, last batch", "train_loss", "{:.3f}".format),
-        ("sent per step and process", "sparse/sent_bytes", human_bytes),
-        ("compression ratio", "sparse/compression_ratio", "{:.2f}".format),
-        ("time to train", "fit_seconds", "{:.1f} s".format),
-        ("time per step", "step_seconds", "{:.3f} s".format),
-    ]
-    table = Table("", args.baseline, args.strategy, title=f"{args.task} after {args.max_steps} steps")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for label, key, text in rows:
-        if key != "val_acc" or key in dense:
-            table.add_row(label, *(text(figures[key]) if key in figures else "-" for figures in (dense, sparse)))
+# - hosts
+
+
+def why_not(network: str) -> str | None:
+    """Say why the network cannot be emulated here; None if it can."""
+    if reason := unavailable_reason():
+        return reason
+    try:
+        with Cluster(network):
+            return None
+    except ClusterError as error:
+        return str(error)
+
+
+def chosen(link: str, console: Console) -> str:
+    """Return the name of what `sparse_auto` would choose for a link, which it cannot measure here."""
+    console.print("sparse_auto measures the network; there is none, so `lightning-sparse advise` predicts its choice:")
+    found = next(each for each in predict("byte_lm", f"{HOSTS}x{link}") if each.chosen)
+    console.print(f"{found.name}.\n", highlight=False)
+    return found.name
+
+
+def command(host: int, address: str, port: int, arguments: Sequence[str]) -> list[str]:
+    """Return what runs in a host, with the environment that torchrun would give it."""
+    variables = {"RANK": host, "LOCAL_RANK": 0, "GROUP_RANK": host, "WORLD_SIZE": HOSTS, "LOCAL_WORLD_SIZE": 1}
+    variables |= {"MASTER_ADDR": address, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}  # the hosts share the cores
+    rank = Path(__file__).with_name("demo_rank.py")
+    return ["env", *(f"{name}={value}" for name, value in variables.items()), sys.executable, str(rank), *arguments]
+
+
+def emulated(link: str, arguments: Sequence[str]) -> Iterator[str]:
+    """Yield the lines of host 0 of an emulated network."""
+    with Cluster(f"{HOSTS}x{link}") as cluster:
+        own = [*arguments, "--interface", "eth0"]
+        commands = [command(host, cluster.address(0), PORT, own) for host in range(HOSTS)]
+        with closing(cluster.lines(commands)) as lines:
+            yield from lines
+
+
+def computed(link: str, arguments: Sequence[str]) -> Iterator[str]:
+    """Yield the lines of the first of as many processes as there would be hosts."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    own = [*arguments, "--s-per-byte", str(parse(f"{HOSTS}x{link}").s_per_byte)]
+    loopback = {**os.environ, "GLOO_SOCKET_IFNAME": "lo0" if platform.system() == "Darwin" else "lo"}
+    with ExitStack() as stack:
+        processes, errors = [], stack.enter_context(tempfile.TemporaryFile("w+"))
+        for host in range(HOSTS):
+            out = subprocess.DEVNULL if host else subprocess.PIPE
+            words = command(host, "127.0.0.1", port, own)
+            process = subprocess.Popen(words, env=loopback, stdout=out, stderr=errors, text=True)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            processes.append(process)
+        assert processes[0].stdout is not None
+        yield from processes[0].stdout
+        if any(process.wait() for process in processes):
+            errors.seek(0)
+            raise ClusterError(f"a process failed; the end of what it wrote:\n{errors.read()[-4000:]}")
+
+
+def train(trainings: Sequence[Training], args: argparse.Namespace, compute: bool, console: Console) -> None:
+    """Run the trainings, one after the other, and show how far they are."""
+    arguments = [";".join(each.name for each in trainings), "--seconds", str(args.seconds)]
+    lines = (computed if compute else emulated)(args.link, arguments)
+    spinner = Spinner("dots", f"starting {HOSTS} hosts: each imports torch and Lightning ...")
+    with Live(console=console, refresh_per_second=8) as live, closing(lines):
+        live.update(Group(live_table(trainings, args.seconds), spinner))
+        for line in lines:
+            figures = json.loads(line)
+            name = figures.pop("strategy")
+            now = next(each for each in trainings if each.name == name)
+            now.add(**figures)
+            spinner.update(text=f"training: {now.label}" if now.seconds < args.seconds else "starting the next one ...")
+            live.update(Group(live_table(trainings, args.seconds), spinner))
+        live.update(live_table(trainings, args.seconds))
+
+
+# - what is shown
+
+
+def introduction(args: argparse.Namespace, how: str) -> Text:
+    """Say in a sentence what is happening."""
+    cores = os.cpu_count() or 1
+    return Text(
+        f"Four hosts, joined by links of {args.link} ({how}; they share {cores} core{'s' if cores > 1 else ''}), train "
+        "a language model of 279,168 parameters on the source of Python's library, "
+        f"{args.seconds:g} seconds with each strategy; then each of them alone, without a network.\n"
+    )
+
+
+def live_table(trainings: Sequence[Training], seconds: float) -> Table:
+    numbers = (Column(name, justify="right", no_wrap=True) for name in ("seconds", "steps", "loss", "sent by a host"))
+    table = Table(Column("strategy", no_wrap=True), "", *numbers, box=box.SIMPLE_HEAD)
+    for each in trainings:
+        loss = f"{each.judged[-1][1]:.3f}" if each.judged else ""
+        bar = ProgressBar(seconds, min(each.seconds, seconds), 24, complete_style=each.style)
+        name = Text(each.label, each.style)
+        table.add_row(name, bar, f"{each.seconds:.1f}", f"{each.steps}", loss, human_bytes(each.sent_bytes))
     return table
 
 
-def summary(dense: dict[str, float], sparse: dict[str, float]) -> str:
-    """Say in one sentence what was saved, and at what loss."""
-    losses = f"final loss {sparse['val_loss']:.2f} against {dense['val_loss']:.2f}"
-    before, now = dense.get("sparse/sent_bytes"), sparse.get("sparse/sent_bytes")
-    if not before or not now:
-        return f"There are no counts of sent bytes to compare; {losses}."
-    return (
-        f"Each rank sent {human_bytes(now)} a step instead of {human_bytes(before)}: "
-        f"{before / now:.1f} times less; {losses}."
-    )
+def picture(trainings: Sequence[Training], title: str) -> Text:
+    """Draw the losses by seconds, each training with a mark of its own."""
+    end = max(each.seconds for each in trainings)
+    shown = [[(s, loss) for s, loss, _ in each.judged if s >= end / 10] for each in trainings]
+    losses = [loss for points in shown for _, loss in points]
+    top, bottom = max(losses), min(losses)
+    cells = [[(" ", "")] * COLUMNS for _ in range(LINES)]
+    for each, points, mark in zip(trainings, shown, "●■·", strict=True):
+        for (start, above), (stop, below) in pairwise(points):
+            for column in range(int(start / end * (COLUMNS - 1)), int(stop / end * (COLUMNS - 1)) + 1):
+                part = min(1.0, max(0.0, (column * end / (COLUMNS - 1) - start) / (stop - start)))
+                loss = above + part * (below - above)
+                line = round((top - loss) / max(top - bottom, 1e-9) * (LINES - 1))
+                cells[line][column] = (mark, each.style)
+    text = Text(f"\n{title}\n\n", "bold")
+    for number, line in enumerate(cells):
+        text.append(f"{top - number * (top - bottom) / (LINES - 1):6.2f} │", "default not bold")
+        text.append_text(Text.assemble(*line, "\n"))
+    text.append(f"       └{'─' * COLUMNS}\n        0{f'{end:.0f} s':>{COLUMNS - 1}}\n", "default not bold")
+    for each, mark in zip(trainings, "●■·", strict=True):
+        text.append(f"        {mark} {each.label}", f"{each.style} not bold")
+    return text.append("\n")
 
 
-def human_bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.4g} {unit}"
-        count /= 1000
-    return f"{count:.4g} GB"
+def result(trainings: Sequence[Training]) -> Table:
+    wanted = trainings[0].best
+    headings = ("loss at end", f"seconds to {wanted:.2f}", "times faster", "sent by then", "steps")
+    table = Table("strategy", *(Column(each, justify="right") for each in headings), box=box.SIMPLE_HEAD)
+    ddp = trainings[0].until(wanted)
+    for each in trainings:
+        cells = ("-", "-", "-")
+        if ddp and (found := each.until(wanted)):
+            cells = (f"{found[0]:.1f}", f"{ddp[0] / found[0]:.1f}", human_bytes(found[1]))
+        table.add_row(Text(each.label, each.style), f"{each.judged[-1][1]:.3f}", *cells, f"{each.steps}")
+    return table
+
+
+def closing_words(trainings: Sequence[Training], compute: bool, doubt: str) -> str:
+    """Say who was faster, if anybody was, and what to think of it."""
+    ddp, ours, alone = trainings
+    wanted = ddp.best
+    before, now, single = (each.until(wanted) for each in trainings)
+    words = f"{ours.label} did not get to ddp's best loss, {wanted:.2f}, in the time: no gain here."
+    if before and now and now[0] >= before[0]:
+        words = (
+            f"{ours.label} got to ddp's best loss, {wanted:.2f}, after {now[0]:.1f} s, ddp in {before[0]:.1f}: no gain."
+        )
+    elif before and now:
+        words = (
+            f"{ours.label} got to ddp's best loss, {wanted:.2f}, in {now[0]:.1f} s in place of {before[0]:.1f}: "
+            f"{before[0] / now[0]:.1f} times faster, and a host sent {human_bytes(now[1])} in place of "
+            f"{human_bytes(before[1])}."
+        )
+    if single and now and single[0] <= now[0]:
+        words += f" One host alone got there in {single[0]:.1f} s: here the other three are not worth their network."
+    elif now:
+        words += f" One host alone ended at {alone.judged[-1][1]:.2f}: the others are worth their network."
+    if compute:
+        words += (
+            " Computation and bytes were measured; the bytes' time on the link was computed, and added to each step's."
+        )
+    return " ".join(filter(None, (words, doubt)))
 
 
 if __name__ == "__main__":
