@@ -1,26 +1,34 @@
 # Everything runs in a virtual environment that make sets up by itself.
-#   make demo    train on real data with strategy="skip_reduce" on several processes
+#   make demo    train on four hosts over an emulated slow network, with ddp and with sparse_auto
 #   make bench   a short comparison over emulated slow networks, and limits of time (Linux; a quiet machine)
 #   make test    the tests; those of one process on JOBS processors
 #   make docs    the documentation site, in docs/_build/html
 #   make results the page of results and its figures, from the runs stored in docs/benchmarks
 #   make check   what CI runs: lint, types, tests
+#   make dist    the wheel and the source distribution, in dist
+# The demo needs no GPU: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu makes pip fetch the smaller torch on Linux.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: setup demo bench test docs results lint types check format clean
+.PHONY: setup demo bench test docs results lint types check dist format clean
 
 setup: $(VENV)/.ready
 
-$(VENV)/.ready: pyproject.toml constraints.txt
+# What users install, which is all that the demo needs.
+$(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else "lightning_sparse needs Python 3.10 or newer; this is " + sys.version.split()[0] + ". Choose another: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --constraint constraints.txt --editable .
 	touch $@
 
-demo: setup
+# Tests, documentation and tools.
+$(VENV)/.ready: $(VENV)/.demo
+	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
 
 bench: setup
@@ -42,10 +50,17 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+# The second: what a user's own code is told by the installed package, which must say that it has types (py.typed).
 types: setup
 	$(BIN)/mypy
+	cd examples && $(abspath $(BIN))/mypy --config-file= --cache-dir ../.mypy_cache/user --strict \
+	  -c 'import lightning_sparse as ls; strategy: ls.SparseDDPStrategy = ls.SparseDDPStrategy(ls.MiCRO(density=0.05))'
 
 check: lint types test
+
+dist: setup
+	rm -rf dist
+	$(BIN)/python -m build
 
 format: setup
 	$(BIN)/ruff check --fix .

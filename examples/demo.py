@@ -228,7 +228,8 @@ def picture(trainings: Sequence[Training], title: str) -> Text:
 def result(trainings: Sequence[Training]) -> Table:
     wanted = trainings[0].best
     headings = ("loss at end", f"seconds to {wanted:.2f}", "times faster", "sent by then", "steps")
-    table = Table("strategy", *(Column(each, justify="right") for each in headings), box=box.SIMPLE_HEAD)
+    numbers = (Column(each, justify="right") for each in headings)
+    table = Table(Column("strategy", no_wrap=True), *numbers, box=box.SIMPLE_HEAD)
     ddp = trainings[0].until(wanted)
     for each in trainings:
         cells = ("-", "-", "-")

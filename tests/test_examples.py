@@ -5,6 +5,7 @@ import itertools
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 import time
@@ -131,19 +132,6 @@ def test_digits_learns():
     assert metrics["val_acc"] >= 0.95
 
 
-def test_demo_says_what_was_saved():
-    from demo import human_bytes, summary
-
-    assert human_bytes(12) == "12 B"
-    assert human_bytes(2_668_000) == "2.668 MB"
-    dense = {"val_loss": 2.30, "sparse/sent_bytes": 6e6}
-    sparse = {"val_loss": 2.31, "sparse/sent_bytes": 4e6}
-    assert summary(dense, sparse) == (
-        "Each rank sent 4 MB a step instead of 6 MB: 1.5 times less; final loss 2.31 against 2.30."
-    )
-    assert "no counts" in summary({"val_loss": 2.3}, {"val_loss": 2.3})
-
-
 # - as their readers run them
 
 
@@ -174,11 +162,22 @@ def test_the_list_of_examples_is_complete():
 BY_NAME = EXAMPLES / "configs" / "by_name.yaml"
 
 
+def run(command: list[str], time_limit: float) -> str:
+    """Run a command, end every process that it started, and say what went wrong (nothing: an empty string)."""
+    process = subprocess.Popen(command, start_new_session=True)  # a process group of its own
+    try:
+        exit_code = process.wait(time_limit)
+    except subprocess.TimeoutExpired:
+        return f"not finished after {time_limit:g} seconds"
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # all have ended
+            os.killpg(process.pid, signal.SIGKILL)
+    return f"exit code {exit_code}" if exit_code else ""
+
+
 @pytest.mark.processes
 def test_it_runs_as_a_script(tmp_path, monkeypatch, capfd):
     """Lightning starts the second process, by running the same command again."""
-    from demo import run
-
     monkeypatch.chdir(tmp_path)  # Lightning writes its logs and checkpoints here
     command = f"{EXAMPLES}/cli.py fit --config {BY_NAME} --trainer.strategy micro --trainer.max_steps 5"
     failure = run([sys.executable, *command.split()], time_limit=LIMIT_S)

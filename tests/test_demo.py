@@ -1,0 +1,107 @@
+"""The demo, over an emulated network and without one, and what it says of each outcome."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_sparse.bench.cluster import ClusterError
+from tests.conftest import emulated
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+LIMIT_S = 240  # four processes import torch and Lightning, on a busy machine
+
+
+@pytest.fixture(autouse=True)
+def examples_path(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+
+
+def trainings(ddp, ours, alone):
+    """Three trainings of 10, 20 and 30 s, judged to have these losses then."""
+    from demo import Training
+
+    found = [Training(name, "red") for name in ("ddp", "sparse_auto", "no_communication")]
+    for each, losses, sent_bytes in zip(found, (ddp, ours, alone), (8e6, 1e6, 0), strict=True):
+        for i, loss in enumerate(losses, start=1):
+            each.add(10.0 * i, 5 * i, sent_bytes * i, None)
+            each.add(10.0 * i, 5 * i, sent_bytes * i, loss)
+    return found
+
+
+def test_a_gain_is_told_with_what_was_sent():
+    from demo import closing_words
+
+    assert closing_words(trainings((3.0, 2.8, 2.6), (2.9, 2.5, 2.3), (3.0, 2.9, 2.8)), False, "") == (
+        "sparse_auto got to ddp's best loss, 2.60, in 20.0 s in place of 30.0: 1.5 times faster, and a host sent "
+        "2.00 MB in place of 24.00 MB. One host alone ended at 2.80: the others are worth their network."
+    )
+
+
+@pytest.mark.parametrize(
+    ("ours", "alone", "words"),
+    [
+        pytest.param((3.0, 2.9, 2.7), (3.0, 2.9, 2.8), "did not get to ddp's best loss, 2.60", id="never"),
+        pytest.param((3.0, 2.9, 2.6), (3.0, 2.9, 2.8), "in 30.0 s, sparse_auto in 30.0: no gain", id="no sooner"),
+        pytest.param((3.0, 2.6, 2.5), (2.6, 2.5, 2.4), "are not worth their network", id="one host sooner"),
+    ],
+)
+def test_no_gain_is_told_as_well(ours, alone, words):
+    from demo import closing_words
+
+    assert words in closing_words(trainings((3.0, 2.8, 2.6), ours, alone), False, "")
+
+
+def test_doubts_are_told_last():
+    from demo import closing_words
+
+    words = closing_words(trainings((2.0,), (1.0,), (3.0,)), True, "This machine is busy.")
+    assert words.endswith("was computed, and added to each step's. This machine is busy.")
+
+
+def test_the_picture_has_every_training_and_what_they_reached():
+    from demo import picture, result
+    from rich.console import Console
+
+    shown = trainings((3.0, 2.8, 2.6), (2.9, 2.5, 2.3), (3.0, 2.9, 2.8))
+    text = picture(shown, "Loss").plain
+    assert all(text.count(mark) > 5 for mark in "●■·")
+    assert "  3.00 │" in text
+    assert "  2.30 │" in text
+    (console := Console(width=80, record=True)).print(result(shown))
+    row = next(line for line in console.export_text().splitlines() if "sparse_auto" in line)
+    assert row.split() == ["sparse_auto", "2.300", "20.0", "1.5", "2.00", "MB", "15"]
+
+
+def test_a_process_that_fails_is_told():
+    from demo import computed
+
+    with pytest.raises(ClusterError, match="unrecognized arguments: --nonsense"):
+        list(computed("100mbit", ["ddp", "--nonsense"]))
+
+
+def run(folder, *arguments):
+    """Run the demo for a moment; returns what it printed."""
+    command = [sys.executable, str(EXAMPLES / "demo.py"), "--seconds", "1", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert not done.returncode, done.stderr
+    assert [file.name for file in folder.iterdir()] == ["demo.svg"]
+    assert "</svg>" in (folder / "demo.svg").read_text()
+    assert "picture: demo.svg" in done.stdout
+    return " ".join(done.stdout.split())
+
+
+@emulated(LIMIT_S)
+def test_over_an_emulated_network(tmp_path):
+    shown = run(tmp_path)
+    assert "emulated on this machine" in shown
+    assert "sparse_auto" in shown
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(LIMIT_S)
+def test_without_an_emulated_network(tmp_path):
+    shown = run(tmp_path, "--no-emulation")
+    assert "No network is emulated: as --no-emulation asks." in shown
+    assert "the bytes' time on the link was computed" in shown
