@@ -31,6 +31,7 @@ from rich.text import Text
 
 from lightning_sparse.bench.advise.advise import busy, predict
 from lightning_sparse.bench.cluster import Cluster, ClusterError, parse, unavailable_reason
+from lightning_sparse.bench.cluster.spec import parse_link, words
 from lightning_sparse.monitor.tables import human_bytes
 
 HOSTS = 4
@@ -90,7 +91,7 @@ def main() -> None:
         sys.exit(f"The demo failed: {error}")
     except KeyboardInterrupt:
         sys.exit("Interrupted.")
-    title = f"Loss on held-out text by seconds, {HOSTS} hosts, {args.link} ({how})"
+    title = f"Loss on held-out text by seconds, {HOSTS} hosts, {words(parse_link(args.link))} ({how})"
     shown = Group(picture(trainings, title), result(trainings), Text(closing_words(trainings, bool(reason), doubt)))
     console.print(shown)
     with open(os.devnull, "w") as nowhere:
@@ -148,8 +149,8 @@ def computed(link: str, arguments: Sequence[str]) -> Iterator[str]:
         processes, errors = [], stack.enter_context(tempfile.TemporaryFile("w+"))
         for host in range(HOSTS):
             out = subprocess.DEVNULL if host else subprocess.PIPE
-            words = command(host, "127.0.0.1", port, own)
-            process = subprocess.Popen(words, env=loopback, stdout=out, stderr=errors, text=True)
+            argv = command(host, "127.0.0.1", port, own)
+            process = subprocess.Popen(argv, env=loopback, stdout=out, stderr=errors, text=True)
             stack.enter_context(process)
             stack.callback(process.kill)
             processes.append(process)
@@ -182,9 +183,9 @@ def train(trainings: Sequence[Training], args: argparse.Namespace, compute: bool
 
 def introduction(args: argparse.Namespace, how: str) -> Text:
     """Say in a sentence what is happening."""
-    cores = os.cpu_count() or 1
+    link, cores = words(parse_link(args.link)), os.cpu_count() or 1
     return Text(
-        f"Four hosts, joined by links of {args.link} ({how}; they share {cores} core{'s' if cores > 1 else ''}), train "
+        f"Four hosts, joined by links of {link} ({how}; they share {cores} core{'s' if cores > 1 else ''}), train "
         "a language model of 279,168 parameters on the source of Python's library, "
         f"{args.seconds:g} seconds with each strategy; then each of them alone, without a network.\n"
     )
@@ -228,7 +229,7 @@ def picture(trainings: Sequence[Training], title: str) -> Text:
 def result(trainings: Sequence[Training]) -> Table:
     wanted = trainings[0].best
     headings = ("loss at end", f"seconds to {wanted:.2f}", "times faster", "sent by then", "steps")
-    numbers = (Column(each, justify="right") for each in headings)
+    numbers = (Column(each, justify="right", no_wrap=number == 3) for number, each in enumerate(headings))
     table = Table(Column("strategy", no_wrap=True), *numbers, box=box.SIMPLE_HEAD)
     ddp = trainings[0].until(wanted)
     for each in trainings:
@@ -244,26 +245,26 @@ def closing_words(trainings: Sequence[Training], compute: bool, doubt: str) -> s
     ddp, ours, alone = trainings
     wanted = ddp.best
     before, now, single = (each.until(wanted) for each in trainings)
-    words = f"{ours.label} did not get to ddp's best loss, {wanted:.2f}, in the time: no gain here."
+    said = f"{ours.label} did not get to ddp's best loss, {wanted:.2f}, in the time: no gain here."
     if before and now and now[0] >= before[0]:
-        words = (
+        said = (
             f"{ours.label} got to ddp's best loss, {wanted:.2f}, after {now[0]:.1f} s, ddp in {before[0]:.1f}: no gain."
         )
     elif before and now:
-        words = (
+        said = (
             f"{ours.label} got to ddp's best loss, {wanted:.2f}, in {now[0]:.1f} s in place of {before[0]:.1f}: "
             f"{before[0] / now[0]:.1f} times faster, and a host sent {human_bytes(now[1])} in place of "
             f"{human_bytes(before[1])}."
         )
     if single and now and single[0] <= now[0]:
-        words += f" One host alone got there in {single[0]:.1f} s: here the other three are not worth their network."
+        said += f" One host alone got there in {single[0]:.1f} s: here the other three are not worth their network."
     elif now:
-        words += f" One host alone ended at {alone.judged[-1][1]:.2f}: the others are worth their network."
+        said += f" One host alone ended at {alone.judged[-1][1]:.2f}: the others are worth their network."
     if compute:
-        words += (
+        said += (
             " Computation and bytes were measured; the bytes' time on the link was computed, and added to each step's."
         )
-    return " ".join(filter(None, (words, doubt)))
+    return " ".join(filter(None, (said, doubt)))
 
 
 if __name__ == "__main__":

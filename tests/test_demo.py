@@ -43,7 +43,7 @@ def test_a_gain_is_told_with_what_was_sent():
     ("ours", "alone", "words"),
     [
         pytest.param((3.0, 2.9, 2.7), (3.0, 2.9, 2.8), "did not get to ddp's best loss, 2.60", id="never"),
-        pytest.param((3.0, 2.9, 2.6), (3.0, 2.9, 2.8), "in 30.0 s, sparse_auto in 30.0: no gain", id="no sooner"),
+        pytest.param((3.0, 2.9, 2.6), (3.0, 2.9, 2.8), "after 30.0 s, ddp in 30.0: no gain", id="no sooner"),
         pytest.param((3.0, 2.6, 2.5), (2.6, 2.5, 2.4), "are not worth their network", id="one host sooner"),
     ],
 )
