@@ -72,7 +72,7 @@ class Training:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=30, help="of each of the three trainings (default: 30)")
+    parser.add_argument("--seconds", type=float, default=25, help="of each of the three trainings (default: 25)")
     parser.add_argument("--link", default="100mbit", help="rate of each host's link (default: 100mbit)")
     parser.add_argument("--no-emulation", action="store_true", help="compute the network's time; do not emulate one")
     parser.add_argument("--picture", type=Path, default=Path("demo.svg"), help="file to write (default: demo.svg)")
@@ -196,7 +196,7 @@ def live_table(trainings: Sequence[Training], seconds: float) -> Table:
     table = Table(Column("strategy", no_wrap=True), "", *numbers, box=box.SIMPLE_HEAD)
     for each in trainings:
         loss = f"{each.judged[-1][1]:.3f}" if each.judged else ""
-        bar = ProgressBar(seconds, min(each.seconds, seconds), 24, complete_style=each.style)
+        bar = ProgressBar(seconds, min(each.seconds, seconds), 24, complete_style=each.style, finished_style=each.style)
         name = Text(each.label, each.style)
         table.add_row(name, bar, f"{each.seconds:.1f}", f"{each.steps}", loss, human_bytes(each.sent_bytes))
     return table
