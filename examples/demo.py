@@ -203,13 +203,13 @@ def live_table(trainings: Sequence[Training], seconds: float) -> Table:
 
 
 def picture(trainings: Sequence[Training], title: str) -> Text:
-    """Draw the losses by seconds, each training with a mark of its own."""
+    """Draw the losses by seconds, after the steep ones at the start, each training with a mark of its own."""
     end = max(each.seconds for each in trainings)
-    shown = [[(s, loss) for s, loss, _ in each.judged if s >= end / 10] for each in trainings]
+    shown = [[(s, loss) for s, loss, _ in each.judged if s >= end / 5] for each in trainings]
     losses = [loss for points in shown for _, loss in points]
     top, bottom = max(losses), min(losses)
     cells = [[(" ", "")] * COLUMNS for _ in range(LINES)]
-    for each, points, mark in zip(trainings, shown, "●■·", strict=True):
+    for each, points, mark in reversed(list(zip(trainings, shown, "●■·", strict=True))):  # what matters on top
         for (start, above), (stop, below) in pairwise(points):
             for column in range(int(start / end * (COLUMNS - 1)), int(stop / end * (COLUMNS - 1)) + 1):
                 part = min(1.0, max(0.0, (column * end / (COLUMNS - 1) - start) / (stop - start)))
