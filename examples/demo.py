@@ -192,7 +192,7 @@ def introduction(args: argparse.Namespace, how: str) -> Text:
 
 
 def live_table(trainings: Sequence[Training], seconds: float) -> Table:
-    numbers = (Column(name, justify="right", no_wrap=True) for name in ("seconds", "steps", "loss", "sent by a host"))
+    numbers = (Column(name, justify="right", no_wrap=True) for name in ("seconds", "steps", "loss", "a host sent"))
     table = Table(Column("strategy", no_wrap=True), "", *numbers, box=box.SIMPLE_HEAD)
     for each in trainings:
         loss = f"{each.judged[-1][1]:.3f}" if each.judged else ""
@@ -228,7 +228,7 @@ def picture(trainings: Sequence[Training], title: str) -> Text:
 
 def result(trainings: Sequence[Training]) -> Table:
     wanted = trainings[0].best
-    headings = ("loss at end", f"seconds to {wanted:.2f}", "times faster", "sent by then", "steps")
+    headings = ("last loss", f"s to {wanted:.2f}", "times faster", "sent by then", "steps")
     numbers = (Column(each, justify="right", no_wrap=number == 3) for number, each in enumerate(headings))
     table = Table(Column("strategy", no_wrap=True), *numbers, box=box.SIMPLE_HEAD)
     ddp = trainings[0].until(wanted)
