@@ -74,6 +74,20 @@ def test_the_picture_has_every_training_and_what_they_reached():
     assert row.split() == ["sparse_auto", "2.300", "20.0", "1.5", "2.00", "MB", "15"]
 
 
+def test_it_says_why_no_network_can_be_emulated(monkeypatch):
+    import demo
+
+    class NoLimits(demo.Cluster):
+        def __enter__(self):
+            raise ClusterError("cannot limit a link")
+
+    monkeypatch.setattr(demo, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(demo, "Cluster", NoLimits)
+    assert demo.why_not("4x100mbit") == "cannot limit a link"
+    monkeypatch.setattr(demo, "unavailable_reason", lambda: "it needs Linux")
+    assert demo.why_not("4x100mbit") == "it needs Linux"
+
+
 def test_a_process_that_fails_is_told():
     from demo import computed
 
