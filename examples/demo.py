@@ -258,6 +258,9 @@ def closing_words(trainings: Sequence[Training], compute: bool, doubt: str) -> s
         )
     if single and now and single[0] <= now[0]:
         said += f" One host alone got there in {single[0]:.1f} s: here the other three are not worth their network."
+    elif now and before and single:
+        sooner = "sooner" if single[0] < before[0] else "later"
+        said += f" One host alone got there in {single[0]:.1f} s, {sooner} than four with ddp."
     elif now:
         said += f" One host alone ended at {alone.judged[-1][1]:.2f}: the others are worth their network."
     if compute:

@@ -44,10 +44,11 @@ def test_a_gain_is_told_with_what_was_sent():
     [
         pytest.param((3.0, 2.9, 2.7), (3.0, 2.9, 2.8), "did not get to ddp's best loss, 2.60", id="never"),
         pytest.param((3.0, 2.9, 2.6), (3.0, 2.9, 2.8), "after 30.0 s, ddp in 30.0: no gain", id="no sooner"),
+        pytest.param((2.6, 2.5, 2.4), (3.0, 2.6, 2.5), "got there in 20.0 s, sooner than four with ddp", id="ddp last"),
         pytest.param((3.0, 2.6, 2.5), (2.6, 2.5, 2.4), "are not worth their network", id="one host sooner"),
     ],
 )
-def test_no_gain_is_told_as_well(ours, alone, words):
+def test_what_is_no_gain_is_told_as_well(ours, alone, words):
     from demo import closing_words
 
     assert words in closing_words(trainings((3.0, 2.8, 2.6), ours, alone), False, "")
