@@ -28,7 +28,7 @@ def require_matplotlib() -> None:
     """Raise a ModuleNotFoundError that says what to install if it is missing."""
     if find_spec("matplotlib") is None:
         raise ModuleNotFoundError(
-            "pictures need matplotlib, which is not installed: pip install lightning-sparse[bench]", name="matplotlib"
+            "pictures need matplotlib, which is not installed: pip install matplotlib", name="matplotlib"
         )
 
 
