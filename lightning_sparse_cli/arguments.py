@@ -12,8 +12,8 @@ def parser() -> argparse.ArgumentParser:
     commands = every.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="list the compressors")
     advise, bench, scale = _add_advise(commands), _add_bench(commands), _add_scale(commands)
-    simulate = _add_simulate(commands)
-    for command in (advise, bench):
+    simulate, doctor = _add_simulate(commands), _add_doctor(commands)
+    for command in (advise, bench, doctor):
         command.add_argument(
             "--interface",
             help="network interface to use and to count on a real cluster (default: the one towards rank 0)",
@@ -34,6 +34,19 @@ def _add_advise(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     advise.add_argument("--link", metavar="CLUSTER", default="", help="predict for a cluster such as 4x1gbit")
     advise.add_argument("--emulate", metavar="CLUSTER", default="", help="build such a cluster here (Linux)")
     return advise
+
+
+def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what this machine or cluster has, what will be used, and what is wrong",
+        description="Look at versions, devices and interfaces, measure the link between hosts, and train ten steps of "
+        "each strategy on a small model: every step is checked for lost gradient and for replicas that differ. Started "
+        "with torchrun or srun it examines that cluster; else this machine, with two ranks on the CPU, and one on each "
+        "CUDA device, whose kernels it times. The exit status is 1 if anything is wrong.",
+    )
+    doctor.add_argument("--emulate", metavar="CLUSTER", default="", help="build one here, such as 2x100mbit (Linux)")
+    return doctor
 
 
 def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
@@ -143,9 +156,7 @@ def _add_simulate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         help="comma-separated, as for bench; the first is what the others are compared with (%(default)s)",
     )
     simulate.add_argument("--ranks", type=int, default=4, help="simulated ranks (%(default)s)")
-    of_tasks = {
-        each: ", ".join(f"{name}: {kind[each]}" for name, kind in TASKS.items()) for each in ("steps", "rates")
-    }
+    of_tasks = {each: ", ".join(f"{name}: {kind[each]}" for name, kind in TASKS.items()) for each in ("steps", "rates")}
     simulate.add_argument("--steps", type=int, help=f"optimizer steps of each training ({of_tasks['steps']})")
     simulate.add_argument(
         "--learning-rates",

@@ -27,10 +27,10 @@ def test_help_and_list_import_nothing_heavy(words: list[str]) -> None:
 
 
 def test_names_are_those_of_the_classes() -> None:
-    assert names.STRATEGIES == {name: (kind.__doc__ or "").partition("\n")[0] for name, kind in NAMES.items()}
+    assert {name: (kind.__doc__ or "").partition("\n")[0] for name, kind in NAMES.items()} == names.STRATEGIES
     assert tuple(WORKLOADS) == names.WORKLOADS
     assert names.MODEL_FORMS == FORMS
-    assert names.TASKS == {name: {"steps": kind.steps, "rates": kind.rates} for name, kind in TASKS.items()}
+    assert {name: {"steps": kind.steps, "rates": kind.rates} for name, kind in TASKS.items()} == names.TASKS
 
 
 def test_list_prints_every_strategy(capsys: pytest.CaptureFixture[str]) -> None:

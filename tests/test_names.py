@@ -56,9 +56,9 @@ def test_nothing_is_made_up(given: str) -> None:
 
 
 def test_a_benchmark_knows_its_peers_too() -> None:
-    with pytest.raises(ValueError, match="got 'powersgd'. Did you mean 'powersgd_"):
+    with pytest.raises(ValueError, match=r"got 'powersgd'\. Did you mean 'powersgd_"):
         contenders("ddp,powersgd")
-    with pytest.raises(ValueError, match="got 'topk'. Did you mean 'sparse_topk'"):
+    with pytest.raises(ValueError, match=r"got 'topk'\. Did you mean 'sparse_topk'"):
         contenders("topk:density=0.1")
 
 

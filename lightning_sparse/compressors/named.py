@@ -79,8 +79,8 @@ def by_name(compressor: object) -> Compressor:
         if compressor in NAMES:
             return NAMES[compressor]()
         raise ValueError(
-            f"compressor must be one of {', '.join(NAMES)}; got {compressor!r}.{did_you_mean(compressor)} For settings of "
-            "its own give an instance, such as SkipReduce(skip=0.5)."
+            f"compressor must be one of {', '.join(NAMES)}; got {compressor!r}.{did_you_mean(compressor)} For settings "
+            "of its own give an instance, such as SkipReduce(skip=0.5)."
         )
     raise TypeError(
         f"compressor must be a name ({', '.join(NAMES)}) or an instance of a Compressor; got {compressor!r}."
