@@ -197,7 +197,7 @@ def _draw_ratio(axis: Any, waiting: Sequence[Waiting]) -> None:
 def _legend_above(axis: Any) -> None:
     """Put the legend where it hides nothing."""
     axis.legend(
-        loc="lower right", bbox_to_anchor=(1, 1), ncols=4, fontsize="small", frameon=False, borderpad=0.2,
+        loc="lower right", bbox_to_anchor=(1, 1), ncols=4, fontsize="x-small", frameon=False, borderpad=0.2,
         columnspacing=1.0, handlelength=1.0,
     )  # fmt: skip
 
