@@ -69,8 +69,9 @@ def of_rounds(rounds: Sequence[Round]) -> list[str]:
 
 def of_link(error: Exception, address: str, port: int) -> str:
     """Say what to do where hosts did not find each other."""
+    answer = next(iter(str(error).split("\n")), "")
     return (
-        f"the hosts must reach each other, and rank 0 at {address}:{port}; got {str(error).strip().splitlines()[0]!r}. "
+        f"the hosts must reach each other, and rank 0 at {address}:{port}; got {answer!r}. "
         "Start the command on every host; open the ports between them; name the interface with --interface, or "
         "GLOO_SOCKET_IFNAME (docs/multi-node.md, Ports)."
     )
