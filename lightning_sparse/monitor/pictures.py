@@ -51,7 +51,7 @@ def _draw(run: Run) -> "Figure":
     from matplotlib.figure import Figure  # without pyplot: no display, no state
 
     rows = _panels(run)
-    figure = Figure(figsize=(10, 0.6 + sum(height for height, _ in rows)), dpi=110, layout="constrained")
+    figure = Figure(figsize=(10, 0.6 + sum(height for height, _ in rows)), dpi=96, layout="constrained")
     names: Any = [
         [name for name, _ in panels] * (3 - len(panels)) for _, panels in rows
     ]  # a single one is twice as wide
