@@ -5,7 +5,7 @@
     python examples/cli.py fit --config examples/configs/micro.yaml --trainer.strategy.compressor.density 0.1
     python examples/cli.py fit --config examples/configs/micro.yaml --print_config
 
-Needs `pip install "lightning-sparse[cli,examples]"`.
+Needs `pip install ".[cli,examples]"` in a checkout.
 """
 
 from digits import Digits, DigitsClassifier

@@ -28,7 +28,7 @@ from lightning_sparse.known_losses import caution
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.network.torch_comm import TorchComm, world
 from lightning_sparse.options import Options
-from lightning_sparse.settings import as_text
+from lightning_sparse.settings import as_text, brief
 
 
 class SparseHook:
@@ -135,8 +135,8 @@ class SparseHook:
         ddp.join_hook = self._join_hook  # type: ignore[method-assign]
         weakref.finalize(self, _end, self._engines, groups).atexit = False  # for who drops it without close()
         rank_zero_info(
-            f"lightning_sparse: {self._engines.compressor} averages {sum(g.n for g in self.exchange.groups):,} "
-            f"elements in {len(self.exchange.groups)} groups among {self.exchange.size} {'nodes' if nodes else 'ranks'}"
+            f"lightning_sparse: {brief(self._engines.compressor)} averages {sum(g.n for g in self.exchange.groups):,} "
+            f"elements among {self.exchange.size} {'nodes' if nodes else 'ranks'}"
             f"{f', each once in {options.local.steps} local steps' if options.local else ''}."
         )
         if self.exchange.size > 1 and (note := caution(options)):

@@ -76,6 +76,6 @@ def caution(options: Options) -> str:
         return ""
     loss, value = found
     return (
-        f"{what.format(value)} ended {loss:.0f} % above dense training's loss in a small language model trained with "
-        "AdamW (docs/accuracy.md). Compare on your task, send more, or take strategy='sparse_auto'."
+        f"{what.format(value)} ended {loss:.0f} % above dense training's loss in a small language model: compare on "
+        "your task, or take strategy='sparse_auto' (docs/accuracy.md)."
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from inspect import signature
 from typing import Any
 
@@ -180,9 +181,11 @@ def _refuse_unknown(kwargs: Mapping[str, object], init: Callable[..., None], com
             f"{misplaced[0]} must be given to the compressor, of which it is a setting, not to the strategy; write "
             f"SparseDDPStrategy({name}({_call(given | {each: unknown[each] for each in misplaced})}))."
         )
+    options = (taken | {f.name for f in fields(Options)}) - GIVEN_BY_LIGHTNING - {*UNSUPPORTED, "self", "ddp_kwargs"}
+    close = get_close_matches(next(iter(unknown)), options, n=1, cutoff=0.75)
     raise TypeError(
         f"{next(iter(unknown))} must be an option of this strategy, of DDPStrategy or of DistributedDataParallel; got "
-        f"{_call(unknown)}. Leave it out, or correct its name."
+        f"{_call(unknown)}. {f'Did you mean {close[0]}?' if close else 'Leave it out, or correct its name.'}"
     )
 
 

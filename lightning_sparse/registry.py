@@ -1,9 +1,9 @@
 """Makes the names known to Lightning."""
 
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NoReturn
 
-from lightning_sparse.compressors import NAMES
+from lightning_sparse.compressors.named import NAMES, misspellings
 
 
 def register() -> None:
@@ -52,3 +52,11 @@ def _register_names(registry: Any, strategy: type) -> None:
                     start_method=start_method,
                     **unused,
                 )
+    # The registry is where Lightning looks a name up, so only a name that is in it can be answered by us.
+    for given, name in misspellings().items():
+        if given not in registry:
+            registry.register(given, _refuse, description=f"Refused: write {name!r}.", given=given, meant=name)
+
+
+def _refuse(given: str, meant: str) -> NoReturn:
+    raise ValueError(f"strategy must be one of {', '.join(NAMES)}; got {given!r}. Did you mean {meant!r}?")

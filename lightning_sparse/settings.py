@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType
 
@@ -44,6 +44,21 @@ def as_text(value: object) -> str:
 def same(a: object, b: object) -> bool:
     """Whether ``a`` and ``b`` have the same text."""
     return a is b or as_text(a) == as_text(b)
+
+
+def brief(value: object) -> str:
+    """Write a compressor for a line that people read: its first setting, and those that are not the defaults."""
+    if not is_dataclass(value):
+        return repr(value)
+    if type(value).__str__ is not object.__str__:
+        return str(value)
+    every = {field.name: (getattr(value, field.name), field.default) for field in fields(value)}
+    shown = [
+        f"{name}={brief(now)}"
+        for number, (name, (now, usual)) in enumerate(every.items())
+        if number == 0 or usual is MISSING or not same(now, usual)
+    ]
+    return f"{type(value).__qualname__}({', '.join(shown)})"
 
 
 def _place(value: type | FunctionType | BuiltinFunctionType) -> str:

@@ -184,7 +184,7 @@ def test_it_runs_as_a_script(tmp_path, monkeypatch, capfd):
     out, err = capfd.readouterr()
     assert not failure, f"{failure}\n{err}"
     assert "MEMBER: 2/2" in err
-    assert "MiCRO(density=0.05, " in out + err
+    assert "MiCRO(density=0.05) averages" in out + err
 
 
 def run_script(rank, size, name, arguments, folder):

@@ -1,4 +1,7 @@
-"""The compressors, by name."""
+"""The compressors, by name, and what a name that is none of theirs was probably meant to be."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 from lightning_sparse.compressors.auto import Auto
 from lightning_sparse.compressors.base import Compressor, check_settings
@@ -28,6 +31,38 @@ COMPRESSORS: dict[str, type[Compressor]] = {
 #: Every name of a strategy: the compressors', and the one that chooses among them.
 NAMES: dict[str, type[Compressor]] = {**COMPRESSORS, "sparse_auto": Auto}
 
+#: What others call it -> what it is called here.
+_ELSEWHERE = {"powersgd": "low_rank", "randk": "sparse_random_k", "allreduce": "sparse_dense", "ddp": "sparse_dense"}
+
+
+def misspellings() -> dict[str, str]:
+    """Return what users write in place of a strategy's name, and the name: without underscores, or with hyphens, ..."""
+    found = {"powersgd": "low_rank", "power_sgd": "low_rank", "top_k": "sparse_topk", "top-k": "sparse_topk"}
+    for name, kind in NAMES.items():
+        short = name.removeprefix("sparse_")
+        for each in (name, short):
+            found |= dict.fromkeys((each, each.replace("_", ""), each.replace("_", "-")), name)
+        found[kind.__name__.lower()] = name  # Lightning looks names up in lower case
+    return {given: name for given, name in found.items() if given not in NAMES and given.lower() != "auto"}
+
+
+def did_you_mean(given: str, known: Iterable[str] = tuple(NAMES)) -> str:
+    """Return " Did you mean 'skip_reduce'?" if ``given`` is like one of the ``known`` names, else nothing."""
+    by_letters: dict[str, str] = {}  # without what is easily left out or added
+    for name in known:
+        by_letters.setdefault(_letters(name.removeprefix("sparse_")), name)
+        by_letters[_letters(name)] = name
+    by_letters |= {_letters(kind.__name__): name for name, kind in NAMES.items() if name in by_letters.values()}
+    letters = _letters(given.partition(":")[0])
+    for close in get_close_matches(letters, by_letters, n=1, cutoff=0.7):
+        return f" Did you mean {by_letters[close]!r}?"
+    meant = _ELSEWHERE.get(letters)
+    return f" Did you mean {meant!r}?" if meant in by_letters.values() else ""
+
+
+def _letters(name: str) -> str:
+    return "".join(filter(str.isalnum, name.lower()))
+
 
 def by_name(compressor: object) -> Compressor:
     """Return a compressor with its defaults if a name is given, or the instance that is given.
@@ -44,8 +79,8 @@ def by_name(compressor: object) -> Compressor:
         if compressor in NAMES:
             return NAMES[compressor]()
         raise ValueError(
-            f"compressor must be one of {', '.join(NAMES)}; got {compressor!r}. For settings of its own give an "
-            "instance, such as SkipReduce(skip=0.5)."
+            f"compressor must be one of {', '.join(NAMES)}; got {compressor!r}.{did_you_mean(compressor)} For settings "
+            "of its own give an instance, such as SkipReduce(skip=0.5)."
         )
     raise TypeError(
         f"compressor must be a name ({', '.join(NAMES)}) or an instance of a Compressor; got {compressor!r}."

@@ -23,7 +23,7 @@ from lightning_sparse.fusion.layer_fusion import LayerFusion
 from lightning_sparse.fusion.model import Plan
 from lightning_sparse.monitor.pictures import draw, require_matplotlib
 from lightning_sparse.monitor.record import Point, Run, Selected, Sums, measure, measure_parts
-from lightning_sparse.monitor.tables import epoch_table, plan_table, starvation, summary
+from lightning_sparse.monitor.tables import epoch_table, percent, plan_table, starvation, summary
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure  # an extra, and slow to import
@@ -54,15 +54,16 @@ class CompressionMonitor(Callback):
     - ``sparse/delivered``: the part of what all ranks owed that the step delivered, as a squared norm
     - ``sparse/age``: how many steps late a gradient of this rank arrives on average, by Little's law
 
-    The compression ratio is also in the progress bar, as ``cr``.  Tensors are read, and the device is waited for, in
-    logged steps only.  The last four keys come from a sample of up to 64 elements of each parameter; where some starve,
-    the table and the summary say so, and what helps.
+    The progress bar says how much of dense DDP's bytes was sent: ``sent 1.3 %``.  Tensors are read, and the device is
+    waited for, in logged steps only.  The last four keys come from a sample of up to 64 elements of each parameter;
+    where some wait too long, the table and the summary say so, and what helps.
 
     Args:
-        table: print a table at the end of each epoch, and LayerFusion's plan beside what was measured.
+        table: print a table at the end of each epoch.
         per_group: log ``sparse/density/i``, ``sparse/threshold_error/i`` and ``sparse/overflow/i`` too, for each group
-            i in the order in which groups are sent, and the two before with ``/name`` for each parameter.
-        summary: print at the end of the training what was saved, and whether the network was its bottleneck.
+            i in the order in which groups are sent, and the two before with ``/name`` for each parameter; with
+            ``table`` print LayerFusion's plan beside what was measured.
+        summary: print at the end of the training what to do, what was saved, and whether the network was slow.
         plot: save what :meth:`plot` draws as compression.png beside the logs at the end of the training.
 
     Raises:
@@ -169,8 +170,8 @@ class CompressionMonitor(Callback):
         if self._exchanged != self._logged:
             self._log(trainer, pl_module, exchange)
         if self.table and trainer.is_global_zero:
-            get_console().print(epoch_table(trainer.current_epoch, self._epoch, self._last))
-            if starving := starvation(self._run.waiting):
+            get_console().print(epoch_table(trainer.current_epoch, self._run, self._epoch, self._last))
+            if starving := starvation(self._run):
                 get_console().print(starving)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -191,7 +192,9 @@ class CompressionMonitor(Callback):
             rank_zero_warn(f"CompressionMonitor could not save what it noted: {error}")
 
     def plot(self, path: str | Path | None = None) -> "Figure":
-        """Draw the last training: its loss by time and by bytes sent, errors, residuals, groups, and a step.
+        """Draw the last training: its loss, what it sent beside dense DDP, what it kept, its groups, and a step.
+
+        A panel that would say nothing of this strategy is left out.
 
         Where the training ran in child processes (``_notebook``, ``_fork``, ``_spawn``) it is rank 0's on this machine.
 
@@ -216,7 +219,7 @@ class CompressionMonitor(Callback):
             )
         figure = draw(run)
         if path is not None and self._rank == 0:
-            figure.savefig(path)
+            figure.savefig(path, bbox_inches="tight")
         return figure
 
     def _follow_plan(self, fusion: LayerFusion | None) -> None:
@@ -241,11 +244,12 @@ class CompressionMonitor(Callback):
         # logged once more in steps that send no gradient.
         module.log_dict(metrics, logger=False, batch_size=1, sync_dist=True, rank_zero_only=True)
         if trainer.progress_bar_callback is not None:
-            trainer.progress_bar_metrics["cr"] = metrics["sparse/compression_ratio"]
+            shown = percent(1, metrics["sparse/compression_ratio"])
+            trainer.progress_bar_metrics["sent"] = shown  # type: ignore[assignment]  # bars show text as it is
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=self._step)
         fusion = _fusion(trainer)
-        if self.table and fusion and fusion.plan and not self._plan_shown:
+        if self.table and self.per_group and fusion and fusion.plan and not self._plan_shown:
             self._plan_shown = len(self._run.planned_s) >= STEPS_BEFORE_PLAN
             if self._plan_shown:
                 get_console().print(plan_table(fusion.plan, fusion.measured()))
@@ -282,5 +286,5 @@ def _save(run: Run, folder: str) -> None:
     files, path = get_filesystem(folder), os.path.join(folder, PICTURE)
     files.makedirs(folder, exist_ok=True)
     with files.open(path, "wb") as file:
-        draw(run).savefig(file, format="png")
+        draw(run).savefig(file, format="png", bbox_inches="tight")
     rank_zero_info(f"CompressionMonitor: a picture of the training is in {path}")

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from lightning_sparse.engine.sample import STARVING, Waiting
 from lightning_sparse.engine.timeline import GroupTime
 from lightning_sparse.fusion.model import Plan
-from lightning_sparse.monitor.record import Point, Run, Selected
-from lightning_sparse.monitor.tables import human_bytes, longest_waiting
+from lightning_sparse.monitor.record import Run, Selected
+from lightning_sparse.monitor.tables import UNITS, WORTH_SHOWING, longest_waiting, of_dense
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure  # an extra, and slow to import
 
-LABEL = 22  # characters of a group's name
+LABEL = 34  # characters of a group's or parameter's name
 MOST_LABELS = 25  # beside the rows of a panel
 LEAST_ROWS = 3  # a panel has room for
 MOST_DRAWN = 8  # parameters, those whose gradients wait longest
@@ -28,12 +28,12 @@ def require_matplotlib() -> None:
     """Raise a ModuleNotFoundError that says what to install if it is missing."""
     if find_spec("matplotlib") is None:
         raise ModuleNotFoundError(
-            "pictures need matplotlib, which is not installed: pip install lightning-sparse[bench]", name="matplotlib"
+            "pictures need matplotlib, which is not installed: pip install matplotlib", name="matplotlib"
         )
 
 
 def draw(run: Run) -> "Figure":
-    """Draw the loss, threshold error and residuals of a training, the density of its groups, and a step of it.
+    """Draw the loss of a training and what it sent, and of the rest what means something for its strategy.
 
     The figure shows itself where it is the last expression of a notebook's cell.
     """
@@ -50,57 +50,106 @@ def draw(run: Run) -> "Figure":
 def _draw(run: Run) -> "Figure":
     from matplotlib.figure import Figure  # without pyplot: no display, no state
 
-    rows = min(max(len(run.groups), LEAST_ROWS), MOST_LABELS)
-    bars = max(min(len(run.waiting), MOST_DRAWN), LEAST_ROWS)
-    heights = [2.3, 1.7, 1.2 + 0.2 * rows, 1.2 + 0.2 * bars]
-    figure = Figure(figsize=(10, 0.6 + sum(heights)), dpi=110, layout="constrained")
-    axes = figure.subplot_mosaic(
-        [["time", "bytes"], ["error", "norm"], ["density", "step"], ["oldest", "ratio"]], height_ratios=heights
-    )
-    sums, points = run.sums, run.points
-    figure.suptitle(
-        f"{sums.steps:,} steps on rank 0: {human_bytes(sums.sent_bytes)} sent in place of "
-        f"{human_bytes(sums.dense_bytes)}"
-    )
-    sizes = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
-    unit = next((unit for unit, size in sizes.items() if sums.sent_bytes >= size), "kB")
-    _draw_loss(axes["time"], points, lambda point: point.seconds, "seconds since training began")
-    _draw_loss(axes["bytes"], points, lambda point: point.sent_bytes / sizes[unit], f"{unit} sent by rank 0")
-    steps = [point.step for point in points]
-    axes["error"].plot(steps, [100 * point.threshold_error for point in points], color="tab:red", lw=1)
-    axes["error"].set(title="threshold error: |updated - target| / target", xlabel="step", ylabel="%", ylim=(0, None))
-    axes["norm"].plot(steps, [point.unsent_norm for point in points], color="tab:purple", lw=1)
-    axes["norm"].set(title="norm of unsent gradient", xlabel="step", ylim=(0, None))
-    _draw_density(axes["density"], run.groups)
-    _draw_step(axes["step"], run)
-    _draw_waiting(axes["oldest"], axes["ratio"], longest_waiting(run.waiting)[:MOST_DRAWN])
-    for axis in axes.values():
-        axis.grid(lw=0.3)
-        axis.set_axisbelow(True)
-        axis.spines[["top", "right"]].set_visible(False)
+    rows = _panels(run)
+    figure = Figure(figsize=(10, 0.6 + sum(height for height, _ in rows)), dpi=96, layout="constrained")
+    names: Any = [
+        [name for name, _ in panels] * (3 - len(panels)) for _, panels in rows
+    ]  # a single one is twice as wide
+    axes = figure.subplot_mosaic(names, height_ratios=[height for height, _ in rows])
+    sums = run.sums
+    figure.suptitle(f"{sums.steps:,} steps: rank 0 sent {of_dense(sums)}")
+    for _, panels in rows:
+        for name, draw_panel in panels:
+            draw_panel(axes[name])
+            axes[name].grid(lw=0.3)
+            axes[name].set_axisbelow(True)
+            axes[name].spines[["top", "right"]].set_visible(False)
     return figure
+
+
+Panel = tuple[str, Callable[[Any], None]]  # a name, and what draws it on a matplotlib axis
+
+
+def _panels(run: Run) -> list[tuple[float, list[Panel]]]:
+    """Return the rows of the figure, each a height in inches and one or two panels, without those that are empty."""
+    waiting = longest_waiting(run.waiting)[:MOST_DRAWN]
+    waits = run.selects and any(each.oldest >= WORTH_SHOWING for each in waiting)
+    groups = 1.2 + 0.2 * min(max(len(run.groups), LEAST_ROWS), MOST_LABELS)
+    rows: list[tuple[float, list[tuple[bool, str, Callable[[Any], None]]]]] = [
+        (2.3, [(True, "loss", partial(_draw_loss, run)), (True, "bytes", partial(_draw_bytes, run))]),
+        (
+            1.7,
+            [
+                (any(point.unsent_norm for point in run.points), "norm", partial(_draw_norm, run)),
+                (run.selects, "error", partial(_draw_error, run)),
+            ],
+        ),
+        (
+            groups,
+            [
+                (run.selects, "density", partial(_draw_density, groups=run.groups)),
+                (bool(run.times), "step", partial(_draw_step, run)),
+            ],
+        ),
+        (
+            1.2 + 0.2 * max(len(waiting), LEAST_ROWS),
+            [
+                (waits, "oldest", partial(_draw_oldest, waiting=waiting)),
+                (waits, "ratio", partial(_draw_ratio, waiting=waiting)),
+            ],
+        ),
+    ]
+    drawn = [(height, [(name, panel) for wanted, name, panel in panels if wanted]) for height, panels in rows]
+    return [(height, panels) for height, panels in drawn if panels]
 
 
 def _png(figure: "Figure") -> bytes:
     file = BytesIO()
-    figure.savefig(file, format="png")
+    figure.savefig(file, format="png", bbox_inches="tight")  # whole, however long a label is
     return file.getvalue()
 
 
-def _draw_loss(axis: Any, points: Sequence[Point], cost: Callable[[Point], float], label: str) -> None:
+def _draw_loss(run: Run, axis: Any) -> None:
     """Draw the loss of single batches, and its moving mean over a twentieth of the points."""
-    known = [point for point in points if isfinite(point.loss)]
-    axis.set(title="training loss", xlabel=label, xlim=(0, 1.02 * max(map(cost, points)) or 1))
+    known = [point for point in run.points if isfinite(point.loss)]
+    last_s = max(point.seconds for point in run.points)
+    axis.set(title="training loss", xlabel="seconds since training began", xlim=(0, 1.02 * last_s or 1))
     if not known:
         axis.text(0.5, 0.5, "training_step returned no loss", ha="center", transform=axis.transAxes)
         return
-    costs, losses = [cost(point) for point in known], [point.loss for point in known]
+    seconds, losses = [point.seconds for point in known], [point.loss for point in known]
     width = max(len(known) // 20, 1)
     sums = list(accumulate(losses, initial=0.0))
     means = [(sums[i] - sums[max(i - width, 0)]) / min(i, width) for i in range(1, len(sums))]
-    axis.plot(costs, losses, color="tab:blue", lw=0.7, alpha=0.35 if width > 1 else 1)
+    axis.plot(seconds, losses, color="tab:blue", lw=0.7, alpha=0.35 if width > 1 else 1)
     if width > 1:
-        axis.plot(costs, means, color="tab:blue", lw=1.5)
+        axis.plot(seconds, means, color="tab:blue", lw=1.5)
+
+
+def _draw_bytes(run: Run, axis: Any) -> None:
+    """Draw what rank 0 has sent by each step, below what dense DDP would have sent."""
+    sums, last = run.sums, run.points[-1].step + 1
+    first = max(last - sums.steps, 0)  # where a training was resumed
+    steps = [first, *(point.step + 1 for point in run.points)]
+    dense = [(step - first) * sums.dense_bytes / max(sums.steps, 1) for step in steps]
+    sent = [0, *(point.sent_bytes for point in run.points)]
+    unit = next((unit for unit in ("GB", "MB", "kB") if max(dense) >= UNITS[unit]), "kB")
+    axis.plot(steps, [each / UNITS[unit] for each in dense], color="tab:gray", ls="--", lw=1.2, label="dense DDP")
+    axis.plot(steps, [each / UNITS[unit] for each in sent], color="tab:blue", lw=1.5, label="this training")
+    axis.set(title="sent by rank 0", xlabel="step", ylabel=unit, xlim=(first, None), ylim=(0, None))
+    axis.legend(loc="upper left", fontsize="small", frameon=False)
+
+
+def _draw_norm(run: Run, axis: Any) -> None:
+    steps = [point.step for point in run.points]
+    axis.plot(steps, [point.unsent_norm for point in run.points], color="tab:purple", lw=1)
+    axis.set(title="gradient kept for later steps", xlabel="step", ylabel="norm", ylim=(0, None))
+
+
+def _draw_error(run: Run, axis: Any) -> None:
+    steps = [point.step for point in run.points]
+    axis.plot(steps, [100 * point.threshold_error for point in run.points], color="tab:red", lw=1)
+    axis.set(title="how far from the number of elements asked for", xlabel="step", ylabel="%", ylim=(0, None))
 
 
 def _draw_density(axis: Any, groups: Sequence[Selected]) -> None:
@@ -108,41 +157,49 @@ def _draw_density(axis: Any, groups: Sequence[Selected]) -> None:
     height = 0.8 if len(groups) <= MOST_LABELS else 1.0
     for row, group in enumerate(groups):
         n = max(group.steps * group.elements, 1) / 100
-        updated, target = ("updated", "target") if row == 0 else (None, None)
+        updated, target = ("updated", "asked for") if row == 0 else (None, None)
         axis.barh(row, group.picked / n, height, color="tab:green", label=updated)
         axis.plot([group.target / n] * 2, [row - 0.45, row + 0.45], color="black", lw=1.2, label=target)
     _label_rows(axis, [_shortened(group.name) for group in groups])
-    axis.set(title="density by group", xlabel="% of its elements, mean of logged steps", xlim=(0, None))
-    if groups:  # above, where nothing is hidden
-        axis.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, fontsize="small", frameon=False, borderpad=0.2)
+    axis.set(title="elements updated in a step", xlabel="% of those that travel together", xlim=(0, None))
+    if groups:
+        _legend_above(axis)
 
 
-def _draw_step(axis: Any, run: Run) -> None:
+def _draw_step(run: Run, axis: Any) -> None:
     """Draw the groups of the last logged step, and when LayerFusion expected it to end."""
-    axis.set(title="last logged step", xlabel="ms since backward began")
-    if not run.times:
-        axis.text(0.5, 0.5, "times are not known", ha="center", transform=axis.transAxes)
-        return
+    axis.set(title="one step", xlabel="ms since the backward pass began")
     _draw_times(axis, run.times)
     if run.expected_span_s is not None:
-        axis.axvline(1e3 * run.expected_span_s, color="tab:red", ls="--", lw=1, label="expected end")
-    axis.legend(loc="lower left", fontsize="x-small")  # late groups are never there
+        axis.axvline(1e3 * run.expected_span_s, color="tab:red", ls="--", lw=1, label="expected")
+    _legend_above(axis)
 
 
-def _draw_waiting(oldest: Any, ratio: Any, waiting: Sequence[Waiting]) -> None:
-    """Draw for each parameter how long its oldest gradient waits, and how much of its gradient waits."""
-    limit = STARVING * waiting[0].turn if waiting else 0.0
-    oldest.barh(range(len(waiting)), [each.oldest for each in waiting], color="tab:brown")
+def _draw_oldest(axis: Any, waiting: Sequence[Waiting]) -> None:
+    """Draw for each parameter how long its oldest gradient waits."""
+    limit = STARVING * waiting[0].turn
+    axis.barh(range(len(waiting)), [each.oldest for each in waiting], color="tab:brown")
     if 0 < limit <= max(each.oldest for each in waiting):
-        oldest.axvline(limit, color="tab:red", ls="--", lw=1, label="beyond: starving")
-        oldest.legend(loc="lower right", bbox_to_anchor=(1, 1), fontsize="small", frameon=False, borderpad=0.2)
-    oldest.set(title="oldest unsent gradient", xlabel="steps it has waited")
+        axis.axvline(limit, color="tab:red", ls="--", lw=1, label="too long")
+        _legend_above(axis)
+    axis.set(title="longest wait of a kept gradient", xlabel="steps", xlim=(0, None))
+    _label_rows(axis, [_shortened(each.name) for each in waiting])
+
+
+def _draw_ratio(axis: Any, waiting: Sequence[Waiting]) -> None:
+    """Draw for each parameter how much of its gradient waits; the rows are those beside."""
     ratios = [each.unsent_over_gradient for each in waiting]
-    ratio.barh(range(len(ratios)), [value if isfinite(value) else 0 for value in ratios], color="tab:purple")
-    ratio.set(title="norm of unsent gradient, by parameter", xlabel="times the norm of this rank's gradient")
-    for axis in (oldest, ratio):
-        _label_rows(axis, [_shortened(each.name) for each in waiting])
-        axis.set_xlim(left=0)
+    axis.barh(range(len(ratios)), [value if isfinite(value) else 0 for value in ratios], color="tab:purple")
+    axis.set(title="gradient kept, of the same parameters", xlabel="times the norm of a gradient", xlim=(0, None))
+    _label_rows(axis, [""] * len(waiting))
+
+
+def _legend_above(axis: Any) -> None:
+    """Put the legend where it hides nothing."""
+    axis.legend(
+        loc="lower right", bbox_to_anchor=(1, 1), ncols=4, fontsize="x-small", frameon=False, borderpad=0.2,
+        columnspacing=1.0, handlelength=1.0,
+    )  # fmt: skip
 
 
 def _shortened(name: str) -> str:
@@ -185,7 +242,7 @@ def _draw_times(axis: Any, times: Sequence[GroupTime]) -> None:
     for row, time in enumerate(times):
         start, end = 1e3 * time.start_s, 1e3 * time.end_s
         busy = min(1e3 * time.busy_s, end - start)
-        compression, communication, ready = ("compression", "communication", "ready") if row == 0 else (None,) * 3
+        compression, communication, ready = ("compressing", "sending", "ready") if row == 0 else (None,) * 3
         axis.barh(row, busy, left=start, color="tab:orange", label=compression)
         axis.barh(row, end - start - busy, left=start + busy, color="tab:blue", label=communication)
         axis.plot([1e3 * time.ready_s] * 2, [row - 0.4, row + 0.4], color="black", linewidth=1, label=ready)

@@ -77,6 +77,7 @@ class Run:
         points: the first and the last logged step, and steps evenly spaced between them; at most ``MOST_POINTS``.
         stride: logged steps from one point to the next.
         logged: the number of logged steps.
+        selects: whether a group updated fewer than all of its elements, as was meant.
         groups: in the order in which they are sent, since there are these groups.
         times: of the same groups in the last logged step whose times are known.
         waiting: what each parameter owed after the last logged step.
@@ -90,6 +91,7 @@ class Run:
     points: list[Point] = field(default_factory=list)
     stride: int = 1
     logged: int = 0
+    selects: bool = False
     groups: list[Selected] = field(default_factory=list)
     times: list[GroupTime] = field(default_factory=list)
     waiting: list[Waiting] = field(default_factory=list)
@@ -110,6 +112,7 @@ class Run:
 
     def note_groups(self, selected: Sequence[Selected]) -> None:
         """Add a logged step; begin anew where the groups are others."""
+        self.selects |= any(0 < each.target < each.elements for each in selected)
         before, now = ([(each.name, each.elements) for each in groups] for groups in (self.groups, selected))
         if now != before:
             self.groups = [Selected(group.name, group.elements) for group in selected]

@@ -11,78 +11,86 @@ from rich.table import Column, Table
 from lightning_sparse.engine.sample import STARVING, Waiting
 from lightning_sparse.engine.timeline import GroupTime
 from lightning_sparse.fusion.model import Plan
-from lightning_sparse.monitor.metrics import compression_ratio
 from lightning_sparse.monitor.record import Run, Sums
 
 BOTTLENECK = 0.1  # share of a step spent waiting from which the network is called one
 STARVES = 0.05  # share of a parameter's elements that starve from which the parameter is said to
+WORTH_SHOWING = 2  # steps that a gradient must have waited
 MOST_WAITING = 3  # parameters in the summary, those whose gradients wait longest
 
 
-def epoch_table(number: int, sums: Sums, last: Mapping[str, float]) -> Table:
-    """Show means over the steps of epoch ``number``, and what was logged of its ``last`` step."""
-    headings = ("sent", "dense", "ratio", "density", "threshold\nerror", "unsent\nnorm", "compress", "wait")
+def epoch_table(number: int, run: Run, sums: Sums, last: Mapping[str, float]) -> Table:
+    """Show means over the steps of epoch ``number`` of ``run``, and what was logged of its ``last`` step."""
     steps = max(sums.steps, 1)
+    cells = {
+        "sent": human_bytes(sums.sent_bytes / steps),
+        "dense\nDDP": human_bytes(sums.dense_bytes / steps),
+        "sent\nof it": percent(sums.sent_bytes, sums.dense_bytes),
+    }
+    if run.selects:
+        cells |= {
+            "elements\nupdated": f"{last['sparse/density']:.2%}",
+            "off what was\nasked for": f"{last['sparse/threshold_error']:.1%}",
+        }
+    cells |= {
+        "kept\n(norm)": f"{last['sparse/unsent_norm']:.3g}",
+        "compress": f"{sums.ms_compress / steps:.1f} ms",
+        "wait": f"{sums.ms_wait / steps:.1f} ms",
+    }
     table = Table(
-        *(Column(heading, justify="right") for heading in headings),
-        title=f"compression, epoch {number}: means of {sums.steps:,} steps on rank 0",
+        *(Column(heading, justify="right") for heading in cells),
+        title=f"epoch {number}: means of {sums.steps:,} steps on rank 0",
         box=box.SIMPLE_HEAD,
         collapse_padding=True,  # to fit in 80 columns
         pad_edge=False,
     )
-    table.add_row(
-        human_bytes(sums.sent_bytes / steps),
-        human_bytes(sums.dense_bytes / steps),
-        f"{float(compression_ratio(sums.dense_bytes, sums.sent_bytes)):.2f}",
-        f"{last['sparse/density']:.2%}",
-        f"{last['sparse/threshold_error']:.2%}",
-        f"{last['sparse/unsent_norm']:.3g}",
-        f"{sums.ms_compress / steps:.1f} ms",
-        f"{sums.ms_wait / steps:.1f} ms",
-    )
+    table.add_row(*cells.values())
     return table
 
 
 def summary(run: Run) -> Group:
-    """Show a training in a few lines, and whether the network was its bottleneck."""
+    """Say what to do, and show in a few lines why."""
     sums, steps = run.sums, max(run.sums.steps, 1)
     table = Table(
         "",
         Column("a step", justify="right"),
         Column("in all", justify="right"),
-        title=f"compression: {sums.steps:,} steps on rank 0",
+        title=f"{sums.steps:,} steps on rank 0",
         box=box.SIMPLE_HEAD,
     )
-    for name, count in (("sent", sums.sent_bytes), ("dense would send", sums.dense_bytes)):
+    for name, count in (("sent", sums.sent_bytes), ("dense DDP", sums.dense_bytes)):
         table.add_row(name, human_bytes(count / steps), human_bytes(count))
     saved = sums.dense_bytes - sums.sent_bytes
     share = f" ({saved / sums.dense_bytes:.1%})" if sums.dense_bytes else ""
     table.add_row("saved", human_bytes(saved / steps), human_bytes(saved) + share)
     ms_step = sums.ms_step / steps
     table.add_row("time", f"{ms_step:.1f} ms", f"{sums.ms_step / 1e3:.1f} s")
-    for name, ms in (("  compressing", sums.ms_compress / steps), ("  waiting", run.ms_wait())):
+    for name, ms in (("  compressing", sums.ms_compress / steps), ("  waiting for the network", run.ms_wait())):
         table.add_row(name, f"{ms:.1f} ms", f"{ms / ms_step:.1%} of it" if ms_step else "")
     if run.expected_step_s is not None and run.planned_s:
         table.add_row("expected by LayerFusion", f"{1e3 * run.expected_step_s:.1f} ms", "")
         table.add_row("  measured", f"{1e3 * median(run.planned_s):.1f} ms", f"median of {len(run.planned_s)} steps")
-    lines = [verdict(run), starvation(run.waiting)]
-    if errors := [point.threshold_error for point in run.points]:
+    first = [line for line in (verdict(run), starvation(run)) if line]
+    last = []
+    if run.selects:
+        errors = [point.threshold_error for point in run.points]
         figures = f"{errors[0]:.1%} first, {median(errors):.1%} median, {errors[-1]:.1%} last"
-        lines.insert(0, f"Threshold error: {figures}.")
-    return Group(table, *_waiting_table(run.waiting), *(Padding(line, (0, 2)) for line in lines if line))
+        last = [f"Elements updated, off the number asked for: {figures}."]
+    padded = [[Padding(line, (0, 2)) for line in lines] for lines in (first, last)]
+    return Group("", *padded[0], table, *_waiting_table(run), *padded[1])
 
 
-def _waiting_table(waiting: Sequence[Waiting]) -> list[Table]:
-    """Show the parameters whose gradients wait longest, if any wait."""
-    if not any(each.oldest for each in waiting):
+def _waiting_table(run: Run) -> list[Table]:
+    """Show the parameters whose gradients wait longest, if any wait while others travel."""
+    if not run.selects or all(each.oldest < WORTH_SHOWING for each in run.waiting):
         return []
-    headings = ("oldest", "unsent /\ngradient", "starving")
+    headings = ("longest", "kept / own\ngradient", "waits\ntoo long")
     table = Table(
-        Column("unsent gradients that wait longest", overflow="fold"),
+        Column("gradients that wait longest", overflow="fold"),
         *(Column(heading, justify="right", no_wrap=True) for heading in headings),
         box=box.SIMPLE_HEAD,
     )
-    for each in longest_waiting(waiting)[:MOST_WAITING]:
+    for each in longest_waiting(run.waiting)[:MOST_WAITING]:
         cells = f"{each.oldest:,} steps", f"{each.unsent_over_gradient:.3g}", f"{each.starving:.0%}"
         table.add_row(each.name, *cells)
     return [table]
@@ -93,37 +101,64 @@ def longest_waiting(waiting: Sequence[Waiting]) -> list[Waiting]:
     return sorted(waiting, key=lambda each: (-each.starving, -each.oldest))
 
 
-def starvation(waiting: Sequence[Waiting]) -> str:
-    """Say which parameters starve and what helps; empty if none does."""
-    starving = [each for each in longest_waiting(waiting) if each.starving >= STARVES]
-    if not starving:
+def starvation(run: Run) -> str:
+    """Say what helps parameters whose gradients wait too long, and which they are; empty if none does."""
+    starving = [each for each in longest_waiting(run.waiting) if each.starving >= STARVES]
+    if not starving or not run.selects:  # where nothing is selected nothing takes another's place
         return ""
     worst, others = starving[0], len(starving) - 1
     more = f" and part of {others} other parameter{'s'[: others - 1]}" if others else ""
     return (
-        f"Some gradients starve: {worst.starving:.0%} of {worst.name}{more} waited for more than "
-        f"{STARVING * worst.turn:,.0f} steps, though an element is sent every {worst.turn:,.0f} steps on average. "
-        "A higher density sends all of them sooner; fusion='none', or a list of groups, keeps other layers from taking "
-        "their place."
+        "Raise the density, or give layers a share of their own (fusion='none', or a list of groups): "
+        f"{worst.starving:.0%} of {worst.name}{more} waited for more than {STARVING * worst.turn:,.0f} steps, though "
+        f"an element is sent every {worst.turn:,.0f} steps on average."
     )
 
 
 def verdict(run: Run) -> str:
-    """Say whether the network was the bottleneck, with the figures it follows from."""
+    """Say what to do about the time of a step, with the figures it follows from."""
     steps = max(run.sums.steps, 1)
     ms_step = run.sums.ms_step / steps
     if not run.sums.dense_bytes or not ms_step:
-        return "The network was not your bottleneck: there was nobody to send to."
+        return "Use strategy='auto', or start more ranks: there was nobody to send to."
     share = run.ms_wait() / ms_step
     waited = f"training waited {share:.1%} of a step ({run.ms_wait():.1f} of {ms_step:.1f} ms)"
     if share < BOTTLENECK:
-        return f"The network was not your bottleneck: {waited} for means of gradients."
+        return (
+            "Keep these settings, or send more for the sake of the loss: the network was not your bottleneck, "
+            f"{waited} for means of gradients."
+        )
     if run.sums.ms_compress > run.sums.ms_network and not run.cuda:  # on CUDA the host's clock cannot tell them apart
         costs = (
             f"compressing took {run.sums.ms_compress / steps:.1f} ms and messages {run.sums.ms_network / steps:.1f} ms"
         )
-        return f"The network was not your bottleneck, compression was: {waited}; {costs}."
-    return f"The network was your bottleneck, or slower ranks: {waited} for means of gradients."
+        return (
+            f"Compress with less work, as 'sparse_dense' with wire_dtype='int4' does: compression was your bottleneck, "
+            f"{waited} and {costs}."
+        )
+    return (
+        f"Send less (a lower density, local_steps), or let 'sparse_auto' choose: the network was your bottleneck, or a "
+        f"slower rank; {waited} for means of gradients."
+    )
+
+
+UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
+
+
+def percent(part: float, whole: float) -> str:
+    """Write a share in two digits or more: "1.3 %", "0.42 %", "25 %"."""
+    share = 100 * part / whole if whole else 100.0
+    return f"{share:.0f} %" if share >= 9.95 else f"{share:.2g} %"
+
+
+def of_dense(sums: Sums) -> str:
+    """Write what was sent, and what part that is of dense DDP's bytes."""
+    if not sums.dense_bytes:
+        return "nothing, to nobody"
+    return (
+        f"{human_bytes(sums.sent_bytes)}, {percent(sums.sent_bytes, sums.dense_bytes)} of dense DDP's "
+        f"{human_bytes(sums.dense_bytes)}"
+    )
 
 
 def human_bytes(count: float) -> str:
@@ -145,7 +180,7 @@ def plan_table(plan: Plan, measured: Sequence[GroupTime]) -> Group:
         "group",
         Column("up to", overflow="fold"),
         *(Column(heading, justify="right", no_wrap=True) for heading in numbers),
-        title="LayerFusion: expected (and measured) in ms since backward began",
+        title="LayerFusion: expected (and measured), in ms since the backward pass began",
         box=box.SIMPLE_HEAD,
     )
     first = 0

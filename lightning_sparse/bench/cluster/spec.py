@@ -132,7 +132,9 @@ def _parse_delay(text: str) -> float:
 
 
 def _parse_hosts(text: str) -> tuple[LinkSpec, ...]:
-    count, _, link = text.partition("x")
+    count, x, link = text.partition("x")
+    if not x:
+        raise ValueError(f"a number of hosts must be followed by 'x' and a rate; got {text!r}")
     return _parse_count(count) * (parse_link(link),)
 
 

@@ -27,6 +27,7 @@ from torch.futures import Future
 from lightning_sparse.checks import check_whole, is_number
 from lightning_sparse.compressors import COMPRESSORS, NAMES, Auto, Dense, MiCRO
 from lightning_sparse.compressors.auto import CANDIDATES
+from lightning_sparse.compressors.named import did_you_mean
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.network.comm import traffic
 from lightning_sparse.strategy import SparseDDPStrategy
@@ -188,9 +189,10 @@ class Contender:
         if name == ADVISE:  # dense steps would take long where the link is slow; every candidate is tried
             return SparseDDPStrategy(Auto(CANDIDATES[::-1], start=MiCRO(), tolerance=1e9), **_COMMON)
         if name not in NAMES:
-            known = ", ".join([*PEERS, *NAMES])
+            known = [*PEERS, *NAMES]
             raise ValueError(
-                f"strategy {self.spec!r}: the name must be one of {known}; got {name!r}. Write {SPEC_FORM}."
+                f"strategy {self.spec!r}: the name must be one of {', '.join(known)}; got {name!r}."
+                f"{did_you_mean(name, known)} Write {SPEC_FORM}."
             )
         return _build_sparse(self.spec, name, options)
 

@@ -266,6 +266,7 @@ WORKLOADS = {
     "gpt2_shapes": _gradients(gpt2),
     "flat_100mb": _gradients(flat),
 }
+_PIP_NAMES = {"sklearn": "scikit-learn"}  # of packages that pip knows by another name
 
 
 def workload_named(name: str) -> Workload:
@@ -283,7 +284,7 @@ def workload_named(name: str) -> Workload:
     if workload.needs and find_spec(workload.needs) is None:
         raise ValueError(
             f"workload {name!r} needs the package {workload.needs!r}, which is not installed: "
-            "pip install lightning-sparse[bench]"
+            f"pip install {_PIP_NAMES.get(workload.needs, workload.needs)}"
         )
     return workload
 

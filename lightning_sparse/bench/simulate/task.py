@@ -106,7 +106,7 @@ def digits(seed: int) -> Task:
     """
     if find_spec("sklearn") is None:
         raise ModuleNotFoundError(
-            "the task digits needs scikit-learn, which is not installed: pip install 'lightning-sparse[bench]', or "
+            "the task digits needs scikit-learn, which is not installed: pip install scikit-learn, or "
             "give another --task"
         )
     from sklearn.datasets import load_digits

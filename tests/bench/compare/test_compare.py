@@ -225,7 +225,7 @@ def test_missing_matplotlib_is_named_with_what_to_install(
 ) -> None:
     monkeypatch.setattr(pictures, "find_spec", lambda name: None)
     assert main(["bench", "--plot", "--workload", "gpt_10m"]) == 2
-    assert "pip install lightning-sparse[bench]" in capsys.readouterr().err
+    assert "pip install matplotlib" in capsys.readouterr().err
 
 
 # --- where a rank is

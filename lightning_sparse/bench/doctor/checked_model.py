@@ -1,0 +1,126 @@
+"""A model that checks in each of its steps what every strategy promises."""
+
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD, Optimizer
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sparse.bench.compare.peers import Peer
+from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.engine.local_exchange import LocalExchange
+from lightning_sparse.monitor.replicas import check_replicas
+from lightning_sparse.network.torch_comm import world
+
+TOLERANCE = 1e-5  # of the largest element: sums in float32 are rounded
+INPUTS, WIDTH, CLASSES = 64, 384, 10
+BATCH, BATCHES = 16, 100
+
+
+class CheckedModel(LightningModule):
+    """Layers of 176,266 parameters that learn made-up classes; a step that breaks a promise raises an error.
+
+    After each backward, over all P ranks and for each parameter,
+    ``P * mean + sum(unsent after) == sum(unsent before + gradient)``; after each step every rank has the same
+    parameters, bit for bit.  With local steps, where no gradients are averaged, the second is true of the average.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (INPUTS, WIDTH, WIDTH, CLASSES)
+        layers = [each for n, m in pairwise(widths) for each in (nn.Linear(n, m), nn.ReLU())]
+        self.layers = nn.Sequential(*layers[:-1])
+        self._gradients: dict[str, Tensor] = {}  # this rank's own, of the last backward
+        self._before: dict[str, Tensor] = {}  # what this rank owed before it
+        self._checked = 0
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """The loss of inputs [B, 64] and classes [B]."""
+        inputs, classes = batch
+        return cross_entropy(self.layers(inputs), classes)
+
+    def configure_optimizers(self) -> Optimizer:
+        """SGD with momentum."""
+        return SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Inputs whose largest element among the first ten says the class; each rank gets batches of its own."""
+        generator = torch.Generator().manual_seed(0)
+        size = BATCH * BATCHES * self.trainer.world_size
+        inputs = torch.randn(size, INPUTS, generator=generator)
+        return DataLoader(TensorDataset(inputs, inputs[:, :CLASSES].argmax(1)), BATCH)
+
+    def on_train_start(self) -> None:
+        """Watch for each parameter's own gradient, before it is averaged."""
+        for name, parameter in self.named_parameters():
+            parameter.register_hook(partial(self._note, name))
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        """Keep what is unsent."""
+        del loss
+        self._before = self._unsent()
+
+    def on_after_backward(self) -> None:
+        """Check what has been averaged."""
+        if not self._averages or isinstance(self._exchange, LocalExchange):
+            return
+        size, after = self.trainer.world_size, self._unsent()
+        names = [name for name, _ in self.named_parameters()]
+        owed = [self._before[name] + self._gradients[name].double() for name in names]
+        missing = [after[name] - each for name, each in zip(names, owed, strict=True)]
+        total = torch.cat([each.flatten() for each in missing]).float()  # one message: over the ranks, -P * mean
+        dist.all_reduce(total)
+        parts = total.split([each.numel() for each in missing])
+        for (name, parameter), each, part in zip(self.named_parameters(), owed, parts, strict=True):
+            assert parameter.grad is not None
+            mean = size * parameter.grad.flatten()
+            wrong = float((part + mean).abs().max() / (each.abs().max() + mean.abs().max()).clamp(min=1e-30))
+            if not wrong <= TOLERANCE:
+                raise RuntimeError(
+                    f"gradient was lost or made up in step {self.trainer.global_step + 1}: P * mean + sum(unsent "
+                    f"after) must be sum(unsent before + gradient); for {name} it is {wrong:.1e} of the largest "
+                    "element away from it. Please report it, with all that this command prints."
+                )
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Check that the replicas are equal."""
+        del outputs, batch, batch_idx
+        if not self._averages:
+            return
+        shared = self._exchange.shared if self._exchange else {}
+        check_replicas({name: shared.get(p, p) for name, p in self.named_parameters()}, world())
+        self._checked += 1
+
+    def on_train_end(self) -> None:
+        """Check that every step was checked."""
+        if self._averages and self._checked != self.trainer.max_steps:
+            raise RuntimeError(f"{self.trainer.max_steps} steps must be checked; {self._checked} were.")
+
+    @property
+    def _averages(self) -> bool:
+        """Whether the strategy averages anything; the one that times a step without a network does not."""
+        strategy = self.trainer.strategy
+        return self.trainer.world_size == 1 or not isinstance(strategy, Peer) or strategy.sent_bytes() > 0
+
+    @property
+    def _exchange(self) -> Exchange | None:
+        return getattr(self.trainer.strategy, "exchange", None)
+
+    def _note(self, name: str, gradient: Tensor) -> None:
+        self._gradients[name] = gradient.detach().clone()
+
+    def _unsent(self) -> dict[str, Tensor]:
+        """What this rank has not sent of each parameter, in float64 and of its shape; zeros where nothing is kept."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()  # groups are averaged on a stream of their own
+        unsent = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in self.named_parameters()}
+        for group in self._exchange.groups if self._exchange else ():
+            for name, parameter, slot in zip(group.names, group.parameters, group.slots(group.unsent), strict=True):
+                unsent[name] = slot.detach().double().view(parameter.shape)
+        return unsent

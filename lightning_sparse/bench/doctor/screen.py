@@ -1,0 +1,108 @@
+"""What ``lightning-sparse doctor`` prints."""
+
+from collections.abc import Sequence
+from statistics import median
+
+from rich import box
+from rich.table import Column, Table
+
+from lightning_sparse.bench.compare.place import Place
+from lightning_sparse.bench.compare.report import Round
+from lightning_sparse.bench.doctor.hosts import Host
+from lightning_sparse.bench.doctor.link import Link
+from lightning_sparse.bench.doctor.ranks import STEPS, Surroundings
+from lightning_sparse.monitor.tables import human_bytes
+
+
+def surroundings(found: Surroundings, place: Place | None, emulate: str, cannot_emulate: str | None) -> Table:
+    """Show the first host, what ranks use, and the link between hosts."""
+    first = found.hosts[0]
+    rows = {
+        "versions": ", ".join(f"{name} {number}" for name, number in first.versions.items()),
+        "machine": f"{first.system}, {first.cores} cores, {first.load:.1f} programs running",
+        "devices": _devices(first),
+        "kernels": _kernels(first),
+        "interfaces": ", ".join(f"{name} {address}" for name, address in first.interfaces.items()),
+        "used": _used(first, place, emulate),
+        "ranks": _ranks(place, emulate),
+        "link": _link(found),
+        "emulation": "works: --emulate 4x1gbit, say" if cannot_emulate is None else f"not here: {cannot_emulate}",
+    }
+    table = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2, 0, 0))
+    for name, text in rows.items():
+        table.add_row(name, text)
+    return table
+
+
+def _devices(host: Host) -> str:
+    if not host.devices:
+        return "no CUDA device: ranks train on the CPU, over Gloo"
+    kinds = ", ".join(f"{host.devices.count(name)} x {name}" for name in dict.fromkeys(host.devices))
+    return f"{kinds}: ranks train on CUDA, over NCCL"
+
+
+def _kernels(host: Host) -> str:
+    if not host.devices:
+        return "NumPy's and PyTorch's, on the CPU"
+    return "Triton's" if host.triton else "PyTorch's; Triton's are faster: pip install triton"
+
+
+def _used(host: Host, place: Place | None, emulate: str) -> str:
+    """Say which interface a training between hosts would use."""
+    if emulate:
+        return "eth0 of each emulated host"
+    if place is not None:
+        return f"{place.interface}, the way to rank 0"
+    if host.gloo:
+        return f"{host.gloo}, by GLOO_SOCKET_IFNAME"
+    if host.own_address.startswith("127."):
+        return f"loopback, where this host's name leads ({host.own_address}): for several hosts set GLOO_SOCKET_IFNAME"
+    return f"{host.used or 'not known'}, where this host's name leads ({host.own_address or 'nowhere'})"
+
+
+def _ranks(place: Place | None, emulate: str) -> str:
+    if emulate:
+        return f"one on each host of {emulate}"
+    if place is not None:
+        return f"{place.size} on {counted(place.hosts, 'host')}; rank 0 at {place.address}:{place.port}"
+    return "neither torchrun nor srun started this: one machine"
+
+
+def counted(count: int, what: str) -> str:
+    """Write "1 host" or "2 hosts"."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def _link(found: Surroundings) -> str:
+    """Describe the slowest link, and the fastest where they differ."""
+    if not found.links:
+        return "not measured: one host. Start doctor with torchrun or srun on all, or --emulate 2x100mbit"
+    hosts = [f"{host.name} ({number})" for number, host in enumerate(found.hosts)]
+    slowest = min(range(len(hosts)), key=lambda i: found.links[i].bytes_per_s)
+    latest = max(each.latency_s for each in found.links)
+    words = f"{_rate(found.links[slowest])} at least, a short message takes {1e3 * latest:.1f} ms at most (over Gloo)"
+    return f"{words}; slowest from {hosts[slowest - 1]} to {hosts[slowest]}" if len(hosts) > 2 else words
+
+
+def _rate(link: Link) -> str:
+    mbit = 8 * link.bytes_per_s / 1e6
+    return f"{mbit / 1e3:.2f} Gbit/s" if mbit >= 1000 else f"{mbit:.0f} Mbit/s"
+
+
+def strategies(rounds: Sequence[Round], title: str) -> Table:
+    """Show each strategy: the time of a step's gradients, what it sent, and whether it did what it must."""
+    headings = "strategy", "gradients averaged in", "sent", "none lost", "replicas equal"
+    columns = (Column(heading, justify="right") for heading in headings[1:])
+    table = Table(
+        Column(headings[0], no_wrap=True),
+        *columns,
+        title=f"{STEPS} steps: {title}",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    for each in rounds:
+        steps = each.run.steps if each.run else []
+        half = steps[len(steps) // 2 :]
+        cells = [f"{median(s.ms_span for s in half):.1f} ms", human_bytes(half[-1].counted_bytes)] if half else ["", ""]
+        table.add_row(each.strategy, *cells, *(["failed"] * 2 if each.error else ["yes"] * 2))
+    return table

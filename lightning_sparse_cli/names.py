@@ -1,0 +1,45 @@
+"""Names that help texts show, as text: the classes they stand for import PyTorch.  A test compares the two."""
+
+#: Strategy -> the first line of its class's docstring.
+STRATEGIES = {
+    "skip_reduce": "A ring all-reduce whose first s = round(skip * P) reduce-scatter steps are left out (at "
+    "most P - 1).",
+    "micro": "Each rank selects the large elements of a P-th of the gradient, and all sum those (Yoon and Oh, HiPC "
+    "2023).",
+    "importance": "Sums the elements whose gradient is large for their weight, by the opinion of a few random ranks.",
+    "sketch_fusion": "Ranks sum sketches of their gradients, find the large elements of the sum in it, and sum those "
+    "exactly.",
+    "ok_topk": "The largest sums of what ranks find large, at nearly the least traffic possible (Li and Hoefler, PPoPP "
+    "2022).",
+    "low_rank": "Sums a rank-r approximation of each matrix: two thin factors travel in its place.",
+    "sparse_dense": "Every rank sends all of its gradient: plain data-parallel training, the baseline of every "
+    "comparison.",
+    "sparse_topk": "Each rank sends its own k = density * n largest elements (Aji and Heafield, EMNLP 2017): the usual "
+    "baseline.",
+    "sparse_random_k": "Every rank sends the same k = density * n randomly chosen elements.",
+    "sparse_auto": "Trains with the most faithful of the candidates whose steps are about as short as the shortest.",
+}
+
+#: Models and data of ``bench`` and ``advise``.
+WORKLOADS = (
+    "mlp_1m",
+    "mlp_25m",
+    "gpt_10m",
+    "gpt_50m",
+    "byte_lm",
+    "resnet_digits",
+    "resnet50_shapes",
+    "densenet121_shapes",
+    "vgg16_shapes",
+    "bert_base_shapes",
+    "gpt2_shapes",
+    "flat_100mb",
+)
+MODEL_FORMS = "'package.module:Model', 'package.module:Model,package.module:DataModule' or a config file 'config.yaml'"
+
+#: Task of ``simulate`` -> its own steps and learning rates.
+TASKS = {
+    "byte_lm": {"steps": 600, "rates": "2e-3,4e-3,8e-3"},
+    "digits": {"steps": 300, "rates": "0.02,0.05,0.1"},
+    "modules": {"steps": 300, "rates": "5e-3,1e-2,2e-2"},
+}

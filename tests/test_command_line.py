@@ -1,0 +1,39 @@
+"""The command line's help and list are there at once, and say what the classes say."""
+
+import subprocess
+import sys
+
+import pytest
+
+from lightning_sparse.bench.compare.own_model import FORMS
+from lightning_sparse.bench.compare.workloads import WORKLOADS
+from lightning_sparse.bench.simulate.task import TASKS
+from lightning_sparse.compressors import NAMES
+from lightning_sparse_cli import main, names
+
+COMMANDS = ["advise", "bench", "doctor", "scale", "simulate"]
+HEAVY = "torch", "lightning", "numpy", "lightning_sparse", "matplotlib"
+
+
+@pytest.mark.parametrize("words", [["--help"], ["list"], *([name, "--help"] for name in COMMANDS)], ids=" ".join)
+def test_help_and_list_import_nothing_heavy(words: list[str]) -> None:
+    program = (
+        "import atexit, sys; from lightning_sparse_cli import main; "
+        f"atexit.register(lambda: print('imported:', [name for name in {HEAVY} if name in sys.modules])); "
+        f"sys.exit(main({words}))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.endswith("imported: []\n")
+
+
+def test_names_are_those_of_the_classes() -> None:
+    assert {name: (kind.__doc__ or "").partition("\n")[0] for name, kind in NAMES.items()} == names.STRATEGIES
+    assert tuple(WORKLOADS) == names.WORKLOADS
+    assert names.MODEL_FORMS == FORMS
+    assert {name: {"steps": kind.steps, "rates": kind.rates} for name, kind in TASKS.items()} == names.TASKS
+
+
+def test_list_prints_every_strategy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in NAMES)
