@@ -238,7 +238,8 @@ class SparseHook:
             rank_zero_warn(f"The model has changed since the fit before: {'; '.join(lost)}.")
         if isinstance(self.exchange, LocalExchange):
             self.exchange.unpack(before.exchange.steps)
-        self.exchange.ask_for_unsent()
+        if self.exchange.may_sum_in_place:
+            self.exchange.ask_for_unsent()
 
     def show_average(self) -> None:
         """With ``local_steps``, have the parameters hold the average of all ranks until the next forward that trains.

@@ -118,7 +118,8 @@ def restore(
     saved = [] if state is None else _groups(state, exchange, memories=not lost)
     new = list(zip(exchange.groups, exchange.compressors, strict=True))
     carry_over(saved, new)
-    exchange.ask_for_unsent()
+    if exchange.may_sum_in_place:
+        exchange.ask_for_unsent()
     if isinstance(exchange, LocalExchange):
         _restore_local(exchange, state, optimizers)
     if state is not None and (lost := [*lost, *not_carried(saved, exchange.groups)]):
