@@ -159,10 +159,8 @@ class LayerFusion:
             if not (math.isfinite(measured.span_s) and np.isfinite(measured.arrivals_s).any()):
                 raise NoClock
             link = known[1] if known else measure_link(self._exchange)
-            if self._is_to_choose and self.chooser:
-                self.chosen = (
-                    self.chosen if known else self.chooser.choose(self._exchange, measured, link, self._at_work)
-                )
+            if chooser:
+                self.chosen = self.chosen if known else chooser.choose(self._exchange, measured, link, self._at_work)
                 settled = yield from LayerFusion._try_chosen(self, measured, link)
             else:
                 settled = yield from LayerFusion._try_plan(self, measured, link)
