@@ -202,7 +202,7 @@ class LayerFusion:
     def _announced(self, decision: tuple[Layout, bool]) -> tuple[Layout, bool]:
         plan = decision[0].plan
         if plan is not None:
-            rank_zero_info(f"LayerFusion: {plan}")
+            rank_zero_info(f"LayerFusion: {plan.in_short}")
             self.plan = plan.rejected()
         return decision
 

@@ -245,6 +245,15 @@ class Plan:
         """The index of each parameter's group, by name."""
         return {name: bisect_right(self.ends, place) for place, name in enumerate(self.names)}
 
+    @property
+    def in_short(self) -> str:
+        """What it expects to gain, for a log."""
+        before_s = self.spans.get("as before", self.span_s)
+        return (
+            f"{len(self.ends)} group{'s'[: len(self.ends) > 1]}; from the start of backward to the last mean "
+            f"{1e3 * self.span_s:.0f} ms are expected, {1e3 * before_s:.0f} ms in the groups before."
+        )
+
     def __str__(self) -> str:
         spans = ", ".join(f"{name} {1e3 * span:.1f} ms" for name, span in self.spans.items())
         groups = "1 group" if len(self.ends) == 1 else f"{len(self.ends)} groups"
