@@ -111,8 +111,9 @@ class Probe(Callback):
         del pl_module, args
         known = isinstance(outputs, Mapping) and "loss" in outputs  # not with manual optimisation
         loss = float(outputs["loss"]) if known else math.nan  # waits for the device
-        if isinstance(trainer.strategy, SparseDDPStrategy) and isinstance(trainer.strategy.exchange, LocalExchange):
-            trainer.strategy.exchange.settle()  # now and not before the next forward: it belongs to this step
+        exchange = trainer.strategy.exchange if isinstance(trainer.strategy, SparseDDPStrategy) else None
+        if isinstance(exchange, LocalExchange) and not exchange.settings.overlaps:
+            exchange.settle()  # now and not before the next forward: it belongs to this step
         end_s = time.perf_counter()
         wire = self._read()
         report, counted_bytes = _reported(trainer.strategy)
@@ -145,8 +146,8 @@ def _reported(strategy: Strategy) -> tuple[Report | None, int]:
     """A strategy's report of the last step, if it makes one, and the bytes it counted."""
     if isinstance(strategy, SparseDDPStrategy):
         assert strategy.exchange is not None
-        assert strategy.exchange.last is not None
-        return strategy.exchange.last, strategy.exchange.last.sent_bytes
+        report = strategy.exchange.last  # of local steps beside which the next one computes: of the step before
+        return report, report.sent_bytes if report else 0
     assert isinstance(strategy, Peer)
     return None, strategy.sent_bytes()
 
