@@ -67,6 +67,7 @@ class Run:
     def strategies(self, cluster: str) -> list[str]:
         """Those with something to show: others first, then ours, and the floor."""
         known = [name for name in self.summaries[cluster] if not self.losses or name in self.reached[cluster]]
+        known = [name for name in known if not name.startswith(f"{NO_COMMUNICATION}#")]  # the same, again
         return sorted(known, key=lambda name: (name == NO_COMMUNICATION, not is_peer(name)))
 
     def step_s(self, cluster: str, strategy: str) -> float:
@@ -134,6 +135,7 @@ def label(strategy: str) -> str:
     name, *pairs = strategy.split(":")
     options = dict(pair.split("=", 1) for pair in pairs)
     wire = options.pop("wire_dtype", "")
+    options.pop("lr", None)  # the run's command says it
     words = [PEER_LABELS.get(name, name)]
     if name.startswith("powersgd_"):
         words = [f"PowerSGD, rank {name.rpartition('_')[2]}"]
