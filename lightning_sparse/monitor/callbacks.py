@@ -171,7 +171,7 @@ class CompressionMonitor(Callback):
             self._log(trainer, pl_module, exchange)
         if self.table and trainer.is_global_zero:
             get_console().print(epoch_table(trainer.current_epoch, self._run, self._epoch, self._last))
-            if starving := starvation(self._run):
+            if starving := starvation(self._run.waiting, self._run.selects):
                 get_console().print(starving)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

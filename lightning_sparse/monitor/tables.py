@@ -70,7 +70,7 @@ def summary(run: Run) -> Group:
     if run.expected_step_s is not None and run.planned_s:
         table.add_row("expected by LayerFusion", f"{1e3 * run.expected_step_s:.1f} ms", "")
         table.add_row("  measured", f"{1e3 * median(run.planned_s):.1f} ms", f"median of {len(run.planned_s)} steps")
-    first = [line for line in (verdict(run), starvation(run)) if line]
+    first = [line for line in (verdict(run), starvation(run.waiting, run.selects)) if line]
     last = []
     if run.selects:
         errors = [point.threshold_error for point in run.points]
@@ -101,10 +101,13 @@ def longest_waiting(waiting: Sequence[Waiting]) -> list[Waiting]:
     return sorted(waiting, key=lambda each: (-each.starving, -each.oldest))
 
 
-def starvation(run: Run) -> str:
-    """Say what helps parameters whose gradients wait too long, and which they are; empty if none does."""
-    starving = [each for each in longest_waiting(run.waiting) if each.starving >= STARVES]
-    if not starving or not run.selects:  # where nothing is selected nothing takes another's place
+def starvation(waiting: Sequence[Waiting], selects: bool) -> str:
+    """Say what helps parameters whose gradients wait too long, and which they are; empty if none does.
+
+    Where nothing ``selects``, nothing takes another's place.
+    """
+    starving = [each for each in longest_waiting(waiting) if each.starving >= STARVES]
+    if not starving or not selects:
         return ""
     worst, others = starving[0], len(starving) - 1
     more = f" and part of {others} other parameter{'s'[: others - 1]}" if others else ""

@@ -127,20 +127,23 @@ def test_a_layer_of_small_gradients_starves_beside_others_and_not_by_itself() ->
     norm, embedding = together.samples[0].waiting()
     assert (embedding.oldest, embedding.starving, norm.starving) == (60, 1.0, 0.0)
     assert embedding.turn == pytest.approx(10, rel=0.1)  # density 0.1
-    assert starvation([norm, embedding]) == (
-        f"Some gradients starve: 100% of embedding.weight waited for more than {STARVING * embedding.turn:.0f} steps, "
-        f"though an element is sent every {embedding.turn:.0f} steps on average. A higher density sends all of them "
-        "sooner; fusion='none', or a list of groups, keeps other layers from taking their place."
+    assert starvation([norm, embedding], selects=True) == (
+        "Raise the density, or give layers a share of their own (fusion='none', or a list of groups): 100% of "
+        f"embedding.weight waited for more than {STARVING * embedding.turn:.0f} steps, though an element is sent every "
+        f"{embedding.turn:.0f} steps on average."
     )
-    assert starvation(apart.samples[0].waiting()) == ""
+    assert starvation([norm, embedding], selects=False) == ""
+    assert starvation(apart.samples[0].waiting(), selects=True) == ""
 
 
 def test_other_parameters_that_starve_are_counted() -> None:
     starving = Waiting("a", 10, 900, 3.0, 100.0, 0.2)
-    assert "20% of a waited" in starvation([starving])
-    assert "20% of a and part of 1 other parameter waited" in starvation([starving, replace(starving, starving=0.05)])
-    assert "and part of 2 other parameters waited" in starvation([replace(starving, name=name) for name in "abc"])
-    assert starvation([replace(starving, starving=0.04)]) == starvation([]) == ""
+    assert "20% of a waited" in starvation([starving], True)
+    assert "20% of a and part of 1 other parameter waited" in starvation(
+        [starving, replace(starving, starving=0.05)], True
+    )
+    assert "and part of 2 other parameters waited" in starvation([replace(starving, name=name) for name in "abc"], True)
+    assert starvation([replace(starving, starving=0.04)], True) == starvation([], True) == ""
 
 
 # - beside an exchange
