@@ -102,7 +102,7 @@ class Forecaster:
     def in_place_s(self) -> float:
         """Seconds that sums of the gradient take where it lies, if that is the soonest; else infinite."""
         in_place = self._in_place(Dense())
-        return in_place.latency_s if in_place else math.inf
+        return in_place[-1].latency_s if in_place else math.inf
 
     def forecast(self, candidate: Candidate) -> Forecast:
         """Predict a step."""
@@ -145,16 +145,16 @@ class Forecaster:
         largest = self._simulated(compressor, elements)[-1]
         return largest.sent_bytes / largest.elements
 
-    def _in_place(self, compressor: Compressor) -> Sample | None:
-        """The cost of DDP's buckets, if ``compressor`` sums them where they lie."""
+    def _in_place(self, compressor: Compressor) -> list[Sample]:
+        """The cost of DDP's buckets, if ``compressor`` sums them where they lie; else empty."""
         elements = sum(parameter.numel() for parameter in self._parameters.values())
-        return in_place_cost(elements, self._size, self._link) if same(compressor, Dense()) else None
+        return in_place_cost(elements, self._size, self._link) if same(compressor, Dense()) else []
 
     def _simulated(self, compressor: Compressor, elements: int) -> list[Sample]:
         n = max(1, min(elements, MOST // self._size))
         key = (as_text(compressor), n)
-        if key not in self._samples and (sample := self._in_place(compressor)):
-            self._samples[key] = [sample]
+        if key not in self._samples and (in_place := self._in_place(compressor)):
+            self._samples[key] = in_place
         elif key not in self._samples:
             sizes = sorted({min(FEW, n), n})
             self._samples[key] = [

@@ -51,16 +51,19 @@ def simulated_cost(compressor: Compressor, n: int, size: int, link: Link, device
     return Sample(n, busy, max(busy, wire_s, (busy + wait_s) / 2), busy + wait_s, sent)
 
 
-def in_place_cost(n: int, size: int, link: Link) -> Sample | None:
-    """Estimate the cost of ``n`` elements that are summed where they lie; None where other sums are sooner."""
+def in_place_cost(n: int, size: int, link: Link) -> list[Sample]:
+    """Estimate the cost of 1 to ``n`` elements that are summed where they lie; empty where other sums are sooner."""
     all_reduce_s = link.all_reduce_s if math.isfinite(link.all_reduce_s) else hops("all_reduce", size) * link.latency_s
     comm = SimNetwork(size, hop_bytes=link.carries(link.latency_s)).comms[0]
     comm.all_reduce_bytes = link.carries(all_reduce_s)
     if not sums_in_place(4 * n, comm):
-        return None
-    sent_bytes = traffic("all_reduce", 4 * n, size)
-    wire_s = sent_bytes * link.s_per_byte
-    return Sample(n, 0.0, wire_s, all_reduce_s + wire_s, sent_bytes)
+        return []
+    samples = []
+    for elements in sorted({1, n}):
+        sent_bytes = traffic("all_reduce", 4 * elements, size)
+        wire_s = sent_bytes * link.s_per_byte
+        samples.append(Sample(elements, 0.0, wire_s, all_reduce_s + wire_s, sent_bytes))
+    return samples
 
 
 def applying_s(n: int, size: int, device: torch.device) -> float:

@@ -83,6 +83,13 @@ def test_local_steps_hide_what_they_send_beside_the_next_step(ticking: None) -> 
     assert bound.sent_bytes == pytest.approx(0.5 * slow.forecast(ls.Candidate(ls.Dense(), "int4")).sent_bytes, rel=0.02)
 
 
+def test_float32_in_several_buckets_takes_the_time_of_its_bytes(ticking: None) -> None:
+    layers = {str(i): torch.empty(1024, 1024) for i in range(20)}  # 80 MiB
+    measured = Measured([0.01] * 20, span_s=0.05, rest_s=0.01, groups=[list(layers)])
+    found = Forecaster(layers, measured, Link(0.0001, 8e-8), 4, None).forecast(DENSE)  # 100 Mbit/s
+    assert found.step_s == pytest.approx(8e-8 * 2 * 3 / 4 * 80 * 2**20, rel=0.1)
+
+
 def test_measured_steps_correct_what_is_predicted(ticking: None) -> None:
     link = Link(0.0001, 1e-9)
     usual = forecaster(link).forecast(DENSE).step_s
