@@ -3,69 +3,12 @@
 Importing this package makes its strategies known: ``Trainer(strategy="skip_reduce")``.
 """
 
-from lightning_sparse.__about__ import __version__
-from lightning_sparse.compressors import (
-    COMPRESSORS,
-    Auto,
-    Candidate,
-    Compressor,
-    Dense,
-    DensityLadder,
-    ImportancePruning,
-    LowRank,
-    MiCRO,
-    MomentumCorrection,
-    OkTopk,
-    RandomK,
-    SketchFusion,
-    SkipReduce,
-    TopK,
-    Warmup,
-)
-from lightning_sparse.compressors.group import Group
-from lightning_sparse.engine.local_steps import LocalSteps
-from lightning_sparse.hook import SparseHook
-from lightning_sparse.monitor.callbacks import CompressionMonitor
-from lightning_sparse.monitor.metrics import CompressionRatio, ThresholdError
-from lightning_sparse.monitor.replicas import ReplicaCheck
-from lightning_sparse.network.comm import Comm, Rounds
-from lightning_sparse.registry import register
-from lightning_sparse.selection.sparse import Sparse
-from lightning_sparse.simulation import Simulated, simulate
-from lightning_sparse.strategy import SparseDDPStrategy
+import sys
+from pathlib import PurePath
 
-register()
+from lightning_sparse.__about__ import __version__ as __version__
 
-__all__ = [
-    "COMPRESSORS",
-    "Auto",
-    "Candidate",
-    "Comm",
-    "CompressionMonitor",
-    "CompressionRatio",
-    "Compressor",
-    "Dense",
-    "DensityLadder",
-    "Group",
-    "ImportancePruning",
-    "LocalSteps",
-    "LowRank",
-    "MiCRO",
-    "MomentumCorrection",
-    "OkTopk",
-    "RandomK",
-    "ReplicaCheck",
-    "Rounds",
-    "Simulated",
-    "SketchFusion",
-    "SkipReduce",
-    "Sparse",
-    "SparseDDPStrategy",
-    "SparseHook",
-    "ThresholdError",
-    "TopK",
-    "Warmup",
-    "__version__",
-    "register",
-    "simulate",
-]
+# ``lightning-sparse --help`` does not wait for PyTorch and Lightning: see lightning_sparse.cli.command.
+if PurePath("".join(sys.argv[:1])).stem != "lightning-sparse":
+    from lightning_sparse.public import *  # noqa: F403
+    from lightning_sparse.public import __all__ as __all__

@@ -2,28 +2,40 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from lightning_sparse.bench.compare.own_model import FORMS
 from lightning_sparse.bench.compare.workloads import WORKLOADS
 from lightning_sparse.bench.simulate.task import TASKS
+from lightning_sparse.cli import main, names
 from lightning_sparse.compressors import NAMES
-from lightning_sparse_cli import main, names
 
 COMMANDS = ["advise", "bench", "doctor", "scale", "simulate"]
-HEAVY = "torch", "lightning", "numpy", "lightning_sparse", "matplotlib"
+START = """import sys
+sys.argv[0] = "/bin/lightning-sparse"
+from lightning_sparse.cli import command
+sys.exit(command())"""
+HEAVY = "torch", "lightning", "numpy", "matplotlib"
 
 
 @pytest.mark.parametrize("words", [["--help"], ["list"], *([name, "--help"] for name in COMMANDS)], ids=" ".join)
 def test_help_and_list_import_nothing_heavy(words: list[str]) -> None:
-    program = (
-        "import atexit, sys; from lightning_sparse_cli import main; "
-        f"atexit.register(lambda: print('imported:', [name for name in {HEAVY} if name in sys.modules])); "
-        f"sys.exit(main({words}))"
+    program = f"""import atexit, sys
+atexit.register(lambda: print("imported:", [name for name in {HEAVY} if name in sys.modules]))
+{START}"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=60, check=True
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.endswith("imported: []\n")
+
+
+def test_a_command_runs_with_all_of_the_package(tmp_path: Path) -> None:
+    bench = [sys.executable, "-c", START, "bench", "--strategies", "ddp,topk", "--output", str(tmp_path)]
+    done = subprocess.run(bench, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "Did you mean 'sparse_topk'?" in done.stderr
 
 
 def test_names_are_those_of_the_classes() -> None:

@@ -19,8 +19,8 @@ from lightning_sparse.bench.doctor import devices, doctor, findings, ranks, scre
 from lightning_sparse.bench.doctor.hosts import Host, reach
 from lightning_sparse.bench.doctor.link import Link
 from lightning_sparse.bench.doctor.ranks import Surroundings
+from lightning_sparse.cli import main
 from lightning_sparse.compressors.group import Group
-from lightning_sparse_cli import main
 from tests import conftest
 
 HOST = Host(

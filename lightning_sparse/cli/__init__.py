@@ -1,15 +1,23 @@
-"""The command line.  Beside ``lightning_sparse``, whose import takes seconds: ``--help`` and ``list`` need none of it.
+"""The command line: ``lightning-sparse``, and ``python -m lightning_sparse.cli`` where a module is wanted.
 
-``lightning_sparse`` registers strategies with Lightning when it is imported, so whoever imports a part of it imports
-PyTorch and Lightning too.  What is imported here before a command runs is the standard library and rich.
+Until a command runs, this package imports the standard library and rich alone.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_sparse_cli.arguments import parser
-from lightning_sparse_cli.names import STRATEGIES
+from lightning_sparse.cli.arguments import parser
+from lightning_sparse.cli.names import STRATEGIES
+
+
+def command() -> int:
+    """Be ``lightning-sparse``: ``--help``, ``list`` and mistakes are answered at once, the rest goes to the module."""
+    if parser().parse_args().command != "list":
+        os.execv(sys.executable, [sys.executable, "-m", "lightning_sparse.cli", *sys.argv[1:]])
+    _list()
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:

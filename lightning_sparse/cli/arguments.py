@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from lightning_sparse_cli.names import MODEL_FORMS, TASKS, WORKLOADS
+from lightning_sparse.cli.names import MODEL_FORMS, TASKS, WORKLOADS
 
 
 def parser() -> argparse.ArgumentParser:

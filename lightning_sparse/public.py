@@ -1,0 +1,68 @@
+"""The public names, and the registration of strategies with Lightning."""
+
+from lightning_sparse.__about__ import __version__
+from lightning_sparse.compressors import (
+    COMPRESSORS,
+    Auto,
+    Candidate,
+    Compressor,
+    Dense,
+    DensityLadder,
+    ImportancePruning,
+    LowRank,
+    MiCRO,
+    MomentumCorrection,
+    OkTopk,
+    RandomK,
+    SketchFusion,
+    SkipReduce,
+    TopK,
+    Warmup,
+)
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.engine.local_steps import LocalSteps
+from lightning_sparse.hook import SparseHook
+from lightning_sparse.monitor.callbacks import CompressionMonitor
+from lightning_sparse.monitor.metrics import CompressionRatio, ThresholdError
+from lightning_sparse.monitor.replicas import ReplicaCheck
+from lightning_sparse.network.comm import Comm, Rounds
+from lightning_sparse.registry import register
+from lightning_sparse.selection.sparse import Sparse
+from lightning_sparse.simulation import Simulated, simulate
+from lightning_sparse.strategy import SparseDDPStrategy
+
+register()
+
+__all__ = [
+    "COMPRESSORS",
+    "Auto",
+    "Candidate",
+    "Comm",
+    "CompressionMonitor",
+    "CompressionRatio",
+    "Compressor",
+    "Dense",
+    "DensityLadder",
+    "Group",
+    "ImportancePruning",
+    "LocalSteps",
+    "LowRank",
+    "MiCRO",
+    "MomentumCorrection",
+    "OkTopk",
+    "RandomK",
+    "ReplicaCheck",
+    "Rounds",
+    "Simulated",
+    "SketchFusion",
+    "SkipReduce",
+    "Sparse",
+    "SparseDDPStrategy",
+    "SparseHook",
+    "ThresholdError",
+    "TopK",
+    "Warmup",
+    "__version__",
+    "register",
+    "simulate",
+]

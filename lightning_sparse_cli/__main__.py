@@ -1,7 +1,0 @@
-"""``python -m lightning_sparse_cli``."""
-
-import sys
-
-from lightning_sparse_cli import main
-
-sys.exit(main())
