@@ -405,7 +405,7 @@ def test_a_bucket_is_cut_into_gradients_that_lie_as_their_parameters_do(paramete
     delivery = Delivery(bucket)  # type: ignore[arg-type]
     filled = bucket.memory.clone()
     start = before
-    for parameter, gradient in delivery.gradients:
+    for parameter, gradient in delivery.gradients():
         assert gradient.shape == parameter.shape
         if parameter.numel() and parameter.is_contiguous():
             assert gradient.is_contiguous()

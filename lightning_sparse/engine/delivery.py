@@ -1,6 +1,6 @@
 """One of DDP's buckets: where its gradients lie, and the future that gives it back."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -15,11 +15,15 @@ class Delivery:
 
     def __init__(self, bucket: GradBucket) -> None:
         self.buffer: Tensor = bucket.buffer()
-        self.gradients = list(gradients_of(bucket))  # each parameter and its gradient, a view of the buffer
+        self.parameters: list[Tensor] = bucket.parameters()
         self.summed: Pending | None = None  # its sum over this rank's node, under way
-        self.missing = len(self.gradients)  # parameters whose mean is not in the buffer yet
+        self.missing = len(self.parameters)  # parameters whose mean is not in the buffer yet
         device = self.buffer.device
         self.future: Future[Tensor] = Future(devices=None if device.type == "cpu" else [device])
+
+    def gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each parameter and its gradient, a view of the buffer."""
+        return gradients_of(self.buffer, self.parameters)
 
     def wait(self) -> None:
         """Wait until its gradients may be read."""
@@ -31,11 +35,10 @@ class Delivery:
         self.future.set_result(self.buffer)
 
 
-def gradients_of(bucket: GradBucket) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each parameter and its gradient's place in the bucket, as a view of the parameter's shape and memory order."""
-    buffer = bucket.buffer()
+def gradients_of(buffer: Tensor, parameters: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each parameter and its gradient's place in a bucket, as a view of the parameter's shape and memory order."""
     offset = buffer.storage_offset()
-    for parameter in bucket.parameters():
+    for parameter in parameters:
         dense = parameter.numel() == 1 + sum(
             (s - 1) * st for s, st in zip(parameter.shape, parameter.stride(), strict=True)
         )

@@ -107,7 +107,7 @@ class GradientExchange(Exchange):
         return delivery.future
 
     def _take_in(self, step: Step, delivery: Delivery) -> None:
-        self.timeline.arrive([parameter for parameter, _ in delivery.gradients])
+        self.timeline.arrive(delivery.parameters)
         if step.loss_scale:
             step.loss_scale.take_in(delivery.buffer)
         if self._node and delivery.buffer.numel():
@@ -135,13 +135,14 @@ class GradientExchange(Exchange):
     def _sum_in_place(self, step: Step, delivery: Delivery) -> Future[Tensor]:
         comm = self._lanes[0].comm
         assert isinstance(comm, TorchComm)
-        mean: Future[Tensor] = comm.mean_in_place(delivery.buffer)
-        return mean.then(partial(self._end_in_place, step, delivery))
+        sums = comm.mean_in_place(delivery.buffer)
+        done: Future[Tensor] = sums.then(partial(self._end_in_place, step, delivery))
+        return done
 
-    def _end_in_place(self, step: Step, delivery: Delivery, mean: Future[Tensor]) -> Tensor:
+    def _end_in_place(self, step: Step, delivery: Delivery, sums: Future[list[Tensor]]) -> Tensor:
         try:
             with explained():
-                buffer = mean.value()
+                sums.value()
         except RuntimeError as error:
             self.error = self.error or error
             raise
@@ -151,7 +152,7 @@ class GradientExchange(Exchange):
                 for group in self.groups:
                     group.end_dense_step()
                 self._finish(step)
-        return buffer
+        return delivery.buffer
 
     def close(self) -> bool:
         """End the issuing threads; returns whether no message is under way.  What is unsent stays readable."""

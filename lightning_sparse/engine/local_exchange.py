@@ -75,7 +75,7 @@ class LocalExchange(Exchange):
         """DDP's communication hook: gives every rank its own gradients back."""
         del state
         if (self.steps + 1) % EVERY == 0:
-            self.lr_factor.take_in(gradients_of(bucket))
+            self.lr_factor.take_in(gradients_of(bucket.buffer(), bucket.parameters()))
         self._backwards += bucket.is_last()
         future: Future[Tensor] = Future(devices=[self.device] if self.device.type == "cuda" else None)
         future.set_result(bucket.buffer())

@@ -55,9 +55,10 @@ class Step:
     def take_in(self, delivery: Delivery, group_of: dict[Tensor, Group]) -> None:
         """Note what has arrived."""
         self._handed_over_ns = time.perf_counter_ns()
-        for parameter, gradient in delivery.gradients:
-            self.gradients[parameter] = (gradient, delivery)
+        for parameter in delivery.parameters:
             self._arriving[group_of[parameter].index] -= 1
+        if not self.in_place:
+            self.gradients.update((parameter, (gradient, delivery)) for parameter, gradient in delivery.gradients())
 
     def take_complete(self) -> Iterator[tuple[int, int]]:
         """Yield each lane and group that may be sent now: complete, with none before it on its lane that is not."""

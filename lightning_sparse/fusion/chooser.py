@@ -15,7 +15,6 @@ from lightning_sparse.fusion.forecast import Forecast, Forecaster
 from lightning_sparse.fusion.planner import Calibration, Measured
 from lightning_sparse.fusion.rehearsal import Link
 from lightning_sparse.fusion.trial import try_on
-from lightning_sparse.network.comm import Comm, Pending
 from lightning_sparse.settings import same
 
 EXACT = Candidate(Dense())  # more faithful than all others, so these are not looked at where it hides
@@ -76,6 +75,7 @@ class Chooser:
         self.chosen: Forecast | None = None
         self.measured: tuple[Measured, Link] | None = None
         self._auto, self._parameters = auto, parameters
+        self._record: GradientRecord | None = None  # not shared by the ranks yet
         self._step_s: dict[Candidate, float] = {}  # measured
         self._ahead: list[list[Candidate]] = []  # not looked at yet
         self._candidates = [c for c in auto.candidates if isinstance(c, Candidate) and (local or not c.local_steps)]
@@ -90,22 +90,18 @@ class Chooser:
 
     def choose(self, exchange: Exchange, measured: Measured, link: Link, at_work: Compressor) -> Candidate:
         """Return the same candidate on every rank, for :meth:`note`; to be called on every rank between two steps."""
-        record, exchange.record = exchange.record, None
-        assert record is not None
+        self._record, exchange.record = exchange.record, None
         self.measured, self.forecasts = (measured, link), []
-        self._gradients = exchange.ask(lambda comm: comm.all_gather(record.gradients()))
-        self._weights = record.weights()
-        self._forecaster = Forecaster(self._parameters, measured, link, exchange.size, at_work)
-        self._forecaster.calibration = Calibration.read(exchange.ask(self._calibration_of_rank_0).tolist())
+        self._at_work = at_work
+        self._forecaster = Forecaster(self._parameters, measured, link, exchange.size, None)
         known = [c for c in self._candidates if c != EXACT and not c.local_steps and same(c.averaging, at_work)]
         self._step_s = dict.fromkeys(known, measured.span_s + measured.rest_s)
         cheap = [c for c in self._candidates if isinstance(c.compressor, Dense)]  # to look at
         others = [c for c in self._candidates if c not in cheap]
         self._ahead = [each for each in (cheap, others) if each]
         if EXACT in cheap and self._forecaster.in_place_s <= HIDDEN * self._forecaster.computing_s:
-            self._look_at(exchange, [EXACT])
-            self.chosen = self.forecasts[0]
-            return EXACT
+            self.forecasts = [replace(self._forecaster.forecast(EXACT), delivered=1.0, age=0.0)]
+            return self._announced(self.forecasts[0], 1)
         return self._take_best(exchange)
 
     def note(self, exchange: Exchange, step_s: float) -> Candidate:
@@ -121,12 +117,23 @@ class Chooser:
         self._correct(chosen)
         return self._take_best(exchange)
 
-    def _calibration_of_rank_0(self, comm: Comm) -> Pending:
-        own = torch.tensor(self._forecaster.calibration.numbers(), dtype=torch.float64, device=self._gradients.device)
-        return comm.broadcast(own, 0)
+    def _look_closer(self, exchange: Exchange) -> None:
+        """Have forecasts count how measured steps differ from the model, and gradients of all ranks to try on."""
+        record, self._record = self._record, None
+        if record is None:
+            return
+        assert self.measured is not None
+        measured, link = self.measured
+        self._forecaster = Forecaster(self._parameters, measured, link, exchange.size, self._at_work)
+        own = torch.tensor(self._forecaster.calibration.numbers(), dtype=torch.float64, device=exchange.device)
+        of_rank_0 = exchange.ask(lambda comm: comm.broadcast(own, 0))
+        self._forecaster.calibration = Calibration.read(of_rank_0.tolist())
+        self._gradients = exchange.ask(lambda comm: comm.all_gather(record.gradients()))
+        self._weights = record.weights()
 
     def _look_at(self, exchange: Exchange, candidates: Sequence[Candidate]) -> None:
         """Predict the step of each of ``candidates``, and try on gradients those that may be chosen."""
+        self._look_closer(exchange)
         looked_at = {f.candidate for f in self.forecasts}
         new = _shared(exchange, [c for c in candidates if c not in looked_at], self._forecaster.forecast)
         self.forecasts += new
@@ -170,11 +177,15 @@ class Chooser:
                 break
             self._look_at(exchange, self._ahead.pop(0))
         faithful = most_faithful(short).candidate
-        best = self.chosen = next(f for f in among if f.candidate == faithful)
+        return self._announced(next(f for f in among if f.candidate == faithful), len(short))
+
+    def _announced(self, best: Forecast, among: int) -> Candidate:
+        """Choose ``best``, of so many with about such a step."""
+        self.chosen = best
         takes = "takes" if best.candidate in self._step_s else "is expected to take"
         rank_zero_info(
             f"sparse_auto: training goes on with {best.candidate}, whose step {takes} {1e3 * best.step_s:.0f} ms; one "
-            f"that sends next to nothing would take {1e3 * self._forecaster.least_s:.0f} ms. Of {len(short)} "
+            f"that sends next to nothing would take {1e3 * self._forecaster.least_s:.0f} ms. Of {among} "
             "candidates with about such a step, none shorter, it is the most faithful: each step delivers "
             f"{best.delivered or 0:.0%} of what is owed, {best.age or 0:.1f} steps late."
         )

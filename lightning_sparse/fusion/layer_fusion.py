@@ -134,7 +134,7 @@ class LayerFusion:
     def _start(self, at_work: Compressor, planned: bool = False) -> None:
         """Begin with the next pass: measure, or only watch if there is a plan."""
         self._at_work = at_work
-        self._exchange.deferred = False
+        self._exchange.deferred, self._exchange.record = False, None
         # A generator that held this object strongly would keep all that is unsent until the garbage collector runs.
         self._course = LayerFusion._passes(weakref.proxy(self), planned)
         next(self._course)

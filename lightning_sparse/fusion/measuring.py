@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Generator, Mapping, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
@@ -13,10 +13,18 @@ from lightning_sparse.fusion.chooser import Chooser
 from lightning_sparse.fusion.planner import Measured
 from lightning_sparse.fusion.rehearsal import median_known, median_over_ranks
 
-SETTLING = 4  # passes (one before each forward) until any is measured: buckets are rebuilt, thresholds settle
-BESIDE = 5  # passes measured as they are
-APART = 3  # passes measured that send nothing before backward has ended, so that neither slows the other
-STEPS_MEASURED = SETTLING + BESIDE + APART
+
+class Schedule(NamedTuple):
+    """How many passes, one before each forward, are for what."""
+
+    settling: int  # until any is measured: buckets are rebuilt, thresholds settle
+    beside: int  # measured as they are
+    apart: int  # that send nothing before backward has ended, so that neither slows the other
+
+
+PLANNING = Schedule(4, 5, 3)
+CHOOSING = Schedule(2, 3, 2)  # what averages then is not what will; and steps of what is chosen correct the forecasts
+STEPS_MEASURED = sum(PLANNING)
 
 T = TypeVar("T")
 Passes = Generator[None, None, T]  # resumed between two steps, once in each pass
@@ -34,21 +42,22 @@ def measure(
         chooser: that needs a record of the gradients, if any does.
     """
     timeline = exchange.timeline
-    for _ in range(SETTLING):
+    schedule = CHOOSING if chooser else PLANNING
+    for number in range(schedule.settling):
         yield
-    if chooser:
-        chooser.record(exchange)
-    rank_zero_info(f"LayerFusion: measuring {BESIDE + APART} steps, then what messages cost.")
+        if chooser and number == 0:  # what a checkpoint holds is in its place now
+            chooser.record(exchange)
+    rank_zero_info(f"LayerFusion: measuring {schedule.beside + schedule.apart} steps, then what messages cost.")
     spans, rests, arrivals = [], [], []
     now_s = time.perf_counter()
-    for _ in range(BESIDE):
+    for _ in range(schedule.beside):
         before_s, steps = now_s, exchange.steps
         yield
         now_s = time.perf_counter()
         spans.append(timeline.span_s())
         rests.append((now_s - before_s) / (exchange.steps - steps) - spans[-1])
     exchange.deferred = True
-    for _ in range(APART):
+    for _ in range(schedule.apart):
         yield
         arrivals.append([timeline.arrival_s(parameters[name]) for name in names])
     exchange.deferred = False

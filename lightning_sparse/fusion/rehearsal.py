@@ -20,7 +20,7 @@ from lightning_sparse.engine.lane import Lane
 from lightning_sparse.fusion.groups import pieces_of
 from lightning_sparse.fusion.model import Array, Cost
 from lightning_sparse.fusion.planner import Kinds, kinds_of
-from lightning_sparse.network.comm import traffic
+from lightning_sparse.network.comm import hops, traffic
 from lightning_sparse.settings import as_text
 
 SIZES = (2**8, 2**16, 2**20, 2**22)  # elements of the groups that are tried
@@ -72,7 +72,7 @@ def measure_link(exchange: Exchange) -> Link:
     few = SIZES[0]
     latency_s = seconds(few, True)
     far = not latency_s < SLOW_S
-    all_reduce_s = seconds(few, False, 1 if far else RUNS)
+    all_reduce_s = hops("all_reduce", exchange.size) * latency_s if far else seconds(few, False)
     some = SIZES[1] if far else SIZES[2] // 4
     some_s = seconds(some, far, 1)
     other, runs = (some // 4, 1) if some_s > SLOW_S else (4 * some, RUNS)

@@ -87,12 +87,12 @@ class TorchComm(Comm):
         dist.reduce(total, self._global[0], group=self._group)
         return total.div_(self.size).cpu()
 
-    def mean_in_place(self, x: Tensor) -> Future[Tensor]:
+    def mean_in_place(self, x: Tensor) -> Future[list[Tensor]]:
         """Launch the mean of ``x`` [n] over all ranks, by the backend, into ``x``; the same bits as plain DDP's."""
         self._count("all_reduce", x.nbytes)
-        sums: Future[list[Tensor]] = dist.all_reduce(x.div_(self.size), group=self._group, async_op=True).get_future()
-        mean: Future[Tensor] = sums.then(lambda done: done.value()[0])
-        return mean
+        work = dist.all_reduce(x.div_(self.size), group=self._group, async_op=True)
+        done: Future[list[Tensor]] = work.get_future()
+        return done
 
     def _to_first(self, x: Tensor) -> None:
         self.messages += 1

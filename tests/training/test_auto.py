@@ -14,14 +14,15 @@ from lightning_sparse import engines
 from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.fusion import layer_fusion
-from lightning_sparse.fusion.measuring import STEPS_MEASURED
+from lightning_sparse.fusion.measuring import CHOOSING
 from tests.conftest import Ranks
 from tests.training.models import LIMIT_S, data, small, trainer, weights
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
 
+FIRST = sum(CHOOSING)  # steps until it chooses
 LOCAL = ls.Candidate(ls.Dense(), "int4", local_steps=3)
-CHANGES_BACK = STEPS_MEASURED + 10
+CHANGES_BACK = FIRST + 10
 
 
 def auto(*candidates: ls.Candidate, **options: Any) -> ls.SparseDDPStrategy:
@@ -49,7 +50,7 @@ def test_it_changes_to_local_steps_and_back_and_loses_nothing(ranks: Ranks) -> N
     assert first[0] == second[0]
     kinds = first[0]
     begin, end = kinds.index("LocalExchange"), len(kinds) - 1 - kinds[::-1].index("LocalExchange")
-    assert begin == STEPS_MEASURED + 1  # after a step that sends everything
+    assert begin == FIRST + 1  # after a step that sends everything
     assert CHANGES_BACK <= end + 1 < len(kinds)
     assert set(kinds[end + 1 :]) == {"GradientExchange"}
     mean, (merged, momenta) = (first[1] + second[1]) / 2, first[2]
@@ -91,7 +92,7 @@ def test_a_resumed_training_takes_its_local_steps_at_once_bit_for_bit(ranks: Ran
 
 
 def _resume(rank: int, size: int, path: Path) -> Any:
-    half, whole = STEPS_MEASURED + 4, STEPS_MEASURED + 8
+    half, whole = FIRST + 4, FIRST + 8
     saver = ModelCheckpoint(path, filename="half", every_n_train_steps=half)
     trained, watch = [], Watch()
     for until, start, callbacks in ((whole, None, []), (half, None, [saver]), (whole, path / "half.ckpt", [watch])):
@@ -112,8 +113,8 @@ def test_validation_and_a_second_fit_see_the_average(ranks: Ranks) -> None:
 
 def _fit_twice(rank: int, size: int) -> tuple[Tensor, str]:
     model, watch = small(), Watch()
-    run = trainer(auto(LOCAL), size, max_steps=STEPS_MEASURED + 4, callbacks=[watch])
-    run.fit(model, data(STEPS_MEASURED + 4, size))
+    run = trainer(auto(LOCAL), size, max_steps=FIRST + 4, callbacks=[watch])
+    run.fit(model, data(FIRST + 4, size))
     shown = weights(model)
     watch.engines.clear()
     run.fit_loop.epoch_loop.max_steps += 2
