@@ -1,4 +1,4 @@
-"""PyTorch Lightning strategies that send a fraction of the gradient over slow networks and lose none of it.
+"""PyTorch Lightning strategies that send a part of the gradient over slow networks, and the rest later.
 
 Importing this package makes its strategies known: ``Trainer(strategy="skip_reduce")``.
 """
