@@ -96,7 +96,7 @@ class Exchange(ABC):
 
     @property
     def shared(self) -> Mapping[Tensor, Tensor]:
-        """Of parameters whose values differ between ranks, the average that is the same on all, of the same shape."""
+        """The average, of the same shape and the same on all ranks, of parameters whose values differ between ranks."""
         return {}
 
     def count_from(self, steps: int) -> None:

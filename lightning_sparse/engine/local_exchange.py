@@ -174,7 +174,7 @@ class LocalExchange(Exchange):
 
     @property
     def shared(self) -> Mapping[Tensor, Tensor]:
-        """Of each parameter its x̄, of the same shape."""
+        """Each parameter's x̄, of the same shape."""
         self.settle()
         return {p: p if self._held is not None else average for p, average, _ in self._weights()}
 
