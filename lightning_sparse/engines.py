@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from lightning_sparse.options import Options
 
 MEASURED_AFTER = 3  # local steps that were given
 SETTLING = 3  # local steps until any is timed
+PAUSE = 5  # a step that takes so many times as long as the median is one with a pause in it: validation, a checkpoint
 WINDOW = 10  # local steps whose mean is what a step takes: on each rank they differ, as fragments do
 
 
@@ -239,8 +240,9 @@ class Pace:
         self._seconds.append(self._last_s - before_s)
         if len(self._seconds) < SETTLING + self._window:
             return False
-        now_s = float(median_over_ranks(exchange, [mean(self._seconds[SETTLING:])])[0])
-        self._seconds = []
+        seconds, self._seconds = self._seconds[SETTLING:], []
+        longest_s = PAUSE * median(seconds)
+        now_s = float(median_over_ranks(exchange, [mean(s for s in seconds if s <= longest_s)])[0])
         if not self.usual_s:
             self.usual_s = now_s if math.isfinite(now_s) else 0.0
             return False
