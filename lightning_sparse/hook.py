@@ -158,9 +158,8 @@ class SparseHook:
         return self._engines.chooser
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _before_forward(self, module: nn.Module, arguments: object) -> None:
+    def _before_forward(self, module: nn.Module, *_: object) -> None:
         """Between two steps: the time to measure, and to change groups.  Every rank passes here as often."""
-        del arguments
         if self.exchange.error is not None:
             raise self.exchange.error
         self._warn_if_nothing_is_saved()
@@ -173,13 +172,13 @@ class SparseHook:
             )
         if torch.is_grad_enabled():  # validation is no step; its forwards pass too
             self._engines.between_steps()
+            self._steps_before = self.exchange.steps
         elif not module.training:
             self.show_average()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _after_forward(self, module: nn.Module, arguments: object, output: object) -> None:
-        del module, arguments, output
-        if torch.is_grad_enabled():
+    def _after_forward(self, *_: object) -> None:
+        if torch.is_grad_enabled() and self.exchange.steps == self._steps_before:  # else backward was within it
             self.exchange.timeline.begin_backward()
 
     def _join_hook(self, **options: Any) -> JoinHook:

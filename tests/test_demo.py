@@ -1,7 +1,5 @@
 """The demo, over an emulated network and without one, and what it says of each outcome."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,7 @@ from lightning_sparse.bench.cluster import ClusterError
 from tests.conftest import emulated
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-LIMIT_S = 240  # four processes import torch and Lightning, on a busy machine
+LIMIT_S = 240  # processes import torch and Lightning, on a busy machine
 
 
 @pytest.fixture(autouse=True)
@@ -96,27 +94,35 @@ def test_a_process_that_fails_is_told():
         list(computed("100mbit", ["ddp", "--nonsense"]))
 
 
-def run(folder, *arguments):
-    """Run the demo for a moment; returns what it printed."""
-    command = [sys.executable, str(EXAMPLES / "demo.py"), "--seconds", "1", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert not done.returncode, done.stderr
-    assert [file.name for file in folder.iterdir()] == ["demo.svg"]
-    assert "</svg>" in (folder / "demo.svg").read_text()
-    assert "picture: demo.svg" in done.stdout
-    return " ".join(done.stdout.split())
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Runs the demo for a moment, on two hosts; returns what it printed."""
+    import demo
+
+    def run(*arguments):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(demo, "HOSTS", 2)
+        monkeypatch.setattr("sys.argv", ["demo.py", "--seconds", "1", *arguments])
+        demo.main()
+        assert [file.name for file in tmp_path.iterdir()] == ["demo.svg"]
+        assert "</svg>" in (tmp_path / "demo.svg").read_text()
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "picture: demo.svg" in shown
+        return shown
+
+    return run
 
 
 @emulated(LIMIT_S)
-def test_over_an_emulated_network(tmp_path):
-    shown = run(tmp_path)
+def test_over_an_emulated_network(run):
+    shown = run()
     assert "emulated on this machine" in shown
     assert "sparse_auto" in shown
 
 
 @pytest.mark.processes
 @pytest.mark.timeout(LIMIT_S)
-def test_without_an_emulated_network(tmp_path):
-    shown = run(tmp_path, "--no-emulation")
+def test_without_an_emulated_network(run):
+    shown = run("--no-emulation")
     assert "No network is emulated: as --no-emulation asks." in shown
     assert "the bytes' time on the link was computed" in shown

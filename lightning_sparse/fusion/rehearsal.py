@@ -27,7 +27,6 @@ SIZES = (2**8, 2**16, 2**20, 2**22)  # elements of the groups that are tried
 RUNS = 3  # of each, after one that is not timed: then thresholds are known
 SMALL = 2**16  # elements at most of groups that are summed densely where that is sooner
 LONG_S = 0.1  # larger groups that would take longer are not tried: their costs follow from the link and the processor
-QUICK_S = 0.005  # of a message beside which a longer one tells the rate better than a shorter one
 SLOW_S = 0.02  # of a message that is timed once: there, runs differ little beside it
 MOST_LATENCY_BYTES = 2**26
 POOL = 1_000_003  # made-up gradients repeat after so many elements
@@ -60,8 +59,8 @@ class NoClock(Exception):
 def measure_link(exchange: Exchange) -> Link:
     """Time sums of a few bytes, in one hop and as the backend does it, and longer ones for the rate.
 
-    These are the backend's, of 1 MiB and more or less; where latency is long, in one hop, of 256 KiB and less, and the
-    backend's latency is taken to be that of its hops.  Sums go by the latencies from then on.
+    These are of 256 KiB, or up to 4 MiB where that is quick, and of a quarter; the backend's, but where latency is long
+    in one hop, and the backend's latency is taken to be that of its hops.  Sums go by the latencies from then on.
     """
 
     def seconds(elements: int, direct: bool, runs: int = RUNS) -> float:
@@ -74,14 +73,15 @@ def measure_link(exchange: Exchange) -> Link:
     latency_s = seconds(few, True)
     far = not latency_s < SLOW_S
     all_reduce_s = hops("all_reduce", exchange.size) * latency_s if far else seconds(few, False)
-    some = SIZES[1] if far else SIZES[2] // 4
-    some_s = seconds(some, far, 1)
-    other, runs = 4 * some if some_s < QUICK_S else some // 4, 1 if some_s > SLOW_S else RUNS
-    some_s, other_s = (seconds(some, far, runs) if runs > 1 else some_s), seconds(other, far, runs)
-    if not math.isfinite(latency_s + all_reduce_s + some_s + other_s):
+    many = SIZES[1]
+    while (many_s := seconds(many, far, 1)) < SLOW_S and many < SIZES[2]:
+        many *= 4
+    some, runs = many // 4, RUNS if many_s < SLOW_S else 1
+    some_s, many_s = seconds(some, far, runs), seconds(many, far, runs) if runs > 1 else many_s
+    if not math.isfinite(latency_s + all_reduce_s + some_s + many_s):
         raise NoClock
-    sent_bytes = traffic("all_gather" if far else "all_reduce", 4 * some, exchange.size)  # of the one
-    s_per_byte = max((other_s - some_s) / (other - some), 0.0) * some / sent_bytes
+    sent_bytes = traffic("all_gather" if far else "all_reduce", 4 * many, exchange.size)
+    s_per_byte = max((many_s - some_s) / (many - some), 0.0) * many / sent_bytes
     link = Link(latency_s, s_per_byte, all_reduce_s)
     exchange.set_latencies(link.carries(link.latency_s), link.carries(link.all_reduce_s))
     rank_zero_info(
