@@ -342,3 +342,14 @@ def test_a_compiled_model_keeps_its_names(ranks: Ranks) -> None:
     """What is unsent fits the model with and without compilation."""
     names = sorted(name for name, _ in small().named_parameters())
     assert ranks.run(compiled_names, 2) == [[names, names]] * 2
+
+
+def test_backwards_within_the_forward_have_their_time(ranks: Ranks) -> None:
+    assert all(span_s > 0 for span_s in ranks.run(_span_of_manual_optimization, 2))
+
+
+def _span_of_manual_optimization(rank: int, size: int) -> float:
+    strategy = ls.SparseDDPStrategy(DENSE)
+    trainer(strategy, size, max_steps=4).fit(models.Manual(every=1), data(4, size))
+    assert strategy.exchange is not None
+    return strategy.exchange.timeline.span_s()
