@@ -87,11 +87,12 @@ def test_it_says_why_no_network_can_be_emulated(monkeypatch):
     assert demo.why_not("4x100mbit") == "it needs Linux"
 
 
-def test_a_process_that_fails_is_told():
-    from demo import computed
+def test_a_process_that_fails_is_told(monkeypatch):
+    import demo
 
+    monkeypatch.setattr(demo, "HOSTS", 1)
     with pytest.raises(ClusterError, match="unrecognized arguments: --nonsense"):
-        list(computed("100mbit", ["ddp", "--nonsense"]))
+        list(demo.computed("100mbit", ["ddp", "--nonsense"]))
 
 
 @pytest.fixture

@@ -33,14 +33,13 @@ def assert_held(density: torch.Tensor, within: float, error: float) -> None:
     assert errors.max() < error, errors.max()
 
 
-def test_density_is_held_on_a_million_elements_through_jumps_of_scale() -> None:
-    run = Run(ls.MiCRO(density=0.01), 4, 1_000_000)
-    assert_held(densities(run, layered(1_000_000, 4, 260, std=1e-3, jumps={100: 10, 180: 0.1})), 0.05, 0.10)
+def test_density_is_held_on_many_elements_through_jumps_of_scale() -> None:
+    run = Run(ls.MiCRO(density=0.01), 4, 400_000)
+    assert_held(densities(run, layered(400_000, 4, 260, std=1e-3, jumps={100: 10, 180: 0.1})), 0.05, 0.10)
 
 
-@pytest.mark.parametrize("std", [1e-6, 1e-3, 1.0])
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_density_is_held_whatever_the_scale(std: float, size: int) -> None:
+@pytest.mark.parametrize(("size", "std"), [(2, 1e-3), (4, 1e-6), (4, 1.0), (8, 1e-3)])
+def test_density_is_held_whatever_the_scale(size: int, std: float) -> None:
     run = Run(ls.MiCRO(density=0.01), size, 100_000)
     assert_held(densities(run, layered(100_000, size, 260, std=std, jumps={120: 10})), 0.05, 0.10)
 
