@@ -17,11 +17,11 @@ from lightning_sparse.bench.compare.report import Round
 from lightning_sparse.monitor.tables import human_bytes
 
 EXPLANATION = (
-    "Median over the rounds of what it took until the loss on held-out data was first found at or below that at the "
-    "head of the column, the first steps and LayerFusion's measuring included, evaluations not; nothing is "
-    "interpolated. A training is judged whenever a tenth of its time so far has passed again, and where it does not "
-    "send in every step, after one in which it did. Local steps are judged by the average that all ranks share, "
-    "`no_communication` by the mean over ranks that each train alone."
+    "Median over the rounds of what it took until the loss on held-out data was that at the head of the column, the "
+    "first steps and LayerFusion's measuring included, evaluations not. A training is judged whenever a tenth of its "
+    "time so far has passed again, and where it does not send in every step, after one in which it did; between the "
+    "first evaluation at or below a loss and the one before it, the loss is taken to fall evenly. Local steps are "
+    "judged by the average that all ranks share, `no_communication` by the mean over ranks that each train alone."
 )
 MARKS = (
     "`-`: reached in half of the trainings or fewer. In parentheses: no sooner than `no_communication`, a rank alone, "
@@ -61,8 +61,16 @@ class Course(NamedTuple):
         return cls([loss for loss, _ in found], [reached for _, reached in found])
 
     def until(self, loss: float) -> Reached:
-        """What it took to the first evaluation that found ``loss``, or less."""
-        return next((r for found, r in zip(self.losses, self.reached, strict=True) if found <= loss), NEVER)
+        """What it took to ``loss``, taken to fall evenly from one evaluation to the next."""
+        above, before = math.inf, NEVER
+        for found, by_then in zip(self.losses, self.reached, strict=True):
+            if found <= loss:
+                if not math.isfinite(above):
+                    return by_then
+                part = (above - loss) / (above - found)
+                return Reached(*(b + part * (t - b) for b, t in zip(before, by_then, strict=True)))
+            above, before = found, by_then
+        return NEVER
 
 
 @dataclass(frozen=True)

@@ -37,12 +37,19 @@ def judged(strategy: str, number: int, seconds: float, losses: Sequence[float | 
 # --- tables
 
 
-def test_a_loss_is_reached_at_the_first_evaluation_at_or_below_it() -> None:
+def test_a_loss_falls_evenly_to_the_first_evaluation_at_or_below_it() -> None:
     course = Course.of(judged("ddp", 0, 2.0, [5.0, None, 4.0, 4.2, 3.0]))
     assert course.losses == [5.0, 4.0, 4.2, 3.0]
+    assert course.until(6.0) == course.until(5.0) == Reached(2.0, 1, 10.0)
+    assert course.until(4.5) == Reached(4.0, 2, 20.0)
     assert course.until(4.0) == Reached(6.0, 3, 30.0)
-    assert course.until(3.9) == Reached(10.0, 5, 50.0)
+    assert course.until(3.9) == pytest.approx(Reached(8.5, 4.25, 42.5))
     assert course.until(2.9).seconds == math.inf
+
+
+def test_no_loss_between_a_number_and_infinity_is_made_up() -> None:
+    course = Course.of(judged("ddp", 0, 2.0, [math.inf, 4.0]))
+    assert course.until(5.0) == Reached(4.0, 2, 20.0)
 
 
 def test_tables_show_medians_and_what_was_not_reached() -> None:
@@ -54,7 +61,7 @@ def test_tables_show_medians_and_what_was_not_reached() -> None:
         for table in tables(rows(rounds, LOSSES), LOSSES, box.SIMPLE_HEAD):
             console.print(table)
     lines = [line.split() for line in shown.get().splitlines() if line.split()[:1] in (["ddp"], ["micro"])]
-    assert lines[0] == ["ddp", "-", "4.0", "6.0", "6.0", "3.000"]
+    assert lines[0] == ["ddp", "-", "3.2", "6.0", "6.0", "3.000"]
     assert lines[1] == ["micro", "-", "2.0", "-", "2.0", "4.400"]
     assert lines[2] == ["ddp", "-", "2", "3", "3", "3.000"]
     assert lines[5][:5] == ["micro", "-", "20", "B", "-"]
