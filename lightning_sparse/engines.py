@@ -34,7 +34,7 @@ from lightning_sparse.options import Options
 
 MEASURED_AFTER = 3  # local steps that were given
 SETTLING = 3  # local steps until any is timed
-PAUSE = 5  # a step that takes so many times as long as the median is one with a pause in it: validation, a checkpoint
+PAUSE = 5  # a step that takes so many times as long as the median is one with a pause in it
 WINDOW = 10  # local steps whose mean is what a step takes: on each rank they differ, as fragments do
 
 
@@ -100,7 +100,7 @@ class Engines:
         """Do what is due before a forward that trains: send, measure, change groups or the engine."""
         if self._pace is not None and isinstance(self.exchange, LocalExchange):
             self.exchange.settle()
-            self._watch(self._pace)
+            self._watch(self.exchange, self._pace)
         self.exchange.between_steps()
         if self._options.local and self._options.fusion == "layer" and self.exchange.steps == MEASURED_AFTER:
             self._measure_link()
@@ -179,13 +179,13 @@ class Engines:
 
         self._handle = self._handle or register_optimizer_step_post_hook(note)
 
-    def _watch(self, pace: "Pace") -> None:
+    def _watch(self, exchange: LocalExchange, pace: "Pace") -> None:
         """Choose again once it is known how long local steps take, and when that has changed."""
-        known, changed = pace.usual_s, pace.has_changed(self.exchange)
+        known, changed = pace.usual_s, pace.has_changed(exchange)
         if changed:
             self._end_local_steps()
         elif pace.usual_s != known and self.chooser and self.chooser.chosen and self.chooser.measured:
-            again = self.chooser.note(self.exchange, pace.usual_s)
+            again = self.chooser.note(exchange, pace.usual_s)
             if again != self._chosen:
                 self._end_local_steps()
                 assert self.layer_fusion is not None
@@ -232,17 +232,20 @@ class Pace:
         self._last_s = time.perf_counter()
         self._seen: int | None = None
 
-    def has_changed(self, exchange: Exchange) -> bool:
-        """Whether steps take much longer or shorter than at first; to be asked between two steps."""
+    def has_changed(self, exchange: LocalExchange) -> bool:
+        """Whether steps take much longer or shorter than at first; to be asked between two steps.
+
+        One before which somebody evaluated or saved does not count.
+        """
         if exchange.steps == self._seen:  # gradients are being accumulated
             return False
         self._seen, before_s, self._last_s = exchange.steps, self._last_s, time.perf_counter()
-        self._seconds.append(self._last_s - before_s)
+        self._seconds.append(math.nan if exchange.shows_average else self._last_s - before_s)
         if len(self._seconds) < SETTLING + self._window:
             return False
-        seconds, self._seconds = self._seconds[SETTLING:], []
-        longest_s = PAUSE * median(seconds)
-        now_s = float(median_over_ranks(exchange, [mean(s for s in seconds if s <= longest_s)])[0])
+        known = [s for s in self._seconds[SETTLING:] if math.isfinite(s)] or [math.nan]
+        self._seconds, longest_s = [], PAUSE * median(known)
+        now_s = float(median_over_ranks(exchange, [mean(s for s in known if not s > longest_s)])[0])
         if not self.usual_s:
             self.usual_s = now_s if math.isfinite(now_s) else 0.0
             return False

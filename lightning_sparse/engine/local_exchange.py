@@ -105,11 +105,16 @@ class LocalExchange(Exchange):
                 self._send()
             self._receive()
 
+    @property
+    def shows_average(self) -> bool:
+        """Whether the parameters hold the average, which somebody has asked for since the last forward that trained."""
+        return self._held is not None
+
     def show_average(self, settle: bool = True) -> None:
         """Have the parameters hold x̄ until the next forward that trains; ``settle=False`` sends nothing."""
         if settle:
             self.settle()
-        if self._held is None:
+        if not self.shows_average:
             with torch.inference_mode(False), torch.no_grad():
                 self._held = [_exchange_for(average, p) for p, average, _ in self._weights()]
 
@@ -176,18 +181,18 @@ class LocalExchange(Exchange):
     def shared(self) -> Mapping[Tensor, Tensor]:
         """Each parameter's x̄, of the same shape."""
         self.settle()
-        return {p: p if self._held is not None else average for p, average, _ in self._weights()}
+        return {p: p if self.shows_average else average for p, average, _ in self._weights()}
 
     def unsent_at(self, group: Group, places: Tensor) -> Tensor:
         """What this rank owes of ``group`` at ``places`` [m], [m]: x_r - x̄."""
-        if self._held is not None:
+        if self.shows_average:
             return torch.zeros(len(places), device=places.device)
         own = torch.cat([p.detach().reshape(-1).float() for p in group.parameters])
         return own[places] - self.replicas[group.index].average[places]
 
     def unsent_norm(self) -> float:
         """Euclidean norm of all this rank owes."""
-        if self._held is not None:
+        if self.shows_average:
             return 0.0
         squares = [(p.detach().float() - average).square().sum() for p, average, _ in self._weights()]
         return float(torch.stack(squares).sum().sqrt()) if squares else 0.0

@@ -147,21 +147,29 @@ class Chooser:
         self.forecasts = list((expected | {f.candidate: f for f in found}).values())
 
     def _correct(self, measured: Candidate) -> None:
-        """Expect of ``measured`` the step that it took, and of others of its kind accordingly."""
-        step_s, expected_s = self._step_s[measured], next(f.step_s for f in self.forecasts if f.candidate == measured)
+        """Expect of ``measured`` the step that it took, and of others of its kind accordingly.
+
+        What local steps took longer was for what they sent; sums of gradients all differ by the same factor.
+        """
+        step_s, expected = self._step_s[measured], next(f for f in self.forecasts if f.candidate == measured)
 
         def corrected(f: Forecast) -> Forecast:
             if f.candidate == measured:
                 return replace(f, step_s=step_s)
-            if _alike(f.candidate, measured) and f.candidate not in self._step_s and expected_s > 0:
-                return replace(f, step_s=step_s / expected_s * f.step_s)
-            return f
+            if not _alike(f.candidate, measured) or f.candidate in self._step_s:
+                return f
+            late_s, by_bytes = step_s - expected.step_s, measured.local_steps and step_s > expected.step_s
+            share = f.sent_bytes / expected.sent_bytes if by_bytes else f.step_s / expected.step_s
+            return replace(f, step_s=f.step_s + share * late_s)
 
         self.forecasts = [corrected(f) for f in self.forecasts]
 
     def _doubted(self, forecast: Forecast) -> Forecast:
-        """Return ``forecast`` as it counts beside measured steps."""
-        return forecast if forecast.candidate in self._step_s else replace(forecast, step_s=DOUBT * forecast.step_s)
+        """Return ``forecast`` as it counts beside measured steps; local steps are known once some were measured."""
+        candidate = forecast.candidate
+        if candidate in self._step_s or (candidate.local_steps and any(each.local_steps for each in self._step_s)):
+            return forecast
+        return replace(forecast, step_s=DOUBT * forecast.step_s)
 
     def _take_best(self, exchange: Exchange) -> Candidate:
         """Choose by what is known, after looking at more candidates while steps might be shorter.

@@ -162,7 +162,7 @@ class Told:
     def forecast(self, candidate: ls.Candidate) -> Forecast:
         self.asked.append(candidate)
         step_s = self._steps_ms[candidate] / 1e3
-        return Forecast(candidate, step_s, step_s, 1.0, "network")
+        return Forecast(candidate, step_s, step_s, 1 / max(candidate.local_steps, 1), "network")
 
 
 INT4, TOPK = ls.Candidate(ls.Dense(), "int4"), ls.Candidate(ls.TopK(density=0.01))
@@ -202,7 +202,7 @@ def test_what_is_slower_than_expected_makes_way_and_so_does_its_kind(choose: Any
     chooser, exchange, first = choose(told)
     assert first == LOCAL2
     assert TOPK not in told.asked  # no step could be shorter
-    assert chooser.note(exchange, 0.082) == TOPK  # of local steps all are expected to take twice as long
+    assert chooser.note(exchange, 0.2) == TOPK  # of local steps all are expected to take longer
     assert chooser.note(exchange, 0.09) == INT4  # of which steps were measured at first
     assert chooser.note(exchange, 0.5) == INT4  # what is known is not asked again
 
@@ -211,6 +211,13 @@ def test_what_is_known_does_not_make_way_for_a_hope(choose: Any) -> None:
     chooser, exchange, first = choose(Told({DENSE: 100, INT4: 50, TOPK: 43, LOCAL2: 41, LOCAL4: 41}, computing_ms=33))
     assert first == LOCAL2
     assert chooser.note(exchange, 0.05) == LOCAL2  # though 43 ms are expected of another
+
+
+def test_of_local_steps_that_take_longer_than_expected_those_that_send_less_are_tried(choose: Any) -> None:
+    chooser, exchange, first = choose(Told({DENSE: 100, INT4: 55, TOPK: 90, LOCAL2: 41, LOCAL4: 41}))
+    assert first == LOCAL2
+    assert chooser.note(exchange, 0.053) == LOCAL4  # by the bytes of which 47 ms are expected
+    assert chooser.note(exchange, 0.052) == LOCAL2  # which was about as short
 
 
 def test_local_steps_are_candidates_only_where_their_average_is_shown() -> None:
