@@ -2,9 +2,10 @@
 #   make demo    train on four hosts over an emulated slow network, with ddp and with sparse_auto
 #   make bench   a short comparison over emulated slow networks, and limits of time (Linux; a quiet machine)
 #   make test    the tests; those of one process on JOBS processors
+#   make programs  the tests of whole programs: the demo, examples, the notebook, the documentation, the bench on a cluster
 #   make docs    the documentation site, in docs/_build/html
 #   make results the page of results and its figures, from the runs stored in docs/benchmarks
-#   make check   what CI runs: lint, types, tests
+#   make check   what CI runs: lint, types, tests, programs
 #   make dist    the wheel and the source distribution, in dist
 # The demo needs no GPU: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu makes pip fetch the smaller torch on Linux.
 PYTHON ?= python3
@@ -12,7 +13,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: setup demo bench test docs results lint types check dist format clean
+.PHONY: setup demo bench test programs docs results lint types check dist format clean
 
 setup: $(VENV)/.ready
 
@@ -37,8 +38,11 @@ bench: setup
 	$(BIN)/python -m pytest tests/bench/speed.py
 
 test: setup
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not processes and not cluster"
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "processes or cluster"
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not processes and not cluster and not programs"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "(processes or cluster) and not programs"
+
+programs: setup
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m programs
 
 docs: setup
 	$(BIN)/python -m sphinx -W --keep-going -n -q docs docs/_build/html
@@ -56,7 +60,7 @@ types: setup
 	cd examples && $(abspath $(BIN))/mypy --config-file= --cache-dir ../.mypy_cache/user --strict \
 	  -c 'import lightning_sparse as ls; strategy: ls.SparseDDPStrategy = ls.SparseDDPStrategy(ls.MiCRO(density=0.05))'
 
-check: lint types test
+check: lint types test programs
 
 dist: setup
 	rm -rf dist

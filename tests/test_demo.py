@@ -87,6 +87,7 @@ def test_it_says_why_no_network_can_be_emulated(monkeypatch):
     assert demo.why_not("4x100mbit") == "it needs Linux"
 
 
+@pytest.mark.programs
 def test_a_process_that_fails_is_told(monkeypatch):
     import demo
 
@@ -114,6 +115,7 @@ def run(tmp_path, monkeypatch, capsys):
     return run
 
 
+@pytest.mark.programs
 @emulated(LIMIT_S)
 def test_over_an_emulated_network(run):
     shown = run()
@@ -121,7 +123,7 @@ def test_over_an_emulated_network(run):
     assert "sparse_auto" in shown
 
 
-@pytest.mark.processes
+@pytest.mark.programs
 @pytest.mark.timeout(LIMIT_S)
 def test_without_an_emulated_network(run):
     shown = run("--no-emulation")

@@ -131,6 +131,7 @@ def test_the_script_of_the_five_minutes_trains(ranks: Ranks, tmp_path: Path) -> 
     assert list(tmp_path.rglob("*.ckpt"))
 
 
+@pytest.mark.programs
 @pytest.mark.cluster
 @pytest.mark.timeout(300)
 def test_the_recipe_for_two_hosts_trains(tmp_path: Path) -> None:
@@ -147,6 +148,7 @@ def test_the_recipe_for_two_hosts_trains(tmp_path: Path) -> None:
     assert "ms a step" in ended[0].stdout
 
 
+@pytest.mark.programs
 @pytest.mark.timeout(300)
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     for package in ("sphinx", "myst_parser", "furo"):

@@ -175,7 +175,7 @@ def run(command: list[str], time_limit: float) -> str:
     return f"exit code {exit_code}" if exit_code else ""
 
 
-@pytest.mark.processes
+@pytest.mark.programs
 def test_it_runs_as_a_script(tmp_path, monkeypatch, capfd):
     """Lightning starts the second process, by running the same command again."""
     monkeypatch.chdir(tmp_path)  # Lightning writes its logs and checkpoints here
@@ -302,7 +302,7 @@ def test_finetuning_runs(ranks: Ranks, tmp_path):
     assert "the first convolution is as it was" in out
 
 
-@pytest.mark.processes
+@pytest.mark.programs
 def test_torchrun_joins_two_machines(tmp_path):
     """Two "machines" on the loopback interface, with one process each."""
     settings = {

@@ -44,7 +44,7 @@ def test_it_is_stored_as_it_was_run(stored: Any) -> None:
     assert not re.search(r"site-packages|/tmp/|/home/|/root/", NOTEBOOK.read_text())
 
 
-@pytest.mark.processes
+@pytest.mark.programs
 @pytest.mark.timeout(3 * CELL_S)
 def test_it_runs(stored: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR"):

@@ -146,6 +146,7 @@ def train_with_many_checkpoints(
     rank: int, size: int, folder: str, steps: int, resume: str | None
 ) -> tuple[Tensor, dict[str, Tensor], list[str]]:
     """Saved in mid-epoch, in the background, only the best kept, the last as a link."""
+    Path(folder).mkdir(exist_ok=True)  # Lightning's link may be sooner than its writer, which makes the folder
     strategy = ls.SparseDDPStrategy("micro", fusion="none")
     saver = ModelCheckpoint(
         folder, filename="{step}", every_n_train_steps=7, save_top_k=1, monitor="step", mode="max", save_last="link"

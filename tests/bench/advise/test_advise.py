@@ -156,6 +156,7 @@ def test_forms_of_a_users_own_model(own: Path, model: str, width: int, fed: bool
     assert [type(data).__name__ for data in workload.fit_arguments().values()] == ["Data"] * fed
 
 
+@pytest.mark.programs
 def test_a_users_own_model(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["advise", "own.yaml", "--link", "1x100mbit+1x1gbit+50ms"]) == 0
     shown = capsys.readouterr().out
@@ -196,6 +197,7 @@ def test_a_bad_link_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "fast" in capsys.readouterr().err
 
 
+@pytest.mark.programs
 @emulated(timeout_s=200)
 def test_measured_between_emulated_hosts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["advise", "mlp_1m", "--emulate", "2x1gbit"]) == 0

@@ -183,7 +183,7 @@ def test_the_exit_status_says_whether_anything_is_wrong(
     assert "wrong: micro failed: RuntimeError: gradient was lost" in capsys.readouterr().out
 
 
-@pytest.mark.processes
+@pytest.mark.programs
 @conftest.emulated(180)
 def test_an_emulated_cluster_is_measured_and_checked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
