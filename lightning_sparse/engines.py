@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from itertools import accumulate
 from statistics import mean, median
 from typing import Any
 
@@ -26,11 +27,13 @@ from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.engine.sample import Sample
 from lightning_sparse.exchanges import make_exchange
 from lightning_sparse.fusion.chooser import Chooser
+from lightning_sparse.fusion.groups import BUCKET_BYTES, carry_over
 from lightning_sparse.fusion.layer_fusion import CHANGED, LONGEST_WINDOW, LayerFusion
 from lightning_sparse.fusion.rehearsal import NoClock, measure_link, median_over_ranks
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.options import Options
+from lightning_sparse.settings import same
 
 MEASURED_AFTER = 3  # local steps that were given
 SETTLING = 3  # local steps until any is timed
@@ -186,10 +189,26 @@ class Engines:
             self._end_local_steps()
         elif pace.usual_s != known and self.chooser and self.chooser.chosen and self.chooser.measured:
             again = self.chooser.note(exchange, pace.usual_s)
-            if again != self._chosen:
+            if again == self._chosen:
+                return
+            if again.local_steps:
+                self._change_local_steps(again)
+            else:
                 self._end_local_steps()
                 assert self.layer_fusion is not None
                 self.layer_fusion.go_on_with(again, self.chooser.measured)
+
+    def _change_local_steps(self, chosen: Candidate) -> None:
+        """Take others from now on, without a message: what each rank owes goes along."""
+        before, was = self.exchange, self._chosen
+        assert isinstance(before, LocalExchange)
+        assert was is not None
+        before.pack()
+        self._begin_local_steps(chosen)
+        assert isinstance(self.exchange, LocalExchange)
+        averaged = list(zip(self.exchange.groups, self.exchange.compressors, strict=True))
+        carry_over(before.groups, averaged, memories=same(was.averaging, chosen.averaging))
+        self.exchange.unpack(before.steps)
 
     def _end_local_steps(self) -> None:
         """Have all ranks hold the mean of their weights, and of their optimizers' states; then average gradients."""
@@ -197,13 +216,23 @@ class Engines:
         self.exchange.merge()
         for optimizer in [own for each in self._optimizers if (own := each()) is not None]:
             tensors = tensors_everywhere(optimizer, self._ranks, self.exchange.device)
-            set_tensors(optimizer, {key: self._mean(x) for key, x in tensors.items() if x.is_floating_point()})
+            set_tensors(optimizer, self._means({key: x for key, x in tensors.items() if x.is_floating_point()}))
         self._change(self._options, self.compressor)
 
-    def _mean(self, x: Tensor) -> Tensor:
-        """The mean over the ranks."""
-        total = x.to(self.exchange.device, torch.float32, copy=True).reshape(-1)
-        return self._ranks.all_reduce(total).wait().div_(self._ranks.size).view(x.shape).to(x)
+    def _means(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The mean of each over the ranks, many in a message."""
+        ends = accumulate(4 * x.numel() for x in tensors.values())
+        messages: dict[int, dict[str, Tensor]] = {}
+        for (key, x), end in zip(tensors.items(), ends, strict=True):
+            messages.setdefault(end // BUCKET_BYTES, {})[key] = x
+        means = dict(tensors)
+        for message in messages.values():
+            total = torch.cat([x.to(self.exchange.device, torch.float32).reshape(-1) for x in message.values()])
+            if total.numel():
+                mean = self._ranks.all_reduce(total).wait().div_(self._ranks.size)
+                parts = mean.split([x.numel() for x in message.values()])
+                means |= {key: part.view(x.shape).to(x) for (key, x), part in zip(message.items(), parts, strict=True)}
+        return means
 
 
 def dense_if_alone(compressor: Compressor, size: int) -> Compressor:

@@ -7,16 +7,17 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
+from torch import Tensor, nn
 
 import lightning_sparse as ls
 from lightning_sparse import engines
 from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.fusion import layer_fusion
+from lightning_sparse.fusion.chooser import Chooser
 from lightning_sparse.fusion.measuring import CHOOSING
 from tests.conftest import Ranks
-from tests.training.models import LIMIT_S, data, small, trainer, weights
+from tests.training.models import LIMIT_S, Small, data, small, trainer, weights
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
 
@@ -41,8 +42,23 @@ class Watch(L.Callback):
     def on_train_batch_end(self, run: L.Trainer, module: L.LightningModule, *_: Any) -> None:
         self.engines.append(type(run.strategy.exchange).__name__)  # type: ignore[attr-defined]
         self.own.append(weights(module))
-        state = run.optimizers[0].state
-        self.momenta.append(torch.cat([state[p]["momentum_buffer"].flatten() for p in module.parameters()]))
+        self.momenta.append(momenta(run, module))
+
+
+def momenta(run: L.Trainer, module: L.LightningModule) -> Tensor:
+    state = run.optimizers[0].state
+    return torch.cat([state[p]["momentum_buffer"].flatten() for p in module.parameters()])
+
+
+class WithEmpty(Small):
+    """With a parameter of no elements, which not every backend can average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = nn.Parameter(torch.zeros(0))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        return super().training_step(batch, index) + self.empty.sum()
 
 
 def test_it_changes_to_local_steps_and_back_and_loses_nothing(ranks: Ranks) -> None:
@@ -53,12 +69,12 @@ def test_it_changes_to_local_steps_and_back_and_loses_nothing(ranks: Ranks) -> N
     assert begin == FIRST + 1  # after a step that sends everything
     assert CHANGES_BACK <= end + 1 < len(kinds)
     assert set(kinds[end + 1 :]) == {"GradientExchange"}
-    mean, (merged, momenta) = (first[1] + second[1]) / 2, first[2]
+    mean, (merged, of_both) = (first[1] + second[1]) / 2, first[2]
     assert not torch.equal(first[1], second[1])
     assert torch.equal(merged, second[2][0])  # every rank goes on with the same
     assert torch.allclose(merged, mean, atol=1e-6)
-    assert torch.equal(momenta, second[2][1])
-    assert torch.allclose(momenta, (first[3] + second[3]) / 2, atol=1e-6)
+    assert torch.equal(of_both, second[2][1])
+    assert torch.allclose(of_both, (first[3] + second[3]) / 2, atol=1e-6)
 
 
 def _there_and_back(rank: int, size: int) -> Any:
@@ -73,16 +89,48 @@ def _there_and_back(rank: int, size: int) -> Any:
         def on_before_backward(self, run: L.Trainer, module: L.LightningModule, loss: Tensor) -> None:
             before = self.engines and self.engines[-1] == "LocalExchange"
             if before and isinstance(run.strategy.exchange, GradientExchange):  # type: ignore[attr-defined]
-                state = run.optimizers[0].state
-                momenta = torch.cat([state[p]["momentum_buffer"].flatten() for p in module.parameters()])
-                merged.append((weights(module), momenta))
+                merged.append((weights(module), momenta(run, module)))
 
     engines.Pace.has_changed = has_changed  # type: ignore[method-assign]
     watch = Merged()
     run = trainer(auto(LOCAL), size, check_every=0, max_steps=CHANGES_BACK + 5, callbacks=[watch])
-    run.fit(small(), data(CHANGES_BACK + 5, size))
+    torch.manual_seed(0)
+    run.fit(WithEmpty(), data(CHANGES_BACK + 5, size))
     last = len(watch.engines) - 1 - watch.engines[::-1].index("LocalExchange")
     return watch.engines, watch.own[last], merged[0], watch.momenta[last]
+
+
+def test_other_local_steps_take_over_what_each_rank_owes(ranks: Ranks) -> None:
+    (average, *first), (theirs, *second) = ranks.run(_other_local_steps, 2)
+    assert torch.equal(average, theirs)
+    for (before, after), (theirs, their_own) in zip(first, second, strict=True):  # of weights, then of momenta
+        assert torch.allclose(before + theirs, after + their_own, atol=1e-5)
+        assert not torch.allclose(after, their_own, atol=1e-3)
+
+
+def _other_local_steps(rank: int, size: int) -> Any:
+    """The average once others are chosen; this rank's weights, and its momenta, before that and after."""
+    other, chosen_after = ls.Candidate(ls.Dense(), "sign", local_steps=2), FIRST + 8
+    found: list[Any] = []
+
+    def has_changed(self: engines.Pace, exchange: Any) -> bool:
+        self.usual_s += exchange.steps == chosen_after  # known from then on
+        return False
+
+    class Own(Watch):
+        def on_before_backward(self, run: L.Trainer, module: L.LightningModule, loss: Tensor) -> None:
+            if run.global_step == chosen_after:
+                found.append(torch.cat([x.flatten() for x in run.strategy.exchange.shared.values()]))  # type: ignore[attr-defined]
+                found.extend([(self.own[-1], weights(module)), (self.momenta[-1], momenta(run, module))])
+
+    engines.Pace.has_changed = has_changed  # type: ignore[method-assign]
+    Chooser.note = lambda self, exchange, step_s: other  # type: ignore[method-assign]
+    watch = Own()
+    run = trainer(auto(LOCAL, other), size, check_every=0, max_steps=chosen_after + 5, callbacks=[watch])
+    run.fit(small(), data(chosen_after + 5, size))
+    assert set(watch.engines[FIRST + 1 :]) == {"LocalExchange"}
+    assert run.strategy.exchange.settings.steps == other.local_steps  # type: ignore[attr-defined]
+    return found
 
 
 def test_a_resumed_training_takes_its_local_steps_at_once_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
