@@ -180,7 +180,7 @@ class Chooser:
             known = [f for f in self.forecasts if f.candidate in self._step_s]
             among = known if len(known) >= MOST_TRIED else self.forecasts
             short = about_as_short([self._doubted(f) for f in among], self._auto.tolerance) if among else []
-            hidden_s = (1 + self._auto.tolerance) * OVERHEAD * self._forecaster.least_s
+            hidden_s = (1 + self._auto.tolerance) * OVERHEAD * self._forecaster.computing_s
             if not self._ahead or (short and most_faithful(short).step_s <= DOUBT * hidden_s):
                 break
             self._look_at(exchange, self._ahead.pop(0))
@@ -193,7 +193,7 @@ class Chooser:
         takes = "takes" if best.candidate in self._step_s else "is expected to take"
         rank_zero_info(
             f"sparse_auto: training goes on with {best.candidate}, whose step {takes} {1e3 * best.step_s:.0f} ms; one "
-            f"that sends next to nothing would take {1e3 * self._forecaster.least_s:.0f} ms. Of {among} "
+            f"that sends next to nothing would take {1e3 * self._forecaster.computing_s:.0f} ms. Of {among} "
             "candidates with about such a step, none shorter, it is the most faithful: each step delivers "
             f"{best.delivered or 0:.0%} of what is owed, {best.age or 0:.1f} steps late."
         )

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lightning_sparse.compressors import Candidate, Compressor, Dense
 from lightning_sparse.engine.faithfulness import undelivered
-from lightning_sparse.fusion.groups import BUCKET_BYTES, cut_into_fragments, pieces_of
+from lightning_sparse.fusion.groups import BUCKET_BYTES, Piece, cut_into_fragments, pieces_of
 from lightning_sparse.fusion.model import Cost
-from lightning_sparse.fusion.planner import Calibration, Measured, best_plan, calibrate, kinds_of
+from lightning_sparse.fusion.planner import Calibration, Kinds, Measured, best_plan, calibrate, kinds_of
 from lightning_sparse.fusion.rehearsal import Link, Sample, cost_of
 from lightning_sparse.fusion.simulated_cost import applying_s, in_place_cost, simulated_cost
 from lightning_sparse.settings import as_text, same
@@ -83,20 +83,15 @@ class Forecaster:
         self._parameters, self._measured, self._link, self._size = parameters, measured, link, size
         self._device = next(iter(parameters.values())).device
         self._samples: dict[tuple[str, int], list[Sample]] = {}
-        self.calibration = Calibration(blocking=False)
+        self.calibration, self._sent_bytes = Calibration(blocking=False), math.inf
         if at_work is not None:
-            pieces = pieces_of(parameters, at_work)
-            self.calibration = calibrate(pieces, kinds_of(pieces, at_work, self._cost), measured)
+            pieces, kinds, self._sent_bytes = self._costs(at_work)
+            self.calibration = calibrate(pieces, kinds, measured)
 
     @property
     def computing_s(self) -> float:
-        """Seconds of a step that sends nothing."""
+        """Seconds of a step that sends nothing: no candidate's is shorter."""
         return self._measured.rest_s + float(np.nanmax([0.0, *self._measured.arrivals_s]))
-
-    @property
-    def least_s(self) -> float:
-        """Seconds of a step that sends next to nothing: no candidate's is shorter."""
-        return self.computing_s + self.calibration.offset_s
 
     @property
     def in_place_s(self) -> float:
@@ -110,21 +105,27 @@ class Forecaster:
 
     def _of_gradients(self, candidate: Candidate) -> Forecast:
         compressor = candidate.averaging
-        pieces = pieces_of(self._parameters, compressor)
-        sent_bytes = 0.0
-
-        def cost(averages: Compressor, elements: int) -> Cost:
-            nonlocal sent_bytes
-            sent_bytes += self._bytes_each(averages, elements) * elements
-            return self._cost(averages, elements)
-
-        plan = best_plan(pieces, kinds_of(pieces, compressor, cost), self._measured, self.calibration)
+        pieces, kinds, sent_bytes = self._costs(compressor)
+        plan = best_plan(pieces, kinds, self._measured, self.calibration)
         buckets_s = plan.rest_s + plan.spans[DDP_PLAN]
         step_s = buckets_s if self._in_place(compressor) else plan.step_s
         return Forecast(candidate, step_s, buckets_s, sent_bytes, plan.limit)
 
+    def _costs(self, compressor: Compressor) -> tuple[list[Piece], Kinds, float]:
+        """The pieces of the gradient, what they cost, and the bytes that a rank sends of them in a step."""
+        pieces, sent = pieces_of(self._parameters, compressor), []
+
+        def cost(averages: Compressor, elements: int) -> Cost:
+            sent.append(self._bytes_each(averages, elements) * elements)
+            return self._cost(averages, elements)
+
+        return pieces, kinds_of(pieces, compressor, cost), sum(sent)
+
     def _of_local_steps(self, candidate: Candidate) -> Forecast:
-        """A fragment is exchanged beside the next step, which is as long as the longer of the two."""
+        """A fragment is exchanged beside the next step, which is as long as the longer of the two.
+
+        By what measured steps were longer than the model, these are by their share of the bytes.
+        """
         compressor, steps = candidate.averaging, candidate.local_steps
         pieces = pieces_of(self._parameters, compressor)
         sizes = np.array(cut_into_fragments([[piece] for piece in pieces], steps)[1])
@@ -132,11 +133,12 @@ class Forecaster:
         busy_s, _, latency_s = self._cost(compressor, largest).at(sizes)
         n = min(largest, MOST)
         own_s = self.computing_s + applying_s(n, self._size, self._device) / n * sizes
-        own_s = own_s + self.calibration.offset_s + (busy_s if self.calibration.blocking else 0.0)
+        each_bytes = self._bytes_each(compressor, largest) * sizes
+        own_s = own_s + self.calibration.offset_s * each_bytes / self._sent_bytes
+        own_s = own_s + (busy_s if self.calibration.blocking else 0.0)
         step_s = float(np.maximum(own_s, latency_s).mean())
-        sent_bytes = self._bytes_each(compressor, largest) * float(sizes.mean())
         limit = "network" if (latency_s > own_s).mean() > 0.5 else "backward"
-        return Forecast(candidate, step_s, step_s, sent_bytes, limit)
+        return Forecast(candidate, step_s, step_s, float(each_bytes.mean()), limit)
 
     def _cost(self, compressor: Compressor, elements: int) -> Cost:
         return cost_of(self._simulated(compressor, elements), self._link)

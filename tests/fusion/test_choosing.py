@@ -96,6 +96,17 @@ def test_measured_steps_correct_what_is_predicted(ticking: None) -> None:
     assert forecaster(link, ls.Dense()).forecast(DENSE).step_s > usual  # they took longer than the model says
 
 
+def test_local_steps_are_longer_than_the_model_by_what_they_send(ticking: None) -> None:
+    link, at_work = Link(0.0001, 1e-9), ls.Candidate(ls.Dense(), "int4")
+    usual, corrected = forecaster(link), forecaster(link, at_work.averaging)
+    all_bytes = usual.forecast(at_work).sent_bytes
+    for candidate in (ls.Candidate(ls.Dense(), each, steps) for each in ("int4", "sign") for steps in (2, 16)):
+        before, after = usual.forecast(candidate), corrected.forecast(candidate)
+        late_s = corrected.calibration.offset_s * before.sent_bytes / all_bytes
+        assert late_s > 0
+        assert after.step_s == pytest.approx(before.step_s + late_s, rel=1e-3)
+
+
 def expected(step_s: float, delivered: float | None = None) -> Forecast:
     return Forecast(DENSE, step_s, step_s, 1.0, "network", delivered, None)
 
@@ -153,7 +164,7 @@ class Told:
     """A forecaster to which the steps of candidates are given in milliseconds; of what it was asked there is a list."""
 
     def __init__(self, steps_ms: dict[ls.Candidate, float], computing_ms: float = 40, in_place_ms: float = 100) -> None:
-        self.computing_s = self.least_s = computing_ms / 1e3
+        self.computing_s = computing_ms / 1e3
         self.in_place_s = in_place_ms / 1e3
         self.calibration = Calibration(blocking=False)
         self.asked: list[ls.Candidate] = []
