@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from itertools import accumulate
 from statistics import mean, median
 from typing import Any
 
@@ -25,9 +24,9 @@ from lightning_sparse.compressors import Auto, Candidate, Compressor
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.engine.sample import Sample
-from lightning_sparse.exchanges import make_exchange
+from lightning_sparse.exchanges import make_exchange, take_over
 from lightning_sparse.fusion.chooser import Chooser
-from lightning_sparse.fusion.groups import BUCKET_BYTES, carry_over
+from lightning_sparse.fusion.groups import BUCKET_BYTES
 from lightning_sparse.fusion.layer_fusion import CHANGED, LONGEST_WINDOW, LayerFusion
 from lightning_sparse.fusion.rehearsal import NoClock, measure_link, median_over_ranks
 from lightning_sparse.network.comm import Comm
@@ -203,12 +202,9 @@ class Engines:
         before, was = self.exchange, self._chosen
         assert isinstance(before, LocalExchange)
         assert was is not None
-        before.pack()
+        before.show_average()  # from which the new engine starts
         self._begin_local_steps(chosen)
-        assert isinstance(self.exchange, LocalExchange)
-        averaged = list(zip(self.exchange.groups, self.exchange.compressors, strict=True))
-        carry_over(before.groups, averaged, memories=same(was.averaging, chosen.averaging))
-        self.exchange.unpack(before.steps)
+        take_over(before, self.exchange, memories=same(was.averaging, chosen.averaging))
 
     def _end_local_steps(self) -> None:
         """Have all ranks hold the mean of their weights, and of their optimizers' states; then average gradients."""
@@ -221,18 +217,13 @@ class Engines:
 
     def _means(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The mean of each over the ranks, many in a message."""
-        ends = accumulate(4 * x.numel() for x in tensors.values())
-        messages: dict[int, dict[str, Tensor]] = {}
-        for (key, x), end in zip(tensors.items(), ends, strict=True):
-            messages.setdefault(end // BUCKET_BYTES, {})[key] = x
-        means = dict(tensors)
-        for message in messages.values():
-            total = torch.cat([x.to(self.exchange.device, torch.float32).reshape(-1) for x in message.values()])
-            if total.numel():
-                mean = self._ranks.all_reduce(total).wait().div_(self._ranks.size)
-                parts = mean.split([x.numel() for x in message.values()])
-                means |= {key: part.view(x.shape).to(x) for (key, x), part in zip(message.items(), parts, strict=True)}
-        return means
+        if not any(x.numel() for x in tensors.values()):
+            return dict(tensors)
+        total = torch.cat([x.to(self.exchange.device, torch.float32).reshape(-1) for x in tensors.values()])
+        for part in total.split(BUCKET_BYTES // 4):
+            self._ranks.all_reduce(part).wait()
+        means = total.div_(self._ranks.size).split([x.numel() for x in tensors.values()])
+        return {key: mean.view(x.shape).to(x) for (key, x), mean in zip(tensors.items(), means, strict=True)}
 
 
 def dense_if_alone(compressor: Compressor, size: int) -> Compressor:

@@ -11,7 +11,7 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.local_exchange import LocalExchange
-from lightning_sparse.fusion.groups import lay_out, lay_out_fragments
+from lightning_sparse.fusion.groups import carry_over, lay_out, lay_out_fragments
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.options import Options
 from lightning_sparse.wire import wire_format
@@ -52,6 +52,18 @@ def make_exchange(
     return LocalExchange(
         laid_out, fragments, comms, threaded=threaded, settings=options.local, warmup_steps=options.warmup_steps
     )
+
+
+def take_over(before: Exchange, after: Exchange, memories: bool) -> None:
+    """Have ``after`` go on with what each rank owes in ``before``, for parameters of the same name and shape.
+
+    Both are of gradients or both of local steps; ``memories`` as for ``carry_over``.
+    """
+    if isinstance(before, LocalExchange):
+        before.pack()
+    carry_over(before.groups, list(zip(after.groups, after.compressors, strict=True)), memories)
+    if isinstance(after, LocalExchange):
+        after.unpack(before.steps)
 
 
 def averaged_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:

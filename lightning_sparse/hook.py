@@ -20,9 +20,9 @@ from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.engines import Engines
-from lightning_sparse.exchanges import averaged_parameters
+from lightning_sparse.exchanges import averaged_parameters, take_over
 from lightning_sparse.fusion.chooser import Chooser
-from lightning_sparse.fusion.groups import BUCKET_BYTES, carry_over, not_carried
+from lightning_sparse.fusion.groups import BUCKET_BYTES, not_carried
 from lightning_sparse.fusion.layer_fusion import LayerFusion
 from lightning_sparse.known_losses import caution
 from lightning_sparse.network.process_groups import ProcessGroups
@@ -228,15 +228,9 @@ class SparseHook:
         self._engines.follow(before._engines)
         if isinstance(before.exchange, LocalExchange) != isinstance(self.exchange, LocalExchange):
             return  # what was not sent is of another kind
-        if isinstance(before.exchange, LocalExchange):
-            before.exchange.pack()
-        old, new = before.exchange.groups, self.exchange.groups
-        same = as_text(before.compressor) == as_text(self.compressor)
-        carry_over(old, list(zip(new, self.exchange.compressors, strict=True)), memories=same)
-        if lost := not_carried(old, new):
+        take_over(before.exchange, self.exchange, memories=as_text(before.compressor) == as_text(self.compressor))
+        if lost := not_carried(before.exchange.groups, self.exchange.groups):
             rank_zero_warn(f"The model has changed since the fit before: {'; '.join(lost)}.")
-        if isinstance(self.exchange, LocalExchange):
-            self.exchange.unpack(before.exchange.steps)
         if self.exchange.may_sum_in_place:
             self.exchange.ask_for_unsent()
 

@@ -83,7 +83,8 @@ class Forecaster:
         self._parameters, self._measured, self._link, self._size = parameters, measured, link, size
         self._device = next(iter(parameters.values())).device
         self._samples: dict[tuple[str, int], list[Sample]] = {}
-        self.calibration, self._sent_bytes = Calibration(blocking=False), math.inf
+        self.calibration = Calibration(blocking=False)
+        self._sent_bytes = math.inf  # of a rank in a measured step
         if at_work is not None:
             pieces, kinds, self._sent_bytes = self._costs(at_work)
             self.calibration = calibrate(pieces, kinds, measured)

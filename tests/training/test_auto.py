@@ -101,8 +101,8 @@ def _there_and_back(rank: int, size: int) -> Any:
 
 
 def test_other_local_steps_take_over_what_each_rank_owes(ranks: Ranks) -> None:
-    (average, *first), (theirs, *second) = ranks.run(_other_local_steps, 2)
-    assert torch.equal(average, theirs)
+    (average, *first), (their_average, *second) = ranks.run(_other_local_steps, 2)
+    assert torch.equal(average, their_average)
     for (before, after), (theirs, their_own) in zip(first, second, strict=True):  # of weights, then of momenta
         assert torch.allclose(before + theirs, after + their_own, atol=1e-5)
         assert not torch.allclose(after, their_own, atol=1e-3)

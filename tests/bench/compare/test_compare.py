@@ -17,7 +17,7 @@ from torch.distributed import HashStore
 
 from lightning_sparse import COMPRESSORS, Dense, LocalSteps, SkipReduce, SparseDDPStrategy
 from lightning_sparse.bench.cluster import Cluster
-from lightning_sparse.bench.compare import plots, run, until_loss, worker
+from lightning_sparse.bench.compare import plots, run, worker
 from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, PEERS, all_names, contenders
 from lightning_sparse.bench.compare.place import Place
 from lightning_sparse.bench.compare.probe import MeasuredRun, MeasuredStep, interface_towards, read_sent
@@ -374,20 +374,19 @@ def test_emulated_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert (tmp_path / "results").glob("*.md")
 
 
-@pytest.mark.processes
-def test_learning_rates_are_tried_and_the_best_goes_on() -> None:
-    rates = (1e-6, 4e-3)
-    schedule = Schedule(
-        "1 host", "byte_lm", "ddp", steps=3, warmup=0, rounds=2, accelerator="cpu", until_loss=(1.0,),
-        learning_rates=rates, seeds=(3, 4),
-    )  # fmt: skip
-    place = Place(0, 0, 1, 1, "127.0.0.1", conftest.free_port(), store_is_there=False, interface="lo")
-    rounds = list(worker.take_turns(schedule, place))
-    assert [(r.strategy, r.number, r.learning_rate, r.error) for r in rounds] == [
-        *((strategy, 0, rate, "") for strategy in (NO_COMMUNICATION, "ddp") for rate in rates),
+@pytest.mark.programs
+@emulated
+def test_learning_rates_are_tried_and_the_best_goes_on(tmp_path: Path) -> None:
+    words = ["bench", "--emulate", "2x1gbit", "--workload", "byte_lm", "--strategies", "ddp", "--steps", "3"]
+    words += ["--warmup", "0", "--until-loss", "1", "--learning-rates", "1e-6,4e-3", "--seeds", "3,4"]
+    assert main([*words, "--output", str(tmp_path)]) == 0
+    found = [(r["strategy"], r["number"], r["learning_rate"], r["error"]) for r in read_results(tmp_path)["round"]]
+    assert found == [
+        *((strategy, 0, rate, "") for strategy in (NO_COMMUNICATION, "ddp") for rate in (1e-6, 4e-3)),
         *((strategy, 1, 4e-3, "") for strategy in ("ddp", NO_COMMUNICATION)),
     ]
-    assert until_loss.rows(rounds, (1.0,))["1 host"]["ddp"].rate == "0.004*"
+    (written,) = tmp_path.glob("*.md")
+    assert re.search(r"^\|`ddp` *\| *0.004\* *\|", written.read_text(), re.MULTILINE)
 
 
 @pytest.mark.programs
