@@ -47,7 +47,7 @@ def gather(
     def rows(x: Tensor) -> Tensor:  # [*s] -> [P, *s] on the first rank, [0, *s] elsewhere
         flat = x.reshape(-1).to(exchange.device)
         every = leaders.gather(flat) if leaders else flat.new_empty((0, flat.numel()), device="cpu")
-        return every.view(-1, *x.shape)
+        return every.view(len(every), *x.shape)
 
     unsent: dict[str, Tensor] = {}
     groups: list[dict[str, Any]] = []
