@@ -16,13 +16,12 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported at run time only
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_sparse.checkpoint.optimizers import set_tensors, tensors_everywhere
+from lightning_sparse.checkpoint.optimizers import in_order, set_tensors, tensors_everywhere
 from lightning_sparse.compressors import Auto, Candidate, Compressor
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.local_exchange import LocalExchange
+from lightning_sparse.engine.optimizers import Optimizers, why_not_alone
 from lightning_sparse.engine.sample import Sample
 from lightning_sparse.exchanges import make_exchange, take_over
 from lightning_sparse.fusion.chooser import Chooser
@@ -79,10 +78,29 @@ class Engines:
         self.chooser = Chooser(auto, parameters, local) if isinstance(auto, Auto) else None
         self._chosen: Candidate | None = None  # whose local steps are taken
         self._pace: Pace | None = None  # of them
-        self._optimizers: list[weakref.ref[Optimizer]] = []  # that have taken some
-        self._handle: Any = None
+        own = weakref.ref(self)
+        watched = options.local is not None or (self.chooser is not None and local)
+        #: of these parameters, where local steps are taken or may be
+        self.optimizers = Optimizers(
+            parameters.values() if watched else (), lambda: me.exchange if (me := own()) else None
+        )
         self._knows_link = False
         self.exchange, self.layer_fusion = self._make(options, compressor)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Those that are averaged, in the order of definition."""
+        return list(self._parameters.values())
+
+    def own_buffers(self) -> dict[str, Tensor]:
+        """The buffers in a checkpoint that are each rank's own with local steps, by name: of whole numbers."""
+        ddp = self._ddp()
+        kept = ddp.module.state_dict(keep_vars=True) if ddp is not None else {}
+        return {
+            name: tensor
+            for name, tensor in (ddp.module.named_buffers() if ddp is not None else ())
+            if name in kept and not tensor.is_floating_point()
+        }
 
     def _make(self, options: Options, compressor: Compressor) -> tuple[Exchange, LayerFusion | None]:
         ddp = self._ddp()
@@ -100,10 +118,13 @@ class Engines:
 
     def between_steps(self) -> None:
         """Do what is due before a forward that trains: send, measure, change groups or the engine."""
-        if self._pace is not None and isinstance(self.exchange, LocalExchange):
+        self.optimizers.unscale()
+        if self._pace is not None and isinstance(self.exchange, LocalExchange) and not self.exchange.is_half_made:
             self.exchange.settle()
             self._watch(self.exchange, self._pace)
         self.exchange.between_steps()
+        if self.chooser and any(map(why_not_alone, self.optimizers.seen)):
+            self.chooser.forbid_local_steps()
         if self._options.local and self._options.fusion == "layer" and self.exchange.steps == MEASURED_AFTER:
             self._measure_link()
         if self.layer_fusion is not None:
@@ -122,8 +143,7 @@ class Engines:
 
     def close(self) -> bool:
         """End the engine; returns whether no message is under way."""
-        if self._handle is not None:
-            self._handle.remove()
+        self.optimizers.close()
         return self.exchange.close()
 
     # - checkpoints
@@ -172,14 +192,6 @@ class Engines:
         options = replace(self._options, compressor=chosen.averaging, local_steps=chosen.local_steps, warmup_steps=0)
         self._change(options, chosen.averaging)
         self._chosen, self._pace = chosen, Pace()
-        own, optimizers = set(self._parameters.values()), self._optimizers
-
-        def note(optimizer: Optimizer, *_: Any) -> None:
-            known = any(each() is optimizer for each in optimizers)
-            if not known and any(p in own for group in optimizer.param_groups for p in group["params"]):
-                optimizers.append(weakref.ref(optimizer))
-
-        self._handle = self._handle or register_optimizer_step_post_hook(note)
 
     def _watch(self, exchange: LocalExchange, pace: "Pace") -> None:
         """Choose again once it is known how long local steps take, and when that has changed."""
@@ -210,7 +222,7 @@ class Engines:
         """Have all ranks hold the mean of their weights, and of their optimizers' states; then average gradients."""
         assert isinstance(self.exchange, LocalExchange)
         self.exchange.merge()
-        for optimizer in [own for each in self._optimizers if (own := each()) is not None]:
+        for optimizer in in_order(self.optimizers.seen, self.parameters):
             tensors = tensors_everywhere(optimizer, self._ranks, self.exchange.device)
             set_tensors(optimizer, self._means({key: x for key, x in tensors.items() if x.is_floating_point()}))
         self._change(self._options, self.compressor)

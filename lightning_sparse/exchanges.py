@@ -11,6 +11,7 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.local_exchange import LocalExchange
+from lightning_sparse.engine.untrained import untrained_of
 from lightning_sparse.fusion.groups import carry_over, lay_out, lay_out_fragments
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.options import Options
@@ -45,12 +46,19 @@ def make_exchange(
             may_be_unused=ddp.find_unused_parameters,
             scaler=scaler,
         )
-    ddp.broadcast_buffers = False  # they are averaged with the weights of their module, not sent in every step
+    ddp.broadcast_buffers = False  # what changes of them is averaged, not sent in every step
     laid_out, fragments = lay_out_fragments(
-        parameters, averaged_buffers(ddp), compressor, options.fusion, options.local.parts, options.bucket_bytes
+        parameters, compressor, options.fusion, options.local.parts, options.bucket_bytes
     )
     return LocalExchange(
-        laid_out, fragments, comms, threaded=threaded, settings=options.local, warmup_steps=options.warmup_steps
+        laid_out,
+        fragments,
+        comms,
+        threaded=threaded,
+        settings=options.local,
+        warmup_steps=options.warmup_steps,
+        untrained=untrained_of(ddp.module, ddp.parameters_to_ignore),
+        averages=compressor,
     )
 
 
@@ -59,11 +67,15 @@ def take_over(before: Exchange, after: Exchange, memories: bool) -> None:
 
     Both are of gradients or both of local steps; ``memories`` as for ``carry_over``.
     """
+    names, averages, steps = {name for group in before.groups for name in group.names}, {}, before.steps
     if isinstance(before, LocalExchange):
+        averages = {name: average.clone() for name, average in before.averages.items()}
         before.pack()
+    if isinstance(after, LocalExchange):
+        after.adopt(names)
     carry_over(before.groups, list(zip(after.groups, after.compressors, strict=True)), memories)
     if isinstance(after, LocalExchange):
-        after.unpack(before.steps)
+        after.unpack(steps, names, averages)
 
 
 def averaged_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
@@ -92,13 +104,3 @@ def averaged_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
         if parameter.device.type == "cuda" and "nccl" not in str(dist.get_backend()):
             raise ValueError(f"on CUDA the process group must be NCCL; got {dist.get_backend()}.")
     return parameters
-
-
-def averaged_buffers(ddp: DistributedDataParallel) -> dict[str, Tensor]:
-    """The buffers that local steps average, by name: those in floating point that a checkpoint keeps."""
-    kept = ddp.module.state_dict(keep_vars=True)
-    return {
-        name.replace("_orig_mod.", ""): buffer
-        for name, buffer in ddp.module.named_buffers()
-        if buffer.is_floating_point() and name in kept and name not in ddp.parameters_to_ignore
-    }

@@ -8,6 +8,7 @@ from typing import Any
 from lightning.fabric.strategies.ddp import DDPStrategy
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.local_steps import LocalSteps
@@ -57,6 +58,7 @@ class SparseDDPStrategy(DDPStrategy):
         self.options, kwargs = options.beside_ddp(kwargs, super().__init__)
         super().__init__(**kwargs)
         self._hooks: list[weakref.ref[SparseHook]] = []
+        self._optimizers: list[weakref.ref[Optimizer]] = []
 
     @property
     def hooks(self) -> list[SparseHook]:
@@ -67,14 +69,35 @@ class SparseDDPStrategy(DDPStrategy):
         """Wrap ``module`` in DDP, with our hook."""
         scaler = getattr(self.precision, "scaler", None)
         ddp, hook = SparseHook.around(self, module, scaler, partial(super().setup_module, module))
+        hook.note(each for known in self._optimizers if (each := known()) is not None)
         self._hooks.append(weakref.ref(hook))
         return ddp
+
+    def evaluates(self, module: Module) -> bool:
+        """Whether a forward of ``module`` is one of an evaluation: where it is in evaluation mode."""
+        return not module.training
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Set up an optimizer, and note it: with ``local_steps`` its state differs between ranks."""
+        self._optimizers.append(weakref.ref(optimizer))
+        for hook in self.hooks:
+            hook.note([optimizer])
+        return super().setup_optimizer(optimizer)
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Save; with ``local_steps`` the average of the ranks."""
         for hook in self.hooks:
             hook.show_average()
         super().save_checkpoint(*args, **kwargs)
+
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load; hooks after all else, since they know what of an optimizer's state is each rank's own."""
+        if not isinstance(state, dict):
+            return super().load_checkpoint(path, state, *args, **kwargs)
+        in_order = dict(sorted(state.items(), key=lambda item: isinstance(item[1], SparseHook)))
+        rest = super().load_checkpoint(path, in_order, *args, **kwargs)
+        state.update(in_order)
+        return rest
 
     def teardown(self) -> None:
         """End the hooks' threads."""

@@ -1,7 +1,7 @@
 """The engine put on a DistributedDataParallel: what the strategies share, and plain PyTorch can use."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse.checkpoint import residuals as checkpoint
+from lightning_sparse.checkpoint.optimizers import in_order
 from lightning_sparse.checkpoint.state import RESIDUALS
 from lightning_sparse.checks import check_one_of
 from lightning_sparse.compressors import Compressor
@@ -84,7 +85,7 @@ class SparseHook:
         )
         groups = process_groups or ProcessGroups(ddp)
         options.agree(ddp.module, TorchComm(ddp.process_group), groups.local_size, ddp.find_unused_parameters, scaler)
-        self._put_on(ddp, options, scaler, groups, may_be_local=False)
+        self._put_on(ddp, options, scaler, groups, may_be_local=False, evaluates=_is_in_evaluation)
 
     @classmethod
     def around(
@@ -93,7 +94,7 @@ class SparseHook:
         """Return the DDP that ``wrap`` makes of ``module``, once all ranks agree on the options, and a hook on it.
 
         Args:
-            strategy: of Lightning or Fabric, with ``options``.
+            strategy: of Lightning or Fabric, with ``options``, that knows whether a model is being evaluated.
             module: that is trained.
             scaler: the ``torch.amp.GradScaler`` that scales the loss, if there is one.
             wrap: returns the DDP.
@@ -103,7 +104,15 @@ class SparseHook:
         options.agree(module, world(), local_size, strategy._ddp_kwargs.get("find_unused_parameters"), scaler)
         ddp = wrap()
         hook = cls.__new__(cls)
-        hook._put_on(ddp, options, scaler, ProcessGroups(ddp, strategy._timeout, local_size), may_be_local=True)
+        owner = weakref.ref(strategy)
+        hook._put_on(
+            ddp,
+            options,
+            scaler,
+            ProcessGroups(ddp, strategy._timeout, local_size),
+            may_be_local=True,
+            evaluates=lambda module: (own := owner()) is not None and own.evaluates(module),
+        )
         return ddp, hook
 
     def _put_on(
@@ -113,10 +122,12 @@ class SparseHook:
         scaler: torch.amp.GradScaler | None,
         groups: ProcessGroups,
         may_be_local: bool,
+        evaluates: Callable[[nn.Module], bool],
     ) -> None:
         parameters = averaged_parameters(ddp)
+        self._evaluates = evaluates
         self.compressor = options.averaging
-        self._groups = groups
+        self._groups, self._scaler, self._steps_before = groups, scaler, 0
         self._ranks = TorchComm(ddp.process_group)  # for the main thread, between two steps
         nodes = groups.local_size > 1
         if nodes and ddp.find_unused_parameters:
@@ -128,7 +139,7 @@ class SparseHook:
         self._frozen = [(name, p) for name, p in ddp.module.named_parameters() if not p.requires_grad]
         self._handles = [
             ddp.register_forward_pre_hook(self._before_forward),
-            ddp.register_forward_hook(self._after_forward),
+            ddp.register_forward_hook(self._after_forward, always_call=True),
         ]
         ddp.register_comm_hook(None, self._engines.hook)
         self._ddp = weakref.ref(ddp)
@@ -170,14 +181,21 @@ class SparseHook:
                 "ranks would drift apart. Set requires_grad=False only after setup (in on_train_start, with "
                 "find_unused_parameters=True), or start a new fit after unfreezing."
             )
-        if torch.is_grad_enabled():  # validation is no step; its forwards pass too
+        if self._trains(module):
             self._engines.between_steps()
             self._steps_before = self.exchange.steps
-        elif not module.training:
+        elif self._evaluates(module):
             self.show_average()
+
+    def _trains(self, module: nn.Module) -> bool:
+        """Whether a forward of ``module`` now is trained on: with local steps, others are of the average."""
+        if not torch.is_grad_enabled():  # validation is no step; its forwards pass too
+            return False
+        return not isinstance(self.exchange, LocalExchange) or not self._evaluates(module)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_forward(self, *_: object) -> None:
+        self.exchange.end_forward()
         if torch.is_grad_enabled() and self.exchange.steps == self._steps_before:  # else backward was within it
             self.exchange.timeline.begin_backward()
 
@@ -240,8 +258,12 @@ class SparseHook:
         To be called on every rank between two steps, before the model is evaluated or saved.  A forward of ``ddp`` in
         evaluation mode without gradients does it by itself.
         """
-        if isinstance(self.exchange, LocalExchange):
-            self.exchange.show_average()
+        self.exchange.show_average()
+
+    def note(self, optimizers: Iterable[Optimizer]) -> None:
+        """Have :meth:`state_dict` and :meth:`load_state_dict` know these, though they have not stepped."""
+        for optimizer in optimizers:
+            self._engines.optimizers.note(optimizer)
 
     def state_dict(self, residuals: str = "per_rank", optimizers: Sequence[Optimizer] = ()) -> dict[str, Any]:
         """Return what the ranks have not sent, as tensors, strings and integers; complete on rank 0.
@@ -250,16 +272,24 @@ class SparseHook:
 
         Args:
             residuals: "per_rank": all of it, to go on bit for bit on as many ranks; "mean": a mean over the ranks.
-            optimizers: with ``local_steps``, all of them: their states differ between ranks.  The model is then the
-                average when it is saved too, before the next forward.
+            optimizers: with ``local_steps``, all of them: their states differ between ranks.  If none is given, those
+                that have stepped.  The model is then the average when it is saved too, before the next forward.
 
         Raises:
             ValueError: for any other ``residuals``.
         """
         check_one_of("residuals", residuals, RESIDUALS[:2])
+        self.show_average()
+        return self.saved(residuals, optimizers)
+
+    def saved(self, residuals: str, optimizers: Sequence[Optimizer] = ()) -> dict[str, Any]:
+        """As :meth:`state_dict`, at any time: parameters stay as they are, and a step that is open stays open."""
         plan = self._engines.state()
+        self.exchange.compare()
+        optimizers = in_order(optimizers or self._engines.optimizers.seen, self._engines.parameters)
         with self._groups.leaders() as leaders:
-            return checkpoint.gather(self.exchange, residuals, leaders, self.compressor, plan, optimizers).to_dict()
+            parts = checkpoint.Parts(optimizers, self._scaler, self._engines.own_buffers())
+            return checkpoint.gather(self.exchange, residuals, leaders, self.compressor, plan, parts).to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any] | None, optimizers: Sequence[Optimizer] = ()) -> None:
         """Set what this rank has not sent from what :meth:`state_dict` returned on rank 0; None sets it to zero.
@@ -274,7 +304,9 @@ class SparseHook:
         saved = checkpoint.read(state, self.exchange, self._ranks)
         if saved is not None:
             self._engines.resume(saved.plan, saved.steps)
-        checkpoint.restore(self.exchange, saved, self.compressor, optimizers)
+        optimizers = in_order(optimizers or self._engines.optimizers.seen, self._engines.parameters)
+        parts = checkpoint.Parts(optimizers, self._scaler, self._engines.own_buffers())
+        checkpoint.restore(self.exchange, saved, self.compressor, parts)
 
     def close(self) -> None:
         """End the issuing threads and process groups.  ``ddp`` cannot be trained any more.  What is unsent is kept.
@@ -285,6 +317,11 @@ class SparseHook:
             handle.remove()
         _end(self._engines, self._groups)
         self._warn_if_nothing_is_saved()
+
+
+def _is_in_evaluation(module: nn.Module) -> bool:
+    """Whether a forward of ``module`` is one of an evaluation, where nobody but the module itself knows."""
+    return not module.training
 
 
 def _end(engines: Engines, process_groups: ProcessGroups) -> None:

@@ -1,12 +1,16 @@
 """Local steps under a Trainer: whoever looks at the weights beside training sees the average that the ranks share."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
 
 from lightning_sparse.engine.exchange import Exchange
-from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.hook import SparseHook
+from lightning_sparse.options import Options
 
 WEIGHT_AVERAGING = {"StochasticWeightAveraging", "WeightAveraging"}  # callbacks that read weights after a step
 
@@ -20,6 +24,7 @@ else:
 class ShowsAverage(_Base):
     """The part of a strategy that has the parameters hold the average wherever they are not trained."""
 
+    options: Options
     hook: SparseHook | None  # during fit, and afterwards
 
     @property
@@ -27,48 +32,55 @@ class ShowsAverage(_Base):
         """The engine, during fit and afterwards."""
         return self.hook.exchange if self.hook else None
 
+    def evaluates(self, _: nn.Module) -> bool:
+        """Whether the Trainer is at an evaluation, whose forwards may have gradients; the mode of DDP says nothing."""
+        module = self.lightning_module
+        return module is not None and module._trainer is not None and not module.trainer.training
+
+    def configure_ddp(self) -> None:
+        """Wrap the model; have the average shown before callbacks look at the weights, or set them."""
+        super().configure_ddp()
+        module = self.lightning_module
+        assert module is not None
+        callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        if self.options.may_be_local and not any(isinstance(callback, BeforeCallbacks) for callback in callbacks):
+            callbacks.insert(0, BeforeCallbacks())
+
     def on_validation_start(self) -> None:
         """Validate the average."""
-        self._show_average()
+        self.show_average()
         super().on_validation_start()
 
     def on_test_start(self) -> None:
         """Test the average."""
-        self._show_average()
+        self.show_average()
         super().on_test_start()
 
     def on_predict_start(self) -> None:
         """Predict with the average."""
-        self._show_average()
+        self.show_average()
         super().on_predict_start()
 
-    def on_train_end(self) -> None:
-        """Leave the average behind."""
-        self._show_average()
-        super().on_train_end()
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Save and export the average."""
-        self._show_average()
-        state: dict[str, Any] = super().lightning_module_state_dict()
+        """Save and export the average, also within a step, whose weights stay as they are."""
+        module, exchange = self.lightning_module, self.exchange
+        if module is None or exchange is None:
+            return super().lightning_module_state_dict()
+        if not exchange.within_step:
+            self.show_average()
+        state: dict[str, Any] = _with_other_values(module, exchange.shared, super().lightning_module_state_dict)
         return state
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Take a step; show the average after it to callbacks that average weights over time."""
+        """Take a step, which ends it for local steps, also where a gradient scaler has skipped it."""
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if isinstance(self.exchange, LocalExchange) and self._averages_over_time():
-            self._show_average()
+        if self.exchange is not None:
+            self.exchange.end_step()
         return output
 
-    def _averages_over_time(self) -> bool:
-        module = self.lightning_module
-        if module is None or not module.automatic_optimization:
-            return False
-        kinds = {kind.__name__ for callback in module.trainer.callbacks for kind in type(callback).__mro__}  # type: ignore[attr-defined]
-        return bool(kinds & WEIGHT_AVERAGING)
-
-    def _show_average(self) -> None:
-        if isinstance(self.exchange, LocalExchange):
+    def show_average(self) -> None:
+        """Have the parameters hold the average until the next forward that trains."""
+        if self.exchange is not None:
             self.exchange.show_average(settle=not self._is_broken())
 
     def _is_broken(self) -> bool:
@@ -79,6 +91,56 @@ class ShowsAverage(_Base):
 
     def teardown(self) -> None:
         """Leave the average behind, also where training was interrupted."""
-        if isinstance(self.exchange, LocalExchange):
+        if self.exchange is not None:
             self.exchange.show_average(settle=False)
+        if self.lightning_module is not None and self.lightning_module._trainer is not None:
+            callbacks: list[Any] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
+            callbacks[:] = [callback for callback in callbacks if not isinstance(callback, BeforeCallbacks)]
         super().teardown()
+
+
+class BeforeCallbacks(Callback):
+    """Shows the average before other callbacks do what they do when an epoch or a training has ended.
+
+    So what they set, such as the best weights, is set on the average, and stays.  It stands before all others.
+    Callbacks that average weights over time see the average after every batch.
+    """
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """Show the average to callbacks that average weights over time."""
+        kinds = {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}  # type: ignore[attr-defined]
+        exchange = getattr(trainer.strategy, "exchange", None)
+        if kinds & WEIGHT_AVERAGING and exchange is not None and not exchange.within_step:
+            trainer.strategy.show_average()  # type: ignore[attr-defined]
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Show the average."""
+        self.on_train_end(trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Show the average."""
+        if isinstance(trainer.strategy, ShowsAverage):
+            trainer.strategy.show_average()
+
+
+class _Called(nn.Module):
+    """A module that calls a function about another module where it is called itself."""
+
+    def __init__(self, module: nn.Module, function: Any) -> None:
+        super().__init__()
+        self.module = module
+        self._function = function
+
+    def forward(self) -> Any:
+        """Call the function."""
+        return self._function()
+
+
+def _with_other_values(module: nn.Module, values: Mapping[Tensor, Tensor], function: Any) -> Any:
+    """Return what ``function`` returns while ``values`` stand in the place of parameters and buffers of ``module``.
+
+    Nothing is copied, and the parameters themselves stay as they are.
+    """
+    named = [*module.named_parameters(), *module.named_buffers()]
+    others = {f"module.{name}": values[x].to(x.dtype) for name, x in named if values.get(x, x) is not x}
+    return torch.func.functional_call(_Called(module, function), others, ()) if others else function()

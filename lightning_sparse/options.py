@@ -84,6 +84,11 @@ class Options:
         """The settings of local steps; None where gradients are averaged."""
         return self.local_steps if isinstance(self.local_steps, LocalSteps) else None
 
+    @property
+    def may_be_local(self) -> bool:
+        """Whether local steps are taken, or may be chosen."""
+        return self.local is not None or any(getattr(each, "local_steps", 0) for each in self.compressor.candidates)
+
     def _check_local(self) -> None:
         """Raise a ValueError for what cannot be combined with local steps."""
         if self.compressor.candidates:

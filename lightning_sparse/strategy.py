@@ -162,7 +162,7 @@ class SparseMixin(ShowsAverage, _Base):
                 )
             else:
                 start_s = time.perf_counter()
-                checkpoint[KEY] = state = self.hook.state_dict(self.options.residuals, self.optimizers)
+                checkpoint[KEY] = state = self.hook.saved(self.options.residuals, self.optimizers)
                 self._report_size(nbytes(state), time.perf_counter() - start_s)
         elif "optimizer_states" in checkpoint and self._start_method != "popen" and self.options.residuals != "none":
             rank_zero_warn(

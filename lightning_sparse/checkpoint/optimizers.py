@@ -1,7 +1,7 @@
 """States of optimizers that differ between ranks."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -35,6 +35,20 @@ def set_tensors(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:
         number, _, name = key.partition(".")
         saved["state"].setdefault(int(number), {})[name] = x.clone()
     optimizer.load_state_dict(saved)
+
+
+def in_order(optimizers: Iterable[Optimizer], parameters: Sequence[Tensor]) -> list[Optimizer]:
+    """Return the optimizers by the first of ``parameters`` that each has; those that have none are left out.
+
+    On every rank they come in the same order, whichever took the first step there.
+    """
+    positions = {id(p): position for position, p in enumerate(parameters)}
+
+    def found(optimizer: Optimizer) -> list[int]:
+        own = (id(p) for group in optimizer.param_groups for p in group["params"])
+        return [positions[each] for each in own if each in positions]
+
+    return sorted(filter(found, optimizers), key=lambda optimizer: min(found(optimizer)))
 
 
 def _tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:

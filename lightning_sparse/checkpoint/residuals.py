@@ -1,6 +1,7 @@
 """The gradient not yet sent, on its way into a checkpoint and back."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,11 +15,29 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.local_exchange import LocalExchange
+from lightning_sparse.engine.weights import checksum
 from lightning_sparse.fusion.groups import carry_over, not_carried
 from lightning_sparse.network.agreement import agree, everywhere, ranks_having
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.torch_comm import TorchComm
 from lightning_sparse.settings import as_text
+
+SCALER = ("scale", "_growth_tracker")  # what of a GradScaler's state changes from step to step
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What of a training, beside its model, differs between ranks with local steps.
+
+    Args:
+        optimizers: whose states do.
+        scaler: of the loss, which each rank scales by itself, if there is one.
+        buffers: of whole numbers, by name.
+    """
+
+    optimizers: Sequence[Optimizer] = ()
+    scaler: "torch.amp.GradScaler | None" = None
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def gather(
@@ -27,11 +46,11 @@ def gather(
     leaders: TorchComm | None,
     compressor: Compressor,
     plan: Mapping[str, Any],
-    optimizers: Sequence[Optimizer] = (),
+    parts: Parts,
 ) -> State:
     """Return the state of all ranks, complete on rank 0.
 
-    Called on every rank between two steps; one parameter at a time, so that rank 0 never holds a second copy.
+    Called on every rank; one parameter at a time, so that rank 0 never holds a second copy.
 
     Args:
         exchange: whose state.
@@ -39,10 +58,8 @@ def gather(
         leaders: the ranks, or with nodes the first of each; None on the others, for which that one speaks.
         compressor: what was given to average with.
         plan: of LayerFusion.
-        optimizers: whose states differ between ranks.
+        parts: that differ between ranks.
     """
-    if isinstance(exchange, LocalExchange):
-        exchange.pack()
 
     def rows(x: Tensor) -> Tensor:  # [*s] -> [P, *s] on the first rank, [0, *s] elsewhere
         flat = x.reshape(-1).to(exchange.device)
@@ -51,25 +68,53 @@ def gather(
 
     unsent: dict[str, Tensor] = {}
     groups: list[dict[str, Any]] = []
-    for group in exchange.groups:
-        for name, shape, slot in zip(group.names, group.shapes, group.slots(group.unsent), strict=True):
+    for group, flat, remembered in exchange.rows():
+        for name, shape, slot in zip(group.names, group.shapes, group.slots(flat), strict=True):
             if residuals == "mean":
                 unsent[name] = (leaders.mean(slot) if leaders else slot.cpu()).view(shape)
             else:
                 unsent[name] = rows(slot.view(shape))
         if residuals == "per_rank":
-            memory = {key: rows(kept) for key, kept in sorted(group.memory.items())}
+            memory = {key: rows(kept) for key, kept in sorted(remembered.items())}
             groups.append({"names": list(group.names), "memory": memory})
     kept: dict[str, Any] = {}
     if isinstance(exchange, LocalExchange):
         assert leaders is not None  # there are no nodes
-        average = rows if residuals == "per_rank" else lambda x: leaders.mean(x.reshape(-1)).view(x.shape)
-        kept["squares"] = exchange.lr_factor.squares
-        kept["optimizers"] = [
-            {key: average(x) for key, x in tensors_everywhere(optimizer, leaders, exchange.device).items()}
-            for optimizer in optimizers
-        ]
+        kept = _local(exchange, leaders, rows if residuals == "per_rank" else None, parts)
     return State(residuals, exchange.size, steps_of(exchange), unsent, groups, as_text(compressor), plan, kept)
+
+
+def _local(
+    exchange: LocalExchange, ranks: TorchComm, rows: Callable[[Tensor], Tensor] | None, parts: Parts
+) -> dict[str, Any]:
+    """What else differs between ranks with local steps; ``rows`` gathers it, or is None where means are kept."""
+    average = rows or (lambda x: ranks.mean(x.reshape(-1)).view(x.shape))
+    kept: dict[str, Any] = {
+        "squares": exchange.lr_factor.squares,
+        "optimizers": [
+            {key: average(x) for key, x in tensors_everywhere(optimizer, ranks, exchange.device).items()}
+            for optimizer in parts.optimizers
+        ],
+    }
+    if exact := {name: x.cpu() for name, x in exchange.exact_averages.items()}:
+        kept["averages"] = exact
+    if rows is None:
+        return kept
+    if exchange.lr_factor.sampled is not None:
+        kept["sampled"] = rows(exchange.lr_factor.sampled)
+    if parts.scaler is not None and (state := parts.scaler.state_dict()):
+        kept["scaler"] = rows(torch.tensor([state[key] for key in SCALER], dtype=torch.float64))
+    if different := _different(parts.buffers, ranks, exchange.device):
+        kept["buffers"] = {name: rows(parts.buffers[name]) for name in different}
+    return kept
+
+
+def _different(buffers: Mapping[str, Tensor], ranks: Comm, device: torch.device) -> list[str]:
+    """The names of those that are not the same on all ranks."""
+    if not buffers:
+        return []
+    sums = ranks.all_gather(torch.stack([checksum(x).cpu() for x in buffers.values()]).to(device)).wait()
+    return [name for name, differs in zip(buffers, (sums != sums[0]).any(0).tolist(), strict=True) if differs]
 
 
 def steps_of(exchange: Exchange) -> int:
@@ -103,39 +148,72 @@ def read(saved: Mapping[str, Any] | None, exchange: Exchange, comm: Comm) -> Sta
     return state
 
 
-def restore(
-    exchange: Exchange, state: State | None, compressor: Compressor, optimizers: Sequence[Optimizer] = ()
-) -> None:
+def restore(exchange: Exchange, state: State | None, compressor: Compressor, parts: Parts) -> None:
     """Set what this rank has not sent, from the state in a checkpoint, or to zero if there is none.
 
     Parameters are found by name, so groups may have changed.  On the number of ranks that saved "per_rank", each rank
     gets its own back, and compressors what they kept.  Otherwise every rank starts from the mean of the old ones, which
     conserves what the mean gradient still owes, and compressors start anew.  One warning names all that could not be
-    carried over.  ``optimizers``, which have what rank 0's had, get this rank's own or the mean, with local steps.
+    carried over.  ``parts``, which have what rank 0's had, get this rank's own or the mean, with local steps.
+
+    Raises:
+        ValueError: there are states of optimizers, and no optimizers that may have them.
     """
     state = _of_this_kind(state, isinstance(exchange, LocalExchange))
+    if isinstance(exchange, LocalExchange) and state is not None:
+        exchange.adopt(state.unsent)
     lost = [] if state is None else list(_differences(state, exchange.size, compressor))
     saved = [] if state is None else _groups(state, exchange, memories=not lost)
     new = list(zip(exchange.groups, exchange.compressors, strict=True))
+    shapes = {(name, shape) for group in saved for name, shape in zip(group.names, group.shapes, strict=True)}
     carry_over(saved, new)
     if exchange.may_sum_in_place:
         exchange.ask_for_unsent()
     if isinstance(exchange, LocalExchange):
-        _restore_local(exchange, state, optimizers)
+        _restore_local(exchange, state, shapes, parts)
     if state is not None and (lost := [*lost, *not_carried(saved, exchange.groups)]):
         rank_zero_warn(f"Resuming from a checkpoint of another configuration: {'; '.join(lost)}.")
 
 
-def _restore_local(exchange: LocalExchange, state: State | None, optimizers: Sequence[Optimizer]) -> None:
+def _restore_local(
+    exchange: LocalExchange, state: State | None, shapes: Collection[tuple[str, torch.Size]], parts: Parts
+) -> None:
     """Go on with local steps, each group's ``unsent`` being this rank's own weights; from nothing if ``state`` is."""
     if state is None:
-        exchange.unpack(None)
+        exchange.unpack(None, (), {})
         return
-    exchange.unpack(state.steps)
-    exchange.lr_factor.resume(state.local["squares"], exchange.size)
+    if len(state.optimizers) > len(parts.optimizers):
+        raise ValueError(
+            f"optimizers must be all {len(state.optimizers)} whose states are in the checkpoint, since they differ "
+            f"between ranks; got {len(parts.optimizers)}. Give them: load_state_dict(state, optimizers=[optimizer])."
+        )
+    own = {
+        name
+        for group in exchange.groups
+        for name, shape in zip(group.names, group.shapes, strict=True)
+        if (name, shape) in shapes
+    }
+    averages = {name: x.to(exchange.device) for name, x in state.local.get("averages", {}).items()}
+    exchange.unpack(state.steps, own, averages)
     rows = state.rows_of(exchange.rank, exchange.size)
-    for optimizer, tensors in zip(optimizers, state.optimizers, strict=False):
+    for optimizer, tensors in zip(parts.optimizers, state.optimizers, strict=False):
         set_tensors(optimizer, {key: mean_used(x, rows) for key, x in tensors.items()})
+    same_ranks = state.ranks == exchange.size
+    sampled = state.local.get("sampled") if same_ranks else None
+    exchange.lr_factor.resume(
+        state.local["squares"], None if sampled is None else sampled[exchange.rank].clone(), exchange.size
+    )
+    if same_ranks:
+        _restore_parts(state.local, exchange.rank, parts)
+
+
+def _restore_parts(local: Mapping[str, Any], rank: int, parts: Parts) -> None:
+    if parts.scaler is not None and "scaler" in local and (now := parts.scaler.state_dict()):
+        scale, growth = local["scaler"][rank].tolist()
+        parts.scaler.load_state_dict(now | dict(zip(SCALER, (scale, int(growth)), strict=True)))
+    for name, every in local.get("buffers", {}).items():
+        if name in parts.buffers and parts.buffers[name].shape == every.shape[1:]:
+            parts.buffers[name].copy_(every[rank])
 
 
 def _of_this_kind(state: State | None, local: bool) -> State | None:

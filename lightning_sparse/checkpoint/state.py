@@ -35,8 +35,10 @@ def _is_plan(value: object) -> bool:
 def _is_local(value: object) -> bool:
     if not isinstance(value, Mapping) or not value:
         return value == {}
-    states, squares = value.get("optimizers"), value.get("squares")
-    return is_list(states) and all(map(_is_tensors, states)) and _is_tensors({"squares": squares})
+    states = value.get("optimizers")
+    single = {"squares": value.get("squares")} | {key: value[key] for key in ("sampled", "scaler") if key in value}
+    named = [value.get("averages", {}), value.get("buffers", {})]
+    return is_list(states) and all(map(_is_tensors, [*states, *named])) and _is_tensors(single)
 
 
 def _entry(must: str, fits: Callable[[Any], bool]) -> Any:
@@ -99,15 +101,15 @@ class State:
                 yield f"groups[{i}]: names must all be in 'unsent'; got {_shown(list(group['names']))}"
             for key, x in group["memory"].items():
                 yield from _wrong_rows(f"groups[{i}]: memory[{key!r}]", x, self.size)
-        for i, tensors in enumerate(self.optimizers if self.ranks else []):
+        for what, tensors in self._of_ranks() if self.ranks else ():
             for key, x in tensors.items():
-                yield from _wrong_rows(f"optimizers[{i}][{key!r}]", x, self.size)
+                yield from _wrong_rows(f"{what}[{key!r}]", x, self.size)
         for name, x in self.unsent.items():
             if self.ranks:
                 yield from _wrong_rows(f"unsent[{name!r}]", x, self.size)
             if x.dtype != torch.float32:
                 yield f"unsent[{name!r}] must be float32; got {x.dtype}"
-            if not used(x, rows).isfinite().all():
+            if not self.local and not used(x, rows).isfinite().all():  # own weights may be a mask, or have overflowed
                 yield f"unsent[{name!r}] holds values that are not finite"
 
     def _altered(self, rows: range) -> Iterator[str]:
@@ -149,6 +151,12 @@ class State:
         kept["local"] = [sorted(tensors) for tensors in self.optimizers] + list(self.local)
         return {f"checkpoint: {name}": value for name, value in kept.items()}
 
+    def _of_ranks(self) -> list[tuple[str, Mapping[str, Tensor]]]:
+        """What local steps keep of each rank: by where it stands, tensors [P, *shape] by name."""
+        single = {key: self.local[key] for key in ("sampled", "scaler") if key in self.local}
+        states = [(f"optimizers[{i}]", tensors) for i, tensors in enumerate(self.optimizers)]
+        return [*states, ("local", single), ("buffers", self.local.get("buffers", {}))]
+
     @property
     def ranks(self) -> int:
         """The number of rows, one of each rank; 0 of a mean, which has none."""
@@ -169,8 +177,10 @@ class State:
         if isinstance(of, int):
             rows: list[object] = [self.unsent, [group["memory"] for group in self.groups]]
             rows += [self.optimizers] if self.local else []
+            rows += [tensors for _, tensors in self._of_ranks()[len(self.optimizers) :] if tensors]
             return _crc(rows, 0, lambda x: x[of : of + 1])
-        return _crc(everything, 0, (lambda x: x) if of == "all" else (lambda x: f"{x.dtype} {list(x.shape)}"))
+        shared = _crc([self.local["averages"]], 0, lambda x: x) if "averages" in self.local else 0
+        return shared ^ _crc(everything, 0, (lambda x: x) if of == "all" else (lambda x: f"{x.dtype} {list(x.shape)}"))
 
 
 SCHEMA: dict[str, Mapping[str, Any]] = {each.name: each.metadata for each in fields(State) if each.metadata}

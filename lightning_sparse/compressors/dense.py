@@ -29,11 +29,11 @@ class Dense(Compressor):
 class Exact(Dense):
     """Everything is sent as float32, whatever the wire format: statistics, which rounding could make negative.
 
-    What is not finite is not sent, such as a mask.
+    What is not finite on a rank arrives as such on every rank, which then leaves that element as it is.
     """
 
     def reduce(self, group: Group, comm: Comm) -> Rounds:
         """Sum everything."""
-        total = group.unsent.nan_to_num(0.0, 0.0, 0.0)
+        total = group.unsent.clone()
         group.unsent.zero_()
         return (yield comm.all_reduce(total))

@@ -39,6 +39,7 @@ class Group:
         picked: distinct elements updated in the last step, a number or a 0-d tensor (not read before it is logged).
         target: elements the compressor meant to update in the last step.
         overflow: elements this rank meant to send in the last step but kept, for want of room in a message; likewise.
+        weights: the values of the parameters in this step, where an optimizer changes them meanwhile; else None.
     """
 
     index: int
@@ -51,6 +52,7 @@ class Group:
     picked: int | Tensor = 0
     target: int = 0
     overflow: int | Tensor = 0
+    weights: Sequence[Tensor] | None = field(default=None, repr=False)
     _sparse: bool = field(default=False, repr=False)  # the total of the last step was
     _made_way: bool = field(default=False, repr=False)
     _on_host: dict[str, tuple[Tensor, Tensor, "torch.cuda.Event"]] = field(default_factory=dict, repr=False)

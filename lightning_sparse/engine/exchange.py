@@ -1,7 +1,7 @@
 """The engine between a training and its compressors: groups, lanes that send them, and what a step did."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from functools import partial
 from typing import TypeVar
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported at run time only
 from torch.futures import Future
+from torch.optim import Optimizer
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.group import Group
@@ -24,7 +25,42 @@ from lightning_sparse.network.sums import ways
 T = TypeVar("T")
 
 
-class Exchange(ABC):
+class Around:
+    """What an engine does around a step of a training; nothing, where gradients are averaged within backward."""
+
+    def settle(self) -> None:
+        """Do what is due after the last step, if anything is.  To be called between two steps, on every rank."""
+
+    def end_forward(self) -> None:
+        """Note the end of a forward that trains."""
+
+    def before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Make ready for a step of ``optimizer``, which is one of these parameters."""
+
+    def after_optimizer_step(self) -> None:
+        """Note that an optimizer of these parameters has stepped."""
+
+    def end_step(self) -> None:
+        """Note that an optimizer has stepped, or skipped a step; to be called on every rank."""
+
+    @property
+    def lr_factor_now(self) -> float:
+        """What the optimizers' learning rates are multiplied by."""
+        return 1.0
+
+    @property
+    def within_step(self) -> bool:
+        """Whether weights that differ between ranks are in use, so that their average cannot be shown now."""
+        return False
+
+    def show_average(self, settle: bool = True) -> None:
+        """Have parameters whose values differ between ranks hold their average; see :class:`LocalExchange`."""
+
+    def compare(self) -> None:
+        """Find out what no optimizer trains and has changed, and differs between ranks; to be called on every rank."""
+
+
+class Exchange(Around, ABC):
     """Averages groups of parameters over the ranks, on lanes, and keeps what was not sent.
 
     Args:
@@ -98,6 +134,17 @@ class Exchange(ABC):
     def shared(self) -> Mapping[Tensor, Tensor]:
         """The average, of the same shape and the same on all ranks, of parameters whose values differ between ranks."""
         return {}
+
+    def compared(self) -> Mapping[Tensor, Tensor]:
+        """Settle the last step, and return ``shared``; to be called on every rank, between two steps."""
+        self.settle()
+        self.compare()
+        return self.shared
+
+    def rows(self) -> Iterator[tuple[Group, Tensor, dict[str, Tensor]]]:
+        """Yield each group, what of it a checkpoint keeps for this rank [n] float32, and what is remembered of it."""
+        for group in self.groups:
+            yield group, group.unsent, group.memory
 
     def count_from(self, steps: int) -> None:
         """Go on after so many ``steps`` of another engine."""

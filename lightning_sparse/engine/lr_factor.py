@@ -1,13 +1,9 @@
 """How much shorter steps of one rank's optimizer are, which divides by the noise of one rank's gradient."""
 
-import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.sample import spread_over
@@ -34,13 +30,12 @@ class LrFactor:
             p: spread_over(name, p.numel()).to(p.device)
             for group in groups
             for name, p in zip(group.names, group.parameters, strict=True)
-            if p.requires_grad
         }
         #: [2, m], of the mean gradient, and the mean of each rank's; zeros until known
         self.squares = torch.zeros(2, sum(map(len, self._places.values())))
         self._gradients: dict[Tensor, Tensor] = {}
+        self._sampled: Tensor | None = None  # [m], this rank's gradient, until the ranks' have been compared
         self._sums: Tensor | None = None  # [2, m], over the ranks, of gradients and their squares
-        self._before: list[Any] = []  # learning rates of an optimizer that takes a step
 
     def take_in(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Sample parameters' gradients on this rank."""
@@ -48,25 +43,41 @@ class LrFactor:
             if parameter in self._places:
                 self._gradients[parameter] = gradient.reshape(-1).index_select(0, self._places[parameter]).float()
 
+    @property
+    def sampled(self) -> Tensor | None:
+        """This rank's gradient [m] that is to be compared, or is being compared; None if there is none."""
+        if self._gradients:
+            own = [self._gradients.get(p, torch.zeros(len(i), device=i.device)) for p, i in self._places.items()]
+            return torch.cat(own).nan_to_num_(0.0, 0.0, 0.0)
+        return self._sampled
+
+    def take_up(self) -> bool:
+        """Have ready what :meth:`sum_up` sends; returns whether there is anything to compare, as on all ranks."""
+        self._sampled = self.sampled
+        self._gradients.clear()
+        if self._sampled is None and self._places:
+            self._sampled = torch.zeros(self.squares.shape[1], device=next(iter(self._places)).device)
+        return bool(self.squares.numel())
+
     def sum_up(self, comm: Comm) -> Rounds:
         """Compare the ranks' gradients; to be run to its end, on every rank; returns their sum and that of squares."""
-        own = [self._gradients.get(p, torch.zeros(len(i), device=i.device)) for p, i in self._places.items()]
-        self._gradients.clear()
-        sampled = torch.cat(own).nan_to_num_(0.0, 0.0, 0.0)
-        self._sums = yield comm.all_reduce(torch.stack([sampled, sampled.square()]))
+        assert self._sampled is not None
+        self._sums = yield comm.all_reduce(torch.stack([self._sampled, self._sampled.square()]))
         return self._sums
 
     def read(self, size: int) -> None:
         """Set ``value`` from what was summed up over ``size`` ranks, if anything was since the last time."""
         if self._sums is not None:
             mean, square = self._sums.cpu() / size
-            now, self._sums = torch.stack([mean.square(), square]), None
+            now, self._sums, self._sampled = torch.stack([mean.square(), square]), None, None
             self._set(self.squares * DECAY + now * (1 - DECAY) if bool(self.squares.any()) else now, size)
 
-    def resume(self, squares: Tensor, size: int) -> None:
-        """Go on with ``squares`` from a checkpoint, if they are of these parameters."""
+    def resume(self, squares: Tensor, sampled: Tensor | None, size: int) -> None:
+        """Go on with ``squares`` and ``sampled`` from a checkpoint, if they are of these parameters."""
+        self._gradients.clear()
         if squares.shape == self.squares.shape:
             self._set(squares.clone(), size)
+            self._sampled = None if sampled is None or not self._places else sampled.to(next(iter(self._places)).device)
 
     def _set(self, squares: Tensor, size: int) -> None:
         self.squares = squares
@@ -74,20 +85,3 @@ class LrFactor:
         if bool((known := of_ranks > 0).any()):
             share = float((of_mean[known] / of_ranks[known]).mean())
             self.value = min(max(share, 1 / size), 1.0) ** -0.5
-
-    def scale_steps(self) -> list[Any]:
-        """Multiply the learning rate of each optimizer of these parameters while it takes a step; return handles."""
-        own = weakref.proxy(self)
-
-        def before(optimizer: Optimizer, *_: Any) -> None:
-            if any(p in own._places for group in optimizer.param_groups for p in group["params"]):
-                own._before = [group["lr"] for group in optimizer.param_groups]
-                for group in optimizer.param_groups:
-                    group["lr"] = group["lr"] * own.value
-
-        def after(optimizer: Optimizer, *_: Any) -> None:
-            for group, rate in zip(optimizer.param_groups, own._before, strict=False):
-                group["lr"] = rate
-            own._before = []
-
-        return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]

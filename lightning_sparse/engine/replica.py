@@ -1,16 +1,23 @@
 """A group's replica: this rank's own weights, the average all ranks share, and the way from one to the other."""
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import take_step
+from lightning_sparse.compressors.dense import Exact
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.selection.sparse import Sparse, dense
 
-VELOCITY = "outer velocity"  # in a group's memory
+#: What a replica remembers beside its compressor, as a checkpoint names it.
+VELOCITY, ROUNDING, EXACT = "outer velocity", "rounding", "float64"
+
+Find = Callable[[], Tensor]
 
 
 class Replica:
@@ -19,22 +26,54 @@ class Replica:
     Over all P ranks, what a step of the exchange does obeys the law of gradients, with updates in their place:
     ``P * (what x̄ moved) + sum(unsent after) == sum(unsent before + update)``, to the rounding of the weights.
 
+    Between :meth:`take_up` and :meth:`apply`, while messages may be under way on another thread, nothing but
+    ``group.unsent`` and the compressor's memory changes; x̄ moves in :meth:`apply`.
+
     Attributes:
         group: whose ``unsent`` is x_r - x̄ from :meth:`take_up` to :meth:`apply`.
         compressor: what averages it.
         fragment: with which it takes turns.
-        average: x̄ [n] float32, the same bits on every rank.
+        average: x̄ [n], the same bits on every rank; float32, or float64 for tensors in float64.
     """
 
-    def __init__(self, group: Group, compressor: Compressor, fragment: int, settings: LocalSteps) -> None:
+    def __init__(
+        self, group: Group, compressor: Compressor, fragment: int, settings: LocalSteps, find: Sequence[Find] = ()
+    ) -> None:
+        """Start from what the parameters hold; ``find`` finds tensors that no optimizer trains, where they are now."""
         self.group, self.compressor, self.fragment = group, compressor, fragment
-        self.average = torch.empty_like(group.unsent)
-        self._settings = settings
+        dtypes = {p.dtype for p in group.parameters}
+        self.average = group.unsent.to(torch.float64 if torch.float64 in dtypes else torch.float32, copy=True)
+        self._settings = replace(settings, outer_rate=1.0, outer_momentum=0.0) if find else settings
+        self._find = find
         self._own: list[Tensor] = []  # the weights when they were taken up
-        # What parameters in half precision cannot hold of x̄ + unsent: part of what is owed.
-        self._rounding = None if all(p.dtype == torch.float32 for p in group.parameters) else group.unsent.clone()
-        for parameter, slot in zip(group.parameters, group.slots(self.average), strict=True):
-            slot.view(parameter.shape).copy_(parameter.detach())
+        self._left_out: Tensor | None = None  # [n] bool, of what no optimizer trains, elements that are not averaged
+        self._velocity: Tensor | None = None  # of the outer step [n]
+        self._next: tuple[Tensor | Sparse, Tensor | None] | None = None  # x̄ or what it moves by; and the velocity
+        self._memory: Mapping[str, Tensor] | None = None  # the compressor's, when the group was taken up
+        # What parameters in half precision cannot hold of x̄ + unsent: part of what is unsent.
+        self._rounding = torch.zeros_like(group.unsent) if dtypes & {torch.bfloat16, torch.float16} else None
+        for i, tensor in enumerate(self.tensors()):
+            self.start_from(i, tensor)
+
+    @property
+    def is_untrained(self) -> bool:
+        """Whether no optimizer trains its tensors."""
+        return bool(self._find)
+
+    def tensors(self) -> list[Tensor]:
+        """The parameters, as they are; a module may have put another tensor in the place of a buffer."""
+        return [find() for find in self._find] or list(self.group.parameters)
+
+    def averages(self) -> list[Tensor]:
+        """The average of each parameter: views, of its shape."""
+        slots = self.group.slots(self.average)
+        return [slot.view(shape) for slot, shape in zip(slots, self.group.shapes, strict=True)]
+
+    def start_from(self, place: int, average: Tensor, rounding: bool = False) -> None:
+        """Set the average of the parameter at ``place``, of which nothing is unsent then; or what ``rounding`` says."""
+        self.averages()[place].copy_(average.detach())
+        if self._rounding is not None and not rounding:
+            self.group.slots(self._rounding)[place].zero_()
 
     def is_due(self, step: int, warmup_steps: int = 0) -> bool:
         """Whether the group travels after ``step``; if so, it then knows which of its turns that is."""
@@ -43,21 +82,36 @@ class Replica:
             self.group.step = turn
         return turn is not None
 
+    def unsent(self, own: Sequence[Tensor]) -> Tensor:
+        """What this rank owes where its own weights are ``own``: x_r - x̄ [n], in the precision of x̄."""
+        flat = torch.empty_like(self.average)
+        for weights, slot in zip(own, self.group.slots(flat), strict=True):
+            slot.view(weights.shape).copy_(weights.detach())
+        flat -= self.average
+        return flat if self._rounding is None else flat.add_(self._rounding)
+
     @torch.no_grad()
     def take_up(self, size: int) -> None:
         """Set ``unsent`` to what this rank owes, x_r - x̄."""
         group = self.group
-        self._own = [parameter.detach().clone() for parameter in group.parameters]
-        owed = torch.empty_like(group.unsent)
-        for own, slot in zip(self._own, group.slots(owed), strict=True):
-            slot.view(own.shape).copy_(own)
-        owed -= self.average
-        if self._rounding is not None:
-            owed += self._rounding
+        self._own = [parameter.detach().clone() for parameter in self.tensors()]
+        self._memory = {key: kept.clone() for key, kept in group.memory.items()}
+        group.weights = self._own
+        owed = self.unsent(self._own)
+        if self._find:
+            self._leave_out(owed)
         group.unsent.zero_()
-        self.compressor.accumulate(
-            group, [slot.view(p.shape) for slot, p in zip(group.slots(owed), group.parameters, strict=True)], size
-        )
+        slots = zip(group.slots(owed), group.shapes, strict=True)
+        self.compressor.accumulate(group, [slot.view(shape) for slot, shape in slots], size)
+
+    def _leave_out(self, owed: Tensor) -> None:
+        """Owe nothing of what is not finite, such as a mask; what statistics start from anew is owed whole."""
+        if isinstance(self.compressor, Exact):  # sums it all the same, so that every rank knows where one is not finite
+            started = ~self.average.isfinite()
+            owed[started] = torch.cat([x.reshape(-1) for x in self._own])[started].to(owed.dtype)
+            return
+        self._left_out = ~owed.isfinite()
+        owed.masked_fill_(self._left_out, 0.0)
 
     def exchange(self, comm: Comm) -> Rounds:
         """Send some of what is owed; to be run to its end, which returns the total."""
@@ -65,29 +119,80 @@ class Replica:
 
     @torch.no_grad()
     def move(self, total: Tensor | Sparse, size: int) -> None:
-        """Move x̄ by the mean over ``size`` ranks, or by the outer step that it calls for."""
+        """Note that x̄ is to move by the mean over ``size`` ranks, or by the outer step that it calls for."""
         rate, momentum = self._settings.outer_rate, self._settings.outer_momentum
         if isinstance(total, Sparse) and not momentum:
-            self.average.index_add_(0, total.index, total.values / size * rate)
+            self._next = Sparse(total.index.clone(), total.values / size * rate), None
             return
-        mean = dense(total, self.group.n) / size
+        mean, velocity = dense(total, self.group.n) / size, self._velocity
+        if self._find and isinstance(self.compressor, Exact):
+            self._next = self._of_statistics(mean), None
+            return
         if momentum:
-            velocity = self.group.memory.setdefault(VELOCITY, torch.zeros_like(mean))
-            velocity.mul_(momentum).add_(mean)
+            velocity = mean.clone() if velocity is None else velocity.mul(momentum).add_(mean)
             mean += velocity * momentum
-        self.average += mean * rate if rate != 1 else mean
+        self._next = (mean * rate if rate != 1 else mean) + self.average, velocity
+
+    def _of_statistics(self, mean: Tensor) -> Tensor:
+        """The next x̄ of statistics, which take no outer step; it stays where a rank has one that is not finite."""
+        self._left_out = ~mean.isfinite()
+        start = torch.where(self.average.isfinite(), self.average, 0.0)
+        return torch.where(self._left_out, self.average, start + mean)
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Set this rank's weights to x̄ + unsent, and what its optimizer has done to them since they were taken up."""
-        group = self.group
-        slots = zip(group.parameters, self._own, group.slots(self.average), group.slots(group.unsent), strict=True)
-        rounded = group.slots(self._rounding) if self._rounding is not None else None
-        for i, (parameter, own, average, unsent) in enumerate(slots):
-            if rounded is None:
-                parameter.sub_(own).add_(average.view(own.shape)).add_(unsent.view(own.shape))
-                continue
-            exact = (parameter.float() - own.float()).view(-1) + average + unsent
-            parameter.copy_(exact.view(own.shape))
-            rounded[i].copy_(exact - parameter.detach().float().view(-1))
-        self._own = []
+        """Move x̄; set this rank's weights to x̄ + unsent, and what its optimizer has done since they were taken up."""
+        assert self._next is not None
+        step, self._velocity = self._next
+        if isinstance(step, Sparse):
+            self.average.index_add_(0, step.index, step.values)
+        else:
+            self.average = step
+        unsents = self.group.slots(self.group.unsent)
+        for i, (parameter, own) in enumerate(zip(self.tensors(), self._own, strict=True)):
+            self._set(i, parameter, own, self.averages()[i], unsents[i].view(own.shape))
+        self._own, self._next, self._left_out, self._memory, self.group.weights = [], None, None, None, None
+
+    def _set(self, place: int, parameter: Tensor, own: Tensor, average: Tensor, unsent: Tensor) -> None:
+        if parameter.dtype == torch.float32 and self._left_out is None:
+            parameter.sub_(own).add_(average).add_(unsent)
+            return
+        exact = (parameter.to(average.dtype) - own.to(average.dtype)) + average + unsent
+        if self._left_out is not None:
+            left_out = self.group.slots(self._left_out)[place].view(own.shape)
+            exact = torch.where(left_out, parameter.to(average.dtype), exact)
+        parameter.copy_(exact)
+        if self._rounding is not None:
+            self.group.slots(self._rounding)[place].view(own.shape).copy_(exact - parameter.detach().float())
+
+    # - checkpoints
+
+    def saved(self, own: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """What a checkpoint keeps of this rank where its weights are ``own``: x_r [n] float32, and what is remembered.
+
+        Of a group under way, what its compressor remembered when it was taken up: it will be taken up again.
+        """
+        flat = torch.cat([weights.detach().reshape(-1) for weights in own])
+        memory = dict(self.group.memory if self._memory is None else self._memory)
+        kept = {VELOCITY: self._velocity, ROUNDING: self._rounding}
+        memory |= {key: x.clone() for key, x in kept.items() if x is not None}
+        if flat.dtype == torch.float64:
+            memory[EXACT] = flat
+        return flat.float() if self._rounding is None else flat.float() + self._rounding, memory
+
+    def restore(self, flat: Tensor) -> list[Tensor]:
+        """This rank's own weights as :meth:`saved` has them; takes what is remembered out of the group's memory."""
+        memory = self.group.memory
+        self._velocity = memory.pop(VELOCITY, None)
+        rounding, exact = memory.pop(ROUNDING, None), memory.pop(EXACT, None)
+        dtypes = [p.dtype for p in self.group.parameters]
+        if self.average.dtype == torch.float64:  # float32 that is that of x̄ has nothing more to say
+            same = flat == self.average.float()
+            flat = torch.where(same, self.average, flat.double()) if exact is None else exact
+        if self._rounding is not None and rounding is not None:
+            flat, self._rounding = flat - rounding, rounding
+        shapes = zip(self.group.slots(flat), self.group.shapes, dtypes, strict=True)
+        own = [slot.view(shape).to(dtype, copy=True) for slot, shape, dtype in shapes]
+        if self._rounding is not None and rounding is None:
+            self._rounding = flat - torch.cat([x.reshape(-1).float() for x in own])
+        return own

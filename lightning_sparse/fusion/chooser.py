@@ -80,6 +80,10 @@ class Chooser:
         self._ahead: list[list[Candidate]] = []  # not looked at yet
         self._candidates = [c for c in auto.candidates if isinstance(c, Candidate) and (local or not c.local_steps)]
 
+    def forbid_local_steps(self) -> None:
+        """Choose among candidates that average gradients from now on."""
+        self._candidates = [each for each in self._candidates if not each.local_steps]
+
     def record(self, exchange: Exchange) -> None:
         """Record gradients from the next step on, for :meth:`choose`."""
         exchange.record = GradientRecord(exchange.groups, ELEMENTS // exchange.size)

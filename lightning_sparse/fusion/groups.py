@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lightning_sparse.checks import is_names, matches
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.compressors.dense import Exact
 from lightning_sparse.compressors.group import Group
 
 FUSIONS = ("layer", "bucket", "none")
@@ -143,7 +142,6 @@ def lay_out(
 
 def lay_out_fragments(
     parameters: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
     compressor: Compressor,
     fusion: str | Sequence[str],
     fragments: int,
@@ -151,8 +149,7 @@ def lay_out_fragments(
 ) -> tuple[list[tuple[Group, Compressor]], list[int]]:
     """Cut parameters into ``fragments`` that take turns, as even as whole parameters allow, and those into groups.
 
-    "none" keeps layers whole, and a list of patterns its groups; both are then the groups.  Statistics in ``buffers``
-    travel with a parameter of their module, in groups of their own.
+    "none" keeps layers whole, and a list of patterns its groups; both are then the groups.
 
     Returns:
         The groups with what averages them, and the fragment of each.
@@ -161,20 +158,11 @@ def lay_out_fragments(
     whole = not isinstance(check_fusion(fusion), str) or fusion == "none"
     units = fuse(pieces, fusion) if whole else [[piece] for piece in pieces]
     fragment_of, _ = cut_into_fragments(units, fragments)
-    layer_of = {piece.layer: fragment_of[piece.name] for piece in pieces}
-    statistics: dict[int, list[Piece]] = {}
-    for name, buffer in buffers.items():
-        piece = Piece(name, buffer.numel())
-        statistics.setdefault(layer_of.get(piece.layer, 0), []).append(piece)
     groups: list[list[Piece]] = []
     for fragment in range(fragments):
         own = [piece for piece in pieces if fragment_of[piece.name] == fragment]
         groups += [unit for unit in units if unit[0] in own] if whole else fuse(own, "bucket", bucket_bytes)
     made = make_groups(parameters, compressor, groups)
-    for fragment, of_fragment in sorted(statistics.items()):
-        names = tuple(piece.name for piece in of_fragment)
-        fragment_of.update(dict.fromkeys(names, fragment))
-        made.append((Group(len(made), names, tuple(buffers[name] for name in names)), Exact()))
     return made, [fragment_of[group.names[0]] for group, _ in made]
 
 

@@ -8,11 +8,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_sparse.checks import is_whole
+from lightning_sparse.engine.weights import checksum
 from lightning_sparse.network.agreement import ranks_having
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.torch_comm import world
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
 class ReplicaCheck(Callback):
@@ -54,7 +53,7 @@ class ReplicaCheck(Callback):
         self._checked = trainer.global_step
         if trainer.world_size > 1:
             exchange = getattr(trainer.strategy, "exchange", None)
-            shared = exchange.shared if exchange is not None else {}
+            shared = exchange.compared() if exchange is not None else {}
             check_replicas({name: shared.get(p, p) for name, p in pl_module.named_parameters()}, world())
 
 
@@ -77,14 +76,3 @@ def check_replicas(parameters: Mapping[str, Tensor], comm: Comm) -> None:
         f"not the same on {parties}. Averaged gradients are the same on every rank, so something else changes it on "
         "some: an optimizer step not all of them take, a random number, or code that asks for its rank."
     )
-
-
-def checksum(x: Tensor) -> Tensor:
-    """Add up the bits of ``x`` as integers modulo 2**64: int64 [], in one pass.
-
-    Elements that only change places are not noticed.
-    """
-    x = x.detach()
-    if x.is_complex():
-        x = torch.view_as_real(x)
-    return x.view(_BITS[x.element_size()]).sum(dtype=torch.int64)

@@ -2,11 +2,12 @@
 
 import hashlib
 import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_sparse.__about__ import __version__
 from lightning_sparse.network.comm import Comm
@@ -58,11 +59,25 @@ def versions() -> dict[str, object]:
 
 
 def described(module: nn.Module) -> dict[str, object]:
-    """Every parameter of ``module``, in order: its dtype, its shape and whether it is trained."""
-    return {
-        f"parameter {name}": f"{p.dtype} {list(p.shape)}{'' if p.requires_grad else ' frozen'}".removeprefix("torch.")
-        for name, p in module.named_parameters()
+    """Every parameter and buffer that DDP may send, in order: its dtype, its shape, and if it is trained or saved."""
+    parameters: dict[str, object] = {
+        f"parameter {name}": _kind(p) + ("" if p.requires_grad else " frozen") for name, p in module.named_parameters()
     }
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())  # by DDP
+    return parameters | {f"buffer {name}": kind for name, kind in _buffers(module) if name not in ignored}
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """The name of every buffer that has a value, and its kind; a module's ``state_dict`` may be its own."""
+    for prefix, owner in module.named_modules():
+        for name, x in owner._buffers.items():
+            if x is not None:
+                passing = " persistent=False" if name in owner._non_persistent_buffers_set else ""
+                yield f"{prefix}.{name}".removeprefix("."), _kind(x) + passing
+
+
+def _kind(x: Tensor) -> str:
+    return f"{x.dtype} {'uninitialized' if is_lazy(x) else list(x.shape)}".removeprefix("torch.")
 
 
 def differences(settings: Sequence[Mapping[str, str]]) -> list[str]:
@@ -73,7 +88,7 @@ def differences(settings: Sequence[Mapping[str, str]]) -> list[str]:
         having = ranks_having([each.get(name, "missing") for each in settings])
         if len(having) > 1:
             found.append(f"{name}: " + "; ".join(f"{value} on {ranks}" for value, ranks in having.items()))
-    return found or ["the order of the parameters"]
+    return found or ["the order of the parameters or buffers"]
 
 
 def ranks_having(values: Sequence[T]) -> dict[T, str]:

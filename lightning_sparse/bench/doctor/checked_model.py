@@ -93,7 +93,7 @@ class CheckedModel(LightningModule):
         del outputs, batch, batch_idx
         if not self._averages:
             return
-        shared = self._exchange.shared if self._exchange else {}
+        shared = self._exchange.compared() if self._exchange else {}
         check_replicas({name: shared.get(p, p) for name, p in self.named_parameters()}, world())
         self._checked += 1
 

@@ -9,9 +9,12 @@ from torch import Tensor
 
 from lightning_sparse.bench.simulate.optimizers import OPTIMIZERS
 from lightning_sparse.bench.simulate.replicas import backward, take_optimizer_steps
+from lightning_sparse.compressors.dense import Exact
+from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.faithfulness import Faithfulness
 from lightning_sparse.engine.lr_factor import EVERY, LrFactor
 from lightning_sparse.engine.replica import Replica
+from lightning_sparse.engine.untrained import untrained_of
 from lightning_sparse.fusion.groups import lay_out_fragments
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.options import Options
@@ -51,16 +54,20 @@ class LocalReplicas:
     def _replicas_of(self, model: LightningModule, options: Options) -> list[Replica]:
         groups, fragments = lay_out_fragments(
             dict(model.named_parameters()),
-            dict(model.named_buffers()),
             options.averaging,
             options.fusion,
             self._settings.parts,
             options.bucket_bytes,
         )
-        return [
+        replicas = [
             Replica(group, compressor, fragment, self._settings)
             for (group, compressor), fragment in zip(groups, fragments, strict=True)
         ]
+        if statistics := untrained_of(model, set()):
+            tensors = tuple(find() for find in statistics.values())
+            group = Group(len(groups), tuple(statistics), tensors)
+            replicas.append(Replica(group, Exact(), 0, self._settings, list(statistics.values())))
+        return replicas
 
     def step(self, batches: Sequence[Sequence[Tensor]], rate: float) -> None:
         """Learn from a batch on each rank, at a learning rate."""
@@ -101,6 +108,8 @@ class LocalReplicas:
             for replica in ranks:
                 replica.move(total, size)
         if self._settings.lr_factor == "measured" and step % EVERY == 0:
+            for factor in self._factors:
+                factor.take_up()
             self.network.run([factor.sum_up(c) for factor, c in zip(self._factors, self.network.comms, strict=True)])
 
     @torch.no_grad()

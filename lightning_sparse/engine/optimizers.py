@@ -1,0 +1,120 @@
+"""The optimizers of a module: which they are, and what is to be done around their steps."""
+
+import weakref
+from collections.abc import Callable, Collection
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lightning_sparse.engine.exchange import Around
+
+#: Optimizers of which a rank cannot take a step of its own, by the name of a class, and why.
+NOT_ALONE = {
+    "LBFGS": "evaluates the model as often as a rank's own loss asks for, so that ranks would wait for each other",
+    "ZeroRedundancyOptimizer": "has each rank step a part of the parameters, with that rank's own gradient",
+}
+
+Step = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of an optimizer's step
+
+
+class Optimizers:
+    """Notices each step of every optimizer of these parameters, in this process.
+
+    Args:
+        parameters: of a module.
+        around: what is done around their steps; asked anew at each.
+    """
+
+    def __init__(self, parameters: Collection[Tensor], around: Callable[[], Around | None]) -> None:
+        self._parameters, self._around = set(parameters), around
+        self._seen: list[weakref.ref[Optimizer]] = []
+        self._scaled: dict[int, tuple[dict[str, Any], Any, Any, Optimizer]] = {}  # group, rate, scaled rate, by whom
+        own = weakref.ref(self)
+
+        def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
+            return known._before(optimizer, args, kwargs) if (known := own()) else None
+
+        def after(optimizer: Optimizer, *_: Any) -> None:
+            if known := own():
+                known._after(optimizer)
+
+        self._handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+
+    @property
+    def seen(self) -> list[Optimizer]:
+        """Those that have begun a step, in the order of the first."""
+        return [optimizer for each in self._seen if (optimizer := each()) is not None]
+
+    def note(self, optimizer: Optimizer) -> None:
+        """Count ``optimizer`` among those seen."""
+        if not any(optimizer is known for known in self.seen):
+            self._seen.append(weakref.ref(optimizer))
+
+    def close(self) -> None:
+        """Notice nothing any more."""
+        for handle in self._handles:
+            handle.remove()
+        self.unscale()
+
+    def unscale(self) -> None:
+        """Give every learning rate back what it was, also after a step that has raised."""
+        for group, rate, scaled, _ in self._scaled.values():
+            _give_back(group, rate, scaled)
+        self._scaled.clear()
+
+    def _is_ours(self, optimizer: Optimizer) -> bool:
+        return any(p in self._parameters for group in optimizer.param_groups for p in group["params"])
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
+        around = self._around()
+        if around is None or not self._is_ours(optimizer):
+            return None
+        self.note(optimizer)
+        around.before_optimizer_step(optimizer)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if around.lr_factor_now == 1.0:
+            return None
+        if closure is None:
+            self._scale(optimizer, around.lr_factor_now)
+            return None
+
+        def closure_then_scale(*given: Any, **named: Any) -> Any:
+            """Let the closure see, and set, the learning rate as it is without the factor."""
+            loss = closure(*given, **named)
+            self._scale(optimizer, around.lr_factor_now)
+            return loss
+
+        if len(args) > 1:
+            return (args[0], closure_then_scale, *args[2:]), kwargs
+        return args, kwargs | {"closure": closure_then_scale}
+
+    def _scale(self, optimizer: Optimizer, factor: float) -> None:
+        """Multiply rates that no optimizer around this one, or in it, has multiplied already."""
+        for group in optimizer.param_groups:
+            if id(group) not in self._scaled:
+                rate = group["lr"]
+                group["lr"] = scaled = rate * factor
+                self._scaled[id(group)] = group, rate, scaled, optimizer
+
+    def _after(self, optimizer: Optimizer) -> None:
+        around = self._around()
+        if around is None or not self._is_ours(optimizer):
+            return
+        around.after_optimizer_step()
+        for key, (group, rate, scaled, by) in list(self._scaled.items()):
+            if by is optimizer:
+                _give_back(group, rate, scaled)
+                del self._scaled[key]
+
+
+def why_not_alone(optimizer: Optimizer) -> str:
+    """Return why a rank cannot take a step of ``optimizer`` of its own; empty if it can."""
+    reasons = (NOT_ALONE.get(kind.__name__, "") for kind in type(optimizer).__mro__)
+    return next((reason for reason in reasons if reason), "")
+
+
+def _give_back(group: dict[str, Any], rate: Any, scaled: Any) -> None:
+    if group["lr"] is scaled:  # else somebody has set another meanwhile
+        group["lr"] = rate
