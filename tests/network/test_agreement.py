@@ -15,10 +15,10 @@ from lightning_sparse.checkpoint.state import State
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.monitor import replicas
 from lightning_sparse.monitor.replicas import checksum
-from lightning_sparse.network.agreement import differences, ranks_having
+from lightning_sparse.network.agreement import described, differences, ranks_having
 from lightning_sparse.network.comm import Comm, Rounds
 from tests.conftest import Ranks
-from tests.training.models import data, small, trainer
+from tests.training.models import Small, data, small, trainer
 
 
 def fit(rank: int, size: int, others: Mapping[str, Any], odd: int) -> str:
@@ -61,6 +61,71 @@ def test_what_one_rank_was_given_otherwise_is_named_on_every_rank(ranks: Ranks, 
     for error in ranks.run(fit, 3, others, 2):
         assert "Ranks were started with different settings" in error
         assert all(each in error for each in said), error
+
+
+def buffered(odd: bool, what: str) -> Small:
+    """A model with a buffer, which is another one where ``odd``."""
+    model = small()
+    wide = odd and what == "shape"
+    model.net[2].register_buffer("table", torch.zeros(5 if wide else 4), persistent=not (odd and what == "persistent"))
+    if odd and what == "more":
+        model.register_buffer("more", torch.zeros(2, dtype=torch.int64))
+    return model
+
+
+def fit_buffered(rank: int, size: int) -> list[str]:
+    errors = []
+    for local_steps in (0, 2):
+        for what in ("shape", "persistent", "more"):
+            strategy = ls.SparseDDPStrategy("micro", local_steps=local_steps)
+            try:
+                trainer(strategy, size, max_steps=3).fit(buffered(rank == 1, what), data(3, size))
+                errors.append("")
+            except RuntimeError as error:
+                errors.append(str(error))
+    return errors
+
+
+def test_a_buffer_that_is_another_on_one_rank_is_named_on_every_rank(ranks: Ranks) -> None:
+    """DDP and local steps send buffers: where they differ, the process was aborted, or waited for ever."""
+    named = [
+        "buffer net.2.table: 'float32 [4]' on rank 0; 'float32 [5]' on rank 1",
+        "buffer net.2.table: 'float32 [4]' on rank 0; 'float32 [4] persistent=False' on rank 1",
+        "buffer more: missing on rank 0; 'int64 [2]' on rank 1",
+    ]
+    for errors in ranks.run(fit_buffered, 2):
+        for error, said in zip(errors, 2 * named, strict=True):
+            assert said in error
+
+
+class Keeps(nn.Module):
+    """Says of its state what it likes; with a buffer that is not there, and one that DDP is told to ignore."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.zeros(2, 3, dtype=torch.bfloat16))
+        self.register_buffer("passing", torch.zeros((), dtype=torch.int64), persistent=False)
+        self.register_buffer("nothing", None)
+        self.register_buffer("own", torch.zeros(7))
+        self._ddp_params_and_buffers_to_ignore = ["own"]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {}
+
+
+def test_buffers_are_described_with_whether_a_checkpoint_keeps_them() -> None:
+    assert described(Keeps()) == {
+        "buffer kept": "bfloat16 [2, 3]",
+        "buffer passing": "int64 [] persistent=False",
+    }
+    assert "buffer inner.own" in described(nn.ModuleDict({"inner": Keeps()}))  # DDP asks the outermost module
+    assert described(torch.jit.script(nn.BatchNorm1d(3)))["buffer running_mean"] == "float32 [3]"
+
+
+def test_what_is_lazy_has_no_shape_yet() -> None:
+    """DDP refuses it, in its own words."""
+    assert described(nn.LazyBatchNorm1d())["parameter weight"] == "float32 uninitialized"
+    assert described(nn.LazyBatchNorm1d())["buffer running_mean"] == "float32 uninitialized"
 
 
 @dataclass(frozen=True)
@@ -206,4 +271,5 @@ def test_each_training_is_checked_every_so_many_steps(monkeypatch: pytest.Monkey
 
 def test_many_differences_are_counted_and_many_ranks_shortened() -> None:
     assert differences([{"a": "1", "b": "2"}, {"a": "1"}]) == ["b: 2 on rank 0; missing on rank 1"]
+    assert differences([{"a": "1", "b": "2"}, {"b": "2", "a": "1"}]) == ["the order of the parameters or buffers"]
     assert ranks_having(["x"] * 20) == {"x": "ranks 0, 1, 2, 3, 4, 5, 6, 7, ..."}
