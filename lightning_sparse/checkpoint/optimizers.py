@@ -1,40 +1,90 @@
 """States of optimizers that differ between ranks."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+from urllib.parse import quote, unquote
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_sparse.network.agreement import everywhere
+from lightning_sparse.network.agreement import MOST_NAMED, differences, everywhere
 from lightning_sparse.network.comm import Comm
+
+# Tags tell of a tensor what it stands for; "" is before them all.
+EXACT = ":exact"  # values of another dtype than the parameter's, which stay so
+LIST, TUPLE = ":list", ":tuple"  # the length of one
+NUMBER = ":number"
+
+
+class _Leaf(NamedTuple):
+    """A part of a state, and the names on the way to it, such as "3.history.0"."""
+
+    path: str
+    tag: str
+    value: Tensor
+
+
+class _Kind(NamedTuple):
+    """What a part of a state is, as ranks tell each other."""
+
+    tag: str
+    dtype: str
+    shape: list[int]
+    length: int = 0  # of a list
+
+    @classmethod
+    def of(cls, leaf: _Leaf) -> "_Kind":
+        length = int(leaf.value) if leaf.tag in (LIST, TUPLE) else 0
+        return cls(leaf.tag, str(leaf.value.dtype), list(leaf.value.shape), length)
+
+    def zeros(self, device: torch.device) -> Tensor:
+        """What stands for it where there is none; a list is as long as elsewhere."""
+        return torch.full(self.shape, self.length, dtype=_dtype(self.dtype), device=device)
+
+    def like(self, x: Tensor, device: torch.device) -> Tensor:
+        """``x`` of this dtype; what is one value lies where messages do, the rest where it is."""
+        return x.to(x.device if self.shape else device, _dtype(self.dtype))
 
 
 def tensors_everywhere(optimizer: Optimizer, comm: Comm, device: torch.device) -> dict[str, Tensor]:
-    """Return the tensors of this rank's state, by parameter and name, such as "3.exp_avg", in order.
+    """Return all of this rank's state as tensors, by parameter and name, such as "3.exp_avg", in order.
 
-    Where this rank has none and another has one, zeros stand for it: a parameter it has not used.  To be called on
-    every rank.
+    An item of a list or a tuple is named by its index, as in "3.history.0", beside the length, "3.history:list".  A
+    number, "3.count:number", is a tensor [] of float64, int64 or bool on ``device``.  Where this rank has none and
+    another has one, zeros stand for it, of a list as many: a parameter it has not used.  To be called on every rank.
+
+    Raises:
+        RuntimeError: on every rank, if a tensor has another shape on another rank, with its name.
     """
-    own = dict(_tensors(optimizer))
-    shapes = {key: (str(x.dtype).removeprefix("torch."), list(x.shape)) for key, x in own.items()}
-    every: dict[str, tuple[str, list[int]]] = {}
-    for text in everywhere(json.dumps(shapes), comm, device):
-        every |= json.loads(text)
+    own = {leaf.path: leaf for leaf in _state(optimizer)}
+    kinds = json.dumps({path: _Kind.of(leaf) for path, leaf in own.items()})
+    every = [
+        {path: _Kind(*kind) for path, kind in json.loads(said).items()} for said in everywhere(kinds, comm, device)
+    ]
+    _check_shapes(optimizer, every)
     return {
-        key: own[key] if key in own else torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
-        for key, (dtype, shape) in sorted(every.items())
+        path + kind.tag: kind.like(own[path].value, device) if path in own else kind.zeros(device)
+        for path, kind in sorted(_merged(every).items())
     }
 
 
 def set_tensors(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Set tensors of ``optimizer``'s state, named as :func:`tensors_everywhere` does."""
-    saved = optimizer.state_dict()
-    for key, x in tensors.items():
-        number, _, name = key.partition(".")
-        saved["state"].setdefault(int(number), {})[name] = x.clone()
-    optimizer.load_state_dict(saved)
+    """Set copies of ``tensors``, named as :func:`tensors_everywhere` does, in ``optimizer``'s state; all else stays."""
+    state: dict[Any, Any] = optimizer.state
+    homes = _homes(optimizer)
+    for name in sorted(tensors, key=_turn):
+        path = name.partition(":")[0]
+        first, *others = path.split(".")
+        home = homes.get(first)
+        if home is None and first.isdecimal():  # the parameter is gone
+            continue
+        key = home.parameter if home else _key(first)
+        made = partial(_made, tensors[name], name.removeprefix(path), home, others[-1] if others else "")
+        state[key] = _with(state.get(key), others, made)
 
 
 def in_order(optimizers: Iterable[Optimizer], parameters: Sequence[Tensor]) -> list[Optimizer]:
@@ -51,8 +101,164 @@ def in_order(optimizers: Iterable[Optimizer], parameters: Sequence[Tensor]) -> l
     return sorted(filter(found, optimizers), key=lambda optimizer: min(found(optimizer)))
 
 
-def _tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    for number, state in optimizer.state_dict()["state"].items():
-        for name, x in state.items():
-            if isinstance(x, Tensor):
-                yield f"{number}.{name}", x
+# - a state as tensors
+
+
+class _Home(NamedTuple):
+    """A parameter, and the group it is in."""
+
+    parameter: Tensor
+    group: Mapping[str, Any]
+
+    def dtype(self, x: Tensor, key: str) -> torch.dtype:
+        """The dtype that torch gives to ``x`` when it loads it: the parameter's, but for steps and whole numbers."""
+        cast = key != "step" and x.is_floating_point() and self.parameter.is_floating_point()
+        return self.parameter.dtype if cast else x.dtype
+
+    def device(self, key: str) -> torch.device:
+        """Where optimizers of torch keep this: steps on the host, unless a kernel counts them."""
+        on_host = key == "step" and not (self.group.get("capturable") or self.group.get("fused"))
+        return torch.device("cpu") if on_host else self.parameter.device
+
+
+def _homes(optimizer: Optimizer) -> dict[str, _Home]:
+    """Every parameter, by the number that torch gives it."""
+    homes = (_Home(p, group) for group in optimizer.param_groups for p in group["params"])
+    return {str(number): home for number, home in enumerate(homes)}
+
+
+def _state(optimizer: Optimizer) -> Iterator[_Leaf]:
+    homes = {id(home.parameter): (number, home) for number, home in _homes(optimizer).items()}
+    state: dict[object, object] = optimizer.state  # type: ignore[assignment]  # whatever a user keeps
+    for key, value in state.items():
+        if id(key) in homes:
+            number, home = homes[id(key)]
+            for leaf in _leaves(number, value):
+                dtype = home.dtype(leaf.value, leaf.path.rpartition(".")[2])
+                yield leaf if leaf.tag or dtype == leaf.value.dtype else leaf._replace(tag=EXACT)
+        elif isinstance(key, str | int):
+            yield from _leaves(_name(key), value)
+
+
+def _leaves(path: str, value: object) -> Iterator[_Leaf]:
+    """Yield all tensors, numbers and lengths of lists in ``value``."""
+    if isinstance(value, Tensor) and value.layout == torch.strided:
+        yield _Leaf(path, "", value.detach())
+    elif isinstance(value, float):
+        yield _Leaf(path, NUMBER, torch.tensor(value, dtype=torch.float64))
+    elif isinstance(value, int) and -(2**63) <= value < 2**63:
+        yield _Leaf(path, NUMBER, torch.tensor(value))
+    elif isinstance(value, list | tuple | deque):
+        yield _Leaf(path, TUPLE if isinstance(value, tuple) else LIST, torch.tensor(len(value)))
+        for index, each in enumerate(value):
+            yield from _leaves(f"{path}.{index}", each)
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            if isinstance(key, str | int):
+                yield from _leaves(f"{path}.{_name(key)}", each)
+
+
+def _name(key: str | int) -> str:
+    """``key`` of a dictionary in a path, where a number alone is an index."""
+    if isinstance(key, int):
+        return f"#{key:d}"
+    name = quote(key, safe="").replace(".", "%2E")
+    return f"%{ord(name[0]):02X}{name[1:]}" if name.isdecimal() else name
+
+
+def _key(name: str) -> str | int:
+    """The key that :func:`_name` has named so."""
+    return int(name[1:]) if name.startswith("#") else unquote(name)
+
+
+# - what ranks have together
+
+
+def _check_shapes(optimizer: Optimizer, ranks: Sequence[Mapping[str, _Kind]]) -> None:
+    shapes: dict[str, set[str]] = {}
+    for kinds in ranks:
+        for path, kind in kinds.items():
+            shapes.setdefault(path, set()).add(str(kind.shape))
+    odd = [path for path, found in shapes.items() if len(found) > 1]
+    if odd:
+        said = differences([{path: str(kinds[path].shape) for path in odd if path in kinds} for kinds in ranks])
+        raise RuntimeError(
+            f"The state of {type(optimizer).__name__} has tensors of other shapes on other ranks, which can be neither "
+            "averaged nor saved row by row. Give residuals='none', so that every rank resumes from rank 0's state, or "
+            "leave out local_steps; instead of sparse_auto name a compressor:\n  " + "\n  ".join(said[:MOST_NAMED])
+        )
+
+
+def _merged(ranks: Sequence[Mapping[str, _Kind]]) -> dict[str, _Kind]:
+    """What each part is for all ranks: a tensor if it is one on any, of a dtype that holds what all of them have."""
+    merged: dict[str, _Kind] = {}
+    for kinds in ranks:
+        for path, kind in kinds.items():
+            known = merged.get(path, kind)
+            wider = _wider(known.dtype, kind.dtype)
+            merged[path] = _Kind(min(known.tag, kind.tag), wider, kind.shape, max(known.length, kind.length))
+    return merged
+
+
+def _wider(one: str, other: str) -> str:
+    return one if one == other else str(torch.promote_types(_dtype(one), _dtype(other)))
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
+    return dtype
+
+
+# - tensors as a state
+
+
+def _turn(name: str) -> tuple[bool, int]:
+    """When a name's turn is: lengths come last, those of inner lists first, and cut off what only others have."""
+    return name.endswith((LIST, TUPLE)), -name.count(".")
+
+
+def _with(there: object, path: Sequence[str], made: Callable[[object], object]) -> object:
+    """What is ``there`` with something else at ``path``, ``made`` from what is at it; in place where that can be."""
+    if not path:
+        return made(there)
+    if path[0].isdecimal():
+        index = int(path[0])
+        items = _of_length(there, max(index + 1, len(_items(there))))
+        items[index] = _with(items[index], path[1:], made)
+        return _like(there, items)
+    owner: dict[str | int, object] = there if isinstance(there, dict) else {}
+    owner[_key(path[0])] = _with(owner.get(_key(path[0])), path[1:], made)
+    return owner
+
+
+def _made(x: Tensor, tag: str, home: _Home | None, key: str, there: object) -> object:
+    """Return what ``x`` stands for, beside what is ``there``."""
+    if tag == NUMBER:
+        return x.item()
+    if tag in (LIST, TUPLE):
+        items = _like(there, _of_length(there, int(x)))
+        return tuple(items) if tag == TUPLE and not isinstance(there, tuple) else items
+    device = home.device(key) if home else x.device
+    dtype = x.dtype if tag == EXACT or not home else home.dtype(x, key)
+    return x.detach().to(there.device if isinstance(there, Tensor) else device, dtype, copy=True)
+
+
+def _items(there: object) -> list[object]:
+    return [*there] if isinstance(there, list | tuple | deque) else []
+
+
+def _of_length(there: object, length: int) -> list[object]:
+    items = _items(there)[:length]
+    return items + [None] * (length - len(items))
+
+
+def _like(there: object, items: list[object]) -> Sequence[object]:
+    """``items`` in what is ``there``, or in another of its kind."""
+    if isinstance(there, list | deque):
+        there.clear()
+        there.extend(items)
+        return there
+    if isinstance(there, tuple):
+        made: Callable[[list[object]], tuple[object, ...]] = getattr(there, "_make", type(there))
+        return made(items)
+    return items

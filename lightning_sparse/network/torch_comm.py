@@ -81,7 +81,12 @@ class TorchComm(Comm):
         return torch.stack([row.cpu() for row in rows]) if rows else x.new_empty((0, x.numel()), device="cpu")
 
     def mean(self, x: Tensor) -> Tensor:
-        """Return the mean over all ranks, [n] -> [n] on the CPU; it means something on the first rank only."""
+        """Return the mean over all ranks, [n] -> [n] on the CPU; it means something on the first rank only.
+
+        Of whole numbers and bools it is what the first rank has.
+        """
+        if not x.is_floating_point():
+            return x.to("cpu", copy=True)
         total = x.clone()
         self._to_first(x)
         dist.reduce(total, self._global[0], group=self._group)

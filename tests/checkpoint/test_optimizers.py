@@ -1,0 +1,345 @@
+"""Each rank's own optimizer state comes back as it was, whatever the optimizer keeps."""
+
+import copy
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
+
+import lightning_sparse as ls
+from lightning_sparse.checkpoint.optimizers import in_order, set_tensors, tensors_everywhere
+from lightning_sparse.checkpoint.state import KEY, mean_used
+from lightning_sparse.network.torch_comm import world
+from tests.conftest import Ranks
+from tests.training.models import LIMIT_S, Small, data, trainer, weights
+
+
+class Together:
+    """Threads that are ranks, and gather what each hands over."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.barrier = size, threading.Barrier(size, timeout=20)
+        self.given: list[Any] = [None] * size
+
+    def all_gather(self, rank: int, x: Tensor) -> Tensor:
+        self.given[rank] = x.clone()
+        self.barrier.wait()
+        every = torch.stack(self.given)
+        self.barrier.wait()
+        return every
+
+
+class Thread:
+    """The comm of one of them; a message has arrived when it is launched."""
+
+    def __init__(self, together: Together, rank: int) -> None:
+        self.together, self.rank, self.size = together, rank, together.size
+
+    def all_gather(self, x: Tensor) -> "Thread":
+        self.arrived = self.together.all_gather(self.rank, x)
+        return self
+
+    def wait(self) -> Tensor:
+        return self.arrived
+
+
+def everywhere(optimizers: Sequence[Optimizer]) -> list[dict[str, Tensor]]:
+    """What :func:`tensors_everywhere` returns on each rank."""
+    together = Together(len(optimizers))
+
+    def one(rank: int) -> dict[str, Tensor]:
+        comm: Any = Thread(together, rank)
+        return tensors_everywhere(optimizers[rank], comm, torch.device("cpu"))
+
+    with ThreadPoolExecutor(len(optimizers)) as pool:
+        return list(pool.map(one, range(len(optimizers))))
+
+
+def resumed(optimizers: Sequence[Optimizer], made: Callable[[], Optimizer], size: int = 0) -> list[Optimizer]:
+    """New optimizers that have loaded rank 0's state, as Lightning does, and then each rank's own."""
+    every = everywhere(optimizers)
+    assert all(list(each) == list(every[0]) for each in every)
+    rows = {name: torch.stack([each[name] for each in every]) for name in every[0]}
+    again = [made() for _ in range(size or len(optimizers))]
+    for rank, optimizer in enumerate(again):
+        own = range(len(optimizers)) if size else range(rank, rank + 1)
+        optimizer.load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+        set_tensors(optimizer, {name: mean_used(x, own) for name, x in rows.items()})
+    return again
+
+
+def two(dtype: torch.dtype = torch.float32) -> Optimizer:
+    """An optimizer of two parameters, which keeps nothing by itself."""
+    return SGD([nn.Parameter(torch.ones(2, 3, dtype=dtype)), nn.Parameter(torch.ones(4, dtype=dtype))], lr=0.1)
+
+
+def keeping(*states: Any, dtype: torch.dtype = torch.float32) -> Optimizer:
+    """One that keeps these of its first parameters."""
+    optimizer: Any = two(dtype)
+    for p, state in zip(optimizer.param_groups[0]["params"], states, strict=False):
+        optimizer.state[p] = state
+    return optimizer
+
+
+def kept(optimizer: Optimizer) -> Any:
+    return optimizer.state_dict()["state"]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether both are of the same types, and equal to the last bit."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple | deque):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def ramp(rank: int, *shape: int) -> Tensor:
+    return torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape) / 3 + rank
+
+
+STATES: dict[str, Callable[[int], Any]] = {
+    "numbers": lambda rank: {"step": 3 + rank, "ratio": 0.1 + rank, "has_skipped": rank == 1, "exp_avg": ramp(rank, 2)},
+    "whole numbers": lambda rank: {"step": torch.tensor(2**60 + rank), "mask": torch.tensor([rank == 0, True])},
+    "float64": lambda rank: {"sum": ramp(rank, 3).double() / 3, "step": torch.tensor(1.0 + rank)},
+    "a list": lambda rank: {"history": [ramp(rank, 2), ramp(rank, 2) / 7], "norms": [0.5 * rank, 2]},
+    "a longer list": lambda rank: {"history": [ramp(i, 2) for i in range(1 + 2 * rank)]},
+    "a shorter list": lambda rank: {"history": [[ramp(i, 2)] * i for i in range(3 - 2 * rank)]},
+    "a tuple": lambda rank: {"pair": (ramp(rank, 2), (rank, 1.5))},
+    "a deque": lambda rank: {"last": deque([ramp(rank, 2)] * (2 - rank))},
+    "a dict": lambda rank: {"of": {0: {"left": ramp(rank, 2)}, "1": ramp(rank, 3), -2: rank, "a.b:list": 1.0 + rank}},
+    "a tensor": lambda rank: ramp(rank, 2, 3),
+    "a growing dict": lambda rank: {"empty": {}, "seen": {0: 1} | ({1: 2} if rank else {1: 0})},
+}
+
+
+@pytest.mark.parametrize("of", STATES)
+def test_each_rank_has_its_own_again(of: str) -> None:
+    before = [keeping(STATES[of](rank), {"step": rank}) for rank in range(2)]
+    for rank, after in enumerate(resumed(before, two)):
+        assert same(kept(after), {0: STATES[of](rank), 1: {"step": rank}})
+
+
+def test_what_belongs_to_no_parameter_comes_back_too() -> None:
+    before = [two() for _ in range(2)]
+    for rank, optimizer in enumerate(before):
+        of_all: Any = optimizer.state
+        of_all["something"] = 3 + rank
+        of_all["shared"] = {"norm": ramp(rank, 2), "0": rank}
+    for rank, after in enumerate(resumed(before, two)):
+        assert same(kept(after), {"something": 3 + rank, "shared": {"norm": ramp(rank, 2), "0": rank}})
+
+
+def test_what_only_another_rank_has_is_zero_here() -> None:
+    def state(factor: int) -> dict[str, Any]:
+        return {"step": 4 * factor, "mean": factor * ramp(0, 4), "pair": (0.5 * factor, factor * ramp(0, 2))}
+
+    more: dict[str, Any] = {"history": [ramp(0, 4)], "by": {2: {"x": True}}}
+    before = [keeping({"step": 1}), keeping({"step": 2}, state(1) | more)]
+    first, second = resumed(before, two)
+    nothing = {"history": [torch.zeros(4)], "by": {2: {"x": False}}}
+    assert same(kept(first), {0: {"step": 1}, 1: state(0) | nothing})
+    assert same(kept(second), kept(before[1]))
+    assert same(kept(resumed(before[::-1], two)[1]), kept(first))
+
+
+def test_what_is_neither_tensor_nor_number_stays() -> None:
+    before = [keeping({"of": [torch.int8, torch.bool][rank], "no": None, "list": [None, rank]}) for rank in range(2)]
+    for rank, after in enumerate(resumed(before, two)):
+        assert kept(after) == {0: {"of": torch.int8, "no": None, "list": [None, rank]}}
+
+
+def test_a_number_is_a_tensor_where_it_is_one_on_another_rank() -> None:
+    """LBFGS starts with the number 1, and goes on with a tensor."""
+    first, second = resumed([keeping({"scale": 1, "rate": 0}), keeping({"scale": torch.tensor(0.3), "rate": 0.5})], two)
+    assert same(kept(first), {0: {"scale": torch.tensor(1.0), "rate": 0.0}})
+    assert same(kept(second), {0: {"scale": torch.tensor(0.3), "rate": 0.5}})
+
+
+def test_values_of_another_dtype_than_the_parameter_s_are_the_same_bits() -> None:
+    half = torch.bfloat16
+    states = [
+        {"master": ramp(rank, 2, 3), "step": torch.tensor(301.0 + rank), "m": ramp(rank, 2).to(half)} for rank in (0, 1)
+    ]
+    for rank, after in enumerate(resumed([keeping(each, dtype=half) for each in states], lambda: two(half))):
+        assert same(kept(after), {0: states[rank]})
+
+
+def test_a_model_of_another_dtype_than_the_one_saved_can_go_on() -> None:
+    """As torch does: what was of the parameter's dtype is of its new one."""
+    states = [{"exp_avg": ramp(rank, 2, 3), "step": torch.tensor(301.0)} for rank in (0, 1)]
+    for rank, after in enumerate(resumed([keeping(each) for each in states], lambda: two(torch.bfloat16))):
+        assert same(kept(after)[0], states[rank] | {"exp_avg": ramp(rank, 2, 3).bfloat16()})
+
+
+def test_another_number_of_ranks_has_the_means_and_the_first_of_whole_numbers() -> None:
+    before = [keeping({"step": 3 + rank, "rate": 0.5 + rank, "history": [ramp(rank, 2)]}) for rank in range(2)]
+    for after in resumed(before, two, size=3):
+        assert same(kept(after), {0: {"step": 3, "rate": 1.0, "history": [ramp(0, 2) + 0.5]}})
+
+
+def stepped(optimizer: Optimizer) -> Optimizer:
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    return optimizer
+
+
+def test_the_names_of_what_usual_optimizers_keep() -> None:
+    """Files have them."""
+    adam = stepped(Adam(two().param_groups[0]["params"]))
+    names = [f"{number}.{name}" for number in (0, 1) for name in ("exp_avg", "exp_avg_sq", "step")]
+    assert list(everywhere([adam])[0]) == names
+    momentum = stepped(SGD(two().param_groups[0]["params"], lr=0.1, momentum=0.9))
+    assert list(everywhere([momentum])[0]) == ["0.momentum_buffer", "1.momentum_buffer"]
+
+
+def test_what_is_set_is_a_copy_and_a_parameter_that_is_gone_is_left_out() -> None:
+    optimizer, given = keeping({"exp_avg": ramp(0, 2, 3)}), {"0.exp_avg": ramp(1, 2, 3), "2.exp_avg": ramp(1, 4)}
+    set_tensors(optimizer, given)
+    given["0.exp_avg"].zero_()
+    assert same(kept(optimizer), {0: {"exp_avg": ramp(1, 2, 3)}})
+
+
+def test_a_state_of_another_shape_on_another_rank_is_an_error_on_every_rank_that_names_it() -> None:
+    together = Together(2)
+
+    def one(rank: int) -> str:
+        comm: Any = Thread(together, rank)
+        with pytest.raises(RuntimeError, match="residuals='none'") as error:
+            tensors_everywhere(keeping({"basis": [ramp(0, 2 + rank)]}), comm, torch.device("cpu"))
+        return str(error.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        for said in pool.map(one, range(2)):
+            assert "state of SGD" in said
+            assert "0.basis.0: [2] on rank 0; [3] on rank 1" in said
+
+
+def test_lbfgs_goes_on_bit_for_bit() -> None:
+    """Its histories are lists, longer on one rank than on another."""
+
+    def made() -> Any:
+        return torch.optim.LBFGS([nn.Parameter(ramp(0, 5))], lr=0.1, max_iter=2, history_size=4)
+
+    def step(optimizer: Any, seed: int) -> Tensor:
+        p = optimizer.param_groups[0]["params"][0]
+        target = torch.randn(5, generator=torch.Generator().manual_seed(seed))
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = (p - target).square().square().sum() + p.sin().sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        return p
+
+    before = [made(), made()]
+    for rank, optimizer in enumerate(before):
+        for _ in range(1 + 2 * rank):
+            step(optimizer, rank)
+    for rank, after in enumerate(resumed(before, made)):
+        with torch.no_grad():
+            after.param_groups[0]["params"][0].copy_(before[rank].param_groups[0]["params"][0])
+        for _ in range(3):
+            assert torch.equal(step(after, rank), step(before[rank], rank))
+
+
+def test_optimizers_are_in_the_order_of_their_first_parameters() -> None:
+    p = [nn.Parameter(torch.ones(1)) for _ in range(4)]  # all equal, none identical
+    last, both, first, again, other = (
+        SGD(own, lr=0.1) for own in ([p[3]], [p[2], p[1]], [p[0]], [p[1]], [nn.Parameter(torch.ones(1))])
+    )
+    assert in_order([last, other, both, first, again], p) == [first, both, again, last]
+    assert in_order([again, first, both], p) == [first, again, both]
+    assert in_order([], p) == in_order([other], p) == []
+
+
+# - on real processes
+
+
+def mean(rank: int, size: int) -> list[Tensor]:
+    torch.distributed.init_process_group("gloo")
+    comm = world()
+    given = [torch.tensor([5 + rank]), torch.tensor([rank == 0]), torch.tensor([1.0 + rank]), torch.tensor(rank).int()]
+    found = [comm.mean(x) for x in given]
+    assert all(x.data_ptr() != y.data_ptr() for x, y in zip(given, found, strict=True))
+    return found
+
+
+def test_of_whole_numbers_the_mean_is_the_first_rank_s(ranks: Ranks) -> None:
+    first = ranks.run(mean, 2)[0]
+    assert same(first, [torch.tensor([5]), torch.tensor([True]), torch.tensor([1.5]), torch.tensor(0).int()])
+
+
+class Odd(Optimizer):
+    """Steps along the mean of its last gradients, where they are not small; counts in plain numbers."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = closure()
+        of_all: Any = self.state
+        of_all["steps"] = of_all.get("steps", 0) + 1
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state |= {"last": [], "used": 0, "large": 0.0, "seen": torch.zeros(p.shape, dtype=torch.int64)}
+            if p.grad.norm() > state["large"] / (1 + state["used"]):
+                state["last"] = [*state["last"][-3:], p.grad.clone()]
+                state["used"] += 1
+            state["large"] += float(p.grad.norm())
+            state["seen"] += p.grad > 0
+            with torch.no_grad():
+                p.sub_(torch.stack(state["last"]).mean(0) / (5 + of_all["steps"]) * (1 + 0.1 * (state["seen"] % 2)))
+        return loss
+
+
+class Oddly(Small):
+    """Trained by it."""
+
+    def configure_optimizers(self) -> Any:
+        return Odd(self.parameters())
+
+
+def resume(rank: int, size: int, folder: Path) -> list[tuple[Tensor, Any]]:
+    """The weights and states of 6 steps, then of the last 3 of them, each rank from its own and from the means."""
+
+    def train(steps: int, residuals: str, save: bool = False, start: Path | None = None) -> Any:
+        torch.manual_seed(0)
+        strategy = ls.SparseDDPStrategy("micro", local_steps=2, residuals=residuals)
+        saver = [ModelCheckpoint(folder, filename=residuals, every_n_train_steps=3)] if save else []
+        run = trainer(strategy, size, max_steps=steps, callbacks=saver, enable_checkpointing=save)
+        run.fit(Oddly(), data(3, size), ckpt_path=start)
+        return run
+
+    ends = [train(6, "per_rank")]
+    for residuals in ("per_rank", "mean"):
+        train(3, residuals, save=True)
+        ends.append(train(6, residuals, start=folder / f"{residuals}.ckpt"))
+    return [(weights(run.lightning_module), kept(run.optimizers[0])) for run in ends]
+
+
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_a_training_with_an_optimizer_of_one_s_own_is_resumed_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
+    for (trained, state), (after, again), (_, mean) in ranks.run(resume, 2, tmp_path, timeout_s=LIMIT_S):
+        assert torch.equal(trained, after)
+        assert same(state, again)
+        assert state["steps"] == mean["steps"] == 6
+    file = torch.load(tmp_path / "mean.ckpt", weights_only=True)[KEY]["local"]["optimizers"][0]
+    assert file["steps:number"] == 3
+    assert file["0.seen"].dtype == torch.int64
