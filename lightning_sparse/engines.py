@@ -22,6 +22,7 @@ from lightning_sparse.compressors import Auto, Candidate, Compressor
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.engine.optimizers import Optimizers, why_not_alone
+from lightning_sparse.engine.phases import Phase
 from lightning_sparse.engine.sample import Sample
 from lightning_sparse.exchanges import make_exchange, take_over
 from lightning_sparse.fusion.chooser import Chooser
@@ -272,7 +273,7 @@ class Pace:
         if exchange.steps == self._seen:  # gradients are being accumulated
             return False
         self._seen, before_s, self._last_s = exchange.steps, self._last_s, time.perf_counter()
-        self._seconds.append(math.nan if exchange.shows_average else self._last_s - before_s)
+        self._seconds.append(math.nan if exchange.phase is Phase.SHOWN else self._last_s - before_s)
         if len(self._seconds) < SETTLING + self._window:
             return False
         known = [s for s in self._seconds[SETTLING:] if math.isfinite(s)] or [math.nan]

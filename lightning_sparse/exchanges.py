@@ -1,6 +1,7 @@
 """What of a DistributedDataParallel is averaged, and the engine that does it."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,7 +59,7 @@ def make_exchange(
         settings=options.local,
         warmup_steps=options.warmup_steps,
         untrained=untrained_of(ddp.module, ddp.parameters_to_ignore),
-        averages=compressor,
+        compressor=compressor,
     )
 
 
@@ -70,7 +71,9 @@ def take_over(before: Exchange, after: Exchange, memories: bool) -> None:
     names, averages, steps = {name for group in before.groups for name in group.names}, {}, before.steps
     if isinstance(before, LocalExchange):
         averages = {name: average.clone() for name, average in before.averages.items()}
-        before.pack()
+        for group, own, memory in list(before.rows()):
+            group.unsent.copy_(own)
+            group.memory = memory
     if isinstance(after, LocalExchange):
         after.adopt(names)
     carry_over(before.groups, list(zip(after.groups, after.compressors, strict=True)), memories)
@@ -104,3 +107,39 @@ def averaged_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
         if parameter.device.type == "cuda" and "nccl" not in str(dist.get_backend()):
             raise ValueError(f"on CUDA the process group must be NCCL; got {dist.get_backend()}.")
     return parameters
+
+
+def check_join(exchange: Exchange, fused: bool, options: Mapping[str, Any]) -> None:
+    """Raise a ValueError if a DDP with this engine, ``fused`` by LayerFusion or not, cannot be joined so."""
+    if isinstance(exchange, LocalExchange):
+        raise ValueError(
+            "local_steps cannot be combined with join(): a joined rank takes no steps of its own. Give every rank "
+            "as many batches."
+        )
+    if fused:
+        raise ValueError(
+            "fusion='layer' cannot be combined with join(): LayerFusion sends messages of its own before a "
+            "forward, which a joined rank no longer runs, so the others would wait for it. Give SparseHook "
+            "fusion='bucket' or 'none'."
+        )
+    if not options.get("divide_by_initial_world_size", True):
+        raise ValueError(
+            "join(divide_by_initial_world_size=False) is not supported: a joined rank still sends what it has not "
+            "sent, so a mean is always over all ranks. Leave it out."
+        )
+
+
+def sent_in_vain(exchange: Exchange) -> str:
+    """Say that the last step sent as much as dense DDP, if it was one of the compressor proper; else nothing."""
+    report = exchange.last
+    if report is None or report.saves_bytes():
+        return ""
+    steps = zip(exchange.compressors, exchange.groups, strict=True)
+    compressor = next((c for c, group in steps if c.compresses(group.step - 1)), None)
+    if compressor is None:
+        return ""
+    return (
+        f"{compressor} sent {report.sent_bytes:,} bytes in a step, where dense DDP sends {report.dense_bytes:,}: "
+        "nothing is saved. Choose settings that send less, such as a lower density or wire_dtype='bfloat16', or train "
+        "with strategy='ddp'."
+    )

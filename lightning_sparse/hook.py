@@ -21,7 +21,7 @@ from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.engines import Engines
-from lightning_sparse.exchanges import averaged_parameters, take_over
+from lightning_sparse.exchanges import averaged_parameters, check_join, sent_in_vain, take_over
 from lightning_sparse.fusion.chooser import Chooser
 from lightning_sparse.fusion.groups import BUCKET_BYTES, not_carried
 from lightning_sparse.fusion.layer_fusion import LayerFusion
@@ -85,7 +85,7 @@ class SparseHook:
         )
         groups = process_groups or ProcessGroups(ddp)
         options.agree(ddp.module, TorchComm(ddp.process_group), groups.local_size, ddp.find_unused_parameters, scaler)
-        self._put_on(ddp, options, scaler, groups, may_be_local=False, evaluates=_is_in_evaluation)
+        self._put_on(ddp, options, scaler, groups, may_be_local=False, evaluates=lambda module: not module.training)
 
     @classmethod
     def around(
@@ -189,9 +189,8 @@ class SparseHook:
 
     def _trains(self, module: nn.Module) -> bool:
         """Whether a forward of ``module`` now is trained on: with local steps, others are of the average."""
-        if not torch.is_grad_enabled():  # validation is no step; its forwards pass too
-            return False
-        return not isinstance(self.exchange, LocalExchange) or not self._evaluates(module)
+        is_evaluated = isinstance(self.exchange, LocalExchange) and self._evaluates(module)
+        return torch.is_grad_enabled() and not is_evaluated
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_forward(self, *_: object) -> None:
@@ -205,41 +204,16 @@ class SparseHook:
         In a step that a joined rank shadows, DDP hands our hook zeros there, so what that rank has not sent goes on
         travelling, and the mean is over all ranks as ever.
         """
-        if isinstance(self.exchange, LocalExchange):
-            raise ValueError(
-                "local_steps cannot be combined with join(): a joined rank takes no steps of its own. Give every rank "
-                "as many batches."
-            )
-        if self.layer_fusion is not None:
-            raise ValueError(
-                "fusion='layer' cannot be combined with join(): LayerFusion sends messages of its own before a "
-                "forward, which a joined rank no longer runs, so the others would wait for it. Give SparseHook "
-                "fusion='bucket' or 'none'."
-            )
-        if not options.get("divide_by_initial_world_size", True):
-            raise ValueError(
-                "join(divide_by_initial_world_size=False) is not supported: a joined rank still sends what it has not "
-                "sent, so a mean is always over all ranks. Leave it out."
-            )
+        check_join(self.exchange, self.layer_fusion is not None, options)
         ddp = self._ddp()
         assert ddp is not None  # it called
         ordinary: JoinHook = DistributedDataParallel.join_hook(ddp, **options)
         return ordinary
 
     def _warn_if_nothing_is_saved(self) -> None:
-        """Say once that the last step sent as much as dense DDP, if it was one of the compressor proper."""
-        report = self.exchange.last
-        if self._warned_of_bytes or report is None or report.saves_bytes():
-            return
-        steps = zip(self.exchange.compressors, self.exchange.groups, strict=True)
-        compressor = next((c for c, group in steps if c.compresses(group.step - 1)), None)
-        if compressor is not None:
+        if not self._warned_of_bytes and (sent := sent_in_vain(self.exchange)):
             self._warned_of_bytes = True
-            rank_zero_warn(
-                f"{compressor} sent {report.sent_bytes:,} bytes in a step, where dense DDP sends "
-                f"{report.dense_bytes:,}: nothing is saved. Choose settings that send less, such as a lower density or "
-                "wire_dtype='bfloat16', or train with strategy='ddp'."
-            )
+            rank_zero_warn(sent)
 
     def take_over(self, before: "SparseHook") -> None:
         """Go on where ``before`` ended, with parameters of the same name and shape; one warning names all others."""
@@ -317,11 +291,6 @@ class SparseHook:
             handle.remove()
         _end(self._engines, self._groups)
         self._warn_if_nothing_is_saved()
-
-
-def _is_in_evaluation(module: nn.Module) -> bool:
-    """Whether a forward of ``module`` is one of an evaluation, where nobody but the module itself knows."""
-    return not module.training
 
 
 def _end(engines: Engines, process_groups: ProcessGroups) -> None:

@@ -15,6 +15,7 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.local_exchange import LocalExchange
+from lightning_sparse.engine.replica import Replica
 from lightning_sparse.engine.weights import checksum
 from lightning_sparse.fusion.groups import carry_over, not_carried
 from lightning_sparse.network.agreement import agree, everywhere, ranks_having
@@ -22,6 +23,7 @@ from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.torch_comm import TorchComm
 from lightning_sparse.settings import as_text
 
+HALVES = {torch.bfloat16, torch.float16}  # in which a model's parameters do not hold x̄ exactly
 SCALER = ("scale", "_growth_tracker")  # what of a GradScaler's state changes from step to step
 
 
@@ -88,7 +90,7 @@ def _local(
     exchange: LocalExchange, ranks: TorchComm, rows: Callable[[Tensor], Tensor] | None, parts: Parts
 ) -> dict[str, Any]:
     """What else differs between ranks with local steps; ``rows`` gathers it, or is None where means are kept."""
-    average = rows or (lambda x: ranks.mean(x.reshape(-1)).view(x.shape))
+    average = rows or (lambda x: ranks.mean(x.reshape(-1).to(exchange.device)).view(x.shape))
     kept: dict[str, Any] = {
         "squares": exchange.lr_factor.squares,
         "optimizers": [
@@ -96,7 +98,8 @@ def _local(
             for optimizer in parts.optimizers
         ],
     }
-    if exact := {name: x.cpu() for name, x in exchange.exact_averages.items()}:
+    held = exchange.weights.named(Replica.tensors)
+    if exact := {name: x.cpu() for name, x in exchange.averages.items() if held[name].dtype in HALVES}:
         kept["averages"] = exact
     if rows is None:
         return kept

@@ -44,9 +44,9 @@ class Around:
         """Note that an optimizer has stepped, or skipped a step; to be called on every rank."""
 
     @property
-    def lr_factor_now(self) -> float:
-        """What the optimizers' learning rates are multiplied by."""
-        return 1.0
+    def lr_factor_now(self) -> float | None:
+        """What the optimizers' learning rates are multiplied by, if by anything."""
+        return None
 
     @property
     def within_step(self) -> bool:
@@ -195,9 +195,9 @@ class Exchange(Around, ABC):
     def _within_a_step(self) -> bool:
         """Whether messages may be under way."""
 
-    def unsent_at(self, group: Group, places: Tensor) -> Tensor:
-        """What this rank owes of ``group`` at ``places`` [m], [m]."""
-        return group.unsent[places]
+    def unsent_of(self, group: Group) -> Tensor:
+        """What this rank owes of ``group`` [n]."""
+        return group.unsent
 
     def delivered(self) -> float:
         """The part of what all ranks owed that the last step delivered, as a squared norm of the sampled elements.
@@ -205,7 +205,7 @@ class Exchange(Around, ABC):
         To be called on every rank between two steps, while there is a sample.
         """
         assert self.sample is not None
-        sums = self.sample.owed_and_left(self.unsent_at)
+        sums = self.sample.owed_and_left(lambda group, places: self.unsent_of(group)[places])
         owed, left = self.ask(lambda comm: comm.all_reduce(sums)).square().sum(1).tolist() if sums.numel() else (0, 0)
         return 1 - left / owed if owed else 1.0
 
@@ -217,4 +217,5 @@ class Exchange(Around, ABC):
 
     def unsent_norm(self) -> float:
         """Euclidean norm of all this rank has not sent."""
-        return float(torch.stack([group.unsent.norm() for group in self.groups]).norm()) if self.groups else 0.0
+        norms = [self.unsent_of(group).norm() for group in self.groups]
+        return float(torch.stack(norms).norm()) if norms else 0.0

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors.group import Group
+from lightning_sparse.engine.lane import Lane
 from lightning_sparse.engine.sample import spread_over
 from lightning_sparse.network.comm import Comm, Rounds
 
@@ -64,6 +65,10 @@ class LrFactor:
         assert self._sampled is not None
         self._sums = yield comm.all_reduce(torch.stack([self._sampled, self._sampled.square()]))
         return self._sums
+
+    def compare(self, lane: Lane) -> None:
+        """Run :meth:`sum_up` on ``lane``."""
+        lane.run(self.sum_up(lane.comm))
 
     def read(self, size: int) -> None:
         """Set ``value`` from what was summed up over ``size`` ranks, if anything was since the last time."""

@@ -74,14 +74,14 @@ class Optimizers:
         self.note(optimizer)
         around.before_optimizer_step(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if around.lr_factor_now == 1.0:
+        if around.lr_factor_now is None:
             return None
         if closure is None:
             self._scale(optimizer, around.lr_factor_now)
             return None
 
         def closure_then_scale(*given: Any, **named: Any) -> Any:
-            """Let the closure see, and set, the learning rate as it is without the factor."""
+            """Have the closure see, and set, the learning rate as it is without the factor, which may change in it."""
             loss = closure(*given, **named)
             self._scale(optimizer, around.lr_factor_now)
             return loss
@@ -90,8 +90,10 @@ class Optimizers:
             return (args[0], closure_then_scale, *args[2:]), kwargs
         return args, kwargs | {"closure": closure_then_scale}
 
-    def _scale(self, optimizer: Optimizer, factor: float) -> None:
+    def _scale(self, optimizer: Optimizer, factor: float | None) -> None:
         """Multiply rates that no optimizer around this one, or in it, has multiplied already."""
+        if factor is None:  # local steps have ended meanwhile
+            return
         for group in optimizer.param_groups:
             if id(group) not in self._scaled:
                 rate = group["lr"]

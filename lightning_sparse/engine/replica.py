@@ -75,6 +75,12 @@ class Replica:
         if self._rounding is not None and not rounding:
             self.group.slots(self._rounding)[place].zero_()
 
+    def start_anew(self) -> None:
+        """Set this rank's weights to the average, of which nothing is unsent then."""
+        for place, (tensor, average) in enumerate(zip(self.tensors(), self.averages(), strict=True)):
+            tensor.copy_(average)
+            self.start_from(place, average)
+
     def is_due(self, step: int, warmup_steps: int = 0) -> bool:
         """Whether the group travels after ``step``; if so, it then knows which of its turns that is."""
         turn = self._settings.turn(self.fragment, step, warmup_steps)

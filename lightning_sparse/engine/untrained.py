@@ -1,12 +1,20 @@
 """Frozen parameters and statistics in buffers: which of them change, though no optimizer trains them."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future as LaneFuture
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 
-from lightning_sparse.engine.replica import Find
+from lightning_sparse.compressors import Compressor
+from lightning_sparse.compressors.dense import Exact
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.engine.lane import Lane
+from lightning_sparse.engine.local_steps import LocalSteps
+from lightning_sparse.engine.replica import Find, Replica
 from lightning_sparse.engine.weights import checksum
+from lightning_sparse.network.agreement import ranks_having
 
 
 class Untrained:
@@ -36,10 +44,79 @@ class Untrained:
         changes = [not torch.equal(checksum(find()), self._seen[name]) for name, find in self.watched.items()]
         return torch.tensor(changes, dtype=torch.uint8)
 
-    def take(self, name: str) -> Find:
-        """Watch the tensor called ``name`` no longer: it is averaged from now on; returns how to find it."""
-        self._seen.pop(name, None)
-        return self.watched.pop(name)
+    def take(self, names: Collection[str]) -> dict[str, Find]:
+        """Watch those of ``names`` no longer: they are averaged from now on; returns how to find each."""
+        for name in names:
+            self._seen.pop(name, None)
+        return {name: self.watched.pop(name) for name in list(self.watched) if name in names}
+
+
+class Comparison:
+    """What ranks tell each other from time to time: which of ``untrained`` have changed, and averages that were set.
+
+    Args:
+        untrained: what no optimizer trains.
+        device: where messages lie.
+    """
+
+    def __init__(self, untrained: Untrained, device: torch.device) -> None:
+        self.untrained, self._device = untrained, device
+        self._set = 0  # a checksum of averages that somebody has set since the ranks have compared it
+        self.under_way: LaneFuture[Tensor] | None = None  # [P, 1 + k] int64
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there may be anything to tell; the same on every rank where no average was set."""
+        return bool(self.untrained.watched or self._set)
+
+    def note(self, checksum: int) -> None:
+        """Note that somebody has set the average, which has this checksum now."""
+        self._set = (31 * self._set + checksum) % 2**62
+
+    def begin(self, lane: Lane) -> None:
+        """Tell the other ranks; to be called on every rank."""
+        self.untrained.begin()
+        row = torch.cat([torch.tensor([self._set]), self.untrained.changed()]).to(self._device)
+        self._set = 0
+        self.under_way = lane.submit(lambda: lane.comm.all_gather(row).wait())
+
+    def end(self) -> list[str]:
+        """Return the names of those that have changed on any rank, if ranks have told each other.
+
+        Raises:
+            RuntimeError: on every rank, if averages were set that are not the same.
+        """
+        if self.under_way is None:
+            return []
+        rows, self.under_way = self.under_way.result().cpu(), None
+        if len(parties := ranks_having(rows[:, 0].tolist())) > 1:
+            raise RuntimeError(
+                "Weights that are set while the parameters hold the average of all ranks must be set on every rank, to "
+                f"the same; got others on {' and on '.join(parties.values())}. Load or change weights on all of them."
+            )
+        changed = rows[:, 1:].any(0).tolist()
+        return [name for name, moved in zip(self.untrained.watched, changed, strict=True) if moved]
+
+
+def replicas_of(
+    found: Mapping[str, Find], compressor: Compressor, settings: LocalSteps, others: Sequence[Replica]
+) -> list[Replica]:
+    """Make replicas of tensors that no optimizer trains, beside ``others``, in the fragment that has least.
+
+    Frozen parameters are averaged with ``compressor``; statistics in buffers exactly, since rounding could make them
+    negative.
+    """
+    made: list[Replica] = []
+    kinds = {name: (isinstance(find(), nn.Parameter), str(find().dtype)) for name, find in found.items()}
+    for kind, members in groupby(sorted(found, key=lambda name: kinds[name]), kinds.__getitem__):
+        names = tuple(members)
+        group = Group(len(others) + len(made), names, tuple(found[name]().detach() for name in names))
+        sizes = [0] * settings.parts
+        for replica in (*others, *made):
+            sizes[replica.fragment] += replica.group.n
+        finds = [found[name] for name in names]
+        made.append(Replica(group, compressor if kind[0] else Exact(), sizes.index(min(sizes)), settings, finds))
+    return made
 
 
 def untrained_of(module: nn.Module, ignored: set[str]) -> dict[str, Find]:

@@ -1,33 +1,14 @@
 """Whose weights the parameters hold: this rank's own, or the average that all ranks share."""
 
-from collections.abc import Sequence
-from enum import Enum
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.replica import Replica
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
-
-
-class Phase(Enum):
-    """Where a training with local steps is, and whose weights the parameters hold.
-
-    ========  =======================================  ==========  ==============================================
-    phase     from                                     weights     until
-    ========  =======================================  ==========  ==============================================
-    BETWEEN   the end of the optimizer's step          own         the next forward that trains, or SHOWN
-    STEP      a forward that trains                    own         the optimizer has stepped, or SHOWN
-    SHOWN     the start; whenever somebody asks        average     the next forward that trains, or optimizer step
-    ENDED     the engine is closed                     average     for good
-    ========  =======================================  ==========  ==============================================
-    """
-
-    BETWEEN = "between two steps"
-    STEP = "within a step"
-    SHOWN = "showing the average"
-    ENDED = "ended"
 
 
 class Weights:
@@ -87,10 +68,6 @@ class Weights:
                     held[place] = held[place] if self._resumed else None
                     self.set_by_others = not self._resumed or self.set_by_others
 
-    def hold(self, own: Sequence[Sequence[Tensor | None]]) -> None:
-        """Keep ``own`` of each replica, from a checkpoint; the parameters hold the average, or will."""
-        self._held, self._resumed = [list(weights) for weights in own], True
-
     def own(self, replica: Replica) -> list[Tensor]:
         """This rank's own weights of each parameter."""
         if self._held is None:
@@ -103,9 +80,56 @@ class Weights:
         """The average of each parameter, of its shape; where it is shown the parameter itself."""
         return replica.tensors() if self.shown else replica.averages()
 
+    def versions(self) -> list[int]:
+        """The version of each parameter that is trained, which changes with its values."""
+        return [p._version for replica in self.replicas for p in replica.group.parameters if p.requires_grad]
+
     def checksum(self) -> int:
         """One number that tells whether ranks have the same average."""
         return sum((place + 1) * int(checksum(replica.average)) for place, replica in enumerate(self.replicas))
+
+    def unsent(self, replica: Replica) -> Tensor:
+        """What this rank owes of ``replica``, x_r - x̄ [n] float32; nothing of a mask, which is not finite."""
+        owed = replica.unsent(self.own(replica)).float()
+        return owed.nan_to_num(0.0, 0.0, 0.0) if replica.is_untrained else owed
+
+    # - all of them
+
+    def named(self, of: Callable[[Replica], Sequence[Tensor]]) -> dict[str, Tensor]:
+        """What ``of`` returns for the parameters of each replica, by name."""
+        return {n: x for replica in self.replicas for n, x in zip(replica.group.names, of(replica), strict=True)}
+
+    def averages(self) -> dict[str, Tensor]:
+        """x̄ of each parameter by name, of its shape; float32, and float64 of tensors in float64."""
+        self.take_over()
+        return self.named(Replica.averages)
+
+    def shared_by_parameter(self) -> dict[Tensor, Tensor]:
+        """Each parameter's x̄, of its shape; where it is shown the parameter itself."""
+        return dict(zip(self.named(Replica.tensors).values(), self.named(self.shared).values(), strict=True))
+
+    def rows(self) -> Iterator[tuple[Group, Tensor, dict[str, Tensor]]]:
+        """Yield each group, this rank's own weights x_r [n] in it, and what is remembered of it."""
+        for replica in self.replicas:
+            yield replica.group, *replica.saved(self.own(replica))
+
+    def restore(self, names: Collection[str], averages: Mapping[str, Tensor]) -> None:
+        """Hold this rank's own weights, which lie in ``unsent``, while the parameters hold x̄, or will.
+
+        Args:
+            names: of parameters whose own weights are there; nothing is owed of others.
+            averages: x̄ of those that the parameters cannot hold exactly, in half precision.
+        """
+        self._held, self._resumed = [self._restored(replica, names, averages) for replica in self.replicas], True
+
+    @staticmethod
+    def _restored(replica: Replica, names: Collection[str], averages: Mapping[str, Tensor]) -> list[Tensor | None]:
+        group = replica.group
+        for place, (name, tensor) in enumerate(zip(group.names, replica.tensors(), strict=True)):
+            replica.start_from(place, averages.get(name, tensor))
+        own = replica.restore(group.unsent.clone())
+        group.unsent.zero_()
+        return [weights if name in names else None for name, weights in zip(group.names, own, strict=True)]
 
 
 def _show(replica: Replica) -> list[Tensor | None]:

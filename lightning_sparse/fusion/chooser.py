@@ -78,11 +78,13 @@ class Chooser:
         self._record: GradientRecord | None = None  # not shared by the ranks yet
         self._step_s: dict[Candidate, float] = {}  # measured
         self._ahead: list[list[Candidate]] = []  # not looked at yet
-        self._candidates = [c for c in auto.candidates if isinstance(c, Candidate) and (local or not c.local_steps)]
+        self._candidates = [c for c in auto.candidates if isinstance(c, Candidate)]
+        if not local:
+            self.forbid_local_steps()
 
     def forbid_local_steps(self) -> None:
         """Choose among candidates that average gradients from now on."""
-        self._candidates = [each for each in self._candidates if not each.local_steps]
+        self._candidates = [each for each in self._candidates if not each.local_steps] or [EXACT]
 
     def record(self, exchange: Exchange) -> None:
         """Record gradients from the next step on, for :meth:`choose`."""

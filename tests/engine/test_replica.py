@@ -4,16 +4,41 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import lightning_sparse as ls
+from lightning_sparse.compressors.dense import Exact
+from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.replica import Replica
+from lightning_sparse.engine.untrained import Untrained, untrained_of
 from lightning_sparse.fusion.groups import lay_out_fragments
 from lightning_sparse.network.simulated import SimNetwork, same_bits
 from lightning_sparse.wire import wire_format
 from tests.conftest import EVERY_COMPRESSOR
 
 FORMATS = ("float32", "bfloat16", "float16", "int8", "int4", "sign")
+
+
+class Statistics(nn.Module):
+    """Buffers that no optimizer trains."""
+
+    running_mean: Tensor
+    mask: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running_mean", torch.ones(7))
+        self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+        self.register_buffer("count", torch.tensor(2.0**24, dtype=torch.float64))
+        self.register_buffer("cache", torch.ones(3), persistent=False)
+
+
+def statistics_of(module: nn.Module, settings: ls.LocalSteps, index: int, *names: str) -> Replica:
+    found = untrained_of(module, set())
+    names = names or ("running_mean",)
+    group = Group(index, names, tuple(found[name]() for name in names))
+    return Replica(group, Exact(), 0, settings, [found[name] for name in names])
 
 
 class Trained:
@@ -23,17 +48,18 @@ class Trained:
         torch.manual_seed(0)
         initial = {f"layer{i}.weight": torch.randn(24, 10 + i, dtype=torch.float32) for i in range(5)}
         self.ranks = [{name: x.to(dtype, copy=True) for name, x in initial.items()} for _ in range(size)]
-        self.statistics = [{"layer0.running_mean": torch.ones(7)} for _ in range(size)]
+        self.statistics = [Statistics() for _ in range(size)]
         self.settings, self.size, self.network = settings, size, SimNetwork(size, wire_format(wire))
         self.replicas: list[list[Replica]] = []
-        for parameters, buffers in zip(self.ranks, self.statistics, strict=True):
-            groups, fragments = lay_out_fragments(parameters, buffers, compressor, "layer", settings.parts)
+        for parameters, module in zip(self.ranks, self.statistics, strict=True):
+            groups, fragments = lay_out_fragments(parameters, compressor, "layer", settings.parts)
             pairs = zip(groups, fragments, strict=True)
-            self.replicas.append([Replica(group, c, fragment, settings) for (group, c), fragment in pairs])
+            replicas = [Replica(group, c, fragment, settings) for (group, c), fragment in pairs]
+            self.replicas.append([*replicas, statistics_of(module, settings, len(replicas))])
 
     def step(self, number: int) -> None:
         for rank in range(self.size):
-            for x in [*self.ranks[rank].values(), *self.statistics[rank].values()]:
+            for x in [*self.ranks[rank].values(), self.statistics[rank].running_mean]:
                 x += torch.randn(x.shape).to(x.dtype) * 0.01
         for turn in zip(*self.replicas, strict=True):
             if self.settings.is_turn(turn[0].fragment, number):
@@ -79,7 +105,7 @@ def test_weights_in_half_precision_lose_nothing_either() -> None:
 @pytest.mark.parametrize("fragments", [1, 2, 4, 9])
 def test_every_parameter_has_one_turn_in_h_steps(fusion: Any, fragments: int) -> None:
     parameters = {f"layer{i}.{name}": torch.zeros(3 + i, 5) for i in range(4) for name in ("a", "b")}
-    groups, of_group = lay_out_fragments(parameters, {}, ls.Dense(), fusion, fragments)
+    groups, of_group = lay_out_fragments(parameters, ls.Dense(), fusion, fragments)
     assert sorted(name for group, _ in groups for name in group.names) == sorted(parameters)
     settings = ls.LocalSteps(9, fragments=fragments)
     turns = [[i for i, f in enumerate(of_group) if settings.is_turn(f, step)] for step in range(1, 19)]
@@ -92,21 +118,66 @@ def test_every_parameter_has_one_turn_in_h_steps(fusion: Any, fragments: int) ->
         assert max(sizes) - min(sizes) <= max(p.numel() for p in parameters.values())
 
 
-def test_statistics_travel_with_their_module_and_are_not_rounded() -> None:
-    parameters = {"a.weight": torch.zeros(9), "b.weight": torch.zeros(8)}
-    buffers = {"b.running_var": torch.full((3,), 1e-3), "a.mask": torch.tensor([0.0, -torch.inf])}
-    groups, fragments = lay_out_fragments(parameters, buffers, ls.TopK(density=0.1), "layer", 2)
-    found = {
-        name: (fragment, c) for (group, c), fragment in zip(groups, fragments, strict=True) for name in group.names
-    }
-    assert found["b.running_var"][0] == found["b.weight"][0]
-    assert found["a.mask"][0] == found["a.weight"][0]
-    network = SimNetwork(2, wire_format("sign"))
-    replicas = [Replica(group, c, 0, ls.LocalSteps(2)) for group, c in groups if "a.mask" in group.names for _ in "12"]
+def exchanged(replicas: list[Replica]) -> None:
+    """One exchange of a group that every rank has."""
+    network = SimNetwork(len(replicas), wire_format("sign"))
     for replica in replicas:
-        replica.take_up(2)
+        replica.take_up(len(replicas))
     totals = network.run([each.exchange(c) for each, c in zip(replicas, network.comms, strict=True)])
-    assert torch.equal(torch.as_tensor(totals[0]), torch.zeros(2))  # -inf less -inf is not a number
+    for replica, total in zip(replicas, totals, strict=True):
+        replica.move(total, len(replicas))
+        replica.apply()
+
+
+def test_what_is_not_finite_on_a_rank_stays_each_ranks_own_until_it_is_finite_on_all() -> None:
+    modules = [Statistics(), Statistics()]
+    replicas = [statistics_of(module, ls.LocalSteps(2), 0, "mask", "running_mean") for module in modules]
+    modules[0].mask.copy_(torch.tensor([4.0, 6.0]))
+    modules[1].running_mean[0] = torch.nan
+    exchanged(replicas)
+    assert [module.mask.tolist() for module in modules] == [[2.0, 6.0], [2.0, -torch.inf]]
+    assert replicas[0].averages()[0].tolist() == [2.0, -torch.inf]
+    assert modules[0].running_mean.tolist() == [1.0] * 7
+    assert modules[1].running_mean.isnan().tolist() == [True] + [False] * 6
+    modules[1].mask[1] = 8.0
+    exchanged(replicas)
+    assert [module.mask.tolist() for module in modules] == [[2.0, 7.0], [2.0, 7.0]]
+    assert same_bits(replicas[0].average, replicas[1].average)
+
+
+def test_counters_in_float64_count_on_beyond_what_float32_holds() -> None:
+    modules = [Statistics(), Statistics()]
+    replicas = [statistics_of(module, ls.LocalSteps(2), 0, "count") for module in modules]
+    for step in range(1, 4):
+        for module in modules:
+            module.count += 1
+        exchanged(replicas)
+        assert [module.count.item() for module in modules] == [2**24 + step] * 2
+
+
+def test_a_buffer_that_its_module_replaces_is_averaged_where_it_is_now() -> None:
+    modules = [Statistics(), Statistics()]
+    replicas = [statistics_of(module, ls.LocalSteps(2), 0) for module in modules]
+    modules[0].running_mean = torch.full((7,), 3.0)
+    exchanged(replicas)
+    assert [module.running_mean.tolist() for module in modules] == [[2.0] * 7] * 2
+    modules[0].running_mean = torch.zeros(2)
+    with pytest.raises(RuntimeError, match=r"running_mean must keep the shape \[7\] .*; got \[2\]"):
+        exchanged(replicas)
+
+
+def test_frozen_parameters_and_buffers_that_a_checkpoint_keeps_are_watched() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2), Statistics())
+    module[1].weight.requires_grad_(False)
+    found = untrained_of(module, {"0.running_var"})
+    assert sorted(found) == ["0.running_mean", "1.weight", "2.count", "2.mask", "2.running_mean"]
+    watched = Untrained(found)
+    watched.begin()
+    assert not watched.changed().any()
+    module[1].weight.data.mul_(2)  # leaves no trace but its values
+    module[2].running_mean = module[2].running_mean + 1
+    changed = dict(zip(watched.watched, watched.changed().tolist(), strict=True))
+    assert [name for name, has in changed.items() if has] == ["1.weight", "2.running_mean"]
 
 
 @pytest.mark.parametrize(

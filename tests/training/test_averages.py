@@ -1,0 +1,438 @@
+"""Local steps on real processes: whose weights are where, whatever a program does, and what a resume goes on with."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+import lightning_sparse as ls
+from lightning_sparse.engine.local_exchange import LocalExchange
+from lightning_sparse.fusion import layer_fusion
+from lightning_sparse.fusion.measuring import CHOOSING
+from tests.conftest import Ranks
+from tests.training.models import LIMIT_S, Small, data, small, trainer, weights
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
+
+LOCAL = ls.Candidate(ls.Dense(), "int4", local_steps=3)
+CHOSEN = sum(CHOOSING) + 2  # steps after which sparse_auto takes local steps
+
+
+def auto(**options: Any) -> ls.SparseDDPStrategy:
+    layer_fusion.WORTH_PLANNING = 1  # small models too
+    return ls.SparseDDPStrategy(ls.Auto((LOCAL,)), **options)
+
+
+def local(compressor: Any = "sparse_dense", steps: Any = 3, **options: Any) -> ls.SparseDDPStrategy:
+    return ls.SparseDDPStrategy(compressor, local_steps=steps, **({"wire_dtype": "int4"} | options))
+
+
+def exchange_of(run: L.Trainer) -> LocalExchange:
+    exchange = run.strategy.exchange  # type: ignore[attr-defined]
+    assert isinstance(exchange, LocalExchange)
+    return exchange
+
+
+def all_of(run: L.Trainer) -> Tensor:
+    """The average, and this rank's own weights and statistics, after a training."""
+    exchange = exchange_of(run)
+    everything = [*exchange.averages.values(), *exchange.own.values()]
+    return torch.cat([x.detach().double().flatten() for x in everything])
+
+
+def everything(module: nn.Module) -> Tensor:
+    return torch.cat([x.detach().double().flatten() for x in module.state_dict().values()])
+
+
+class Causal(Small):
+    """Attention with a mask of -inf in a buffer, and running statistics."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__("adam")
+        self.query, self.norm = nn.Linear(1, 4), nn.BatchNorm1d(8)
+        self.register_buffer("mask", torch.full((8, 8), -torch.inf).triu(1))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        x, y = batch
+        q = self.query(self.norm(x)[:, :, None])
+        mixed = (q @ q.transpose(1, 2) + self.mask).softmax(-1) @ x[:, :, None]
+        return nn.functional.cross_entropy(self.net(mixed[:, :, 0]), y)
+
+
+class Distilled(Small):
+    """A student and a teacher that follows it, as BYOL and DINO move theirs."""
+
+    def __init__(self) -> None:
+        super().__init__("adam")
+        self.teacher = small(seed=1).net.requires_grad_(False)
+        self.teacher[0].bias.data.fill_(0.5)
+        self.table = nn.Parameter(torch.full((4,), -torch.inf), requires_grad=False)  # frozen, and never moves
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        x, _ = batch
+        with torch.no_grad():
+            for theirs, own in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                theirs.data.mul_(0.8).add_(own.data, alpha=0.2)  # leaves no trace but its values
+        return nn.functional.mse_loss(self.net(x), self.teacher(x + 0.1).softmax(-1))
+
+
+def resumed(
+    size: int,
+    path: Path,
+    strategy: Callable[[], Any],
+    model: Callable[[], L.LightningModule],
+    half: int,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a training comes to, what one that resumes from its half comes to, and its model."""
+    saver = ModelCheckpoint(path, filename="half", every_n_train_steps=half)
+    found = []
+    for until, start, callbacks in ((2 * half, None, []), (half, None, [saver]), (2 * half, path / "half.ckpt", [])):
+        torch.manual_seed(0)
+        run = trainer(
+            strategy(), size, max_steps=until, callbacks=callbacks, enable_checkpointing=bool(callbacks), **options
+        )
+        run.fit(trained := model(), data(half, size), ckpt_path=start)
+        found.append((all_of(run), everything(trained)))
+    assert torch.equal(found[0][1].isfinite(), found[2][1].isfinite())
+    return found[0][0], found[2][0], found[0][1]
+
+
+RESUMES: dict[str, tuple[Callable[[], Any], Callable[[], L.LightningModule], int, dict[str, Any]]] = {
+    "causal": (local, Causal, 8, {}),
+    "causal, sparse_auto": (auto, Causal, CHOSEN + 3, {}),
+    "teacher": (local, Distilled, 8, {}),
+    "teacher, sparse_auto": (auto, Distilled, CHOSEN + 3, {}),
+    "bf16": (lambda: local(wire_dtype="float32"), lambda: small(optimizer="adam"), 7, {"precision": "bf16-true"}),
+    "measured": (lambda: local(steps=ls.LocalSteps(3, lr_factor="measured")), lambda: small(optimizer="adam"), 10, {}),
+    "low rank, outer momentum": (
+        lambda: local(ls.LowRank(rank=1), ls.LocalSteps(2, outer_momentum=0.5)), lambda: small(optimizer="adam"), 7, {},
+    ),
+    "importance": (lambda: local(ls.ImportancePruning(density=0.2), 2), lambda: small(optimizer="adam"), 8, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("names", [list(RESUMES)[:4], list(RESUMES)[4:]], ids=["statistics", "memories"])
+def test_what_is_averaged_is_the_same_on_all_ranks_and_resumes_bit_for_bit(
+    ranks: Ranks, tmp_path: Path, names: list[str]
+) -> None:
+    first, second = ranks.run(_resume_each, 2, tmp_path, names)
+    for name in names:
+        (through, again, model), (theirs, their_own, their_model) = first[name], second[name]
+        assert torch.equal(through, again), name
+        assert torch.equal(theirs, their_own), name
+        assert torch.equal(model, their_model), name
+        assert not model.isnan().any(), name
+
+
+def _resume_each(rank: int, size: int, path: Path, names: list[str]) -> Any:
+    found = {}
+    for i, name in enumerate(names):
+        strategy, model, half, options = RESUMES[name]
+        found[name] = resumed(size, path / str(i), strategy, model, half, **options)
+        if "causal" in name:
+            assert found[name][2].isinf().sum() == 28
+        if "teacher" in name:
+            assert found[name][2].isinf().sum() == 4
+    return found
+
+
+def test_a_teacher_is_the_average_of_the_teachers(ranks: Ranks) -> None:
+    """With one step of SGD between exchanges of everything, it is what averaged gradients make of it."""
+    for ours, plain in ranks.run(_distill, 2):
+        assert torch.allclose(ours, plain, atol=1e-5)
+
+
+def _distill(rank: int, size: int) -> tuple[Tensor, Tensor]:
+    found = []
+    for strategy in (local(steps=1, wire_dtype="float32"), "ddp"):
+        torch.manual_seed(0)
+        model = Distilled()
+        model.optimizer = "sgd"
+        model.configure_optimizers = lambda model=model: torch.optim.SGD(model.net.parameters(), lr=0.1)  # type: ignore[method-assign,misc]
+        trainer(strategy, size, check_every=1, max_steps=25).fit(model, data(25, size))
+        found.append(torch.cat([weights(model.net), weights(model.teacher)]))
+    return found[0], found[1]
+
+
+# - saves at odd moments
+
+
+class Saves(L.Callback):
+    """Saves from a hook that is called within a step."""
+
+    def __init__(self, hook: str, path: Path, at: int) -> None:
+        def save(run: L.Trainer, module: L.LightningModule, *args: Any) -> None:
+            if run.global_step == at and not hasattr(self, "average"):
+                self.average = {name: x.clone() for name, x in exchange_of(run).averages.items()}
+                run.save_checkpoint(path)
+
+        setattr(self, hook, save)
+
+
+class SavesWithin(Small):
+    """Saves in its own training step."""
+
+    path: Path | None = None
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        if self.path and self.global_step == 8:
+            self.trainer.save_checkpoint(self.path)
+        return super().training_step(batch, index)
+
+
+HOOKS = ["on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"]
+
+
+def test_a_save_within_a_step_keeps_the_average_and_changes_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks.run(_save_within, 2, tmp_path)
+    for (hook, through, again), (_, theirs, their_own) in zip(first, second, strict=True):
+        assert torch.equal(through, again), hook
+        assert torch.equal(theirs, their_own), hook
+
+
+def _save_within(rank: int, size: int, path: Path) -> Any:
+    """What a training comes to, and one that saves, or goes on from what was saved."""
+    found = []
+    for overlap in (True, False):
+        strategy = partial(local, ls.MiCRO(density=0.2), ls.LocalSteps(3, overlap=overlap))
+        plain = _fit(strategy(), size)
+        for hook in HOOKS:
+            saves = Saves(hook, file := path / f"{hook}{overlap}.ckpt", 8)
+            found.append((f"saved {hook}", plain, _fit(strategy(), size, saves)))
+            found.append((f"resumed {hook}", plain, _fit(strategy(), size, start=file)))
+            state = torch.load(file, weights_only=True)["state_dict"]
+            assert all(torch.equal(state[name], x) for name, x in saves.average.items()), hook
+        file = path / f"within{overlap}.ckpt"
+        found.append(("saved in training_step", plain, _fit(strategy(), size, within=file)))
+        found.append(("resumed from training_step", plain, _fit(strategy(), size, start=file)))
+    return found
+
+
+def _fit(
+    strategy: Any, size: int, *callbacks: L.Callback, within: Path | None = None, start: Path | None = None
+) -> Tensor:
+    torch.manual_seed(0)
+    model = SavesWithin("adam")
+    model.path = within
+    run = trainer(strategy, size, max_steps=14, callbacks=list(callbacks))
+    run.fit(model, data(8, size), ckpt_path=start)
+    return all_of(run)
+
+
+# - evaluations, and weights that somebody sets
+
+
+class Physics(Small):
+    """Validates with gradients, through DistributedDataParallel."""
+
+    def __init__(self) -> None:
+        super().__init__("adam")
+        self.validated: list[Tensor] = []
+
+    def on_validation_epoch_start(self) -> None:
+        torch.set_grad_enabled(True)
+
+    def on_validation_epoch_end(self) -> None:
+        torch.set_grad_enabled(False)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        assert torch.is_grad_enabled()
+        self.validated.append(weights(self))
+
+
+class SetsBest(L.Callback):
+    """Sets weights when the training has ended, the same on every rank."""
+
+    def on_train_end(self, run: L.Trainer, module: L.LightningModule) -> None:
+        for p in module.parameters():
+            p.data.fill_(0.25)
+
+
+class ByHand(Small):
+    """Manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__("adam")
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, index))
+        optimizer.step()
+
+
+def test_evaluations_and_callbacks_see_the_average_and_what_they_set_stays(ranks: Ranks) -> None:
+    first, second = ranks.run(_look_and_set, 2)
+    for name, own in first.items():
+        assert torch.equal(own, second[name]), name
+    assert (first["set"] == 0.25).all()
+    assert not torch.equal(first["ema by hand"], first["by hand"])
+
+
+def _look_and_set(rank: int, size: int) -> dict[str, Tensor]:
+    physics, best, plain, ema = Physics(), small(optimizer="adam"), ByHand(), ByHand()
+    options: dict[str, Any] = {"max_epochs": 2, "num_sanity_val_steps": 0, "check_every": 0}
+    trainer(local(), size, inference_mode=False, **options).fit(physics, data(5, size), data(2, size, seed=1))
+    trainer(local(), size, callbacks=[SetsBest()], **options).fit(best, data(5, size))
+    trainer(local(), size, **options).fit(plain, data(5, size))
+    trainer(local(), size, callbacks=[EMAWeightAveraging(decay=0.5)], **options).fit(ema, data(5, size))
+    return {
+        "validated": torch.cat(physics.validated),
+        "set": weights(best),
+        "by hand": weights(plain),
+        "ema by hand": weights(ema),
+    }
+
+
+class SetsOnOne(L.Callback):
+    """Sets weights on one rank alone while the average is shown."""
+
+    def on_train_epoch_end(self, run: L.Trainer, module: L.LightningModule) -> None:
+        if run.global_rank == 1:
+            next(module.parameters()).data.zero_()
+
+
+def test_weights_that_one_rank_sets_on_the_average_are_an_error_on_all(ranks: Ranks) -> None:
+    for said in ranks.run(_set_on_one, 3):
+        assert "must be set on every rank, to the same; got others on ranks 0, 2 and on rank 1" in said
+
+
+def _set_on_one(rank: int, size: int) -> str:
+    run = trainer(local(), size, check_every=0, max_epochs=4, callbacks=[SetsOnOne()])
+    with pytest.raises(RuntimeError) as caught:
+        run.fit(small(optimizer="adam"), data(8, size))
+    return str(caught.value)
+
+
+# - optimizers
+
+
+class Sharp(torch.optim.Optimizer):
+    """Sharpness-aware minimisation around another optimizer, with which it shares the groups of parameters."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base, self.rates = base, list[float]()
+        super().__init__(base.param_groups, base.defaults)
+        self.param_groups = base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = torch.enable_grad()(closure)()
+        moved = [(p, 0.01 * p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for p, by in moved:
+            p.add_(by)
+        torch.enable_grad()(closure)()
+        for p, by in moved:
+            p.sub_(by)
+        self.rates.append(self.param_groups[0]["lr"])
+        self.base.step()
+        return loss
+
+
+class Optimized(Small):
+    """With an optimizer that is given, and a rate that it sets in a training step."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.make = make
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        if self.global_step == 15 and self.optimizer == "sets":
+            self.trainer.optimizers[0].param_groups[0]["lr"] = 0.02
+        return super().training_step(batch, index)
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.parameters())
+
+
+def test_optimizers_around_others_and_rates_set_in_a_step(ranks: Ranks) -> None:
+    first, second = ranks.run(_optimize, 2)
+    for rates, rate, after, settled in (first, second):
+        assert max(rates) <= 0.01 * 2**0.5 + 1e-9
+        assert max(rates) > 0.01
+        assert (rate, after, settled) == (0.01, 0.02, 25)
+    assert first[0] == second[0]
+
+
+def _optimize(rank: int, size: int) -> Any:
+    steps = ls.LocalSteps(2, lr_factor="measured")
+    sharp = Optimized(lambda parameters: Sharp(torch.optim.AdamW(parameters, lr=0.01)))
+    run = trainer(local(steps=steps), size, max_steps=25)
+    run.fit(sharp, data(25, size))
+    sets = Optimized(lambda parameters: torch.optim.AdamW(parameters, lr=0.01))
+    sets.optimizer = "sets"
+    trainer(local(steps=steps), size, max_steps=18).fit(sets, data(18, size))
+    optimizer = run.optimizers[0]
+    assert isinstance(optimizer, Sharp)
+    after = sets.trainer.optimizers[0].param_groups[0]["lr"]
+    return optimizer.rates, optimizer.param_groups[0]["lr"], after, exchange_of(run).steps
+
+
+def test_optimizers_that_a_rank_cannot_step_alone_are_refused_and_keep_sparse_auto_from_local_steps(
+    ranks: Ranks,
+) -> None:
+    for said, kinds in ranks.run(_not_alone, 2):
+        assert "local_steps cannot be combined with LBFGS, which evaluates the model as often as" in said[0]
+        assert "local_steps cannot be combined with ZeroRedundancyOptimizer, which has each rank step a part" in said[1]
+        assert kinds == ["GradientExchange", "GradientExchange"]
+
+
+def _not_alone(rank: int, size: int) -> Any:
+    def lbfgs(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(parameters, lr=0.1, max_iter=2)
+
+    def sharded(parameters: Any) -> torch.optim.Optimizer:
+        return ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.AdamW, lr=0.01)
+
+    said, kinds = [], []
+    for make in (lbfgs, sharded):
+        with pytest.raises(ValueError, match="local_steps cannot be combined") as caught:
+            trainer(local(), size, max_steps=2).fit(Optimized(make), data(2, size))
+        said.append(str(caught.value))
+        run = trainer(auto(), size, max_steps=CHOSEN + 4)
+        run.fit(Optimized(make), data(CHOSEN + 4, size))
+        kinds.append(type(run.strategy.exchange).__name__)  # type: ignore[attr-defined]
+    return said, kinds
+
+
+# - what is logged
+
+
+def test_equal_trainings_log_the_same_and_saves_change_nothing_of_it(ranks: Ranks, tmp_path: Path) -> None:
+    for plain, again, saving in ranks.run(_log, 2, tmp_path):
+        assert plain == again == saving
+
+
+class Logged(L.Callback):
+    """Keeps what the monitor logs; saves, if it is told where."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path, self.found = path, list[tuple[float, ...]]()
+
+    def on_train_batch_end(self, run: L.Trainer, *_: Any) -> None:
+        names = ("sparse/unsent_norm", "sparse/delivered", "sparse/age", "sparse/lr_factor")
+        self.found.append(tuple(float(run.callback_metrics.get(name, -1)) for name in names))
+        if self.path:
+            run.save_checkpoint(self.path)
+
+
+def _log(rank: int, size: int, path: Path) -> Any:
+    found = []
+    for file in (None, None, path / "each.ckpt"):
+        monitor, logged = ls.CompressionMonitor(table=False, summary=False), Logged(file)
+        steps = ls.LocalSteps(2, lr_factor="measured")
+        run = trainer(local("micro", steps), size, max_steps=24, callbacks=[monitor, logged], log_every_n_steps=1)
+        run.fit(small(optimizer="adam"), data(24, size))
+        found.append(logged.found)
+    return found
