@@ -4,7 +4,7 @@ import math
 import sys
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from statistics import mean, median
@@ -225,8 +225,14 @@ class Engines:
         self.exchange.merge()
         for optimizer in in_order(self.optimizers.seen, self.parameters):
             tensors = tensors_everywhere(optimizer, self._ranks, self.exchange.device)
-            set_tensors(optimizer, self._means({key: x for key, x in tensors.items() if x.is_floating_point()}))
+            averaged = {key: x for key, x in tensors.items() if x.is_floating_point() and x.dtype != torch.float64}
+            set_tensors(optimizer, self._means(averaged) | self._of_first_rank(tensors.keys() - averaged, tensors))
         self._change(self._options, self.compressor)
+
+    def _of_first_rank(self, keys: Collection[str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those of ``keys`` as rank 0 has them: counters, and lengths of lists."""
+        own = {key: tensors[key].to(self.exchange.device) for key in sorted(keys) if tensors[key].numel()}
+        return {key: self._ranks.all_gather(x.reshape(-1)).wait()[0].view(x.shape) for key, x in own.items()}
 
     def _means(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The mean of each over the ranks, many in a message."""

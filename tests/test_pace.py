@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from lightning_sparse import engines
+from lightning_sparse.engine.phases import Phase
 from lightning_sparse.engines import SETTLING, WINDOW, Pace
 
 
@@ -14,7 +15,7 @@ class Clock:
     """An exchange that only counts steps, and the time that they take."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.steps, self.now_s, self.shows_average = 0, 0.0, False
+        self.steps, self.now_s, self.phase = 0, 0.0, Phase.BETWEEN
         monkeypatch.setattr(engines.time, "perf_counter", lambda: self.now_s)
         monkeypatch.setattr(engines, "median_over_ranks", lambda exchange, own: np.array(own))
 
@@ -23,7 +24,8 @@ class Clock:
         changed = []
         for step_s in seconds:
             self.steps, self.now_s = self.steps + 1, self.now_s + step_s
-            self.shows_average = evaluated_after > 0 and self.steps % evaluated_after == 0
+            shown = evaluated_after > 0 and self.steps % evaluated_after == 0
+            self.phase = Phase.SHOWN if shown else Phase.BETWEEN
             if pace.has_changed(self):  # type: ignore[arg-type]  # it asks for no more
                 changed.append(self.steps)
         return changed

@@ -225,7 +225,7 @@ class LocalExchange(Exchange):
         return self.weights.rows()
 
     def unpack(self, steps: int | None, names: Collection[str], averages: Mapping[str, Tensor]) -> None:
-        """Go on after so many ``steps`` (None: from nothing), with own weights as :meth:`Weights.restore` takes them."""
+        """Go on after ``steps`` (None: from nothing), with own weights as :meth:`Weights.restore` takes them."""
         self._flight.wait()
         self._flight, self._comparison.under_way = Flight(self._lanes, self._stream), None
         self.weights.restore(names if steps is not None else (), averages)
