@@ -185,6 +185,7 @@ class SparseHook:
             self._engines.between_steps()
             self._steps_before = self.exchange.steps
         elif self._evaluates(module):
+            self.exchange.end_forward()  # also of one that was interrupted
             self.show_average()
 
     def _trains(self, module: nn.Module) -> bool:

@@ -81,7 +81,10 @@ class ShowsAverage(_Base):
     def show_average(self) -> None:
         """Have the parameters hold the average until the next forward that trains."""
         if self.exchange is not None:
-            self.exchange.show_average(settle=not self._is_broken())
+            if settles := not self._is_broken():
+                self.exchange.settle()
+                self.exchange.compare()
+            self.exchange.show_average(settles)
 
     def _is_broken(self) -> bool:
         """Whether other ranks may be gone, so that a message might wait for them."""
@@ -111,7 +114,7 @@ class BeforeCallbacks(Callback):
         kinds = {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}  # type: ignore[attr-defined]
         exchange = getattr(trainer.strategy, "exchange", None)
         if kinds & WEIGHT_AVERAGING and exchange is not None and not exchange.within_step:
-            trainer.strategy.show_average()  # type: ignore[attr-defined]
+            exchange.show_average()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show the average."""

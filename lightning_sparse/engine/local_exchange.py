@@ -139,13 +139,13 @@ class LocalExchange(Exchange):
         self._phases.end_step()
 
     def show_average(self, settle: bool = True) -> None:
-        """Have the parameters hold x̄ until the next forward that trains; ``settle=False`` sends nothing.
+        """Have the parameters hold x̄ until the next forward that trains; ``settle=False``, at the end, sends nothing.
 
         Raises:
-            RuntimeError: within a forward that trains.
+            RuntimeError: within a forward that trains, but for the end.
         """
-        self._phases.check_show()
         if settle:
+            self._phases.check_show()
             self.settle()
         with torch.inference_mode(False):  # in which an evaluation may ask for it
             self.weights.show()
@@ -196,7 +196,7 @@ class LocalExchange(Exchange):
     def compare(self) -> None:
         """Find out what no optimizer trains and has changed, and average it from now on; to be called on every rank."""
         self._end_comparison()
-        if self._comparison.is_needed:
+        if self._comparison.is_needed and self.phase is not Phase.ENDED:
             self._comparison.begin(self._lanes[0])
             self._end_comparison()
 

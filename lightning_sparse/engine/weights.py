@@ -82,7 +82,7 @@ class Weights:
 
     def versions(self) -> list[int]:
         """The version of each parameter that is trained, which changes with its values."""
-        return [p._version for replica in self.replicas for p in replica.group.parameters if p.requires_grad]
+        return [p._version for replica in self.replicas if not replica.is_untrained for p in replica.group.parameters]
 
     def checksum(self) -> int:
         """One number that tells whether ranks have the same average."""

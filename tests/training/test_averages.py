@@ -212,6 +212,9 @@ def _save_within(rank: int, size: int, path: Path) -> Any:
             found.append((f"resumed {hook}", plain, _fit(strategy(), size, start=file)))
             state = torch.load(file, weights_only=True)["state_dict"]
             assert all(torch.equal(state[name], x) for name, x in saves.average.items()), hook
+        saves = Saves("on_train_start", file := path / f"first{overlap}.ckpt", 0)
+        found.append(("saved before the first step", plain, _fit(strategy(), size, saves)))
+        found.append(("resumed from before the first step", plain, _fit(strategy(), size, start=file)))
         file = path / f"within{overlap}.ckpt"
         found.append(("saved in training_step", plain, _fit(strategy(), size, within=file)))
         found.append(("resumed from training_step", plain, _fit(strategy(), size, start=file)))
