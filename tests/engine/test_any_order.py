@@ -1,0 +1,704 @@
+"""The engines on simulated ranks, over random sequences of what trainings do: properties that hold in any order.
+
+``ANY_ORDER_EXAMPLES=1000`` tries as many sequences of each setup, at random, and prints how many.
+"""
+
+import functools
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, TypeVar, cast
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+import lightning_sparse as ls
+from lightning_sparse.compressors import Candidate
+from lightning_sparse.engine.local_exchange import LocalExchange
+from lightning_sparse.engine.phases import Phase
+from lightning_sparse.engines import Engines
+from lightning_sparse.hook import SparseHook
+from lightning_sparse.network.simulated import same_bits
+from lightning_sparse.options import Options
+from tests.support.in_process import Ranks, ThreadComm, ThreadDDP, ThreadGroup, ThreadGroups
+from tests.support.plain import File, Interrupted, Plain, Tiny, Weights, batch, optimizer_of
+
+EXAMPLES = int(os.environ.get("ANY_ORDER_EXAMPLES", "0"))
+NEAR = 1e-5  # of float64, after so many steps in float32
+MASK = torch.full((3, 3), -torch.inf).triu(1)
+NAMES = st.sampled_from(["first.weight", "second.bias", "norm.running_var"])
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., None])
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600 + 10 * EXAMPLES)]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A training: how its ranks average, what they optimize with, and whether a teacher follows the student.
+
+    ``candidates`` are of local steps, between which it may change; ``exact`` says that averaging loses nothing, so that
+    plain torch says what every weight must be.
+    """
+
+    compressor: ls.Compressor = field(default_factory=ls.Dense)
+    size: int = 2
+    wire: str = "float32"
+    local: ls.LocalSteps | None = None
+    optimizer: str = "sgd"
+    teacher: bool = False
+    candidates: tuple[Candidate, ...] = ()
+
+    @property
+    def exact(self) -> bool:
+        ways = [Candidate(self.compressor, self.wire), *self.candidates]
+        return all(isinstance(each.compressor, ls.Dense) and each.wire_dtype == "float32" for each in ways)
+
+    @property
+    def outer(self) -> bool:
+        """Whether x̄ moves by more or less than the mean."""
+        return self.local is not None and (self.local.outer_rate, self.local.outer_momentum) != (1.0, 0.0)
+
+    def options(self) -> Options:
+        if self.candidates:
+            auto = ls.Auto(self.candidates, start=self.compressor)
+            return Options.of(auto, "layer")
+        return Options.of(self.compressor, "none", wire_dtype=self.wire, local_steps=self.local or 0)
+
+
+HALF, THIRD = ls.LocalSteps(2), ls.LocalSteps(3)
+MICRO = ls.MiCRO(density=0.2)
+SETUPS = {
+    "gradients": Setup(),
+    "gradients of three ranks": Setup(size=3, optimizer="adamw", teacher=True),
+    "gradients, top_k": Setup(ls.TopK(density=0.2), optimizer="adamw"),
+    "gradients, micro": Setup(MICRO, 3, "int4"),
+    "one local step": Setup(local=ls.LocalSteps(1)),
+    "one local step, overlapping": Setup(size=3, local=ls.LocalSteps(1, overlap=True), teacher=True),
+    "two local steps": Setup(local=HALF, optimizer="adamw", teacher=True),
+    "two local steps of three ranks": Setup(size=3, local=HALF),
+    "two local steps, waiting": Setup(local=replace(HALF, overlap=False), teacher=True),
+    "three local steps, all at once": Setup(local=replace(THIRD, fragments=1), optimizer="adamw"),
+    "outer momentum": Setup(local=replace(HALF, outer_rate=0.7, outer_momentum=0.5)),
+    "local steps, int4": Setup(wire="int4", local=THIRD, teacher=True),
+    "local steps, sign": Setup(size=3, wire="sign", local=HALF, optimizer="adamw"),
+    "local steps, micro": Setup(MICRO, 2, "int4", replace(HALF, outer_momentum=0.5), "adamw"),
+    "changes": Setup(candidates=(Candidate(ls.Dense(), "float32", 1), Candidate(ls.Dense(), "float32", 2))),
+    "changes of three ranks": Setup(
+        size=3, optimizer="adamw", teacher=True,
+        candidates=(Candidate(ls.Dense(), "float32", 2), Candidate(ls.Dense(), "float32", 3)),
+    ),
+    "changes, rounded": Setup(
+        teacher=True, candidates=(Candidate(MICRO, "int4", 2), Candidate(ls.Dense(), "sign", 3))
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_sparse.hook.TorchComm", ThreadComm)
+    logging.disable(logging.INFO)
+    monkeypatch.setattr("lightning_sparse.engines.Pace.has_changed", lambda *_: False)  # which goes by time
+
+
+def in_evaluation(module: nn.Module) -> bool:
+    return not module.training
+
+
+class Training:
+    """One rank's."""
+
+    def __init__(self, setup: Setup, group: ThreadGroup, frozen: bool) -> None:
+        self.setup, self.group, self.model = setup, group, Tiny(setup.teacher)
+        self.model.second.requires_grad_(not frozen)
+        self.optimizer = optimizer_of(setup.optimizer, self.model)
+        self.begin_fit()
+
+    def begin_fit(self) -> None:
+        """Put DDP and a hook around the model, as a strategy does."""
+        self.ddp = ThreadDDP(self.model, self.group)
+        groups: Any = ThreadGroups(self.group)
+        ddp: Any = self.ddp
+        self.hook = SparseHook.__new__(SparseHook)
+        self.hook._put_on(ddp, self.setup.options(), None, groups, may_be_local=True, evaluates=in_evaluation)
+
+    def fit_again(self, frozen: bool) -> None:
+        """End a fit and begin another, with a layer frozen or not."""
+        before = self.hook
+        self.close()
+        self.optimizer.zero_grad()
+        self.model.second.requires_grad_(not frozen)
+        self.begin_fit()
+        self.hook.take_over(before)
+
+    @property
+    def frozen(self) -> bool:
+        return not self.model.second.weight.requires_grad
+
+    @property
+    def engines(self) -> Engines:
+        return self.hook._engines
+
+    @property
+    def exchange(self) -> LocalExchange:
+        exchange = self.hook.exchange
+        assert isinstance(exchange, LocalExchange)
+        return exchange
+
+    def close(self) -> None:
+        """End a fit."""
+        self.hook.close()
+        self.ddp.close()
+
+    # - steps
+
+    def forward(self, number: int, sync: bool) -> Tensor:
+        with nullcontext() if sync else self.ddp.no_sync():
+            loss: Tensor = self.ddp.train()(batch(self.group.rank, number))
+            return loss
+
+    def step(self, steps: bool) -> Weights:
+        """Step the optimizer, if this rank does; returns what it did to its own weights."""
+        before = self.own()
+        if steps:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return self._since(before)
+
+    def own(self) -> Weights:
+        """Copies of this rank's own weights."""
+        exchange = self.hook.exchange
+        return copied(exchange.own if isinstance(exchange, LocalExchange) else self.held())
+
+    def _since(self, before: Weights) -> Weights:
+        after = self.own()
+        return {name: after[name].double() - x.double() for name, x in before.items() if x.isfinite().all()}
+
+    def whole_step(self, number: int) -> None:
+        self.forward(number, sync=True).backward()
+        self.step(True)
+
+    def evaluate(self, gradients: bool) -> Tensor:
+        """The loss of a batch that is the same on every rank."""
+        with torch.set_grad_enabled(gradients):
+            loss: Tensor = self.ddp.eval()(batch(0, 0))
+            return loss
+
+    def held(self) -> Weights:
+        """What the model holds, by name."""
+        return {name: x.detach() for name, x in self.model.state_dict(keep_vars=True).items()}
+
+    def edit(self, name: str, factor: float, through_data: bool) -> Weights:
+        """Multiply a weight; returns what that did to this rank's own."""
+        before = self.own()
+        x = self.model.state_dict(keep_vars=True)[name]
+        with torch.no_grad():
+            (x.data if through_data else x).mul_(factor)
+        return self._since(before)
+
+    # - checkpoints
+
+    def file(self) -> dict[str, Any]:
+        """A checkpoint, whole on the first rank."""
+        unsent = self.hook.state_dict(optimizers=[self.optimizer])
+        return deepcopy({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "unsent": unsent})
+
+    def load(self, file: Mapping[str, Any]) -> None:
+        """Go on from the first rank's checkpoint, in the order in which Lightning does."""
+        file = deepcopy(dict(file))
+        self.model.load_state_dict(file["model"])
+        self.optimizer.load_state_dict(file["optimizer"])
+        self.hook.load_state_dict(file["unsent"], optimizers=[self.optimizer])
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What can be seen of one rank's training: copies, by name."""
+
+    held: Weights
+    averages: Weights  # empty with averaged gradients
+    own: Weights
+    unsent: Weights  # of gradients; empty with local steps
+    handed_in: Weights
+    handed_out: Weights
+    phase: Phase | None
+    steps: int
+
+
+def look_at(training: Training) -> Seen:
+    exchange = training.hook.exchange
+    ddp, held = training.ddp, copied(training.held())
+    names: dict[Tensor, str] = {p: name for name, p in training.model.named_parameters()}
+    given, got = ({names[p]: x.clone() for p, x in each.items()} for each in (ddp.handed_in, ddp.handed_out))
+    if isinstance(exchange, LocalExchange):
+        averages, own = copied(exchange.averages), copied(exchange.own)
+        return Seen(held, averages, own, {}, given, got, exchange.phase, exchange.steps)
+    unsent = {
+        name: slot.view(shape).double()
+        for group in exchange.groups
+        for name, shape, slot in zip(group.names, group.shapes, group.slots(group.unsent), strict=True)
+    }
+    return Seen(held, {}, {}, unsent, given, got, None, exchange.steps)
+
+
+def copied(weights: Mapping[str, Tensor]) -> Weights:
+    return {name: x.detach().clone() for name, x in weights.items()}
+
+
+def assert_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor], what: str) -> None:
+    assert one.keys() == other.keys(), f"{what}: {sorted(one)} and {sorted(other)}"
+    different = [name for name, x in one.items() if not same_bits(x, other[name])]
+    assert not different, f"{what}: {', '.join(different)} differ, by {[gap(one[n], other[n]) for n in different]}"
+
+
+def assert_unchanged(one: Seen, other: Seen, what: str) -> None:
+    """What of a training must survive a checkpoint and a second fit."""
+    assert_same(without_mask(one.averages), without_mask(other.averages), f"x̄ {what}")
+    assert_same(without_mask(one.own), without_mask(other.own), f"own weights {what}")
+    assert_same(one.unsent, other.unsent, f"what is unsent {what}")
+    held = {name: x for name, x in one.held.items() if name in one.averages or name in one.unsent}
+    assert_same(held, {name: other.held[name] for name in held}, f"what parameters hold {what}")
+
+
+def assert_same_file(one: Any, other: Any) -> None:
+    (leaves, shape), (others, other_shape) = tree_flatten(one), tree_flatten(other)
+    assert shape == other_shape
+    for x, y in zip(leaves, others, strict=True):
+        assert same_bits(x.reshape(-1), y.reshape(-1)) if isinstance(x, Tensor) else x == y
+
+
+def without_mask(weights: Weights) -> Weights:
+    return {name: x for name, x in weights.items() if name != "mask" and x.is_floating_point()}
+
+
+def assert_near(one: Mapping[str, Tensor], other: Mapping[str, Tensor], what: str) -> None:
+    assert one.keys() <= other.keys(), f"{what}: {sorted(one)} and {sorted(other)}"
+    gaps = {name: gap(x, other[name]) for name, x in one.items()}
+    assert all(each < NEAR for each in gaps.values()), f"{what} differ by {gaps}"
+
+
+def gap(one: Tensor, other: Tensor) -> float:
+    return float((one.double() - other.double()).abs().max())
+
+
+def of_step(machine: "AnyOrder") -> bool:
+    """Whether an optimizer may step: with averaged gradients ranks drift apart if these were not averaged."""
+    return machine.is_local or not machine.unsynced
+
+
+def takes_local_steps(machine: "AnyOrder") -> bool:
+    return machine.is_local
+
+
+def holds_same(machine: "AnyOrder") -> bool:
+    """Whether models hold the same on all ranks, so that it may be changed."""
+    return (all(machine.plain.shown) and not machine.resumed) or not machine.is_local
+
+
+def may_change(machine: "AnyOrder") -> bool:
+    return bool(machine.setup.candidates)
+
+
+def may(possible: Callable[["AnyOrder"], bool] = lambda _: True, **strategies: Any) -> Callable[[F], F]:
+    """A rule, wherever it is ``possible``, after which everything must hold."""
+
+    def checked(function: F) -> F:
+        @functools.wraps(function)
+        def run(machine: "AnyOrder", **drawn: Any) -> None:
+            function(machine, **drawn)
+            machine.holds()
+
+        where, ruled = cast(Any, precondition(possible)), cast(Any, rule(**strategies))
+        return cast(F, where(ruled(run)))
+
+    return checked
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """A training on P ranks; each rule is something that all ranks do at once."""
+
+    ran: ClassVar[Counter[str]] = Counter()  # sequences and rules
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__()
+        self.setup = setup
+        self.ranks = Ranks(setup.size)
+        self.number = 0  # of forwards
+        self.losses: list[Tensor] | None = None
+        self.plain_losses: list[Tensor] = []
+        self.resumed = False  # what each rank owes is from elsewhere, and no forward has trained since
+        self.unsynced = False  # gradients that differ between ranks
+        self.pending = False  # gradients that no optimizer has taken yet
+        self.file: tuple[dict[str, Any], File, list[Seen]] | None = None
+        self.trainings = self.fresh()
+        models = [Tiny(setup.teacher) for _ in range(setup.size)]
+        self.plain = Plain(models, setup.optimizer, setup.local, self.fragments)
+        self.restart()
+        self.ran["sequences"] += 1
+
+    # - the ranks
+
+    def everywhere(self, function: Callable[[Training], T]) -> list[T]:
+        return self.ranks.everywhere(lambda rank: function(self.trainings[rank]))
+
+    def fresh(self, frozen: bool = False) -> list[Training]:
+        groups = [self.ranks.network.group(rank) for rank in range(self.setup.size)]
+        return self.ranks.everywhere(lambda rank: Training(self.setup, groups[rank], frozen))
+
+    def look(self) -> list[Seen]:
+        return self.everywhere(look_at)
+
+    def teardown(self) -> None:
+        if self.ranks.network.failed is None:
+            self.everywhere(Training.close)
+        self.ranks.close()
+
+    @property
+    def is_local(self) -> bool:
+        return isinstance(self.trainings[0].hook.exchange, LocalExchange)
+
+    def fragments(self) -> dict[str, int]:
+        replicas = self.trainings[0].exchange.weights.replicas
+        return {name: replica.fragment for replica in replicas for name in replica.group.names}
+
+    # - what it must obey
+
+    def restart(self) -> None:
+        """Count what is lost, and how x̄ moves, from here on: others than the engine have set weights."""
+        self.losses = None
+        self.seen = self.account = self.look()
+        self.updates: Weights = {}  # of all ranks' weights
+
+    def holds(self) -> None:
+        self.ran["rules"] += 1
+        before, self.seen = self.seen, self.look()
+        self.resumed = self.resumed and all(self.plain.shown)
+        self.check_replicas()
+        self.check_what_is_shown()
+        self.check_what_is_not_finite()
+        self.check_law()
+        self.check_when_x_moves(before[0])
+        self.check_against_plain()
+
+    def check_replicas(self) -> None:
+        first, *others = self.seen
+        for other in others:
+            assert first.steps == other.steps
+            assert_same(first.averages, other.averages, "x̄ on two ranks")
+            if not self.is_local:
+                assert_same(self.trained(first.held), self.trained(other.held), "weights on two ranks")
+
+    def trained(self, weights: Weights) -> Weights:
+        names = [name for name, p in self.trainings[0].model.named_parameters() if p.requires_grad]
+        return {name: weights[name] for name in names}
+
+    def check_what_is_shown(self) -> None:
+        for seen, shown in zip(self.seen if self.is_local else [], self.plain.shown, strict=False):
+            assert (seen.phase is Phase.SHOWN) == shown, f"{seen.phase}, though {shown=}"
+            expected = seen.averages if shown else seen.own
+            assert_same({name: seen.held[name] for name in expected}, expected, f"what parameters hold, with {shown=}")
+
+    def check_what_is_not_finite(self) -> None:
+        for seen in self.seen:
+            for kept in (seen.held, seen.own, seen.averages, seen.unsent):
+                assert torch.equal(kept.get("mask", MASK), MASK)
+                assert not [name for name, x in kept.items() if name != "mask" and not x.isfinite().all()]
+
+    def check_law(self) -> None:
+        """What was handed in and is not unsent was handed out; with local steps, weights moved by the updates."""
+        for name in self.trained(self.seen[0].own) if self.is_local and not self.setup.outer else ():
+            lost = self.total("own", name) - self.updates.get(name, torch.zeros(()))
+            assert float(lost.abs().max()) < NEAR, f"{name}: {float(lost.abs().max())} of updates is lost"
+        for name in self.seen[0].unsent:
+            lost = self.total("handed_in", name) - self.total("unsent", name) - self.total("handed_out", name)
+            assert float(lost.abs().max()) < NEAR, f"{name}: {float(lost.abs().max())} of gradients is lost"
+
+    def total(self, what: str, name: str) -> Tensor:
+        """Of all ranks, less that when the account was started."""
+        pairs = zip(self.seen, self.account, strict=True)
+        each = [getattr(now, what)[name].double() - getattr(before, what)[name].double() for now, before in pairs]
+        return torch.stack(each).sum(0)
+
+    def check_when_x_moves(self, before: Seen) -> None:
+        """Only when a step is settled."""
+        now = self.seen[0]
+        if now.steps == before.steps and before.averages:
+            known = {name: now.averages[name] for name in before.averages}
+            assert_same(known, before.averages, "x̄ after and before a rule that settles nothing")
+
+    def check_against_plain(self) -> None:
+        """The weights are what a few lines of plain torch say."""
+        for rank, (seen, model) in enumerate(zip(self.seen, self.plain.models, strict=True)):
+            assert not self.is_local or seen.steps == self.plain.steps
+            assert torch.equal(seen.held["seen"], model.seen)
+            if self.setup.exact:
+                assert_near(without_mask(seen.held), self.plain.tensors(rank), f"what rank {rank} holds")
+                assert_near(without_mask(seen.averages), self.plain.average, "x̄")
+                if self.is_local:
+                    assert_near(without_mask(seen.own), self.plain.own(rank), f"own weights of rank {rank}")
+
+    # - a step
+
+    @may()
+    def forward(self) -> None:
+        self._forward(sync=True)
+
+    @may()
+    def forward_without_sync(self) -> None:
+        self._forward(sync=False)
+
+    def _forward(self, sync: bool) -> None:
+        self.number += 1
+        self.losses = self.everywhere(lambda training: training.forward(self.number, sync))
+        self.plain_losses = self.plain.forward(self.number, sync)
+
+    @may(lambda self: self.losses is not None)
+    def backward(self) -> None:
+        losses, self.losses = self.losses, None
+        assert losses is not None
+        before = self.trainings[0].ddp.backwards
+        self.ranks.everywhere(lambda rank: losses[rank].backward())
+        sync = self.trainings[0].ddp.backwards > before
+        self.plain.backward(self.plain_losses, sync)
+        self.pending, self.unsynced = True, not sync
+
+    @may(of_step)
+    def optimizer_step(self) -> None:
+        self._step(range(self.setup.size))
+
+    @may(takes_local_steps)
+    def optimizer_step_but_on_one_rank(self) -> None:
+        self._step(range(1, self.setup.size))
+
+    def _step(self, ranks: Sequence[int]) -> None:
+        for update in self.everywhere(lambda training: training.step(training.group.rank in ranks)):
+            self._note(update)
+        self.plain.step(ranks)
+        self.pending = self.unsynced = False
+        self.losses = None  # of weights as they were
+
+    def _note(self, update: Weights) -> None:
+        """Count what others than the engine have done to weights."""
+        for name, x in update.items():
+            self.updates[name] = self.updates.get(name, torch.zeros(())) + x
+
+    @may()
+    def whole_step(self) -> None:
+        self._forward(sync=True)
+        self.backward()
+        self.optimizer_step()
+
+    @may()
+    def interrupted_forward(self) -> None:
+        def interrupted(training: Training) -> None:
+            training.model.interrupt = True
+            with pytest.raises(Interrupted):
+                training.forward(self.number, sync=True)
+            training.model.interrupt = False
+
+        self._interrupted(interrupted)
+
+    @may(takes_local_steps)
+    def show_average_within_a_forward(self) -> None:
+        def shown(training: Training) -> None:
+            training.model.meanwhile = training.hook.show_average
+            with pytest.raises(RuntimeError, match="within a forward"):
+                training.forward(self.number, sync=True)
+            training.model.meanwhile = None
+
+        self._interrupted(shown)
+
+    def _interrupted(self, function: Callable[[Training], None]) -> None:
+        self.number += 1
+        self.losses = None
+        self.everywhere(function)
+        self.plain.interrupted(self.number)
+
+    # - evaluation
+
+    @may()
+    def validate(self) -> None:
+        self._evaluate(gradients=False)
+
+    @may()
+    def validate_with_gradients(self) -> None:
+        self._evaluate(gradients=True)
+
+    def _evaluate(self, gradients: bool) -> None:
+        first, *others = self.everywhere(lambda training: training.evaluate(gradients).detach())
+        self.plain.evaluate(gradients)
+        self.losses = None  # DDP, too, sends buffers between, which backward needs as they were
+        if self.plain.averages_all:
+            for other in others:
+                assert torch.equal(first, other), f"validated {float(first)} and {float(other)}"
+
+    @may(takes_local_steps)
+    def backward_through_the_average(self) -> None:
+        def backward(training: Training) -> None:
+            loss = training.evaluate(gradients=True)
+            with pytest.raises(RuntimeError, match="average"):
+                loss.backward()
+            training.ddp.forget_backward()
+            training.optimizer.zero_grad()
+
+        self.everywhere(backward)
+        self.plain.evaluate(gradients=True)
+        self.plain.forget_gradients()
+        self.losses, self.pending, self.unsynced = None, False, False
+
+    @may()
+    def show_average(self) -> None:
+        self.everywhere(lambda training: training.hook.show_average())
+        self.plain.show()
+        if self.is_local:
+            self.losses = None
+
+    # - weights set by others
+
+    @may(holds_same, name=NAMES, through_data=st.booleans())
+    def edit(self, name: str, through_data: bool) -> None:
+        self.everywhere(lambda training: training.edit(name, 0.9, through_data))
+        self.plain.edit(name, [0.9] * self.setup.size)
+        self.restart()
+
+    @may(lambda self: not any(self.plain.shown) and self.is_local, name=NAMES)
+    def edit_own(self, name: str) -> None:
+        factors = [1.0 - 0.1 * rank for rank in range(self.setup.size)]
+        for update in self.everywhere(lambda training: training.edit(name, factors[training.group.rank], False)):
+            self._note(update)
+        self.plain.edit(name, factors)
+        self.losses = None
+
+    @may(lambda self: self.file is not None and holds_same(self))
+    def load_the_model_alone(self) -> None:
+        assert self.file is not None
+        written, plain, _ = self.file
+        self.everywhere(lambda training: training.model.load_state_dict(written["model"]))
+        self.plain.load_model(plain)
+        self.restart()
+
+    # - checkpoints and fits
+
+    @may()
+    def save(self) -> None:
+        """Twice: the second time nothing has changed."""
+        written = self.everywhere(Training.file)
+        self.plain.save()
+        before = self.look()
+        again = self.everywhere(Training.file)
+        seen = self.look()
+        for one, other in zip(before, seen, strict=True):
+            assert_unchanged(one, other, "before and after a checkpoint was written")
+        assert_same_file(written[0], again[0])
+        for name, x in seen[0].averages.items():
+            assert same_bits(written[0]["model"][name], x), f"{name} in the file is not x̄"
+        self.file = written[0], self.plain.save(), seen
+        if self.is_local:
+            self.losses = None
+
+    @may(lambda self: self.file is not None)
+    def load(self) -> None:
+        self._load()
+
+    @may(lambda self: self.file is not None)
+    def load_into_a_fresh_training(self) -> None:
+        self.everywhere(Training.close)
+        self.trainings = self.fresh()
+        self.plain.fresh()
+        self.pending = self.unsynced = False
+        self._load()
+
+    def _load(self) -> None:
+        assert self.file is not None
+        written, plain, saved = self.file
+        self.everywhere(lambda training: training.load(written))
+        self.plain.load(plain)
+        self.restart()
+        self.resumed = True
+        for one, other in zip(saved, self.seen, strict=True):
+            assert_unchanged(one, other, "saved and loaded")
+
+    @may(lambda self: not self.pending and not self.plain.under_way, change=st.booleans())
+    def resume_beside_it(self, change: bool) -> None:
+        """What is resumed goes on as what was saved; then one of them goes on."""
+        written = self.everywhere(Training.file)[0]
+        self.plain.save()
+        others = self.fresh(self.trainings[0].frozen)
+        self.ranks.everywhere(lambda rank: others[rank].load(written))
+        for step in range(3):
+            if step:
+                self.whole_step()
+                self.ranks.everywhere(lambda rank: others[rank].whole_step(self.number))
+            resumed = self.ranks.everywhere(lambda rank: look_at(others[rank]))
+            for one, other in zip(self.look(), resumed, strict=True):
+                assert_unchanged(one, other, f"of a training that went on for {step} steps and one that was resumed")
+        if change:
+            others, self.trainings = self.trainings, others
+            self.seen = self.account = self.look()
+            self.updates = {}
+        self.ranks.everywhere(lambda rank: others[rank].close())
+
+    @may(frozen=st.booleans())
+    def second_fit(self, frozen: bool) -> None:
+        """With a layer frozen or not; nothing of what is unsent changes."""
+        self.everywhere(lambda training: training.hook.show_average())
+        self.plain.begin_fit(frozen)
+        before = self.look()
+        self.everywhere(lambda training: training.fit_again(frozen))
+        self.pending = self.unsynced = False
+        self.restart()
+        self.resumed = True
+        for one, other in zip(before, self.seen, strict=True):
+            assert_unchanged(one, other, "before and after a second fit began")
+
+    # - changes between gradients and local steps
+
+    @may(lambda self: may_change(self) and not self.is_local, number=st.integers(0, 1))
+    def begin_local_steps(self, number: int) -> None:
+        chosen = self.setup.candidates[number]
+        self.everywhere(lambda training: training.engines._begin_local_steps(chosen))
+        self.plain.steps = self.trainings[0].exchange.steps
+        self.plain.begin(ls.LocalSteps(chosen.local_steps))
+        self.restart()
+
+    @may(lambda self: may_change(self) and self.is_local, number=st.integers(0, 1))
+    def change_local_steps(self, number: int) -> None:
+        chosen = self.setup.candidates[number]
+        self.everywhere(lambda training: training.engines._change_local_steps(chosen))
+        self.plain.change(ls.LocalSteps(chosen.local_steps))
+        self.restart()
+
+    @may(lambda self: may_change(self) and self.is_local)
+    def end_local_steps(self) -> None:
+        self.everywhere(lambda training: training.engines._end_local_steps())
+        self.plain.merge()
+        self.restart()
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_whatever_the_order(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Replicas agree, nothing is lost, x̄ moves when a step is settled, and weights are those of plain torch."""
+    AnyOrder.ran.clear()
+    machine: Any = functools.partial(AnyOrder, SETUPS[name])
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=EXAMPLES or 6,
+            stateful_step_count=40 if EXAMPLES else 20,
+            derandomize=not EXAMPLES,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+            report_multiple_bugs=False,
+        ),
+    )
+    with capsys.disabled() if EXAMPLES else nullcontext():
+        print(f"\n{name}: {AnyOrder.ran['sequences']} sequences, {AnyOrder.ran['rules']} rules")

@@ -1,0 +1,328 @@
+"""P ranks as P threads of one process: messages, process groups and DistributedDataParallel, without a network."""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.futures import Future
+
+from lightning_sparse.engine.delivery import gradients_of
+from lightning_sparse.network.comm import HOP_BYTES, Comm, Pending
+from lightning_sparse.network.process_groups import LANES
+from lightning_sparse.network.simulated import SimComm, SimNetwork
+from lightning_sparse.wire import FLOAT32, ValueFormat
+
+T = TypeVar("T")
+
+PATIENCE_S = 10.0  # for the other ranks to launch a message, on a busy machine
+LIMIT_S = 3 * PATIENCE_S  # for a function on all ranks
+
+
+class Ranks:
+    """P threads, one a rank, that live until they are closed."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.network = Network(size)
+        self._threads = [ThreadPoolExecutor(1, f"rank {rank}", torch.set_num_threads, (1,)) for rank in range(size)]
+
+    def everywhere(self, function: Callable[[int], T]) -> list[T]:
+        """``function(rank)`` on all ranks at once, with gradients; returns what each returned.
+
+        Raises:
+            BaseException: the first error of a rank, or that one was not done in time.
+        """
+        done = [thread.submit(self._on_rank, function, rank) for rank, thread in enumerate(self._threads)]
+        if late := wait(done, LIMIT_S).not_done:
+            ranks = [rank for rank, each in enumerate(done) if each in late]
+            self.network.fail(TimeoutError(f"ranks {ranks} were not done in {LIMIT_S:.0f} s"))
+        if self.network.failed is not None:
+            wait(done, PATIENCE_S)
+            raise self.network.failed
+        return [each.result() for each in done]
+
+    def _on_rank(self, function: Callable[[int], T], rank: int) -> T:
+        try:
+            with torch.inference_mode(False), torch.enable_grad():  # both belong to a thread
+                return function(rank)
+        except BaseException as error:
+            self.network.fail(error)
+            raise
+
+    def close(self) -> None:
+        """End the threads."""
+        for thread in self._threads:
+            thread.shutdown(wait=False, cancel_futures=True)
+
+
+# - messages
+
+
+class Meeting(SimNetwork):
+    """Where P threads hand each other the messages of one process group.  The n-th that each launches is one message.
+
+    Results are the same bits on every rank: sums are added in the order of the ranks.
+    """
+
+    def __init__(self, network: "Network") -> None:
+        super().__init__(network.size)
+        self.changed = threading.Condition()
+        self._network = network
+
+    def add(self, part: Any) -> Pending:
+        """Take a rank's part of a message that it launches."""
+        with self.changed:
+            self.changed.notify_all()
+            return super().add(part)
+
+    def deliver(self, part: Any) -> Tensor:
+        """Wait for the other ranks, and return the result of a message for one of them.
+
+        Raises:
+            AssertionError: on every rank, if they have not launched the same in time; it says what each launched.
+            BaseException: another rank has failed, with its error.
+        """
+        with self.changed:
+            message = self._messages[part.number]
+            met = self.changed.wait_for(
+                lambda: self._network.failed is not None or len(message.parts) == self.size, PATIENCE_S
+            )
+            if self._network.failed is not None and len(message.parts) < self.size:
+                raise RuntimeError(f"rank {part.rank} waits in vain for {part}") from self._network.failed
+            if not met:
+                self._check(part.number, message.parts)
+            return super().deliver(part)
+
+
+class Network:
+    """All process groups among P threads."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.failed: BaseException | None = None  # the first error of a rank
+        self._meetings: list[Meeting] = []
+        self._made = [0] * size  # process groups, by rank
+        self._lock = threading.Lock()
+
+    def group(self, rank: int) -> "ThreadGroup":
+        """The next process group that ``rank`` makes; the n-th of each rank is the same."""
+        with self._lock:
+            number, self._made[rank] = self._made[rank], self._made[rank] + 1
+            if number == len(self._meetings):
+                self._meetings.append(Meeting(self))
+            return ThreadGroup(self, self._meetings[number], rank)
+
+    def fail(self, error: BaseException) -> None:
+        """End all waiting: a rank has failed."""
+        with self._lock:
+            self.failed = self.failed or error
+            meetings = list(self._meetings)
+        for meeting in meetings:
+            with meeting.changed:
+                meeting.changed.notify_all()
+
+
+@dataclass(frozen=True)
+class ThreadGroup:
+    """A process group, as one of its ranks has it."""
+
+    network: Network
+    meeting: Meeting
+    rank: int
+
+
+class ThreadComm(SimComm):
+    """One thread of a process group; takes the place of :class:`TorchComm`."""
+
+    def __init__(self, group: ThreadGroup, wire_dtype: ValueFormat = FLOAT32) -> None:
+        super().__init__(group.meeting, group.rank, wire_dtype, HOP_BYTES)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return what every rank handed over, [n] -> [P, n] on the first rank; [0, n] on the others."""
+        every = self._all_gather(x, x.new_empty((self.size, *x.shape))).wait()
+        return every if self.rank == 0 else x.new_empty((0, x.numel()))
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Return the mean over all ranks, [n] -> [n]."""
+        return self._all_reduce(x.clone(), False).wait().div_(self.size)
+
+
+class ThreadGroups:
+    """Takes the place of ``ProcessGroups``, of ranks that are threads."""
+
+    local_size = 1
+    nccl = False
+
+    def __init__(self, group: ThreadGroup) -> None:
+        self._ddp_group = group
+        self._made: list[ThreadGroup] = []
+
+    def comms(self, wire_dtype: ValueFormat) -> list[Comm]:
+        """The ranks, once for each lane."""
+        self._made = self._made or [self._ddp_group.network.group(self._ddp_group.rank) for _ in range(LANES)]
+        return [ThreadComm(group, wire_dtype) for group in self._made]
+
+    @contextmanager
+    def leaders(self) -> Iterator[ThreadComm]:
+        """Yield all ranks, for the main thread."""
+        yield ThreadComm(self._ddp_group)
+
+    def close(self) -> None:
+        """Forget the lanes' groups."""
+        self._made = []
+
+
+# - DistributedDataParallel
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Takes the place of DDP's ``GradBucket``."""
+
+    number: int
+    members: list[Tensor]
+    last: bool
+    flat: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def filled(self) -> "Bucket":
+        """This bucket with the gradients as they are."""
+        flat = torch.cat([p.grad.reshape(-1) for p in self.members if p.grad is not None])
+        return Bucket(self.number, self.members, self.last, flat)
+
+    def index(self) -> int:
+        return self.number
+
+    def buffer(self) -> Tensor:
+        return self.flat
+
+    def parameters(self) -> list[Tensor]:
+        return self.members
+
+    def is_last(self) -> bool:
+        return self.last
+
+
+class ThreadDDP(nn.Module):
+    """Takes the place of DistributedDataParallel, on a rank that is a thread.
+
+    As DDP it sends the first rank's weights and buffers when it is made, and its buffers before a forward; a forward
+    with gradients has the next backward hand over buckets, whatever comes between, unless it was within ``no_sync()``.
+
+    Attributes:
+        handed_in: of each parameter the sum of what the hook was given, in float64.
+        handed_out: of what it gave back.
+        backwards: that handed over all their gradients.
+    """
+
+    def __init__(self, module: nn.Module, group: ThreadGroup, buckets: int = 2) -> None:
+        super().__init__()
+        self.module = module
+        self.process_group = group
+        self.find_unused_parameters = False
+        self.parameters_to_ignore: set[str] = set()
+        self.broadcast_buffers = self.require_backward_grad_sync = self.require_forward_param_sync = True
+        self.backwards = 0
+        self._comm = ThreadComm(group)
+        self._hook: Callable[[object, Bucket], Future[Tensor]]
+        self._state: object = None
+        self._buckets = _cut([p for p in module.parameters() if p.requires_grad], buckets)
+        trained = [p for bucket in self._buckets for p in bucket.members]
+        self.handed_in = {p: torch.zeros(p.shape, dtype=torch.float64) for p in trained}
+        self.handed_out = {p: torch.zeros(p.shape, dtype=torch.float64) for p in trained}
+        self._expects_backward = False
+        self._arrived: set[Tensor] = set()
+        self._waiting: list[tuple[Bucket, Future[Tensor]]] = []
+        arrive = partial(_arrive, weakref.ref(self))
+        self._handles = [p.register_post_accumulate_grad_hook(arrive) for p in trained]
+        self._send([*module.parameters(), *module.buffers()])
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Future[Tensor]]) -> None:
+        """Have ``hook`` average gradients."""
+        self._state, self._hook = state, hook
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it gradients are accumulated."""
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def forward(self, *args: Any) -> Any:
+        """Call the module."""
+        if self.require_forward_param_sync and self.broadcast_buffers:
+            self._send(list(self.module.buffers()))
+        output = self.module(*args)
+        self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if self.require_forward_param_sync:
+            self.forget_backward()
+            self._expects_backward = True
+        return output
+
+    def forget_backward(self) -> None:
+        """Expect none, and forget what one that has failed has left."""
+        self._expects_backward = False
+        self._arrived.clear()
+        self._waiting.clear()
+
+    def close(self) -> None:
+        """Take no more gradients."""
+        for handle in self._handles:
+            handle.remove()
+
+    @torch.no_grad()
+    def _send(self, tensors: Sequence[Tensor]) -> None:
+        for x in tensors:
+            x.copy_(self._comm.broadcast(x.detach().clone(), 0).wait())
+
+    def arrive(self, parameter: Tensor) -> None:
+        """Hand over each bucket that is complete, in their order."""
+        if not self._expects_backward:
+            return
+        self._arrived.add(parameter)
+        while len(self._waiting) < len(self._buckets):
+            bucket = self._buckets[len(self._waiting)]
+            if not self._arrived.issuperset(bucket.members):
+                return
+            self._hand_over(bucket.filled())
+
+    def _hand_over(self, bucket: Bucket) -> None:
+        for p, gradient in gradients_of(bucket.flat, bucket.members):
+            self.handed_in[p] += gradient
+        self._waiting.append((bucket, self._hook(self._state, bucket)))
+        if bucket.last:
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._end_backward)
+
+    @torch.no_grad()
+    def _end_backward(self) -> None:
+        self._expects_backward = False
+        waiting, self._waiting = self._waiting, []
+        for bucket, future in waiting:
+            for p, mean in gradients_of(future.wait(), bucket.members):
+                assert p.grad is not None
+                p.grad.copy_(mean)
+                self.handed_out[p] += mean
+        self.backwards += 1
+
+
+def _cut(parameters: Sequence[Tensor], buckets: int) -> list[Bucket]:
+    """Buckets of about as many parameters, in the order of backward."""
+    backward = list(reversed(parameters))
+    each = -(-len(backward) // buckets)
+    cut = [backward[start : start + each] for start in range(0, len(backward), each)]
+    return [Bucket(number, members, number == len(cut) - 1) for number, members in enumerate(cut)]
+
+
+def _arrive(ddp: "weakref.ref[ThreadDDP]", parameter: Tensor) -> None:
+    """Tell ``ddp``, to which a parameter's hook must not refer itself."""
+    if (own := ddp()) is not None:
+        own.arrive(parameter)
