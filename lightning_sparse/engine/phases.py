@@ -41,6 +41,7 @@ class Phases:
         self._stepped = False  # an optimizer has, since the last backward
         self._versions: Sequence[int] = ()  # of the parameters, after the last backward
         self._in_optimizer = self._backward_in_optimizer = False
+        self._knows_optimizers = False  # there are some whose steps are noticed
 
     def begin_forward(self, half_made: bool) -> None:
         """Enter a forward that trains.
@@ -83,7 +84,7 @@ class Phases:
 
     def end_optimizer(self) -> None:
         """Leave an optimizer's step, on this rank."""
-        self._in_optimizer, self._stepped = False, True
+        self._in_optimizer, self._stepped, self._knows_optimizers = False, True, True
 
     def end_step(self) -> None:
         """Note that optimizers have stepped, or skipped a step, on every rank."""
@@ -123,4 +124,4 @@ class Phases:
         """
         if self._in_optimizer and self._backward_in_optimizer:
             return True
-        return bool(self.backwards) and not self._stepped and self._versions != versions
+        return self._knows_optimizers and bool(self.backwards) and not self._stepped and self._versions != versions

@@ -69,10 +69,10 @@ class Replica:
         slots = self.group.slots(self.average)
         return [slot.view(shape) for slot, shape in zip(slots, self.group.shapes, strict=True)]
 
-    def start_from(self, place: int, average: Tensor, rounding: bool = False) -> None:
-        """Set the average of the parameter at ``place``, of which nothing is unsent then; or what ``rounding`` says."""
+    def start_from(self, place: int, average: Tensor, keep_rounding: bool = False) -> None:
+        """Set the average of the parameter at ``place``, of which nothing is unsent then, but for its rounding."""
         self.averages()[place].copy_(average.detach())
-        if self._rounding is not None and not rounding:
+        if self._rounding is not None and not keep_rounding:
             self.group.slots(self._rounding)[place].zero_()
 
     def start_anew(self) -> None:

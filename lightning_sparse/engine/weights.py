@@ -62,18 +62,21 @@ class Weights:
     def take_over(self) -> None:
         """Take what others have set while the average was shown for the average."""
         for replica, held in zip(self.replicas, self._held or [], strict=False):
-            for place, (p, average) in enumerate(zip(replica.tensors(), replica.averages(), strict=True)):
-                if not torch.equal(p.detach(), average.to(p.dtype)):  # whoever changed it, and how
-                    replica.start_from(place, p, rounding=self._resumed)
-                    held[place] = held[place] if self._resumed else None
-                    self.set_by_others = not self._resumed or self.set_by_others
+            self._take_over(replica, held)
+
+    def _take_over(self, replica: Replica, held: list[Tensor | None]) -> None:
+        for place, (p, average) in enumerate(zip(replica.tensors(), replica.averages(), strict=True)):
+            if not torch.equal(_bits(p), _bits(average.to(p.dtype))):  # whoever changed it, and how
+                replica.start_from(place, p, keep_rounding=self._resumed)
+                held[place] = held[place] if self._resumed else None
+                self.set_by_others = not self._resumed or self.set_by_others
 
     def own(self, replica: Replica) -> list[Tensor]:
         """This rank's own weights of each parameter."""
         if self._held is None:
             return replica.tensors()
-        self.take_over()
         held = self._held[self.replicas.index(replica)]
+        self._take_over(replica, held)
         return [p if own is None else own for p, own in zip(replica.tensors(), held, strict=True)]
 
     def shared(self, replica: Replica) -> list[Tensor]:
@@ -146,7 +149,12 @@ def checksum(x: Tensor) -> Tensor:
 
     Elements that only change places are not noticed.
     """
+    return _bits(x).sum(dtype=torch.int64)
+
+
+def _bits(x: Tensor) -> Tensor:
+    """``x`` as integers, of which NaN equals itself."""
     x = x.detach()
     if x.is_complex():
         x = torch.view_as_real(x)
-    return x.view(_BITS[x.element_size()]).sum(dtype=torch.int64)
+    return x.view(_BITS[x.element_size()])
