@@ -129,23 +129,24 @@ def untrained_of(module: nn.Module, ignored: set[str]) -> dict[str, Find]:
             full = f"{prefix}.{name}" if prefix else name
             watched = tensor is not None and tensor.is_floating_point() and not tensor.requires_grad
             if watched and full not in ignored:
-                found[full.replace("_orig_mod.", "")] = _Find(owner, name, tensor.shape, full)
+                found[full.replace("_orig_mod.", "")] = _Find(module, prefix, name, tensor.shape)
     return found
 
 
 class _Find:
-    """Finds a tensor where its module has it now, which may have put another in its place."""
+    """Finds a tensor where ``module`` has it now, which may have put another there, or another module around it."""
 
-    def __init__(self, owner: nn.Module, name: str, shape: torch.Size, full: str) -> None:
-        self._owner, self._name, self._shape, self._full = owner, name, shape, full
+    def __init__(self, module: nn.Module, prefix: str, name: str, shape: torch.Size) -> None:
+        self._module, self._prefix, self._name, self._shape = module, prefix, name, shape
 
     def __call__(self) -> Tensor:
-        tensor: object = getattr(self._owner, self._name, None)
+        tensor: object = getattr(self._module.get_submodule(self._prefix), self._name, None)
         if not isinstance(tensor, Tensor) or tensor.shape != self._shape:
+            name = f"{self._prefix}.{self._name}" if self._prefix else self._name
             got = list(tensor.shape) if isinstance(tensor, Tensor) else tensor
             raise RuntimeError(
-                f"{self._full} must keep the shape {list(self._shape)} that it had when the training began: with local "
-                f"steps it is averaged over the ranks; got {got}. Register it with persistent=False to have it stay "
-                "each rank's own."
+                f"{name} must keep the shape {list(self._shape)} that it had when the training began: with local steps "
+                f"it is averaged over the ranks; got {got}. Register it with persistent=False to have it stay each "
+                "rank's own."
             )
         return tensor
