@@ -93,16 +93,6 @@ class Engines:
         """Those that are averaged, in the order of definition."""
         return list(self._parameters.values())
 
-    def own_buffers(self) -> dict[str, Tensor]:
-        """The buffers in a checkpoint that are each rank's own with local steps, by name: of whole numbers."""
-        ddp = self._ddp()
-        kept = ddp.module.state_dict(keep_vars=True) if ddp is not None else {}
-        return {
-            name: tensor
-            for name, tensor in (ddp.module.named_buffers() if ddp is not None else ())
-            if name in kept and not tensor.is_floating_point()
-        }
-
     def _make(self, options: Options, compressor: Compressor) -> tuple[Exchange, LayerFusion | None]:
         ddp = self._ddp()
         assert ddp is not None

@@ -127,7 +127,7 @@ class SparseHook:
         parameters = averaged_parameters(ddp)
         self._evaluates = evaluates
         self.compressor = options.averaging
-        self._groups, self._scaler, self._steps_before = groups, scaler, 0
+        self._groups, self._scaler, self._module, self._steps_before = groups, scaler, ddp.module, 0
         self._ranks = TorchComm(ddp.process_group)  # for the main thread, between two steps
         nodes = groups.local_size > 1
         if nodes and ddp.find_unused_parameters:
@@ -261,9 +261,8 @@ class SparseHook:
         """As :meth:`state_dict`, at any time: parameters stay as they are, and a step that is open stays open."""
         plan = self._engines.state()
         self.exchange.compare()
-        optimizers = in_order(optimizers or self._engines.optimizers.seen, self._engines.parameters)
+        parts = self._parts(optimizers)
         with self._groups.leaders() as leaders:
-            parts = checkpoint.Parts(optimizers, self._scaler, self._engines.own_buffers())
             return checkpoint.gather(self.exchange, residuals, leaders, self.compressor, plan, parts).to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any] | None, optimizers: Sequence[Optimizer] = ()) -> None:
@@ -279,9 +278,11 @@ class SparseHook:
         saved = checkpoint.read(state, self.exchange, self._ranks)
         if saved is not None:
             self._engines.resume(saved.plan, saved.steps)
-        optimizers = in_order(optimizers or self._engines.optimizers.seen, self._engines.parameters)
-        parts = checkpoint.Parts(optimizers, self._scaler, self._engines.own_buffers())
-        checkpoint.restore(self.exchange, saved, self.compressor, parts)
+        checkpoint.restore(self.exchange, saved, self.compressor, self._parts(optimizers))
+
+    def _parts(self, optimizers: Sequence[Optimizer]) -> checkpoint.Parts:
+        known = in_order(optimizers or self._engines.optimizers.seen, self._engines.parameters)
+        return checkpoint.Parts(known, self._scaler, self._module)
 
     def close(self) -> None:
         """End the issuing threads and process groups.  ``ddp`` cannot be trained any more.  What is unsent is kept.

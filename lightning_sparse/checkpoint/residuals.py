@@ -1,12 +1,13 @@
 """The gradient not yet sent, on its way into a checkpoint and back."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sparse.checkpoint.optimizers import set_tensors, tensors_everywhere
@@ -34,12 +35,24 @@ class Parts:
     Args:
         optimizers: whose states do.
         scaler: of the loss, which each rank scales by itself, if there is one.
-        buffers: of whole numbers, by name.
+        module: that is trained, some of whose buffers do.
     """
 
-    optimizers: Sequence[Optimizer] = ()
-    scaler: "torch.amp.GradScaler | None" = None
-    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    optimizers: Sequence[Optimizer]
+    scaler: "torch.amp.GradScaler | None"
+    module: nn.Module
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers of the module by name."""
+        named = chain(self.module.named_parameters(), self.module.named_buffers())
+        return {name.replace("_orig_mod.", ""): x for name, x in named}
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers that a checkpoint keeps and local steps do not average, by name: of whole numbers."""
+        kept = self.module.state_dict(keep_vars=True)
+        return {name: x for name, x in self.module.named_buffers() if name in kept and not x.is_floating_point()}
 
 
 def gather(
@@ -162,6 +175,8 @@ def restore(exchange: Exchange, state: State | None, compressor: Compressor, par
     Raises:
         ValueError: there are states of optimizers, and no optimizers that may have them.
     """
+    if state is not None and state.local and not isinstance(exchange, LocalExchange):
+        _start_from_mean(state, parts)
     state = _of_this_kind(state, isinstance(exchange, LocalExchange))
     if isinstance(exchange, LocalExchange) and state is not None:
         exchange.adopt(state.unsent)
@@ -210,6 +225,18 @@ def _restore_local(
         _restore_parts(state.local, exchange.rank, parts)
 
 
+@torch.no_grad()
+def _start_from_mean(state: State, parts: Parts) -> None:
+    """Have averaged gradients go on where local steps were: from the mean of all ranks' own."""
+    rows = range(state.ranks)
+    for name, tensor in parts.tensors.items():
+        if name in state.unsent and state.unsent[name].shape[bool(rows) :] == tensor.shape:
+            mean = mean_used(state.unsent[name], rows).to(tensor.device, tensor.dtype)
+            tensor.copy_(torch.where(mean.isfinite(), mean, tensor))
+    for optimizer, tensors in zip(parts.optimizers, state.optimizers, strict=False):
+        set_tensors(optimizer, {key: mean_used(x, rows) for key, x in tensors.items()})
+
+
 def _restore_parts(local: Mapping[str, Any], rank: int, parts: Parts) -> None:
     if parts.scaler is not None and "scaler" in local and (now := parts.scaler.state_dict()):
         scale, growth = local["scaler"][rank].tolist()
@@ -226,10 +253,16 @@ def _of_this_kind(state: State | None, local: bool) -> State | None:
             "The checkpoint holds no residuals (it was written by another strategy, or with residuals='none'): "
             "the gradient not yet sent starts from zero."
         )
-    elif local != bool(state.local):
+    elif local and not state.local:
         rank_zero_warn(
-            f"The checkpoint was written {'without' if local else 'with'} local_steps and is read "
-            f"{'with' if local else 'without'}: what the ranks had not sent is of another kind, and is dropped."
+            "The checkpoint was written without local_steps and is read with: what the ranks had not sent is of "
+            "another kind, and is dropped."
+        )
+        return None
+    elif state.local and not local:
+        rank_zero_warn(
+            "The checkpoint was written with local_steps and is read without: all ranks go on from the mean of their "
+            "own weights and optimizer states."
         )
         return None
     return state

@@ -161,7 +161,7 @@ class LocalExchange(Exchange):
         """Do what is due after the last step, if one has ended.  To be called between two steps, on every rank."""
         if not self._phases.backwards:
             return
-        self._phases.backwards = 0
+        self._phases.settle()
         self.steps += 1
         self.timeline.end_backward()
         with torch.inference_mode(False):

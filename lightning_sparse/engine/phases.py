@@ -42,6 +42,7 @@ class Phases:
         self._versions: Sequence[int] = ()  # of the parameters, after the last backward
         self._in_optimizer = self._backward_in_optimizer = False
         self._knows_optimizers = False  # there are some whose steps are noticed
+        self._has_settled = False
 
     def begin_forward(self, half_made: bool) -> None:
         """Enter a forward that trains.
@@ -108,6 +109,10 @@ class Phases:
         if self.now is not Phase.ENDED:
             self.now = Phase.SHOWN
 
+    def settle(self) -> None:
+        """Note that all backwards so far have been dealt with."""
+        self.backwards, self._has_settled = 0, True
+
     def end(self) -> None:
         """End for good."""
         self.now, self._in_forward, self.backwards = Phase.ENDED, False, 0
@@ -124,4 +129,6 @@ class Phases:
         """
         if self._in_optimizer and self._backward_in_optimizer:
             return True
-        return self._knows_optimizers and bool(self.backwards) and not self._stepped and self._versions != versions
+        if not self._knows_optimizers and (self._has_settled or self.backwards > 1):
+            return False  # the weights are moved by hand
+        return bool(self.backwards) and not self._stepped and self._versions != versions
