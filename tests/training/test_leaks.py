@@ -15,12 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.engine.lane import Lane
+from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.network.simulated import SimNetwork
 from tests.conftest import Ranks
 from tests.test_hook import network, steps
 from tests.training.models import LIMIT_S, Small, data, small, trainer, unsent
+from tests.training.test_averages import CHOSEN, auto
 
 FITS = 4
 
@@ -57,14 +59,18 @@ class Breaks(Small):
 
 def of_trainers(rank: int, size: int, folder: str) -> dict[str, list[tuple[int, int]]]:
     def fit(strategy: Any, model: L.LightningModule, **options: Any) -> L.Trainer:
-        run = trainer(strategy, size, check_every=0, max_steps=2, **options)
-        run.fit(model, data(2, size))
+        run = trainer(strategy, size, check_every=0, **({"max_steps": 2} | options))
+        run.fit(model, data(run.max_steps, size))
         return run
 
     def saved_afterwards() -> None:
         run = fit(ls.SparseDDPStrategy("micro", local_group=2), small())
         run.save_checkpoint(f"{folder}/late.ckpt")
         assert torch.load(f"{folder}/late.ckpt", weights_only=True)["lightning_sparse"]["unsent"] or rank
+
+    def in_local_steps() -> None:
+        run = fit(auto(), small(optimizer="adam"), max_steps=CHOSEN + 2)
+        assert isinstance(run.strategy.exchange, LocalExchange)  # type: ignore[attr-defined]
 
     def broken() -> None:
         with pytest.raises(KeyError, match="this batch"):
@@ -81,7 +87,7 @@ def of_trainers(rank: int, size: int, folder: str) -> dict[str, list[tuple[int, 
         kept[0].fit(model, data(2, size))
 
     model = small()
-    return {work.__name__: after_each(work) for work in (saved_afterwards, broken, refused, again)}
+    return {work.__name__: after_each(work) for work in (saved_afterwards, in_local_steps, broken, refused, again)}
 
 
 def test_fits_one_after_the_other_hold_no_more_than_one(ranks: Ranks, tmp_path: Any) -> None:

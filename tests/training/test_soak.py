@@ -1,8 +1,13 @@
-"""Many steps: memory stays flat, replicas stay the same, and nothing is lost.  ``SOAK_STEPS=20000`` for a long one."""
+"""Many steps: memory stays flat, replicas stay the same, and nothing is lost.
+
+``SOAK_STEPS=20000`` for a long one, ``SOAK_RANKS=3`` on three ranks.
+"""
 
 import os
 import resource
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,26 +15,70 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_sparse as ls
+from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.monitor.replicas import check_replicas, checksum
 from lightning_sparse.network.torch_comm import world
 from tests.conftest import Ranks
 from tests.training.models import unsent
 
 STEPS = int(os.environ.get("SOAK_STEPS", "160"))
-LIMIT_S = 60 + len(ls.COMPRESSORS) * STEPS / 20
+RANKS = int(os.environ.get("SOAK_RANKS", "2"))
+GRADIENTS: dict[str, dict[str, Any]] = {name: {"compressor": name} for name in ls.COMPRESSORS}
+LOCAL: dict[str, dict[str, Any]] = {
+    "local int4": {"compressor": "sparse_dense", "wire_dtype": "int4", "local_steps": 2},
+    "local sign": {"compressor": "sparse_dense", "wire_dtype": "sign", "local_steps": 3},
+    "local micro": {"compressor": ls.MiCRO(density=0.05), "wire_dtype": "int4", "local_steps": 16},
+}
+LIMIT_S = 60 + len(GRADIENTS | LOCAL) * RANKS * STEPS / 40
+MOST_LOST = 1e-5 * max(1.0, STEPS / 1000) ** 0.5  # errors of rounding add up like a random walk
 MOST_GROWTH_BYTES = 4 * 2**20
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
 
 
 class Given(nn.Module):
-    """A model whose gradient is what it is given."""
+    """A model whose gradient is what it is given, and whose weights are nothing but what optimizers did."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ParameterList([nn.Parameter(torch.ones(shape)) for shape in ((64, 33), (33,), (2000,), (1,))])
+        self.layers = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in ((64, 33), (33,), (2000,), (1,))])
 
     def forward(self, gradients: list[Tensor]) -> Tensor:
         return torch.stack([(p * g).sum() for p, g in zip(self.layers, gradients, strict=True)]).sum()
+
+
+@dataclass
+class Account:
+    """What goes in and out over all steps, in float64."""
+
+    model: Given
+    hook: ls.SparseHook
+
+    def __post_init__(self) -> None:
+        self.handed_in = torch.zeros(sum(p.numel() for p in self.model.parameters()), dtype=torch.float64)
+        self.handed_out = torch.zeros_like(self.handed_in)
+
+    def step(self, gradients: list[Tensor], optimizer: torch.optim.Optimizer) -> None:
+        """Count a step's gradients, and their averages; or with local steps what the optimizer does."""
+        parameters = list(self.model.parameters())
+        before = flat(parameters)
+        local = isinstance(self.hook.exchange, LocalExchange)
+        if not local:
+            self.handed_out += flat([p.grad for p in parameters if p.grad is not None])
+        optimizer.step()
+        self.handed_in += flat(parameters) - before if local else flat(gradients)
+
+    def lost(self, size: int) -> float:
+        """The largest element lost, relative to the largest there was; the model then holds what ranks share."""
+        exchange, names = self.hook.exchange, [name for name, _ in self.model.named_parameters()]
+        self.hook.show_average()
+        if isinstance(exchange, LocalExchange):
+            self.handed_out = flat([exchange.averages[name] for name in names])
+            owed = flat([exchange.own[name] for name in names]) - self.handed_out
+        else:
+            owed = flat([unsent(self.hook)[name] for name in names])
+        sent = self.handed_in - owed
+        dist.all_reduce(sent)
+        return float((sent - size * self.handed_out).abs().max() / self.handed_out.abs().max())
 
 
 def flat(tensors: list[Tensor]) -> Tensor:
@@ -40,50 +89,43 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def soak_each(rank: int, size: int, names: list[str], steps: int) -> list[tuple[float, int, int, int]]:
+def soak_each(rank: int, size: int, cases: list[dict[str, Any]], steps: int) -> list[tuple[float, int, int, int]]:
     dist.init_process_group("gloo")
-    return [soak(rank, size, name, steps) for name in names]
+    return [soak(rank, size, options, steps) for options in cases]
 
 
-def soak(rank: int, size: int, name: str, steps: int) -> tuple[float, int, int, int]:
+def soak(rank: int, size: int, options: dict[str, Any], steps: int) -> tuple[float, int, int, int]:
     """Largest element lost, relative to the largest there was; bytes of memory early and at the end; replica's sum."""
     model = Given()
     ddp = nn.parallel.DistributedDataParallel(model)
-    hook = ls.SparseHook(ddp, name, fusion="none")
+    hook = ls.SparseHook(ddp, fusion="none", **options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-4)
     generator = torch.Generator().manual_seed(rank)
-    handed_in = torch.zeros(sum(p.numel() for p in model.parameters()), dtype=torch.float64)
-    handed_out = torch.zeros_like(handed_in)
-    early = 0
+    account, early = Account(model, hook), 0
     for step in range(steps):
         gradients = [torch.randn(p.shape, generator=generator) for p in model.parameters()]
         optimizer.zero_grad()
         ddp(gradients).backward()
-        handed_in += flat(gradients)
-        handed_out += flat([p.grad for p in model.parameters() if p.grad is not None])
-        optimizer.step()
+        account.step(gradients, optimizer)
         if step == steps // 4:
             early = resident_bytes()
     late = resident_bytes()
+    lost = account.lost(size)
     check_replicas(dict(model.named_parameters()), world())
-    owed = unsent(hook)
-    sent = handed_in - flat([owed[name] for name, _ in model.named_parameters()])
-    dist.all_reduce(sent)
-    lost = float((sent - size * handed_out).abs().max() / handed_out.abs().max())
     replica = sum(int(checksum(p)) for p in model.parameters())
     hook.close()
     return lost, early, late, replica
 
 
 def test_many_steps(ranks: Ranks) -> None:
-    """One compressor after the other, in the same two processes."""
-    names = list(ls.COMPRESSORS)
-    each = zip(*ranks.run(soak_each, 2, names, STEPS, timeout_s=LIMIT_S), strict=True)
-    for name, results in zip(names, each, strict=True):
+    """One compressor after the other, then local steps, in the same processes."""
+    cases = GRADIENTS | LOCAL
+    each = zip(*ranks.run(soak_each, RANKS, [*cases.values()], STEPS, timeout_s=LIMIT_S), strict=True)
+    for name, results in zip(cases, each, strict=True):
         for lost, early, late, replica in results:
             print(
                 f"{name}: {STEPS} steps, {early / 2**20:.1f} then {late / 2**20:.1f} MiB, lost {lost:.1e}, {replica:x}"
             )
-            assert lost < 1e-5
+            assert lost < MOST_LOST
             assert late - early < MOST_GROWTH_BYTES
             assert replica == results[0][3]
