@@ -75,10 +75,10 @@ def take_over(before: Exchange, after: Exchange, memories: bool) -> None:
             group.unsent.copy_(own)
             group.memory = memory
     if isinstance(after, LocalExchange):
-        after.adopt(names)
+        after.adopt([group.names for group in before.groups])
     carry_over(before.groups, list(zip(after.groups, after.compressors, strict=True)), memories)
     if isinstance(after, LocalExchange):
-        after.unpack(steps, names, averages)
+        after.unpack(steps, names, averages, late=False)
 
 
 def averaged_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:

@@ -69,7 +69,9 @@ class SparseDDPStrategy(DDPStrategy):
         """Wrap ``module`` in DDP, with our hook."""
         scaler = getattr(self.precision, "scaler", None)
         ddp, hook = SparseHook.around(self, module, scaler, partial(super().setup_module, module))
-        hook.note(each for known in self._optimizers if (each := known()) is not None)
+        for known in self._optimizers:
+            if (optimizer := known()) is not None:
+                hook.note(optimizer)
         self._hooks.append(weakref.ref(hook))
         return ddp
 
@@ -81,7 +83,7 @@ class SparseDDPStrategy(DDPStrategy):
         """Set up an optimizer, and note it: with ``local_steps`` its state differs between ranks."""
         self._optimizers.append(weakref.ref(optimizer))
         for hook in self.hooks:
-            hook.note([optimizer])
+            hook.note(optimizer)
         return super().setup_optimizer(optimizer)
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:

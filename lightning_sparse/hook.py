@@ -1,7 +1,7 @@
 """The engine put on a DistributedDataParallel: what the strategies share, and plain PyTorch can use."""
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -202,8 +202,7 @@ class SparseHook:
     def _join_hook(self, **options: Any) -> JoinHook:
         """Return DDP's own hook; asked for on every rank by ``ddp.join()``, before its first message.
 
-        In a step that a joined rank shadows, DDP hands our hook zeros there, so what that rank has not sent goes on
-        travelling, and the mean is over all ranks as ever.
+        In a step that a joined rank shadows, DDP hands our hook zeros there: what it has not sent is sent all the same.
         """
         check_join(self.exchange, self.layer_fusion is not None, options)
         ddp = self._ddp()
@@ -235,10 +234,9 @@ class SparseHook:
         """
         self.exchange.show_average()
 
-    def note(self, optimizers: Iterable[Optimizer]) -> None:
-        """Have :meth:`state_dict` and :meth:`load_state_dict` know these, though they have not stepped."""
-        for optimizer in optimizers:
-            self._engines.optimizers.note(optimizer)
+    def note(self, optimizer: Optimizer) -> None:
+        """Have :meth:`state_dict` and :meth:`load_state_dict` know it before it has stepped."""
+        self._engines.optimizers.note(optimizer)
 
     def state_dict(self, residuals: str = "per_rank", optimizers: Sequence[Optimizer] = ()) -> dict[str, Any]:
         """Return what the ranks have not sent, as tensors, strings and integers; complete on rank 0.
@@ -260,16 +258,17 @@ class SparseHook:
     def saved(self, residuals: str, optimizers: Sequence[Optimizer] = ()) -> dict[str, Any]:
         """As :meth:`state_dict`, at any time: parameters stay as they are, and a step that is open stays open."""
         plan = self._engines.state()
-        self.exchange.compare()
         parts = self._parts(optimizers)
         with self._groups.leaders() as leaders:
             return checkpoint.gather(self.exchange, residuals, leaders, self.compressor, plan, parts).to_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any] | None, optimizers: Sequence[Optimizer] = ()) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any] | None, optimizers: Sequence[Optimizer] = (), is_loaded: bool = False
+    ) -> None:
         """Set what this rank has not sent from what :meth:`state_dict` returned on rank 0; None sets it to zero.
 
         To be called with the same on every rank; with ``local_steps`` with all ``optimizers``, which then have their
-        states from rank 0 already.
+        states from rank 0 already.  ``is_loaded``: so has the model; what it holds, if it is anything else, was set.
 
         Raises:
             ValueError: on every rank, if one of them finds it damaged; each reads what it goes on with, and no more.
@@ -278,11 +277,11 @@ class SparseHook:
         saved = checkpoint.read(state, self.exchange, self._ranks)
         if saved is not None:
             self._engines.resume(saved.plan, saved.steps)
-        checkpoint.restore(self.exchange, saved, self.compressor, self._parts(optimizers))
+        checkpoint.restore(self.exchange, saved, self.compressor, self._parts(optimizers, is_loaded))
 
-    def _parts(self, optimizers: Sequence[Optimizer]) -> checkpoint.Parts:
+    def _parts(self, optimizers: Sequence[Optimizer], is_loaded: bool = False) -> checkpoint.Parts:
         known = in_order(optimizers or self._engines.optimizers.seen, self._engines.parameters)
-        return checkpoint.Parts(known, self._scaler, self._module)
+        return checkpoint.Parts(known, self._scaler, self._module, is_loaded)
 
     def close(self) -> None:
         """End the issuing threads and process groups.  ``ddp`` cannot be trained any more.  What is unsent is kept.

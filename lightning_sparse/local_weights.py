@@ -81,10 +81,7 @@ class ShowsAverage(_Base):
     def show_average(self) -> None:
         """Have the parameters hold the average until the next forward that trains."""
         if self.exchange is not None:
-            if settles := not self._is_broken():
-                self.exchange.settle()
-                self.exchange.compare()
-            self.exchange.show_average(settles)
+            self.exchange.show_average(settle=not self._is_broken())
 
     def _is_broken(self) -> bool:
         """Whether other ranks may be gone, so that a message might wait for them."""
@@ -103,7 +100,7 @@ class ShowsAverage(_Base):
 
 
 class BeforeCallbacks(Callback):
-    """Shows the average before other callbacks do what they do when an epoch or a training has ended.
+    """Shows the average before other callbacks do what they do at an evaluation, or at the end of an epoch or training.
 
     So what they set, such as the best weights, is set on the average, and stays.  It stands before all others.
     Callbacks that average weights over time see the average after every batch.
@@ -118,12 +115,17 @@ class BeforeCallbacks(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show the average."""
-        self.on_train_end(trainer, pl_module)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show the average."""
         if isinstance(trainer.strategy, ShowsAverage):
             trainer.strategy.show_average()
+
+    on_sanity_check_start = on_validation_start = on_test_start = on_predict_start = on_train_epoch_end
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Show the average, also of what has changed since ranks looked at it."""
+        strategy = trainer.strategy
+        if isinstance(strategy, ShowsAverage) and strategy.exchange is not None and not strategy._is_broken():
+            strategy.exchange.compared()
+        self.on_train_epoch_end(trainer, pl_module)
 
 
 class _Called(nn.Module):

@@ -208,7 +208,7 @@ class SparseMixin(ShowsAverage, _Base):
         """Restore optimizers, and what the ranks had not sent.  Called for fit only, once DDP exists."""
         super().load_optimizer_state_dict(checkpoint)
         if self.hook is not None:
-            self.hook.load_state_dict(checkpoint.get(KEY), self.optimizers)
+            self.hook.load_state_dict(checkpoint.get(KEY), self.optimizers, is_loaded=True)
 
     # - Lightning's manners
 

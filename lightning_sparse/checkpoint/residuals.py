@@ -36,11 +36,13 @@ class Parts:
         optimizers: whose states do.
         scaler: of the loss, which each rank scales by itself, if there is one.
         module: that is trained, some of whose buffers do.
+        is_loaded: its weights are from the checkpoint already, where one is read.
     """
 
     optimizers: Sequence[Optimizer]
     scaler: "torch.amp.GradScaler | None"
     module: nn.Module
+    is_loaded: bool
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -48,11 +50,14 @@ class Parts:
         named = chain(self.module.named_parameters(), self.module.named_buffers())
         return {name.replace("_orig_mod.", ""): x for name, x in named}
 
-    @property
-    def buffers(self) -> dict[str, Tensor]:
-        """The buffers that a checkpoint keeps and local steps do not average, by name: of whole numbers."""
+    def others(self, exchange: LocalExchange) -> dict[str, Tensor]:
+        """What a checkpoint keeps and ``exchange`` does not average, by name.
+
+        Buffers of whole numbers, and what no optimizer trains, as long as ranks have not seen it change.
+        """
         kept = self.module.state_dict(keep_vars=True)
-        return {name: x for name, x in self.module.named_buffers() if name in kept and not x.is_floating_point()}
+        whole = {name: x for name, x in self.module.named_buffers() if name in kept and not x.is_floating_point()}
+        return whole | {name: find() for name, find in exchange.untrained.watched.items()}
 
 
 def gather(
@@ -112,6 +117,8 @@ def _local(
         ],
     }
     held = exchange.weights.named(Replica.tensors)
+    kept["sums"] = {name: checksum(x.to(held[name].dtype)).cpu() for name, x in exchange.averages.items()}
+    kept["seen"] = {name: x.cpu() for name, x in exchange.untrained.seen.items()}
     if exact := {name: x.cpu() for name, x in exchange.averages.items() if held[name].dtype in HALVES}:
         kept["averages"] = exact
     if rows is None:
@@ -120,8 +127,9 @@ def _local(
         kept["sampled"] = rows(exchange.lr_factor.sampled)
     if parts.scaler is not None and (state := parts.scaler.state_dict()):
         kept["scaler"] = rows(torch.tensor([state[key] for key in SCALER], dtype=torch.float64))
-    if different := _different(parts.buffers, ranks, exchange.device):
-        kept["buffers"] = {name: rows(parts.buffers[name]) for name in different}
+    others = parts.others(exchange)
+    if different := _different(others, ranks, exchange.device):
+        kept["buffers"] = {name: rows(others[name]) for name in different}
     return kept
 
 
@@ -179,7 +187,7 @@ def restore(exchange: Exchange, state: State | None, compressor: Compressor, par
         _start_from_mean(state, parts)
     state = _of_this_kind(state, isinstance(exchange, LocalExchange))
     if isinstance(exchange, LocalExchange) and state is not None:
-        exchange.adopt(state.unsent)
+        exchange.adopt([group["names"] for group in state.groups] or [list(state.unsent)])
     lost = [] if state is None else list(_differences(state, exchange.size, compressor))
     saved = [] if state is None else _groups(state, exchange, memories=not lost)
     new = list(zip(exchange.groups, exchange.compressors, strict=True))
@@ -198,7 +206,7 @@ def _restore_local(
 ) -> None:
     """Go on with local steps, each group's ``unsent`` being this rank's own weights; from nothing if ``state`` is."""
     if state is None:
-        exchange.unpack(None, (), {})
+        exchange.unpack(None, (), {}, late=False)
         return
     if len(state.optimizers) > len(parts.optimizers):
         raise ValueError(
@@ -211,8 +219,13 @@ def _restore_local(
         for name, shape in zip(group.names, group.shapes, strict=True)
         if (name, shape) in shapes
     }
-    averages = {name: x.to(exchange.device) for name, x in state.local.get("averages", {}).items()}
-    exchange.unpack(state.steps, own, averages)
+    own -= {name for name in own if parts.is_loaded and _is_set(name, parts.tensors, state)}
+    late = not parts.is_loaded and any(_is_set(name, parts.tensors, state) for name in own)
+    averages = {name: x.to(exchange.device) for name, x in state.local.get("averages", {}).items() if name in own}
+    exchange.unpack(state.steps, own, averages, late)
+    exchange.untrained.seen.update(
+        {name: x for name, x in state.local.get("seen", {}).items() if name in exchange.untrained.watched}
+    )
     rows = state.rows_of(exchange.rank, exchange.size)
     for optimizer, tensors in zip(parts.optimizers, state.optimizers, strict=False):
         set_tensors(optimizer, {key: mean_used(x, rows) for key, x in tensors.items()})
@@ -222,7 +235,7 @@ def _restore_local(
         state.local["squares"], None if sampled is None else sampled[exchange.rank].clone(), exchange.size
     )
     if same_ranks:
-        _restore_parts(state.local, exchange.rank, parts)
+        _restore_parts(state.local, exchange, parts)
 
 
 @torch.no_grad()
@@ -237,13 +250,21 @@ def _start_from_mean(state: State, parts: Parts) -> None:
         set_tensors(optimizer, {key: mean_used(x, rows) for key, x in tensors.items()})
 
 
-def _restore_parts(local: Mapping[str, Any], rank: int, parts: Parts) -> None:
+def _is_set(name: str, tensors: Mapping[str, Tensor], state: State) -> bool:
+    """Whether a tensor holds anything else than the average that was saved beside ``state``."""
+    saved = state.local.get("sums", {}).get(name)
+    return saved is not None and name in tensors and bool(checksum(tensors[name]).cpu() != saved)
+
+
+@torch.no_grad()
+def _restore_parts(local: Mapping[str, Any], exchange: LocalExchange, parts: Parts) -> None:
+    rank, others = exchange.rank, parts.others(exchange)
     if parts.scaler is not None and "scaler" in local and (now := parts.scaler.state_dict()):
         scale, growth = local["scaler"][rank].tolist()
         parts.scaler.load_state_dict(now | dict(zip(SCALER, (scale, int(growth)), strict=True)))
     for name, every in local.get("buffers", {}).items():
-        if name in parts.buffers and parts.buffers[name].shape == every.shape[1:]:
-            parts.buffers[name].copy_(every[rank])
+        if name in others and others[name].shape == every.shape[1:]:
+            others[name].copy_(every[rank])
 
 
 def _of_this_kind(state: State | None, local: bool) -> State | None:

@@ -37,7 +37,7 @@ def _is_local(value: object) -> bool:
         return value == {}
     states = value.get("optimizers")
     single = {"squares": value.get("squares")} | {key: value[key] for key in ("sampled", "scaler") if key in value}
-    named = [value.get("averages", {}), value.get("buffers", {})]
+    named = [value.get(key, {}) for key in ("averages", "buffers", "sums", "seen")]
     return is_list(states) and all(map(_is_tensors, [*states, *named])) and _is_tensors(single)
 
 

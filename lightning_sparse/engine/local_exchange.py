@@ -1,6 +1,6 @@
 """Averages what the ranks' optimizers did, a fragment of the weights at a time."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -61,7 +61,8 @@ class LocalExchange(Exchange):
         self.weights = Weights([Replica(group, c, fragment, settings) for (group, c), fragment in of])
         self.lr_factor = LrFactor(self.groups)
         self._phases = Phases()
-        self._comparison = Comparison(Untrained(untrained or {}), self.device)
+        self.untrained = Untrained(untrained or {})  # and not averaged so far
+        self._comparison = Comparison(self.untrained, self.device)
         self._compressor = compressor or Exact()
         self._warmup_steps = warmup_steps
         self._exchanged = 0  # the last step after which groups were taken up
@@ -90,7 +91,7 @@ class LocalExchange(Exchange):
         if not half_made:
             self.settle()
             self._hide()
-            self._comparison.untrained.begin()
+            self.untrained.begin()
         self._phases.begin_forward(half_made)
         if not half_made and self.settings.overlaps and self._exchanged < self.steps:
             self._send()
@@ -207,13 +208,14 @@ class LocalExchange(Exchange):
             replica.average.copy_(self.ask(lambda comm, own=own: comm.all_reduce(own)) / self.size)  # type: ignore[misc]
             self.weights.add(replica)
 
-    def adopt(self, names: Collection[str]) -> None:
-        """Average those among ``names`` that no optimizer trains, starting from what they are on every rank."""
-        for replica in self._replicas_of(names):
-            self.weights.add(replica)
+    def adopt(self, groups: Iterable[Collection[str]]) -> None:
+        """Average what no optimizer trains of each of ``groups``, starting from what it is on every rank."""
+        for names in groups:
+            for replica in self._replicas_of(names):
+                self.weights.add(replica)
 
     def _replicas_of(self, names: Collection[str]) -> list[Replica]:
-        found = self._comparison.untrained.take(names)
+        found = self.untrained.take(names)
         made = replicas_of(found, self._compressor, self.settings, self.weights.replicas)
         self.lay_out([(each.group, each.compressor) for each in (*self.weights.replicas, *made)])
         return made
@@ -224,11 +226,11 @@ class LocalExchange(Exchange):
         """Yield each group, this rank's own weights x_r [n] in it, and what is remembered of it."""
         return self.weights.rows()
 
-    def unpack(self, steps: int | None, names: Collection[str], averages: Mapping[str, Tensor]) -> None:
+    def unpack(self, steps: int | None, names: Collection[str], averages: Mapping[str, Tensor], late: bool) -> None:
         """Go on after ``steps`` (None: from nothing), with own weights as :meth:`Weights.restore` takes them."""
         self._flight.wait()
         self._flight, self._comparison.under_way = Flight(self._lanes, self._stream), None
-        self.weights.restore(names if steps is not None else (), averages)
+        self.weights.restore(names if steps is not None else (), averages, late)
         self._phases.restart()
         if steps is not None:
             self.steps, self._exchanged = steps, max(steps - 1, 0)

@@ -31,23 +31,23 @@ class Untrained:
 
     def __init__(self, found: Mapping[str, Find]) -> None:
         self.watched = dict(found)
-        self._seen: dict[str, Tensor] = {}  # checksums before the first step
+        self.seen: dict[str, Tensor] = {}  # checksums before the first step
 
     def begin(self) -> None:
         """Note what they are before the first step; also of those that came to be watched since."""
         for name, find in self.watched.items():
-            if name not in self._seen:
-                self._seen[name] = checksum(find())
+            if name not in self.seen:
+                self.seen[name] = checksum(find())
 
     def changed(self) -> Tensor:
         """Whether each has changed on this rank since the first step, in the order of ``watched``: [k] uint8."""
-        changes = [not torch.equal(checksum(find()), self._seen[name]) for name, find in self.watched.items()]
+        changes = [not torch.equal(checksum(find()), self.seen[name]) for name, find in self.watched.items()]
         return torch.tensor(changes, dtype=torch.uint8)
 
     def take(self, names: Collection[str]) -> dict[str, Find]:
         """Watch those of ``names`` no longer: they are averaged from now on; returns how to find each."""
         for name in names:
-            self._seen.pop(name, None)
+            self.seen.pop(name, None)
         return {name: self.watched.pop(name) for name in list(self.watched) if name in names}
 
 

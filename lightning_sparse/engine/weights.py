@@ -30,7 +30,7 @@ class Weights:
         # While the average is shown, of each parameter this rank's own weights; None where they are the average.
         self._held: list[list[Tensor | None]] | None = [[None] * len(each.group.names) for each in self.replicas]
         self.set_by_others = False
-        self._resumed = False  # what is held is from a checkpoint, whose average may not be in the parameters yet
+        self._late = False  # what is held is from a checkpoint, whose average is not in the parameters yet
 
     @property
     def shown(self) -> bool:
@@ -56,7 +56,7 @@ class Weights:
             for p, own in zip(replica.tensors(), held, strict=True):
                 if own is not None:
                     p.copy_(own)
-        self._held, self._resumed = None, False
+        self._held, self._late = None, False
 
     @torch.no_grad()
     def take_over(self) -> None:
@@ -67,9 +67,9 @@ class Weights:
     def _take_over(self, replica: Replica, held: list[Tensor | None]) -> None:
         for place, (p, average) in enumerate(zip(replica.tensors(), replica.averages(), strict=True)):
             if not torch.equal(_bits(p), _bits(average.to(p.dtype))):  # whoever changed it, and how
-                replica.start_from(place, p, keep_rounding=self._resumed)
-                held[place] = held[place] if self._resumed else None
-                self.set_by_others = not self._resumed or self.set_by_others
+                replica.start_from(place, p, keep_rounding=self._late)
+                held[place] = held[place] if self._late else None
+                self.set_by_others = not self._late or self.set_by_others
 
     def own(self, replica: Replica) -> list[Tensor]:
         """This rank's own weights of each parameter."""
@@ -116,14 +116,15 @@ class Weights:
         for replica in self.replicas:
             yield replica.group, *replica.saved(self.own(replica))
 
-    def restore(self, names: Collection[str], averages: Mapping[str, Tensor]) -> None:
+    def restore(self, names: Collection[str], averages: Mapping[str, Tensor], late: bool) -> None:
         """Hold this rank's own weights, which lie in ``unsent``, while the parameters hold x̄, or will.
 
         Args:
             names: of parameters whose own weights are there; nothing is owed of others.
             averages: x̄ of those that the parameters cannot hold exactly, in half precision.
+            late: x̄ is not in the parameters yet; else what they hold later, if it is anything else, is set by others.
         """
-        self._held, self._resumed = [self._restored(replica, names, averages) for replica in self.replicas], True
+        self._held, self._late = [self._restored(replica, names, averages) for replica in self.replicas], late
 
     @staticmethod
     def _restored(replica: Replica, names: Collection[str], averages: Mapping[str, Tensor]) -> list[Tensor | None]:

@@ -439,3 +439,90 @@ def _log(rank: int, size: int, path: Path) -> Any:
         run.fit(small(optimizer="adam"), data(24, size))
         found.append(logged.found)
     return found
+
+
+# - what stands between a file and the first step
+
+
+class SetsAtStart(L.Callback):
+    """Sets a weight on every rank before the first forward."""
+
+    def on_train_start(self, run: L.Trainer, module: L.LightningModule) -> None:
+        next(module.parameters()).data.fill_(0.25)
+
+
+class LooksAtStart(L.Callback):
+    """Notes weights when a validation starts, before the strategy hears of it."""
+
+    def __init__(self) -> None:
+        self.found: list[Tensor] = []
+
+    def on_validation_start(self, run: L.Trainer, module: L.LightningModule) -> None:
+        self.found.append(weights(module))
+
+
+class Target(Small):
+    """With a target network that is copied after 5 steps, 15, 25, ..."""
+
+    def __init__(self) -> None:
+        super().__init__("adam")
+        self.target = small(seed=1).net.requires_grad_(False)
+        self.other = small(seed=2).net.requires_grad_(False)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        if self.global_step % 10 == 5:
+            self.target.load_state_dict(self.net.state_dict())
+        if self.global_step >= 12:
+            self.other.load_state_dict(self.target.state_dict())
+        drawn = self.target(batch[0]).softmax(-1) + self.other(batch[0]).softmax(-1)
+        return super().training_step(batch, index) + (self.net(batch[0]) - drawn).square().mean()
+
+
+def test_weights_set_before_the_first_step_stay_and_validations_start_with_the_average(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    first, second = ranks.run(_start, 2, tmp_path)
+    for (name, own), (_, theirs) in zip(first[0], second[0], strict=True):
+        assert (own == 0.25).all(), name
+        assert torch.equal(own, theirs), name
+    assert torch.equal(first[1], second[1])
+
+
+def _start(rank: int, size: int, path: Path) -> Any:
+    torch.manual_seed(0)
+    first = trainer(local(), size, max_steps=7)
+    first.fit(model := small(), data(7, size))
+    first.save_checkpoint(path / "file.ckpt")
+    found = []
+    for name, start in (("resumed", path / "file.ckpt"), ("a second fit", None)):
+        run, trained = (trainer(local(), size, max_steps=8), small()) if start else (first, model)
+        run.fit_loop.epoch_loop.max_steps = 8
+        trained.configure_optimizers = lambda trained=trained: torch.optim.SGD(trained.parameters(), lr=0.0)  # type: ignore[method-assign,misc]
+        run.callbacks.append(SetsAtStart())  # type: ignore[attr-defined]
+        run.fit(trained, data(7, size), ckpt_path=start)
+        found.append((name, next(trained.parameters()).detach().clone()))
+    looks = LooksAtStart()
+    run = trainer(local(), size, max_epochs=1, val_check_interval=2, callbacks=[looks], num_sanity_val_steps=0)
+    run.fit(Physics(), data(6, size), data(1, size, seed=1))
+    return found, torch.cat(looks.found)
+
+
+def test_a_save_does_not_change_when_a_target_network_is_averaged(ranks: Ranks, tmp_path: Path) -> None:
+    for found in ranks.run(_aim, 2, tmp_path):
+        for name, own in found.items():
+            assert torch.equal(own, found["plain"]), name
+
+
+def _aim(rank: int, size: int, path: Path) -> dict[str, Tensor]:
+    found, each = {}, [ModelCheckpoint(path / str(at), filename="at", every_n_train_steps=at) for at in (7, 14)]
+    for name, start, callbacks in (
+        ("plain", None, []), ("saved at 7", None, [each[0]]), ("saved at 14", None, [each[1]]),
+        ("resumed at 7", path / "7" / "at.ckpt", []), ("resumed at 14", path / "14" / "at.ckpt", []),
+    ):  # fmt: skip
+        torch.manual_seed(0)
+        run = trainer(
+            local(), size, max_steps=21, callbacks=callbacks, enable_checkpointing=bool(callbacks), check_every=0
+        )
+        run.fit(Target(), data(7, size), ckpt_path=start)
+        found[name] = all_of(run)
+    return found
