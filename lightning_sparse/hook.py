@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.checkpoint import residuals as checkpoint
 from lightning_sparse.checkpoint.optimizers import in_order
+from lightning_sparse.checkpoint.parts import Parts
 from lightning_sparse.checkpoint.state import RESIDUALS
 from lightning_sparse.checks import check_one_of
 from lightning_sparse.compressors import Compressor
@@ -205,9 +206,7 @@ class SparseHook:
         In a step that a joined rank shadows, DDP hands our hook zeros there: what it has not sent is sent all the same.
         """
         check_join(self.exchange, self.layer_fusion is not None, options)
-        ddp = self._ddp()
-        assert ddp is not None  # it called
-        ordinary: JoinHook = DistributedDataParallel.join_hook(ddp, **options)
+        ordinary: JoinHook = DistributedDataParallel.join_hook(self._ddp(), **options)  # type: ignore[arg-type]  # it called
         return ordinary
 
     def _warn_if_nothing_is_saved(self) -> None:
@@ -279,9 +278,9 @@ class SparseHook:
             self._engines.resume(saved.plan, saved.steps)
         checkpoint.restore(self.exchange, saved, self.compressor, self._parts(optimizers, is_loaded))
 
-    def _parts(self, optimizers: Sequence[Optimizer], is_loaded: bool = False) -> checkpoint.Parts:
+    def _parts(self, optimizers: Sequence[Optimizer], is_loaded: bool = False) -> Parts:
         known = in_order(optimizers or self._engines.optimizers.seen, self._engines.parameters)
-        return checkpoint.Parts(known, self._scaler, self._module, is_loaded)
+        return Parts(known, self._scaler, self._module, is_loaded)
 
     def close(self) -> None:
         """End the issuing threads and process groups.  ``ddp`` cannot be trained any more.  What is unsent is kept.
