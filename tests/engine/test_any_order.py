@@ -55,17 +55,20 @@ class Setup:
     local: ls.LocalSteps | None = None
     optimizer: str = "sgd"
     teacher: bool = False
+    dtype: torch.dtype = torch.float32
     candidates: tuple[Candidate, ...] = ()
 
     @property
     def exact(self) -> bool:
         ways = [Candidate(self.compressor, self.wire), *self.candidates]
-        return all(isinstance(each.compressor, ls.Dense) and each.wire_dtype == "float32" for each in ways)
+        dense = all(isinstance(each.compressor, ls.Dense) and each.wire_dtype == "float32" for each in ways)
+        return dense and self.dtype == torch.float32 and (self.local is None or self.local.lr_factor == "off")
 
     @property
-    def outer(self) -> bool:
-        """Whether x̄ moves by more or less than the mean."""
-        return self.local is not None and (self.local.outer_rate, self.local.outer_momentum) != (1.0, 0.0)
+    def loses_nothing(self) -> bool:
+        """Whether weights move by what optimizers do: not by outer steps, nor by what half precision cannot hold."""
+        outer = (self.local.outer_rate, self.local.outer_momentum) if self.local else (1.0, 0.0)
+        return outer == (1.0, 0.0) and self.dtype == torch.float32
 
     def options(self) -> Options:
         if self.candidates:
@@ -91,6 +94,8 @@ SETUPS = {
     "local steps, int4": Setup(wire="int4", local=THIRD, teacher=True),
     "local steps, sign": Setup(size=3, wire="sign", local=HALF, optimizer="adamw"),
     "local steps, micro": Setup(MICRO, 2, "int4", replace(HALF, outer_momentum=0.5), "adamw"),
+    "half precision": Setup(dtype=torch.bfloat16, local=HALF, optimizer="adamw", teacher=True),
+    "the learning rate's factor": Setup(local=replace(HALF, lr_factor="measured"), optimizer="adamw"),
     "changes": Setup(candidates=(Candidate(ls.Dense(), "float32", 1), Candidate(ls.Dense(), "float32", 2))),
     "changes of three ranks": Setup(
         size=3, optimizer="adamw", teacher=True,
@@ -117,7 +122,7 @@ class Training:
     """One rank's."""
 
     def __init__(self, setup: Setup, group: ThreadGroup, frozen: bool) -> None:
-        self.setup, self.group, self.model = setup, group, Tiny(setup.teacher)
+        self.setup, self.group, self.model = setup, group, Tiny(setup.teacher).to(setup.dtype)
         self.model.second.requires_grad_(not frozen)
         self.optimizer = optimizer_of(setup.optimizer, self.model)
         self.begin_fit()
@@ -162,7 +167,7 @@ class Training:
 
     def forward(self, number: int, sync: bool) -> Tensor:
         with nullcontext() if sync else self.ddp.no_sync():
-            loss: Tensor = self.ddp.train()(batch(self.group.rank, number))
+            loss: Tensor = self.ddp.train()(batch(self.group.rank, number).to(self.setup.dtype))
             return loss
 
     def step(self, steps: bool) -> Weights:
@@ -182,6 +187,10 @@ class Training:
         after = self.own()
         return {name: after[name].double() - x.double() for name, x in before.items() if x.isfinite().all()}
 
+    def watch(self, number: int) -> None:
+        with torch.no_grad():
+            self.forward(number, sync=True)
+
     def whole_step(self, number: int) -> None:
         self.forward(number, sync=True).backward()
         self.step(True)
@@ -189,7 +198,7 @@ class Training:
     def evaluate(self, gradients: bool) -> Tensor:
         """The loss of a batch that is the same on every rank."""
         with torch.set_grad_enabled(gradients):
-            loss: Tensor = self.ddp.eval()(batch(0, 0))
+            loss: Tensor = self.ddp.eval()(batch(0, 0).to(self.setup.dtype))
             return loss
 
     def held(self) -> Weights:
@@ -211,12 +220,22 @@ class Training:
         unsent = self.hook.state_dict(optimizers=[self.optimizer])
         return deepcopy({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "unsent": unsent})
 
-    def load(self, file: Mapping[str, Any]) -> None:
-        """Go on from the first rank's checkpoint, in the order in which Lightning does."""
+    def file_as_it_is(self) -> dict[str, Any]:
+        """A checkpoint that is written while a step goes on: the model is the average."""
+        unsent = self.hook.saved("per_rank", [self.optimizer])
+        averages = {name: x.to(self.held()[name].dtype) for name, x in self.exchange.averages.items()}
+        model, optimizer = self.model.state_dict() | averages, self.optimizer.state_dict()
+        return deepcopy({"model": model, "optimizer": optimizer, "unsent": unsent})
+
+    def load(self, file: Mapping[str, Any], model_first: bool) -> None:
+        """Go on from the first rank's checkpoint, with the model first as Lightning does, or last."""
         file = deepcopy(dict(file))
-        self.model.load_state_dict(file["model"])
         self.optimizer.load_state_dict(file["optimizer"])
-        self.hook.load_state_dict(file["unsent"], optimizers=[self.optimizer])
+        if model_first:
+            self.model.load_state_dict(file["model"])
+        self.hook.load_state_dict(file["unsent"], [self.optimizer], is_loaded=model_first)
+        if not model_first:
+            self.model.load_state_dict(file["model"])
 
 
 @dataclass(frozen=True)
@@ -255,18 +274,23 @@ def copied(weights: Mapping[str, Tensor]) -> Weights:
 
 def assert_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor], what: str) -> None:
     assert one.keys() == other.keys(), f"{what}: {sorted(one)} and {sorted(other)}"
-    different = [name for name, x in one.items() if not same_bits(x, other[name])]
+    different = [name for name, x in one.items() if not same_bits(x.reshape(-1), other[name].reshape(-1))]
     assert not different, f"{what}: {', '.join(different)} differ, by {[gap(one[n], other[n]) for n in different]}"
 
 
 def assert_unchanged(one: Seen, other: Seen, what: str) -> None:
-    """What of a training must survive a checkpoint and a second fit."""
-    assert_same(without_mask(one.averages), without_mask(other.averages), f"x̄ {what}")
-    assert_same(without_mask(one.own), without_mask(other.own), f"own weights {what}")
-    kept = one.unsent.keys() & other.unsent.keys()  # not of what is frozen, or trained anew
-    assert_same(*({name: each.unsent[name] for name in kept} for each in (one, other)), f"what is unsent {what}")
-    held = {name: x for name, x in one.held.items() if name in one.averages or name in one.unsent}
-    assert_same(held, {name: other.held[name] for name in held}, f"what parameters hold {what}")
+    """What of a training must survive a checkpoint and a second fit, in which more may be averaged."""
+    assert_kept(one.averages, other.averages, f"x̄ {what}")
+    assert_kept(one.own, other.own, f"own weights {what}")
+    trained = one.unsent.keys() & other.unsent.keys()
+    assert_kept({name: one.unsent[name] for name in trained}, other.unsent, f"what is unsent {what}")
+    shown = {name: x for name, x in one.held.items() if name in one.averages or name in one.unsent}
+    assert_kept(shown, other.held, f"what parameters hold {what}")
+
+
+def assert_kept(one: Mapping[str, Tensor], other: Mapping[str, Tensor], what: str) -> None:
+    assert one.keys() <= other.keys(), f"{what}: {sorted(one)} and {sorted(other)}"
+    assert_same(one, {name: other[name] for name in one}, what)
 
 
 def assert_same_file(one: Any, other: Any) -> None:
@@ -335,7 +359,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.number = 0  # of forwards
         self.losses: list[Tensor] | None = None
         self.plain_losses: list[Tensor] = []
-        self.resumed = False  # what each rank owes is from elsewhere, and no forward has trained since
+        self.resumed = False  # from a checkpoint whose model may be loaded later
         self.unsynced = False  # gradients that differ between ranks
         self.pending = False  # gradients that no optimizer has taken yet
         self.file: tuple[dict[str, Any], File, list[Seen]] | None = None
@@ -367,6 +391,8 @@ class AnyOrder(RuleBasedStateMachine):
         return isinstance(self.trainings[0].hook.exchange, LocalExchange)
 
     def fragments(self) -> dict[str, int]:
+        if not self.is_local:
+            return {}
         replicas = self.trainings[0].exchange.weights.replicas
         return {name: replica.fragment for replica in replicas for name in replica.group.names}
 
@@ -377,11 +403,13 @@ class AnyOrder(RuleBasedStateMachine):
         self.losses = None
         self.seen = self.account = self.look()
         self.updates: Weights = {}  # of all ranks' weights
+        self.plain.turns = self.fragments()
 
     def holds(self) -> None:
         self.ran["rules"] += 1
         before, self.seen = self.seen, self.look()
         self.resumed = self.resumed and all(self.plain.shown)
+        self.plain.turns = self.fragments()
         self.check_replicas()
         self.check_what_is_shown()
         self.check_what_is_not_finite()
@@ -404,7 +432,7 @@ class AnyOrder(RuleBasedStateMachine):
     def check_what_is_shown(self) -> None:
         for seen, shown in zip(self.seen if self.is_local else [], self.plain.shown, strict=False):
             assert (seen.phase is Phase.SHOWN) == shown, f"{seen.phase}, though {shown=}"
-            expected = seen.averages if shown else seen.own
+            expected = {name: x.to(seen.held[name].dtype) for name, x in (seen.averages if shown else seen.own).items()}
             assert_same({name: seen.held[name] for name in expected}, expected, f"what parameters hold, with {shown=}")
 
     def check_what_is_not_finite(self) -> None:
@@ -415,7 +443,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     def check_law(self) -> None:
         """What was handed in and is not unsent was handed out; with local steps, weights moved by the updates."""
-        for name in self.trained(self.seen[0].own) if self.is_local and not self.setup.outer else ():
+        for name in self.trained(self.seen[0].own) if self.is_local and self.setup.loses_nothing else ():
             lost = self.total("own", name) - self.updates.get(name, torch.zeros(()))
             assert float(lost.abs().max()) < NEAR, f"{name}: {float(lost.abs().max())} of updates is lost"
         for name in self.seen[0].unsent:
@@ -491,11 +519,12 @@ class AnyOrder(RuleBasedStateMachine):
         for name, x in update.items():
             self.updates[name] = self.updates.get(name, torch.zeros(())) + x
 
-    @may()
-    def whole_step(self) -> None:
-        self._forward(sync=True)
-        self.backward()
-        self.optimizer_step()
+    @may(steps=st.sampled_from([1, 1, 2, 11]))
+    def train(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            self.forward()
+            self.backward()
+            self.optimizer_step()
 
     @may()
     def interrupted_forward(self) -> None:
@@ -525,6 +554,14 @@ class AnyOrder(RuleBasedStateMachine):
 
     # - evaluation
 
+    @may(lambda self: not any(self.plain.shown))
+    def watch_statistics(self) -> None:
+        """A forward in training mode without gradients; those of a training that is shown would differ by rank."""
+        self.number += 1
+        self.everywhere(lambda training: training.watch(self.number))
+        self.plain.watch(self.number)
+        self.losses = None  # which needs statistics as they were
+
     @may()
     def validate(self) -> None:
         self._evaluate(gradients=False)
@@ -543,15 +580,25 @@ class AnyOrder(RuleBasedStateMachine):
 
     @may(takes_local_steps)
     def backward_through_the_average(self) -> None:
+        losses = self.everywhere(lambda training: training.evaluate(gradients=True))
+        self.plain.evaluate(gradients=True)
+        self._cannot_go_back(losses, "average")
+
+    @may(lambda self: self.losses is not None and self.is_local)
+    def backward_after_the_average_was_shown(self) -> None:
+        losses = self.losses
+        assert losses is not None
+        self.show_average()
+        self._cannot_go_back(losses, "average|modified by an inplace operation")
+
+    def _cannot_go_back(self, losses: list[Tensor], why: str) -> None:
         def backward(training: Training) -> None:
-            loss = training.evaluate(gradients=True)
-            with pytest.raises(RuntimeError, match="average"):
-                loss.backward()
+            with pytest.raises(RuntimeError, match=why):
+                losses[training.group.rank].backward()
             training.ddp.forget_backward()
             training.optimizer.zero_grad()
 
         self.everywhere(backward)
-        self.plain.evaluate(gradients=True)
         self.plain.forget_gradients()
         self.losses, self.pending, self.unsynced = None, False, False
 
@@ -600,63 +647,78 @@ class AnyOrder(RuleBasedStateMachine):
             assert_unchanged(one, other, "before and after a checkpoint was written")
         assert_same_file(written[0], again[0])
         for name, x in seen[0].averages.items():
-            assert same_bits(written[0]["model"][name], x), f"{name} in the file is not x̄"
+            kept = written[0]["model"][name]
+            assert same_bits(kept, x.to(kept.dtype)), f"{name} in the file is not x̄"
         self.file = written[0], self.plain.save(), seen
         if self.is_local:
             self.losses = None
 
-    @may(lambda self: self.file is not None)
-    def load(self) -> None:
-        self._load()
+    @may(takes_local_steps)
+    def save_within_a_step(self) -> None:
+        """As a callback does between a backward and the optimizer's step; the step goes on."""
+        before = self.look()
+        written = self.everywhere(Training.file_as_it_is)
+        seen = self.look()
+        for one, other in zip(before, seen, strict=True):
+            assert_unchanged(one, other, what := "before and after a checkpoint was written within a step")
+            assert_same(one.held, other.held, f"what the model holds {what}")
+        self.file = written[0], self.plain.save(show=False), seen
 
-    @may(lambda self: self.file is not None)
-    def load_into_a_fresh_training(self) -> None:
+    @may(lambda self: self.file is not None, model_first=st.booleans())
+    def load(self, model_first: bool) -> None:
+        self._load(model_first)
+
+    @may(lambda self: self.file is not None, model_first=st.booleans())
+    def load_into_a_fresh_training(self, model_first: bool) -> None:
         self.everywhere(Training.close)
         self.trainings = self.fresh()
         self.plain.fresh()
         self.pending = self.unsynced = False
-        self._load()
+        self._load(model_first)
 
-    def _load(self) -> None:
+    def _load(self, model_first: bool) -> None:
         assert self.file is not None
         written, plain, saved = self.file
-        self.everywhere(lambda training: training.load(written))
-        self.plain.load(plain)
+        self.everywhere(lambda training: training.load(written, model_first))
+        self.plain.load(plain, model_first)
         self.restart()
-        self.resumed = True
+        self.resumed = not model_first
         for one, other in zip(saved, self.seen, strict=True):
-            assert_unchanged(one, other, "saved and loaded")
+            assert_unchanged(replace(one, held=other.held), other, "saved and loaded")
 
-    @may(lambda self: not self.pending and not self.plain.under_way, change=st.booleans())
+    @may(lambda self: not self.pending and not self.plain.sent, change=st.booleans())
     def resume_beside_it(self, change: bool) -> None:
         """What is resumed goes on as what was saved; then one of them goes on."""
         written = self.everywhere(Training.file)[0]
         self.plain.save()
         others = self.fresh(self.trainings[0].frozen)
-        self.ranks.everywhere(lambda rank: others[rank].load(written))
+        self.ranks.everywhere(lambda rank: others[rank].load(written, model_first=True))
         for step in range(3):
             if step:
-                self.whole_step()
+                self.train()
                 self.ranks.everywhere(lambda rank: others[rank].whole_step(self.number))
             resumed = self.ranks.everywhere(lambda rank: look_at(others[rank]))
             for one, other in zip(self.look(), resumed, strict=True):
-                assert_unchanged(one, other, f"of a training that went on for {step} steps and one that was resumed")
+                assert_unchanged(one, other, what := f"after {step} steps of what went on and of what was resumed")
+                assert one.averages.keys() == other.averages.keys(), what
+                if self.is_local:  # else buffers are sent when DDP is made
+                    assert_same(one.held, other.held, f"what the model holds {what}")
         if change:
             others, self.trainings = self.trainings, others
             self.seen = self.account = self.look()
             self.updates = {}
         self.ranks.everywhere(lambda rank: others[rank].close())
 
-    @may(frozen=st.booleans())
-    def second_fit(self, frozen: bool) -> None:
-        """With a layer frozen or not; nothing of what is unsent changes."""
-        self.everywhere(lambda training: training.hook.show_average())
-        self.plain.begin_fit(frozen)
+    @may(frozen=st.booleans(), orderly=st.booleans())
+    def second_fit(self, frozen: bool, orderly: bool) -> None:
+        """With a layer frozen or not, after a fit that ended or was interrupted; nothing of what is unsent changes."""
+        self.everywhere(lambda training: training.hook.exchange.show_average(settle=orderly))
+        self.plain.end_fit(orderly)
         before = self.look()
         self.everywhere(lambda training: training.fit_again(frozen))
+        self.plain.begin_fit(frozen)
         self.pending = self.unsynced = False
         self.restart()
-        self.resumed = True
         for one, other in zip(before, self.seen, strict=True):
             assert_unchanged(one, other, "before and after a second fit began")
 

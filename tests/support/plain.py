@@ -30,16 +30,17 @@ class Tiny(nn.Module):
     mask: Tensor
     seen: Tensor
 
-    def __init__(self, teacher: bool = False) -> None:
+    def __init__(self, teacher: bool = False, bare: bool = False) -> None:
+        """Without what no optimizer trains, but for the counter, if it is ``bare``."""
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.first = nn.utils.skip_init(nn.Linear, 4, 6, bias=False)
-        self.norm = nn.BatchNorm1d(6)
+        self.norm = nn.BatchNorm1d(6, track_running_stats=not bare)
         self.second = nn.utils.skip_init(nn.Linear, 6, 3)
         for p in (self.first.weight, self.second.weight, self.second.bias):
             nn.init.uniform_(p, -0.5, 0.5, generator)
         self.teacher = nn.Parameter(self.first.weight.detach().clone(), requires_grad=False) if teacher else None
-        self.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+        self.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1), persistent=not bare)
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.meanwhile: Callable[[], None] | None = None
         self.interrupt = False
@@ -52,7 +53,7 @@ class Tiny(nn.Module):
             self.meanwhile()
         if self.interrupt:
             raise Interrupted
-        scores = self.second(hidden).unsqueeze(1) + self.mask
+        scores = self.second(hidden).unsqueeze(1) + self.mask.to(x.dtype)
         loss: Tensor = (scores.softmax(2).transpose(1, 2) @ x[:, :3, None]).square().mean()
         if self.teacher is not None:
             if self.training and torch.is_grad_enabled():
@@ -80,6 +81,7 @@ class File:
 
     model: Mapping[str, Any]
     own: list[Weights]
+    others: list[Weights]  # that are not averaged
     optimizers: list[dict[str, Any]]
     steps: int
     local: "ls.LocalSteps | None"
@@ -105,18 +107,21 @@ class Plain:
         models: one a rank.
         kind: of optimizer.
         local: settings of local steps, if they are taken.
-        fragments: which of them each tensor has its turn with, of those that are averaged.
+        fragments: which of them each tensor has its turn with, of those that are averaged after what is done now.
+        turns: likewise before.
     """
 
     models: list[Tiny]
     kind: str
     local: "ls.LocalSteps | None"
     fragments: Callable[[], Mapping[str, int]]
+    turns: Mapping[str, int] = field(default_factory=dict)
     counted: bool = False  # a synchronised backward, since the last step was settled
     steps: int = 0
     held: list[Weights | None] = field(default_factory=list)  # by rank
     average: Weights = field(default_factory=dict)
     under_way: dict[str, UnderWay] = field(default_factory=dict)
+    sent: bool = False  # what was due after the last step, which is applied after this one
     _exchanged: int = 0
     _velocity: Weights = field(default_factory=dict)
     _sends_buffers: bool = True
@@ -129,11 +134,11 @@ class Plain:
     def begin(self, local: "ls.LocalSteps | None") -> None:
         """Start with gradients or with local steps, from weights that are the same on every rank."""
         self.local, self.counted, self._exchanged = local, False, self.steps
-        self.under_way, self._velocity, self._has_trained = {}, {}, False
+        self.under_way, self.sent, self._velocity, self._has_trained = {}, False, {}, False
         self.average, self.held = {}, [None for _ in self.models]
         if local is not None:
-            trained = [name for name, p in self.models[0].named_parameters() if p.requires_grad]
-            self.average = {name: self.tensors(0)[name].clone() for name in trained}
+            averaged = self.fragments()
+            self.average = {name: x.clone() for name, x in self.tensors(0).items() if name in averaged}
             self.held = [self._now(rank) for rank in self._ranks]
 
     @property
@@ -208,6 +213,15 @@ class Plain:
             for buffer, first in zip(model.buffers(), self.models[0].buffers(), strict=True):
                 buffer.copy_(first)
 
+    def watch(self, number: int) -> None:
+        """A forward in training mode without gradients, for statistics alone."""
+        if self.local is None:
+            self._send_buffers()
+        self._sends_buffers = False
+        with torch.no_grad():
+            for rank, model in enumerate(self.models):
+                model.train()(batch(rank, number).double())
+
     def evaluate(self, gradients: bool) -> None:
         """A forward in evaluation mode: models count what they saw."""
         self.show()
@@ -257,7 +271,8 @@ class Plain:
     def _take_up(self) -> None:
         assert self.local is not None
         self._exchanged = self.steps
-        turns = self.fragments()
+        self.sent = self.local.overlaps
+        turns = {**self.fragments(), **self.turns}
         for name in self.average:
             if name in turns and self.local.turn(turns[name], self.steps) is not None:
                 own = [self.tensors(rank)[name].clone() for rank in self._ranks]
@@ -269,7 +284,7 @@ class Plain:
             for rank, before in enumerate(sent.own):
                 now = self.tensors(rank)[name]
                 now.copy_(self.average[name] + (now - before))
-        self.under_way = {}
+        self.under_way, self.sent = {}, False
 
     def _outer_step(self, name: str, mean: Tensor) -> Tensor:
         """Nesterov's, but for what no optimizer trains."""
@@ -327,22 +342,29 @@ class Plain:
 
     # - checkpoints, other fits and other engines
 
-    def save(self) -> "File":
-        """What a checkpoint must keep."""
-        self.show()
-        if self.local is not None:
-            self.adopt()
+    def save(self, show: bool = True) -> "File":
+        """What a checkpoint must keep; ``show`` the average before, or leave all as it is."""
+        if show:
+            self.show()
         return File(
-            deepcopy(self.models[0].state_dict()),
+            deepcopy(dict(self.models[0].state_dict()) | self.average),
             [_copied(self.own(rank)) for rank in self._ranks],
+            [self._others(rank) for rank in self._ranks],
             [deepcopy(optimizer.state_dict()) for optimizer in self.optimizers],
             self.steps,
             self.local,
             _copied(self._velocity),
         )
 
-    def load(self, file: "File") -> None:
-        """Go on from it."""
+    def _others(self, rank: int) -> Weights:
+        """A copy of what is not averaged."""
+        return {name: x.clone() for name, x in self.tensors(rank).items() if name not in self.average}
+
+    def load(self, file: "File", model_first: bool) -> None:
+        """Go on from it: what is averaged now, and was not when it was saved, is the first rank's, and nothing owed.
+
+        So is what is not averaged, where the model is loaded last.
+        """
         for rank, model in enumerate(self.models):
             model.load_state_dict(file.model)
             self.optimizers[rank].load_state_dict(deepcopy(file.optimizers[rank]))
@@ -350,6 +372,8 @@ class Plain:
         self.begin(file.local)
         if self.local is not None:
             self._go_on_with(file.own, {name: self.tensors(0)[name].clone() for name in file.own[0]}, file.velocity)
+            for rank, others in enumerate(file.others if model_first else ()):
+                self._set(rank, {name: x for name, x in others.items() if name not in self.average})
 
     def fresh(self) -> None:
         """Begin a training of which everything will be loaded."""
@@ -358,9 +382,13 @@ class Plain:
         for model in self.models:
             model.second.requires_grad_()
 
+    def end_fit(self, orderly: bool) -> None:
+        """End a fit; unless it was ``orderly``, its last step is not settled."""
+        self.counted = self.counted and orderly
+        self.show()
+
     def begin_fit(self, frozen: bool) -> None:
         """Begin a second fit, with a layer frozen or not; what is owed goes along."""
-        self.show()
         self.forget_gradients()
         own, average, velocity = [self.own(rank) for rank in self._ranks], self.average, self._velocity
         for rank, model in enumerate(self.models):
@@ -381,7 +409,7 @@ class Plain:
     def _go_on_with(self, own: Sequence[Weights], average: Weights, velocity: Weights) -> None:
         self.average |= _copied(average)
         self.held = [self._now(rank) | _copied(of_rank) for rank, of_rank in enumerate(own)]
-        self._velocity, self._exchanged = _copied(velocity), self.steps - 1
+        self._velocity, self._exchanged = _copied(velocity), max(self.steps - 1, 0)
 
     def merge(self) -> None:
         """Change to averaged gradients, from the mean of all weights and of the optimizers' states."""
