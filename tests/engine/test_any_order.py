@@ -361,6 +361,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.plain_losses: list[Tensor] = []
         self.resumed = False  # from a checkpoint whose model may be loaded later
         self.unsynced = False  # gradients that differ between ranks
+        self.half_made = False  # a step after whose backward an optimizer has not stepped yet, as SAM's in its middle
         self.pending = False  # gradients that no optimizer has taken yet
         self.file: tuple[dict[str, Any], File, list[Seen]] | None = None
         self.trainings = self.fresh()
@@ -409,6 +410,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.ran["rules"] += 1
         before, self.seen = self.seen, self.look()
         self.resumed = self.resumed and all(self.plain.shown)
+        self.half_made = self.half_made and self.plain.counted
         self.plain.turns = self.fragments()
         self.check_replicas()
         self.check_what_is_shown()
@@ -497,7 +499,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.ranks.everywhere(lambda rank: losses[rank].backward())
         sync = self.trainings[0].ddp.backwards > before
         self.plain.backward(self.plain_losses, sync)
-        self.pending, self.unsynced = True, not sync
+        self.pending, self.unsynced, self.half_made = True, not sync, sync or self.half_made
 
     @may(of_step)
     def optimizer_step(self) -> None:
@@ -511,6 +513,7 @@ class AnyOrder(RuleBasedStateMachine):
         for update in self.everywhere(lambda training: training.step(training.group.rank in ranks)):
             self._note(update)
         self.plain.step(ranks)
+        self.half_made = self.half_made and len(ranks) < self.setup.size
         self.pending = self.unsynced = False
         self.losses = None  # of weights as they were
 
@@ -617,7 +620,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.plain.edit(name, [0.9] * self.setup.size)
         self.restart()
 
-    @may(lambda self: not any(self.plain.shown) and self.is_local, name=NAMES)
+    @may(lambda self: self.is_local and not any(self.plain.shown) and not self.half_made, name=NAMES)
     def edit_own(self, name: str) -> None:
         factors = [1.0 - 0.1 * rank for rank in range(self.setup.size)]
         for update in self.everywhere(lambda training: training.edit(name, factors[training.group.rank], False)):
@@ -754,8 +757,8 @@ def test_whatever_the_order(name: str, capsys: pytest.CaptureFixture[str]) -> No
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=EXAMPLES or 6,
-            stateful_step_count=40 if EXAMPLES else 20,
+            max_examples=EXAMPLES or 2,
+            stateful_step_count=40 if EXAMPLES else 16,
             derandomize=not EXAMPLES,
             deadline=None,
             database=None,
