@@ -667,11 +667,11 @@ class AnyOrder(RuleBasedStateMachine):
             assert_same(one.held, other.held, f"what the model holds {what}")
         self.file = written[0], self.plain.save(show=False), seen
 
-    @may(lambda self: self.file is not None, model_first=st.booleans())
+    @may(lambda self: self.file is not None, model_first=st.just(True))
     def load(self, model_first: bool) -> None:
         self._load(model_first)
 
-    @may(lambda self: self.file is not None, model_first=st.booleans())
+    @may(lambda self: self.file is not None, model_first=st.just(True))
     def load_into_a_fresh_training(self, model_first: bool) -> None:
         self.everywhere(Training.close)
         self.trainings = self.fresh()
