@@ -20,13 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse.checkpoint.optimizers import in_order, set_tensors, tensors_everywhere
 from lightning_sparse.compressors import Auto, Candidate, Compressor
 from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.engine.groups import BUCKET_BYTES
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.engine.optimizers import Optimizers, why_not_alone
 from lightning_sparse.engine.phases import Phase
 from lightning_sparse.engine.sample import Sample
 from lightning_sparse.exchanges import make_exchange, take_over
 from lightning_sparse.fusion.chooser import Chooser
-from lightning_sparse.fusion.groups import BUCKET_BYTES
 from lightning_sparse.fusion.layer_fusion import CHANGED, LONGEST_WINDOW, LayerFusion
 from lightning_sparse.fusion.rehearsal import NoClock, measure_link, median_over_ranks
 from lightning_sparse.network.comm import Comm

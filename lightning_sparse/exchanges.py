@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.gradients import GradientExchange
+from lightning_sparse.engine.groups import carry_over, lay_out, lay_out_fragments
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.engine.untrained import untrained_of
-from lightning_sparse.fusion.groups import carry_over, lay_out, lay_out_fragments
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.options import Options
 from lightning_sparse.wire import wire_format

@@ -19,12 +19,12 @@ from lightning_sparse.checkpoint.state import RESIDUALS
 from lightning_sparse.checks import check_one_of
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.engine.groups import BUCKET_BYTES, not_carried
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.engines import Engines
 from lightning_sparse.exchanges import averaged_parameters, check_join, sent_in_vain, take_over
 from lightning_sparse.fusion.chooser import Chooser
-from lightning_sparse.fusion.groups import BUCKET_BYTES, not_carried
 from lightning_sparse.fusion.layer_fusion import LayerFusion
 from lightning_sparse.known_losses import caution
 from lightning_sparse.network.process_groups import ProcessGroups

@@ -14,8 +14,8 @@ from lightning_sparse.checkpoint.state import RESIDUALS
 from lightning_sparse.checks import check_one_of, check_whole, is_number
 from lightning_sparse.compressors import Compressor, MomentumCorrection, Warmup, by_name
 from lightning_sparse.compressors.wrapper import Wrapper
+from lightning_sparse.engine.groups import BUCKET_BYTES, check_choice, check_fusion
 from lightning_sparse.engine.local_steps import LocalSteps
-from lightning_sparse.fusion.groups import BUCKET_BYTES, check_choice, check_fusion
 from lightning_sparse.network.agreement import agree, described, versions
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.settings import same

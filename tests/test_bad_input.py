@@ -30,8 +30,8 @@ from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.compressors.random_k import scattered
 from lightning_sparse.engine.delivery import Delivery
+from lightning_sparse.engine.groups import Piece, fuse
 from lightning_sparse.engine.lane import spread
-from lightning_sparse.fusion.groups import Piece, fuse
 from lightning_sparse.fusion.model import Cost, StepModel
 from lightning_sparse.network.comm import traffic
 from lightning_sparse.network.simulated import SimNetwork

@@ -13,8 +13,8 @@ from lightning_sparse.checkpoint.state import KEY, State, mean_used
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.engine.groups import carry_over, not_carried
 from lightning_sparse.engine.local_exchange import LocalExchange
-from lightning_sparse.fusion.groups import carry_over, not_carried
 from lightning_sparse.network.agreement import agree, everywhere, ranks_having
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.torch_comm import TorchComm

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.exchange import Exchange
-from lightning_sparse.fusion.groups import pieces_of
+from lightning_sparse.engine.groups import pieces_of
 from lightning_sparse.fusion.model import Plan
 from lightning_sparse.fusion.planner import Layout, Measured, best_plan, calibrate, with_small_dense
 from lightning_sparse.fusion.rehearsal import Costs, Link, rehearse_all

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_sparse.compressors import Candidate, Compressor, Dense
 from lightning_sparse.engine.faithfulness import undelivered
-from lightning_sparse.fusion.groups import BUCKET_BYTES, Piece, cut_into_fragments, pieces_of
+from lightning_sparse.engine.groups import BUCKET_BYTES, Piece, cut_into_fragments, pieces_of
 from lightning_sparse.fusion.model import Cost
 from lightning_sparse.fusion.planner import Calibration, Kinds, Measured, best_plan, calibrate, kinds_of
 from lightning_sparse.fusion.rehearsal import Link, Sample, cost_of

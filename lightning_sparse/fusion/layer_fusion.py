@@ -13,10 +13,10 @@ from torch import Tensor
 
 from lightning_sparse.compressors import Candidate, Compressor, Dense
 from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.engine.groups import Piece, carry_over, cut_apart, make_groups, pieces_of
 from lightning_sparse.engine.timeline import GroupTime
 from lightning_sparse.fusion.chooser import Chooser
 from lightning_sparse.fusion.decision import decide
-from lightning_sparse.fusion.groups import Piece, carry_over, cut_apart, make_groups, pieces_of
 from lightning_sparse.fusion.measuring import Passes, measure
 from lightning_sparse.fusion.model import Plan
 from lightning_sparse.fusion.planner import Layout, Measured, saved_layout, share_allowed

@@ -9,7 +9,7 @@ import numpy as np
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.fusion.groups import BUCKET_BYTES, Piece, fuse
+from lightning_sparse.engine.groups import BUCKET_BYTES, Piece, fuse
 from lightning_sparse.fusion.model import Cost, Plan, StepModel
 from lightning_sparse.settings import as_text, same
 

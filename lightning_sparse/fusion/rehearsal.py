@@ -16,8 +16,8 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.engine.groups import pieces_of
 from lightning_sparse.engine.lane import Lane
-from lightning_sparse.fusion.groups import pieces_of
 from lightning_sparse.fusion.model import Array, Cost
 from lightning_sparse.fusion.planner import Kinds, kinds_of
 from lightning_sparse.network.comm import hops, traffic

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sparse as ls
 from lightning_sparse import engines
 from lightning_sparse.checkpoint.state import KEY, State
-from lightning_sparse.fusion.groups import pieces_of
+from lightning_sparse.engine.groups import pieces_of
 from lightning_sparse.simulation import simulate
 from tests.training.models import unsent
 

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 import lightning_sparse as ls
 from lightning_sparse.compressors.base import take_step
-from lightning_sparse.fusion.groups import lay_out
+from lightning_sparse.engine.groups import lay_out
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.selection.sparse import dense
 

@@ -8,7 +8,7 @@ import torch
 
 import lightning_sparse as ls
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.fusion.groups import lay_out
+from lightning_sparse.engine.groups import lay_out
 from lightning_sparse.simulation import simulate
 from tests.runs import Run
 

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.compressors.rounded import Rounded
-from lightning_sparse.fusion.groups import lay_out
+from lightning_sparse.engine.groups import lay_out
 from tests.conftest import Ranks
 from tests.training.models import LIMIT_S, weights
 

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 import lightning_sparse as ls
 from lightning_sparse.compressors.dense import Exact
 from lightning_sparse.compressors.group import Group
+from lightning_sparse.engine.groups import lay_out_fragments
 from lightning_sparse.engine.replica import Replica
 from lightning_sparse.engine.untrained import Untrained, untrained_of
-from lightning_sparse.fusion.groups import lay_out_fragments
 from lightning_sparse.network.simulated import SimNetwork, same_bits
 from lightning_sparse.wire import wire_format
 from tests.conftest import EVERY_COMPRESSOR

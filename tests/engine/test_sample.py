@@ -14,8 +14,8 @@ from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.faithfulness import Faithfulness
 from lightning_sparse.engine.gradients import GradientExchange
+from lightning_sparse.engine.groups import carry_over
 from lightning_sparse.engine.sample import MOST, STARVING, Sample, Waiting
-from lightning_sparse.fusion.groups import carry_over
 from lightning_sparse.monitor.tables import starvation
 from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.network.simulated import SimNetwork

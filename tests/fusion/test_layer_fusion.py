@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import lightning_sparse as ls
 from lightning_sparse.engine.gradients import GradientExchange
+from lightning_sparse.engine.groups import lay_out, pieces_of
 from lightning_sparse.engine.timeline import Timeline
 from lightning_sparse.fusion import chooser, layer_fusion, planner
 from lightning_sparse.fusion import model as plan
 from lightning_sparse.fusion.chooser import Chooser
-from lightning_sparse.fusion.groups import lay_out, pieces_of
 from lightning_sparse.fusion.layer_fusion import EVERY, TRIAL, WINDOW, LayerFusion
 from lightning_sparse.fusion.measuring import CHOOSING, STEPS_MEASURED
 from lightning_sparse.fusion.model import Cost, StepModel

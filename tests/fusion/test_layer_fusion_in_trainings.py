@@ -14,12 +14,12 @@ from torch import Tensor, nn
 import lightning_sparse as ls
 from lightning_sparse.compressors.auto import CANDIDATES
 from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.engine.groups import Piece, pieces_of
 from lightning_sparse.engine.timeline import Timeline
 from lightning_sparse.fusion import decision, layer_fusion, planner, rehearsal
 from lightning_sparse.fusion import model as plan_module
 from lightning_sparse.fusion.chooser import Chooser
 from lightning_sparse.fusion.forecast import Forecast, Forecaster
-from lightning_sparse.fusion.groups import Piece, pieces_of
 from lightning_sparse.fusion.measuring import STEPS_MEASURED, Passes
 from lightning_sparse.fusion.model import Cost, Plan, StepModel
 from tests.conftest import Ranks

@@ -12,10 +12,10 @@ from lightning_sparse.bench.simulate.replicas import backward, take_optimizer_st
 from lightning_sparse.compressors.dense import Exact
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.faithfulness import Faithfulness
+from lightning_sparse.engine.groups import lay_out_fragments
 from lightning_sparse.engine.lr_factor import EVERY, LrFactor
 from lightning_sparse.engine.replica import Replica
 from lightning_sparse.engine.untrained import untrained_of
-from lightning_sparse.fusion.groups import lay_out_fragments
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.options import Options
 from lightning_sparse.simulation import take_steps

@@ -12,7 +12,7 @@ from lightning_sparse.bench.simulate.optimizers import OPTIMIZERS
 from lightning_sparse.bench.simulate.task import loss_of
 from lightning_sparse.compressors import Dense
 from lightning_sparse.engine.faithfulness import Faithfulness
-from lightning_sparse.fusion.groups import lay_out
+from lightning_sparse.engine.groups import lay_out
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.options import Options
 from lightning_sparse.simulation import take_steps
