@@ -10,6 +10,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_sparse.auto.policy import Auto
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.hook import SparseHook
@@ -39,7 +40,7 @@ class SparseDDPStrategy(DDPStrategy):
 
     def __init__(
         self,
-        compressor: Compressor | str = "skip_reduce",
+        compressor: Compressor | Auto | str = "skip_reduce",
         fusion: str | Sequence[str] = "layer",
         wire_dtype: str | None = None,
         warmup_steps: int = 0,

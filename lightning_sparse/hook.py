@@ -12,25 +12,27 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_sparse.auto.chooser import Chooser
+from lightning_sparse.auto.course import course_of
+from lightning_sparse.auto.known_losses import caution
+from lightning_sparse.auto.policy import Auto
+from lightning_sparse.auto.switch import Switch
 from lightning_sparse.checkpoint import residuals as checkpoint
 from lightning_sparse.checkpoint.optimizers import in_order
 from lightning_sparse.checkpoint.parts import Parts
 from lightning_sparse.checkpoint.state import RESIDUALS
 from lightning_sparse.checks import check_one_of
 from lightning_sparse.compressors import Compressor
+from lightning_sparse.engine.build import averaged_parameters
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.groups import BUCKET_BYTES, not_carried
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.engine.local_steps import LocalSteps
-from lightning_sparse.engines import Engines
-from lightning_sparse.exchanges import averaged_parameters, check_join, sent_in_vain, take_over
-from lightning_sparse.fusion.chooser import Chooser
 from lightning_sparse.fusion.layer_fusion import LayerFusion
-from lightning_sparse.known_losses import caution
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.network.torch_comm import TorchComm, world
 from lightning_sparse.options import Options
-from lightning_sparse.settings import as_text, brief
+from lightning_sparse.settings import brief
 
 
 class SparseHook:
@@ -66,7 +68,7 @@ class SparseHook:
     def __init__(
         self,
         ddp: DistributedDataParallel,
-        compressor: Compressor | str = "skip_reduce",
+        compressor: Compressor | Auto | str = "skip_reduce",
         *,
         fusion: str | Sequence[str] = "bucket",
         wire_dtype: str | None = None,
@@ -127,47 +129,45 @@ class SparseHook:
     ) -> None:
         parameters = averaged_parameters(ddp)
         self._evaluates = evaluates
-        self.compressor = options.averaging
+        self._as_saved = options.as_saved
         self._groups, self._scaler, self._module, self._steps_before = groups, scaler, ddp.module, 0
         self._ranks = TorchComm(ddp.process_group)  # for the main thread, between two steps
-        nodes = groups.local_size > 1
-        if nodes and ddp.find_unused_parameters:
-            raise ValueError(
-                f"local_group={groups.local_size} cannot be combined with find_unused_parameters=True: ranks of a node "
-                "may use different parameters, and only one may keep what is unsent of them. Leave one of them out."
-            )
-        self._engines = Engines(ddp, parameters, options, groups, scaler, ranks=self._ranks, may_be_local=may_be_local)
+        may_choose_local = may_be_local and options.local_group == 1
+        self._course = course_of(
+            ddp, parameters, options.way, options.policy, groups, scaler, self._ranks, may_choose_local
+        )
         self._frozen = [(name, p) for name, p in ddp.module.named_parameters() if not p.requires_grad]
         self._handles = [
             ddp.register_forward_pre_hook(self._before_forward),
             ddp.register_forward_hook(self._after_forward, always_call=True),
         ]
-        ddp.register_comm_hook(None, self._engines.hook)
+        ddp.register_comm_hook(None, self._course.switch.hook)
         self._ddp = weakref.ref(ddp)
         ddp.join_hook = self._join_hook  # type: ignore[method-assign]
-        weakref.finalize(self, _end, self._engines, groups).atexit = False  # for who drops it without close()
+        weakref.finalize(self, _end, self._course.switch, groups).atexit = False  # for who drops it without close()
         rank_zero_info(
-            f"lightning_sparse: {brief(self._engines.compressor)} averages {sum(g.n for g in self.exchange.groups):,} "
-            f"elements among {self.exchange.size} {'nodes' if nodes else 'ranks'}"
+            f"lightning_sparse: {brief(options.compressor)} averages {sum(g.n for g in self.exchange.groups):,} "
+            f"elements among {self.exchange.size} {'nodes' if groups.local_size > 1 else 'ranks'}"
             f"{f', each once in {options.local.steps} local steps' if options.local else ''}."
         )
-        if self.exchange.size > 1 and (note := caution(options)):
+        note = "" if options.policy else caution(options.averaging, options.way.wire_dtype, options.local)
+        if self.exchange.size > 1 and note:
             rank_zero_info(f"lightning_sparse: {note}")
 
     @property
     def exchange(self) -> Exchange:
         """The engine in use."""
-        return self._engines.exchange
+        return self._course.switch.exchange
 
     @property
     def layer_fusion(self) -> LayerFusion | None:
         """The planner of its groups, if there is one."""
-        return self._engines.layer_fusion
+        return self._course.switch.layer_fusion
 
     @property
     def chooser(self) -> Chooser | None:
         """What chooses with ``sparse_auto``."""
-        return self._engines.chooser
+        return self._course.chooser
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(self, module: nn.Module, *_: object) -> None:
@@ -183,7 +183,7 @@ class SparseHook:
                 "find_unused_parameters=True), or start a new fit after unfreezing."
             )
         if self._trains(module):
-            self._engines.between_steps()
+            self._course.between_steps()
             self._steps_before = self.exchange.steps
         elif self._evaluates(module):
             self.exchange.end_forward()  # also of one that was interrupted
@@ -205,21 +205,21 @@ class SparseHook:
 
         In a step that a joined rank shadows, DDP hands our hook zeros there: what it has not sent is sent all the same.
         """
-        check_join(self.exchange, self.layer_fusion is not None, options)
+        self._course.check_join(options)
         ordinary: JoinHook = DistributedDataParallel.join_hook(self._ddp(), **options)  # type: ignore[arg-type]  # it called
         return ordinary
 
     def _warn_if_nothing_is_saved(self) -> None:
-        if not self._warned_of_bytes and (sent := sent_in_vain(self.exchange)):
+        if not self._warned_of_bytes and (sent := self.exchange.sent_in_vain()):
             self._warned_of_bytes = True
             rank_zero_warn(sent)
 
     def take_over(self, before: "SparseHook") -> None:
         """Go on where ``before`` ended, with parameters of the same name and shape; one warning names all others."""
-        self._engines.follow(before._engines)
+        self._course.follow(before._course)
         if isinstance(before.exchange, LocalExchange) != isinstance(self.exchange, LocalExchange):
             return  # what was not sent is of another kind
-        take_over(before.exchange, self.exchange, memories=as_text(before.compressor) == as_text(self.compressor))
+        self.exchange.take_over(before.exchange, memories=before._as_saved == self._as_saved)
         if lost := not_carried(before.exchange.groups, self.exchange.groups):
             rank_zero_warn(f"The model has changed since the fit before: {'; '.join(lost)}.")
         if self.exchange.may_sum_in_place:
@@ -235,7 +235,7 @@ class SparseHook:
 
     def note(self, optimizer: Optimizer) -> None:
         """Have :meth:`state_dict` and :meth:`load_state_dict` know it before it has stepped."""
-        self._engines.optimizers.note(optimizer)
+        self._course.switch.optimizers.note(optimizer)
 
     def state_dict(self, residuals: str = "per_rank", optimizers: Sequence[Optimizer] = ()) -> dict[str, Any]:
         """Return what the ranks have not sent, as tensors, strings and integers; complete on rank 0.
@@ -256,10 +256,10 @@ class SparseHook:
 
     def saved(self, residuals: str, optimizers: Sequence[Optimizer] = ()) -> dict[str, Any]:
         """As :meth:`state_dict`, at any time: parameters stay as they are, and a step that is open stays open."""
-        plan = self._engines.state()
+        plan = self._course.state()
         parts = self._parts(optimizers)
         with self._groups.leaders() as leaders:
-            return checkpoint.gather(self.exchange, residuals, leaders, self.compressor, plan, parts).to_dict()
+            return checkpoint.gather(self.exchange, residuals, leaders, self._as_saved, plan, parts).to_dict()
 
     def load_state_dict(
         self, state: Mapping[str, Any] | None, optimizers: Sequence[Optimizer] = (), is_loaded: bool = False
@@ -275,11 +275,12 @@ class SparseHook:
         """
         saved = checkpoint.read(state, self.exchange, self._ranks)
         if saved is not None:
-            self._engines.resume(saved.plan, saved.steps)
-        checkpoint.restore(self.exchange, saved, self.compressor, self._parts(optimizers, is_loaded))
+            self._course.resume(saved.plan, saved.steps)
+        checkpoint.restore(self.exchange, saved, self._as_saved, self._parts(optimizers, is_loaded))
 
     def _parts(self, optimizers: Sequence[Optimizer], is_loaded: bool = False) -> Parts:
-        known = in_order(optimizers or self._engines.optimizers.seen, self._engines.parameters)
+        switch = self._course.switch
+        known = in_order(optimizers or switch.optimizers.seen, list(switch.parameters.values()))
         return Parts(known, self._scaler, self._module, is_loaded)
 
     def close(self) -> None:
@@ -289,11 +290,11 @@ class SparseHook:
         """
         for handle in self._handles:
             handle.remove()
-        _end(self._engines, self._groups)
+        _end(self._course.switch, self._groups)
         self._warn_if_nothing_is_saved()
 
 
-def _end(engines: Engines, process_groups: ProcessGroups) -> None:
+def _end(switch: Switch, process_groups: ProcessGroups) -> None:
     """End both.  Process groups with a message under way stay: to destroy one waits for its messages."""
-    if engines.close():
+    if switch.close():
         process_groups.close()

@@ -10,15 +10,17 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_sparse.auto.policy import Auto, by_name
 from lightning_sparse.checkpoint.state import RESIDUALS
 from lightning_sparse.checks import check_one_of, check_whole, is_number
-from lightning_sparse.compressors import Compressor, MomentumCorrection, Warmup, by_name
+from lightning_sparse.compressors import Compressor, MomentumCorrection, Warmup
 from lightning_sparse.compressors.wrapper import Wrapper
-from lightning_sparse.engine.groups import BUCKET_BYTES, check_choice, check_fusion
+from lightning_sparse.engine.build import Way
+from lightning_sparse.engine.groups import BUCKET_BYTES, check_fusion
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.network.agreement import agree, described, versions
 from lightning_sparse.network.comm import Comm
-from lightning_sparse.settings import same
+from lightning_sparse.settings import as_text, same
 from lightning_sparse.wire import wire_format
 
 # Arguments of DDP with which it does not hand every gradient of every rank to its hook.
@@ -42,7 +44,7 @@ class Options:
     To add an option: a field and its check here, and a parameter of those who take it from a user.
     """
 
-    compressor: Compressor
+    compressor: Compressor | Auto
     fusion: str | tuple[str, ...]
     wire_dtype: str | None = None  # a name, once validated
     warmup_steps: int = 0
@@ -52,7 +54,7 @@ class Options:
     local_steps: int | LocalSteps | None = 0  # None, or whole, once validated
 
     @classmethod
-    def of(cls, compressor: Compressor | str, fusion: str | Sequence[str], **others: Any) -> "Options":
+    def of(cls, compressor: Compressor | Auto | str, fusion: str | Sequence[str], **others: Any) -> "Options":
         """Return the options as a user gave them.
 
         Raises:
@@ -62,14 +64,11 @@ class Options:
         return cls(by_name(compressor), check_fusion(fusion), **others)
 
     def __post_init__(self) -> None:
-        check_choice(self.compressor, self.fusion)
-        wire_dtype = self.compressor.default_wire_dtype if self.wire_dtype is None else self.wire_dtype
+        if isinstance(self.compressor, Auto):
+            self._check_auto()
+        default = "float32" if isinstance(self.compressor, Auto) else self.compressor.default_wire_dtype
+        wire_dtype = default if self.wire_dtype is None else self.wire_dtype
         object.__setattr__(self, "wire_dtype", wire_format(wire_dtype).name)  # whichever of its names was given
-        if self.compressor.candidates and self.wire_dtype != "float32":
-            raise ValueError(
-                f"wire_dtype={self.wire_dtype!r} cannot be combined with sparse_auto, whose candidates have formats of "
-                "their own. Leave it out."
-            )
         check_whole("warmup_steps", self.warmup_steps, 0, "Give a number of dense steps, 0 for none.")
         check_one_of("residuals", self.residuals, RESIDUALS)
         if self.local_group != "node":
@@ -85,17 +84,35 @@ class Options:
         return self.local_steps if isinstance(self.local_steps, LocalSteps) else None
 
     @property
+    def policy(self) -> Auto | None:
+        """What chooses the compressor, if anything does."""
+        return self.compressor if isinstance(self.compressor, Auto) else None
+
+    @property
     def may_be_local(self) -> bool:
         """Whether local steps are taken, or may be chosen."""
-        return self.local is not None or any(getattr(each, "local_steps", 0) for each in self.compressor.candidates)
+        return self.local is not None or any(each.local_steps for each in (self.policy.choices if self.policy else ()))
 
-    def _check_local(self) -> None:
-        """Raise a ValueError for what cannot be combined with local steps."""
-        if self.compressor.candidates:
+    def _check_auto(self) -> None:
+        """Raise a ValueError for what cannot be combined with a policy that chooses."""
+        if self.fusion != "layer":
+            raise ValueError(
+                f"fusion={self.fusion!r} cannot be combined with sparse_auto, which chooses from what LayerFusion "
+                "measures. Give fusion='layer'."
+            )
+        if self.wire_dtype is not None and wire_format(self.wire_dtype).name != "float32":
+            raise ValueError(
+                f"wire_dtype={self.wire_dtype!r} cannot be combined with sparse_auto, whose candidates have formats of "
+                "their own. Leave it out."
+            )
+        if self.local_steps:
             raise ValueError(
                 "local_steps cannot be combined with sparse_auto, which chooses whether to take local steps. Leave out "
                 "local_steps, or name the compressor."
             )
+
+    def _check_local(self) -> None:
+        """Raise a ValueError for what cannot be combined with local steps."""
         inner: object = self.compressor
         while isinstance(inner, Wrapper):
             if isinstance(inner, MomentumCorrection):
@@ -112,8 +129,29 @@ class Options:
 
     @property
     def averaging(self) -> Compressor:
-        """The compressor, after its dense steps."""
-        return Warmup(self.warmup_steps, self.compressor) if self.warmup_steps else self.compressor
+        """The compressor, or where one is to be chosen the one to start with, after its dense steps."""
+        compressor = self.compressor.start if isinstance(self.compressor, Auto) else self.compressor
+        return Warmup(self.warmup_steps, compressor) if self.warmup_steps else compressor
+
+    @property
+    def way(self) -> Way:
+        """How an engine averages at first."""
+        assert self.wire_dtype is not None
+        return Way(
+            self.averaging,
+            self.fusion,
+            self.wire_dtype,
+            self.warmup_steps,
+            self.bucket_bytes,
+            self.local,
+            may_sum_in_place=self.policy is not None,
+        )
+
+    @property
+    def as_saved(self) -> str:
+        """The compressor or policy as text, which a checkpoint keeps."""
+        text = as_text(self.compressor)
+        return f"Warmup(steps={self.warmup_steps}, compressor={text})" if self.warmup_steps else text
 
     def agree(self, module: nn.Module, comm: Comm, local_size: int, unused: object, scaler: object) -> None:
         """Go on only if every rank has these options and such a ``module``; to be called on every rank.
@@ -171,7 +209,7 @@ def _refuse_unsupported(kwargs: Mapping[str, Any]) -> None:
             )
 
 
-def _refuse_unknown(kwargs: Mapping[str, object], init: Callable[..., None], compressor: Compressor) -> None:
+def _refuse_unknown(kwargs: Mapping[str, object], init: Callable[..., None], compressor: Compressor | Auto) -> None:
     """Raise a TypeError for arguments that neither ``init`` nor DDP takes from its user."""
     taken = {name for each in (init, DistributedDataParallel) for name in signature(each).parameters}
     unknown = {name: value for name, value in kwargs.items() if name not in taken - GIVEN_BY_LIGHTNING}

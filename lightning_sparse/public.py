@@ -1,10 +1,9 @@
 """The public names, and the registration of strategies with Lightning."""
 
 from lightning_sparse.__about__ import __version__
+from lightning_sparse.auto.policy import Auto, Candidate
 from lightning_sparse.compressors import (
     COMPRESSORS,
-    Auto,
-    Candidate,
     Compressor,
     Dense,
     DensityLadder,

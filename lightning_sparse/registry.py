@@ -3,7 +3,8 @@
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
-from lightning_sparse.compressors.named import NAMES, misspellings
+from lightning_sparse.auto.policy import NAMES
+from lightning_sparse.compressors.named import misspellings
 
 
 def register() -> None:
@@ -53,7 +54,7 @@ def _register_names(registry: Any, strategy: type) -> None:
                     **unused,
                 )
     # The registry is where Lightning looks a name up, so only a name that is in it can be answered by us.
-    for given, name in misspellings().items():
+    for given, name in misspellings(NAMES).items():
         if given not in registry:
             registry.register(given, _refuse, description=f"Refused: write {name!r}.", given=given, meant=name)
 

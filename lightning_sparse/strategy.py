@@ -15,12 +15,13 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_sparse.auto.policy import Auto
 from lightning_sparse.checkpoint.state import KEY, nbytes
 from lightning_sparse.compressors import COMPRESSORS, Compressor
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.fusion.layer_fusion import WORTH_PLANNING, LayerFusion
-from lightning_sparse.fusion.measuring import STEPS_MEASURED
 from lightning_sparse.fusion.model import Plan
+from lightning_sparse.fusion.steps import STEPS_MEASURED
 from lightning_sparse.hook import SparseHook
 from lightning_sparse.local_weights import ShowsAverage
 from lightning_sparse.monitor.pictures import draw_timeline
@@ -44,7 +45,7 @@ class SparseMixin(ShowsAverage, _Base):
 
     def __init__(
         self,
-        compressor: Compressor | str = "skip_reduce",
+        compressor: Compressor | Auto | str = "skip_reduce",
         fusion: str | Sequence[str] = "layer",
         wire_dtype: str | None = None,
         warmup_steps: int = 0,
@@ -103,8 +104,8 @@ class SparseMixin(ShowsAverage, _Base):
         self.hook, self._hooked = hook, module
 
     @property
-    def compressor(self) -> Compressor:
-        """The compressor that averages the gradients."""
+    def compressor(self) -> Compressor | Auto:
+        """The compressor that averages the gradients, or the policy that chooses one."""
         return self.options.compressor
 
     @property

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from lightning_sparse import engines
+from lightning_sparse.auto import switch
 from lightning_sparse.checkpoint.state import KEY, State
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
@@ -627,7 +627,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     store = tmp_path_factory.mktemp("store") / request.param
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engines, "dense_if_alone", lambda compressor, size: compressor)  # so that it has memories to keep
+        patch.setattr(switch, "_dense_if_alone", lambda compressor, size: compressor)  # so that it has memories to keep
         training = Trained(TRAININGS[request.param])
     yield training
     training.hook.close()

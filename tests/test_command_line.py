@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from lightning_sparse.auto.policy import NAMES
 from lightning_sparse.bench.compare.own_model import FORMS
 from lightning_sparse.bench.compare.workloads import WORKLOADS
 from lightning_sparse.bench.simulate.task import TASKS
 from lightning_sparse.cli import main, names
-from lightning_sparse.compressors import NAMES
 
 COMMANDS = ["advise", "bench", "doctor", "scale", "simulate"]
 START = """import sys

@@ -20,8 +20,10 @@ LAYERS = [
     {"network"},
     {"compressors"},
     {"engine"},
+    {"checkpoint"},
     {"fusion"},
-    {"monitor", "checkpoint"},
+    {"auto"},
+    {"monitor"},
     {"doors"},
     {"bench", "cli"},
 ]
@@ -39,8 +41,8 @@ MAY_IMPORT_DISTRIBUTED = {
     "engine/exchange.py",
     "engine/gradients.py",
     "engine/local_exchange.py",
-    "engines.py",
-    "exchanges.py",
+    "engine/build.py",
+    "auto/switch.py",
     "hook.py",
     "options.py",
 }

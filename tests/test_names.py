@@ -9,8 +9,9 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_sparse as ls
+from lightning_sparse.auto.policy import NAMES
 from lightning_sparse.bench.compare.peers import contenders
-from lightning_sparse.compressors.named import NAMES, did_you_mean, misspellings
+from lightning_sparse.compressors.named import did_you_mean, misspellings
 from lightning_sparse.fabric import SparseDDPStrategy as FabricStrategy
 
 MEANT = {
@@ -47,12 +48,12 @@ def test_a_misspelt_name_is_answered_with_the_right_one(make: Callable[[str], ob
     [("miccro", "micro"), ("MiCRO", "micro"), ("skip_reduce:skip=0.3", "skip_reduce"), ("importance_", "importance")],
 )
 def test_names_nearly_right_are_found(given: str, meant: str) -> None:
-    assert did_you_mean(given) == f" Did you mean {meant!r}?"
+    assert did_you_mean(given, NAMES) == f" Did you mean {meant!r}?"
 
 
 @pytest.mark.parametrize("given", ["", "nonsense", "deepspeed_stage_2", "xla"])
 def test_nothing_is_made_up(given: str) -> None:
-    assert did_you_mean(given) == ""
+    assert did_you_mean(given, NAMES) == ""
 
 
 def test_a_benchmark_knows_its_peers_too() -> None:
@@ -63,8 +64,8 @@ def test_a_benchmark_knows_its_peers_too() -> None:
 
 
 def test_no_name_of_lightning_or_of_ours_is_taken() -> None:
-    assert not misspellings().keys() & NAMES.keys()
-    assert set(misspellings().values()) <= NAMES.keys()
+    assert not misspellings(NAMES).keys() & NAMES.keys()
+    assert set(misspellings(NAMES).values()) <= NAMES.keys()
     for registry in (StrategyRegistry, STRATEGY_REGISTRY):
         assert "ddp" in registry
         assert "auto" not in registry  # Lightning's own word

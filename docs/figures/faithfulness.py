@@ -14,7 +14,7 @@ from loss_by_bytes import BENCHMARKS, of_tasks
 from scipy.stats import spearmanr
 
 from lightning_sparse.bench.simulate.results import read
-from lightning_sparse.engine.faithfulness import LOCAL
+from lightning_sparse.engine.compression_error import LOCAL
 
 SHORT, PAGE = BENCHMARKS / "2026-11-22-faithfulness.jsonl", BENCHMARKS / "2026-11-22-faithfulness.md"
 START, END = "<!-- written by docs/figures/faithfulness.py -->\n", "<!-- end of what is written -->"

@@ -10,7 +10,6 @@ from torch import Tensor
 from lightning_sparse.checkpoint.optimizers import set_tensors
 from lightning_sparse.checkpoint.parts import Parts, gather_local, is_set, restore_parts, start_from_mean
 from lightning_sparse.checkpoint.state import KEY, State, mean_used
-from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.groups import carry_over, not_carried
@@ -18,14 +17,13 @@ from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.network.agreement import agree, everywhere, ranks_having
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.torch_comm import TorchComm
-from lightning_sparse.settings import as_text
 
 
 def gather(
     exchange: Exchange,
     residuals: str,
     leaders: TorchComm | None,
-    compressor: Compressor,
+    compressor: str,
     plan: Mapping[str, Any],
     parts: Parts,
 ) -> State:
@@ -37,7 +35,7 @@ def gather(
         exchange: whose state.
         residuals: "per_rank" or "mean".
         leaders: the ranks, or with nodes the first of each; None on the others, for which that one speaks.
-        compressor: what was given to average with.
+        compressor: what was given to average with, as text.
         plan: of LayerFusion.
         parts: that differ between ranks.
     """
@@ -62,7 +60,7 @@ def gather(
     if isinstance(exchange, LocalExchange):
         assert leaders is not None  # there are no nodes
         kept = gather_local(exchange, leaders, rows if residuals == "per_rank" else None, parts)
-    return State(residuals, exchange.size, steps_of(exchange), unsent, groups, as_text(compressor), plan, kept)
+    return State(residuals, exchange.size, steps_of(exchange), unsent, groups, compressor, plan, kept)
 
 
 def steps_of(exchange: Exchange) -> int:
@@ -96,7 +94,7 @@ def read(saved: Mapping[str, Any] | None, exchange: Exchange, comm: Comm) -> Sta
     return state
 
 
-def restore(exchange: Exchange, state: State | None, compressor: Compressor, parts: Parts) -> None:
+def restore(exchange: Exchange, state: State | None, compressor: str, parts: Parts) -> None:
     """Set what this rank has not sent, from the state in a checkpoint, or to zero if there is none.
 
     Parameters are found by name, so groups may have changed.  On the number of ranks that saved "per_rank", each rank
@@ -184,13 +182,13 @@ def _of_this_kind(state: State | None, local: bool) -> State | None:
     return state
 
 
-def _differences(state: State, size: int, compressor: Compressor) -> Iterator[str]:
+def _differences(state: State, size: int, compressor: str) -> Iterator[str]:
     """Yield in words what is not as when ``state`` was saved, parameters apart."""
     if state.ranks not in (0, size):
         yield (
             f"{state.size} ranks wrote it and {size} read it, so each starts from the mean of what they had not sent"
         )
-    if state.compressor != as_text(compressor):
+    if state.compressor != compressor:
         yield f"it was written with {state.compressor}, so {compressor} learns thresholds anew"
     elif state.checksum is None:  # nobody knows what would come of what compressors kept
         yield f"it has no checksum, so {compressor} learns thresholds anew"

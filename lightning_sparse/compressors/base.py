@@ -4,7 +4,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import fields
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,11 +81,6 @@ class Compressor(ABC):
         """The compressor at work in ``step``: where this changes, so does what a step costs."""
         del step
         return self
-
-    @property
-    def candidates(self) -> tuple[Any, ...]:
-        """What the first steps of a training choose from, as with :class:`Auto`; else nothing."""
-        return ()
 
     def compresses(self, step: int) -> bool:
         """Whether ``step`` sums less than all as it was meant: not densely, and not in a phase of warm-up."""

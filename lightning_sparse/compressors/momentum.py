@@ -44,12 +44,6 @@ class MomentumCorrection(Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.wrapped.candidates:
-            raise ValueError(
-                f"MomentumCorrection: compressor must itself select what is sent; got {self.compressor!r}. Put the "
-                "momentum around what is chosen from: Auto([MomentumCorrection(0.9, MiCRO(density=0.1))], "
-                "start=MomentumCorrection(0.9, Dense()))."
-            )
         if not (is_number(self.momentum) and 0 <= self.momentum < 1):
             raise ValueError(f"MomentumCorrection: momentum must be at least 0 and below 1; got {self.momentum!r}.")
         if self.clip_norm is not None and not (is_number(self.clip_norm) and 0 < self.clip_norm <= sys.float_info.max):

@@ -1,9 +1,8 @@
 """The compressors, by name, and what a name that is none of theirs was probably meant to be."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
-from lightning_sparse.compressors.auto import Auto
 from lightning_sparse.compressors.base import Compressor, check_settings
 from lightning_sparse.compressors.dense import Dense
 from lightning_sparse.compressors.importance import ImportancePruning
@@ -28,31 +27,28 @@ COMPRESSORS: dict[str, type[Compressor]] = {
     "sparse_random_k": RandomK,
 }
 
-#: Every name of a strategy: the compressors', and the one that chooses among them.
-NAMES: dict[str, type[Compressor]] = {**COMPRESSORS, "sparse_auto": Auto}
-
 #: What others call it -> what it is called here.
 _ELSEWHERE = {"powersgd": "low_rank", "randk": "sparse_random_k", "allreduce": "sparse_dense", "ddp": "sparse_dense"}
 
 
-def misspellings() -> dict[str, str]:
+def misspellings(names: Mapping[str, type]) -> dict[str, str]:
     """Return what users write in place of a strategy's name, and the name: without underscores, or with hyphens, ..."""
     found = {"powersgd": "low_rank", "power_sgd": "low_rank", "top_k": "sparse_topk", "top-k": "sparse_topk"}
-    for name, kind in NAMES.items():
+    for name, kind in names.items():
         short = name.removeprefix("sparse_")
         for each in (name, short):
             found |= dict.fromkeys((each, each.replace("_", ""), each.replace("_", "-")), name)
         found[kind.__name__.lower()] = name  # Lightning looks names up in lower case
-    return {given: name for given, name in found.items() if given not in NAMES and given.lower() != "auto"}
+    return {given: name for given, name in found.items() if given not in names and given.lower() != "auto"}
 
 
-def did_you_mean(given: str, known: Iterable[str] = tuple(NAMES)) -> str:
+def did_you_mean(given: str, known: Iterable[str] = tuple(COMPRESSORS)) -> str:
     """Return " Did you mean 'skip_reduce'?" if ``given`` is like one of the ``known`` names, else nothing."""
     by_letters: dict[str, str] = {}  # without what is easily left out or added
     for name in known:
         by_letters.setdefault(_letters(name.removeprefix("sparse_")), name)
         by_letters[_letters(name)] = name
-    by_letters |= {_letters(kind.__name__): name for name, kind in NAMES.items() if name in by_letters.values()}
+    by_letters |= {_letters(kind.__name__): name for name, kind in COMPRESSORS.items() if name in by_letters.values()}
     letters = _letters(given.partition(":")[0])
     for close in get_close_matches(letters, by_letters, n=1, cutoff=0.7):
         return f" Did you mean {by_letters[close]!r}?"
@@ -64,24 +60,29 @@ def _letters(name: str) -> str:
     return "".join(filter(str.isalnum, name.lower()))
 
 
-def by_name(compressor: object) -> Compressor:
+def by_name(compressor: object, names: Iterable[str] = tuple(COMPRESSORS)) -> Compressor:
     """Return a compressor with its defaults if a name is given, or the instance that is given.
 
     Raises:
-        ValueError: for a name that is not in ``NAMES``.
+        ValueError: for a name that is not in ``COMPRESSORS``; the error lists ``names``.
         TypeError: for anything that is neither a name nor an instance, and for an instance whose settings cannot be
             compared between ranks.
     """
     if isinstance(compressor, Compressor):
         check_settings(compressor)
         return compressor
-    if isinstance(compressor, str):
-        if compressor in NAMES:
-            return NAMES[compressor]()
+    if compressor == "sparse_auto" or type(compressor).__name__ == "Auto":
         raise ValueError(
-            f"compressor must be one of {', '.join(NAMES)}; got {compressor!r}.{did_you_mean(compressor)} For settings "
-            "of its own give an instance, such as SkipReduce(skip=0.5)."
+            f"compressor must average gradients by itself; got {compressor!r}, which chooses among such. Put what you "
+            "want around its candidates and its start: Auto([MomentumCorrection(0.9, MiCRO())], start=Dense())."
+        )
+    if isinstance(compressor, str):
+        if compressor in COMPRESSORS:
+            return COMPRESSORS[compressor]()
+        raise ValueError(
+            f"compressor must be one of {', '.join(names)}; got {compressor!r}.{did_you_mean(compressor, names)} For "
+            "settings of its own give an instance, such as SkipReduce(skip=0.5)."
         )
     raise TypeError(
-        f"compressor must be a name ({', '.join(NAMES)}) or an instance of a Compressor; got {compressor!r}."
+        f"compressor must be a name ({', '.join(names)}) or an instance of a Compressor; got {compressor!r}."
     )

@@ -3,7 +3,6 @@
 # ruff: noqa: D102  # Compressor says what each method does
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -51,10 +50,6 @@ class Wrapper(Compressor):
 
     def is_dense(self, name: str, elements: int) -> bool:
         return self.wrapped.is_dense(name, elements)
-
-    @property
-    def candidates(self) -> tuple[Any, ...]:
-        return self.wrapped.candidates
 
     def compresses(self, step: int) -> bool:
         return self.wrapped.compresses(step)

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported at run time only
 from torch.futures import Future
-from torch.optim import Optimizer
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.group import Group
+from lightning_sparse.engine.around import Around
+from lightning_sparse.engine.compression_error import delivered
 from lightning_sparse.engine.gradient_record import GradientRecord
+from lightning_sparse.engine.groups import carry_over
 from lightning_sparse.engine.lane import Lane, spread
 from lightning_sparse.engine.sample import Sample
 from lightning_sparse.engine.step import Report
@@ -23,41 +25,6 @@ from lightning_sparse.network.comm import Comm, Pending
 from lightning_sparse.network.sums import ways
 
 T = TypeVar("T")
-
-
-class Around:
-    """What an engine does around a step of a training; nothing, where gradients are averaged within backward."""
-
-    def settle(self) -> None:
-        """Do what is due after the last step, if anything is.  To be called between two steps, on every rank."""
-
-    def end_forward(self) -> None:
-        """Note the end of a forward that trains."""
-
-    def before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Make ready for a step of ``optimizer``, which is one of these parameters."""
-
-    def after_optimizer_step(self) -> None:
-        """Note that an optimizer of these parameters has stepped."""
-
-    def end_step(self) -> None:
-        """Note that an optimizer has stepped, or skipped a step; to be called on every rank."""
-
-    @property
-    def lr_factor_now(self) -> float | None:
-        """What the optimizers' learning rates are multiplied by, if by anything."""
-        return None
-
-    @property
-    def within_step(self) -> bool:
-        """Whether weights that differ between ranks are in use, so that their average cannot be shown now."""
-        return False
-
-    def show_average(self, settle: bool = True) -> None:
-        """Have parameters whose values differ between ranks hold their average; see :class:`LocalExchange`."""
-
-    def compare(self) -> None:
-        """Find out what no optimizer trains and has changed, and differs between ranks; to be called on every rank."""
 
 
 class Exchange(Around, ABC):
@@ -96,11 +63,10 @@ class Exchange(Around, ABC):
         self.steps = 0
         self.last: Report | None = None
         self.sample: Sample | None = None  # of what is unsent, while somebody wants to know how long it waits
-        self.record: GradientRecord | None = None  # of gradients, while somebody wants them
         self.nothing_unsent = False  # on any rank, as far as is known
-        self.may_sum_in_place = False  # sums whose order changes with DDP's buckets, which resuming does not keep
         self.timeline = Timeline(self.device)
-        self.deferred = False  # send nothing before the step's last gradient: for measuring the one without the other
+        self._record: GradientRecord | None = None  # while somebody wants one
+        self._deferred = False
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._lanes = [Lane(comm, threaded, self._stream) for comm in comms]
         self.lay_out(groups)
@@ -125,15 +91,55 @@ class Exchange(Around, ABC):
     def between_steps(self) -> None:
         """Do what is due before a forward that trains.  To be called on every rank."""
 
+    @property
+    def may_sum_in_place(self) -> bool:
+        """Whether sums may depend on DDP's buckets, which a checkpoint does not keep."""
+        return False
+
+    # - what others may ask for, between two steps, on every rank
+
+    def defer(self, deferred: bool) -> None:
+        """Send nothing before a step's last gradient from now on, or as always: so that one can be timed alone."""
+        self._deferred = deferred
+
+    def record_gradients(self, elements: int) -> None:
+        """Record about so many elements of this rank's gradients from the next step on."""
+        self._record = GradientRecord(self.groups, elements)
+
+    def take_record(self) -> GradientRecord | None:
+        """End the recording, and return the record if there is one."""
+        record, self._record = self._record, None
+        return record
+
+    def watch_unsent(self) -> None:
+        """Look at a sample of what is unsent in every step from now on."""
+        self.sample = Sample(self.groups)
+
+    def go_on_from(self, before: "Exchange") -> None:
+        """Stand in the place of another engine, of which nothing is unsent."""
+        self.count_from(before.steps)
+        self.set_latencies(*before.latencies)
+        if before.sample is not None:
+            self.watch_unsent()
+
+    def take_over(self, before: "Exchange", memories: bool) -> None:
+        """Go on with what each rank has not sent in ``before``, of parameters of the same name and shape.
+
+        Both are of gradients or both of local steps; ``memories`` as for :func:`carry_over`.
+        """
+        names, steps = {name for group in before.groups for name in group.names}, before.steps
+        averages = {name: average.clone() for name, average in before.averages.items()}
+        for group, own, memory in list(before.rows()):
+            group.unsent.copy_(own)
+            group.memory = memory
+        self.adopt([group.names for group in before.groups])
+        carry_over(before.groups, list(zip(self.groups, self.compressors, strict=True)), memories)
+        self.unpack(steps, names, averages, late=False)
+
     def sums_in_place(self, compressor: Compressor) -> bool:
         """Whether what ``compressor`` averages is summed where DDP has it, not in groups, once nothing is unsent."""
         del compressor
         return False
-
-    @property
-    def shared(self) -> Mapping[Tensor, Tensor]:
-        """The average, of the same shape and the same on all ranks, of parameters whose values differ between ranks."""
-        return {}
 
     def compared(self) -> Mapping[Tensor, Tensor]:
         """Settle the last step, and return ``shared``; to be called on every rank, between two steps."""
@@ -207,13 +213,27 @@ class Exchange(Around, ABC):
         assert self.sample is not None
         sums = self.sample.owed_and_left(lambda group, places: self.unsent_of(group)[places])
         owed, left = self.ask(lambda comm: comm.all_reduce(sums)).square().sum(1).tolist() if sums.numel() else (0, 0)
-        return 1 - left / owed if owed else 1.0
+        return delivered(owed, left)
 
     def ask_for_unsent(self) -> bool:
         """Note and return whether nothing is unsent on any rank; to be called on every rank, between two steps."""
         owes = torch.tensor([self.unsent_norm()], device=self.device)
         self.nothing_unsent = not bool(self.ask(lambda comm: comm.all_gather(owes)).any())
         return self.nothing_unsent
+
+    def sent_in_vain(self) -> str:
+        """Say that the last step sent as much as dense DDP, if it was one of the compressor proper; else nothing."""
+        if self.last is None or self.last.saves_bytes():
+            return ""
+        steps = zip(self.compressors, self.groups, strict=True)
+        compressor = next((c for c, group in steps if c.compresses(group.step - 1)), None)
+        if compressor is None:
+            return ""
+        return (
+            f"{compressor} sent {self.last.sent_bytes:,} bytes in a step, where dense DDP sends "
+            f"{self.last.dense_bytes:,}: nothing is saved. Choose settings that send less, such as a lower density or "
+            "wire_dtype='bfloat16', or train with strategy='ddp'."
+        )
 
     def unsent_norm(self) -> float:
         """Euclidean norm of all this rank has not sent."""

@@ -41,6 +41,7 @@ class GradientExchange(Exchange):
         node: of this rank, if there are nodes: then ``comms`` are of nodes, and one averages its ranks' gradients.
         may_be_unused: some parameters may get no gradient in a step (DDP's ``find_unused_parameters``).
         scaler: what scales the loss, if anything does.
+        may_sum_in_place: sums may depend on DDP's buckets, which a checkpoint does not keep.
     """
 
     def __init__(
@@ -52,7 +53,9 @@ class GradientExchange(Exchange):
         node: ProcessGroups | None = None,
         may_be_unused: bool = False,
         scaler: torch.amp.GradScaler | None = None,
+        may_sum_in_place: bool = False,
     ) -> None:
+        self._may_sum_in_place = may_sum_in_place
         self._node = node
         self._scaler = scaler
         self._lock = threading.Lock()  # around what several lanes change
@@ -98,7 +101,7 @@ class GradientExchange(Exchange):
             self._submit(step, 0, self._ask_for_overflow)
         averages = [
             self._submit(step, lane, partial(self._average, index=index))
-            for lane, index in (step.take_complete() if last or not self.deferred else ())
+            for lane, index in (step.take_complete() if last or not self._deferred else ())
         ]
         if step.loss_scale:
             step.averages += averages
@@ -118,18 +121,25 @@ class GradientExchange(Exchange):
 
     # - sums of DDP's own buckets
 
+    @property
+    def may_sum_in_place(self) -> bool:
+        """Whether sums may depend on DDP's buckets, which a checkpoint does not keep."""
+        return self._may_sum_in_place
+
     def sums_in_place(self, compressor: Compressor) -> bool:
         """Whether what ``compressor`` averages is summed where DDP has it, not in groups, once nothing is unsent."""
         comm = self._lanes[0].comm
         if type(compressor) is not Dense or not self._in_float32 or not isinstance(comm, TorchComm):
             return False
-        ours = not self.may_sum_in_place or self._node is not None or self._scaler is not None or self._used is not None
+        ours = (
+            not self._may_sum_in_place or self._node is not None or self._scaler is not None or self._used is not None
+        )
         return not ours and sums_in_place(4 * self._elements, comm)
 
     @property
     def _next_in_place(self) -> bool:
         """Whether the next step's gradients are summed where they lie; the same on every rank."""
-        looked_at = self.deferred or self.record is not None
+        looked_at = self._deferred or self._record is not None
         return self.nothing_unsent and not looked_at and all(map(self.sums_in_place, self.compressors))
 
     def _sum_in_place(self, step: Step, delivery: Delivery) -> Future[Tensor]:
@@ -189,7 +199,7 @@ class GradientExchange(Exchange):
             delivery.wait()
         with self._new_in(step, group, gradients) as new:
             compressor.accumulate(group, new, self.size, 1 / self._node.local_size if self._node else 1.0)
-            for notes in (self.sample, self.record):
+            for notes in (self.sample, self._record):
                 if notes is not None:
                     notes.before(group)
             total = lane.run(take_step(compressor, group, lane.comm), partial(group.make_way, gradients))
@@ -238,7 +248,7 @@ class GradientExchange(Exchange):
     def _finish(self, step: Step, undone: bool = False) -> None:
         if step.in_place and self.sample is not None:
             self.sample.end_dense_step()
-        for notes in () if step.in_place or undone else (self.sample, self.record):
+        for notes in () if step.in_place or undone else (self.sample, self._record):
             if notes is not None:
                 notes.end_step()
         self.nothing_unsent = all(map(self.sums_in_place, self.compressors))

@@ -46,12 +46,6 @@ def check_fusion(fusion: object) -> str | tuple[str, ...]:
     )
 
 
-def check_choice(compressor: Compressor, fusion: str | Sequence[str]) -> None:
-    """Raise a ValueError if ``compressor`` is to be chosen, and with this ``fusion`` never would be."""
-    if compressor.candidates and fusion != "layer":
-        raise ValueError(f"fusion={fusion!r}: sparse_auto chooses from what LayerFusion measures; use 'layer'.")
-
-
 def fuse(pieces: Sequence[Piece], fusion: str | Sequence[str], bucket_bytes: int = BUCKET_BYTES) -> list[list[Piece]]:
     """Cut ``pieces``, given in backward order, into groups in the order in which they can be sent.
 

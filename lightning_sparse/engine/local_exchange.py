@@ -1,6 +1,9 @@
 """Averages what the ranks' optimizers did, a fragment of the weights at a time."""
 
+# ruff: noqa: D102  # Exchange and Around say what each of their methods does
+
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,12 +80,14 @@ class LocalExchange(Exchange):
 
     @property
     def within_step(self) -> bool:
-        """Whether a step is open, so that the average cannot be shown without a part of it."""
         return self.phase is Phase.STEP
 
     @property
+    def was_shown(self) -> bool:
+        return self.phase is Phase.SHOWN
+
+    @property
     def is_half_made(self) -> bool:
-        """Whether an optimizer needs another forward for the step that is open."""
         return self._phases.is_half_made(self.weights.versions())
 
     def between_steps(self) -> None:
@@ -97,7 +102,6 @@ class LocalExchange(Exchange):
             self._send()
 
     def end_forward(self) -> None:
-        """Note the end of a forward."""
         self._phases.end_forward()
 
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
@@ -127,16 +131,13 @@ class LocalExchange(Exchange):
         self._phases.begin_optimizer()
 
     def after_optimizer_step(self) -> None:
-        """Note that this rank's optimizer has stepped."""
         self._phases.end_optimizer()
 
     @property
     def lr_factor_now(self) -> float | None:
-        """What the optimizers' learning rates are multiplied by, if by anything."""
         return self.lr_factor.value if self.settings.lr_factor == "measured" else None
 
     def end_step(self) -> None:
-        """Note that optimizers have stepped, or skipped a step, on every rank."""
         self._phases.end_step()
 
     def show_average(self, settle: bool = True) -> None:
@@ -159,7 +160,6 @@ class LocalExchange(Exchange):
             self._comparison.note(self.weights.checksum())
 
     def settle(self) -> None:
-        """Do what is due after the last step, if one has ended.  To be called between two steps, on every rank."""
         if not self._phases.backwards:
             return
         self._phases.settle()
@@ -174,13 +174,11 @@ class LocalExchange(Exchange):
                 self.compare()
 
     def count_from(self, steps: int) -> None:
-        """Go on after so many ``steps`` of another engine, of which nothing is owed."""
         super().count_from(steps)
         self._exchanged = steps
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Have every rank hold the mean of all ranks' own weights, and owe nothing.  To be called between two steps."""
         self.settle()
         self.compare()
         self._hide()
@@ -209,7 +207,6 @@ class LocalExchange(Exchange):
             self.weights.add(replica)
 
     def adopt(self, groups: Iterable[Collection[str]]) -> None:
-        """Average what no optimizer trains of each of ``groups``, starting from what it is on every rank."""
         for names in groups:
             for replica in self._replicas_of(names):
                 self.weights.add(replica)
@@ -223,7 +220,6 @@ class LocalExchange(Exchange):
     # - checkpoints
 
     def rows(self) -> Iterator[tuple[Group, Tensor, dict[str, Tensor]]]:
-        """Yield each group, this rank's own weights x_r [n] in it, and what is remembered of it."""
         return self.weights.rows()
 
     def unpack(self, steps: int | None, names: Collection[str], averages: Mapping[str, Tensor], late: bool) -> None:
@@ -247,15 +243,19 @@ class LocalExchange(Exchange):
 
     @property
     def shared(self) -> Mapping[Tensor, Tensor]:
-        """Each parameter's x̄, of the same shape, as after the last step that was settled."""
         return self.weights.shared_by_parameter()
 
     def unsent_of(self, group: Group) -> Tensor:
         """What this rank owes of ``group`` [n]: x_r - x̄."""
         return self.weights.unsent(self.weights.replicas[group.index])
 
+    def check_join(self, options: Mapping[str, Any]) -> None:
+        raise ValueError(
+            "local_steps cannot be combined with join(): a joined rank takes no steps of its own. Give every rank "
+            "as many batches."
+        )
+
     def close(self) -> bool:
-        """End the issuing threads; returns whether no message is under way."""
         self._phases.end()  # what is due cannot be sent any more
         return super().close()
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lightning_sparse.engine.exchange import Around
+from lightning_sparse.engine.around import Around
 
 #: Optimizers of which a rank cannot take a step of its own, by the name of a class, and why.
 NOT_ALONE = {

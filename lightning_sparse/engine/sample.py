@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors.group import Group
+from lightning_sparse.engine.compression_error import part_left
 from lightning_sparse.selection.streams import draw
 
 MOST = 64  # elements sampled of a parameter: what starves of 5 % of it is missed in 4 of 100 parameters
@@ -98,7 +99,7 @@ class Sample:
         self._state[2:4] *= self._decays
         sent += went
         squares.addcmul_(gradient, gradient)
-        waiting.addcmul_(gradient, gradient).mul_((unsent / owed).abs_().nan_to_num_(0.0, 1.0).clamp_(max=1.0))
+        waiting.addcmul_(gradient, gradient).mul_(part_left(owed, unsent))
         turn.masked_fill_(self._owed != 0, self._steps)
         cleared.masked_fill_(went.logical_or_(unsent == 0), self._steps)
         self._state[0] = unsent

@@ -14,9 +14,7 @@ from lightning_sparse.wire import INDEX_LIMIT
 
 Array = NDArray[np.float64]
 
-MOST_STATES = 32  # plans of the same first layers that are pursued
-SHORT = 0.1  # of a step: what repeated measurements differ by
-INEXACT = 0.05  # of a span: where plans differ by less, the model cannot tell which is faster
+SHORT = 0.1  # Part of a step by which repeated measurements of the same step differ.
 
 
 @dataclass(frozen=True)
@@ -47,23 +45,6 @@ class Cost:
             self._line(self.latency_s, self.busy_rise + self.wire_rise, elements),
         )
 
-    def dense_up_to(self, dense: "Cost") -> int:
-        """Return the elements, a power of two, up to which a ``dense`` sum has its mean sooner; 0 for none."""
-        sizes = 2 ** np.arange(dense.elements[-1].bit_length())
-        first_later = np.append(dense.at(sizes)[2] < self.at(sizes)[2], False).argmin()
-        return int(sizes[first_later - 1]) if first_later else 0
-
-    def with_dense(self, dense: "Cost", up_to: int) -> "Cost":
-        """Return the cost where groups of at most ``up_to`` elements are summed densely."""
-        if not up_to:
-            return self
-        small = [n for n in {*dense.elements, up_to} if n <= up_to]
-        sizes = np.array(sorted({*small, up_to + 1, *(n for n in self.elements if n > up_to)}))
-        both = zip(dense.at(sizes), self.at(sizes), strict=True)
-        busy_s, spacing_s, latency_s = (tuple(np.where(sizes <= up_to, a, b).tolist()) for a, b in both)
-        elements = tuple(sizes.tolist())
-        return replace(self, elements=elements, busy_s=busy_s, spacing_s=spacing_s, latency_s=latency_s)
-
     def _line(self, measured: Sequence[float], rise: float, elements: NDArray[np.int64]) -> Array:
         seconds = np.maximum.accumulate(np.asarray(measured, dtype=np.float64))  # more elements never cost less
         inside = np.interp(elements, self.elements, seconds)
@@ -84,25 +65,21 @@ class StepModel:
         ready_s: [L] since backward began, rising.
         elements: [L] of tuples of K.
         costs: of the K kinds.
-        blocking: compressing takes the processor from backward, so that all later layers are ready by as much later.
-            False: it runs beside backward.
     """
 
     ready_s: tuple[float, ...]
     elements: tuple[tuple[int, ...], ...]
     costs: tuple[Cost, ...]
-    blocking: bool = False
 
     def times(self, ends: Sequence[int]) -> list[GroupTime]:
         """Return the times of the groups that end before the layers ``ends`` [G], rising, the last of which is L."""
         sums = self._prefix_sums()
         found: list[GroupTime] = []
-        end = delay = 0.0
+        end = 0.0
         for first, last in pairwise([0, *ends]):
             busy, spacing, latency = (float(x[0]) for x in self._cost(sums[last] - sums[first : first + 1]))
-            ready = self.ready_s[last - 1] + delay
+            ready = self.ready_s[last - 1]
             end = max(end + spacing, ready + latency)
-            delay += busy if self.blocking else 0.0
             found.append(GroupTime(ready, end - latency, end, busy))
         return found
 
@@ -115,64 +92,23 @@ class StepModel:
         each = np.diff(self._prefix_sums()[[0, *ends]], axis=0)
         return bool((each <= INDEX_LIMIT).all())
 
-    def best(self, others: Sequence[Sequence[int]] = ()) -> list[int]:
-        """The ends of the groups with the shortest span of all; of equals, one with few groups.
+    def best(self) -> list[int]:
+        """The ends of the groups with the shortest span of all; of equals, one with a large last group.
 
-        A dynamic program over the layers.  A plan of the first j layers leaves behind when its last group ends and by
-        how much backward was delayed; of two plans of the same layers, one that is no better in either is dropped, as
-        is one that cannot end before a plan that is known already.  Of more than ``MOST_STATES`` plans of the same
-        layers so many are kept, from the soonest end to the least delay; the result is then close to the shortest, and
-        no longer than any of ``others``, than one group or than what :meth:`greedy` finds.
+        A dynamic program over the layers: the sooner the groups of the first i layers end, the sooner do all plans that
+        go on from there, so that of the plans of a prefix only the best is kept.
         """
-        sums = self._prefix_sums()
-        layers = len(self.ready_s)
-        if not layers:
-            return []
-        shortest = min([[layers], self.greedy(), *others], key=self.span)
-        known = self.span(shortest)
-        least = self.ready_s[-1] + float(self._cost(sums[-1:] - sums[-2:-1])[2][0])  # span of the last layer alone
-        # States of all prefixes one after the other: where the prefix ends, end and delay it leaves, its state before.
-        prefix, end, delay, before = [np.zeros(1, dtype) for dtype in (np.int64, np.float64, np.float64, np.int64)]
+        sums, layers = self._prefix_sums(), len(self.ready_s)
+        end, start = np.zeros(layers + 1), [0] * (layers + 1)  # of the last group of the first i layers
         for last in range(1, layers + 1):
-            busy, spacing, latency = (x[prefix] for x in self._cost(sums[last] - sums[:last]))
-            ends = np.maximum(end + spacing, self.ready_s[last - 1] + delay + latency)
-            delays: Array = np.asarray(delay + busy if self.blocking else delay, dtype=np.float64)
-            soonest = np.maximum(ends, least + delays) if last < layers else ends
-            hopeful = np.flatnonzero(soonest <= known * (1 + 1e-9))
-            hopeful = hopeful[_undominated(ends[hopeful], delays[hopeful])]
-            kept = hopeful[_spread(delays[hopeful], MOST_STATES)]
-            prefix = np.concatenate([prefix, np.full(len(kept), last)])
-            end = np.concatenate([end, ends[kept]])
-            delay = np.concatenate([delay, delays[kept]])
-            before = np.concatenate([before, kept])
-        final = np.flatnonzero(prefix == layers)
-        if not len(final) or end[final].min() > known:
-            return list(shortest)
-        at = int(final[np.argmin(end[final])])
-        found: list[int] = []
-        while at:
-            found.append(int(prefix[at]))
-            at = int(before[at])
+            _, spacing, latency = self._cost(sums[last] - sums[:last])
+            ends = np.maximum(end[:last] + spacing, self.ready_s[last - 1] + latency)
+            start[last] = int(np.argmin(ends))
+            end[last] = ends[start[last]]
+        found = [layers] if layers else []
+        while found and start[found[-1]]:
+            found.append(start[found[-1]])
         return found[::-1]
-
-    def greedy(self) -> list[int]:
-        """Groups merged one layer at a time, as MG-WFBP does (Shi et al., INFOCOM 2019): for comparison.
-
-        A layer joins the group before it if it is ready before that group could be sent, or so soon after that waiting
-        costs less than the start of one more message.
-        """
-        sums = self._prefix_sums()
-        start_s = float(self._cost(np.minimum(sums[-1:], 1))[1][0])  # spacing of a group of next to nothing
-        found: list[int] = []
-        end, first = 0.0, 0
-        for last in range(1, len(self.ready_s) + 1):
-            begin = max(end, self.ready_s[last - 1])
-            if last < len(self.ready_s) and self.ready_s[last] - begin < start_s:
-                continue
-            end = begin + float(self._cost(sums[last] - sums[first : first + 1])[1][0])
-            first = last
-            found.append(last)
-        return found
 
     def _prefix_sums(self) -> NDArray[np.int64]:
         """Elements of each kind in the first i layers, [L + 1, K]."""
@@ -234,13 +170,6 @@ class Plan:
         """Return the plan of the groups there were before."""
         return replace(self, ends=self.before, span_s=self.spans["as before"])
 
-    def one_group(self) -> "Plan | None":
-        """Return the plan of one group; None unless the model, which is not exact, cannot tell which is faster."""
-        one, span_s = (len(self.names),), self.spans.get("one group", math.inf)
-        if self.ends == one or span_s > (1 + INEXACT) * self.span_s or not self.model.can_be_indexed(one):
-            return None
-        return replace(self, ends=one, span_s=span_s)
-
     def group_of(self) -> dict[str, int]:
         """The index of each parameter's group, by name."""
         return {name: bisect_right(self.ends, place) for place, name in enumerate(self.names)}
@@ -250,35 +179,15 @@ class Plan:
         """What it expects to gain, for a log."""
         before_s = self.spans.get("as before", self.span_s)
         return (
-            f"{len(self.ends)} group{'s'[: len(self.ends) > 1]}; from the start of backward to the last mean "
-            f"{1e3 * self.span_s:.0f} ms are expected, {1e3 * before_s:.0f} ms in the groups before."
+            f"{_groups(self.ends)}; from the start of backward to the last mean {1e3 * self.span_s:.0f} ms are "
+            f"expected, {1e3 * before_s:.0f} ms in the groups before."
         )
 
     def __str__(self) -> str:
-        spans = ", ".join(f"{name} {1e3 * span:.1f} ms" for name, span in self.spans.items())
-        groups = "1 group" if len(self.ends) == 1 else f"{len(self.ends)} groups"
-        return f"{groups}. Expected from the start of backward to the last mean: {spans}. {self.sums}".rstrip()
+        spans = ", ".join(f"{name} {1e3 * span:.1f} ms" for name, span in self.spans.items() if math.isfinite(span))
+        expected = f"Expected from the start of backward to the last mean: {spans}."
+        return f"{_groups(self.ends)}. {expected} {self.sums}".rstrip()
 
 
-def _spread(falling: Array, most: int) -> NDArray[np.int64]:
-    """Indices of at most ``most`` values, evenly spread over ``falling``, among them the first and the last."""
-    if len(falling) <= most:
-        return np.arange(len(falling))
-    last = len(falling) - 1
-    between = np.searchsorted(-falling, -np.linspace(falling[0], falling[-1], most)[1:-1])
-    return np.unique(np.concatenate([[0], between, [last]]))
-
-
-def _undominated(a: Array, b: Array) -> NDArray[np.int64]:
-    """Indices of the points (a, b) no other point is at most as large as in both; of equal points the first.
-
-    In the order of rising a, which is that of falling b.
-    """
-    if not len(a):
-        return np.zeros(0, np.int64)
-    least = int(np.argmin(a + b))  # one good point drops most of the others before they are sorted
-    near = np.append(np.flatnonzero((a < a[least]) | (b < b[least])), least)
-    order = near[np.lexsort((near, b[near], a[near]))]
-    lowest = np.minimum.accumulate(b[order])
-    kept: NDArray[np.int64] = order[np.append(True, b[order][1:] < lowest[:-1])]
-    return kept
+def _groups(ends: Sequence[int]) -> str:
+    return "1 group" if len(ends) == 1 else f"{len(ends)} groups"

@@ -1,6 +1,5 @@
-"""Finds the groups, and the compressor, with the shortest step.  Pure functions."""
+"""Plans groups from measured steps and costs.  Pure functions."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,14 +7,13 @@ from typing import Any
 import numpy as np
 
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.groups import BUCKET_BYTES, Piece, fuse
 from lightning_sparse.fusion.model import Cost, Plan, StepModel
-from lightning_sparse.settings import as_text, same
+from lightning_sparse.settings import as_text
 
-LEAST_GAIN = 0.1  # of a backward: the model is not exact, so for less the groups stay as they are
-MERGING_GAIN = 0.1  # of the time, by which fewer groups must be faster where more parameters then compete to be sent
-FARTHEST = 2.0  # the most by which measured steps correct the model, in spans it expects
+LEAST_GAIN = 0.1  # Part of a backward that a plan must gain, since the model is not exact; else the groups stay.
+FARTHEST = 2.0  # The most by which measured steps correct the model, in spans that it expects.
+DDP_PLAN = f"buckets of {BUCKET_BYTES >> 20} MiB"  # The name of DDP's own buckets among a plan's spans.
 
 
 @dataclass(frozen=True)
@@ -40,24 +38,12 @@ class Calibration:
     """How measured steps differ from the model.
 
     Attributes:
-        blocking: compressing takes the processor from backward.
         factor: 1, or less where steps were shorter.
         offset_s: by which they were longer: backward and messages slow each other in ways that are not modelled.
     """
 
-    blocking: bool
     factor: float = 1.0
     offset_s: float = 0.0
-
-    def numbers(self) -> list[float]:
-        """All of it as numbers [3], which ranks can exchange."""
-        return [float(self.blocking), self.factor, self.offset_s]
-
-    @classmethod
-    def read(cls, numbers: Sequence[float]) -> "Calibration":
-        """The inverse of :meth:`numbers`."""
-        blocking, factor, offset_s = numbers
-        return cls(bool(blocking), factor, offset_s)
 
 
 #: Whether pieces are summed densely, and what groups of them cost.
@@ -76,44 +62,29 @@ def kinds_of(pieces: Sequence[Piece], compressor: Compressor, cost: Callable[[Co
     return kinds
 
 
-def with_small_dense(kinds: Kinds, small: Cost) -> tuple[Kinds, int]:
-    """Return the costs where groups whose dense sum is sooner are summed densely, and the elements of the largest."""
-    up_to = max((cost.dense_up_to(small) for dense, cost in kinds if not dense), default=0)
-    return [(dense, cost if dense else cost.with_dense(small, up_to)) for dense, cost in kinds], up_to
-
-
 def calibrate(pieces: Sequence[Piece], kinds: Kinds, measured: Measured) -> Calibration:
     """Compare the model with the measured steps; ``kinds`` are of the compressor that was at work."""
-    spans = {}
-    for blocking in (False, True):
-        model, position = _model(pieces, kinds, measured, blocking)
-        spans[blocking] = model.span(_ends(measured.groups, position))
-    blocking = min(spans, key=lambda blocking: abs(math.log(spans[blocking] / measured.span_s)))
-    expected_s = spans[blocking]
+    model, position = _model(pieces, kinds, measured)
+    expected_s = model.span(_ends(measured.groups, position))
     if measured.span_s < expected_s:
-        return Calibration(blocking, factor=max(measured.span_s / expected_s, 1 / FARTHEST))
-    return Calibration(blocking, offset_s=min(measured.span_s - expected_s, FARTHEST * expected_s))
+        return Calibration(factor=max(measured.span_s / expected_s, 1 / FARTHEST))
+    return Calibration(offset_s=min(measured.span_s - expected_s, FARTHEST * expected_s))
 
 
 def best_plan(
     pieces: Sequence[Piece], kinds: Kinds, measured: Measured, calibration: Calibration, sums: str = ""
 ) -> Plan:
     """Return the best groups, or those there were if these are hardly slower; ``sums`` as in :class:`Plan`."""
-    model, position = _model(pieces, kinds, measured, calibration.blocking)
+    model, position = _model(pieces, kinds, measured)
     by_name = {piece.name: piece for piece in pieces}
     ordered = [by_name[name] for name in position]
-    ends = {
-        fusion: _ends([[piece.name for piece in group] for group in fuse(ordered, fusion)], position)
-        for fusion in ("bucket", "none")
-    }
-    others = {
-        "greedy merging": model.greedy(),
-        f"buckets of {BUCKET_BYTES >> 20} MiB": ends["bucket"],
-        "one group a layer": ends["none"],
+    plans = {
+        "LayerFusion": model.best(),
+        DDP_PLAN: _ends([[piece.name for piece in group] for group in fuse(ordered, "bucket")], position),
+        "one group a layer": _ends([[piece.name for piece in group] for group in fuse(ordered, "none")], position),
         "one group": [len(pieces)],
         "as before": _ends(measured.groups, position),
     }
-    plans = {"LayerFusion": model.best(list(others.values())), **others}
     spans = {name: calibration.factor * model.span(ends) + calibration.offset_s for name, ends in plans.items()}
     gains = spans["LayerFusion"] < (1 - LEAST_GAIN) * spans["as before"]
     chosen = "LayerFusion" if gains and model.can_be_indexed(plans["LayerFusion"]) else "as before"
@@ -129,23 +100,18 @@ def best_plan(
     )
 
 
-def _model(
-    pieces: Sequence[Piece], kinds: Kinds, measured: Measured, blocking: bool
-) -> tuple[StepModel, Mapping[str, int]]:
+def _model(pieces: Sequence[Piece], kinds: Kinds, measured: Measured) -> tuple[StepModel, Mapping[str, int]]:
     """Return the model, and the place of each parameter in the order in which they become ready."""
     ready = np.where(np.isfinite(measured.arrivals_s), measured.arrivals_s, 0.0)
     order = np.argsort(ready, kind="stable")
     elements = [tuple(pieces[i].elements * (pieces[i].dense == dense) for dense, _ in kinds) for i in order]
-    model = StepModel(tuple(ready[order].tolist()), tuple(elements), tuple(cost for _, cost in kinds), blocking)
+    model = StepModel(tuple(ready[order].tolist()), tuple(elements), tuple(cost for _, cost in kinds))
     return model, {pieces[i].name: place for place, i in enumerate(order)}
 
 
 def _ends(groups: Sequence[Sequence[str]], position: Mapping[str, int]) -> list[int]:
     """Return where ``groups`` end in the order in which parameters become ready."""
     return sorted({len(position), *(max(position[name] for name in names) + 1 for names in groups if names)})
-
-
-# - trials and checkpoints
 
 
 @dataclass(frozen=True)
@@ -155,30 +121,17 @@ class Layout:
     Attributes:
         groups: names of the parameters in each.
         compressor: what averages them.
-        dense_up_to: elements of a group; smaller ones are summed densely.
         plan: the plan of these groups, if there is one; on rank 0.
     """
 
     groups: Sequence[Sequence[str]]
     compressor: Compressor
-    dense_up_to: int
     plan: Plan | None = None
 
 
 def saved_layout(state: Mapping[str, Any], names: Sequence[str], compressor: Compressor, size: int) -> Layout | None:
     """The layout in a checkpoint, if it was made for these parameters, this compressor and so many ranks."""
-    groups, dense_up_to = state.get("groups", []), state.get("dense_up_to", 0)
+    groups = state.get("groups", [])
     same_names = sorted(name for group in groups for name in group) == sorted(names)
     made_for = (state.get("compressor"), state.get("size"))
-    if same_names and made_for == (as_text(compressor), size) and isinstance(dense_up_to, int):
-        return Layout(groups, compressor, dense_up_to)
-    return None
-
-
-def share_allowed(before: Layout, compressor: Compressor, groups: Sequence[Group]) -> float:
-    """Return the share of the time ``before`` took that ``groups``, which are on trial, may take with ``compressor``.
-
-    In fewer groups parameters with small gradients compete with more others, so that they are sent less often.
-    """
-    competes = same(compressor, before.compressor) and any(group.target < group.n for group in groups)
-    return 1 - MERGING_GAIN if competes and len(groups) < len(before.groups) else 1.0
+    return Layout(groups, compressor) if same_names and made_for == (as_text(compressor), size) else None

@@ -18,7 +18,6 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from rich import get_console
 
 from lightning_sparse.engine.exchange import Exchange
-from lightning_sparse.engine.sample import Sample
 from lightning_sparse.fusion.layer_fusion import LayerFusion
 from lightning_sparse.fusion.model import Plan
 from lightning_sparse.monitor.pictures import draw, require_matplotlib
@@ -114,7 +113,7 @@ class CompressionMonitor(Callback):
         self._rank = exchange.rank
         self._exchanged = self._logged = exchange.steps
         self._run.cuda = exchange.device.type == "cuda"
-        exchange.sample = Sample(exchange.groups)
+        exchange.watch_unsent()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start a row of the table."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from lightning_sparse import engines
+from lightning_sparse.auto import switch
 from lightning_sparse.checkpoint.state import KEY, State
 from lightning_sparse.engine.groups import pieces_of
 from lightning_sparse.simulation import simulate
@@ -35,7 +35,7 @@ def _one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _not_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the compressor work though there is nobody to send to."""
-    monkeypatch.setattr(engines, "dense_if_alone", lambda compressor, size: compressor)
+    monkeypatch.setattr(switch, "_dense_if_alone", lambda compressor, size: compressor)
 
 
 class Two(nn.Module):

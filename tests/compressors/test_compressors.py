@@ -74,7 +74,7 @@ def test_phases_that_compress() -> None:
         (ls.MomentumCorrection(0.9, ls.Warmup(5, ladder)), 5),
     ):
         assert [step for step in range(9) if compressor.compresses(step)] == list(range(first, 9))
-    for dense in (ls.Dense(), ls.Auto(), ls.Warmup(1, "sparse_dense")):
+    for dense in (ls.Dense(), ls.Warmup(1, "sparse_dense")):
         assert not any(dense.compresses(step) for step in range(9))
 
 

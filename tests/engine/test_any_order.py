@@ -5,6 +5,7 @@
 
 import functools
 import logging
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,10 +23,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 import lightning_sparse as ls
-from lightning_sparse.compressors import Candidate
+from lightning_sparse.auto.policy import Candidate
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.engine.phases import Phase
-from lightning_sparse.engines import Engines
 from lightning_sparse.hook import SparseHook
 from lightning_sparse.network.simulated import same_bits
 from lightning_sparse.options import Options
@@ -111,7 +111,7 @@ SETUPS = {
 def _in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_sparse.hook.TorchComm", ThreadComm)
     logging.disable(logging.INFO)
-    monkeypatch.setattr("lightning_sparse.engines.Pace.has_changed", lambda *_: False)  # which goes by time
+    monkeypatch.setattr("lightning_sparse.auto.course.StepClock.__call__", lambda _: math.nan)  # nothing goes by time
 
 
 def in_evaluation(module: nn.Module) -> bool:
@@ -148,9 +148,14 @@ class Training:
     def frozen(self) -> bool:
         return not self.model.second.weight.requires_grad
 
-    @property
-    def engines(self) -> Engines:
-        return self.hook._engines
+    def change(self, chosen: Candidate | None) -> None:
+        """Take the local steps of ``chosen``, or average gradients."""
+        course = self.hook._course
+        if chosen is None:
+            course.switch.to_gradients()
+        else:
+            course.switch.to_local_steps(chosen)
+        course._start(planned=True)
 
     @property
     def exchange(self) -> LocalExchange:
@@ -730,7 +735,7 @@ class AnyOrder(RuleBasedStateMachine):
     @may(lambda self: may_change(self) and not self.is_local, number=st.integers(0, 1))
     def begin_local_steps(self, number: int) -> None:
         chosen = self.setup.candidates[number]
-        self.everywhere(lambda training: training.engines._begin_local_steps(chosen))
+        self.everywhere(lambda training: training.change(chosen))
         self.plain.steps = self.trainings[0].exchange.steps
         self.plain.begin(ls.LocalSteps(chosen.local_steps))
         self.restart()
@@ -738,13 +743,13 @@ class AnyOrder(RuleBasedStateMachine):
     @may(lambda self: may_change(self) and self.is_local, number=st.integers(0, 1))
     def change_local_steps(self, number: int) -> None:
         chosen = self.setup.candidates[number]
-        self.everywhere(lambda training: training.engines._change_local_steps(chosen))
+        self.everywhere(lambda training: training.change(chosen))
         self.plain.change(ls.LocalSteps(chosen.local_steps))
         self.restart()
 
     @may(lambda self: may_change(self) and self.is_local)
     def end_local_steps(self) -> None:
-        self.everywhere(lambda training: training.engines._end_local_steps())
+        self.everywhere(lambda training: training.change(None))
         self.plain.merge()
         self.restart()
 

@@ -87,8 +87,6 @@ class Trained:
 @pytest.mark.parametrize("wire", FORMATS)
 @pytest.mark.parametrize("compressor", EVERY_COMPRESSOR)
 def test_nothing_of_an_update_is_lost(compressor: ls.Compressor, wire: str) -> None:
-    if compressor.candidates:
-        pytest.skip("which chooses by time")
     for size in (1, 3, 4) if wire == "int4" else (2,):
         trained = Trained(compressor, ls.LocalSteps(2), size, wire, torch.float32)
         for number in range(1, 7):

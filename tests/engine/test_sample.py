@@ -12,7 +12,7 @@ from torch import Tensor
 import lightning_sparse as ls
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.engine.faithfulness import Faithfulness
+from lightning_sparse.engine.compression_error import CompressionError
 from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.groups import carry_over
 from lightning_sparse.engine.sample import MOST, STARVING, Sample, Waiting
@@ -89,20 +89,20 @@ def test_of_parameters_sampled_whole_the_oldest_is_exact(
 
 @pytest.mark.parametrize("compressor", [ls.TopK(0.1), ls.MiCRO(0.3), ls.SkipReduce(0.5), ls.Dense()], ids=repr)
 def test_of_parameters_sampled_whole_what_is_delivered_and_its_age_are_exact(compressor: ls.Compressor) -> None:
-    ranks, every, own, left = Ranks(compressor, (tuple(SIZES),)), Faithfulness(), Faithfulness(), torch.zeros(2, 80)
+    ranks, own, left = Ranks(compressor, (tuple(SIZES),)), CompressionError(), torch.zeros(2, 80)
     ages = []
     for given in gradients(200, scale=0.3):
         owed = left + given
         ranks.step(given)
         left = ranks.unsent()
-        every = Faithfulness()
+        every = CompressionError()
         every.step(owed, left)
         own.step(owed[:1], left[:1])
         sums = sum(sample.owed_and_left(lambda group, places: group.unsent[places]) for sample in ranks.samples)
         of_owed, of_left = sums.square().sum(1).tolist()  # type: ignore[union-attr]
         assert 1 - of_left / of_owed == pytest.approx(every.delivered, abs=1e-5)
         ages.append(ranks.samples[0].age())
-    assert sum(ages[100:]) / 100 == pytest.approx(own.age, rel=0.2, abs=1e-6)  # the mean over all steps
+    assert sum(ages[100:]) / 100 == pytest.approx(own.staleness, rel=0.2, abs=1e-6)  # the mean over all steps
 
 
 def test_what_is_not_asked_for_grows_older() -> None:

@@ -1,9 +1,9 @@
 """LayerFusion step by step in one process: what it does between which steps, however many backwards there are."""
 
 import gc
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,17 +11,21 @@ import torch
 from torch import Tensor, nn
 
 import lightning_sparse as ls
+from lightning_sparse.auto import chooser
+from lightning_sparse.auto.chooser import Chooser
+from lightning_sparse.auto.course import FIRST_CHOICE, Course
+from lightning_sparse.engine.build import Way
 from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.groups import lay_out, pieces_of
 from lightning_sparse.engine.timeline import Timeline
-from lightning_sparse.fusion import chooser, layer_fusion, planner
-from lightning_sparse.fusion import model as plan
-from lightning_sparse.fusion.chooser import Chooser
+from lightning_sparse.fusion import layer_fusion, planner
 from lightning_sparse.fusion.layer_fusion import EVERY, TRIAL, WINDOW, LayerFusion
-from lightning_sparse.fusion.measuring import CHOOSING, STEPS_MEASURED
-from lightning_sparse.fusion.model import Cost, StepModel
+from lightning_sparse.fusion.model import StepModel
+from lightning_sparse.fusion.planner import Layout
+from lightning_sparse.fusion.steps import STEPS_MEASURED
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.torch_comm import Works
+from lightning_sparse.options import Options
 from tests.test_bad_input import Bucket
 
 
@@ -50,19 +54,23 @@ class Mirror(Comm):
 class Training:
     """A model of three layers that is trained with ``backwards`` averaged backwards to a forward."""
 
-    def __init__(self, compressor: ls.Compressor, backwards: int = 1) -> None:
+    def __init__(self, compressor: ls.Compressor | ls.Auto, backwards: int = 1, warmup_steps: int = 0) -> None:
         self.parameters: dict[str, Tensor] = {f"{i}.weight": nn.Parameter(torch.zeros(20 + i)) for i in range(3)}
-        groups = lay_out(self.parameters, compressor, "layer")
-        self.exchange = GradientExchange(groups, [Mirror()], threaded=False)
-        auto = compressor.active(sys.maxsize)
-        choosing = Chooser(auto, self.parameters, local=False) if isinstance(auto, ls.Auto) else None
-        self.fusion = LayerFusion(self.exchange, compressor, self.parameters, choosing)
+        options = Options(compressor, "layer", warmup_steps=warmup_steps)
+        self.exchange = GradientExchange(
+            lay_out(self.parameters, options.averaging, "layer"), [Mirror()], threaded=False
+        )
+        self.fusion = LayerFusion(self.exchange, options.averaging, self.parameters)
+        switch: Any = SimpleNamespace(exchange=self.exchange, layer_fusion=self.fusion, way=Way, chosen=None)
+        switch.optimizers = SimpleNamespace(seen=[], unscale=lambda: None)
+        choosing = Chooser(options.policy, self.parameters, local=False) if options.policy else None
+        self.course = Course(switch, choosing, warmup_steps)
         self.backwards = backwards
 
     def passes(self, count: int) -> Iterator[int]:
         """The forwards, 0 the first, each after what is done before it and before its backwards."""
         for number in range(count):
-            self.fusion.between_steps()
+            self.course.between_steps()
             yield number
             for _ in range(self.backwards):
                 self.exchange.timeline.begin_backward()
@@ -71,7 +79,7 @@ class Training:
 
     def longest_list(self) -> int:
         """Of all lists that the generators at work keep."""
-        generator: Any = self.fusion._course
+        generator: Any = self.course._passes
         longest = 0
         while generator is not None:
             kept = [value for value in generator.gi_frame.f_locals.values() if isinstance(value, list)]
@@ -81,16 +89,15 @@ class Training:
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small groups are planned, and not summed densely for it."""
+    """Small groups are planned."""
     monkeypatch.setattr(layer_fusion, "WORTH_PLANNING", 1)
-    monkeypatch.setattr(Cost, "dense_up_to", lambda self, dense: 0)
 
 
 @pytest.fixture
 def tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two groups are always planned, tried, and found no slower."""
     monkeypatch.setattr(planner, "LEAST_GAIN", -float("inf"))
-    monkeypatch.setattr(StepModel, "best", lambda self, others=(): [1, len(self.ready_s)])
+    monkeypatch.setattr(StepModel, "best", lambda self: [1, len(self.ready_s)])
     monkeypatch.setattr(Timeline, "span_s", lambda self: 0.01)
 
 
@@ -112,27 +119,31 @@ def compressors_at_work(training: Training) -> set[str]:
 
 
 @pytest.mark.parametrize("backwards", [1, 5])
+@pytest.mark.parametrize("start", [ls.Candidate(ls.Dense(), "int4").averaging, ls.Dense()])
 @pytest.mark.parametrize("warmup", [0, 3, STEPS_MEASURED + 1])
-def test_auto_chooses_also_after_a_warmup(monkeypatch: pytest.MonkeyPatch, warmup: int, backwards: int) -> None:
-    monkeypatch.setattr(chooser, "most_faithful", lambda forecasts: forecasts[-1])
+def test_auto_chooses_also_after_a_warmup(
+    monkeypatch: pytest.MonkeyPatch, warmup: int, start: ls.Compressor, backwards: int
+) -> None:
+    monkeypatch.setattr(chooser, "least_error", lambda forecasts: forecasts[-1])
     monkeypatch.setattr(Timeline, "span_s", lambda self: 0.01)
-    auto = ls.Auto((ls.SkipReduce(), ls.Candidate(ls.TopK(density=0.5), "float32")), tolerance=1e9)
-    training = Training(ls.Warmup(warmup, auto) if warmup else auto, backwards)
+    auto = ls.Auto((ls.SkipReduce(), ls.Candidate(ls.TopK(density=0.5), "float32")), start=start, tolerance=1e9)
+    training = Training(auto, backwards, warmup)
     chosen = [n for n in training.passes(2 * STEPS_MEASURED + 4) if compressors_at_work(training) == {"TopK"}]
     measured_from = -(-warmup // backwards)
-    assert chosen[0] == measured_from + sum(CHOOSING)
+    assert chosen[0] == measured_from + FIRST_CHOICE
     assert chosen[-1] == 2 * STEPS_MEASURED + 3
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ls.MomentumCorrection(0.9, "sparse_auto"), "MomentumCorrection: compressor must itself select"),
-        (lambda: ls.MomentumCorrection(0.9, ls.Warmup(3, "sparse_auto")), "compressor must itself select"),
-        (lambda: ls.DensityLadder(3, "sparse_auto"), "has no density to change"),
-        (lambda: ls.Auto((ls.Warmup(3, "sparse_auto"),)), "is not a compressor to choose"),
-        (lambda: ls.SparseDDPStrategy(ls.Warmup(3, "sparse_auto"), fusion="bucket"), "fusion='bucket': sparse_auto"),
-        (lambda: ls.SparseHook(None, "sparse_auto"), "fusion='bucket': sparse_auto"),  # type: ignore[arg-type]
+        (lambda: ls.MomentumCorrection(0.9, "sparse_auto"), "which chooses among such"),
+        (lambda: ls.Warmup(3, ls.Auto()), "which chooses among such"),
+        (lambda: ls.Auto((ls.Auto(),)), "in it"),
+        (lambda: ls.Auto(start="micro"), "'micro' is not a compressor to choose"),  # type: ignore[arg-type]
+        (lambda: ls.SparseDDPStrategy("sparse_auto", fusion="bucket"), "fusion='bucket' cannot be combined"),
+        (lambda: ls.SparseHook(None, "sparse_auto"), "fusion='bucket' cannot be combined"),  # type: ignore[arg-type]
+        (lambda: ls.SparseDDPStrategy("sparse_auto", local_steps=2), "local_steps cannot be combined with sparse_auto"),
     ],
 )
 def test_where_auto_would_never_choose_it_is_refused(make: Callable[[], object], message: str) -> None:
@@ -141,7 +152,7 @@ def test_where_auto_would_never_choose_it_is_refused(make: Callable[[], object],
 
 
 def test_candidates_may_have_momentum_as_the_error_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chooser, "most_faithful", lambda forecasts: forecasts[-1])
+    monkeypatch.setattr(chooser, "least_error", lambda forecasts: forecasts[-1])
     # A Mirror makes no forecasts, so that this rank makes all.
     monkeypatch.setattr(chooser, "_shared", lambda exchange, candidates, forecast: [forecast(c) for c in candidates])
     candidates = tuple(ls.MomentumCorrection(0.9, c) for c in (ls.Dense(), ls.TopK(density=0.5)))
@@ -153,32 +164,29 @@ def test_candidates_may_have_momentum_as_the_error_says(monkeypatch: pytest.Monk
 
 def test_times_that_keep_changing_fill_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_fusion, "EVERY", 1)
-    monkeypatch.setattr(layer_fusion, "LONGEST_WINDOW", 20)
     training = Training(ls.TopK(density=0.5))
     monkeypatch.setattr(Timeline, "span_s", lambda self: 0.01 * 2**training.exchange.steps)
     for _ in training.passes(200):
-        assert training.longest_list() <= 20
+        assert training.longest_list() <= WINDOW
 
 
 @pytest.mark.parametrize(
-    ("compressor", "span_s", "groups"),
+    ("compressor", "planned_s", "groups"),
     [
-        (ls.TopK(density=0.5), {3: 0.02, 2: 0.01, 1: 0.0095}, 2),  # one group gains 5 %
-        (ls.TopK(density=0.5), {3: 0.02, 2: 0.01, 1: 0.0085}, 1),  # 15 %
-        (ls.TopK(density=0.5), {3: 0.01, 2: 0.0095, 1: 0.0092}, 3),  # nor do two gain enough, beside three
-        (ls.TopK(density=0.5), {3: 0.01, 2: 0.0095, 1: 0.0088}, 1),  # one is compared with the groups there are
-        (ls.Dense(), {3: 0.02, 2: 0.01, 1: 0.0095}, 1),  # nothing competes to be sent
-        (ls.SkipReduce(), {3: 0.02, 2: 0.01, 1: 0.0095}, 1),
+        (ls.TopK(density=0.5), 0.0095, 3),  # two groups gain 5 %
+        (ls.TopK(density=0.5), 0.0085, 2),  # 15 %
+        (ls.Dense(), 0.0095, 2),  # nothing competes to be sent
+        (ls.SkipReduce(), 0.0095, 2),
+        (ls.SkipReduce(), 0.0105, 3),
     ],
 )
 def test_for_a_few_per_cent_no_groups_are_merged_in_which_parameters_compete(
-    tried: None, monkeypatch: pytest.MonkeyPatch, compressor: ls.Compressor, span_s: dict[int, float], groups: int
+    tried: None, monkeypatch: pytest.MonkeyPatch, compressor: ls.Compressor, planned_s: float, groups: int
 ) -> None:
-    monkeypatch.setattr(plan, "INEXACT", float("inf"))
     training = Training(compressor)
     training.fusion.regroup([[piece] for piece in pieces_of(training.parameters, compressor)])
-    monkeypatch.setattr(Timeline, "span_s", lambda self: span_s[len(training.exchange.groups)])
-    list(training.passes(STEPS_MEASURED + 2 * TRIAL + 1))
+    monkeypatch.setattr(Timeline, "span_s", lambda self: 0.01 if len(training.exchange.groups) == 3 else planned_s)
+    list(training.passes(STEPS_MEASURED + TRIAL + 1))
     assert training.fusion.phase == "watch"
     assert len(training.exchange.groups) == groups
 
@@ -188,40 +196,20 @@ def laid_out(training: Training) -> list[tuple[tuple[str, ...], ls.Compressor]]:
     return [(group.names, c) for group, c in zip(exchange.groups, exchange.compressors, strict=True)]
 
 
-def test_groups_that_were_dense_for_being_small_are_dense_again_after_a_trial(
-    tried: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They were compressed when a trial went back to them."""
-    monkeypatch.setattr(plan, "INEXACT", -float("inf"))  # one group is not tried
-    monkeypatch.setattr(Cost, "dense_up_to", lambda self, dense: 22)
-    training = Training(ls.TopK(density=0.5))
-    list(training.passes(STEPS_MEASURED + TRIAL + 1))
-    planned = laid_out(training)
-    assert planned == [(("2.weight",), ls.Dense()), (("1.weight", "0.weight"), ls.TopK(density=0.5))]
-    monkeypatch.setattr(StepModel, "best", lambda self, others=(): [2, len(self.ready_s)])
-    monkeypatch.setattr(Timeline, "span_s", lambda self: 0.01 if laid_out(training) == planned else 0.02)
-    training.fusion._start(training.fusion._at_work)
-    seen = [laid_out(training) for _ in training.passes(STEPS_MEASURED + TRIAL + 2)]
-    assert [names for names, _ in seen[STEPS_MEASURED + 1]] == [("2.weight", "1.weight"), ("0.weight",)]
-    assert seen[-1] == planned
-
-
 def test_a_plan_resumed_within_a_warmup_keeps_protected_parameters_apart(tried: None) -> None:
-    compressor = ls.Warmup(100, ls.SkipReduce(protect=["0.*"]))
-    saved, resumed = Training(compressor), Training(compressor)
+    compressor = ls.SkipReduce(protect=["0.*"])
+    saved, resumed = Training(compressor, warmup_steps=100), Training(compressor, warmup_steps=100)
     list(saved.passes(STEPS_MEASURED + TRIAL + 1))
-    resumed.fusion.resume(saved.fusion.state(), saved.exchange.steps)
+    resumed.course.resume(saved.course.state(), saved.exchange.steps)
     assert laid_out(resumed) == laid_out(saved)
     assert (("0.weight",), ls.Dense()) in laid_out(resumed)
+    assert resumed.fusion.phase == "watch"
 
 
-def test_until_auto_chooses_its_start_says_what_is_dense_and_remembered() -> None:
-    auto = ls.Auto(start=ls.MomentumCorrection(0.9, ls.SkipReduce(protect=["*.bias"])))
-    assert auto.is_dense("a.bias", 1)
-    assert not auto.is_dense("a.weight", 1)
-    assert auto.dense_variant() == ls.MomentumCorrection(0.9, ls.Dense())
-    assert auto.per_element == ("velocity",)
-    assert auto.candidates == ls.Auto().candidates
+def test_what_is_always_dense_is_in_groups_of_its_own() -> None:
+    training = Training(ls.SkipReduce(protect=["1.*"]))
+    training.fusion.follow(Layout([("2.weight", "1.weight", "0.weight")], ls.SkipReduce(protect=["1.*"])))
+    assert [names for names, _ in laid_out(training)] == [("2.weight", "0.weight"), ("1.weight",)]
 
 
 @pytest.mark.parametrize("passes", [0, 5, STEPS_MEASURED + 2, STEPS_MEASURED + TRIAL + 2])

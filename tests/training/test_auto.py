@@ -10,18 +10,18 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 import lightning_sparse as ls
-from lightning_sparse import engines
+from lightning_sparse.auto import course
+from lightning_sparse.auto.chooser import Chooser
+from lightning_sparse.auto.course import FIRST_CHOICE, StepClock
 from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.fusion import layer_fusion
-from lightning_sparse.fusion.chooser import Chooser
-from lightning_sparse.fusion.measuring import CHOOSING
 from tests.conftest import Ranks
 from tests.training.models import LIMIT_S, Small, data, small, trainer, weights
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
 
-FIRST = sum(CHOOSING)  # steps until it chooses
+FIRST = FIRST_CHOICE
 LOCAL = ls.Candidate(ls.Dense(), "int4", local_steps=3)
 CHANGES_BACK = FIRST + 10
 
@@ -79,11 +79,10 @@ def test_it_changes_to_local_steps_and_back_and_loses_nothing(ranks: Ranks) -> N
 
 def _there_and_back(rank: int, size: int) -> Any:
     """The engines, this rank's weights before its local steps ended, what was merged, and its momenta before."""
-    honest = engines.Pace.has_changed
     merged: list[tuple[Tensor, Tensor]] = []
-
-    def has_changed(self: engines.Pace, exchange: Any) -> bool:
-        return honest(self, exchange) or exchange.steps == CHANGES_BACK
+    course.SETTLING, course.TIMED, course.WATCHED = 0, 3, 1
+    StepClock.__call__ = lambda self: 1.0 if self._exchange.steps < CHANGES_BACK else 9.0  # type: ignore[method-assign]
+    Chooser.note = lambda self, exchange, step_s: LOCAL  # type: ignore[method-assign]
 
     class Merged(Watch):
         def on_before_backward(self, run: L.Trainer, module: L.LightningModule, loss: Tensor) -> None:
@@ -91,7 +90,6 @@ def _there_and_back(rank: int, size: int) -> Any:
             if before and isinstance(run.strategy.exchange, GradientExchange):  # type: ignore[attr-defined]
                 merged.append((weights(module), momenta(run, module)))
 
-    engines.Pace.has_changed = has_changed  # type: ignore[method-assign]
     watch = Merged()
     run = trainer(auto(LOCAL), size, check_every=0, max_steps=CHANGES_BACK + 5, callbacks=[watch])
     torch.manual_seed(0)
@@ -113,9 +111,7 @@ def _other_local_steps(rank: int, size: int) -> Any:
     other, chosen_after = ls.Candidate(ls.Dense(), "sign", local_steps=2), FIRST + 8
     found: list[Any] = []
 
-    def has_changed(self: engines.Pace, exchange: Any) -> bool:
-        self.usual_s += exchange.steps == chosen_after  # known from then on
-        return False
+    course.SETTLING, course.TIMED = 0, chosen_after - FIRST - 1  # after which others are chosen
 
     class Own(Watch):
         def on_before_backward(self, run: L.Trainer, module: L.LightningModule, loss: Tensor) -> None:
@@ -123,7 +119,6 @@ def _other_local_steps(rank: int, size: int) -> Any:
                 found.append(torch.cat([x.flatten() for x in run.strategy.exchange.shared.values()]))  # type: ignore[attr-defined]
                 found.extend([(self.own[-1], weights(module)), (self.momenta[-1], momenta(run, module))])
 
-    engines.Pace.has_changed = has_changed  # type: ignore[method-assign]
     Chooser.note = lambda self, exchange, step_s: other  # type: ignore[method-assign]
     watch = Own()
     run = trainer(auto(LOCAL, other), size, check_every=0, max_steps=chosen_after + 5, callbacks=[watch])

@@ -15,7 +15,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 import lightning_sparse as ls
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.fusion import layer_fusion
-from lightning_sparse.fusion.measuring import CHOOSING
+from lightning_sparse.fusion.steps import CHOOSING
 from tests.conftest import Ranks
 from tests.training.models import LIMIT_S, Small, data, small, trainer, weights
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from rich import box
 from rich.table import Column, Table
 
-from lightning_sparse.compressors import Candidate, Dense
-from lightning_sparse.compressors.auto import TOLERANCE
-from lightning_sparse.engine.faithfulness import LOCAL
-from lightning_sparse.fusion.chooser import about_as_short, most_faithful
-from lightning_sparse.fusion.forecast import Forecast
+from lightning_sparse.auto.chooser import about_as_short, least_error
+from lightning_sparse.auto.forecast import Forecast
+from lightning_sparse.auto.policy import TOLERANCE, Candidate
+from lightning_sparse.compressors import Dense
+from lightning_sparse.engine.compression_error import LOCAL
 from lightning_sparse.monitor.tables import human_bytes
 
 
@@ -36,7 +36,7 @@ def advise_on(forecasts: Sequence[Forecast], sums: str) -> list[Advice]:
     """Return a row for DDP, and one for each candidate, all of them tried; ``sums`` say which way sums take."""
     dense = next(f for f in forecasts if f.candidate == Candidate(Dense()))
     short = about_as_short(forecasts, TOLERANCE)
-    chosen = most_faithful(short)
+    chosen = least_error(short)
     ddp = Advice("ddp", dense.buckets_s, dense.sent_bytes, dense.limit, 1.0, 0.0, 0.0, False, False, sums=sums)
     return [
         ddp,
@@ -47,8 +47,8 @@ def advise_on(forecasts: Sequence[Forecast], sums: str) -> list[Advice]:
                 f.sent_bytes,
                 f.limit,
                 f.delivered,
-                f.age,
-                f.undelivered,
+                f.staleness,
+                f.error,
                 f is chosen,
                 f in short,
                 *to_paste(f.candidate),

@@ -18,6 +18,9 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
+from lightning_sparse.auto.chooser import ELEMENTS, tried
+from lightning_sparse.auto.forecast import Forecaster
+from lightning_sparse.auto.policy import CANDIDATES
 from lightning_sparse.bench.advise.advice import Advice, advise_on, table, words
 from lightning_sparse.bench.cluster.spec import ClusterSpec, parse
 from lightning_sparse.bench.compare.peers import ADVISE
@@ -25,13 +28,10 @@ from lightning_sparse.bench.compare.run import BenchError, find_ranks
 from lightning_sparse.bench.compare.worker import QUIET, Schedule
 from lightning_sparse.bench.compare.workloads import workload_named
 from lightning_sparse.compressors import Dense
-from lightning_sparse.compressors.auto import CANDIDATES
 from lightning_sparse.engine.gradient_record import GradientRecord
-from lightning_sparse.fusion.chooser import ELEMENTS, tried
-from lightning_sparse.fusion.forecast import Forecaster
-from lightning_sparse.fusion.measuring import STEPS_MEASURED
+from lightning_sparse.fusion.costs import Link
 from lightning_sparse.fusion.planner import Measured
-from lightning_sparse.fusion.rehearsal import Link
+from lightning_sparse.fusion.steps import STEPS_MEASURED
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.network.sums import ways
 from lightning_sparse.strategy import SparseDDPStrategy
@@ -162,7 +162,14 @@ class _Profile(Callback):
         assert isinstance(trainer.strategy, SparseDDPStrategy)
         exchange = trainer.strategy.exchange
         assert exchange is not None
-        self.record = exchange.record = GradientRecord(exchange.groups, ELEMENTS // STEPS)
+        exchange.record_gradients(ELEMENTS // STEPS)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep the record."""
+        del pl_module
+        assert isinstance(trainer.strategy, SparseDDPStrategy)
+        assert trainer.strategy.exchange is not None
+        self.record = trainer.strategy.exchange.take_record()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Note the step."""

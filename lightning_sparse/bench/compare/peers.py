@@ -24,9 +24,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.futures import Future
 
+from lightning_sparse.auto.policy import CANDIDATES, NAMES, Auto
 from lightning_sparse.checks import check_whole, is_number
-from lightning_sparse.compressors import COMPRESSORS, NAMES, Auto, Dense, MiCRO
-from lightning_sparse.compressors.auto import CANDIDATES
+from lightning_sparse.compressors import COMPRESSORS, Dense, MiCRO
 from lightning_sparse.compressors.named import did_you_mean
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.network.comm import traffic

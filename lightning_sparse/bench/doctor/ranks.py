@@ -12,13 +12,13 @@ from collections.abc import Generator
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 
+from lightning_sparse.auto.policy import NAMES
 from lightning_sparse.bench.cluster import Cluster
 from lightning_sparse.bench.compare.place import Place
 from lightning_sparse.bench.compare.report import Round
 from lightning_sparse.bench.compare.worker import Schedule, take_turns
 from lightning_sparse.bench.doctor.hosts import Host
 from lightning_sparse.bench.doctor.link import Link, look_around
-from lightning_sparse.compressors import NAMES
 
 STEPS = 10  # of each strategy
 MODEL = "lightning_sparse.bench.doctor.checked_model:CheckedModel"

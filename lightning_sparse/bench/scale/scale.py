@@ -24,7 +24,7 @@ from lightning_sparse.bench.scale import plot
 from lightning_sparse.bench.scale.model import Fit, Measurement, fit, measured_points, model_s
 from lightning_sparse.bench.scale.ranks import MOST_FLOATS, StepTraffic, count_traffic
 from lightning_sparse.compressors import COMPRESSORS
-from lightning_sparse.fusion.rehearsal import Link
+from lightning_sparse.fusion.costs import Link
 from lightning_sparse.monitor.pictures import require_matplotlib
 from lightning_sparse.monitor.tables import human_bytes
 

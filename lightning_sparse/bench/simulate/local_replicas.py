@@ -11,7 +11,7 @@ from lightning_sparse.bench.simulate.optimizers import OPTIMIZERS
 from lightning_sparse.bench.simulate.replicas import backward, take_optimizer_steps
 from lightning_sparse.compressors.dense import Exact
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.engine.faithfulness import Faithfulness
+from lightning_sparse.engine.compression_error import CompressionError
 from lightning_sparse.engine.groups import lay_out_fragments
 from lightning_sparse.engine.lr_factor import EVERY, LrFactor
 from lightning_sparse.engine.replica import Replica
@@ -38,7 +38,7 @@ class LocalReplicas:
         faithfulness: of the steps so far, if it is to be judged.
     """
 
-    faithfulness: Faithfulness | None = None
+    faithfulness: CompressionError | None = None
 
     def __init__(self, model: LightningModule, options: Options, ranks: int, optimizer: str = "adamw") -> None:
         assert options.local is not None

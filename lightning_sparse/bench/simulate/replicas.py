@@ -11,7 +11,7 @@ from lightning_sparse.bench.compare.peers import PEERS, Contender
 from lightning_sparse.bench.simulate.optimizers import OPTIMIZERS
 from lightning_sparse.bench.simulate.task import loss_of
 from lightning_sparse.compressors import Dense
-from lightning_sparse.engine.faithfulness import Faithfulness
+from lightning_sparse.engine.compression_error import CompressionError
 from lightning_sparse.engine.groups import lay_out
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.options import Options
@@ -35,7 +35,7 @@ def options_of(strategy: str) -> Options:
     if not isinstance(built, SparseDDPStrategy):
         peers = ", ".join(name for name in PEERS if name not in ("ddp", "diloco"))
         raise ValueError(f"strategies to simulate must be ddp, diloco or this project's, not {peers}; got {strategy!r}")
-    if built.options.compressor.candidates:
+    if built.options.policy:
         raise ValueError(f"a strategy to simulate must not be one that chooses by time; got {strategy!r}")
     if built.options.local_group != 1:
         raise ValueError(f"local_group must be 1, since nodes are not simulated; got {strategy!r}")
@@ -64,7 +64,7 @@ class Replicas:
         faithfulness: of the steps so far, if it is to be judged.
     """
 
-    faithfulness: Faithfulness | None = None
+    faithfulness: CompressionError | None = None
 
     def __init__(self, model: LightningModule, options: Options, ranks: int, optimizer: str = "adamw") -> None:
         self.network = SimNetwork(ranks, wire_format(options.wire_dtype))

@@ -38,7 +38,7 @@ class Result:
     sent_bytes: float  # of a rank in a step, for each parameter
     seconds: float
     accuracy: float | None = None  # of validation, where something is classified
-    delivered: float | None = None  # of what is owed, by a step: see Faithfulness
+    delivered: float | None = None  # of what is owed, by a step: see CompressionError
     age: float | None = None  # steps that a gradient waits
 
     @classmethod

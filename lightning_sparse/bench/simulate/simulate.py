@@ -19,7 +19,7 @@ from lightning_sparse.bench.simulate.optimizers import learning_rate
 from lightning_sparse.bench.simulate.replicas import Replicas, options_of
 from lightning_sparse.bench.simulate.results import Result, Run, caption, page, read, table
 from lightning_sparse.bench.simulate.task import TASKS
-from lightning_sparse.engine.faithfulness import Faithfulness
+from lightning_sparse.engine.compression_error import CompressionError
 
 POINTS = 6  # of a run's loss that are written down
 UNCOUNTED = 5  # of so many parts of a run's steps, the first is not counted in what is delivered
@@ -122,7 +122,7 @@ def train(run: Run, progress: Callable[[], None] = lambda: None) -> Result:
     task, options = TASKS[run.task].make(run.seed), options_of(run.strategy)
     kind = LocalReplicas if options.local else Replicas
     replicas = kind(task.model, options, run.ranks, run.optimizer)
-    replicas.faithfulness = faithful = Faithfulness(run.steps // UNCOUNTED)
+    replicas.faithfulness = faithful = CompressionError(run.steps // UNCOUNTED)
     curve = []
     for step in range(run.steps):
         batches = [task.batch(run.seed, step, rank) for rank in range(run.ranks)]
@@ -134,4 +134,6 @@ def train(run: Run, progress: Callable[[], None] = lambda: None) -> Result:
     parameters = sum(p.numel() for p in task.model.parameters())
     seconds = round(time.perf_counter() - start_s, 1)
     sent_bytes = fmean(comm.sent_bytes for comm in replicas.network.comms) / run.steps / parameters
-    return Result(run, curve[-1][1], curve, sent_bytes, seconds, task.accuracy(), faithful.delivered, faithful.age)
+    return Result(
+        run, curve[-1][1], curve, sent_bytes, seconds, task.accuracy(), faithful.delivered, faithful.staleness
+    )

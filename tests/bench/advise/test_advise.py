@@ -11,17 +11,17 @@ import yaml
 from jsonargparse import ArgumentParser
 
 import lightning_sparse as ls
+from lightning_sparse.auto.forecast import Forecast
+from lightning_sparse.auto.policy import CANDIDATES
+from lightning_sparse.auto.simulated_cost import simulated_cost
 from lightning_sparse.bench.advise.advice import Advice, advise_on, table, to_paste, words
 from lightning_sparse.bench.advise.advise import advices
 from lightning_sparse.bench.cluster import parse
 from lightning_sparse.bench.compare import own_model
 from lightning_sparse.bench.compare.workloads import parameter_sizes, workload_named
 from lightning_sparse.cli import main
-from lightning_sparse.compressors.auto import CANDIDATES
-from lightning_sparse.fusion.forecast import Forecast
+from lightning_sparse.fusion.costs import Link
 from lightning_sparse.fusion.planner import Measured
-from lightning_sparse.fusion.rehearsal import Link
-from lightning_sparse.fusion.simulated_cost import simulated_cost
 from tests.conftest import emulated
 
 
@@ -38,7 +38,7 @@ def advised(dense_s: float, int4_s: float, micro_s: float, local_s: float) -> li
     return advise_on([forecast(candidate, *expected) for candidate, expected in seconds.items()], "")
 
 
-def test_of_those_about_as_short_the_most_faithful_is_recommended() -> None:
+def test_of_those_about_as_short_the_least_error_is_recommended() -> None:
     recommended = {
         (1.0, 0.5, 0.49, 0.47): INT4,
         (1.0, 0.6, 0.50, 0.49): LOCAL,

@@ -18,7 +18,7 @@ from lightning_sparse.bench.scale import plot, ranks, scale
 from lightning_sparse.bench.scale.model import Measurement, fit, measured_points, model_s
 from lightning_sparse.bench.scale.ranks import StepTraffic, count_traffic
 from lightning_sparse.cli import main
-from lightning_sparse.fusion.rehearsal import Link
+from lightning_sparse.fusion.costs import Link
 
 COUNT = StepTraffic("sparse_dense", 4, 1000, 6000, 1, 6)
 

@@ -1,24 +1,24 @@
-"""No compressor yet: the first steps of a training show which suits its network."""
+"""What sparse_auto may choose, and how: settings only, as a compressor's are."""
 
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
 from lightning_sparse.checks import check_whole, is_list, is_number
-from lightning_sparse.compressors.base import Compressor, check_settings
-from lightning_sparse.compressors.dense import Dense
-from lightning_sparse.compressors.group import Group
-from lightning_sparse.compressors.micro import MiCRO
-from lightning_sparse.compressors.ok_topk import OkTopk
-from lightning_sparse.compressors.rounded import Rounded
-from lightning_sparse.compressors.skip_reduce import SkipReduce
-from lightning_sparse.compressors.wrapper import Wrapper
-from lightning_sparse.network.comm import Comm, Rounds
+from lightning_sparse.compressors import COMPRESSORS, Compressor, Dense, MiCRO, OkTopk, Rounded, SkipReduce
+from lightning_sparse.compressors import by_name as compressor_by_name
+from lightning_sparse.compressors.base import check_settings
 from lightning_sparse.settings import same
 from lightning_sparse.wire import wire_format
 
-DENSITIES = (0.3, 0.1, 0.05, 0.01)
-TOLERANCE = 0.1
+DENSITIES = (0.3, 0.1, 0.05, 0.01)  # Parts of the elements that selecting candidates send.
+TOLERANCE = 0.1  # Part by which a step may be longer than the shortest, for what it delivers.
+
+
+def _check_compressor(what: str, given: object) -> None:
+    if not isinstance(given, Compressor):
+        raise ValueError(f"{what}: {given!r} is not a compressor to choose; give one such as MiCRO().")
+    check_settings(given)
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,7 @@ class Candidate:
     local_steps: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.compressor, Compressor) or self.compressor.candidates:
-            raise ValueError(f"Candidate: {self.compressor!r} is not a compressor to choose; give one such as MiCRO().")
-        check_settings(self.compressor)
+        _check_compressor("Candidate", self.compressor)
         wire_dtype = self.compressor.default_wire_dtype if self.wire_dtype is None else self.wire_dtype
         object.__setattr__(self, "wire_dtype", wire_format(wire_dtype).name)
         check_whole("Candidate: local_steps", self.local_steps, 0)
@@ -84,12 +82,12 @@ CANDIDATES = _candidates()
 
 
 @dataclass(frozen=True)
-class Auto(Wrapper):
-    """Trains with the most faithful of the candidates whose steps are about as short as the shortest.
+class Auto:
+    """Trains with the smallest compression error among the candidates whose steps are about as short as the shortest.
 
     Until the first steps have been measured, gradients are averaged by ``start``.  Then every candidate's step is
     predicted from what the link, backward and compressing took, and of those within ``tolerance`` of the shortest the
-    one is taken that delivers most of what is owed, soonest, on gradients of this training.  When times change, it
+    one is taken that delivers most of what is unsent, soonest, on gradients of this training.  When times change, it
     chooses anew; what is unsent goes along.  Choosing needs ``fusion="layer"``, more than one rank and a gradient worth
     planning; else ``start`` stays.
 
@@ -98,6 +96,10 @@ class Auto(Wrapper):
         start: the compressor that averages until one is chosen; dense sums in int4, which cost hardly any loss, and not
             much time on a slow link.
         tolerance: by what part a step may be longer than the shortest, for what it delivers.
+
+    Raises:
+        ValueError: for a setting out of range, with the value and what is allowed.
+        TypeError: if a compressor's settings cannot be compared between ranks.
     """
 
     candidates: tuple[Candidate | Compressor, ...] = CANDIDATES
@@ -114,9 +116,7 @@ class Auto(Wrapper):
                 )
         candidates = tuple(c if isinstance(c, Candidate) else Candidate(c) for c in self.candidates)
         object.__setattr__(self, "candidates", candidates)  # a config file gives a list
-        if not isinstance(self.start, Compressor) or self.start.candidates:
-            raise ValueError(f"Auto: start: {self.start!r} is not a compressor to choose; give one such as MiCRO().")
-        check_settings(self.start)
+        _check_compressor("Auto: start", self.start)
         if not (is_number(self.tolerance) and 0 <= self.tolerance < float("inf")):
             raise ValueError(f"Auto: tolerance must be at least 0; got {self.tolerance!r}.")
 
@@ -124,20 +124,23 @@ class Auto(Wrapper):
         return "sparse_auto"
 
     @property
-    def default_wire_dtype(self) -> str:
-        """Float32: candidates have formats of their own."""
-        return "float32"
+    def choices(self) -> list[Candidate]:
+        """The candidates, whatever they were given as."""
+        return [each for each in self.candidates if isinstance(each, Candidate)]
 
-    @property
-    def wrapped(self) -> Compressor:
-        """The compressor that averages until one is chosen."""
-        return self.start
 
-    def dense_variant(self) -> Compressor:
-        """Return what sums all of it as ``start`` does, but not rounded."""
-        start = self.start.wrapped if isinstance(self.start, Rounded) else self.start
-        return start.dense_variant()
+#: Every name of a strategy: the compressors', and that of the policy that chooses among them.
+NAMES: dict[str, type[Compressor | Auto]] = {**COMPRESSORS, "sparse_auto": Auto}
 
-    def reduce(self, group: Group, comm: Comm) -> Rounds:
-        """Sum as ``start`` does."""
-        return self.start.reduce(group, comm)
+
+def by_name(given: object) -> Compressor | Auto:
+    """Return what has this name in ``NAMES``, with its defaults, or the instance that is given.
+
+    Raises:
+        ValueError: for a name that is not in ``NAMES``.
+        TypeError: for anything that is neither a name nor an instance, and for an instance whose settings cannot be
+            compared between ranks.
+    """
+    if isinstance(given, Auto) or given == "sparse_auto":
+        return given if isinstance(given, Auto) else Auto()
+    return compressor_by_name(given, NAMES)

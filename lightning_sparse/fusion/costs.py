@@ -1,8 +1,8 @@
-"""Measures between two steps how long averaging a group takes, with the compressor and over the network in use."""
+"""Measures between two steps what a message costs, and how long averaging a group takes with a compressor."""
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
@@ -16,20 +16,16 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.exchange import Exchange
-from lightning_sparse.engine.groups import pieces_of
 from lightning_sparse.engine.lane import Lane
 from lightning_sparse.fusion.model import Array, Cost
-from lightning_sparse.fusion.planner import Kinds, kinds_of
 from lightning_sparse.network.comm import hops, traffic
-from lightning_sparse.settings import as_text
 
-SIZES = (2**8, 2**16, 2**20, 2**22)  # elements of the groups that are tried
-RUNS = 3  # of each, after one that is not timed: then thresholds are known
-SMALL = 2**16  # elements at most of groups that are summed densely where that is sooner
-LONG_S = 0.1  # larger groups that would take longer are not tried: their costs follow from the link and the processor
-SLOW_S = 0.02  # of a message that is timed once: there, runs differ little beside it
-MOST_LATENCY_BYTES = 2**26
-POOL = 1_000_003  # made-up gradients repeat after so many elements
+SIZES = (2**8, 2**16, 2**20, 2**22)  # Elements of the groups that are tried.
+RUNS = 3  # Runs of each, after one that is not timed: then thresholds are known.
+LONG_S = 0.1  # Seconds: larger groups that would take longer follow from the link and the processor.
+SLOW_S = 0.02  # Seconds of a message that is timed once: there, runs differ little beside it.
+MOST_LATENCY_BYTES = 2**26  # The most bytes that a link is taken to carry in its latency.
+POOL = 1_000_003  # Elements after which made-up gradients repeat.
 
 
 @dataclass(frozen=True)
@@ -61,6 +57,9 @@ def measure_link(exchange: Exchange) -> Link:
 
     These are of 256 KiB, or up to 4 MiB where that is quick, and of a quarter; the backend's, but where latency is long
     in one hop, and the backend's latency is taken to be that of its hops.  Sums go by the latencies from then on.
+
+    Raises:
+        NoClock: if no rank could tell the time.
     """
 
     def seconds(elements: int, direct: bool, runs: int = RUNS) -> float:
@@ -91,53 +90,6 @@ def measure_link(exchange: Exchange) -> Link:
     return link
 
 
-@dataclass(frozen=True)
-class Costs:
-    """The costs of groups with one compressor, of each kind there is, and of small groups summed densely."""
-
-    kinds: Kinds
-    small_dense: Cost
-
-
-def rehearse_all(
-    exchange: Exchange, parameters: Mapping[str, Tensor], compressors: Sequence[Compressor], link: Link
-) -> list[Costs]:
-    """Measure what groups of ``parameters`` cost with each compressor over ``link``; returns the same on every rank.
-
-    Raises:
-        NoClock: if no rank could tell the time.
-    """
-    costs = []
-    small_dense: dict[str, Cost] = {}  # by compressor: most have the same dense variant
-    for compressor in compressors:
-        kinds = kinds_of(pieces_of(parameters, compressor), compressor, lambda c, n: rehearse(exchange, c, n, link))
-        dense = compressor.dense_variant()
-        if as_text(dense) not in small_dense:
-            small_dense[as_text(dense)] = rehearse(exchange, dense, SMALL, link)
-        costs.append(Costs(kinds, small_dense[as_text(dense)]))
-    return costs
-
-
-def rehearse(exchange: Exchange, compressor: Compressor, largest: int, link: Link) -> Cost:
-    """Measure groups of several sizes, up to ``largest`` elements; the medians over the ranks.
-
-    Made-up gradients, normally distributed, are averaged as real ones are; nothing of it touches the training.  To be
-    called between two steps, on every rank.
-    """
-    samples: list[Sample] = []
-    for n in sorted({min(size, largest) for size in SIZES}):
-        if samples and samples[-1].latency_s * n / samples[-1].elements > LONG_S and n > SIZES[2]:
-            break
-        slow = link.latency_s + traffic("all_reduce", 4 * n, exchange.size) * link.s_per_byte > SLOW_S
-        *seconds, sent = _try(exchange, compressor, n, 1 if slow else RUNS)
-        busy, spacing, latency = median_over_ranks(exchange, seconds).tolist()
-        if math.isfinite(busy + spacing + latency):
-            samples.append(Sample(n, busy, spacing, max(busy, latency), sent))
-    if not samples:
-        raise NoClock
-    return cost_of(samples, link)
-
-
 class Sample(NamedTuple):
     """The cost of groups of one size, as in :class:`Cost`, and the bytes a rank sends for one."""
 
@@ -146,6 +98,29 @@ class Sample(NamedTuple):
     spacing_s: float
     latency_s: float
     sent_bytes: int
+
+
+def measure_cost(exchange: Exchange, compressor: Compressor, largest: int, link: Link) -> Cost:
+    """Measure groups of several sizes, up to ``largest`` elements; the medians over the ranks.
+
+    Made-up gradients, normally distributed, are averaged as real ones are; nothing of it touches the training.  To be
+    called between two steps, on every rank.
+
+    Raises:
+        NoClock: if no rank could tell the time.
+    """
+    samples: list[Sample] = []
+    for n in sorted({min(size, largest) for size in SIZES}):
+        if samples and samples[-1].latency_s * n / samples[-1].elements > LONG_S and n > SIZES[2]:
+            break
+        slow = link.latency_s + traffic("all_reduce", 4 * n, exchange.size) * link.s_per_byte > SLOW_S
+        *seconds, sent = _time_group(exchange, compressor, n, 1 if slow else RUNS)
+        busy, spacing, latency = median_over_ranks(exchange, seconds).tolist()
+        if math.isfinite(busy + spacing + latency):
+            samples.append(Sample(n, busy, spacing, max(busy, latency), sent))
+    if not samples:
+        raise NoClock
+    return cost_of(samples, link)
 
 
 def cost_of(samples: Sequence[Sample], link: Link) -> Cost:
@@ -161,12 +136,6 @@ def cost_of(samples: Sequence[Sample], link: Link) -> Cost:
     )
 
 
-def median_known(seconds: Sequence[float]) -> float:
-    """The median of the finite ones; NaN if there is none."""
-    known = [s for s in seconds if math.isfinite(s)]
-    return median(known) if known else math.nan
-
-
 def median_over_ranks(exchange: Exchange, seconds: Sequence[float]) -> Array:
     """The median over the ranks of each of ``seconds`` [m], the same on every rank.
 
@@ -178,12 +147,18 @@ def median_over_ranks(exchange: Exchange, seconds: Sequence[float]) -> Array:
     return np.array([np.median(column) if len(column) else np.nan for column in columns])
 
 
-def _try(exchange: Exchange, compressor: Compressor, n: int, runs: int) -> tuple[float, float, float, int]:
+def made_up(n: int, seed: int, device: torch.device) -> Tensor:
+    """Return [n] normally distributed values."""
+    pool = torch.randn(min(n, POOL), generator=torch.Generator().manual_seed(seed + 1))
+    return pool.repeat(-(-n // POOL))[:n].to(device)
+
+
+def _time_group(exchange: Exchange, compressor: Compressor, n: int, runs: int) -> tuple[float, float, float, int]:
     """Busy, spacing and latency of groups of ``n`` elements on this rank, in seconds, and bytes sent for each."""
     values = made_up(n + 1, exchange.rank, exchange.device)
     gradient, weights = values[1:], values[:-1]  # in the same memory: they only must not be alike
     bucket = torch.empty_like(gradient)  # of all lanes: nobody reads the means
-    groups = {lane: Group(0, ("rehearsal",), (weights,)) for lane in exchange.on_lanes(lambda lane: lane)}
+    groups = {lane: Group(0, ("measured",), (weights,)) for lane in exchange.on_lanes(lambda lane: lane)}
     busy_s, sent_bytes = [], []
 
     def average(lane: Lane) -> None:
@@ -213,9 +188,3 @@ def _time(exchange: Exchange, work: Callable[[Lane], object], lanes: int | None 
     if exchange.device.type == "cuda":
         torch.cuda.synchronize(exchange.device)
     return time.perf_counter() - start_s
-
-
-def made_up(n: int, seed: int, device: torch.device) -> Tensor:
-    """Return [n] normally distributed values."""
-    pool = torch.randn(min(n, POOL), generator=torch.Generator().manual_seed(seed + 1))
-    return pool.repeat(-(-n // POOL))[:n].to(device)

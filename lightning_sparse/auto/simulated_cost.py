@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -13,16 +13,20 @@ from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.engine.replica import Replica
-from lightning_sparse.fusion.rehearsal import Link, Sample, made_up
+from lightning_sparse.fusion.costs import Link, Sample, made_up
 from lightning_sparse.network.comm import Rounds, hops, traffic
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.network.sums import sums_in_place
 from lightning_sparse.selection.sparse import Sparse
 
-RUNS = 2  # of each, after one that is not timed: then thresholds are known; the shortest counts, the least disturbed
+RUNS = 2  # Runs of each, after one that is not timed: then thresholds are known; the shortest was disturbed least.
+
+Now = Callable[[], float]  # a clock, in seconds
 
 
-def simulated_cost(compressor: Compressor, n: int, size: int, link: Link, device: torch.device) -> Sample:
+def simulated_cost(
+    compressor: Compressor, n: int, size: int, link: Link, device: torch.device, now: Now = time.perf_counter
+) -> Sample:
     """Estimate the cost of a group of ``n`` elements among ``size`` ranks; only the compressor's own work is measured.
 
     The ranks are simulated.  Messages that follow one another take the link's latency for every hop, and a time for
@@ -37,13 +41,13 @@ def simulated_cost(compressor: Compressor, n: int, size: int, link: Link, device
         busy_s.append(0.0)
         sent_before, hops_before = comm.sent_bytes, comm.hops
         for group, gradient in zip(groups, gradients, strict=True):
-            with _adding_to(busy_s if group is groups[0] else [0.0], device):
+            with _adding_to(busy_s if group is groups[0] else [0.0], device, now):
                 group.unsent.copy_(gradient)
         own, *others = (take_step(compressor, g, c) for g, c in zip(groups, network.comms, strict=True))
         checked_before_s = comm.checking_s
-        total = network.run([_timed(own, busy_s, device), *others])[0]
+        total = network.run([_timed(own, busy_s, device, now), *others])[0]
         busy_s[-1] -= comm.checking_s - checked_before_s
-        with _adding_to(busy_s, device):
+        with _adding_to(busy_s, device, now):
             groups[0].hand_back(total, [bucket], size)
     sent, hops, busy = comm.sent_bytes - sent_before, comm.hops - hops_before, min(busy_s[1:])
     wire_s = sent * link.s_per_byte
@@ -66,34 +70,34 @@ def in_place_cost(n: int, size: int, link: Link) -> list[Sample]:
     return samples
 
 
-def applying_s(n: int, size: int, device: torch.device) -> float:
+def applying_s(n: int, size: int, device: torch.device, now: Now = time.perf_counter) -> float:
     """Seconds in which a rank takes up ``n`` weights after local steps and applies their exchange."""
     replica = Replica(Group(0, ("simulated",), (made_up(n, 0, device),)), Dense(), 0, LocalSteps(2))
     seconds = []
     for _ in range(1 + RUNS):
         seconds.append(0.0)
-        with _adding_to(seconds, device):
+        with _adding_to(seconds, device, now):
             replica.take_up(size)
         replica.move(replica.group.unsent, size)
-        with _adding_to(seconds, device):
+        with _adding_to(seconds, device, now):
             replica.apply()
     return min(seconds[1:])
 
 
 @contextmanager
-def _adding_to(seconds: list[float], device: torch.device) -> Iterator[None]:
-    start_s = time.perf_counter()
+def _adding_to(seconds: list[float], device: torch.device, now: Now) -> Iterator[None]:
+    start_s = now()
     yield
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    seconds[-1] += time.perf_counter() - start_s
+    seconds[-1] += now() - start_s
 
 
-def _timed(rounds: Rounds, busy_s: list[float], device: torch.device) -> Rounds:
+def _timed(rounds: Rounds, busy_s: list[float], device: torch.device, now: Now) -> Rounds:
     """Go through ``rounds``, and add the time they take themselves to the last of ``busy_s``."""
     arrived = None
     while True:
-        with _adding_to(busy_s, device):
+        with _adding_to(busy_s, device, now):
             try:
                 pending = rounds.send(arrived)  # type: ignore[arg-type]  # None starts it
             except StopIteration as stop:

@@ -1,7 +1,6 @@
 """How sparse_auto chooses: predicted steps, candidates tried on gradients, and which is taken."""
 
 import itertools
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,15 +10,15 @@ import torch
 from torch import Tensor
 
 import lightning_sparse as ls
-from lightning_sparse.compressors.auto import CANDIDATES
+from lightning_sparse.auto import chooser as chooser_module
+from lightning_sparse.auto.chooser import Chooser, about_as_short, least_error
+from lightning_sparse.auto.forecast import Forecast, Forecaster
+from lightning_sparse.auto.policy import CANDIDATES
+from lightning_sparse.auto.trial import try_on
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.gradient_record import RUN, STEPS, GradientRecord
-from lightning_sparse.fusion import chooser as chooser_module
-from lightning_sparse.fusion.chooser import Chooser, about_as_short, most_faithful
-from lightning_sparse.fusion.forecast import Forecast, Forecaster
+from lightning_sparse.fusion.costs import Link
 from lightning_sparse.fusion.planner import Calibration, Measured
-from lightning_sparse.fusion.rehearsal import Link
-from lightning_sparse.fusion.trial import try_on
 from lightning_sparse.network.comm import Comm, Pending
 from lightning_sparse.network.simulated import SimNetwork
 
@@ -39,7 +38,7 @@ def gradients() -> Tensor:
 
 def test_dense_sums_deliver_everything_at_once(gradients: Tensor) -> None:
     found = try_on(DENSE, gradients, torch.zeros(2000))
-    assert (found.delivered, found.age) == (1.0, 0.0)
+    assert (found.delivered, found.staleness) == (1.0, 0.0)
 
 
 def test_what_sends_more_delivers_more_and_sooner(gradients: Tensor) -> None:
@@ -51,28 +50,27 @@ def test_what_sends_more_delivers_more_and_sooner(gradients: Tensor) -> None:
     for order in orders:
         found = [try_on(candidate, gradients, torch.zeros(2000)) for candidate in order]
         assert [f.delivered for f in found] == sorted((f.delivered for f in found), reverse=True)
-        assert [f.age for f in found] == sorted(f.age for f in found)
+        assert [f.staleness for f in found] == sorted(f.staleness for f in found)
 
 
 def test_every_candidate_can_be_tried_and_what_it_owes_is_bounded(gradients: Tensor) -> None:
     for candidate in CANDIDATES:
         found = try_on(candidate, gradients, torch.zeros(2000))
         assert 0 < found.delivered <= 1, candidate
-        assert 0 <= found.age < 25, candidate
+        assert 0 <= found.staleness < 25, candidate
+
+
+def ticking() -> Callable[[], float]:
+    """A clock that goes on by a tenth of a millisecond whenever somebody looks at it."""
+    looks = itertools.count()
+    return lambda: next(looks) * 1e-4
 
 
 def forecaster(link: Link, at_work: ls.Compressor | None = None) -> Forecaster:
-    return Forecaster(LAYERS, MEASURED, link, 4, at_work)
+    return Forecaster(LAYERS, MEASURED, link, 4, at_work, ticking())
 
 
-@pytest.fixture
-def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that goes on by a tenth of a millisecond whenever somebody looks at it, whatever else runs here."""
-    looks = itertools.count()
-    monkeypatch.setattr(time, "perf_counter", lambda: next(looks) * 1e-4)
-
-
-def test_local_steps_hide_what_they_send_beside_the_next_step(ticking: None) -> None:
+def test_local_steps_hide_what_they_send_beside_the_next_step() -> None:
     fast, slow = (forecaster(Link(0.0001, s)) for s in (1e-9, 8e-6))  # 8 Gbit/s and 1 Mbit/s
     local = ls.Candidate(ls.Dense(), "int4", local_steps=2)
     assert fast.computing_s == pytest.approx(0.03)
@@ -83,20 +81,20 @@ def test_local_steps_hide_what_they_send_beside_the_next_step(ticking: None) -> 
     assert bound.sent_bytes == pytest.approx(0.5 * slow.forecast(ls.Candidate(ls.Dense(), "int4")).sent_bytes, rel=0.02)
 
 
-def test_float32_in_several_buckets_takes_the_time_of_its_bytes(ticking: None) -> None:
+def test_float32_in_several_buckets_takes_the_time_of_its_bytes() -> None:
     layers = {str(i): torch.empty(1024, 1024) for i in range(20)}  # 80 MiB
     measured = Measured([0.01] * 20, span_s=0.05, rest_s=0.01, groups=[list(layers)])
-    found = Forecaster(layers, measured, Link(0.0001, 8e-8), 4, None).forecast(DENSE)  # 100 Mbit/s
+    found = Forecaster(layers, measured, Link(0.0001, 8e-8), 4, None, ticking()).forecast(DENSE)  # 100 Mbit/s
     assert found.step_s == pytest.approx(8e-8 * 2 * 3 / 4 * 80 * 2**20, rel=0.1)
 
 
-def test_measured_steps_correct_what_is_predicted(ticking: None) -> None:
+def test_measured_steps_correct_what_is_predicted() -> None:
     link = Link(0.0001, 1e-9)
     usual = forecaster(link).forecast(DENSE).step_s
     assert forecaster(link, ls.Dense()).forecast(DENSE).step_s > usual  # they took longer than the model says
 
 
-def test_local_steps_are_longer_than_the_model_by_what_they_send(ticking: None) -> None:
+def test_local_steps_are_longer_than_the_model_by_what_they_send() -> None:
     link, at_work = Link(0.0001, 1e-9), ls.Candidate(ls.Dense(), "int4")
     usual, corrected = forecaster(link), forecaster(link, at_work.averaging)
     all_bytes = usual.forecast(at_work).sent_bytes
@@ -111,15 +109,19 @@ def expected(step_s: float, delivered: float | None = None) -> Forecast:
     return Forecast(DENSE, step_s, step_s, 1.0, "network", delivered, None)
 
 
-def test_the_most_faithful_of_the_shortest_is_taken() -> None:
+def test_the_least_error_of_the_shortest_is_taken() -> None:
     found = [expected(1.0, 1.0), expected(0.54, 0.9), expected(0.5, 0.5), expected(0.56, 0.95)]
     assert about_as_short(found, 0.1) == found[1:3]
-    assert most_faithful(about_as_short(found, 0.1)) is found[1]
-    assert most_faithful([expected(1.0, 0.5), expected(0.9, 0.5)]).step_s == 1.0  # of equals the first
+    assert least_error(about_as_short(found, 0.1)) is found[1]
+    assert least_error([expected(1.0, 0.5), expected(0.9, 0.5)]).step_s == 1.0  # of equals the first
 
 
 def test_a_forecast_is_the_same_after_its_way_as_numbers() -> None:
-    for forecast in (expected(0.25), expected(0.25, 0.75), replace(expected(0.1, 0.2), age=3.0, limit="backward")):
+    for forecast in (
+        expected(0.25),
+        expected(0.25, 0.75),
+        replace(expected(0.1, 0.2), staleness=3.0, limit="backward"),
+    ):
         assert Forecast.read(DENSE, forecast.numbers()) == forecast
 
 
@@ -153,7 +155,7 @@ class Alone:
     def __init__(self) -> None:
         self.rank, self.size, self.device = 0, 1, torch.device("cpu")
         group = Group(0, ("w",), (torch.ones(8),))
-        self.record: Any = GradientRecord([group], 8)
+        self.record = GradientRecord([group], 8)
         self._comm = SimNetwork(1).comms[0]
 
     def ask(self, launch: Callable[[Comm], Pending]) -> Tensor:
@@ -166,7 +168,7 @@ class Told:
     def __init__(self, steps_ms: dict[ls.Candidate, float], computing_ms: float = 40, in_place_ms: float = 100) -> None:
         self.computing_s = computing_ms / 1e3
         self.in_place_s = in_place_ms / 1e3
-        self.calibration = Calibration(blocking=False)
+        self.calibration = Calibration()
         self.asked: list[ls.Candidate] = []
         self._steps_ms = steps_ms
 
@@ -188,7 +190,11 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[[Told], tuple[Chooser, A
         exchange: Any = Alone()
         chooser = Chooser(ls.Auto(ALL), LAYERS, local=True)
         at_work = INT4.averaging
-        return chooser, exchange, chooser.choose(exchange, MEASURED, Link(0.001, 1e-9), at_work)  # which takes 60 ms
+        return (
+            chooser,
+            exchange,
+            chooser.choose(exchange, MEASURED, Link(0.001, 1e-9), at_work, exchange.record),
+        )  # which takes 60 ms
 
     return chosen
 

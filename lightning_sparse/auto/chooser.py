@@ -1,4 +1,4 @@
-"""Chooses among candidates: the most faithful of those whose steps are about as short as the shortest."""
+"""Chooses among candidates: of those whose steps are about as short as the shortest, the one with the least error."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -8,22 +8,23 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_sparse.compressors import Auto, Candidate, Compressor, Dense
+from lightning_sparse.auto.forecast import Forecast, Forecaster
+from lightning_sparse.auto.policy import Auto, Candidate
+from lightning_sparse.auto.trial import try_on
+from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.gradient_record import GradientRecord
-from lightning_sparse.fusion.forecast import Forecast, Forecaster
+from lightning_sparse.fusion.costs import Link
 from lightning_sparse.fusion.planner import Calibration, Measured
-from lightning_sparse.fusion.rehearsal import Link
-from lightning_sparse.fusion.trial import try_on
 from lightning_sparse.settings import same
 
-EXACT = Candidate(Dense())  # more faithful than all others, so these are not looked at where it hides
-HIDDEN = 0.5  # of a step that sends nothing: where EXACT's messages take no longer, it is tried before others
-OVERHEAD = 1.1  # of a step that sends next to nothing: as short as a step of any candidate is
-DOUBT = 1.25  # times as long as expected is a step that was not measured: so what is known does not make way for a hope
-MOST_TRIED = 4  # candidates whose steps are measured; then one of these is taken
-MAY_BE_SHORT = 0.5  # how much longer than the shortest forecasts say it is, which are not exact
-ELEMENTS = 2**15  # of all ranks together, on which candidates are tried
+EXACT = Candidate(Dense())  # It has no error, so that others need not be looked at where its messages cost nothing.
+CHEAP = 0.5  # Part of a step that sends nothing: where EXACT's messages take no longer, it is tried before others.
+OVERHEAD = 1.1  # A step of any candidate is at least so many times as long as one that sends nothing.
+UNMEASURED = 1.25  # A step that was not measured counts as so many times as long as expected, beside measured ones.
+MOST_TRIED = 4  # Candidates whose steps are measured; then one of these is taken.
+MAY_BE_SHORT = 0.5  # Part by which forecasts may exceed the shortest and be tried all the same: they are not exact.
+ELEMENTS = 2**15  # Elements of all ranks together on which candidates are tried.
 
 
 def about_as_short(forecasts: Sequence[Forecast], tolerance: float) -> list[Forecast]:
@@ -33,14 +34,14 @@ def about_as_short(forecasts: Sequence[Forecast], tolerance: float) -> list[Fore
 
 
 def tried(forecast: Forecast, gradients: Tensor, weights: Tensor) -> Forecast:
-    """Return ``forecast`` with what its candidate delivers of ``gradients`` [P, T, m], and how late."""
+    """Return ``forecast`` with what its candidate delivers of ``gradients`` [P, T, m], and after how many steps."""
     found = try_on(forecast.candidate, gradients, weights)
-    return replace(forecast, delivered=found.delivered, age=found.age)
+    return replace(forecast, delivered=found.delivered, staleness=found.staleness)
 
 
-def most_faithful(forecasts: Sequence[Forecast]) -> Forecast:
-    """The one of which least is undelivered, of equals the first."""
-    return min(forecasts, key=lambda forecast: forecast.undelivered)
+def least_error(forecasts: Sequence[Forecast]) -> Forecast:
+    """The one with the smallest compression error, of equals the first."""
+    return min(forecasts, key=lambda forecast: forecast.error)
 
 
 def _shared(
@@ -67,18 +68,16 @@ class Chooser:
     Attributes:
         forecasts: of the candidates that were looked at, corrected by measured steps, the same on every rank.
         chosen: one of them.
-        measured: what they were made of.
     """
 
     def __init__(self, auto: Auto, parameters: Mapping[str, Tensor], local: bool) -> None:
         self.forecasts: list[Forecast] = []
         self.chosen: Forecast | None = None
-        self.measured: tuple[Measured, Link] | None = None
         self._auto, self._parameters = auto, parameters
         self._record: GradientRecord | None = None  # not shared by the ranks yet
         self._step_s: dict[Candidate, float] = {}  # measured
         self._ahead: list[list[Candidate]] = []  # not looked at yet
-        self._candidates = [c for c in auto.candidates if isinstance(c, Candidate)]
+        self._candidates = auto.choices
         if not local:
             self.forbid_local_steps()
 
@@ -86,18 +85,28 @@ class Chooser:
         """Choose among candidates that average gradients from now on."""
         self._candidates = [each for each in self._candidates if not each.local_steps] or [EXACT]
 
-    def record(self, exchange: Exchange) -> None:
-        """Record gradients from the next step on, for :meth:`choose`."""
-        exchange.record = GradientRecord(exchange.groups, ELEMENTS // exchange.size)
-
     def candidate(self, text: str) -> Candidate | None:
         """The candidate that is written like this, if there is one."""
         return next((each for each in self._candidates if str(each) == text), None)
 
-    def choose(self, exchange: Exchange, measured: Measured, link: Link, at_work: Compressor) -> Candidate:
-        """Return the same candidate on every rank, for :meth:`note`; to be called on every rank between two steps."""
-        self._record, exchange.record = exchange.record, None
-        self.measured, self.forecasts = (measured, link), []
+    def choose(
+        self,
+        exchange: Exchange,
+        measured: Measured,
+        link: Link,
+        at_work: Compressor,
+        record: GradientRecord | None,
+    ) -> Candidate:
+        """Return the same candidate on every rank, for :meth:`note`; to be called on every rank between two steps.
+
+        Args:
+            exchange: that averages.
+            measured: steps with ``at_work``.
+            link: between the ranks.
+            at_work: what averaged.
+            record: of this rank's gradients.
+        """
+        self._record, self._measured, self.forecasts = record, (measured, link), []
         self._at_work = at_work
         self._forecaster = Forecaster(self._parameters, measured, link, exchange.size, None)
         known = [c for c in self._candidates if c != EXACT and not c.local_steps and same(c.averaging, at_work)]
@@ -105,8 +114,8 @@ class Chooser:
         cheap = [c for c in self._candidates if isinstance(c.compressor, Dense)]  # to look at
         others = [c for c in self._candidates if c not in cheap]
         self._ahead = [each for each in (cheap, others) if each]
-        if EXACT in cheap and self._forecaster.in_place_s <= HIDDEN * self._forecaster.computing_s:
-            self.forecasts = [replace(self._forecaster.forecast(EXACT), delivered=1.0, age=0.0)]
+        if EXACT in cheap and self._forecaster.in_place_s <= CHEAP * self._forecaster.computing_s:
+            self.forecasts = [replace(self._forecaster.forecast(EXACT), delivered=1.0, staleness=0.0)]
             return self._announced(self.forecasts[0], 1)
         return self._take_best(exchange)
 
@@ -128,12 +137,11 @@ class Chooser:
         record, self._record = self._record, None
         if record is None:
             return
-        assert self.measured is not None
-        measured, link = self.measured
+        measured, link = self._measured
         self._forecaster = Forecaster(self._parameters, measured, link, exchange.size, self._at_work)
-        own = torch.tensor(self._forecaster.calibration.numbers(), dtype=torch.float64, device=exchange.device)
-        of_rank_0 = exchange.ask(lambda comm: comm.broadcast(own, 0))
-        self._forecaster.calibration = Calibration.read(of_rank_0.tolist())
+        calibration = self._forecaster.calibration
+        own = torch.tensor([calibration.factor, calibration.offset_s], dtype=torch.float64, device=exchange.device)
+        self._forecaster.calibration = Calibration(*exchange.ask(lambda comm: comm.broadcast(own, 0)).tolist())
         self._gradients = exchange.ask(lambda comm: comm.all_gather(record.gradients()))
         self._weights = record.weights()
 
@@ -155,7 +163,7 @@ class Chooser:
     def _correct(self, measured: Candidate) -> None:
         """Expect of ``measured`` the step that it took, and of others of its kind accordingly.
 
-        What local steps took longer was for what they sent; sums of gradients all differ by the same factor.
+        What local steps took longer is taken to be for what they sent; sums of gradients all differ by one factor.
         """
         step_s, expected = self._step_s[measured], next(f for f in self.forecasts if f.candidate == measured)
 
@@ -170,12 +178,12 @@ class Chooser:
 
         self.forecasts = [corrected(f) for f in self.forecasts]
 
-    def _doubted(self, forecast: Forecast) -> Forecast:
+    def _as_known(self, forecast: Forecast) -> Forecast:
         """Return ``forecast`` as it counts beside measured steps; local steps are known once some were measured."""
         candidate = forecast.candidate
         if candidate in self._step_s or (candidate.local_steps and any(each.local_steps for each in self._step_s)):
             return forecast
-        return replace(forecast, step_s=DOUBT * forecast.step_s)
+        return replace(forecast, step_s=UNMEASURED * forecast.step_s)
 
     def _take_best(self, exchange: Exchange) -> Candidate:
         """Choose by what is known, after looking at more candidates while steps might be shorter.
@@ -185,12 +193,12 @@ class Chooser:
         while True:
             known = [f for f in self.forecasts if f.candidate in self._step_s]
             among = known if len(known) >= MOST_TRIED else self.forecasts
-            short = about_as_short([self._doubted(f) for f in among], self._auto.tolerance) if among else []
+            short = about_as_short([self._as_known(f) for f in among], self._auto.tolerance) if among else []
             hidden_s = (1 + self._auto.tolerance) * OVERHEAD * self._forecaster.computing_s
-            if not self._ahead or (short and most_faithful(short).step_s <= DOUBT * hidden_s):
+            if not self._ahead or (short and least_error(short).step_s <= UNMEASURED * hidden_s):
                 break
             self._look_at(exchange, self._ahead.pop(0))
-        faithful = most_faithful(short).candidate
+        faithful = least_error(short).candidate
         return self._announced(next(f for f in among if f.candidate == faithful), len(short))
 
     def _announced(self, best: Forecast, among: int) -> Candidate:
@@ -199,9 +207,9 @@ class Chooser:
         takes = "takes" if best.candidate in self._step_s else "is expected to take"
         rank_zero_info(
             f"sparse_auto: training goes on with {best.candidate}, whose step {takes} {1e3 * best.step_s:.0f} ms; one "
-            f"that sends next to nothing would take {1e3 * self._forecaster.computing_s:.0f} ms. Of {among} "
-            "candidates with about such a step, none shorter, it is the most faithful: each step delivers "
-            f"{best.delivered or 0:.0%} of what is owed, {best.age or 0:.1f} steps late."
+            f"that sends next to nothing would take {1e3 * self._forecaster.computing_s:.0f} ms. Of the {among} "
+            "candidates with the shortest steps it has the smallest compression error: a step delivers "
+            f"{best.delivered or 0:.0%} of what is unsent, and a gradient is {best.staleness or 0:.1f} steps stale."
         )
         return best.candidate
 

@@ -16,9 +16,9 @@ from lightning_sparse.compressors import (
     TopK,
 )
 from lightning_sparse.compressors.wrapper import Wrapper
-from lightning_sparse.options import Options
+from lightning_sparse.engine.local_steps import LocalSteps
 
-WORTH_SAYING = 5.0  # percent
+WORTH_SAYING = 5.0  # Percent above dense training's loss.
 
 
 @dataclass(frozen=True)
@@ -58,19 +58,18 @@ LOCAL_STEPS = Known("local_steps", False, {2: 5.1, 4: 6.5, 16: 13.4})  # of Dens
 SIGN = 28.8  # of Dense() in one bit
 
 
-def caution(options: Options) -> str:
-    """Say in a sentence that these options, or some closer to dense training, cost more than 5 % in loss; or ""."""
-    compressor, wire_dtype = options.compressor, options.wire_dtype
-    while isinstance(compressor, Wrapper) and not compressor.candidates:
+def caution(compressor: Compressor, wire_dtype: str, local: LocalSteps | None) -> str:
+    """Say in a sentence that these settings, or some closer to dense training, cost more than 5 % in loss; or ""."""
+    while isinstance(compressor, Wrapper):
         wire_dtype = compressor.wire_dtype if isinstance(compressor, Rounded) else wire_dtype
         compressor = compressor.wrapped
     found = None
-    if options.local:
-        found, what = LOCAL_STEPS.at_least(options.local.steps), "local_steps={:g}"
+    if local:
+        found, what = LOCAL_STEPS.at_least(local.steps), "local_steps={:g}"
     elif known := KNOWN.get(type(compressor)):
         found = known.at_least(getattr(compressor, known.setting))
         what = f"{type(compressor).__name__}({known.setting}={{:g}})"
-    elif wire_dtype == "sign" and not compressor.candidates:
+    elif wire_dtype == "sign":
         found, what = (SIGN, 0.0), "a dense sum in wire_dtype='sign'"
     if found is None or found[0] < WORTH_SAYING:
         return ""

@@ -1,21 +1,21 @@
-"""Faithfulness: what is delivered and how late, where it is known."""
+"""CompressionError: what is delivered and how late, where it is known."""
 
 import pytest
 import torch
 
 from lightning_sparse import MiCRO
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.engine.faithfulness import Faithfulness, undelivered
+from lightning_sparse.engine.compression_error import CompressionError, compression_error
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.simulation import take_steps
 
 RANKS, ELEMENTS = 3, 4000
 
 
-def rotating(turns: int, steps: int = 120, skip: int = 40) -> Faithfulness:
+def rotating(turns: int, steps: int = 120, skip: int = 40) -> CompressionError:
     """Of a strategy that sends every element in one step of ``turns``, whole."""
     generator = torch.Generator().manual_seed(0)
-    found, left = Faithfulness(skip), torch.zeros(RANKS, ELEMENTS)
+    found, left = CompressionError(skip), torch.zeros(RANKS, ELEMENTS)
     for step in range(steps):
         owed = left + torch.randn(RANKS, ELEMENTS, generator=generator)
         left = owed.clone()
@@ -26,18 +26,18 @@ def rotating(turns: int, steps: int = 120, skip: int = 40) -> Faithfulness:
 
 def test_dense_averaging_delivers_everything_at_once() -> None:
     found = rotating(1)
-    assert (found.delivered, found.age) == (1.0, 0.0)
+    assert (found.delivered, found.staleness) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize("turns", [2, 4, 8])
 def test_an_element_that_travels_in_turns_waits_half_of_them(turns: int) -> None:
     found = rotating(turns)
-    assert found.age == pytest.approx((turns - 1) / 2, rel=0.03)
+    assert found.staleness == pytest.approx((turns - 1) / 2, rel=0.03)
     assert found.delivered == pytest.approx(2 / (turns + 1), rel=0.03)  # turns of 1 + 2 + ... + turns gradients
 
 
 def test_what_cancels_between_ranks_is_not_owed() -> None:
-    found, left = Faithfulness(), torch.zeros(2, 10)
+    found, left = CompressionError(), torch.zeros(2, 10)
     for _ in range(10):
         gradient = torch.randn(10)
         apart = torch.randn(10)
@@ -45,25 +45,25 @@ def test_what_cancels_between_ranks_is_not_owed() -> None:
         left = left + torch.stack([apart, -apart])
         found.step(owed, left)
     assert found.delivered == pytest.approx(1, abs=1e-9)
-    assert found.age == pytest.approx(0, abs=1e-4)
+    assert found.staleness == pytest.approx(0, abs=1e-4)
 
 
 def test_nothing_owed_is_nothing_late() -> None:
-    found = Faithfulness(1)
-    assert (found.delivered, found.age) == (1.0, 0.0)
+    found = CompressionError(1)
+    assert (found.delivered, found.staleness) == (1.0, 0.0)
     for _ in range(3):
         found.step(torch.zeros(2, 5), torch.zeros(2, 5))
-    assert (found.delivered, found.age) == (1.0, 0.0)
+    assert (found.delivered, found.staleness) == (1.0, 0.0)
 
 
 def test_more_elements_are_more_faithful() -> None:
     found = {density: of_micro(density) for density in (0.3, 0.1, 0.03)}
     assert 1 > found[0.3].delivered > found[0.1].delivered > found[0.03].delivered > 0
-    assert 0 < found[0.3].age < found[0.1].age < found[0.03].age
+    assert 0 < found[0.3].staleness < found[0.1].staleness < found[0.03].staleness
 
 
-def of_micro(density: float) -> Faithfulness:
-    network, found = SimNetwork(RANKS), Faithfulness(20)
+def of_micro(density: float) -> CompressionError:
+    network, found = SimNetwork(RANKS), CompressionError(20)
     weights = torch.zeros(ELEMENTS)
     groups = [Group(0, ("w",), (weights,)) for _ in range(RANKS)]
     compressor, generator = MiCRO(density=density), torch.Generator().manual_seed(0)
@@ -77,5 +77,5 @@ def of_micro(density: float) -> Faithfulness:
 
 
 def test_local_steps_cost_less_for_what_they_leave() -> None:
-    assert undelivered(1.0) == undelivered(1.0, local=True) == 0
-    assert 0 < undelivered(0.5, local=True) < undelivered(0.5)
+    assert compression_error(1.0) == compression_error(1.0, local=True) == 0
+    assert 0 < compression_error(0.5, local=True) < compression_error(0.5)

@@ -1,6 +1,7 @@
 """Predicts the step of each candidate, from measured steps and a link."""
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -8,18 +9,18 @@ from typing import ClassVar
 import numpy as np
 from torch import Tensor
 
-from lightning_sparse.compressors import Candidate, Compressor, Dense
-from lightning_sparse.engine.faithfulness import undelivered
-from lightning_sparse.engine.groups import BUCKET_BYTES, Piece, cut_into_fragments, pieces_of
+from lightning_sparse.auto.policy import Candidate
+from lightning_sparse.auto.simulated_cost import Now, applying_s, in_place_cost, simulated_cost
+from lightning_sparse.compressors import Compressor, Dense
+from lightning_sparse.engine.compression_error import compression_error
+from lightning_sparse.engine.groups import Piece, cut_into_fragments, pieces_of
+from lightning_sparse.fusion.costs import Link, Sample, cost_of
 from lightning_sparse.fusion.model import Cost
-from lightning_sparse.fusion.planner import Calibration, Kinds, Measured, best_plan, calibrate, kinds_of
-from lightning_sparse.fusion.rehearsal import Link, Sample, cost_of
-from lightning_sparse.fusion.simulated_cost import applying_s, in_place_cost, simulated_cost
+from lightning_sparse.fusion.planner import DDP_PLAN, Calibration, Kinds, Measured, best_plan, calibrate, kinds_of
 from lightning_sparse.settings import as_text, same
 
-FEW, MOST = 2**8, 2**18  # elements of the groups that are simulated; the second on all ranks together
+FEW, MOST = 2**8, 2**18  # Elements of the groups that are simulated; the second on all ranks together.
 LIMITS = ("backward", "compression", "network")
-DDP_PLAN = f"buckets of {BUCKET_BYTES >> 20} MiB"  # among a plan's spans
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class Forecast:
         buckets_s: seconds of a step in DDP's buckets.
         sent_bytes: of a rank in a step.
         limit: what the step waits for at its end: "backward", "compression" or "network".
-        delivered: the part of what the ranks owe that a step delivers; None until it was tried.
-        age: how many steps late a gradient arrives; None until it was tried.
+        delivered: the part of what is unsent that a step delivers; None until it was tried.
+        staleness: steps after which a gradient arrives; None until it was tried.
     """
 
     candidate: Candidate
@@ -43,24 +44,24 @@ class Forecast:
     limit: str
     NUMBERS: ClassVar = 6
     delivered: float | None = None
-    age: float | None = None
+    staleness: float | None = None
 
     @property
-    def undelivered(self) -> float:
-        """By what faithfulness is judged; 1 until it was tried."""
-        return 1.0 if self.delivered is None else undelivered(self.delivered, self.candidate.local_steps > 0)
+    def error(self) -> float:
+        """The compression error, by which candidates are ordered; 1 until it was tried."""
+        return 1.0 if self.delivered is None else compression_error(self.delivered, self.candidate.local_steps > 0)
 
     def numbers(self) -> list[float]:
         """All but the candidate as numbers [NUMBERS], which ranks can exchange."""
-        tried = (math.nan if x is None else x for x in (self.delivered, self.age))
+        tried = (math.nan if x is None else x for x in (self.delivered, self.staleness))
         return [self.step_s, self.buckets_s, self.sent_bytes, LIMITS.index(self.limit), *tried]
 
     @classmethod
     def read(cls, candidate: Candidate, numbers: Sequence[float]) -> "Forecast":
         """The inverse of :meth:`numbers`."""
         step_s, buckets_s, sent_bytes, limit, *tried = numbers
-        delivered, age = (None if math.isnan(x) else x for x in tried)
-        return cls(candidate, step_s, buckets_s, sent_bytes, LIMITS[int(limit)], delivered, age)
+        delivered, staleness = (None if math.isnan(x) else x for x in tried)
+        return cls(candidate, step_s, buckets_s, sent_bytes, LIMITS[int(limit)], delivered, staleness)
 
 
 class Forecaster:
@@ -72,18 +73,26 @@ class Forecaster:
         link: between the ranks.
         size: P.
         at_work: what averaged meanwhile; None: nothing was sent.
+        now: the clock by which compressing is timed.
 
     Attributes:
         calibration: how measured steps differ from the model.
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], measured: Measured, link: Link, size: int, at_work: Compressor | None
+        self,
+        parameters: Mapping[str, Tensor],
+        measured: Measured,
+        link: Link,
+        size: int,
+        at_work: Compressor | None,
+        now: Now = time.perf_counter,
     ) -> None:
+        self._now = now
         self._parameters, self._measured, self._link, self._size = parameters, measured, link, size
         self._device = next(iter(parameters.values())).device
         self._samples: dict[tuple[str, int], list[Sample]] = {}
-        self.calibration = Calibration(blocking=False)
+        self.calibration = Calibration()
         self._sent_bytes = math.inf  # of a rank in a measured step
         if at_work is not None:
             pieces, kinds, self._sent_bytes = self._costs(at_work)
@@ -131,12 +140,11 @@ class Forecaster:
         pieces = pieces_of(self._parameters, compressor)
         sizes = np.array(cut_into_fragments([[piece] for piece in pieces], steps)[1])
         largest = int(sizes.max())
-        busy_s, _, latency_s = self._cost(compressor, largest).at(sizes)
+        _, _, latency_s = self._cost(compressor, largest).at(sizes)
         n = min(largest, MOST)
-        own_s = self.computing_s + applying_s(n, self._size, self._device) / n * sizes
+        own_s = self.computing_s + applying_s(n, self._size, self._device, self._now) / n * sizes
         each_bytes = self._bytes_each(compressor, largest) * sizes
         own_s = own_s + self.calibration.offset_s * each_bytes / self._sent_bytes
-        own_s = own_s + (busy_s if self.calibration.blocking else 0.0)
         step_s = float(np.maximum(own_s, latency_s).mean())
         limit = "network" if (latency_s > own_s).mean() > 0.5 else "backward"
         return Forecast(candidate, step_s, step_s, float(each_bytes.mean()), limit)
@@ -161,6 +169,6 @@ class Forecaster:
         elif key not in self._samples:
             sizes = sorted({min(FEW, n), n})
             self._samples[key] = [
-                simulated_cost(compressor, each, self._size, self._link, self._device) for each in sizes
+                simulated_cost(compressor, each, self._size, self._link, self._device, self._now) for each in sizes
             ]
         return self._samples[key]

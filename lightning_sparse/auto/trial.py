@@ -1,21 +1,21 @@
-"""Tries a candidate on recorded gradients: what it would deliver of them, and how late."""
+"""Tries a candidate on recorded gradients: what it would deliver of them, and after how many steps."""
 
 import torch
 from torch import Tensor
 
-from lightning_sparse.compressors import Candidate
+from lightning_sparse.auto.policy import Candidate
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.engine.faithfulness import Faithfulness
+from lightning_sparse.engine.compression_error import CompressionError
 from lightning_sparse.network.simulated import SimNetwork
 
-STEPS = 12  # that are tried, the recorded gradients in turn; the first third is not counted
+STEPS = 12  # Steps that are tried, with the recorded gradients in turn; the first third is not counted.
 
 
-def try_on(candidate: Candidate, gradients: Tensor, weights: Tensor) -> Faithfulness:
-    """Run ``candidate`` on simulated ranks, and return how faithful it was.  P = ranks, T = steps, m = elements.
+def try_on(candidate: Candidate, gradients: Tensor, weights: Tensor) -> CompressionError:
+    """Run ``candidate`` on simulated ranks, and return its compression error.  P = ranks, T = steps, m = elements.
 
-    Local steps owe updates, which are taken to be like gradients; after each step a fragment is exchanged beside the
+    Local steps send updates, which are taken to be like gradients; after each step a fragment is exchanged beside the
     next one.
 
     Args:
@@ -25,13 +25,13 @@ def try_on(candidate: Candidate, gradients: Tensor, weights: Tensor) -> Faithful
     """
     size, recorded, m = gradients.shape
     fragments = max(candidate.local_steps, 1)
-    network, found = SimNetwork(size), Faithfulness(skip=STEPS // 3)
+    network, found = SimNetwork(size), CompressionError(skip=STEPS // 3)
     cut = [[Group(0, ("trial",), (part,)) for _ in range(size)] for part in weights.tensor_split(fragments)]
-    owed, on_the_way = torch.zeros(size, m, device=gradients.device), []
+    unsent, on_the_way = torch.zeros(size, m, device=gradients.device), []
     for step in range(STEPS):
-        owed += gradients[:, step % recorded]
-        before, turn = owed.clone(), step % fragments
-        part = owed.tensor_split(fragments, dim=1)[turn]
+        unsent += gradients[:, step % recorded]
+        before, turn = unsent.clone(), step % fragments
+        part = unsent.tensor_split(fragments, dim=1)[turn]
         groups = cut[turn]
         for group, own in zip(groups, part, strict=True):
             group.unsent.copy_(own)
@@ -40,5 +40,5 @@ def try_on(candidate: Candidate, gradients: Tensor, weights: Tensor) -> Faithful
         if len(on_the_way) > (fragments > 1):
             arriving, sent = on_the_way.pop(0)
             arriving -= sent
-        found.step(before, owed)
+        found.step(before, unsent)
     return found

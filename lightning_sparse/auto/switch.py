@@ -1,0 +1,151 @@
+"""The engine of a hook, and another in its place where ``sparse_auto`` changes between gradients and local steps."""
+
+import sys
+import weakref
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported at run time only
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse.auto.policy import Candidate
+from lightning_sparse.checkpoint.optimizers import in_order, set_tensors, tensors_everywhere
+from lightning_sparse.compressors import Compressor
+from lightning_sparse.engine.build import Way, make_exchange
+from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.engine.groups import BUCKET_BYTES
+from lightning_sparse.engine.local_steps import LocalSteps
+from lightning_sparse.engine.optimizers import Optimizers
+from lightning_sparse.fusion.layer_fusion import LayerFusion
+from lightning_sparse.network.comm import Comm
+from lightning_sparse.network.process_groups import ProcessGroups
+from lightning_sparse.settings import same
+
+
+class Switch:
+    """The engine in use.
+
+    Args:
+        ddp: that trains.
+        parameters: of it, by name.
+        way: how the first engine averages.
+        groups: to send over.
+        scaler: what scales the loss, if anything does.
+        ranks: for messages of the main thread, between two steps.
+        watch_optimizers: there are local steps, or may be.
+
+    Attributes:
+        exchange: the engine in use.
+        way: how it averages.
+        layer_fusion: of its groups, if there is one.
+        chosen: the candidate in use, where one was chosen.
+        knows_link: sums of local steps that were given go by the link's latencies.
+        optimizers: of these parameters, where they are watched.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        parameters: Mapping[str, Tensor],
+        way: Way,
+        groups: ProcessGroups,
+        scaler: torch.amp.GradScaler | None,
+        ranks: Comm,
+        watch_optimizers: bool,
+    ) -> None:
+        self._ddp = weakref.ref(ddp)
+        self._groups, self._scaler, self._ranks = groups, scaler, ranks
+        self._broadcasts_buffers = ddp.broadcast_buffers
+        self.parameters = parameters
+        self.chosen: Candidate | None = None
+        self.knows_link = False
+        own = weakref.ref(self)
+        self.optimizers = Optimizers(
+            parameters.values() if watch_optimizers else (), lambda: me.exchange if (me := own()) else None
+        )
+        compressor = _dense_if_alone(way.compressor, ranks.size // groups.local_size)
+        self._first = replace(way, compressor=compressor)
+        self.way, self.exchange, self.layer_fusion = self._made(self._first)
+
+    def _made(self, way: Way) -> tuple[Way, Exchange, LayerFusion | None]:
+        ddp = self._ddp()
+        assert ddp is not None
+        ddp.broadcast_buffers = self._broadcasts_buffers and way.local is None  # what changes of them is averaged then
+        exchange = make_exchange(ddp, self.parameters, way, self._groups, self._scaler)
+        fused = way.fusion == "layer" and way.local is None
+        return way, exchange, LayerFusion(exchange, way.compressor, self.parameters) if fused else None
+
+    def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
+        """DDP's communication hook."""
+        return self.exchange.hook(state, bucket)
+
+    def close(self) -> bool:
+        """End the engine; returns whether no message is under way."""
+        self.optimizers.close()
+        return self.exchange.close()
+
+    # - changes, on every rank between two steps
+
+    def to_gradients(self) -> None:
+        """Average gradients as at first; with local steps from the mean of all weights and optimizer states."""
+        if self.way.local is not None:
+            self.exchange.merge()
+            for optimizer in in_order(self.optimizers.seen, list(self.parameters.values())):
+                tensors = tensors_everywhere(optimizer, self._ranks, self.exchange.device)
+                averaged = {key: x for key, x in tensors.items() if x.is_floating_point() and x.dtype != torch.float64}
+                set_tensors(optimizer, self._means(averaged) | self._of_first_rank(tensors.keys() - averaged, tensors))
+        self._change(self._first)
+        self.chosen = None
+
+    def to_local_steps(self, chosen: Candidate) -> None:
+        """Take the local steps of ``chosen``, without a message: what each rank has not sent of others goes along.
+
+        Of gradients nothing is unsent.
+        """
+        before, was = self.exchange, self.chosen
+        way = replace(self._first, compressor=chosen.averaging, local=LocalSteps(chosen.local_steps), warmup_steps=0)
+        are_local = self.way.local is not None
+        if are_local:
+            before.show_average()  # from which the new engine starts
+        self._change(way)
+        if are_local:
+            memories = was is not None and same(was.averaging, chosen.averaging)
+            self.exchange.take_over(before, memories=memories)
+        self.chosen = chosen
+
+    def _change(self, way: Way) -> None:
+        before = self.exchange
+        before.close()
+        self.way, self.exchange, self.layer_fusion = self._made(way)
+        self.exchange.go_on_from(before)
+
+    def _of_first_rank(self, keys: Collection[str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those of ``keys`` as rank 0 has them: counters, and lengths of lists."""
+        own = {key: tensors[key].to(self.exchange.device) for key in sorted(keys) if tensors[key].numel()}
+        return {key: self._ranks.all_gather(x.reshape(-1)).wait()[0].view(x.shape) for key, x in own.items()}
+
+    def _means(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The mean of each over the ranks, many in a message."""
+        if not any(x.numel() for x in tensors.values()):
+            return dict(tensors)
+        total = torch.cat([x.to(self.exchange.device, torch.float32).reshape(-1) for x in tensors.values()])
+        for part in total.split(BUCKET_BYTES // 4):
+            self._ranks.all_reduce(part).wait()
+        means = total.div_(self._ranks.size).split([x.numel() for x in tensors.values()])
+        return {key: mean.view(x.shape).to(x) for (key, x), mean in zip(tensors.items(), means, strict=True)}
+
+
+def _dense_if_alone(compressor: Compressor, size: int) -> Compressor:
+    """``compressor``, or among ``size`` = 1 ranks, or nodes, its dense form: there is nobody to send to."""
+    if size > 1:
+        return compressor
+    if compressor.compresses(sys.maxsize):
+        rank_zero_warn(
+            f"There is one rank, or with local_group one node, and nobody to send to: {compressor} is not used, and "
+            "every step updates all elements. A compressor starts to work from two on."
+        )
+    return compressor.dense_variant()

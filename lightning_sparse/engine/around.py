@@ -1,0 +1,79 @@
+"""What an engine does around the steps of a training."""
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class Around:
+    """What an engine does around a step of a training; nothing, where gradients are averaged within backward."""
+
+    def settle(self) -> None:
+        """Do what is due after the last step, if anything is.  To be called between two steps, on every rank."""
+
+    def end_forward(self) -> None:
+        """Note the end of a forward that trains."""
+
+    def before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Make ready for a step of ``optimizer``, which is one of these parameters."""
+
+    def after_optimizer_step(self) -> None:
+        """Note that an optimizer of these parameters has stepped."""
+
+    def end_step(self) -> None:
+        """Note that an optimizer has stepped, or skipped a step; to be called on every rank."""
+
+    @property
+    def lr_factor_now(self) -> float | None:
+        """What the optimizers' learning rates are multiplied by, if by anything."""
+        return None
+
+    @property
+    def within_step(self) -> bool:
+        """Whether weights that differ between ranks are in use, so that their average cannot be shown now."""
+        return False
+
+    @property
+    def is_half_made(self) -> bool:
+        """Whether an optimizer needs another forward for the step that is open."""
+        return False
+
+    @property
+    def was_shown(self) -> bool:
+        """Whether the average has been shown since the last step, by an evaluation say."""
+        return False
+
+    @property
+    def averages(self) -> Mapping[str, Tensor]:
+        """Where ranks have weights of their own, their average x̄ by name, of the parameter's shape."""
+        return {}
+
+    @property
+    def shared(self) -> Mapping[Tensor, Tensor]:
+        """Likewise by parameter, the same on all ranks."""
+        return {}
+
+    def merge(self) -> None:
+        """Have every rank hold the mean of all ranks' own weights, of which nothing is unsent."""
+
+    def adopt(self, groups: Iterable[Collection[str]]) -> None:
+        """Average what no optimizer trains of each of ``groups``, starting from what it is on every rank."""
+
+    def unpack(self, steps: int | None, names: Collection[str], averages: Mapping[str, Tensor], late: bool) -> None:
+        """Go on after ``steps`` (None: from nothing) with own weights; see :class:`LocalExchange`."""
+
+    def check_join(self, options: Mapping[str, Any]) -> None:
+        """Raise a ValueError if ranks cannot have uneven inputs, with these ``options`` of DDP's ``join``."""
+        if not options.get("divide_by_initial_world_size", True):
+            raise ValueError(
+                "join(divide_by_initial_world_size=False) is not supported: a joined rank still sends what it has not "
+                "sent, so a mean is always over all ranks. Leave it out."
+            )
+
+    def show_average(self, settle: bool = True) -> None:
+        """Have parameters whose values differ between ranks hold their average; see :class:`LocalExchange`."""
+
+    def compare(self) -> None:
+        """Find out what no optimizer trains and has changed, and differs between ranks; to be called on every rank."""

@@ -1,0 +1,118 @@
+"""What of a DistributedDataParallel is averaged, and the engine that does it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse.compressors import Compressor
+from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.engine.gradients import GradientExchange
+from lightning_sparse.engine.groups import BUCKET_BYTES, lay_out, lay_out_fragments
+from lightning_sparse.engine.local_exchange import LocalExchange
+from lightning_sparse.engine.local_steps import LocalSteps
+from lightning_sparse.engine.untrained import untrained_of
+from lightning_sparse.network.process_groups import ProcessGroups
+from lightning_sparse.wire import wire_format
+
+
+@dataclass(frozen=True)
+class Way:
+    """How an engine averages.
+
+    Attributes:
+        compressor: what averages.
+        fusion: which parameters share a group at first, as :func:`~lightning_sparse.engine.groups.fuse` takes it.
+        wire_dtype: of values on the wire.
+        warmup_steps: dense steps first.
+        bucket_bytes: of float32 gradient in a group.
+        local: settings of local steps; None where gradients are averaged.
+        may_sum_in_place: whether sums may depend on DDP's buckets, which a checkpoint does not keep.
+    """
+
+    compressor: Compressor
+    fusion: str | Sequence[str]
+    wire_dtype: str
+    warmup_steps: int = 0
+    bucket_bytes: int = BUCKET_BYTES
+    local: LocalSteps | None = None
+    may_sum_in_place: bool = False
+
+
+def make_exchange(
+    ddp: DistributedDataParallel,
+    parameters: Mapping[str, Tensor],
+    way: Way,
+    groups: ProcessGroups,
+    scaler: torch.amp.GradScaler | None,
+) -> Exchange:
+    """Return the engine that averages in this way: gradients, or with local steps what optimizers did.
+
+    Args:
+        ddp: that trains.
+        parameters: of it, by name.
+        way: how.
+        groups: to send over.
+        scaler: what scales the loss, if anything does.
+
+    Raises:
+        ValueError: if nodes and parameters that may be unused are combined.
+    """
+    if groups.local_size > 1 and ddp.find_unused_parameters:
+        raise ValueError(
+            f"local_group={groups.local_size} cannot be combined with find_unused_parameters=True: ranks of a node "
+            "may use different parameters, and only one may keep what is unsent of them. Leave one of them out."
+        )
+    comms, threaded = groups.comms(wire_format(way.wire_dtype)), not groups.nccl
+    if way.local is None:
+        return GradientExchange(
+            lay_out(parameters, way.compressor, way.fusion, way.bucket_bytes),
+            comms,
+            threaded=threaded,
+            node=groups if groups.local_size > 1 else None,
+            may_be_unused=ddp.find_unused_parameters,
+            scaler=scaler,
+            may_sum_in_place=way.may_sum_in_place,
+        )
+    laid_out, fragments = lay_out_fragments(parameters, way.compressor, way.fusion, way.local.parts, way.bucket_bytes)
+    return LocalExchange(
+        laid_out,
+        fragments,
+        comms,
+        threaded=threaded,
+        settings=way.local,
+        warmup_steps=way.warmup_steps,
+        untrained=untrained_of(ddp.module, ddp.parameters_to_ignore),
+        compressor=way.compressor,
+    )
+
+
+def averaged_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
+    """The parameters that ``ddp`` averages, by name, in the order of definition.
+
+    Raises:
+        ValueError: if one of them cannot be averaged.
+    """
+    for name, child in ddp.module.named_modules():
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse and child.weight.requires_grad:
+            raise ValueError(
+                f"{name} must be an embedding with sparse=False; got sparse=True, whose gradient has no dense layout "
+                "to send a part of."
+            )
+    parameters = {
+        name.replace("_orig_mod.", ""): parameter  # torch.compile's
+        for name, parameter in ddp.module.named_parameters()
+        if parameter.requires_grad and name not in ddp.parameters_to_ignore
+    }
+    for name, parameter in parameters.items():
+        if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"parameter {name} must be float32, bfloat16 or float16; got {parameter.dtype}. Convert it or freeze "
+                "it: gradients are averaged and kept in float32."
+            )
+        if parameter.device.type == "cuda" and "nccl" not in str(dist.get_backend()):
+            raise ValueError(f"on CUDA the process group must be NCCL; got {dist.get_backend()}.")
+    return parameters

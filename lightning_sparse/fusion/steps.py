@@ -1,0 +1,103 @@
+"""Times steps of a training: generators that are resumed once before each forward, between two steps."""
+
+import math
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from statistics import mean, median
+from typing import NamedTuple, TypeVar
+
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+
+from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.fusion.costs import median_over_ranks
+from lightning_sparse.fusion.planner import Measured
+
+CHANGED = 1.5  # The factor between two typical times from which times have changed.
+PAUSE = 5  # A step that takes so many times as long as the median has a pause in it, and does not count.
+
+T = TypeVar("T")
+Passes = Generator[None, None, T]  # Each yield ends a pass: what is done before a forward.
+
+
+class Schedule(NamedTuple):
+    """How many passes are for what."""
+
+    settling: int  # until any is measured: buckets are rebuilt, thresholds settle
+    beside: int  # measured as they are
+    apart: int  # that send nothing before backward has ended, so that neither slows the other
+
+
+PLANNING = Schedule(4, 5, 3)
+STEPS_MEASURED = sum(PLANNING)
+
+
+def measure_steps(exchange: Exchange, parameters: Mapping[str, Tensor], schedule: Schedule) -> Passes[Measured]:
+    """Look at steps as they are, then at backward alone; return the medians over steps and ranks.
+
+    Args:
+        exchange: that averages.
+        parameters: by name, in the order of definition.
+        schedule: how many steps are looked at.
+    """
+    timeline, backward = exchange.timeline, list(parameters.values())[::-1]
+    for _ in range(schedule.settling):
+        yield
+    rank_zero_info(f"LayerFusion: measuring {schedule.beside + schedule.apart} steps, then what messages cost.")
+    spans, rests, arrivals = [], [], []
+    now_s = time.perf_counter()
+    for _ in range(schedule.beside):
+        before_s, steps = now_s, exchange.steps
+        yield
+        now_s = time.perf_counter()
+        spans.append(timeline.span_s())
+        rests.append((now_s - before_s) / (exchange.steps - steps) - spans[-1])
+    exchange.defer(True)
+    for _ in range(schedule.apart):
+        yield
+        arrivals.append([timeline.arrival_s(parameter) for parameter in backward])
+    exchange.defer(False)
+    own = [_median_known(each) for each in (spans, rests, *zip(*arrivals, strict=True))]
+    span_s, rest_s, *arrivals_s = median_over_ranks(exchange, own).tolist()
+    groups = [group.names for group in exchange.groups]
+    return Measured(arrivals_s, span_s, rest_s if math.isfinite(rest_s) else 0.0, groups)
+
+
+def typical_s(exchange: Exchange, look: Callable[[], float], looks: int, every: int = 1) -> Passes[float]:
+    """Return the mean of ``looks``, one after every so many passes, over those without a pause; the ranks' median.
+
+    Args:
+        exchange: of the ranks.
+        look: returns seconds; NaN does not count.
+        looks: how many.
+        every: passes from one to the next.
+    """
+    seconds = []
+    for _ in range(looks):
+        for _ in range(every):
+            yield
+        seconds.append(look())
+    known = [s for s in seconds if math.isfinite(s)] or [math.nan]
+    longest_s = PAUSE * median(known)
+    return float(median_over_ranks(exchange, [mean(s for s in known if not s > longest_s)])[0])
+
+
+def until_changed(
+    exchange: Exchange, look: Callable[[], float], looks: int, every: int = 1, usual_s: float = math.nan
+) -> Passes[tuple[float, float]]:
+    """Return what was typical and what is now, once these differ by ``CHANGED``; arguments as of :func:`typical_s`.
+
+    ``usual_s``: what is typical, where it is known.
+    """
+    while True:
+        now_s = yield from typical_s(exchange, look, looks, every)
+        if not math.isfinite(usual_s):
+            usual_s = now_s
+        elif math.isfinite(now_s) and abs(math.log(now_s / usual_s)) > math.log(CHANGED):
+            return usual_s, now_s
+
+
+def _median_known(seconds: Sequence[float]) -> float:
+    """The median of the finite ones; NaN if there is none."""
+    known = [s for s in seconds if math.isfinite(s)]
+    return median(known) if known else math.nan
