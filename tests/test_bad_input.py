@@ -29,9 +29,9 @@ from lightning_sparse.checkpoint.state import KEY, State
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.compressors.random_k import scattered
-from lightning_sparse.engine.delivery import Delivery
 from lightning_sparse.engine.groups import Piece, fuse
 from lightning_sparse.engine.lane import spread
+from lightning_sparse.engine.pending_bucket import PendingBucket
 from lightning_sparse.fusion.model import Cost, StepModel
 from lightning_sparse.network.comm import traffic
 from lightning_sparse.network.simulated import SimNetwork
@@ -402,7 +402,7 @@ class Bucket:
 @fuzzed(150, parameters=st.lists(laid_out(), min_size=1, max_size=4), before=st.integers(0, 5))
 def test_a_bucket_is_cut_into_gradients_that_lie_as_their_parameters_do(parameters: list[Tensor], before: int) -> None:
     bucket = Bucket(parameters, before)
-    delivery = Delivery(bucket)  # type: ignore[arg-type]
+    delivery = PendingBucket(bucket)  # type: ignore[arg-type]
     filled = bucket.memory.clone()
     start = before
     for parameter, gradient in delivery.gradients():

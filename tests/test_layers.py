@@ -37,7 +37,7 @@ MAY_IMPORT_LIGHTNING = {
 }
 MAY_IMPORT_DISTRIBUTED = {
     "network/",
-    "engine/delivery.py",
+    "engine/pending_bucket.py",
     "engine/exchange.py",
     "engine/gradients.py",
     "engine/local_exchange.py",

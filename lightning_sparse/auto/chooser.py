@@ -198,8 +198,8 @@ class Chooser:
             if not self._ahead or (short and least_error(short).step_s <= UNMEASURED * hidden_s):
                 break
             self._look_at(exchange, self._ahead.pop(0))
-        faithful = least_error(short).candidate
-        return self._announced(next(f for f in among if f.candidate == faithful), len(short))
+        best = least_error(short).candidate
+        return self._announced(next(f for f in among if f.candidate == best), len(short))
 
     def _announced(self, best: Forecast, among: int) -> Candidate:
         """Choose ``best``, of so many with about such a step."""

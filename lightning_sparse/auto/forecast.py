@@ -14,7 +14,7 @@ from lightning_sparse.auto.simulated_cost import Now, applying_s, in_place_cost,
 from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.engine.compression_error import compression_error
 from lightning_sparse.engine.groups import Piece, cut_into_fragments, pieces_of
-from lightning_sparse.fusion.costs import Link, Sample, cost_of
+from lightning_sparse.fusion.costs import Link, SizeCost, cost_of
 from lightning_sparse.fusion.model import Cost
 from lightning_sparse.fusion.planner import DDP_PLAN, Calibration, Kinds, Measured, best_plan, calibrate, kinds_of
 from lightning_sparse.settings import as_text, same
@@ -91,7 +91,7 @@ class Forecaster:
         self._now = now
         self._parameters, self._measured, self._link, self._size = parameters, measured, link, size
         self._device = next(iter(parameters.values())).device
-        self._samples: dict[tuple[str, int], list[Sample]] = {}
+        self._samples: dict[tuple[str, int], list[SizeCost]] = {}
         self.calibration = Calibration()
         self._sent_bytes = math.inf  # of a rank in a measured step
         if at_work is not None:
@@ -156,12 +156,12 @@ class Forecaster:
         largest = self._simulated(compressor, elements)[-1]
         return largest.sent_bytes / largest.elements
 
-    def _in_place(self, compressor: Compressor) -> list[Sample]:
+    def _in_place(self, compressor: Compressor) -> list[SizeCost]:
         """The cost of DDP's buckets, if ``compressor`` sums them where they lie; else empty."""
         elements = sum(parameter.numel() for parameter in self._parameters.values())
         return in_place_cost(elements, self._size, self._link) if same(compressor, Dense()) else []
 
-    def _simulated(self, compressor: Compressor, elements: int) -> list[Sample]:
+    def _simulated(self, compressor: Compressor, elements: int) -> list[SizeCost]:
         n = max(1, min(elements, MOST // self._size))
         key = (as_text(compressor), n)
         if key not in self._samples and (in_place := self._in_place(compressor)):

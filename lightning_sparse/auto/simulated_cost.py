@@ -13,7 +13,7 @@ from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.engine.replica import Replica
-from lightning_sparse.fusion.costs import Link, Sample, made_up
+from lightning_sparse.fusion.costs import Link, SizeCost, made_up
 from lightning_sparse.network.comm import Rounds, hops, traffic
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.network.sums import sums_in_place
@@ -26,7 +26,7 @@ Now = Callable[[], float]  # a clock, in seconds
 
 def simulated_cost(
     compressor: Compressor, n: int, size: int, link: Link, device: torch.device, now: Now = time.perf_counter
-) -> Sample:
+) -> SizeCost:
     """Estimate the cost of a group of ``n`` elements among ``size`` ranks; only the compressor's own work is measured.
 
     The ranks are simulated.  Messages that follow one another take the link's latency for every hop, and a time for
@@ -52,10 +52,10 @@ def simulated_cost(
     sent, hops, busy = comm.sent_bytes - sent_before, comm.hops - hops_before, min(busy_s[1:])
     wire_s = sent * link.s_per_byte
     wait_s = wire_s + hops * link.latency_s
-    return Sample(n, busy, max(busy, wire_s, (busy + wait_s) / 2), busy + wait_s, sent)
+    return SizeCost(n, busy, max(busy, wire_s, (busy + wait_s) / 2), busy + wait_s, sent)
 
 
-def in_place_cost(n: int, size: int, link: Link) -> list[Sample]:
+def in_place_cost(n: int, size: int, link: Link) -> list[SizeCost]:
     """Estimate the cost of 1 to ``n`` elements that are summed where they lie; empty where other sums are sooner."""
     all_reduce_s = link.all_reduce_s if math.isfinite(link.all_reduce_s) else hops("all_reduce", size) * link.latency_s
     comm = SimNetwork(size, hop_bytes=link.carries(link.latency_s)).comms[0]
@@ -66,7 +66,7 @@ def in_place_cost(n: int, size: int, link: Link) -> list[Sample]:
     for elements in sorted({1, n}):
         sent_bytes = traffic("all_reduce", 4 * elements, size)
         wire_s = sent_bytes * link.s_per_byte
-        samples.append(Sample(elements, 0.0, wire_s, all_reduce_s + wire_s, sent_bytes))
+        samples.append(SizeCost(elements, 0.0, wire_s, all_reduce_s + wire_s, sent_bytes))
     return samples
 
 

@@ -202,23 +202,23 @@ class Exchange(Around, ABC):
         """Whether messages may be under way."""
 
     def unsent_of(self, group: Group) -> Tensor:
-        """What this rank owes of ``group`` [n]."""
+        """What is unsent of ``group`` on this rank [n]."""
         return group.unsent
 
     def delivered(self) -> float:
-        """The part of what all ranks owed that the last step delivered, as a squared norm of the sampled elements.
+        """The part of what was unsent on all ranks that the last step delivered, as a squared norm of a sample.
 
         To be called on every rank between two steps, while there is a sample.
         """
         assert self.sample is not None
-        sums = self.sample.owed_and_left(lambda group, places: self.unsent_of(group)[places])
-        owed, left = self.ask(lambda comm: comm.all_reduce(sums)).square().sum(1).tolist() if sums.numel() else (0, 0)
-        return delivered(owed, left)
+        sums = self.sample.unsent_and_left(lambda group, places: self.unsent_of(group)[places])
+        before, left = self.ask(lambda comm: comm.all_reduce(sums)).square().sum(1).tolist() if sums.numel() else (0, 0)
+        return delivered(before, left)
 
     def ask_for_unsent(self) -> bool:
         """Note and return whether nothing is unsent on any rank; to be called on every rank, between two steps."""
-        owes = torch.tensor([self.unsent_norm()], device=self.device)
-        self.nothing_unsent = not bool(self.ask(lambda comm: comm.all_gather(owes)).any())
+        norm = torch.tensor([self.unsent_norm()], device=self.device)
+        self.nothing_unsent = not bool(self.ask(lambda comm: comm.all_gather(norm)).any())
         return self.nothing_unsent
 
     def sent_in_vain(self) -> str:

@@ -26,20 +26,20 @@ class GradientRecord:
         self._places = [
             _spread(group.n, -(-elements * group.n // max(n, 1))).to(group.unsent.device) for group in groups
         ]
-        self._owed: list[Tensor | None] = [None] * len(groups)
+        self._unsent: list[Tensor | None] = [None] * len(groups)
         self._left = self._read()
         self._steps: deque[Tensor] = deque(maxlen=STEPS)
 
     def before(self, group: Group) -> None:
-        """Note what ``group`` owes in this step, its gradient included."""
-        self._owed[group.index] = group.unsent[self._places[group.index]]
+        """Note what is unsent of ``group`` before this step's messages, its gradient included."""
+        self._unsent[group.index] = group.unsent[self._places[group.index]]
 
     def end_step(self) -> None:
         """Note what is left of it."""
         left = self._read()
-        owed = [x if x is not None else y for x, y in zip(self._owed, left, strict=True)]
-        self._steps.append(torch.cat([now - before for now, before in zip(owed, self._left, strict=True)]))
-        self._left, self._owed = left, [None] * len(self._groups)
+        unsent = [x if x is not None else y for x, y in zip(self._unsent, left, strict=True)]
+        self._steps.append(torch.cat([now - before for now, before in zip(unsent, self._left, strict=True)]))
+        self._left, self._unsent = left, [None] * len(self._groups)
 
     def gradients(self) -> Tensor:
         """The gradients, [T, m]; one of zeros if there was none."""

@@ -15,9 +15,9 @@ from torch.futures import Future
 from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.engine.delivery import Delivery
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.lane import Lane
+from lightning_sparse.engine.pending_bucket import PendingBucket
 from lightning_sparse.engine.step import Step
 from lightning_sparse.engine.unused_parameters import UsedParameters
 from lightning_sparse.network.comm import Comm
@@ -77,7 +77,7 @@ class GradientExchange(Exchange):
 
     @property
     def _within_a_step(self) -> bool:
-        return self._step is not None and bool(self._step.deliveries)
+        return self._step is not None and bool(self._step.buckets)
 
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
         """DDP's communication hook: takes a bucket of gradients, gives back a future of the same bucket averaged."""
@@ -86,14 +86,14 @@ class GradientExchange(Exchange):
         if step is None or step.has_arrived:
             step = self._step = Step(self.groups, self._queues, self._lanes, self._scaler)
             step.in_place = self._next_in_place
-        delivery = Delivery(bucket)
+        pending = PendingBucket(bucket)
         with self._lock:
             if self.error is not None:
                 raise self.error
-            step.deliveries.append(delivery)
-        self._take_in(step, delivery)
+            step.buckets.append(pending)
+        self._take_in(step, pending)
         if step.in_place:
-            return self._sum_in_place(step, delivery)
+            return self._sum_in_place(step, pending)
         last = step.has_arrived
         if last and step.loss_scale:  # beside the last groups' messages, so that nobody waits for it
             if self._node:
@@ -107,17 +107,17 @@ class GradientExchange(Exchange):
             step.averages += averages
         if last and step.loss_scale:
             self._submit(step, 0, self._settle)
-        return delivery.future
+        return pending.future
 
-    def _take_in(self, step: Step, delivery: Delivery) -> None:
-        self.timeline.arrive(delivery.parameters)
+    def _take_in(self, step: Step, bucket: PendingBucket) -> None:
+        self.timeline.arrive(bucket.parameters)
         if step.loss_scale:
-            step.loss_scale.take_in(delivery.buffer)
-        if self._node and delivery.buffer.numel():
-            delivery.summed = self._node.sum_inside(delivery.buffer)
+            step.loss_scale.take_in(bucket.buffer)
+        if self._node and bucket.buffer.numel():
+            bucket.summed = self._node.sum_inside(bucket.buffer)
         if self._stream:
             self._stream.wait_stream(torch.cuda.current_stream())
-        step.take_in(delivery, self._group_of)
+        step.take_in(bucket, self._group_of)
 
     # - sums of DDP's own buckets
 
@@ -142,14 +142,14 @@ class GradientExchange(Exchange):
         looked_at = self._deferred or self._record is not None
         return self.nothing_unsent and not looked_at and all(map(self.sums_in_place, self.compressors))
 
-    def _sum_in_place(self, step: Step, delivery: Delivery) -> Future[Tensor]:
+    def _sum_in_place(self, step: Step, bucket: PendingBucket) -> Future[Tensor]:
         comm = self._lanes[0].comm
         assert isinstance(comm, TorchComm)
-        sums = comm.mean_in_place(delivery.buffer)
-        done: Future[Tensor] = sums.then(partial(self._end_in_place, step, delivery))
+        sums = comm.mean_in_place(bucket.buffer)
+        done: Future[Tensor] = sums.then(partial(self._end_in_place, step, bucket))
         return done
 
-    def _end_in_place(self, step: Step, delivery: Delivery, sums: Future[list[Tensor]]) -> Tensor:
+    def _end_in_place(self, step: Step, bucket: PendingBucket, sums: Future[list[Tensor]]) -> Tensor:
         try:
             with explained():
                 sums.value()
@@ -157,12 +157,12 @@ class GradientExchange(Exchange):
             self.error = self.error or error
             raise
         with self._lock:
-            step.deliveries.remove(delivery)
-            if step.has_arrived and not step.deliveries:
+            step.buckets.remove(bucket)
+            if step.has_arrived and not step.buckets:
                 for group in self.groups:
                     group.end_dense_step()
                 self._finish(step)
-        return delivery.buffer
+        return bucket.buffer
 
     def close(self) -> bool:
         """End the issuing threads; returns whether no message is under way.  What is unsent stays readable."""
@@ -194,9 +194,9 @@ class GradientExchange(Exchange):
         if step.loss_scale:
             step.loss_scale.keep(group)
         arrived = [step.gradients.pop(parameter) for parameter in group.parameters]
-        gradients, deliveries = [gradient for gradient, _ in arrived], [delivery for _, delivery in arrived]
-        for delivery in set(deliveries):
-            delivery.wait()
+        gradients, buckets = [gradient for gradient, _ in arrived], [bucket for _, bucket in arrived]
+        for bucket in set(buckets):
+            bucket.wait()
         with self._new_in(step, group, gradients) as new:
             compressor.accumulate(group, new, self.size, 1 / self._node.local_size if self._node else 1.0)
             for notes in (self.sample, self._record):
@@ -207,7 +207,7 @@ class GradientExchange(Exchange):
         busy_ns = time.perf_counter_ns() - start_ns - (lane.network_ns - waited_ns)
         self.timeline.average(group, taken_up, busy_ns / 1e9)
         with self._lock:
-            step.count_averaged(deliveries)
+            step.count_averaged(buckets)
             if step.loss_scale:  # then `_settle` gives back all
                 return
             if not step.averaging:
@@ -237,8 +237,8 @@ class GradientExchange(Exchange):
             return
         if undo:
             step.loss_scale.undo()
-        for delivery in step.deliveries:
-            step.loss_scale.give_back(delivery.buffer, undo)
+        for bucket in step.buckets:
+            step.loss_scale.give_back(bucket.buffer, undo)
         step.loss_scale.end_step()
         step.averages.clear()
         with self._lock:

@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.dense import Exact
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.engine.delivery import gradients_of
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.flight import Flight
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.engine.lr_factor import EVERY, LrFactor
 from lightning_sparse.engine.optimizers import why_not_alone
+from lightning_sparse.engine.pending_bucket import gradients_of
 from lightning_sparse.engine.phases import Phase, Phases
 from lightning_sparse.engine.replica import Find, Replica
 from lightning_sparse.engine.step import Report
@@ -184,9 +184,9 @@ class LocalExchange(Exchange):
         self._hide()
         for replica in self.weights.replicas:
             replica.take_up(self.size)
-            owed = replica.group.unsent
-            replica.move(self.ask(lambda comm, owed=owed: comm.all_reduce(owed)), self.size)  # type: ignore[misc]
-            owed.zero_()
+            unsent = replica.group.unsent
+            replica.move(self.ask(lambda comm, x=unsent: comm.all_reduce(x)), self.size)  # type: ignore[misc]
+            unsent.zero_()
             replica.apply()
             replica.start_anew()
 
@@ -246,7 +246,7 @@ class LocalExchange(Exchange):
         return self.weights.shared_by_parameter()
 
     def unsent_of(self, group: Group) -> Tensor:
-        """What this rank owes of ``group`` [n]: x_r - x̄."""
+        """What is unsent of ``group`` on this rank [n]: x_r - x̄."""
         return self.weights.unsent(self.weights.replicas[group.index])
 
     def check_join(self, options: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ LR_FACTORS = ("off", "measured")
 class LocalSteps:
     """Exchange what the optimizer did, not what it was given: every weight once in ``steps`` optimizer steps.
 
-    Each rank r takes its own optimizer step at once.  The model all ranks share is the average x̄, and a rank owes
+    Each rank r takes its own optimizer step at once.  The model all ranks share is the average x̄, and of a rank
     ``unsent = x_r - x̄``.  A compressor sends some of that as it would send a gradient, with the same law, x̄ moves by
     the mean of what was sent, and ``x_r = x̄ + unsent``.
 

@@ -89,7 +89,7 @@ class Replica:
         return turn is not None
 
     def unsent(self, own: Sequence[Tensor]) -> Tensor:
-        """What this rank owes where its own weights are ``own``: x_r - x̄ [n], in the precision of x̄."""
+        """What is unsent where this rank's own weights are ``own``: x_r - x̄ [n], in the precision of x̄."""
         flat = torch.empty_like(self.average)
         for weights, slot in zip(own, self.group.slots(flat), strict=True):
             slot.view(weights.shape).copy_(weights.detach())
@@ -98,29 +98,29 @@ class Replica:
 
     @torch.no_grad()
     def take_up(self, size: int) -> None:
-        """Set ``unsent`` to what this rank owes, x_r - x̄."""
+        """Set ``unsent`` to x_r - x̄."""
         group = self.group
         self._own = [parameter.detach().clone() for parameter in self.tensors()]
         self._memory = {key: kept.clone() for key, kept in group.memory.items()}
         group.weights = self._own
-        owed = self.unsent(self._own)
+        difference = self.unsent(self._own)
         if self._find:
-            self._leave_out(owed)
+            self._leave_out(difference)
         group.unsent.zero_()
-        slots = zip(group.slots(owed), group.shapes, strict=True)
+        slots = zip(group.slots(difference), group.shapes, strict=True)
         self.compressor.accumulate(group, [slot.view(shape) for slot, shape in slots], size)
 
-    def _leave_out(self, owed: Tensor) -> None:
-        """Owe nothing of what is not finite, such as a mask; what statistics start from anew is owed whole."""
+    def _leave_out(self, difference: Tensor) -> None:
+        """Send nothing of what is not finite, such as a mask; what statistics start from anew is sent whole."""
         if isinstance(self.compressor, Exact):  # sums it all the same, so that every rank knows where one is not finite
             started = ~self.average.isfinite()
-            owed[started] = torch.cat([x.reshape(-1) for x in self._own])[started].to(owed.dtype)
+            difference[started] = torch.cat([x.reshape(-1) for x in self._own])[started].to(difference.dtype)
             return
-        self._left_out = ~owed.isfinite()
-        owed.masked_fill_(self._left_out, 0.0)
+        self._left_out = ~difference.isfinite()
+        difference.masked_fill_(self._left_out, 0.0)
 
     def exchange(self, comm: Comm) -> Rounds:
-        """Send some of what is owed; to be run to its end, which returns the total."""
+        """Send some of what is unsent; to be run to its end, which returns the total."""
         return take_step(self.compressor, self.group, comm)
 
     @torch.no_grad()

@@ -23,7 +23,7 @@ STARVING = 5  # turns; an element that has waited longer starves
 
 @dataclass(frozen=True)
 class Waiting:
-    """The debt of one parameter on this rank, judged by a sample of its elements.
+    """What is unsent of one parameter on this rank, judged by a sample of its elements.
 
     An element waits from the first step that leaves some of its gradient unsent until the next step that sends it.
 
@@ -71,9 +71,9 @@ class Sample:
         own = [known.get(name, torch.zeros(ROWS, min(n, MOST), device=device)) for name, n in self._sizes.items()]
         self._state = torch.cat([self._state[:, :0], *own], dim=1)  # [ROWS, m]
         self._places = [_places(group).to(device) for group in groups]  # in each group's unsent
-        self._owed, self._left = torch.zeros_like(self._state[:2])  # [m], unsent before a step's messages, and after
+        self._before, self._left = torch.zeros_like(self._state[:2])  # [m], unsent before a step's messages, and after
         counts = [places.numel() for places in self._places]
-        self._owed_of, self._left_of = self._owed.split(counts), self._left.split(counts)  # each group's part
+        self._before_of, self._left_of = self._before.split(counts), self._left.split(counts)  # each group's part
         self._read()
         self._state[0] = self._left
         self._delivered = torch.zeros_like(self._left)  # [m], in the last step
@@ -83,8 +83,8 @@ class Sample:
         )
 
     def before(self, group: Group) -> None:
-        """Note what ``group`` owes in this step, its gradient included."""
-        torch.index_select(group.unsent, 0, self._places[group.index], out=self._owed_of[group.index])
+        """Note what is unsent of ``group`` before this step's messages, its gradient included."""
+        torch.index_select(group.unsent, 0, self._places[group.index], out=self._before_of[group.index])
 
     def end_step(self) -> None:
         """Note what is left of it."""
@@ -92,21 +92,21 @@ class Sample:
         earlier, cleared, sent, squares, waiting, turn = self._state
         self._read()
         unsent = self._left
-        # A parameter that was not used in this step owed nothing while others were sent, and owes again what it did.
-        owed = torch.where(self._owed == 0, unsent, self._owed)
-        gradient, went = owed - earlier, unsent != owed
-        self._delivered = owed - unsent
+        # A parameter that was not used in this step had nothing to send while others were sent, and has again now.
+        before = torch.where(self._before == 0, unsent, self._before)
+        gradient, went = before - earlier, unsent != before
+        self._delivered = before - unsent
         self._state[2:4] *= self._decays
         sent += went
         squares.addcmul_(gradient, gradient)
-        waiting.addcmul_(gradient, gradient).mul_(part_left(owed, unsent))
-        turn.masked_fill_(self._owed != 0, self._steps)
+        waiting.addcmul_(gradient, gradient).mul_(part_left(before, unsent))
+        turn.masked_fill_(self._before != 0, self._steps)
         cleared.masked_fill_(went.logical_or_(unsent == 0), self._steps)
         self._state[0] = unsent
-        self._owed.zero_()  # groups that do not travel in the next step owe nothing in it
+        self._before.zero_()  # of groups that are not sent in the next step
 
     def end_dense_step(self) -> None:
-        """Note a step that delivered all that was owed, before anybody could look at it."""
+        """Note a step that delivered all that was unsent, before anybody could look at it."""
         self._steps += 1
         unsent, cleared, sent, _, waiting, turn = self._state
         for zero in (unsent, waiting, self._left, self._delivered):
@@ -116,17 +116,17 @@ class Sample:
         turn.fill_(self._steps)
 
     def waiting(self) -> list[Waiting]:
-        """Return what each parameter that has elements owes after the last step.  Waits for the device."""
+        """Return what is unsent after the last step of each parameter that has elements.  Waits for the device."""
         parts = self._state.cpu().split(self._counts(), dim=1)
         found = [(name, n, part) for (name, n), part in zip(self._sizes.items(), parts, strict=True) if n]
         turn = self._turn([(n, part) for _, n, part in found])
         return [self._waiting(name, n, part, turn) for name, n, part in found]
 
-    def owed_and_left(self, left_of: Callable[[Group, Tensor], Tensor]) -> Tensor:
-        """What this rank owed in the last step, and what is left of it: [2, m], as squares of which sums are estimates.
+    def unsent_and_left(self, left_of: Callable[[Group, Tensor], Tensor]) -> Tensor:
+        """What was unsent before the last step's messages, and is left of it: [2, m], whose squared sums are estimates.
 
         Args:
-            left_of: returns what a group owes now, all of it, at some places.
+            left_of: returns what is unsent of a group now, all of it, at some places.
         """
         groups = zip(self._groups, self._places, strict=True)
         left = torch.cat([self._left[:0], *(left_of(group, places) for group, places in groups)])
@@ -135,12 +135,12 @@ class Sample:
     def age(self) -> float:
         """How many steps late a gradient of this rank arrives: what waits over what arrives in a step (Little's law).
 
-        An element waits with the square of its gradient as weight, in the proportion that is left of what it owed.
+        An element waits with the square of its gradient as weight, in the proportion that is left of it.
         Waits for the device.
         """
         *_, squares, waiting, turn = self._state
         arriving = squares / _weight(DECAY_OF_GRADIENTS, self._steps)
-        between_turns = arriving * (self._steps - turn)  # what local steps owe until they are asked
+        between_turns = arriving * (self._steps - turn)  # what local steps have not sent until their turn
         arrives = float((arriving * self._elements).sum())
         return float(((waiting + between_turns) * self._elements).sum()) / arrives if arrives else 0.0
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.engine.delivery import Delivery
 from lightning_sparse.engine.lane import Lane, spent
 from lightning_sparse.engine.loss_scale import LossScale
+from lightning_sparse.engine.pending_bucket import PendingBucket
 from lightning_sparse.network.comm import Pending, traffic
 
 
@@ -34,8 +34,8 @@ class Step:
         scaler: torch.amp.GradScaler | None,
     ) -> None:
         self.groups = groups
-        self.deliveries: list[Delivery] = []  # not given back yet
-        self.gradients: dict[Tensor, tuple[Tensor, Delivery]] = {}  # parameter -> its place in DDP's bucket
+        self.buckets: list[PendingBucket] = []  # not given back yet
+        self.gradients: dict[Tensor, tuple[Tensor, PendingBucket]] = {}  # parameter -> its place in DDP's bucket
         self.averaging = len(groups)  # groups not averaged yet
         self.loss_scale = LossScale(scaler, groups[0].unsent.device) if scaler is not None else None
         self.overflowed: Pending  # with a loss scale, and how many ranks found a gradient that is not finite
@@ -52,13 +52,13 @@ class Step:
         """Whether all gradients have been handed over."""
         return not any(self._arriving)
 
-    def take_in(self, delivery: Delivery, group_of: dict[Tensor, Group]) -> None:
+    def take_in(self, bucket: PendingBucket, group_of: dict[Tensor, Group]) -> None:
         """Note what has arrived."""
         self._handed_over_ns = time.perf_counter_ns()
-        for parameter in delivery.parameters:
+        for parameter in bucket.parameters:
             self._arriving[group_of[parameter].index] -= 1
         if not self.in_place:
-            self.gradients.update((parameter, (gradient, delivery)) for parameter, gradient in delivery.gradients())
+            self.gradients.update((parameter, (gradient, bucket)) for parameter, gradient in bucket.gradients())
 
     def take_complete(self) -> Iterator[tuple[int, int]]:
         """Yield each lane and group that may be sent now: complete, with none before it on its lane that is not."""
@@ -66,23 +66,23 @@ class Step:
             while queue and not self._arriving[queue[0]]:
                 yield lane, queue.popleft()
 
-    def count_averaged(self, deliveries: Sequence[Delivery]) -> None:
-        """Count one group as averaged, with a parameter in each of ``deliveries``, some perhaps named twice."""
+    def count_averaged(self, buckets: Sequence[PendingBucket]) -> None:
+        """Count one group as averaged, with a parameter in each of ``buckets``, some perhaps named twice."""
         self.averaging -= 1
-        for delivery in deliveries:
-            delivery.missing -= 1
+        for bucket in buckets:
+            bucket.missing -= 1
 
     def give_back(self) -> None:
         """Let backward have the buckets that are averaged."""
-        for done in [d for d in self.deliveries if not d.missing]:
-            self.deliveries.remove(done)
+        for done in [d for d in self.buckets if not d.missing]:
+            self.buckets.remove(done)
             done.give_back()
 
     def fail(self, error: BaseException) -> None:
         """Let backward have ``error`` in place of all buckets."""
-        for waiting in self.deliveries:
+        for waiting in self.buckets:
             waiting.future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it wrongly
-        self.deliveries.clear()
+        self.buckets.clear()
 
     def report(self) -> "Report":
         """Return what the step, which has just ended, cost and did."""

@@ -1,4 +1,4 @@
-"""Parameters that may get no gradient in a step: what they still owe stays, and earlier means are not sent again."""
+"""Parameters that may get no gradient in a step: what is unsent of them stays, and earlier means are not sent again."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,9 +13,9 @@ from lightning_sparse.compressors.group import Group
 class UsedParameters:
     """Notes which parameters a backward used, and what their ``.grad`` held before.
 
-    A parameter that got no gradient on this rank sends nothing and keeps what it owes: perhaps no rank uses it, and DDP
-    then throws the mean away.  And where backward runs twice before an optimizer step, ``.grad`` holds the mean of the
-    first when the second begins; only what the second adds is this rank's to send.
+    A parameter that got no gradient on this rank sends nothing and keeps what is unsent: perhaps no rank uses it, and
+    DDP then throws the mean away.  And where backward runs twice before an optimizer step, ``.grad`` holds the mean of
+    the first when the second begins; only what the second adds is this rank's to send.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -32,7 +32,7 @@ class UsedParameters:
     def new_in(
         self, group: Group, gradients: Sequence[Tensor], unscale: Callable[[Tensor], Tensor]
     ) -> Iterator[list[Tensor | None]]:
-        """Yield what a step adds to each gradient, None where a parameter got none; what such a one owes is laid aside.
+        """Yield what a step adds to each gradient; None where a parameter got none: its unsent part is laid aside.
 
         At the end, when the means are in their place, put back what was laid aside, and earlier means.
 
@@ -41,13 +41,13 @@ class UsedParameters:
             gradients: of each parameter, its ``.grad`` as DDP's bucket holds it.
             unscale: takes the loss scale out of an earlier mean, which has not been taken in.
         """
-        owed: list[tuple[Tensor, Tensor]] = []  # slots emptied for this step, and what they held
+        laid_aside: list[tuple[Tensor, Tensor]] = []  # slots emptied for this step, and what they held
         earlier: list[tuple[Tensor, Tensor]] = []  # gradients, and the means to be added to theirs
         new: list[Tensor | None] = []
         for parameter, gradient, slot in zip(group.parameters, gradients, group.slots(group.unsent), strict=True):
             if parameter not in self._used:
                 new.append(None)
-                owed.append((slot, slot.clone()))
+                laid_aside.append((slot, slot.clone()))
                 slot.zero_()
                 if parameter.grad is not None:
                     earlier.append((gradient, gradient.clone()))
@@ -58,7 +58,7 @@ class UsedParameters:
             else:
                 new.append(gradient)
         yield new
-        for place, kept in owed + earlier:
+        for place, kept in laid_aside + earlier:
             place.add_(kept)
 
     def end_step(self) -> None:

@@ -92,9 +92,9 @@ class Weights:
         return sum((place + 1) * int(checksum(replica.average)) for place, replica in enumerate(self.replicas))
 
     def unsent(self, replica: Replica) -> Tensor:
-        """What this rank owes of ``replica``, x_r - x̄ [n] float32; nothing of a mask, which is not finite."""
-        owed = replica.unsent(self.own(replica)).float()
-        return owed.nan_to_num(0.0, 0.0, 0.0) if replica.is_untrained else owed
+        """What is unsent of ``replica`` on this rank, x_r - x̄ [n] float32; nothing of a mask, which is not finite."""
+        unsent = replica.unsent(self.own(replica)).float()
+        return unsent.nan_to_num(0.0, 0.0, 0.0) if replica.is_untrained else unsent
 
     # - all of them
 
@@ -120,7 +120,7 @@ class Weights:
         """Hold this rank's own weights, which lie in ``unsent``, while the parameters hold x̄, or will.
 
         Args:
-            names: of parameters whose own weights are there; nothing is owed of others.
+            names: of parameters whose own weights are there; nothing is unsent of others.
             averages: x̄ of those that the parameters cannot hold exactly, in half precision.
             late: x̄ is not in the parameters yet; else what they hold later, if it is anything else, is set by others.
         """

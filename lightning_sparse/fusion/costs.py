@@ -90,7 +90,7 @@ def measure_link(exchange: Exchange) -> Link:
     return link
 
 
-class Sample(NamedTuple):
+class SizeCost(NamedTuple):
     """The cost of groups of one size, as in :class:`Cost`, and the bytes a rank sends for one."""
 
     elements: int
@@ -109,7 +109,7 @@ def measure_cost(exchange: Exchange, compressor: Compressor, largest: int, link:
     Raises:
         NoClock: if no rank could tell the time.
     """
-    samples: list[Sample] = []
+    samples: list[SizeCost] = []
     for n in sorted({min(size, largest) for size in SIZES}):
         if samples and samples[-1].latency_s * n / samples[-1].elements > LONG_S and n > SIZES[2]:
             break
@@ -117,13 +117,13 @@ def measure_cost(exchange: Exchange, compressor: Compressor, largest: int, link:
         *seconds, sent = _time_group(exchange, compressor, n, 1 if slow else RUNS)
         busy, spacing, latency = median_over_ranks(exchange, seconds).tolist()
         if math.isfinite(busy + spacing + latency):
-            samples.append(Sample(n, busy, spacing, max(busy, latency), sent))
+            samples.append(SizeCost(n, busy, spacing, max(busy, latency), sent))
     if not samples:
         raise NoClock
     return cost_of(samples, link)
 
 
-def cost_of(samples: Sequence[Sample], link: Link) -> Cost:
+def cost_of(samples: Sequence[SizeCost], link: Link) -> Cost:
     """Return the cost of groups of any size, from samples of rising sizes."""
     elements, busy_s, spacing_s, latency_s, sent_bytes = zip(*samples, strict=True)
     return Cost(

@@ -50,7 +50,7 @@ class CompressionMonitor(Callback):
     - ``sparse/unsent_over_gradient``: norm of what is unsent of a parameter over the norm of this rank's gradient, a
       mean over about 100 steps, in the parameter where that is largest; inf where that gradient is zero
 
-    - ``sparse/delivered``: the part of what all ranks owed that the step delivered, as a squared norm
+    - ``sparse/delivered``: the part of what was unsent on all ranks that the step delivered, as a squared norm
     - ``sparse/age``: how many steps late a gradient of this rank arrives on average, by Little's law
 
     The progress bar says how much of dense DDP's bytes was sent: ``sent 1.3 %``.  Tensors are read, and the device is

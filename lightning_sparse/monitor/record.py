@@ -80,7 +80,7 @@ class Run:
         selects: whether a group updated fewer than all of its elements, as was meant.
         groups: in the order in which they are sent, since there are these groups.
         times: of the same groups in the last logged step whose times are known.
-        waiting: what each parameter owed after the last logged step.
+        waiting: what was unsent of each parameter after the last logged step.
         expected_step_s: seconds of a step by LayerFusion's plan; None without one.
         expected_span_s: the part of it from the start of backward to the last mean.
         planned_s: seconds of the last steps that followed the plan, at most ``MOST_STEPS``.

@@ -22,7 +22,7 @@ class Advice:
     step_s: float  # seconds of a step
     sent_bytes: float  # of a rank in a step
     limit: str  # what the step waits for at its end: "backward", "compression" or "network"
-    delivered: float | None  # the part of what the ranks owe that a step delivers, where it was tried
+    delivered: float | None  # the part of what is unsent that a step delivers, where it was tried
     age: float | None  # how many steps late it arrives
     undelivered: float  # by which they are ordered
     chosen: bool

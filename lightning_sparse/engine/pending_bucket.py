@@ -10,7 +10,7 @@ from torch.futures import Future
 from lightning_sparse.network.comm import Pending
 
 
-class Delivery:
+class PendingBucket:
     """A bucket handed over, until it is given back averaged."""
 
     def __init__(self, bucket: GradBucket) -> None:
