@@ -94,7 +94,6 @@ def test_a_checkpoint_keeps_the_name_that_was_given(alone: Any) -> None:
     compressor = ls.MiCRO(density=0.05)
     run = alone(compressor)
     run.mean(torch.randn(100))
-    assert run.hook.compressor is compressor
     assert run.hook.state_dict()["compressor"] == as_text(compressor)
 
 

@@ -53,6 +53,7 @@ class Exchange:
         self.steps = 0
         self.last: Report | None = None
         self.sample: Sample | None = None
+        self.watch_unsent = lambda: setattr(self, "sample", Sample(self.groups))
         self.timeline = Timeline(self.device)
         parameters = {name: torch.zeros(elements // 2) for name in ("head.weight", "body.weight")}
         self.groups = [Group(i, (name,), (p,)) for i, (name, p) in enumerate(parameters.items())]

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import lightning_sparse as ls
+from lightning_sparse.auto.course import FIRST_CHOICE
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.fusion import layer_fusion
-from lightning_sparse.fusion.steps import CHOOSING
 from tests.conftest import Ranks
 from tests.training.models import LIMIT_S, Small, data, small, trainer, weights
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
 
 LOCAL = ls.Candidate(ls.Dense(), "int4", local_steps=3)
-CHOSEN = sum(CHOOSING) + 2  # steps after which sparse_auto takes local steps
+CHOSEN = FIRST_CHOICE + 2  # steps after which sparse_auto takes local steps
 
 
 def auto(**options: Any) -> ls.SparseDDPStrategy:
