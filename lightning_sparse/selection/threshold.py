@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sparse.kernels.reference import NEAR
-
+NEAR = 0.95  # elements above this multiple of the threshold are counted too: they tell how steep the distribution is
 GAIN = 0.5  # of the miss is corrected at once ...
 TREND_GAIN = 0.1  # ... and so much of it is added to what the threshold moves by in every step
 WIDEST_MISS = 0.2  # natural logarithms of what is corrected, and of the trend: beyond, the control would overshoot
