@@ -33,7 +33,7 @@ from lightning_sparse.engine.delivery import Delivery
 from lightning_sparse.engine.groups import Piece, fuse
 from lightning_sparse.engine.lane import spread
 from lightning_sparse.fusion.model import Cost, StepModel
-from lightning_sparse.network.comm import traffic
+from lightning_sparse.network.costs import traffic
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.selection import partition
 from lightning_sparse.selection.estimate import count, room

@@ -22,7 +22,6 @@ from lightning_sparse.engine.step import Step
 from lightning_sparse.engine.unused_parameters import UsedParameters
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.process_groups import ProcessGroups
-from lightning_sparse.network.sums import sums_in_place
 from lightning_sparse.network.torch_comm import TorchComm, explained
 
 
@@ -124,7 +123,7 @@ class GradientExchange(Exchange):
         if type(compressor) is not Dense or not self._in_float32 or not isinstance(comm, TorchComm):
             return False
         ours = not self.may_sum_in_place or self._node is not None or self._scaler is not None or self._used is not None
-        return not ours and sums_in_place(4 * self._elements, comm)
+        return not ours and comm.wire_dtype.lossless and comm.costs.in_place(4 * self._elements)
 
     @property
     def _next_in_place(self) -> bool:

@@ -79,5 +79,5 @@ def _plan(
 
 def _buffers_are_small(exchange: Exchange) -> bool:
     """Whether larger groups would hardly take more memory."""
-    held_bytes = max(exchange.on_lanes(lambda lane: lane.comm.buffer_bytes))
+    held_bytes = max(exchange.on_lanes(lambda lane: lane.comm.buffers.nbytes))
     return held_bytes <= SMALL_BUFFERS * max(2**20, *(group.n for group in exchange.groups))

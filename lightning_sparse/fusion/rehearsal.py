@@ -20,7 +20,7 @@ from lightning_sparse.engine.groups import pieces_of
 from lightning_sparse.engine.lane import Lane
 from lightning_sparse.fusion.model import Array, Cost
 from lightning_sparse.fusion.planner import Kinds, kinds_of
-from lightning_sparse.network.comm import hops, traffic
+from lightning_sparse.network.costs import hops, traffic
 from lightning_sparse.settings import as_text
 
 SIZES = (2**8, 2**16, 2**20, 2**22)  # elements of the groups that are tried
