@@ -40,7 +40,7 @@ from lightning_sparse.selection.estimate import count, room
 from lightning_sparse.selection.host import above, select
 from lightning_sparse.selection.sketch import CountSketch
 from lightning_sparse.selection.sparse import Sparse, dense
-from lightning_sparse.selection.threshold import Held
+from lightning_sparse.selection.threshold import ThresholdController as Held
 from lightning_sparse.simulation import simulate
 from lightning_sparse.wire import (
     FLOAT32,

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from lightning_sparse import selection
 from lightning_sparse.checks import check_seed, check_setting, checked_patterns, is_number, is_whole, matches
-from lightning_sparse.compressors.base import Compressor, check_selecting, report
+from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.compressors.group import Group
+from lightning_sparse.compressors.selecting import check_selecting, report
 from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.network.costs import traffic
 from lightning_sparse.network.sparse_collectives import broadcast

@@ -3,53 +3,22 @@
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-from lightning_sparse.compressors.auto import Auto
 from lightning_sparse.compressors.base import Compressor, check_settings
-from lightning_sparse.compressors.dense import Dense
-from lightning_sparse.compressors.importance import ImportancePruning
-from lightning_sparse.compressors.low_rank import LowRank
-from lightning_sparse.compressors.micro import MiCRO
-from lightning_sparse.compressors.ok_topk import OkTopk
-from lightning_sparse.compressors.random_k import RandomK
-from lightning_sparse.compressors.sketch_fusion import SketchFusion
-from lightning_sparse.compressors.skip_reduce import SkipReduce
-from lightning_sparse.compressors.top_k import TopK
 
-#: Name -> class.  A name here is a name of a strategy, and is tested for every law.
-COMPRESSORS: dict[str, type[Compressor]] = {
-    "skip_reduce": SkipReduce,
-    "micro": MiCRO,
-    "importance": ImportancePruning,
-    "sketch_fusion": SketchFusion,
-    "ok_topk": OkTopk,
-    "low_rank": LowRank,
-    "sparse_dense": Dense,
-    "sparse_topk": TopK,
-    "sparse_random_k": RandomK,
-}
+#: Name -> class, filled by :mod:`lightning_sparse.compressors`.
+COMPRESSORS: dict[str, type[Compressor]] = {}
 
 #: Every name of a strategy: the compressors', and the one that chooses among them.
-NAMES: dict[str, type[Compressor]] = {**COMPRESSORS, "sparse_auto": Auto}
+NAMES: dict[str, type[Compressor]] = {}
 
 #: What others call it -> what it is called here.
 _ELSEWHERE = {"powersgd": "low_rank", "randk": "sparse_random_k", "allreduce": "sparse_dense", "ddp": "sparse_dense"}
 
 
-def misspellings() -> dict[str, str]:
-    """Return what users write in place of a strategy's name, and the name: without underscores, or with hyphens, ..."""
-    found = {"powersgd": "low_rank", "power_sgd": "low_rank", "top_k": "sparse_topk", "top-k": "sparse_topk"}
-    for name, kind in NAMES.items():
-        short = name.removeprefix("sparse_")
-        for each in (name, short):
-            found |= dict.fromkeys((each, each.replace("_", ""), each.replace("_", "-")), name)
-        found[kind.__name__.lower()] = name  # Lightning looks names up in lower case
-    return {given: name for given, name in found.items() if given not in NAMES and given.lower() != "auto"}
-
-
-def did_you_mean(given: str, known: Iterable[str] = tuple(NAMES)) -> str:
-    """Return " Did you mean 'skip_reduce'?" if ``given`` is like one of the ``known`` names, else nothing."""
+def did_you_mean(given: str, known: Iterable[str] | None = None) -> str:
+    """Return " Did you mean 'skip_reduce'?" if ``given`` is like one of the ``known`` names, by default all."""
     by_letters: dict[str, str] = {}  # without what is easily left out or added
-    for name in known:
+    for name in NAMES if known is None else known:
         by_letters.setdefault(_letters(name.removeprefix("sparse_")), name)
         by_letters[_letters(name)] = name
     by_letters |= {_letters(kind.__name__): name for name, kind in NAMES.items() if name in by_letters.values()}

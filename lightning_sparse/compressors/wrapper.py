@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.compressors.group import Group
+from lightning_sparse.compressors.named import by_name
 from lightning_sparse.network.comm import Comm, Rounds
 
 
@@ -22,8 +23,6 @@ class Wrapper(Compressor):
     compressor: Compressor | str
 
     def __post_init__(self) -> None:
-        from lightning_sparse.compressors.named import by_name
-
         object.__setattr__(self, "compressor", by_name(self.compressor))
 
     @property

@@ -5,7 +5,6 @@ call are contiguous and on one device; n is at most 2**31.  Dtypes or shapes oth
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +13,8 @@ from lightning_sparse.kernels import ops
 from lightning_sparse.kernels.reference import block16_bytes
 
 
-class Found(NamedTuple):
+@dataclass(frozen=True)
+class Found:
     """Elements of a vector [n] that reach a threshold; counts are tensors [] on its device."""
 
     index: Tensor  # [capacity] int64, rising, then n

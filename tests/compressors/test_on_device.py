@@ -18,7 +18,7 @@ from lightning_sparse.network.comm import Comm, Pending
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.selection import device
 from lightning_sparse.selection.sparse import Sparse, dense
-from lightning_sparse.selection.threshold import Held
+from lightning_sparse.selection.threshold import ThresholdController as Held
 from lightning_sparse.simulation import Simulated, simulate
 from lightning_sparse.wire import (
     FLOAT16,
