@@ -30,7 +30,7 @@ class ImportancePruning(Compressor):
 
     Cheng and Xu, "Bandwidth Reduction using Importance Weighted Pruning on Ring AllReduce" (arXiv 1901.01544).  An
     element's importance is |gradient / weight|.  In each step ``givers`` ranks, drawn from a stream all ranks share,
-    send the indices of what they find important; every rank sends its values there.  So what travels does not grow
+    send the indices of what they find important; every rank sends its values there.  So what is sent does not grow
     with P.
 
     Of the paper only the abstract could be had: importance, random mask-givers and sums at the mask are the paper's;
@@ -45,7 +45,7 @@ class ImportancePruning(Compressor):
         threshold: see ``rule``.
         eps: added to |weight|, so that weights near zero do not always pass.
         slack: room in a mask's message, as a multiple of what is meant, at least 1.
-        indices: how masks travel: "auto" (the smallest), "int32", "block16", "bitmap" or "elias_fano"; on a GPU always
+        indices: how masks are written: "auto" (the smallest), "int32", "block16", "bitmap" or "elias_fano"; on a GPU always
             "block16".
         protect: shell-style patterns of names of parameters that are always summed densely: where weights are near
             zero, importance says nothing.

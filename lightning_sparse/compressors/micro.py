@@ -41,7 +41,7 @@ class MiCRO(Compressor):
         balance: move the partitions' edges until as many are selected in each; False, as the paper: all n / P elements.
         slack: room in a message, as a multiple of the k / P elements meant, or of k without ``balance``, at least 1.
             The code has no limit.
-        indices: how indices travel: "auto" (the cheapest), "int32", "block16", "bitmap" or "elias_fano"; on a GPU
+        indices: how they are written: "auto" (the cheapest), "int32", "block16", "bitmap" or "elias_fano"; on a GPU
             always "block16".  The code: 64 bits each.
     """
 

@@ -50,7 +50,7 @@ class OkTopk(Compressor):
         repartition_every: steps between moves of the regions, tau in the paper; its code has 64, since moving them
             takes a message there.
         slack: room in a message, as a multiple of the k / P elements meant, at least 1.
-        indices: how indices travel: "auto" (the cheapest), "int32", "block16", "bitmap" or "elias_fano"; on a GPU
+        indices: how they are written: "auto" (the cheapest), "int32", "block16", "bitmap" or "elias_fano"; on a GPU
             always "block16".  The code: 32 bits each.
     """
 

@@ -20,7 +20,7 @@ class TopK(Compressor):
 
     Args:
         density: fraction of elements each rank sends, in (0, 1].
-        indices: how indices travel: "auto" (the cheapest), "int32", "block16", "bitmap" or "elias_fano"; on a GPU
+        indices: how they are written: "auto" (the cheapest), "int32", "block16", "bitmap" or "elias_fano"; on a GPU
             always "block16".
     """
 

@@ -1,4 +1,4 @@
-"""What travels on the wire: values, indices, and messages made of both.  Pure functions."""
+"""What is on the wire: values, indices, and messages made of both.  Pure functions."""
 
 from lightning_sparse.kernels.blocks import BLOCK
 from lightning_sparse.wire.formats import BFLOAT16, FLOAT16, FLOAT32, INT4, INT8, SIGN, WIRE_DTYPES, wire_format

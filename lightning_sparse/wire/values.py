@@ -1,4 +1,4 @@
-"""How values travel: formats that round float32 for the wire and keep their rounding errors.  Pure functions."""
+"""How values are written: formats that round float32 for the wire and keep their rounding errors.  Pure functions."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
