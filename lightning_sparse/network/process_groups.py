@@ -53,9 +53,7 @@ class ProcessGroups:
 
     def comms(self, wire_dtype: ValueFormat) -> list[Comm]:
         """The ranks, or the nodes, once for each lane.  Makes the groups: to be called on every rank, at once."""
-        if (
-            self.local_size == 1 and self.nccl
-        ):  # several communicators need one order of launching, which DDP's hook has
+        if self.local_size == 1 and self.nccl:  # several would need one order of launching, which DDP's hook has
             return [TorchComm(self._ddp_group, wire_dtype)]
         if self.local_size == 1:  # over Gloo others may use DDP's group from the main thread
             everyone = [rank for node in self._nodes for rank in node]

@@ -30,23 +30,34 @@ def sum_values(values: Tensor, comm: Comm) -> Rounds[Tensor]:
     return (yield comm.all_reduce(total))
 
 
+def sum_at(index: Tensor, values: Tensor, capacity: int, comm: Comm) -> Rounds[Tensor]:
+    """The sum over all ranks of ``values`` [n] at ``index`` [m], the same on every rank: [m] float32.
+
+    As many values are sent as ``capacity`` says, so that the message's size does not depend on data.  What was sent is
+    taken out of ``values``; rounding errors stay.
+    """
+    m = index.numel()
+    chosen = comm.buffer("chosen", capacity, torch.float32, values.device)
+    torch.index_select(values, 0, index, out=chosen[:m])
+    chosen[m:] = 0
+    total = yield from sum_values(chosen, comm)
+    values.index_copy_(0, index, chosen[:m])
+    return total[:m]
+
+
 def sum_selected(chosen: Selection, values: Tensor, room: int, comm: Comm) -> Rounds:
     """The sum over all ranks of ``values`` [n] at the elements of ``chosen``: a total for ``reduce``.
 
-    On the host at least ``room`` values are sent, on a device as many as the selection is filled up to, so that the
-    message's size does not depend on data.  What was sent is taken out of ``values``; rounding errors stay.
+    On the host at least ``room`` values are sent; on a device as many as the selection is filled up to.  What was sent
+    is taken out of ``values``; rounding errors stay.
     """
-    index, on, m = chosen.index, selection.on(values), chosen.index.numel()
+    index, on = chosen.index, selection.on(values)
     if kernels.used_for(values):
         chosen = on.with_values(chosen, values)
         sums = yield from sum_values(chosen.values, comm)
         on.put(chosen, values)
     else:
-        sent = comm.buffer("chosen", max(room, m), torch.float32, values.device)
-        torch.index_select(values, 0, index, out=sent[:m])
-        sent[m:] = 0
-        sums = (yield from sum_values(sent, comm))[:m]
-        values.index_copy_(0, index, sent[:m])
+        sums = yield from sum_at(index, values, max(room, index.numel()), comm)
     return on.total(replace(chosen, values=sums), values.numel())
 
 
