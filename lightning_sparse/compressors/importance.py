@@ -45,8 +45,8 @@ class ImportancePruning(Compressor):
         threshold: see ``rule``.
         eps: added to |weight|, so that weights near zero do not always pass.
         slack: room in a mask's message, as a multiple of what is meant, at least 1.
-        indices: how masks are written: "auto" (the smallest), "int32", "block16", "bitmap" or "elias_fano"; on a GPU always
-            "block16".
+        indices: how masks are written: "auto" (the smallest), "int32", "block16", "bitmap" or "elias_fano"; on a GPU
+            always "block16".
         protect: shell-style patterns of names of parameters that are always summed densely: where weights are near
             zero, importance says nothing.
         seed: of the draw of mask-givers; the same on every rank.
