@@ -91,8 +91,8 @@ class MiCRO(Compressor):
         """Set threshold and edges of this step, from what all ranks know of the last; a threshold may be given up."""
         reported, memory = last_report(self, group), group.memory
         if reported is not None:
-            held = ThresholdController.of(memory.pop("held")).following(reported, count(self.density, group.n))
-            if held is not None:
-                memory["held"] = held.state()
+            controller = ThresholdController.of(memory.pop("held")).following(reported, count(self.density, group.n))
+            if controller is not None:
+                memory["held"] = controller.state()
             if self.balance:
                 memory["edges"] = partition.balanced(memory["edges"], [seen for _, seen, *_ in reported])

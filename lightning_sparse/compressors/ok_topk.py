@@ -123,13 +123,13 @@ class OkTopk(Compressor):
             assert thresholds is not None  # it is sent with the report
             local, shared, seen, near = thresholds.tolist()
             for key, used, messages in zip(THRESHOLDS, (local, shared), ([[seen, seen, near]], owners), strict=True):
-                held = ThresholdController(used)
+                controller = ThresholdController(used)
                 if key in memory:
-                    held = ThresholdController.of(memory[key]).renewed(used)
-                following = held.following(messages, k)
+                    controller = ThresholdController.of(memory[key]).renewed(used)
+                following = controller.following(messages, k)
                 sent, seen, near = (sum(message[i] for message in messages) for i in range(3))
-                if following is None or held.blind(sent, k, seen, near):
-                    following = replace(held, was_blind=following is not None)
+                if following is None or controller.blind(sent, k, seen, near):
+                    following = replace(controller, was_blind=following is not None)
                     unknown.add(key)
                 memory[key] = following.state()
             if group.step % self.repartition_every == 0:
