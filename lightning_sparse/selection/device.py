@@ -29,14 +29,19 @@ def layout(n: int, capacity: int, indices: str, values: ValueFormat | None = Non
 
 
 def select(x: Tensor, threshold: float | Tensor, capacity: int) -> Selection:
-    """The elements of ``x`` [n] that reach ``threshold``: of a tensor with NaN only what is not finite.
+    """The elements of ``x`` [n] that reach ``threshold``: of a tensor with NaN only what is not finite."""
+    return largest_first(
+        x, not_nan(threshold) if isinstance(threshold, Tensor) else x.new_full((), threshold), capacity
+    )
 
-    Where there are more than ``capacity`` the largest of all, unless more than twice as many (and more than ``AMONG``)
-    reach it.
+
+def largest_first(x: Tensor, threshold: Tensor, capacity: int) -> Selection:
+    """The elements of ``x`` [n] that reach ``threshold`` [], or the ``capacity`` largest where there are more.
+
+    They are the largest of all, unless more than twice ``capacity`` (and more than ``AMONG``) were found.
     """
     n = x.numel()
-    limit = not_nan(threshold) if isinstance(threshold, Tensor) else x.new_full((), threshold)
-    found = kernels.select(x, None, limit, min(n, max(2 * capacity, AMONG)), NEAR)
+    found = kernels.select(x, None, threshold, min(n, max(2 * capacity, AMONG)), NEAR)
     if n <= capacity:
         index = torch.cat([found.index, found.index.new_full((capacity - n,), n)])
     else:
