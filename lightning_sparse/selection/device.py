@@ -30,9 +30,8 @@ def layout(n: int, capacity: int, indices: str, values: ValueFormat | None = Non
 
 def select(x: Tensor, threshold: float | Tensor, capacity: int) -> Selection:
     """The elements of ``x`` [n] that reach ``threshold``: of a tensor with NaN only what is not finite."""
-    return largest_first(
-        x, not_nan(threshold) if isinstance(threshold, Tensor) else x.new_full((), threshold), capacity
-    )
+    limit = not_nan(threshold) if isinstance(threshold, Tensor) else x.new_full((), threshold)
+    return largest_first(x, limit, capacity)
 
 
 def largest_first(x: Tensor, threshold: Tensor, capacity: int) -> Selection:
