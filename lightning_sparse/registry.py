@@ -1,10 +1,10 @@
 """Makes the names known to Lightning."""
 
 from importlib.util import find_spec
-from typing import Any, NoReturn
+from itertools import product
+from typing import Any
 
 from lightning_sparse.auto.policy import NAMES
-from lightning_sparse.compressors.named import misspellings
 
 
 def register() -> None:
@@ -39,25 +39,13 @@ def _register_names(registry: Any, strategy: type) -> None:
     starts = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
     for name, compressor in NAMES.items():
         summary = (compressor.__doc__ or "").strip().partition("\n")[0]
-        for suffix, start_method in starts.items():
-            for unused_suffix, unused in {
-                "": {},
-                "_find_unused_parameters_true": {"find_unused_parameters": True},
-            }.items():
-                registry.register(
-                    name + suffix + unused_suffix,
-                    strategy,
-                    description=f"{summary} Start method {start_method!r}.",
-                    override=True,
-                    compressor=name,
-                    start_method=start_method,
-                    **unused,
-                )
-    # The registry is where Lightning looks a name up, so only a name that is in it can be answered by us.
-    for given, name in misspellings(NAMES).items():
-        if given not in registry:
-            registry.register(given, _refuse, description=f"Refused: write {name!r}.", given=given, meant=name)
-
-
-def _refuse(given: str, meant: str) -> NoReturn:
-    raise ValueError(f"strategy must be one of {', '.join(NAMES)}; got {given!r}. Did you mean {meant!r}?")
+        for (suffix, start_method), unused in product(starts.items(), (False, True)):
+            registry.register(
+                name + suffix + ("_find_unused_parameters_true" if unused else ""),
+                strategy,
+                description=f"{summary} Start method {start_method!r}.",
+                override=True,
+                compressor=name,
+                start_method=start_method,
+                **({"find_unused_parameters": True} if unused else {}),
+            )

@@ -33,14 +33,14 @@ from lightning_sparse.engine.groups import Piece, fuse
 from lightning_sparse.engine.lane import spread
 from lightning_sparse.engine.pending_bucket import PendingBucket
 from lightning_sparse.fusion.model import Cost, StepModel
-from lightning_sparse.network.comm import traffic
+from lightning_sparse.network.costs import traffic
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.selection import partition
 from lightning_sparse.selection.estimate import count, room
 from lightning_sparse.selection.host import above, select
 from lightning_sparse.selection.sketch import CountSketch
 from lightning_sparse.selection.sparse import Sparse, dense
-from lightning_sparse.selection.threshold import Held
+from lightning_sparse.selection.threshold import ThresholdController as Held
 from lightning_sparse.simulation import simulate
 from lightning_sparse.wire import (
     FLOAT32,

@@ -13,9 +13,9 @@ CORE = [f for f in FILES if not f.startswith(("bench/", "cli/"))]
 # users import; the bench and its command line stand on top.
 LAYERS = [
     {"settings", "__about__"},
+    {"kernels"},
     {"wire"},
     {"checks"},
-    {"kernels"},
     {"selection"},
     {"network"},
     {"compressors"},

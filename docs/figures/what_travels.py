@@ -17,7 +17,8 @@ from lightning_sparse.bench.scale.ranks import add_gradient, scales
 from lightning_sparse.compressors import COMPRESSORS, Compressor
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.network.comm import HOP_BYTES, Pending
+from lightning_sparse.network.comm import Pending
+from lightning_sparse.network.costs import HOP_BYTES
 from lightning_sparse.network.simulated import SimComm, SimNetwork
 from lightning_sparse.selection.sparse import dense
 from lightning_sparse.wire import FLOAT32, WIRE_DTYPES, ValueFormat
@@ -123,8 +124,8 @@ def count(
     for step in range(steps):
         network = CountingNetwork(ranks, wire_dtype, hop_bytes)
         if marked >= 0:
-            for comm in network.comms:
-                comm.wire_dtype = Marked(network, comm, marked if step == steps - 1 else 0)
+            altered = marked if step == steps - 1 else 0
+            network.comms = [comm.in_format(Marked(network, comm, altered)) for comm in network.comms]
         for rank, group in enumerate(groups):
             add_gradient(group.unsent, scale, step, rank)
         totals = network.run([take_step(compressor, g, c) for g, c in zip(groups, network.comms, strict=True)])

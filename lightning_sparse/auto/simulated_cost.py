@@ -14,9 +14,9 @@ from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.engine.replica import Replica
 from lightning_sparse.fusion.costs import Link, SizeCost, made_up
-from lightning_sparse.network.comm import Rounds, hops, traffic
+from lightning_sparse.network.comm import Rounds
+from lightning_sparse.network.costs import Costs, hops, traffic
 from lightning_sparse.network.simulated import SimNetwork
-from lightning_sparse.network.sums import sums_in_place
 from lightning_sparse.selection.sparse import Sparse
 
 RUNS = 2  # Runs of each, after one that is not timed: then thresholds are known; the shortest was disturbed least.
@@ -58,9 +58,9 @@ def simulated_cost(
 def in_place_cost(n: int, size: int, link: Link) -> list[SizeCost]:
     """Estimate the cost of 1 to ``n`` elements that are summed where they lie; empty where other sums are sooner."""
     all_reduce_s = link.all_reduce_s if math.isfinite(link.all_reduce_s) else hops("all_reduce", size) * link.latency_s
-    comm = SimNetwork(size, hop_bytes=link.carries(link.latency_s)).comms[0]
-    comm.all_reduce_bytes = link.carries(all_reduce_s)
-    if not sums_in_place(4 * n, comm):
+    costs = Costs(size, link.carries(link.latency_s))
+    costs.all_reduce_bytes = link.carries(all_reduce_s)
+    if not costs.in_place(4 * n):
         return []
     samples = []
     for elements in sorted({1, n}):

@@ -117,7 +117,7 @@ def start_from_mean(state: State, parts: Parts) -> None:
 
 def is_set(name: str, tensors: Mapping[str, Tensor], state: State) -> bool:
     """Whether a tensor holds anything else than the average that was saved beside ``state``."""
-    saved = state.local.get("sums", {}).get(name)
+    saved = state.local["sums"].get(name)
     return saved is not None and name in tensors and bool(checksum(tensors[name]).cpu() != saved)
 
 

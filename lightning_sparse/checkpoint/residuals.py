@@ -99,7 +99,7 @@ def restore(exchange: Exchange, state: State | None, compressor: str, parts: Par
 
     Parameters are found by name, so groups may have changed.  On the number of ranks that saved "per_rank", each rank
     gets its own back, and compressors what they kept.  Otherwise every rank starts from the mean of the old ones, which
-    conserves what the mean gradient still owes, and compressors start anew.  One warning names all that could not be
+    conserves what is unsent of the mean gradient, and compressors start anew.  One warning names all that could not be
     carried over.  ``parts``, which have what rank 0's had, get this rank's own or the mean, with local steps.
 
     Raises:
@@ -146,7 +146,7 @@ def _restore_local(
     averages = {name: x.to(exchange.device) for name, x in state.local.get("averages", {}).items() if name in own}
     exchange.unpack(state.steps, own, averages, late)
     exchange.untrained.seen.update(
-        {name: x for name, x in state.local.get("seen", {}).items() if name in exchange.untrained.watched}
+        {name: x for name, x in state.local["seen"].items() if name in exchange.untrained.watched}
     )
     rows = state.rows_of(exchange.rank, exchange.size)
     for optimizer, tensors in zip(parts.optimizers, state.optimizers, strict=False):

@@ -37,7 +37,7 @@ def _is_local(value: object) -> bool:
         return value == {}
     states = value.get("optimizers")
     single = {"squares": value.get("squares")} | {key: value[key] for key in ("sampled", "scaler") if key in value}
-    named = [value.get(key, {}) for key in ("averages", "buffers", "sums", "seen")]
+    named = [value.get("sums"), value.get("seen"), value.get("averages", {}), value.get("buffers", {})]
     return is_list(states) and all(map(_is_tensors, [*states, *named])) and _is_tensors(single)
 
 
@@ -49,8 +49,8 @@ def _entry(must: str, fits: Callable[[Any], bool]) -> Any:
 class State:
     """The part of the state of all ranks that a checkpoint keeps, complete on rank 0.  P = size.
 
-    With local steps ``unsent`` has each rank's own weights x_r, of which x_r - x̄ is what it owes; x̄ is the model in the
-    same checkpoint.
+    With local steps ``unsent`` has each rank's own weights x_r, of which x_r - x̄ is unsent; x̄ is the model in the same
+    checkpoint.
     """
 
     residuals: str = _entry("'per_rank' or 'mean'", lambda x: x in RESIDUALS[:2])
@@ -68,7 +68,7 @@ class State:
     #: With local steps, of each optimizer the tensors [P, *shape], or their means, by parameter and name, in
     #: "optimizers", and what the learning rate's factor is measured with, in "squares"; else empty.
     local: Mapping[str, Any] = field(default_factory=dict)
-    checksum: Any = None  # one of what all ranks share, then one of each rank's rows; or one of all, in earlier files
+    checksum: Any = None  # one of what all ranks share, then one of each rank's rows; None: taken out by hand
 
     @classmethod
     def checked(cls, saved: Any, rank: int, size: int) -> "State":
@@ -86,7 +86,8 @@ class State:
                 raise ValueError(f"{name} must be {rule['must']}; got {_shown(saved[name])}")
         if not _is_local(local := saved.get("local", {})):
             raise ValueError(
-                f"local must have lists of tensors in 'optimizers' and a tensor in 'squares'; got {_shown(local)}"
+                "local must have lists of tensors in 'optimizers', tensors in 'sums' and 'seen', and one in 'squares'; "
+                f"got {_shown(local)}. A version before 0.1.0 may have written it, whose files cannot be read"
             )
         state = cls(**{name: saved[name] for name in SCHEMA}, local=local, checksum=saved.get("checksum"))
         rows = state.rows_of(rank, size)
@@ -115,16 +116,16 @@ class State:
     def _altered(self, rows: range) -> Iterator[str]:
         """Yield what has another checksum now than when it was saved: all, what ranks share, or one of ``rows``."""
         noted = self.checksum
-        if is_whole(noted, 0):  # of an earlier version
-            sums = [("its checksum", self._sum("all"), noted)]
-        elif is_list(noted) and len(noted) == 1 + self.ranks and all(is_whole(each, 0) for each in noted):
-            sums = [("the checksum of what all ranks share", self._sum("shared" if self.ranks else "all"), noted[0])]
-            sums += [(f"the checksum of rank {row}'s part", self._sum(row), noted[1 + row]) for row in rows]
-        elif noted is None:
+        if noted is None:
             return
-        else:
-            yield f"checksum must be a list of integers, of what all share and of each rank; got {_shown(noted)}"
+        if not (is_list(noted) and len(noted) == 1 + self.ranks and all(is_whole(each, 0) for each in noted)):
+            got = _shown(noted)
+            if is_whole(noted, 0):
+                got += ", as a version before 0.1.0 wrote it, whose files cannot be read"
+            yield f"checksum must be a list of integers, of what all share and of each rank; got {got}"
             return
+        sums = [("the checksum of what all ranks share", self._sum("shared" if self.ranks else "all"), noted[0])]
+        sums += [(f"the checksum of rank {row}'s part", self._sum(row), noted[1 + row]) for row in rows]
         for what, now, then in sums:
             if now != then:
                 yield (
@@ -172,8 +173,7 @@ class State:
 
     def _sum(self, of: int | str) -> int:
         """The checksum of "all", of what is "shared" (of rows only their kinds and shapes), or of one row alone."""
-        local = [self.local] if self.local else []  # files without it have the checksums they always had
-        everything = [*(getattr(self, name) for name in SCHEMA), *local]
+        everything = [*(getattr(self, name) for name in SCHEMA), *([self.local] if self.local else [])]
         if isinstance(of, int):
             rows: list[object] = [self.unsent, [group["memory"] for group in self.groups]]
             rows += [self.optimizers] if self.local else []

@@ -1,7 +1,6 @@
 """The compressors, and what goes around them."""
 
-from lightning_sparse.compressors.base import Compressor
-from lightning_sparse.compressors.dense import Dense
+from lightning_sparse.compressors.base import Compressor, Dense
 from lightning_sparse.compressors.importance import ImportancePruning
 from lightning_sparse.compressors.low_rank import LowRank
 from lightning_sparse.compressors.micro import MiCRO
@@ -14,6 +13,19 @@ from lightning_sparse.compressors.sketch_fusion import SketchFusion
 from lightning_sparse.compressors.skip_reduce import SkipReduce
 from lightning_sparse.compressors.top_k import TopK
 from lightning_sparse.compressors.warmup import DensityLadder, Warmup
+
+# A name here is a name of a strategy, and its class is tested for every law.
+COMPRESSORS |= {
+    "skip_reduce": SkipReduce,
+    "micro": MiCRO,
+    "importance": ImportancePruning,
+    "sketch_fusion": SketchFusion,
+    "ok_topk": OkTopk,
+    "low_rank": LowRank,
+    "sparse_dense": Dense,
+    "sparse_topk": TopK,
+    "sparse_random_k": RandomK,
+}
 
 __all__ = [
     "COMPRESSORS",

@@ -2,19 +2,18 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from lightning_sparse.checks import check_density, check_slack
 from lightning_sparse.compressors.group import Group
+from lightning_sparse.compressors.selecting import last_report
 from lightning_sparse.network.comm import Comm, Rounds
+from lightning_sparse.network.sums import sum_values
 from lightning_sparse.selection.sparse import Sparse
-from lightning_sparse.selection.threshold import Held
 from lightning_sparse.settings import as_text
-from lightning_sparse.wire import CAUSE, CorruptMessage, Selection, check_index_format
 
 
 class Compressor(ABC):
@@ -63,13 +62,11 @@ class Compressor(ABC):
 
     @property
     def default_wire_dtype(self) -> str:
-        """The format in which values travel where the user names none."""
+        """The format of values on the wire where the user names none."""
         return "float32"
 
     def dense_variant(self) -> "Compressor":
         """What sums without compression in this one's place: for parameters sent whole, and for warm-up."""
-        from lightning_sparse.compressors.dense import Dense
-
         return Dense()
 
     def is_dense(self, name: str, elements: int) -> bool:
@@ -101,17 +98,21 @@ class Compressor(ABC):
         return {}
 
 
-def carry_thresholds(parts: Sequence[tuple[Group, int]], *keys: str) -> dict[str, Tensor]:
-    """The thresholds kept under ``keys``, each the mean over the groups that have it; see :meth:`Compressor.carry`."""
-    known = {key: [(group.memory[key], n) for group, n in parts if n and key in group.memory] for key in keys}
-    return {key: Held.joined(states) for key, states in known.items() if states}
+@dataclass(frozen=True)
+class Dense(Compressor):
+    """Every rank sends all of its gradient: plain data-parallel training, the baseline of every comparison.
 
+    One all-reduce of n values.  With two ranks and float32 on the wire it equals plain DDP bit for bit.
+    """
 
-def check_selecting(compressor: Compressor) -> None:
-    """Raise a ValueError unless ``density``, ``slack`` and ``indices`` of ``compressor``, where it has them, can be."""
-    check_density(compressor, getattr(compressor, "density", 1.0))
-    check_slack(compressor, getattr(compressor, "slack", 1.0))
-    check_index_format(compressor, getattr(compressor, "indices", "auto"))
+    def reduce(self, group: Group, comm: Comm) -> Rounds:
+        """Sum everything."""
+        return sum_values(group.unsent, comm)
+
+    def compresses(self, step: int) -> bool:
+        """Never."""
+        del step
+        return False
 
 
 def check_settings(compressor: Compressor) -> None:
@@ -143,40 +144,6 @@ def check_settings(compressor: Compressor) -> None:
                 f"{kind.__qualname__}({name}=...) must be a value that ranks can compare, such as a number, a string, "
                 f"a tensor, a dataclass or a function of a module; got {value!r}: {error}."
             ) from error
-
-
-def report(compressor: Compressor, group: Group, messages: Sequence[Selection]) -> None:
-    """Send the headers of a step's messages to the host, for :func:`last_report` in the next step.
-
-    Raises:
-        CorruptMessage: if a message of the step before arrived damaged, and nobody has asked since.
-    """
-    last_report(compressor, group)
-    headers = [count for each in messages for count in (each.count, each.seen, each.near, each.load, each.intact)]
-    on_device = isinstance(headers[0], Tensor)
-    group.send_to_host("report", (torch.stack(headers) if on_device else torch.tensor(headers)).view(-1, 5))
-
-
-def last_report(compressor: Compressor, group: Group) -> list[list[int]] | None:
-    """Return the headers of all messages of the last step, if any were reported; and forget them.
-
-    Returns:
-        For each message how many elements were selected, ``seen``, ``near``, ``load``, and 1, which says it was intact.
-
-    Raises:
-        CorruptMessage: if one was not.
-    """
-    reported = group.take_from_host("report")
-    if reported is None:
-        return None
-    rows: list[list[int]] = reported.tolist()
-    damaged = sum(not intact for *_, intact in rows)
-    if damaged:
-        raise CorruptMessage(
-            f"{type(compressor).__name__}: the selected elements in {damaged} of {len(rows)} messages of the step "
-            f"before arrived damaged: {CAUSE}"
-        )
-    return rows
 
 
 def take_step(compressor: Compressor, group: Group, comm: Comm) -> Rounds:

@@ -1,4 +1,4 @@
-"""A group: parameters whose gradients travel together, and what this rank still owes of them."""
+"""A group: parameters whose gradients are sent together, and what this rank has not sent of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ class Snapshot:
 
 @dataclass
 class Group:
-    """Parameters that travel together.  n = elements in the group.
+    """Parameters whose gradients are sent together.  n = elements in the group.
 
     Args:
         index: position in the order in which groups are sent.
@@ -31,7 +31,7 @@ class Group:
 
     Attributes:
         unsent: [n] float32, this rank's gradient that has not been sent yet.
-        mask_bytes: of the bytes this rank sent in the last step, those that only said which elements travel.
+        mask_bytes: of the bytes this rank sent in the last step, those that only said which elements follow.
         shapes: of the parameters when the group was made.
         memory: the compressor's own tensors, under the same names and of the same shapes on every rank; saved with a
             checkpoint.

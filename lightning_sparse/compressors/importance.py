@@ -9,9 +9,11 @@ from torch import Tensor
 
 from lightning_sparse import selection
 from lightning_sparse.checks import check_seed, check_setting, checked_patterns, is_number, is_whole, matches
-from lightning_sparse.compressors.base import Compressor, check_selecting, report
+from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.network.comm import Comm, Rounds, traffic
+from lightning_sparse.compressors.selecting import check_selecting, report
+from lightning_sparse.network.comm import Comm, Rounds
+from lightning_sparse.network.costs import traffic
 from lightning_sparse.network.sparse_collectives import broadcast
 from lightning_sparse.network.sums import sum_selected
 from lightning_sparse.selection.estimate import count, room, sampled_threshold
@@ -28,7 +30,7 @@ class ImportancePruning(Compressor):
 
     Cheng and Xu, "Bandwidth Reduction using Importance Weighted Pruning on Ring AllReduce" (arXiv 1901.01544).  An
     element's importance is |gradient / weight|.  In each step ``givers`` ranks, drawn from a stream all ranks share,
-    send the indices of what they find important; every rank sends its values there.  So what travels does not grow
+    send the indices of what they find important; every rank sends its values there.  So what is sent does not grow
     with P.
 
     Of the paper only the abstract could be had: importance, random mask-givers and sums at the mask are the paper's;
@@ -43,8 +45,8 @@ class ImportancePruning(Compressor):
         threshold: see ``rule``.
         eps: added to |weight|, so that weights near zero do not always pass.
         slack: room in a mask's message, as a multiple of what is meant, at least 1.
-        indices: how masks travel: "auto" (the smallest), "int32", "block16", "bitmap" or "elias_fano"; on a GPU always
-            "block16".
+        indices: how masks are written: "auto" (the smallest), "int32", "block16", "bitmap" or "elias_fano"; on a GPU
+            always "block16".
         protect: shell-style patterns of names of parameters that are always summed densely: where weights are near
             zero, importance says nothing.
         seed: of the draw of mask-givers; the same on every rank.

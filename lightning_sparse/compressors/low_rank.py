@@ -10,10 +10,11 @@ from torch.nn.functional import normalize
 from lightning_sparse.checks import check_seed, check_setting, is_whole
 from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.compressors.group import Group
+from lightning_sparse.kernels.blocks import TINY
 from lightning_sparse.network.comm import Comm, Rounds
-from lightning_sparse.network.sums import sum_values, way_of
+from lightning_sparse.network.sums import sum_values
 from lightning_sparse.wire import BLOCK
-from lightning_sparse.wire.blocks import TINY, Blocks
+from lightning_sparse.wire.blocks import Blocks
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ def _sum_apart(flat: Tensor, count: int, comm: Comm) -> Rounds[Tensor]:
 
 def _next_block(position: int, n: int, comm: Comm) -> int:
     """Where a block begins, at ``position`` or less than ``BLOCK`` after it, when n values are summed."""
-    way = way_of(comm.wire_dtype.nbytes(n), False, comm)
+    way = comm.costs.way_of(comm.wire_dtype.nbytes(n), lossless=False)
     width = -(-n // comm.size) if way == "two_hops" else n  # of a slice, with which blocks begin anew
     within = position % width
     return position + min(-within % BLOCK, width - within)

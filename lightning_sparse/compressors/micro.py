@@ -7,14 +7,15 @@ from torch import Tensor
 
 from lightning_sparse import selection
 from lightning_sparse.checks import check_switch
-from lightning_sparse.compressors.base import Compressor, carry_thresholds, check_selecting, last_report, report
+from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.compressors.group import Group
+from lightning_sparse.compressors.selecting import carry_thresholds, check_selecting, last_report, report
 from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.network.sparse_collectives import gather
 from lightning_sparse.network.sums import sum_selected
 from lightning_sparse.selection import partition
 from lightning_sparse.selection.estimate import count, room, sampled_threshold
-from lightning_sparse.selection.threshold import Held
+from lightning_sparse.selection.threshold import ThresholdController
 
 
 @dataclass(frozen=True)
@@ -31,16 +32,16 @@ class MiCRO(Compressor):
 
     Where ours differs from the authors' code (kljp/micro): the threshold starts from a sampled quantile, not from
     1 / (2 sqrt(k)), and is estimated anew when it misses widely; between,
-    :class:`~lightning_sparse.selection.threshold.Held` corrects it in proportion to the miss, where the code takes
-    fixed steps of 0.5 % and 0.125 %; partitions may move, as in ExDyna (Yoon and Oh, CCGrid 2024); an owner who finds
-    nothing sends nothing, where the code sends an element.
+    a :class:`~lightning_sparse.selection.threshold.ThresholdController` corrects it in proportion to the miss, where
+    the code takes fixed steps of 0.5 % and 0.125 %; partitions may move, as in ExDyna (Yoon and Oh, CCGrid 2024); an
+    owner who finds nothing sends nothing, where the code sends an element.
 
     Args:
         density: fraction of elements updated in a step, in (0, 1].  The paper's experiments: 0.001.
         balance: move the partitions' edges until as many are selected in each; False, as the paper: all n / P elements.
         slack: room in a message, as a multiple of the k / P elements meant, or of k without ``balance``, at least 1.
             The code has no limit.
-        indices: how indices travel: "auto" (the cheapest), "int32", "block16", "bitmap" or "elias_fano"; on a GPU
+        indices: how they are written: "auto" (the cheapest), "int32", "block16", "bitmap" or "elias_fano"; on a GPU
             always "block16".  The code: 64 bits each.
     """
 
@@ -62,8 +63,8 @@ class MiCRO(Compressor):
         self._adapt(group)
         if "held" not in group.memory:
             estimates = yield comm.all_reduce(sampled_threshold(unsent, k).view(1))
-            group.memory["held"] = Held(float(estimates) / size).state()
-        threshold = Held.of(group.memory["held"]).threshold
+            group.memory["held"] = ThresholdController(float(estimates) / size).state()
+        threshold = ThresholdController.of(group.memory["held"]).threshold
         edges = group.memory.setdefault("edges", partition.even(n, size)).tolist()
 
         widths = partition.widths(edges)
@@ -90,8 +91,8 @@ class MiCRO(Compressor):
         """Set threshold and edges of this step, from what all ranks know of the last; a threshold may be given up."""
         reported, memory = last_report(self, group), group.memory
         if reported is not None:
-            held = Held.of(memory.pop("held")).following(reported, count(self.density, group.n))
-            if held is not None:
-                memory["held"] = held.state()
+            controller = ThresholdController.of(memory.pop("held")).following(reported, count(self.density, group.n))
+            if controller is not None:
+                memory["held"] = controller.state()
             if self.balance:
                 memory["edges"] = partition.balanced(memory["edges"], [seen for _, seen, *_ in reported])

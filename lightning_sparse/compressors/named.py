@@ -1,48 +1,18 @@
 """The compressors, by name, and what a name that is none of theirs was probably meant to be."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from difflib import get_close_matches
 
 from lightning_sparse.compressors.base import Compressor, check_settings
-from lightning_sparse.compressors.dense import Dense
-from lightning_sparse.compressors.importance import ImportancePruning
-from lightning_sparse.compressors.low_rank import LowRank
-from lightning_sparse.compressors.micro import MiCRO
-from lightning_sparse.compressors.ok_topk import OkTopk
-from lightning_sparse.compressors.random_k import RandomK
-from lightning_sparse.compressors.sketch_fusion import SketchFusion
-from lightning_sparse.compressors.skip_reduce import SkipReduce
-from lightning_sparse.compressors.top_k import TopK
 
-#: Name -> class.  A name here is a name of a strategy, and is tested for every law.
-COMPRESSORS: dict[str, type[Compressor]] = {
-    "skip_reduce": SkipReduce,
-    "micro": MiCRO,
-    "importance": ImportancePruning,
-    "sketch_fusion": SketchFusion,
-    "ok_topk": OkTopk,
-    "low_rank": LowRank,
-    "sparse_dense": Dense,
-    "sparse_topk": TopK,
-    "sparse_random_k": RandomK,
-}
+#: Name -> class, filled by :mod:`lightning_sparse.compressors`.
+COMPRESSORS: dict[str, type[Compressor]] = {}
 
 #: What others call it -> what it is called here.
 _ELSEWHERE = {"powersgd": "low_rank", "randk": "sparse_random_k", "allreduce": "sparse_dense", "ddp": "sparse_dense"}
 
 
-def misspellings(names: Mapping[str, type]) -> dict[str, str]:
-    """Return what users write in place of a strategy's name, and the name: without underscores, or with hyphens, ..."""
-    found = {"powersgd": "low_rank", "power_sgd": "low_rank", "top_k": "sparse_topk", "top-k": "sparse_topk"}
-    for name, kind in names.items():
-        short = name.removeprefix("sparse_")
-        for each in (name, short):
-            found |= dict.fromkeys((each, each.replace("_", ""), each.replace("_", "-")), name)
-        found[kind.__name__.lower()] = name  # Lightning looks names up in lower case
-    return {given: name for given, name in found.items() if given not in names and given.lower() != "auto"}
-
-
-def did_you_mean(given: str, known: Iterable[str] = tuple(COMPRESSORS)) -> str:
+def did_you_mean(given: str, known: Iterable[str] = COMPRESSORS) -> str:
     """Return " Did you mean 'skip_reduce'?" if ``given`` is like one of the ``known`` names, else nothing."""
     by_letters: dict[str, str] = {}  # without what is easily left out or added
     for name in known:
@@ -60,7 +30,7 @@ def _letters(name: str) -> str:
     return "".join(filter(str.isalnum, name.lower()))
 
 
-def by_name(compressor: object, names: Iterable[str] = tuple(COMPRESSORS)) -> Compressor:
+def by_name(compressor: object, names: Iterable[str] = COMPRESSORS) -> Compressor:
     """Return a compressor with its defaults if a name is given, or the instance that is given.
 
     Raises:

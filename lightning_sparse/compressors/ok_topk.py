@@ -8,14 +8,15 @@ from torch import Tensor
 
 from lightning_sparse import selection
 from lightning_sparse.checks import check_setting, is_whole
-from lightning_sparse.compressors.base import Compressor, carry_thresholds, check_selecting, last_report, report
+from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.compressors.group import Group
+from lightning_sparse.compressors.selecting import carry_thresholds, check_selecting, last_report, report
 from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.network.sparse_collectives import gather, reduce_scatter
 from lightning_sparse.selection import partition
 from lightning_sparse.selection.estimate import count, not_nan, pooled_threshold, room, sampled_threshold, summary
 from lightning_sparse.selection.sparse import Sparse
-from lightning_sparse.selection.threshold import Held
+from lightning_sparse.selection.threshold import ThresholdController
 
 FEW = 8  # elements: of fewer counts do not say how far to move a threshold, which is evaluated in every step
 THRESHOLDS = "local", "shared"  # this rank's own, of elements, and that of sums, which all ranks share
@@ -36,8 +37,8 @@ class OkTopk(Compressor):
 
     So two messages follow each other, and a third, of 128 quantiles of each owner's sums, where the shared threshold is
     evaluated: every ``evaluate_every`` steps, where the last step missed by a factor of two, and for k < 8.  Between,
-    :class:`~lightning_sparse.selection.threshold.Held` corrects both thresholds.  Regions move so that ranks select
-    equally many in each.  All of this follows counts in the messages' headers, a step later.
+    a :class:`~lightning_sparse.selection.threshold.ThresholdController` corrects either threshold.  Regions move so
+    that ranks select equally many in each.  All of this follows counts in the messages' headers, a step later.
 
     Where ours differs from the authors' code: messages have a fixed size, so what a full region has no room for waits
     (``group.overflow``) where they even out what owners hold, in a message of sizes and one of elements; the shared
@@ -49,7 +50,7 @@ class OkTopk(Compressor):
         repartition_every: steps between moves of the regions, tau in the paper; its code has 64, since moving them
             takes a message there.
         slack: room in a message, as a multiple of the k / P elements meant, at least 1.
-        indices: how indices travel: "auto" (the cheapest), "int32", "block16", "bitmap" or "elias_fano"; on a GPU
+        indices: how they are written: "auto" (the cheapest), "int32", "block16", "bitmap" or "elias_fano"; on a GPU
             always "block16".  The code: 32 bits each.
     """
 
@@ -122,15 +123,16 @@ class OkTopk(Compressor):
             assert thresholds is not None  # it is sent with the report
             local, shared, seen, near = thresholds.tolist()
             for key, used, messages in zip(THRESHOLDS, (local, shared), ([[seen, seen, near]], owners), strict=True):
-                held = Held.of(memory[key]).renewed(used) if key in memory else Held(used)
-                following = held.following(messages, k)
+                controller = ThresholdController(used)
+                if key in memory:
+                    controller = ThresholdController.of(memory[key]).renewed(used)
+                following = controller.following(messages, k)
                 sent, seen, near = (sum(message[i] for message in messages) for i in range(3))
-                if following is None or held.blind(sent, k, seen, near):
-                    following = replace(held, was_blind=following is not None)
+                if following is None or controller.blind(sent, k, seen, near):
+                    following = replace(controller, was_blind=following is not None)
                     unknown.add(key)
                 memory[key] = following.state()
             if group.step % self.repartition_every == 0:
                 memory["regions"] = partition.balanced(memory["regions"], [load for *_, load, _ in owners])
-        return [
-            None if key in unknown else group.unsent.new_full((), Held.of(memory[key]).threshold) for key in THRESHOLDS
-        ]
+        known = {key: ThresholdController.of(memory[key]).threshold for key in THRESHOLDS if key not in unknown}
+        return [group.unsent.new_full((), known[key]) if key in known else None for key in THRESHOLDS]

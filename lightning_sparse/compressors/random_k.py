@@ -18,7 +18,7 @@ from lightning_sparse.selection.sparse import Sparse
 class RandomK(Compressor):
     """Every rank sends the same k = density * n randomly chosen elements.
 
-    The choice comes from a random stream all ranks share, so only values travel: one all-reduce of k values.  It is
+    The choice comes from a random stream all ranks share, so only values are sent: one all-reduce of k values.  It is
     the random gradient pruning of Kainolda's thesis on Skip-Reduce (KAIST, 2023), and Random-k of Stich et al.,
     "Sparsified SGD with memory" (NeurIPS 2018).
 

@@ -11,7 +11,7 @@ from lightning_sparse.wire import wire_format
 
 @dataclass(frozen=True)
 class Rounded(Wrapper):
-    """``compressor``, whose values travel as ``wire_dtype`` whatever the strategy's is; rounding errors stay unsent."""
+    """``compressor``, with values in ``wire_dtype`` whatever the strategy has; rounding errors stay unsent."""
 
     compressor: Compressor | str
     wire_dtype: str
@@ -22,11 +22,7 @@ class Rounded(Wrapper):
 
     def reduce(self, group: Group, comm: Comm) -> Rounds:
         """Sum as the wrapped compressor does, in this format."""
-        usual, comm.wire_dtype = comm.wire_dtype, wire_format(self.wire_dtype)
-        try:
-            return (yield from self.wrapped.reduce(group, comm))
-        finally:
-            comm.wire_dtype = usual
+        return self.wrapped.reduce(group, comm.in_format(wire_format(self.wire_dtype)))
 
     @property
     def default_wire_dtype(self) -> str:

@@ -25,7 +25,7 @@ class SketchFusion(Compressor):
     """Ranks sum sketches of their gradients, find the large elements of the sum in it, and sum those exactly.
 
     Sketch-Fusion SGD (Dai et al., JPDC 2024), after gs-SGD and Sketched-SGD (Ivkin et al., NeurIPS 2019).  No indices
-    travel: all ranks read the same elements off the same table.  Two sums: the table, ``rows`` x ``columns`` values,
+    are sent: all ranks read the same elements off the same table.  Two sums: the table, ``rows`` x ``columns`` values,
     and the exact values of k = density * n candidates.
 
     Of the Sketch-Fusion paper only the abstract could be had.  That sketches are fused over layers and summed, and

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 from lightning_sparse import selection
-from lightning_sparse.compressors.base import Compressor, check_selecting, report
+from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.compressors.group import Group
+from lightning_sparse.compressors.selecting import check_selecting, report
 from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.network.sparse_collectives import gather
 from lightning_sparse.selection.estimate import count
@@ -19,7 +20,7 @@ class TopK(Compressor):
 
     Args:
         density: fraction of elements each rank sends, in (0, 1].
-        indices: how indices travel: "auto" (the cheapest), "int32", "block16", "bitmap" or "elias_fano"; on a GPU
+        indices: how they are written: "auto" (the cheapest), "int32", "block16", "bitmap" or "elias_fano"; on a GPU
             always "block16".
     """
 

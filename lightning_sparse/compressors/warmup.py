@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from lightning_sparse.checks import is_list, is_whole
+from lightning_sparse.checks import check_whole, is_list
 from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.compressors.wrapper import Wrapper
 
@@ -17,12 +17,11 @@ class Warmup(Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not is_whole(self.steps, least=0):
-            raise ValueError(f"Warmup: steps must be an integer of at least 0, where 0 is none; got {self.steps!r}.")
+        check_whole("Warmup: steps", self.steps, 0, "Give 0 for none.")
 
     @cached_property
     def _dense(self) -> Compressor:
-        return self.dense_variant()
+        return self.wrapped.dense_variant()
 
     def active(self, step: int) -> Compressor:
         """Return what sums densely, or what is active in the wrapped compressor."""
@@ -47,8 +46,7 @@ class DensityLadder(Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not is_whole(self.steps, least=0):
-            raise ValueError(f"DensityLadder: steps must be an integer of at least 0; got {self.steps!r}.")
+        check_whole("DensityLadder: steps", self.steps, 0)
         if "density" not in getattr(self.wrapped, "__dataclass_fields__", ()):
             raise ValueError(f"DensityLadder: {self.wrapped!r} has no density to change.")
         if not is_list(self.densities):

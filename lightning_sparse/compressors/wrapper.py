@@ -1,14 +1,16 @@
 """A compressor around another."""
 
-# ruff: noqa: D102  # Compressor says what each method does
-
-from collections.abc import Sequence
-
-from torch import Tensor
+from typing import Any
 
 from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.compressors.group import Group
+from lightning_sparse.compressors.named import by_name
 from lightning_sparse.network.comm import Comm, Rounds
+
+
+def _wrapped(name: str) -> Any:
+    """The attribute or method ``name`` of the other compressor."""
+    return property(lambda self: getattr(self.wrapped, name))
 
 
 class Wrapper(Compressor):
@@ -21,8 +23,6 @@ class Wrapper(Compressor):
     compressor: Compressor | str
 
     def __post_init__(self) -> None:
-        from lightning_sparse.compressors.named import by_name
-
         object.__setattr__(self, "compressor", by_name(self.compressor))
 
     @property
@@ -32,27 +32,13 @@ class Wrapper(Compressor):
         return self.compressor
 
     def reduce(self, group: Group, comm: Comm) -> Rounds:
+        """Sum as what is active in this step does."""
         return self.active(group.step).reduce(group, comm)
 
-    def accumulate(self, group: Group, gradients: Sequence[Tensor | None], size: int, scale: float = 1.0) -> None:
-        self.wrapped.accumulate(group, gradients, size, scale)
-
-    @property
-    def per_element(self) -> tuple[str, ...]:
-        return self.wrapped.per_element
-
-    @property
-    def default_wire_dtype(self) -> str:
-        return self.wrapped.default_wire_dtype
-
-    def dense_variant(self) -> Compressor:
-        return self.wrapped.dense_variant()
-
-    def is_dense(self, name: str, elements: int) -> bool:
-        return self.wrapped.is_dense(name, elements)
-
-    def compresses(self, step: int) -> bool:
-        return self.wrapped.compresses(step)
-
-    def carry(self, parts: Sequence[tuple[Group, int]]) -> dict[str, Tensor]:
-        return self.wrapped.carry(parts)
+    accumulate = _wrapped("accumulate")
+    per_element = _wrapped("per_element")
+    default_wire_dtype = _wrapped("default_wire_dtype")
+    dense_variant = _wrapped("dense_variant")
+    is_dense = _wrapped("is_dense")
+    compresses = _wrapped("compresses")
+    carry = _wrapped("carry")

@@ -22,7 +22,6 @@ from lightning_sparse.engine.sample import Sample
 from lightning_sparse.engine.step import Report
 from lightning_sparse.engine.timeline import Timeline
 from lightning_sparse.network.comm import Comm, Pending
-from lightning_sparse.network.sums import ways
 
 T = TypeVar("T")
 
@@ -173,18 +172,19 @@ class Exchange(Around, ABC):
 
     @property
     def latencies(self) -> tuple[int, int]:
-        """What sums go by: ``hop_bytes`` and ``all_reduce_bytes`` of :class:`Comm`."""
-        return self._lanes[0].comm.hop_bytes, self._lanes[0].comm.all_reduce_bytes
+        """What sums go by: ``hop_bytes`` and ``all_reduce_bytes`` of ``Costs``."""
+        costs = self._lanes[0].comm.costs
+        return costs.hop_bytes, costs.all_reduce_bytes
 
     @property
     def ways_of_sums(self) -> str:
         """Which way sums of which size take, in a sentence."""
-        return ways(self._lanes[0].comm)
+        return self._lanes[0].comm.costs.ways()
 
     def set_latencies(self, hop_bytes: int, all_reduce_bytes: int) -> None:
         """Have sums go by these from now on.  To be called between two steps, with the same on every rank."""
         for lane in self._lanes:
-            lane.comm.hop_bytes, lane.comm.all_reduce_bytes = hop_bytes, all_reduce_bytes
+            lane.comm.costs.hop_bytes, lane.comm.costs.all_reduce_bytes = hop_bytes, all_reduce_bytes
 
     def ask(self, launch: Callable[[Comm], Pending]) -> Tensor:
         """The result of one message, launched on the first lane between two steps, on every rank."""

@@ -22,7 +22,6 @@ from lightning_sparse.engine.step import Step
 from lightning_sparse.engine.unused_parameters import UsedParameters
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.process_groups import ProcessGroups
-from lightning_sparse.network.sums import sums_in_place
 from lightning_sparse.network.torch_comm import TorchComm, explained
 
 
@@ -131,10 +130,13 @@ class GradientExchange(Exchange):
         comm = self._lanes[0].comm
         if type(compressor) is not Dense or not self._in_float32 or not isinstance(comm, TorchComm):
             return False
-        ours = (
-            not self._may_sum_in_place or self._node is not None or self._scaler is not None or self._used is not None
+        needs_groups = self._node is not None or self._scaler is not None or self._used is not None
+        return (
+            self._may_sum_in_place
+            and not needs_groups
+            and comm.wire_dtype.lossless
+            and comm.costs.in_place(4 * self._elements)
         )
-        return not ours and sums_in_place(4 * self._elements, comm)
 
     @property
     def _next_in_place(self) -> bool:

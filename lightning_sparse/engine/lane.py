@@ -80,7 +80,7 @@ class Lane:
 
         Counts the time it worked and the time it waited.
         """
-        self.comm.reuse_buffers()
+        self.comm.buffers.reuse()
         start_ns = time.perf_counter_ns()
         waited_ns = 0
         try:

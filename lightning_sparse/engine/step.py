@@ -13,7 +13,8 @@ from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.lane import Lane, spent
 from lightning_sparse.engine.loss_scale import LossScale
 from lightning_sparse.engine.pending_bucket import PendingBucket
-from lightning_sparse.network.comm import Pending, traffic
+from lightning_sparse.network.comm import Pending
+from lightning_sparse.network.costs import traffic
 
 
 class Step:

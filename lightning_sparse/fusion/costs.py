@@ -18,7 +18,7 @@ from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.lane import Lane
 from lightning_sparse.fusion.model import Array, Cost
-from lightning_sparse.network.comm import hops, traffic
+from lightning_sparse.network.costs import hops, traffic
 
 SIZES = (2**8, 2**16, 2**20, 2**22)  # Elements of the groups that are tried.
 RUNS = 3  # Runs of each, after one that is not timed: then thresholds are known.

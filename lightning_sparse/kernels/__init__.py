@@ -4,28 +4,23 @@ In Triton on CUDA devices where it can be imported, else in plain PyTorch, with 
 call are contiguous and on one device; n is at most 2**31.  Dtypes or shapes other than those stated are a ValueError.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.kernels import ops
-from lightning_sparse.wire import INDEX_FORMATS, Selection
-
-__all__ = [
-    "Hashes",
-    "decode_indices",
-    "encode_indices",
-    "largest_first",
-    "scatter",
-    "select",
-    "sketch_encode",
-    "sketch_estimate",
-    "used_for",
-]
+from lightning_sparse.kernels.reference import block16_bytes
 
 
-AMONG = 4096  # found elements at least among which the largest are sought
+@dataclass(frozen=True)
+class Found:
+    """Elements of a vector [n] that reach a threshold; counts are tensors [] on its device."""
+
+    index: Tensor  # [capacity] int64, rising, then n
+    seen: Tensor  # elements that reach it
+    near: Tensor  # elements that nearly do, these included
+    count: Tensor  # elements in ``index``
 
 
 @dataclass(frozen=True)
@@ -46,7 +41,7 @@ def used_for(x: Tensor) -> bool:
     return x.device.type != "cpu"
 
 
-def select(unsent: Tensor, gradient: Tensor | None, threshold: Tensor, capacity: int) -> Selection:
+def select(unsent: Tensor, gradient: Tensor | None, threshold: Tensor, capacity: int, near: float = 1.0) -> Found:
     """Add ``gradient`` to ``unsent``, then find the elements of ``unsent`` whose magnitude is at least ``threshold``.
 
     Never zeros, whatever the threshold; always NaN.  Where more than ``capacity`` are found, the *first* are returned,
@@ -57,30 +52,14 @@ def select(unsent: Tensor, gradient: Tensor | None, threshold: Tensor, capacity:
         gradient: of n elements, any shape and floating-point dtype; None to add nothing.
         threshold: [] float32 or float64.  NaN is reached by all but zeros.
         capacity: indices there is room for.
+        near: elements that reach so many times the threshold are counted too.
     """
     _check("unsent", unsent, torch.float32, 1)
     if gradient is not None and gradient.numel() != unsent.numel():
         raise ValueError(f"gradient has {gradient.numel()} elements, unsent {unsent.numel()}; they must be as many.")
     flat = None if gradient is None else gradient.reshape(-1)
-    index, (seen, near) = ops.select(unsent, flat, threshold.to(torch.float32), capacity)
-    return Selection(index, seen=seen, near=near, count=seen.clamp(max=capacity))
-
-
-def largest_first(unsent: Tensor, threshold: Tensor, capacity: int) -> Selection:
-    """Find elements as :func:`select` does, but the largest where there are more than ``capacity``.
-
-    They are the largest of all, unless more than twice ``capacity`` (and more than ``AMONG``) were found.
-    """
-    n = unsent.numel()
-    found = select(unsent, None, threshold, min(n, max(2 * capacity, AMONG)))
-    if n <= capacity:
-        index = torch.cat([found.index, found.index.new_full((capacity - n,), n)])
-    else:
-        meant = torch.arange(found.index.numel(), device=unsent.device) < found.count
-        magnitudes = unsent.index_select(0, found.index.clamp(max=n - 1)).abs()
-        kept = torch.where(meant, magnitudes, -1.0).topk(capacity, sorted=False).indices.sort().values
-        index = found.index.index_select(0, kept)
-    return replace(found, index=index, count=found.seen.clamp(max=capacity))
+    index, (seen, nearly) = ops.select(unsent, flat, threshold.to(torch.float32), near, capacity)
+    return Found(index, seen, nearly, seen.clamp(max=capacity))
 
 
 def scatter(index: Tensor, values: Tensor, count: Tensor, size: int, out: Tensor) -> Tensor:
@@ -185,6 +164,6 @@ def _check_hashes(hashed: Hashes, n: int, table: Tensor) -> None:
 
 def _check_payload(name: str, payload: Tensor, n: int, capacity: int) -> None:
     _check(name, payload, torch.uint8, 1)
-    expected = INDEX_FORMATS["block16"].nbytes(n, capacity)
+    expected = block16_bytes(n, capacity)
     if payload.numel() != expected:
         raise ValueError(f"{name} has {payload.numel()} bytes; {capacity} indices below {n} take {expected}.")

@@ -8,9 +8,8 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
+from lightning_sparse.kernels.blocks import BELOW_ONE, BLOCK, SCALE_BITS, TINY, scales_and_codes
 from lightning_sparse.kernels.launch import launch
-from lightning_sparse.wire.blocks import BELOW_ONE, SCALE_BITS, TINY, scales_and_codes
-from lightning_sparse.wire.values import BLOCK
 
 ROWS = 8  # blocks a program works on
 NEAREST = 1.5 * 2.0**23  # a float32 of up to 22 bits that this is added to and taken from is rounded to an integer
@@ -19,7 +18,7 @@ NEAREST = 1.5 * 2.0**23  # a float32 of up to 22 bits that this is added to and 
 def take_blocks(values: Tensor, out: Tensor, bits: int) -> None:
     """As :func:`lightning_sparse.kernels.reference.take_blocks`."""
     blocks = triton.cdiv(values.numel(), BLOCK)
-    scales = values.new_empty(blocks)  # where they travel they may not be aligned
+    scales = values.new_empty(blocks)  # in the message they may not be aligned
     share = 1 / max(1, (1 << bits - 1) - 1)
     launch(
         _take, (triton.cdiv(blocks, ROWS),), values, scales, out[4 * blocks :], values.numel(), blocks,

@@ -36,7 +36,7 @@ def _operator(plain: Callable[..., Any], module: str, mutates: Iterable[str], sc
 
 select = _operator(
     reference.select, "select_kernel", ("unsent",),
-    "(Tensor(a!) unsent, Tensor? gradient, Tensor threshold, int capacity) -> (Tensor, Tensor)",
+    "(Tensor(a!) unsent, Tensor? gradient, Tensor threshold, float near, int capacity) -> (Tensor, Tensor)",
 )  # fmt: skip
 scatter = _operator(
     reference.scatter, "scatter_kernel", ("out",),
@@ -70,7 +70,7 @@ add_blocks = _operator(
 
 
 @select.register_fake  # type: ignore[untyped-decorator]
-def _(unsent: Tensor, gradient: Tensor | None, threshold: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+def _(unsent: Tensor, gradient: Tensor | None, threshold: Tensor, near: float, capacity: int) -> tuple[Tensor, Tensor]:
     return unsent.new_empty(capacity, dtype=torch.int64), unsent.new_empty(2, dtype=torch.int64)
 
 

@@ -7,24 +7,25 @@ Nothing here waits for the device, so counts and thresholds are tensors [] on it
 import torch
 from torch import Tensor
 
-from lightning_sparse.wire.blocks import BELOW_ONE, SCALE_BITS, TINY, halves, in_blocks, scales_and_codes
-from lightning_sparse.wire.values import BLOCK
+from lightning_sparse.kernels.blocks import BELOW_ONE, BLOCK, SCALE_BITS, TINY, halves, in_blocks, scales_and_codes
 
-NEAR = (
-    0.95  # elements above this multiple of the threshold are counted too: the ratio shows how steep the distribution is
-)
 BLOCK_BITS = 16  # of an index that the block16 format writes out
 MAGNITUDE = 0x7FFFFFFF  # the bits of a float32 but for its sign: as an integer they rise with the magnitude
 
 
-def select(unsent: Tensor, gradient: Tensor | None, threshold: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """``unsent`` [n] += ``gradient`` [n]; then index [capacity] of what reaches ``threshold``, and [seen, near]."""
+def select(
+    unsent: Tensor, gradient: Tensor | None, threshold: Tensor, near: float, capacity: int
+) -> tuple[Tensor, Tensor]:
+    """``unsent`` [n] += ``gradient`` [n]; then index [capacity] of what reaches ``threshold``, and two counts, [2].
+
+    They are of elements that reach it, and of those that reach ``near`` times as much.
+    """
     if gradient is not None:
         unsent.add_(gradient)
     magnitude = unsent.view(torch.int32) & MAGNITUDE
     reached = magnitude >= _least(threshold)
-    near = magnitude >= _least(NEAR * threshold)
-    return _compact(reached, capacity), torch.stack([reached.sum(), near.sum()])
+    nearly = magnitude >= _least(near * threshold)
+    return _compact(reached, capacity), torch.stack([reached.sum(), nearly.sum()])
 
 
 def _least(threshold: Tensor) -> Tensor:
@@ -176,6 +177,11 @@ def borders(index: Tensor, count: Tensor, n: int, step: int) -> Tensor:
     return torch.searchsorted(
         torch.where(meant, index, blocks * step), torch.arange(blocks + 1, device=index.device) * step
     )
+
+
+def block16_bytes(n: int, capacity: int) -> int:
+    """Bytes of at most ``capacity`` indices below ``n``."""
+    return 4 * _blocks(n, 1 << BLOCK_BITS) + 2 * capacity
 
 
 def _blocks(n: int, step: int) -> int:

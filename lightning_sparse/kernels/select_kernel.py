@@ -11,13 +11,14 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 from torch import Tensor
 
 from lightning_sparse.kernels.launch import launch
-from lightning_sparse.kernels.reference import NEAR
 
 BLOCK = 4096  # elements a program works on
 WORD = 32  # of them share an int32, a bit each
 
 
-def select(unsent: Tensor, gradient: Tensor | None, threshold: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+def select(
+    unsent: Tensor, gradient: Tensor | None, threshold: Tensor, near: float, capacity: int
+) -> tuple[Tensor, Tensor]:
     """As :func:`lightning_sparse.kernels.reference.select`."""
     n = unsent.numel()
     blocks = triton.cdiv(n, BLOCK)
@@ -26,7 +27,7 @@ def select(unsent: Tensor, gradient: Tensor | None, threshold: Tensor, capacity:
     index = unsent.new_full((capacity,), n, dtype=torch.int64)
     launch(
         _mark, (blocks,), unsent, unsent if gradient is None else gradient, threshold, bits, counts, n,
-        NEAR=NEAR, ADD=gradient is not None, WORDS=BLOCK // WORD, WORD=WORD, num_warps=8,
+        NEAR=near, ADD=gradient is not None, WORDS=BLOCK // WORD, WORD=WORD, num_warps=8,
     )  # fmt: skip
     begins = counts[0].cumsum(0) - counts[0]
     launch(_compact, (blocks,), bits, begins, index, capacity, WORDS=BLOCK // WORD, WORD=WORD, num_warps=8)

@@ -1,45 +1,18 @@
 """The only door to the network: the messages ranks exchange, counted as they leave."""
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Generator, Sequence
+from copy import copy
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from typing_extensions import TypeVar
+from typing_extensions import Self, TypeVar
 
+from lightning_sparse.network.buffers import Buffers
+from lightning_sparse.network.costs import Costs, traffic
 from lightning_sparse.selection.sparse import Sparse
 from lightning_sparse.wire import FLOAT32, ValueFormat
-
-HOP_BYTES = 8 * 1024  # until a link is measured
-SEGMENT_BYTES = 512 * 1024  # long messages travel in segments, so that one is on the wire while another is being added
-
-
-def traffic(message: str, payload_bytes: int, size: int) -> int:
-    """Bytes one rank puts on the wire for one message whose payload on each rank has ``payload_bytes`` bytes.
-
-    An all-reduce of the backend goes round a ring and sends 2(P-1)/P of its payload; an all-gather sends what each rank
-    contributes P-1 times; of a shift and an all-to-all the payload is what leaves.  Of a broadcast, which all but one
-    rank receive once, each rank is charged a P-th: who passes it on depends on the backend.
-    """
-    if size == 1:
-        return 0
-    if message == "all_reduce":
-        return 2 * (size - 1) * payload_bytes // size
-    if message == "all_gather":
-        return (size - 1) * payload_bytes
-    if message in ("shift", "all_to_all"):
-        return payload_bytes
-    if message == "broadcast":
-        return (size - 1) * payload_bytes // size
-    raise ValueError(f"unknown message {message!r}")
-
-
-def hops(message: str, size: int) -> int:
-    """How often a message goes from one rank to the next, one after the other, as Gloo and we send it."""
-    if message == "all_reduce":
-        return 2 * (size - 1)
-    return (size - 1).bit_length() if message == "broadcast" else int(size > 1)  # a broadcast goes down a binary tree
 
 
 class Pending(ABC):
@@ -66,6 +39,19 @@ T = TypeVar("T", default=Tensor | Sparse)
 Rounds = Generator[Pending, Tensor, T]
 
 
+@dataclass
+class Meter:
+    """What one rank has launched since the start."""
+
+    sent_bytes: int = 0
+    messages: int = 0
+
+    def count(self, sent_bytes: int) -> None:
+        """Count a message."""
+        self.sent_bytes += sent_bytes
+        self.messages += 1
+
+
 class Comm(ABC):
     """The messages that one rank may send to the others.  P = ``size``.
 
@@ -74,24 +60,38 @@ class Comm(ABC):
     A tensor handed over must not be touched before its message was yielded.
 
     Attributes:
-        hop_bytes: what a link carries in the time that a message of next to no length takes to all other ranks, the
-            same on every rank; sums go by it (:meth:`cost_of`).
-        all_reduce_bytes: what it carries in that of an all-reduce of the backend of next to no length.
-        by_backend: float32 is always summed by the backend, which chooses among several ways itself.
-        sent_bytes: since the start; payload only, as :func:`traffic` defines it.
-        messages: launched since the start.
+        buffers: memory for messages.
+        costs: what sums go by.
     """
 
     def __init__(self, rank: int, size: int, wire_dtype: ValueFormat = FLOAT32) -> None:
         self.rank = rank
         self.size = size
-        self.wire_dtype = wire_dtype
-        self.sent_bytes = 0
-        self.messages = 0
-        self.hop_bytes, self.all_reduce_bytes = HOP_BYTES, hops("all_reduce", size) * HOP_BYTES
-        self.by_backend = False
-        self._buffers: dict[tuple[str, int], Tensor] = {}  # bytes, by name and its loans before in the group's step
-        self._lent: Counter[str] = Counter()
+        self.buffers = Buffers()
+        self.costs = Costs(size)
+        self._meter = Meter()
+        self._wire_dtype = wire_dtype
+
+    @property
+    def wire_dtype(self) -> ValueFormat:
+        """The format of values on the wire."""
+        return self._wire_dtype
+
+    def in_format(self, wire_dtype: ValueFormat) -> Self:
+        """Return the same ranks, messages, buffers and counts, with values in another format."""
+        other = copy(self)  # what changes lies in objects that both have
+        other._wire_dtype = wire_dtype
+        return other
+
+    @property
+    def sent_bytes(self) -> int:
+        """Since the start; payload only, as :func:`~lightning_sparse.network.costs.traffic` defines it."""
+        return self._meter.sent_bytes
+
+    @property
+    def messages(self) -> int:
+        """Messages launched since the start."""
+        return self._meter.messages
 
     def buffer(self, name: str, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Lend a tensor [elements] for messages, uninitialised, until this group's step ends.
@@ -99,41 +99,11 @@ class Comm(ABC):
         What is lent under a name is the memory that the group before had under it; several loans differ by
         their order.  Fresh memory costs the operating system three times as much as copying into memory in use.
         """
-        key, size = (name, self._lent[name]), elements * dtype.itemsize
-        self._lent[name] += 1
-        if key not in self._buffers or self._buffers[key].numel() < size:
-            self._buffers[key] = torch.empty(size, dtype=torch.uint8, device=device)
-        return self._buffers[key][:size].view(dtype)
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Memory all buffers take."""
-        return sum(buffer.numel() for buffer in self._buffers.values())
-
-    def reuse_buffers(self) -> None:
-        """End the loan of all buffers; the next group gets the same memory."""
-        self._lent.clear()
+        return self.buffers.lend(name, elements, dtype, device)
 
     def release(self) -> None:
         """Give back memory and process groups.  No message may be under way, and none can be sent afterwards."""
-        self._buffers.clear()
-
-    def cost_of(self, way: str, payload_bytes: int) -> float:
-        """The time of a sum of ``payload_bytes`` from each rank, in bytes that a link carries meanwhile.
-
-        Args:
-            way: "one_hop" (to everybody, who adds), "two_hops" (to who adds that slice) or "backend" (round a ring).
-            payload_bytes: on the wire.
-        """
-        if way == "one_hop":
-            return self.hop_bytes + (self.size - 1) * payload_bytes
-        latency_bytes = 2 * self.hop_bytes if way == "two_hops" else self.all_reduce_bytes
-        return latency_bytes + 2 * (self.size - 1) / self.size * payload_bytes
-
-    def in_one_hop(self, payload_bytes: int) -> bool:
-        """Whether a sum is sooner in one hop than in two; a long one is not, since it takes room for what all send."""
-        short = payload_bytes <= max(SEGMENT_BYTES, self.hop_bytes)
-        return short and self.cost_of("one_hop", payload_bytes) <= self.cost_of("two_hops", payload_bytes)
+        self.buffers.free()
 
     def all_reduce(self, x: Tensor, direct: bool | None = None) -> Pending:
         """Sum over all ranks, in place: [*s] -> [*s], bit-identical on every rank.
@@ -141,7 +111,7 @@ class Comm(ABC):
         ``direct`` says whether in one hop, from all to all, and not as the backend does; by default where it is sooner.
         """
         if direct is None:
-            direct = not self.by_backend and self.in_one_hop(x.nbytes)
+            direct = not self.costs.by_backend and self.costs.in_one_hop(x.nbytes)
         self._count("all_gather" if direct and x.nbytes else "all_reduce", x.nbytes)
         return self._all_reduce(x, direct)
 
@@ -173,8 +143,7 @@ class Comm(ABC):
     def _count(self, message: str, payload_bytes: int) -> None:
         if not payload_bytes and self.size > 1:
             raise ValueError(f"{message} of an empty tensor: not every backend can carry one.")
-        self.sent_bytes += traffic(message, payload_bytes, self.size)
-        self.messages += 1
+        self._meter.count(traffic(message, payload_bytes, self.size))
 
     @abstractmethod
     def _all_reduce(self, x: Tensor, direct: bool) -> Pending: ...

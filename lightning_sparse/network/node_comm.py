@@ -20,7 +20,7 @@ class NodeComm(Comm):
         nodes: P.
         between: the leaders, on a leader; None on the other ranks.
         inside: the ranks of this node, of which the first is the leader.
-        wire_dtype: how values travel.
+        wire_dtype: of values on the wire.
     """
 
     def __init__(

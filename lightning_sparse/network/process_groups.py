@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse.network.comm import Comm, Pending
 from lightning_sparse.network.node_comm import NodeComm
 from lightning_sparse.network.torch_comm import TorchComm
-from lightning_sparse.wire import FLOAT32, ValueFormat
+from lightning_sparse.wire import ValueFormat
 
 LANES = 2  # over Gloo; one sends while the other adds
 
@@ -53,15 +53,13 @@ class ProcessGroups:
 
     def comms(self, wire_dtype: ValueFormat) -> list[Comm]:
         """The ranks, or the nodes, once for each lane.  Makes the groups: to be called on every rank, at once."""
-        if (
-            self.local_size == 1 and self.nccl
-        ):  # several communicators need one order of launching, which DDP's hook has
+        if self.local_size == 1 and self.nccl:  # several would need one order of launching, which DDP's hook has
             return [TorchComm(self._ddp_group, wire_dtype)]
         if self.local_size == 1:  # over Gloo others may use DDP's group from the main thread
             everyone = [rank for node in self._nodes for rank in node]
             lanes = self._made or [self._new(everyone) for _ in range(LANES)]  # also those of an engine that has ended
             return [TorchComm(group, wire_dtype) for group in lanes]
-        leaders = [self._between(self._new_leaders(), wire_dtype) for _ in range(1 if self.nccl else LANES)]
+        leaders = [self._between(self._new_leaders()) for _ in range(1 if self.nccl else LANES)]
         inside = [self._new_inside() for _ in leaders]
         self._inside = self._new_inside()
         nodes = len(self._nodes)
@@ -104,8 +102,8 @@ class ProcessGroups:
     def _new_leaders(self) -> dist.ProcessGroup:
         return self._new([node[0] for node in self._nodes])
 
-    def _between(self, leaders: dist.ProcessGroup, wire_dtype: ValueFormat = FLOAT32) -> TorchComm | None:
-        return TorchComm(leaders, wire_dtype) if dist.get_rank() == self._nodes[self._node][0] else None
+    def _between(self, leaders: dist.ProcessGroup) -> TorchComm | None:
+        return TorchComm(leaders) if dist.get_rank() == self._nodes[self._node][0] else None
 
     def _new_inside(self) -> TorchComm:
         return TorchComm([self._new(node) for node in self._nodes][self._node])  # every rank makes them all

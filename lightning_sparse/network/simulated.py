@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_sparse.network.comm import HOP_BYTES, Comm, Pending, Rounds, expect_pending, hops
+from lightning_sparse.network.comm import Comm, Meter, Pending, Rounds, expect_pending
+from lightning_sparse.network.costs import HOP_BYTES, Costs, hops
 from lightning_sparse.selection.sparse import Sparse
 from lightning_sparse.wire import FLOAT32, ValueFormat
 
@@ -49,24 +50,36 @@ class _Message:
     delivered: int = 0
 
 
-class SimComm(Comm):
-    """One rank of a :class:`SimNetwork`.
+@dataclass
+class _SimMeter(Meter):
+    """What one rank has launched and waited for, see :class:`SimComm`."""
 
-    Attributes:
-        hops: from rank to rank that have followed one another so far: what each message waited for had to arrive.
-        checking_s: seconds of copying and spoiling what is handed over, which real ranks do not do.
-    """
+    hops: int = 0
+    checking_s: float = 0.0
+
+
+class SimComm(Comm):
+    """One rank of a :class:`SimNetwork`."""
 
     def __init__(self, network: "SimNetwork", rank: int, wire_dtype: ValueFormat, hop_bytes: int) -> None:
         super().__init__(rank, network.size, wire_dtype)
-        self.hop_bytes, self.all_reduce_bytes = hop_bytes, hops("all_reduce", network.size) * hop_bytes
-        self.hops = 0
-        self.checking_s = 0.0
+        self.costs = Costs(network.size, hop_bytes)
+        self._meter: _SimMeter = _SimMeter()
         self._network = network
+
+    @property
+    def hops(self) -> int:
+        """Hops that have followed one another so far: what each message waited for had to arrive."""
+        return self._meter.hops
+
+    @property
+    def checking_s(self) -> float:
+        """Seconds of copying and spoiling what is handed over, which real ranks do not do."""
+        return self._meter.checking_s
 
     def arrived(self, part: _Part) -> Tensor:
         """The result of a message this rank has waited for."""
-        self.hops = max(self.hops, part.hops)
+        self._meter.hops = max(self.hops, part.hops)
         return self._network.deliver(part)
 
     def buffer(self, name: str, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -75,7 +88,7 @@ class SimComm(Comm):
         start_s = time.perf_counter()
         fresh = torch.empty(elements, dtype=dtype, device=device)
         _spoil(fresh)
-        self.checking_s += time.perf_counter() - start_s
+        self._meter.checking_s += time.perf_counter() - start_s
         return fresh
 
     def _all_reduce(self, x: Tensor, direct: bool) -> Pending:
@@ -103,7 +116,7 @@ class SimComm(Comm):
         number = self._network.launched[self.rank]
         done = self.hops + hops(goes_as or kind, self.size)
         part = self._network.add(_Part(kind, number, given, unchanged, result, by, source, done, self))
-        self.checking_s += time.perf_counter() - start_s
+        self._meter.checking_s += time.perf_counter() - start_s
         return part
 
 
@@ -112,8 +125,8 @@ class SimNetwork:
 
     Args:
         size: P.
-        wire_dtype: how values travel.
-        hop_bytes: as in :class:`Comm`; an all-reduce of the backend goes round a ring in 2(P-1) hops.
+        wire_dtype: of values on the wire.
+        hop_bytes: as in :class:`Costs`; an all-reduce of the backend goes round a ring in 2(P-1) hops.
     """
 
     def __init__(self, size: int, wire_dtype: ValueFormat = FLOAT32, hop_bytes: int = HOP_BYTES) -> None:

@@ -6,25 +6,21 @@ import torch
 from torch import Tensor
 
 from lightning_sparse import kernels, selection
-from lightning_sparse.network.comm import SEGMENT_BYTES, Comm, Pending, Rounds
+from lightning_sparse.network.comm import Comm, Pending, Rounds
+from lightning_sparse.network.costs import SEGMENT_BYTES
 from lightning_sparse.wire import BLOCK, Selection
-
-SIZES = [2**k for k in range(6, 36)]  # bytes: the sizes for which `ways` asks
-WAYS = {"one_hop": "to all ranks in one hop", "two_hops": "in two hops", "backend": "by the backend's all-reduce"}
-COPIES_OF_GROUPS = 1.5  # likewise, beside the backend's sum of DDP's buckets, which needs no copies into groups
-COPIES = 1.2  # what two hops of float32 cost beside the backend's sum, which adds where the values lie
 
 
 def sum_values(values: Tensor, comm: Comm) -> Rounds[Tensor]:
     """The sum of ``values`` [n] over all ranks, [n] float32, the same bits on every rank.
 
     What was sent is taken out of ``values``; rounding errors stay.  Of three ways the soonest is taken
-    (``Comm.cost_of``): all to all in one hop, in two hops, or float32 as the backend does it.
+    (``Costs.way_of``): all to all in one hop, in two hops, or float32 as the backend does it.
     """
     if comm.size == 1:
         return _alone(values)
     lossless = comm.wire_dtype.lossless
-    way = way_of(comm.wire_dtype.nbytes(values.numel()), lossless, comm)
+    way = comm.costs.way_of(comm.wire_dtype.nbytes(values.numel()), lossless)
     if way == "two_hops":
         return (yield from two_hop_sum(values, comm))
     if not lossless:
@@ -34,55 +30,10 @@ def sum_values(values: Tensor, comm: Comm) -> Rounds[Tensor]:
     return (yield comm.all_reduce(total))
 
 
-def way_of(nbytes: int, lossless: bool, comm: Comm) -> str:
-    """The way a sum takes: "one_hop", "two_hops" or "backend".
-
-    Args:
-        nbytes: on the wire from each rank.
-        lossless: whether the values are float32, which the backend can add.
-        comm: the ranks.
-    """
-    if lossless and comm.by_backend:
-        return "backend"
-    if comm.in_one_hop(nbytes):
-        return "one_hop"
-    if lossless and comm.cost_of("backend", nbytes) <= COPIES * comm.cost_of("two_hops", nbytes):
-        return "backend"
-    return "two_hops"
-
-
-def sums_in_place(nbytes: int, comm: Comm) -> bool:
-    """Whether the backend's sums of a gradient of ``nbytes``, in float32 where DDP has it, are the soonest."""
-    if comm.size == 1 or not comm.wire_dtype.lossless:
-        return False
-    two_hops = comm.cost_of("two_hops", nbytes)
-    return comm.by_backend or comm.cost_of("backend", nbytes) <= COPIES_OF_GROUPS * two_hops
-
-
-def ways(comm: Comm) -> str:
-    """Say in a sentence which way sums of which size take."""
-    if comm.size == 1:
-        return "There is one rank, and nothing to sum."
-    return f"Sums of float32 go {_by_size(comm, True)}; sums of rounded values go {_by_size(comm, False)}."
-
-
-def _by_size(comm: Comm, lossless: bool) -> str:
-    """The ways of sums by their size, to the next power of two; only the last has no limit."""
-    last = {way_of(size, lossless, comm): size for size in SIZES}  # in the order of size; a way is taken in one range
-    *limited, longest = last
-    parts = [f"{WAYS[way]} up to {_binary(last[way])}" for way in limited]
-    return ", ".join([*parts, f"{WAYS[longest]} beyond" if limited else WAYS[longest]])
-
-
-def _binary(nbytes: int) -> str:
-    power = min((nbytes.bit_length() - 1) // 10, 3)
-    return f"{nbytes >> 10 * power} {('B', 'KiB', 'MiB', 'GiB')[power]}"
-
-
 def sum_at(index: Tensor, values: Tensor, capacity: int, comm: Comm) -> Rounds[Tensor]:
     """The sum over all ranks of ``values`` [n] at ``index`` [m], the same on every rank: [m] float32.
 
-    As many values travel as ``capacity`` says, so that the message's size does not depend on data.  What was sent is
+    As many values are sent as ``capacity`` says, so that the message's size does not depend on data.  What was sent is
     taken out of ``values``; rounding errors stay.
     """
     m = index.numel()
@@ -97,8 +48,8 @@ def sum_at(index: Tensor, values: Tensor, capacity: int, comm: Comm) -> Rounds[T
 def sum_selected(chosen: Selection, values: Tensor, room: int, comm: Comm) -> Rounds:
     """The sum over all ranks of ``values`` [n] at the elements of ``chosen``: a total for ``reduce``.
 
-    On the host at least ``room`` values travel; on a device as many as the selection is filled up to.  What was sent is
-    taken out of ``values``; rounding errors stay.
+    On the host at least ``room`` values are sent; on a device as many as the selection is filled up to.  What was sent
+    is taken out of ``values``; rounding errors stay.
     """
     index, on = chosen.index, selection.on(values)
     if kernels.used_for(values):

@@ -68,10 +68,14 @@ class TorchComm(Comm):
 
     def __init__(self, group: dist.ProcessGroup, wire_dtype: ValueFormat = FLOAT32) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), wire_dtype)
-        self._group = group
+        self._groups = [group]  # none once it is released
         self._global = dist.get_process_group_ranks(group)
         self._nccl = dist.get_backend(group) == "nccl"
-        self.by_backend = self._nccl
+        self.costs.by_backend = self._nccl
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        return self._groups[0]
 
     def gather(self, x: Tensor) -> Tensor:
         """Return what every rank handed over, [n] -> [P, n] on the CPU of the first rank; [0, n] on the others."""
@@ -100,13 +104,12 @@ class TorchComm(Comm):
         return done
 
     def _to_first(self, x: Tensor) -> None:
-        self.messages += 1
-        self.sent_bytes += 0 if self.rank == 0 else x.nbytes
+        self._meter.count(0 if self.rank == 0 else x.nbytes)
 
     def release(self) -> None:
         """Forget the process group too: its sockets are open until nobody refers to it."""
         super().release()
-        vars(self).pop("_group", None)
+        self._groups.clear()
 
     def _all_reduce(self, x: Tensor, direct: bool) -> Pending:
         if self.size == 1:

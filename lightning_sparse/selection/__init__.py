@@ -1,4 +1,4 @@
-"""How the elements that travel are chosen, and sparse vectors."""
+"""How the elements that are sent are chosen, and sparse vectors."""
 
 from collections.abc import Callable
 from typing import Protocol

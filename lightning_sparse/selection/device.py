@@ -14,9 +14,11 @@ from torch import Tensor
 
 from lightning_sparse import kernels
 from lightning_sparse.selection.estimate import not_nan, room, sampled_threshold
+from lightning_sparse.selection.threshold import NEAR
 from lightning_sparse.wire import MessageLayout, Selection, ValueFormat, index_format
 from lightning_sparse.wire.messages import MOST
 
+AMONG = 4096  # found elements at least among which the largest are sought
 SOUGHT = 1.25  # times k elements are meant to reach the threshold of `select_k`, of which the k largest go
 
 
@@ -29,7 +31,24 @@ def layout(n: int, capacity: int, indices: str, values: ValueFormat | None = Non
 def select(x: Tensor, threshold: float | Tensor, capacity: int) -> Selection:
     """The elements of ``x`` [n] that reach ``threshold``: of a tensor with NaN only what is not finite."""
     limit = not_nan(threshold) if isinstance(threshold, Tensor) else x.new_full((), threshold)
-    return kernels.largest_first(x, limit, capacity)
+    return largest_first(x, limit, capacity)
+
+
+def largest_first(x: Tensor, threshold: Tensor, capacity: int) -> Selection:
+    """The elements of ``x`` [n] that reach ``threshold`` [], or the ``capacity`` largest where there are more.
+
+    They are the largest of all, unless more than twice ``capacity`` (and more than ``AMONG``) were found.
+    """
+    n = x.numel()
+    found = kernels.select(x, None, threshold, min(n, max(2 * capacity, AMONG)), NEAR)
+    if n <= capacity:
+        index = torch.cat([found.index, found.index.new_full((capacity - n,), n)])
+    else:
+        meant = torch.arange(found.index.numel(), device=x.device) < found.count
+        magnitudes = x.index_select(0, found.index.clamp(max=n - 1)).abs()
+        kept = torch.where(meant, magnitudes, -1.0).topk(capacity, sorted=False).indices.sort().values
+        index = found.index.index_select(0, kept)
+    return Selection(index, seen=found.seen, near=found.near, count=found.seen.clamp(max=capacity))
 
 
 def select_k(x: Tensor, k: int) -> Selection:

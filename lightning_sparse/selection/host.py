@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_sparse.kernels.reference import NEAR
 from lightning_sparse.selection.estimate import least_of_largest, sampled_threshold
 from lightning_sparse.selection.sparse import Sparse, add_up_sparse, contained, nonzero
+from lightning_sparse.selection.threshold import NEAR
 from lightning_sparse.wire import MessageLayout, Selection, ValueFormat, index_format
 
 Magnitudes = NDArray[np.float32]
@@ -25,7 +25,7 @@ SMALLEST = 2.0**-149  # the smallest positive float32: a threshold that every el
 
 
 def layout(n: int, capacity: int, indices: str, values: ValueFormat | None = None) -> MessageLayout:
-    """Messages of at most ``capacity`` of ``n`` elements, whose indices travel as ``indices`` says."""
+    """Messages of at most ``capacity`` of ``n`` elements, whose indices are written as ``indices`` says."""
     return MessageLayout(n, capacity, index_format(indices, n, capacity), values)
 
 
@@ -93,7 +93,7 @@ def join(parts: Sequence[Selection], edges: Sequence[int]) -> Selection:
 
 
 def compact(selection: Selection, most: int) -> Selection:
-    """``selection``: here nothing is padded, and all of it travels."""
+    """``selection``: here nothing is padded, and all of it is sent."""
     del most
     return selection
 
@@ -154,12 +154,10 @@ class _Steepness:
 def above(x: Tensor, threshold: float, look: Callable[[Magnitudes], None] | None = None) -> Tensor:
     """Indices, rising, of the elements of ``x`` [n] whose magnitude is at least ``threshold``: [m] int64.
 
-    Never zeros, whatever the threshold; always NaN, so that it is seen and not kept.  On a CPU ``look`` is called with
-    the magnitudes, ``SCAN`` at a time.
+    Never zeros, whatever the threshold; always NaN, so that it is seen and not kept.  ``look`` is called with the
+    magnitudes, ``SCAN`` at a time.
     """
     threshold = max(SMALLEST, threshold)  # of NaN the first: all but zeros
-    if x.device.type != "cpu":
-        return (~(x.abs() < threshold)).nonzero().squeeze(1)
     flat = x.numpy()
     magnitude = np.empty(SCAN, dtype=np.float32)
     found = []

@@ -1,4 +1,4 @@
-"""A vector that is zero but at a few elements."""
+"""A vector that is zero but at a few elements; the functions are for CPUs, on devices nobody waits for its indices."""
 
 import ctypes
 import itertools
@@ -53,9 +53,7 @@ class Sparse:
 
 
 def clear(x: Tensor) -> Tensor:
-    """Set ``x``, which is contiguous, to zero; returns it."""
-    if x.device.type != "cpu":
-        return x.zero_()
+    """Set ``x``, which is contiguous and on a CPU, to zero; returns it."""
     # Writes without reading first: where four processes shared the memory, 1.5 ms for 100 MB, and torch's fill 7 ms.
     ctypes.memset(x.data_ptr(), 0, x.numel() * x.element_size())
     return x
@@ -69,12 +67,10 @@ def dense(vector: Tensor | Sparse, n: int) -> Tensor:
 def add_up_sparse(vectors: Sequence[Sparse], n: int) -> Sparse:
     """The sum of sparse vectors of ``n`` elements, added in the order given: the same bits wherever it is computed.
 
-    A span of elements after the other, so that on a CPU the sums stay in a core's cache and take no memory.
+    A span of elements after the other, so that the sums stay in a core's cache and take no memory.
     """
-    device = vectors[0].index.device
-    span = min(n, SPAN) if device.type == "cpu" else n
-    total = torch.empty(span, dtype=torch.float32, device=device)
-    touched = torch.empty(span, dtype=torch.bool, device=device)
+    span = min(n, SPAN)
+    total, touched = torch.empty(span), torch.empty(span, dtype=torch.bool)
     starts = range(0, n, span)
     parts = [vector.split([min(span, n - start) for start in starts]) for vector in vectors]
     sums = []
@@ -93,15 +89,10 @@ def contained(some: Tensor, among: Tensor) -> Tensor:
     """Which of ``some`` [m] int64, rising, are in ``among`` [l] int64, rising too: [m] bool."""
     if among.numel() == 0:
         return torch.zeros_like(some, dtype=torch.bool)
-    if some.device.type == "cpu":
-        place = torch.from_numpy(np.searchsorted(among.numpy(), some.numpy()))  # 3 times as fast as torch's
-    else:
-        place = torch.searchsorted(among, some)
+    place = torch.from_numpy(np.searchsorted(among.numpy(), some.numpy()))  # 3 times as fast as torch's
     return among.index_select(0, place.clamp(max=among.numel() - 1)) == some
 
 
 def nonzero(mask: Tensor) -> Tensor:
     """Indices, rising, of the elements of ``mask`` [n] that are true: [m] int64."""
-    if mask.device.type == "cpu":
-        return torch.from_numpy(np.flatnonzero(mask.numpy()))
-    return mask.nonzero().squeeze(1)
+    return torch.from_numpy(np.flatnonzero(mask.numpy()))

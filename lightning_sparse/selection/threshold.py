@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sparse.kernels.reference import NEAR
-
+NEAR = 0.95  # elements above this multiple of the threshold are counted too: they tell how steep the distribution is
 GAIN = 0.5  # of the miss is corrected at once ...
 TREND_GAIN = 0.1  # ... and so much of it is added to what the threshold moves by in every step
 WIDEST_MISS = 0.2  # natural logarithms of what is corrected, and of the trend: beyond, the control would overshoot
@@ -20,7 +19,7 @@ LARGEST = torch.finfo(torch.float32).max  # magnitudes are float32
 
 
 @dataclass(frozen=True)
-class Held:
+class ThresholdController:
     """A threshold under control: of magnitudes, and the logarithm it moves by in every step.
 
     What is unsent grows for the first hundreds of steps, shrinks when gradients do, and ends abruptly just above the
@@ -33,7 +32,7 @@ class Held:
     trend: float = 0.0
     was_blind: bool = False  # so that it is evaluated anew; see :meth:`blind`
 
-    def after(self, picked: int, target: int, seen: int, near: int) -> "Held":
+    def after(self, picked: int, target: int, seen: int, near: int) -> "ThresholdController":
         """The threshold of the next step.
 
         Args:
@@ -45,9 +44,9 @@ class Held:
         steepness = math.log(max(near, 1) / max(seen, 1)) / -math.log(NEAR)  # -d log(count) / d log(threshold)
         miss = _bounded(math.log(max(picked, 0.5) / target) / max(steepness, 1.0), WIDEST_MISS)
         trend = _bounded(self.trend + TREND_GAIN * miss, FASTEST_TREND)
-        return Held(min(self.threshold * math.exp(GAIN * miss + trend), LARGEST), trend)
+        return ThresholdController(min(self.threshold * math.exp(GAIN * miss + trend), LARGEST), trend)
 
-    def following(self, messages: Sequence[Sequence[int]], target: int) -> "Held | None":
+    def following(self, messages: Sequence[Sequence[int]], target: int) -> "ThresholdController | None":
         """The threshold of the next step, from the headers of all messages; None where it is better evaluated anew.
 
         Where there was no room for all that was seen, what was seen does not say how many a lower one would send.
@@ -76,16 +75,16 @@ class Held:
         too_many = picked > CROWDED * target and near < LEVEL * seen
         return self.threshold > 0 and (seen < STARVED * target or too_many)
 
-    def renewed(self, threshold: float) -> "Held":
+    def renewed(self, threshold: float) -> "ThresholdController":
         """``threshold``, which was used in this one's place.
 
         Where this one was blind, it has the trend that would have led there; after a jump of the scale it has none.
         """
         if not self.was_blind:
-            return Held(threshold, self.trend)
+            return ThresholdController(threshold, self.trend)
         moved = math.log(max(threshold, _LEAST)) - math.log(max(self.threshold, _LEAST))  # not of a ratio: inf / inf
         trend = _bounded(self.trend + moved, FASTEST_TREND) if abs(moved) < WIDEST_MISS else 0.0
-        return Held(threshold, trend)
+        return ThresholdController(threshold, trend)
 
     def state(self) -> Tensor:
         """[3] float64, to keep in a group's memory."""
@@ -97,13 +96,13 @@ class Held:
         total = sum(elements for _, elements in states)
         logs = [math.log(max(float(state[0]), _LEAST)) * elements for state, elements in states]
         trends = [float(state[1]) * elements for state, elements in states]
-        return Held(math.exp(sum(logs) / total), sum(trends) / total).state()
+        return ThresholdController(math.exp(sum(logs) / total), sum(trends) / total).state()
 
     @staticmethod
-    def of(state: Tensor) -> "Held":
+    def of(state: Tensor) -> "ThresholdController":
         """What :meth:`state` kept."""
         threshold, trend, was_blind = state.tolist()
-        return Held(threshold, trend, bool(was_blind))
+        return ThresholdController(threshold, trend, bool(was_blind))
 
 
 def _bounded(x: float, limit: float) -> float:

@@ -12,13 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sparse.wire.values import BLOCK, RUN, ValueFormat, viewed
+from lightning_sparse.kernels import ops
+from lightning_sparse.kernels.blocks import BELOW_ONE, BLOCK, SCALE_BITS, TINY, halves, in_blocks, scales_and_codes
+from lightning_sparse.wire.values import RUN, ValueFormat
 
-TINY = torch.finfo(torch.float32).tiny
-# Scales have 17 bits of mantissa, so that a step of up to 7 bits times its scale is exact in float32.
-SCALE_BITS = ~0x7F
-# A little less than one: the nearest step is then never further from zero than the value allows, see Steps.
-BELOW_ONE = 1 - 2.0**-21
 # The signs in a byte, the first in its highest bit: [256, 8] float32, 1 or -1.
 SIGNS = 1 - 2 * np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).astype(np.float32)
 
@@ -38,7 +35,7 @@ class Blocks(ValueFormat):
     def take(self, values: Tensor, out: Tensor) -> None:
         """Move ``values`` onto the wire; see :meth:`ValueFormat.take`."""
         if values.device.type != "cpu":
-            torch.ops.lightning_sparse.take_blocks(values, out, self.bits)
+            ops.take_blocks(values, out, self.bits)
             return
         scales = values.new_empty(-(-values.numel() // BLOCK))
         head, codes = out.split([4 * scales.numel(), out.numel() - 4 * scales.numel()])
@@ -49,7 +46,7 @@ class Blocks(ValueFormat):
     def read(self, payload: Tensor, out: Tensor) -> None:
         """Set ``out`` to the values in ``payload``."""
         if out.device.type != "cpu":
-            torch.ops.lightning_sparse.read_blocks(payload, out, self.bits)
+            ops.read_blocks(payload, out, self.bits)
             return
         for part, scale, code, scratch in self._runs(out, *scales_and_codes(payload, out.numel())):
             torch.mul(self._multiples(code, scratch), scale, out=part)
@@ -57,7 +54,7 @@ class Blocks(ValueFormat):
     def add(self, payload: Tensor, out: Tensor) -> None:
         """Add the values in ``payload`` to ``out``."""
         if out.device.type != "cpu":
-            torch.ops.lightning_sparse.add_blocks(payload, out, self.bits)
+            ops.add_blocks(payload, out, self.bits)
             return
         for part, scale, code, scratch in self._runs(out, *scales_and_codes(payload, out.numel())):
             part.addcmul_(self._multiples(code, scratch), scale)  # exact products: it rounds once, fused or not
@@ -145,31 +142,3 @@ class Sign(Blocks):
         signs = scratch.numpy().reshape(*code.shape, 8)
         np.take(SIGNS, code.numpy(), axis=0, out=signs, mode="clip")  # "raise" would copy
         return scratch
-
-
-def in_blocks(
-    values: Tensor, scales: Tensor, codes: Tensor, bits: int, rows: int
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """``values`` [n], ``scales`` [blocks], ``codes`` [bytes] in runs: [b, width], [b, 1], [b, bytes].
-
-    A run is of at most ``rows`` blocks; the last block, if shorter, is one of its own.
-    """
-    blocks, rest = divmod(values.numel(), BLOCK)
-    whole, width = blocks * BLOCK, BLOCK * bits // 8
-    parts = values[:whole].view(blocks, BLOCK).split(rows)
-    encoded = codes[: blocks * width].view(blocks, width).split(rows)
-    yield from zip(parts, scales[:blocks, None].split(rows), encoded, strict=True)
-    if rest:
-        yield values[None, whole:], scales[blocks:, None], codes[None, blocks * width :]
-
-
-def scales_and_codes(payload: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The scales [blocks] float32 and the codes [bytes] uint8 of ``count`` values."""
-    head = 4 * -(-count // BLOCK)
-    return viewed(payload[:head], torch.float32), payload[head:]
-
-
-def halves(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The columns of ``values`` [b, width] that lie in the low bits of bytes, and those above: as many or one less."""
-    half = -(-values.shape[1] // 2)
-    return values[:, :half], values[:, half:]

@@ -15,13 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_sparse.kernels.reference import BLOCK_BITS, block16_bytes
+
 Bytes = NDArray[np.uint8]
 Indices = NDArray[np.int64]
 
 LINK_BITS_PER_NS = 1.0  # the reference link of `cheapest`: 1 Gbit/s
 
-INDEX_LIMIT = 2**31  # indices travel as int32
-_BLOCK_BITS = 16
+INDEX_LIMIT = 2**31  # indices are sent as int32
 CAUSE = "the message was corrupted on its way or ranks disagree on its layout"
 
 
@@ -32,7 +33,7 @@ class CorruptMessage(ValueError):
 class IndexFormat(ABC):
     """How m <= ``capacity`` strictly rising indices below n <= 2**31 are written in ``nbytes(n, capacity)`` bytes.
 
-    m is not among those bytes: it travels beside them.
+    m is not among those bytes: it is sent beside them.
     """
 
     name: str
@@ -127,10 +128,10 @@ class Block16(IndexFormat):
 
     def nbytes(self, n: int, capacity: int) -> int:
         """4 bytes a block, 2 bytes an index."""
-        return 4 * _blocks(n) + 2 * capacity
+        return block16_bytes(n, capacity)
 
     def _write(self, index: Indices, n: int, capacity: int, out: Bytes) -> None:
-        borders = np.arange(_blocks(n) + 1) << _BLOCK_BITS
+        borders = np.arange(_blocks(n) + 1) << BLOCK_BITS
         counts = np.diff(np.searchsorted(index, borders))  # [blocks]
         head, tail = 4 * counts.size, 4 * counts.size + 2 * index.size
         out[:head] = counts.astype(np.int32).view(np.uint8)
@@ -144,7 +145,7 @@ class Block16(IndexFormat):
             raise CorruptMessage(f"{self.name}: a block of {least} indices found, 0 or more expected: {CAUSE}")
         if (found := counts.sum()) != count:
             raise CorruptMessage(f"{self.name}: {count} indices announced, {found} found: {CAUSE}")
-        starts = np.arange(counts.size) << _BLOCK_BITS
+        starts = np.arange(counts.size) << BLOCK_BITS
         return np.repeat(starts, counts) | _numbers(payload[head : head + 2 * count], np.uint16)
 
 
@@ -209,7 +210,7 @@ def cheapest(n: int, capacity: int) -> IndexFormat:
 
 
 def _blocks(n: int) -> int:
-    return -(-n >> _BLOCK_BITS)
+    return -(-n >> BLOCK_BITS)
 
 
 class _Field(NamedTuple):

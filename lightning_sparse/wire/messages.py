@@ -25,7 +25,7 @@ class Selection:
 
     Args:
         index: [m] int64, strictly rising but for the padding.
-        values: [m] float32; empty where none travel.
+        values: [m] float32; empty where none are sent.
         seen: elements that reached the threshold; more than were selected where there was no room for all.
         near: elements that reached ``NEAR`` times the threshold, those that were seen included.
         load: of an owner of a part, elements that all ranks together found there; 0 where nobody asks.
@@ -53,8 +53,8 @@ class MessageLayout:
     Args:
         n: elements to select from, at most 2**31.
         capacity: selected elements there is room for, from 1 to n.
-        indices: how indices travel.
-        values: how values travel; None for messages without.
+        indices: how indices are written.
+        values: how values are written; None for messages without.
     """
 
     n: int

@@ -1,4 +1,4 @@
-"""How values travel: formats that round float32 for the wire and keep their rounding errors.  Pure functions."""
+"""How values are written: formats that round float32 for the wire and keep their rounding errors.  Pure functions."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-BLOCK = 256  # values that share a scale, where they do; messages are cut into segments at multiples of it
+from lightning_sparse.kernels.blocks import viewed
+
 RUN = 2**17  # values worked on together on a CPU, so that they stay in a core's cache
 
 
@@ -106,11 +107,6 @@ class Float(ValueFormat):
         scratch = scratch_for(out)
         for part, values in runs(out, written):
             part.add_(scratch[: part.numel()].copy_(values))
-
-
-def viewed(payload: Tensor, dtype: torch.dtype) -> Tensor:
-    """``payload`` [n * itemsize] uint8 as [n] of ``dtype``: a view, or a copy where it does not start on a multiple."""
-    return (payload.clone() if payload.storage_offset() % dtype.itemsize else payload).view(dtype)
 
 
 def runs(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

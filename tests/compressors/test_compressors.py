@@ -100,7 +100,7 @@ def test_what_is_active_is_made_once_for_each_phase() -> None:
         (lambda: ls.SkipReduce(divisor="contributors"), "use divisor='world', or error_feedback=False"),
         (lambda: ls.SkipReduce(protect="bias"), "protect must be a list of patterns; got 'bias'. Write ['bias']"),  # type: ignore[arg-type]
         (lambda: ls.SkipReduce(protect_below=-1), "SkipReduce: protect_below must be"),
-        (lambda: ls.Warmup(-1, ls.Dense()), "Warmup: steps must be an integer of at least 0, where 0 is none; got -1"),
+        (lambda: ls.Warmup(-1, ls.Dense()), "Warmup: steps must be an integer of at least 0; got -1. Give 0 for none."),
         (lambda: by_name("skipreduce"), "compressor must be one of skip_reduce, "),
         (lambda: simulate("dense", torch.ones(1, 1, 1)), "compressor must be one of"),
         (lambda: simulate("skip_reduce", torch.ones(1, 1)), "gradients must be [steps, ranks, elements]"),

@@ -9,7 +9,7 @@ from torch import Tensor
 import lightning_sparse as ls
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.network.comm import HOP_BYTES
+from lightning_sparse.network.costs import HOP_BYTES
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.wire import BLOCK, FLOAT32, INT4, INT8, SIGN, WIRE_DTYPES, ValueFormat
 

@@ -9,7 +9,7 @@ import torch
 import lightning_sparse as ls
 from lightning_sparse import kernels
 from lightning_sparse.selection import partition
-from lightning_sparse.selection.threshold import Held
+from lightning_sparse.selection.threshold import ThresholdController as Held
 from lightning_sparse.simulation import simulate
 from tests.runs import Run, layered
 

@@ -11,7 +11,8 @@ from lightning_sparse.selection import partition
 from lightning_sparse.selection.estimate import pooled_threshold, summary
 from lightning_sparse.selection.host import above, largest
 from lightning_sparse.selection.sparse import contained
-from lightning_sparse.selection.threshold import FASTEST_TREND, Held
+from lightning_sparse.selection.threshold import FASTEST_TREND
+from lightning_sparse.selection.threshold import ThresholdController as Held
 from lightning_sparse.simulation import simulate
 from lightning_sparse.wire import FLOAT32, INDEX_FORMATS, MessageLayout, Selection
 from tests.runs import Run, layered

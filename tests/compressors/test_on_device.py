@@ -18,7 +18,7 @@ from lightning_sparse.network.comm import Comm, Pending
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.selection import device
 from lightning_sparse.selection.sparse import Sparse, dense
-from lightning_sparse.selection.threshold import Held
+from lightning_sparse.selection.threshold import ThresholdController as Held
 from lightning_sparse.simulation import Simulated, simulate
 from lightning_sparse.wire import (
     FLOAT16,
@@ -331,7 +331,7 @@ def test_padded_indices_of_parts_are_joined_and_named_once() -> None:
 def test_the_largest_go_first(n: int, threshold: float) -> None:
     x = torch.randn(n, generator=torch.Generator().manual_seed(0))
     x[n // 2 : n // 2 + 1] = torch.nan
-    found = kernels.largest_first(x, torch.tensor(threshold), 40)
+    found = device.largest_first(x, torch.tensor(threshold), 40)
     index = found.index[: int(found.count)]
     assert found.index.shape == (40,)
     assert (found.index[int(found.count) :] == n).all()
@@ -339,9 +339,9 @@ def test_the_largest_go_first(n: int, threshold: float) -> None:
     assert int(found.seen) == (~(x.abs() < threshold)).sum()
     if found.seen <= 40:
         assert int(found.count) == found.seen
-    elif found.seen <= kernels.AMONG:
+    elif found.seen <= device.AMONG:
         assert set(index.tolist()) == set(x.abs().topk(40).indices.tolist())
-    if 0 < found.seen <= kernels.AMONG:
+    if 0 < found.seen <= device.AMONG:
         assert x[index].isnan().any()
 
 

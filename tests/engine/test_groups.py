@@ -11,7 +11,7 @@ import lightning_sparse as ls
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.groups import FUSIONS, Piece, carry_over, cut_apart, fuse, lay_out, make_groups
 from lightning_sparse.engine.lane import spread
-from lightning_sparse.selection.threshold import Held
+from lightning_sparse.selection.threshold import ThresholdController as Held
 
 pieces = st.lists(st.tuples(st.integers(0, 100), st.booleans()), max_size=30).map(
     lambda drawn: [Piece(f"layer{i // 2}.p{i % 2}", n, dense) for i, (n, dense) in enumerate(drawn)]

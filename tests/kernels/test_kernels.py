@@ -73,9 +73,10 @@ def check_select(device: torch.device) -> None:
 
 def compare_select(device: torch.device, x: Tensor, gradient: Tensor | None, threshold: float, capacity: int) -> None:
     limit, expected = torch.tensor(threshold), x.clone()
-    index, (seen, near) = reference.select(expected, gradient, limit, capacity)
+    index, (seen, near) = reference.select(expected, gradient, limit, NEAR, capacity)
     unsent = x.to(device, copy=True)
-    found = kernels.select(unsent, None if gradient is None else gradient.to(device), limit.to(device), capacity)
+    arrived = None if gradient is None else gradient.to(device)
+    found = kernels.select(unsent, arrived, limit.to(device), capacity, NEAR)
     same(unsent, expected)
     same(found.index, index)
     same(found.seen, seen)
@@ -253,7 +254,7 @@ def test_nothing_waits_for_the_device(functions: Any) -> None:
     turns = (hashed,) if functions is kernels else (hashed.offsets, hashed.signs)
 
     def all_of_them() -> None:
-        found = functions.select(x, x.clone(), threshold, 2000)
+        found = functions.select(x, x.clone(), threshold, *((2000, NEAR) if functions is kernels else (NEAR, 2000)))
         index, count = (found.index, found.count) if functions is kernels else (found[0], found[1][0])
         functions.scatter(index, x[:2000], count, 3, torch.empty_like(x))
         functions.encode_indices(index, count, 5000, payload)
@@ -287,7 +288,7 @@ floats = st.floats(width=32)  # infinities, NaN, both zeros and the smallest inc
 )
 def test_the_reference_selects_what_above_does(values: list[float], threshold: float, capacity: int) -> None:
     x = torch.tensor(values, dtype=torch.float32)
-    found = kernels.select(x.clone(), None, torch.tensor(threshold, dtype=torch.float64), capacity)
+    found = kernels.select(x.clone(), None, torch.tensor(threshold, dtype=torch.float64), capacity, NEAR)
     expected = above(x, threshold)
     assert found.index.tolist() == padded(expected[:capacity], len(values), capacity).tolist()
     assert (int(found.seen), int(found.count)) == (expected.numel(), min(expected.numel(), capacity))
@@ -341,8 +342,8 @@ def test_operators_keep_to_their_schemas() -> None:
     hashed = hashes(CountSketch(3, 8), 50)
     index, count, coded = torch.arange(9), torch.tensor(9), torch.zeros(INT4.nbytes(50), dtype=torch.uint8)
     for operator, arguments in (
-        (ops.select, (x, x.clone(), torch.tensor(1.0), 9)),
-        (ops.select, (x, None, torch.tensor(1.0), 9)),
+        (ops.select, (x, x.clone(), torch.tensor(1.0), NEAR, 9)),
+        (ops.select, (x, None, torch.tensor(1.0), NEAR, 9)),
         (ops.scatter, (index, x[:9].clone(), count, 2, torch.zeros(50))),
         (ops.sketch_encode, (x, hashed.offsets, hashed.signs, table)),
         (ops.sketch_estimate, (table, hashed.offsets, hashed.signs, x)),

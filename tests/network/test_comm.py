@@ -18,7 +18,8 @@ import lightning_sparse as ls
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.lane import Lane
-from lightning_sparse.network.comm import Comm, Rounds, traffic
+from lightning_sparse.network.comm import Comm, Rounds
+from lightning_sparse.network.costs import traffic
 from lightning_sparse.network.torch_comm import TorchComm
 from lightning_sparse.selection.sparse import dense
 from lightning_sparse.simulation import simulate
@@ -122,7 +123,7 @@ def bytes_a_pick(rank: int, size: int, compressor: ls.Compressor, wire: str) -> 
     """Bytes this rank sent by the kernel's count, over elements updated, once thresholds have settled."""
     dist.init_process_group("gloo")
     lane = Lane(TorchComm(dist.group.WORLD, wire_format(wire)), threaded=False)
-    lane.comm.hop_bytes = 1  # sums in as few bytes as can be
+    lane.comm.costs.hop_bytes = 1  # sums in as few bytes as can be
     group = Group(0, ("gradient",), (torch.zeros(400_000),))
     generator = torch.Generator().manual_seed(rank)
     picked, before = 0, 0

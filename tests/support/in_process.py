@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from lightning_sparse.engine.pending_bucket import gradients_of
-from lightning_sparse.network.comm import HOP_BYTES, Comm, Pending
+from lightning_sparse.network.comm import Comm, Pending
+from lightning_sparse.network.costs import HOP_BYTES
 from lightning_sparse.network.process_groups import LANES
 from lightning_sparse.network.simulated import SimComm, SimNetwork
 from lightning_sparse.wire import FLOAT32, ValueFormat

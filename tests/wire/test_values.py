@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sparse.network.comm import Pending
+from lightning_sparse.network.costs import Costs
 from lightning_sparse.network.simulated import SimNetwork
-from lightning_sparse.network.sums import sum_values, two_hop_sum, way_of, ways
+from lightning_sparse.network.sums import sum_values, two_hop_sum
 from lightning_sparse.wire import (
     BFLOAT16,
     BLOCK,
@@ -258,19 +259,19 @@ def test_a_sum_goes_the_soonest_way(
 
 
 def test_a_sentence_says_which_way_sums_of_which_size_take() -> None:
-    comm = SimNetwork(4, FLOAT32, hop_bytes=100_000).comms[0]
-    assert [way_of(size << 10, lossless=True, comm=comm) for size in (64, 128, 1024, 2048)] == [
+    costs = Costs(4, hop_bytes=100_000)
+    assert [costs.way_of(size << 10, lossless=True) for size in (64, 128, 1024, 2048)] == [
         "one_hop",
         "two_hops",
         "two_hops",
         "backend",
     ]
-    assert ways(comm) == (
+    assert costs.ways() == (
         "Sums of float32 go to all ranks in one hop up to 64 KiB, in two hops up to 1 MiB, by the backend's all-reduce "
         "beyond; sums of rounded values go to all ranks in one hop up to 64 KiB, in two hops beyond."
     )
-    comm.by_backend = True
-    assert ways(comm).startswith("Sums of float32 go by the backend's all-reduce; sums of rounded values go to all")
+    costs.by_backend = True
+    assert costs.ways().startswith("Sums of float32 go by the backend's all-reduce; sums of rounded values go to all")
 
 
 @every_format

@@ -32,8 +32,7 @@ from lightning_sparse.engine.gradient_record import GradientRecord
 from lightning_sparse.fusion.costs import Link
 from lightning_sparse.fusion.planner import Measured
 from lightning_sparse.fusion.steps import STEPS_MEASURED
-from lightning_sparse.network.simulated import SimNetwork
-from lightning_sparse.network.sums import ways
+from lightning_sparse.network.costs import Costs
 from lightning_sparse.strategy import SparseDDPStrategy
 
 STEPS = 8  # of a model that trains alone, of which the first half is not timed
@@ -133,7 +132,7 @@ def advices(
     with Progress(transient=True) as progress:
         candidates = progress.track(CANDIDATES, description="Trying candidates on the model's gradients")
         found = [tried(forecaster.forecast(candidate), gradients, weights) for candidate in candidates]
-    sums = ways(SimNetwork(cluster.hosts, hop_bytes=link.carries(link.latency_s)).comms[0])
+    sums = Costs(cluster.hosts, link.carries(link.latency_s)).ways()
     return advise_on(found, sums)
 
 

@@ -29,7 +29,7 @@ from lightning_sparse.checks import check_whole, is_number
 from lightning_sparse.compressors import COMPRESSORS, Dense, MiCRO
 from lightning_sparse.compressors.named import did_you_mean
 from lightning_sparse.engine.local_steps import LocalSteps
-from lightning_sparse.network.comm import traffic
+from lightning_sparse.network.costs import traffic
 from lightning_sparse.strategy import SparseDDPStrategy
 
 NO_COMMUNICATION = "no_communication"

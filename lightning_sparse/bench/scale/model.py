@@ -9,7 +9,7 @@ import numpy as np
 from lightning_sparse.bench.compare.report import Summary
 from lightning_sparse.bench.scale.ranks import StepTraffic
 from lightning_sparse.fusion.costs import Link
-from lightning_sparse.network.comm import hops
+from lightning_sparse.network.costs import hops
 
 
 @dataclass(frozen=True)

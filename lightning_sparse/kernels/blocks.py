@@ -1,0 +1,46 @@
+"""How values of few bits lie in bytes: in blocks that share a scale, first all scales, then the multiples of them."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+BLOCK = 256  # values that share a scale, where they do; messages are cut into segments at multiples of it
+TINY = torch.finfo(torch.float32).tiny
+# Scales have 17 bits of mantissa, so that a step of up to 7 bits times its scale is exact in float32.
+SCALE_BITS = ~0x7F
+# A little less than one: the nearest step is then never further from zero than the value allows, see wire.blocks.Steps.
+BELOW_ONE = 1 - 2.0**-21
+
+
+def in_blocks(
+    values: Tensor, scales: Tensor, codes: Tensor, bits: int, rows: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """``values`` [n], ``scales`` [blocks], ``codes`` [bytes] in runs: [b, width], [b, 1], [b, bytes].
+
+    A run is of at most ``rows`` blocks; the last block, if shorter, is one of its own.
+    """
+    blocks, rest = divmod(values.numel(), BLOCK)
+    whole, width = blocks * BLOCK, BLOCK * bits // 8
+    parts = values[:whole].view(blocks, BLOCK).split(rows)
+    encoded = codes[: blocks * width].view(blocks, width).split(rows)
+    yield from zip(parts, scales[:blocks, None].split(rows), encoded, strict=True)
+    if rest:
+        yield values[None, whole:], scales[blocks:, None], codes[None, blocks * width :]
+
+
+def scales_and_codes(payload: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The scales [blocks] float32 and the codes [bytes] uint8 of ``count`` values."""
+    head = 4 * -(-count // BLOCK)
+    return viewed(payload[:head], torch.float32), payload[head:]
+
+
+def halves(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The columns of ``values`` [b, width] that lie in the low bits of bytes, and those above: as many or one less."""
+    half = -(-values.shape[1] // 2)
+    return values[:, :half], values[:, half:]
+
+
+def viewed(payload: Tensor, dtype: torch.dtype) -> Tensor:
+    """``payload`` [n * itemsize] uint8 as [n] of ``dtype``: a view, or a copy where it does not start on a multiple."""
+    return (payload.clone() if payload.storage_offset() % dtype.itemsize else payload).view(dtype)

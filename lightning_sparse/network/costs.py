@@ -1,0 +1,100 @@
+"""What a message costs: bytes on the wire, hops that follow each other, and by both the way that a sum takes."""
+
+HOP_BYTES = 8 * 1024  # until a link is measured
+SEGMENT_BYTES = 512 * 1024  # long messages are sent in segments: one is on the wire while another is being added
+
+SIZES = [2**k for k in range(6, 36)]  # bytes: the sizes for which `ways` asks
+WAYS = {"one_hop": "to all ranks in one hop", "two_hops": "in two hops", "backend": "by the backend's all-reduce"}
+COPIES = 1.2  # what two hops of float32 cost beside the backend's sum, which adds where the values lie
+COPIES_OF_GROUPS = 1.5  # likewise, beside the backend's sum of DDP's buckets, which needs no copies into groups
+
+
+def traffic(message: str, payload_bytes: int, size: int) -> int:
+    """Bytes one rank puts on the wire for one message whose payload on each rank has ``payload_bytes`` bytes.
+
+    An all-reduce of the backend goes round a ring and sends 2(P-1)/P of its payload; an all-gather sends what each rank
+    contributes P-1 times; of a shift and an all-to-all the payload is what leaves.  Of a broadcast, which all but one
+    rank receive once, each rank is charged a P-th: who passes it on depends on the backend.
+    """
+    if size == 1:
+        return 0
+    if message == "all_reduce":
+        return 2 * (size - 1) * payload_bytes // size
+    if message == "all_gather":
+        return (size - 1) * payload_bytes
+    if message in ("shift", "all_to_all"):
+        return payload_bytes
+    if message == "broadcast":
+        return (size - 1) * payload_bytes // size
+    raise ValueError(f"unknown message {message!r}")
+
+
+def hops(message: str, size: int) -> int:
+    """How often a message goes from one rank to the next, one after the other, as Gloo and we send it."""
+    if message == "all_reduce":
+        return 2 * (size - 1)
+    return (size - 1).bit_length() if message == "broadcast" else int(size > 1)  # a broadcast goes down a binary tree
+
+
+class Costs:
+    """What sums cost on a link, the same on every rank, and by that the way they take.  P = ``size``.
+
+    Attributes:
+        hop_bytes: what a link carries in the time that a message of next to no length takes to all other ranks.
+        all_reduce_bytes: what it carries in that of an all-reduce of the backend of next to no length.
+        by_backend: float32 is always summed by the backend, which chooses among several ways itself.
+    """
+
+    def __init__(self, size: int, hop_bytes: int = HOP_BYTES) -> None:
+        self.size = size
+        self.hop_bytes, self.all_reduce_bytes = hop_bytes, hops("all_reduce", size) * hop_bytes
+        self.by_backend = False
+
+    def of(self, way: str, payload_bytes: int) -> float:
+        """The time of a sum of ``payload_bytes`` from each rank, in bytes that a link carries meanwhile.
+
+        Args:
+            way: "one_hop" (to everybody, who adds), "two_hops" (to who adds that slice) or "backend" (round a ring).
+            payload_bytes: on the wire.
+        """
+        if way == "one_hop":
+            return self.hop_bytes + (self.size - 1) * payload_bytes
+        latency_bytes = 2 * self.hop_bytes if way == "two_hops" else self.all_reduce_bytes
+        return latency_bytes + 2 * (self.size - 1) / self.size * payload_bytes
+
+    def in_one_hop(self, payload_bytes: int) -> bool:
+        """Whether a sum is sooner in one hop than in two; a long one is not, since it takes room for what all send."""
+        short = payload_bytes <= max(SEGMENT_BYTES, self.hop_bytes)
+        return short and self.of("one_hop", payload_bytes) <= self.of("two_hops", payload_bytes)
+
+    def way_of(self, payload_bytes: int, lossless: bool) -> str:
+        """The way a sum takes, as :meth:`of` has it; if ``lossless``, of float32, which the backend can add."""
+        if lossless and self.by_backend:
+            return "backend"
+        if self.in_one_hop(payload_bytes):
+            return "one_hop"
+        two_hops = self.of("two_hops", payload_bytes)
+        return "backend" if lossless and self.of("backend", payload_bytes) <= COPIES * two_hops else "two_hops"
+
+    def in_place(self, payload_bytes: int) -> bool:
+        """Whether the backend's sums of a gradient in float32, where DDP has it, are the soonest."""
+        two_hops = self.of("two_hops", payload_bytes)
+        return self.size > 1 and (self.by_backend or self.of("backend", payload_bytes) <= COPIES_OF_GROUPS * two_hops)
+
+    def ways(self) -> str:
+        """Say in a sentence which way sums of which size take."""
+        if self.size == 1:
+            return "There is one rank, and nothing to sum."
+        return f"Sums of float32 go {self._by_size(True)}; sums of rounded values go {self._by_size(False)}."
+
+    def _by_size(self, lossless: bool) -> str:
+        """The ways of sums by their size, to the next power of two; only the last has no limit."""
+        last = {self.way_of(size, lossless): size for size in SIZES}  # in the order of size; each way has one range
+        *limited, longest = last
+        parts = [f"{WAYS[way]} up to {_binary(last[way])}" for way in limited]
+        return ", ".join([*parts, f"{WAYS[longest]} beyond" if limited else WAYS[longest]])
+
+
+def _binary(nbytes: int) -> str:
+    power = min((nbytes.bit_length() - 1) // 10, 3)
+    return f"{nbytes >> 10 * power} {('B', 'KiB', 'MiB', 'GiB')[power]}"
