@@ -18,8 +18,8 @@ from lightning.pytorch.trainer.connectors import accelerator_connector
 from torch import nn
 
 import lightning_sparse as ls
-from tests.training.models import data, small, trainer
-from tests.training.test_as_lightnings_ddp import error_of, ours
+from tests.support.models import data, small, trainer
+from tests.support.said import error_of
 
 
 def described(run: L.Trainer) -> dict[str, Any]:
@@ -143,6 +143,10 @@ def test_a_name_of_ones_own() -> None:
         StrategyRegistry.remove("sparse_of_ones_own")
     assert isinstance(strategy, ls.SparseDDPStrategy)
     assert strategy.checkpoint_io is kept
+
+
+def ours(**options: Any) -> ls.SparseDDPStrategy:
+    return ls.SparseDDPStrategy("sparse_dense", **options)
 
 
 class StartsTooMany(LightningEnvironment):

@@ -18,8 +18,8 @@ import lightning_sparse as ls
 from lightning_sparse.checkpoint.optimizers import in_order, set_tensors, tensors_everywhere
 from lightning_sparse.checkpoint.state import KEY, mean_used
 from lightning_sparse.network.torch_comm import world
-from tests.conftest import Ranks
-from tests.training.models import LIMIT_S, Small, data, trainer, weights
+from tests.support.models import Small, data, trainer, weights
+from tests.support.processes import Ranks
 
 
 class Together:
@@ -272,7 +272,6 @@ def test_optimizers_are_in_the_order_of_their_first_parameters() -> None:
 
 
 def mean(rank: int, size: int) -> list[Tensor]:
-    torch.distributed.init_process_group("gloo")
     comm = world()
     given = [torch.tensor([5 + rank]), torch.tensor([rank == 0]), torch.tensor([1.0 + rank]), torch.tensor(rank).int()]
     found = [comm.mean(x) for x in given]
@@ -281,7 +280,7 @@ def mean(rank: int, size: int) -> list[Tensor]:
 
 
 def test_of_whole_numbers_the_mean_is_the_first_rank_s(ranks: Ranks) -> None:
-    first = ranks.run(mean, 2)[0]
+    first = ranks.run(mean, 2, gloo=True)[0]
     assert same(first, [torch.tensor([5]), torch.tensor([True]), torch.tensor([1.5]), torch.tensor(0).int()])
 
 
@@ -334,9 +333,8 @@ def resume(rank: int, size: int, folder: Path) -> list[tuple[Tensor, Any]]:
     return [(weights(run.lightning_module), kept(run.optimizers[0])) for run in ends]
 
 
-@pytest.mark.timeout(LIMIT_S + 20)
 def test_a_training_with_an_optimizer_of_one_s_own_is_resumed_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
-    for (trained, state), (after, again), (_, mean) in ranks.run(resume, 2, tmp_path, timeout_s=LIMIT_S):
+    for (trained, state), (after, again), (_, mean) in ranks.run(resume, 2, tmp_path):
         assert torch.equal(trained, after)
         assert same(state, again)
         assert state["steps"] == mean["steps"] == 6

@@ -494,7 +494,6 @@ class AnyOrder(RuleBasedStateMachine):
     @may(lambda self: self.losses is not None)
     def backward(self) -> None:
         losses, self.losses = self.losses, None
-        assert losses is not None
         before = self.trainings[0].ddp.backwards
         self.ranks.everywhere(lambda rank: losses[rank].backward())
         sync = self.trainings[0].ddp.backwards > before
@@ -590,7 +589,6 @@ class AnyOrder(RuleBasedStateMachine):
     @may(lambda self: self.losses is not None and self.is_local)
     def backward_after_the_average_was_shown(self) -> None:
         losses = self.losses
-        assert losses is not None
         self.show_average()
         self._cannot_go_back(losses, "average|modified by an inplace operation")
 
@@ -630,7 +628,6 @@ class AnyOrder(RuleBasedStateMachine):
 
     @may(lambda self: self.file is not None and holds_same(self))
     def load_the_model_alone(self) -> None:
-        assert self.file is not None
         written, plain, _ = self.file
         self.everywhere(lambda training: training.model.load_state_dict(written["model"]))
         self.plain.load_model(plain)
@@ -680,7 +677,6 @@ class AnyOrder(RuleBasedStateMachine):
         self._load(model_first)
 
     def _load(self, model_first: bool) -> None:
-        assert self.file is not None
         written, plain, saved = self.file
         self.everywhere(lambda training: training.load(written, model_first))
         self.plain.load(plain, model_first)

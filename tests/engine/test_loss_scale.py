@@ -11,10 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 import lightning_sparse as ls
-from tests.conftest import Ranks
-from tests.training.models import LIMIT_S, Small, data, trainer, weights
-
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
+from tests.support.models import Small, data, trainer, weights
+from tests.support.processes import Ranks
 
 SPIKE = 5  # the step in which one gradient of one rank is infinite
 STEPS = 12
@@ -74,8 +72,6 @@ def scaled_and_not(rank: int, size: int, cases: list[tuple[str, float]]) -> list
         reference = trainer(plain, size, max_steps=STEPS - 1, use_distributed_sampler=False)
         expected = Spiky(-1)
         reference.fit(expected, **in_order(without_batch(data(STEPS, size), SPIKE, size), rank, size))
-        assert strategy.exchange is not None
-        assert plain.exchange is not None
         residuals = [torch.cat([g.unsent for g in exchange.groups]) for exchange in (strategy.exchange, plain.exchange)]
         results.append((weights(model), weights(expected), *residuals, scaler.get_scale()))
     return results
@@ -84,7 +80,7 @@ def scaled_and_not(rank: int, size: int, cases: list[tuple[str, float]]) -> list
 def test_a_step_in_which_one_rank_overflows_never_was(ranks: Ranks) -> None:
     """Bit for bit: a power of two takes no digit away, and the rest of the run does not know of the step."""
     cases = [*((name, math.inf) for name in ls.COMPRESSORS), ("micro", math.nan)]
-    for results in ranks.run(scaled_and_not, 2, cases, timeout_s=LIMIT_S):
+    for results in ranks.run(scaled_and_not, 2, cases):
         for (name, _), (scaled, plain, unsent, plain_unsent, scale) in zip(cases, results, strict=True):
             assert torch.equal(scaled, plain), name
             assert torch.equal(unsent, plain_unsent), name
@@ -97,7 +93,7 @@ def test_a_step_in_which_one_rank_overflows_never_was(ranks: Ranks) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
 def test_mixed_precision_trains_on_a_gpu(ranks: Ranks, precision: str) -> None:
-    trained, finite = ranks.run(on_gpu, 1, precision, timeout_s=LIMIT_S)[0]
+    trained, finite = ranks.run(on_gpu, 1, precision)[0]
     assert trained.isfinite().all()
     assert finite
 
@@ -105,7 +101,6 @@ def test_mixed_precision_trains_on_a_gpu(ranks: Ranks, precision: str) -> None:
 def on_gpu(rank: int, size: int, precision: Any) -> tuple[Tensor, bool]:
     strategy, model = ls.SparseDDPStrategy("micro"), Small()
     trainer(strategy, size, accelerator="gpu", max_steps=10, precision=precision).fit(model, data(10, size))
-    assert strategy.exchange is not None
     return weights(model).cpu(), all(bool(group.unsent.isfinite().all()) for group in strategy.exchange.groups)
 
 
@@ -118,14 +113,13 @@ def mixed(rank: int, size: int, precision: str) -> tuple[Tensor, bool]:
     options = {"plugins": plugins} if plugins else {"precision": precision}
     model = Small()
     trainer(strategy, size, max_steps=10, **options).fit(model, data(10, size))
-    assert strategy.exchange is not None
     unsent = torch.cat([group.unsent for group in strategy.exchange.groups])
     return weights(model).float(), bool(unsent.isfinite().all()) and unsent.dtype == torch.float32
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "bf16-true", "32-true"])
 def test_every_precision_trains_and_replicas_stay_identical(ranks: Ranks, precision: str) -> None:
-    results = ranks.run(mixed, 2, precision, timeout_s=LIMIT_S)
+    results = ranks.run(mixed, 2, precision)
     assert all(good for _, good in results)
     assert torch.equal(results[0][0], results[1][0])
     assert results[0][0].isfinite().all()

@@ -14,7 +14,7 @@ from lightning_sparse.engine.replica import Replica
 from lightning_sparse.engine.untrained import Untrained, untrained_of
 from lightning_sparse.network.simulated import SimNetwork, same_bits
 from lightning_sparse.wire import wire_format
-from tests.conftest import EVERY_COMPRESSOR
+from tests.support.compressors import EVERY_COMPRESSOR
 
 FORMATS = ("float32", "bfloat16", "float16", "int8", "int4", "sign")
 

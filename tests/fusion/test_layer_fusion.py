@@ -22,7 +22,7 @@ from lightning_sparse.fusion.measuring import CHOOSING, STEPS_MEASURED
 from lightning_sparse.fusion.model import Cost, StepModel
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.torch_comm import Works
-from tests.test_bad_input import Bucket
+from tests.support.buckets import Bucket
 
 
 class Mirror(Comm):

@@ -22,8 +22,8 @@ from lightning_sparse.fusion.chooser import Chooser
 from lightning_sparse.fusion.forecast import Forecast, Forecaster
 from lightning_sparse.fusion.measuring import STEPS_MEASURED, Passes
 from lightning_sparse.fusion.model import Cost, Plan, StepModel
-from tests.conftest import Ranks
-from tests.training.models import LIMIT_S, data, trainer, unsent, weights
+from tests.support.models import data, trainer, unsent, weights
+from tests.support.processes import LIMIT_S, Ranks
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
 

@@ -269,7 +269,6 @@ class Plain:
         self.adopt()
 
     def _take_up(self) -> None:
-        assert self.local is not None
         self._exchanged = self.steps
         self.sent = self.local.overlaps
         turns = {**self.fragments(), **self.turns}
@@ -288,7 +287,6 @@ class Plain:
 
     def _outer_step(self, name: str, mean: Tensor) -> Tensor:
         """Nesterov's, but for what no optimizer trains."""
-        assert self.local is not None
         if not dict(self.models[0].named_parameters()).get(name, mean).requires_grad:
             return mean
         momentum = self.local.outer_momentum

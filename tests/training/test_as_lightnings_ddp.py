@@ -27,10 +27,9 @@ from torchmetrics import MeanMetric
 
 import lightning_sparse as ls
 from lightning_sparse.checkpoint.state import KEY
-from tests.conftest import Ranks
-from tests.training.models import LIMIT_S, Small, data, small, trainer, weights
-
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
+from tests.support.models import Small, data, small, trainer, weights
+from tests.support.processes import Ranks
+from tests.support.said import error_of
 
 Scenario = Callable[[Callable[..., DDPStrategy], int, Path], Any]
 
@@ -62,21 +61,12 @@ def same(some: Any, other: Any) -> bool:
 def check_same(ranks: Ranks, scenario: Scenario, folder: Path) -> list[Any]:
     """Run the scenario with each strategy on two ranks; what was seen of plain DDP, by rank."""
     seen = []
-    for plain, sparse in ranks.run(with_each, 2, scenario, str(folder), timeout_s=LIMIT_S):
+    for plain, sparse in ranks.run(with_each, 2, scenario, str(folder)):
         for name in plain:
             assert same(plain[name], sparse[name]), f"{name}: {plain[name]} with plain DDP, {sparse[name]} with ours"
         assert plain.keys() == sparse.keys()
         seen.append(plain)
     return seen
-
-
-def error_of(call: Callable[[], object]) -> tuple[str, str]:
-    """Which error it ends with: its type and text."""
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", "no error"
 
 
 # - a training
@@ -363,7 +353,6 @@ class Closures(Small):
             self.manual_backward(loss, retain_graph=True)
             self.manual_backward(loss)
             for p in self.parameters():
-                assert p.grad is not None
                 gathered: Any = self.all_gather(p.grad)
                 assert torch.equal(gathered[0], gathered[1])
 
@@ -529,9 +518,7 @@ def fork(name: str) -> dict[str, Any]:
 
 
 def test_what_forked_processes_hand_back(ranks: Ranks, tmp_path: Path) -> None:
-    plain, sparse = (
-        ranks.apart(fork, tmp_path / "output", name, timeout_s=LIMIT_S) for name in ("ddp_fork", "sparse_dense_fork")
-    )
+    plain, sparse = (ranks.apart(fork, tmp_path / "output", name) for name in ("ddp_fork", "sparse_dense_fork"))
     for name in plain:
         assert same(plain[name], sparse[name]), f"{name}: {plain[name]} with plain DDP, {sparse[name]} with ours"
     assert plain["metrics"]["max_epoch"] == 3 + 10

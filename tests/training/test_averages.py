@@ -13,59 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import lightning_sparse as ls
-from lightning_sparse.engine.local_exchange import LocalExchange
-from lightning_sparse.fusion import layer_fusion
-from lightning_sparse.fusion.measuring import CHOOSING
-from tests.conftest import Ranks
-from tests.training.models import LIMIT_S, Small, data, small, trainer, weights
-
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
-
-LOCAL = ls.Candidate(ls.Dense(), "int4", local_steps=3)
-CHOSEN = sum(CHOOSING) + 2  # steps after which sparse_auto takes local steps
-
-
-def auto(**options: Any) -> ls.SparseDDPStrategy:
-    layer_fusion.WORTH_PLANNING = 1  # small models too
-    return ls.SparseDDPStrategy(ls.Auto((LOCAL,)), **options)
-
-
-def local(compressor: Any = "sparse_dense", steps: Any = 3, **options: Any) -> ls.SparseDDPStrategy:
-    return ls.SparseDDPStrategy(compressor, local_steps=steps, **({"wire_dtype": "int4"} | options))
-
-
-def exchange_of(run: L.Trainer) -> LocalExchange:
-    exchange = run.strategy.exchange  # type: ignore[attr-defined]
-    assert isinstance(exchange, LocalExchange)
-    return exchange
-
-
-def all_of(run: L.Trainer) -> Tensor:
-    """The average, and this rank's own weights and statistics, after a training."""
-    exchange = exchange_of(run)
-    everything = [*exchange.averages.values(), *exchange.own.values()]
-    return torch.cat([x.detach().double().flatten() for x in everything])
-
-
-def everything(module: nn.Module) -> Tensor:
-    return torch.cat([x.detach().double().flatten() for x in module.state_dict().values()])
-
-
-class Causal(Small):
-    """Attention with a mask of -inf in a buffer, and running statistics."""
-
-    mask: Tensor
-
-    def __init__(self) -> None:
-        super().__init__("adam")
-        self.query, self.norm = nn.Linear(1, 4), nn.BatchNorm1d(8)
-        self.register_buffer("mask", torch.full((8, 8), -torch.inf).triu(1))
-
-    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
-        x, y = batch
-        q = self.query(self.norm(x)[:, :, None])
-        mixed = (q @ q.transpose(1, 2) + self.mask).softmax(-1) @ x[:, :, None]
-        return nn.functional.cross_entropy(self.net(mixed[:, :, 0]), y)
+from tests.support.local_steps import CHOSEN, Causal, all_of, auto, exchange_of, local
+from tests.support.models import Small, data, flat, small, trainer, weights
+from tests.support.processes import Ranks
 
 
 class Distilled(Small):
@@ -102,7 +52,7 @@ def resumed(
             strategy(), size, max_steps=until, callbacks=callbacks, enable_checkpointing=bool(callbacks), **options
         )
         run.fit(trained := model(), data(half, size), ckpt_path=start)
-        found.append((all_of(run), everything(trained)))
+        found.append((all_of(run), flat(trained.state_dict().values())))
     assert torch.equal(found[0][1].isfinite(), found[2][1].isfinite())
     return found[0][0], found[2][0], found[0][1]
 
@@ -117,6 +67,13 @@ RESUMES: dict[str, tuple[Callable[[], Any], Callable[[], L.LightningModule], int
     "low rank, outer momentum": (
         lambda: local(ls.LowRank(rank=1), ls.LocalSteps(2, outer_momentum=0.5)), lambda: small(optimizer="adam"), 7, {},
     ),
+    **{
+        f"{compressor}, {overlap=}, outer momentum": (
+            partial(local, compressor, ls.LocalSteps(3, overlap=overlap, outer_rate=0.9, outer_momentum=0.5)),
+            lambda: small(optimizer="adam"), 10, {},
+        )
+        for compressor in ("sparse_dense", ls.MiCRO(density=0.1), ls.SkipReduce(skip=0.5)) for overlap in (True, False)
+    },
     "importance": (lambda: local(ls.ImportancePruning(density=0.2), 2), lambda: small(optimizer="adam"), 8, {}),
 }  # fmt: skip
 
@@ -236,10 +193,11 @@ def _fit(
 
 
 class Physics(Small):
-    """Validates with gradients, through DistributedDataParallel."""
+    """Validates with gradients, through DistributedDataParallel; with running statistics."""
 
     def __init__(self) -> None:
         super().__init__("adam")
+        self.net.insert(1, nn.BatchNorm1d(33))
         self.validated: list[Tensor] = []
 
     def on_validation_epoch_start(self) -> None:
@@ -250,7 +208,7 @@ class Physics(Small):
 
     def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
         assert torch.is_grad_enabled()
-        self.validated.append(weights(self))
+        self.validated.append(flat(self.state_dict().values()))
 
 
 class SetsBest(L.Callback):
@@ -275,23 +233,34 @@ class ByHand(Small):
         optimizer.step()
 
 
-def test_evaluations_and_callbacks_see_the_average_and_what_they_set_stays(ranks: Ranks) -> None:
-    first, second = ranks.run(_look_and_set, 2)
+def test_evaluations_checkpoints_and_callbacks_see_the_average_and_what_they_set_stays(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    first, second = ranks.run(_look_and_set, 2, tmp_path)
     for name, own in first.items():
         assert torch.equal(own, second[name]), name
+    assert torch.equal(first["saved"], first["trained"])
     assert (first["set"] == 0.25).all()
     assert not torch.equal(first["ema by hand"], first["by hand"])
 
 
-def _look_and_set(rank: int, size: int) -> dict[str, Tensor]:
+def _look_and_set(rank: int, size: int, path: Path) -> dict[str, Tensor]:
     physics, best, plain, ema = Physics(), small(optimizer="adam"), ByHand(), ByHand()
     options: dict[str, Any] = {"max_epochs": 2, "num_sanity_val_steps": 0, "check_every": 0}
-    trainer(local(), size, inference_mode=False, **options).fit(physics, data(5, size), data(2, size, seed=1))
+    saver, seldom = ModelCheckpoint(path, save_last=True), {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+    run = trainer(
+        local(), size, inference_mode=False, callbacks=[saver], enable_checkpointing=True, **seldom, **options
+    )
+    run.fit(physics, data(6, size), data(2, size, seed=1))
+    trained = flat(physics.state_dict().values())
+    trainer("ddp", size, max_epochs=3).fit(Physics(), data(6, size), ckpt_path=path / "last.ckpt")
     trainer(local(), size, callbacks=[SetsBest()], **options).fit(best, data(5, size))
     trainer(local(), size, **options).fit(plain, data(5, size))
     trainer(local(), size, callbacks=[EMAWeightAveraging(decay=0.5)], **options).fit(ema, data(5, size))
     return {
         "validated": torch.cat(physics.validated),
+        "trained": trained,
+        "saved": flat(torch.load(path / "last.ckpt", weights_only=True)["state_dict"].values()),
         "set": weights(best),
         "by hand": weights(plain),
         "ema by hand": weights(ema),

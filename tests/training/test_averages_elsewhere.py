@@ -1,7 +1,7 @@
 """Local steps on another number of ranks, under Fabric, in plain PyTorch, with a loss scale, and compiled."""
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,16 +22,9 @@ from lightning_sparse.checkpoint.optimizers import tensors_everywhere
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.fabric import SparseDDPStrategy as FabricStrategy
 from lightning_sparse.network.torch_comm import world
-from tests.conftest import Ranks
-from tests.training.models import LIMIT_S, data, small, trainer
-from tests.training.test_averages import CHOSEN, Causal, all_of, auto, local
-
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
-
-
-def flat(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.cat([x.detach().double().flatten() for x in tensors])
-
+from tests.support.local_steps import CHOSEN, Causal, all_of, auto, local
+from tests.support.models import batch, data, flat, small, trainer
+from tests.support.processes import Ranks
 
 # - another number of ranks
 
@@ -63,20 +56,23 @@ Named = dict[str, Tensor]
 
 @dataclass
 class At:
-    """What one rank has at some time: the model, its own weights, and the average."""
+    """What one rank has at some time: the model, its own weights, the average, and its optimizer's moments."""
 
     model: Named
     own: Named
     average: Named
+    moments: Tensor
 
     @classmethod
     def now(cls, run: L.Trainer) -> "At":
         exchange = run.strategy.exchange  # type: ignore[attr-defined]
         model = {name: x.detach().clone() for name, x in run.lightning_module.state_dict().items()}
+        states = run.optimizers[0].state.values()
+        moments = flat([torch.zeros(0), *(state["exp_avg"] for state in states)])
         if not isinstance(exchange, LocalExchange):
-            return cls(model, model, {})
+            return cls(model, model, {}, moments)
         own = {name: x.detach().clone() for name, x in exchange.own.items()}
-        return cls(model, own, {name: x.clone() for name, x in exchange.averages.items()})
+        return cls(model, own, {name: x.clone() for name, x in exchange.averages.items()}, moments)
 
 
 class Begins(L.Callback):
@@ -146,11 +142,16 @@ def test_the_model_of_a_checkpoint_is_the_average_of_any_number_of_ranks(
 
 
 @pytest.mark.parametrize(("way", "stage"), RESUMED)
-def test_what_ranks_owe_on_the_mean_is_what_the_ranks_before_owed(
+def test_each_of_other_ranks_starts_from_the_mean_of_weights_and_moments(
     stages: dict[str, list[Stage]], way: str, stage: int
 ) -> None:
-    before, after = owed(stages[way][stage - 1].ended), owed(stages[way][stage].begun)
+    ranks = stages[way][stage].begun
+    before, after = owed(stages[way][stage - 1].ended), owed(ranks)
     assert before.keys() == after.keys()
+    moments = torch.stack([at.moments for at in stages[way][stage - 1].ended]).mean(0)
+    for at in ranks:
+        assert all(torch.equal(x, ranks[0].own[name]) for name, x in at.own.items())
+        assert torch.allclose(at.moments, moments)
     for name, x in after.items():
         assert torch.allclose(x, before[name], rtol=0, atol=1e-6), name
     assert sum(float(x.norm()) for x in after.values()) > 0.01
@@ -195,11 +196,6 @@ class Loss(nn.Module):
         return self.causal.training_step((x, y), 0)
 
 
-def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + rank))
-    return x, (x.sum(1).abs() % 3).long()
-
-
 @dataclass
 class End:
     """What a training comes to: the average and all buffers; own weights and the optimizer's state."""
@@ -211,7 +207,6 @@ class End:
     def of(cls, hook: ls.SparseHook, module: nn.Module, optimizer: torch.optim.Optimizer) -> "End":
         """Of a training that ends here."""
         hook.show_average()
-        assert isinstance(hook.exchange, LocalExchange)
         states = tensors_everywhere(optimizer, world(), torch.device("cpu"))
         average = flat([*hook.exchange.averages.values(), *module.state_dict().values()])
         own = flat([*hook.exchange.own.values(), *states.values()])
@@ -335,7 +330,6 @@ class Plain:
     def drift(self) -> float:
         """How far this rank's own weights are from the average."""
         exchange = self.hook.exchange
-        assert isinstance(exchange, LocalExchange)
         return float((flat(exchange.own.values()) - flat(exchange.averages.values())).norm())
 
     def end(self) -> End:
@@ -410,7 +404,6 @@ STARTS = (1, 8)  # the first where rank 1 has not stepped yet
 
 def scaled(program: Plain, step: int) -> None:
     loss, scaler = program.loss(step), program.scaler
-    assert scaler is not None
     program.optimizer.zero_grad()
     overflows = program.rank == 1 and step in OVERFLOWS
     scaler.scale(loss * torch.inf if overflows else loss).backward()  # type: ignore[no-untyped-call]
@@ -432,11 +425,10 @@ class Found:
 @pytest.fixture(scope="module")
 def plain(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     """Of each rank, what trainings in plain PyTorch come to."""
-    return ranks.run(_plain, 2, tmp_path_factory.mktemp("plain"))
+    return ranks.run(_plain, 2, tmp_path_factory.mktemp("plain"), gloo=True)
 
 
 def _plain(rank: int, size: int, path: Path) -> Found:
-    dist.init_process_group("gloo")
     found = Found({}, {}, [], "", {})
     for name, take_step in LOOPS.items():
         program, found.drifts[name] = Plain(rank), []
@@ -471,7 +463,6 @@ def _scale(found: Found, rank: int, path: Path) -> None:
             if name == "saved" and step in STARTS:
                 program.save(path / str(step), [program.optimizer])
             scaled(program, step)
-        assert program.scaler is not None
         found.scales[str(name)], found.ends[f"scaled {name}"] = program.scaler.get_scale(), program.end()
 
 

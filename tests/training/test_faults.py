@@ -22,8 +22,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 import lightning_sparse as ls
 from lightning_sparse.bench.cluster import Cluster
 from tests import conftest
-from tests.conftest import End, Ranks, Running
-from tests.training.models import data, small, trainer, unsent, weights
+from tests.support.models import data, small, trainer, unsent, weights
+from tests.support.processes import End, Ranks, Running
 
 TIMEOUT_S = 8  # of messages, where one is waited for in vain
 LONG_S = 60  # of messages, where none is

@@ -3,15 +3,12 @@
 from typing import Any
 
 import lightning as L
-import pytest
 import torch
 from torch import Tensor, nn
 
 import lightning_sparse as ls
-from tests.conftest import Ranks
-from tests.training.models import LIMIT_S, Small, data, trainer, weights
-
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
+from tests.support.models import Small, data, trainer, weights
+from tests.support.processes import Ranks
 
 
 class Surgery(Small):
@@ -65,6 +62,6 @@ def fits(rank: int, size: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def test_a_gradient_that_is_kept_over_the_next_backward_stays_as_it_was(ranks: Ranks) -> None:
-    for results in ranks.run(fits, 2, timeout_s=LIMIT_S):
+    for results in ranks.run(fits, 2):
         for plain, ours in results:
             assert torch.equal(plain, ours)

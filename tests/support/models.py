@@ -1,5 +1,6 @@
 """Small models, data and Trainers for the tests on real processes."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import lightning as L
@@ -8,8 +9,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_sparse as ls
-
-LIMIT_S = 100
 
 
 class Small(L.LightningModule):
@@ -60,11 +59,33 @@ def weights(module: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    """All elements one after the other, in float64."""
+    return torch.cat([x.detach().double().flatten() for x in tensors])
+
+
 def unsent(strategy: ls.SparseDDPStrategy | ls.SparseHook) -> dict[str, Tensor]:
     """What this rank has not sent, flat, by parameter."""
-    assert strategy.exchange is not None
     return {
         name: slot.clone()
         for group in strategy.exchange.groups
         for name, slot in zip(group.names, group.slots(group.unsent), strict=True)
     }
+
+
+# - without a Trainer
+
+
+def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    """What a rank sees in a step."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+    return x, (x.sum(1).abs() % 3).long()
+
+
+def take_steps(ddp: nn.Module, optimizer: Any, first: int, last: int, rank: int) -> None:
+    """Train from one step to another."""
+    for step in range(first, last):
+        x, y = batch(step, rank)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(ddp(x), y).backward()
+        optimizer.step()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lightning_sparse as ls
-from tests.training.models import Small, data, trainer, weights
+from tests.support.models import Small, data, trainer, weights
 
 PLAIN = "ddp"
 
