@@ -35,22 +35,10 @@ def examples_path(monkeypatch):
 
 def fit(model, data, max_steps, **options):
     """Train in this process, validate once at the end, and return the metrics."""
-    trainer = L.Trainer(
-        strategy="auto",
-        accelerator="cpu",
-        devices=1,
-        max_steps=max_steps,
-        val_check_interval=max_steps,
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
-    trainer.fit(model, data)
-    return trainer.callback_metrics
+    often = {"val_check_interval": max_steps, "check_val_every_n_epoch": None, "num_sanity_val_steps": 0}
+    run = trainer("auto", 1, check_every=0, max_steps=max_steps, **often, **options)
+    run.fit(model, data)
+    return run.callback_metrics
 
 
 def rows(dataset):
@@ -264,15 +252,9 @@ def finetune(rank, size):
     pretrained, model, diary = DigitsClassifier(width=8), FineTuned(width=8), Diary([STEM, BODY, HEAD])
     model.take_over(pretrained)
     diary.pages.append({part: weights(pretrained.get_submodule(part)) for part in diary.parts})
-    run = trainer(
-        "skip_reduce_find_unused_parameters_true",
-        size,
-        max_epochs=2,
-        limit_train_batches=5,
-        limit_val_batches=0,
-        num_sanity_val_steps=0,
-        callbacks=[FreezeAtFirst(epoch=1), diary],
-    )
+    few = {"limit_train_batches": 5, "limit_val_batches": 0, "num_sanity_val_steps": 0}
+    strategy, callbacks = "skip_reduce_find_unused_parameters_true", [FreezeAtFirst(epoch=1), diary]
+    run = trainer(strategy, size, max_epochs=2, callbacks=callbacks, **few)
     run.fit(model, SomeDigits(range(5, 10)))
     return [list(page.values()) for page in diary.pages], [group["lr"] for group in run.optimizers[0].param_groups]
 

@@ -33,7 +33,7 @@ def train(
     strategy = ls.SparseDDPStrategy(OTHERS.get(name, name), residuals=residuals)
     model = small(optimizer="adam")
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=10, save_top_k=-1)
-    run = trainer(strategy, size, max_steps=steps, callbacks=[saver], enable_checkpointing=True)
+    run = trainer(strategy, size, max_steps=steps, callbacks=[saver])
     run.fit(model, data(10, size), ckpt_path=resume)
     return weights(model), unsent(strategy)
 
@@ -177,7 +177,7 @@ def train_with_many_checkpoints(
         folder, filename="{step}", every_n_train_steps=7, save_top_k=1, monitor="step", mode="max", save_last="link"
     )
     run = trainer(
-        strategy, size, max_steps=steps, callbacks=[saver], enable_checkpointing=True, plugins=[AsyncCheckpointIO()],
+        strategy, size, max_steps=steps, callbacks=[saver], plugins=[AsyncCheckpointIO()],
         use_distributed_sampler=False,
     )  # fmt: skip
     run.fit(small(optimizer="adam"), Counted(data(10, size, seed=rank)), ckpt_path=resume)

@@ -5,6 +5,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -47,7 +48,7 @@ def trainer(strategy: Any, size: int, check_every: int = 2, **kwargs: Any) -> L.
         "accelerator": "cpu",
         "devices": size,
         "logger": False,
-        "enable_checkpointing": False,
+        "enable_checkpointing": any(isinstance(each, Checkpoint) for each in callbacks),
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "callbacks": callbacks,

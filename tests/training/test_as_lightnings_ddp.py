@@ -5,7 +5,7 @@ Which of Lightning's tests each of these stands for: docs/compatibility.md.
 
 import io
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from lightning_sparse.checkpoint.state import KEY
 from tests.support.models import Small, data, small, trainer, weights
 from tests.support.processes import Ranks
 from tests.support.said import error_of
+from tests.support.same import same
 
 Scenario = Callable[[Callable[..., DDPStrategy], int, Path], Any]
 
@@ -45,17 +46,6 @@ def with_each(rank: int, size: int, scenario: Scenario, folder: str) -> tuple[An
         torch.manual_seed(0)
         seen.append(scenario(make, size, Path(folder) / make.__name__))
     return seen[0], seen[1]
-
-
-def same(some: Any, other: Any) -> bool:
-    """The same values, and of tensors the same bits."""
-    if isinstance(some, Tensor):
-        return isinstance(other, Tensor) and some.dtype == other.dtype and torch.equal(some, other)
-    if isinstance(some, Mapping):
-        return some.keys() == other.keys() and all(same(some[key], other[key]) for key in some)
-    if isinstance(some, list | tuple):
-        return len(some) == len(other) and all(map(same, some, other))
-    return bool(some == other)
 
 
 def check_same(ranks: Ranks, scenario: Scenario, folder: Path) -> list[Any]:
@@ -124,7 +114,7 @@ def loop(make: Callable[..., DDPStrategy], size: int, folder: Path) -> dict[str,
     profiler = SimpleProfiler()
     run = trainer(
         make(), size, check_every=0, max_epochs=9, logger=[notes, files], log_every_n_steps=2,
-        callbacks=[stop, stop_never, saver, callbacks.LearningRateMonitor()], enable_checkpointing=True,
+        callbacks=[stop, stop_never, saver, callbacks.LearningRateMonitor()],
         profiler=profiler,
     )  # fmt: skip
     model, train, held_out = Whole(), data(6, size), data(2, size, seed=1)
@@ -454,7 +444,7 @@ def break_and_resume(make: Callable[..., DDPStrategy], size: int, folder: Path) 
     model.broken = True
     on_error = callbacks.OnExceptionCheckpoint(folder, "broken")
     saver = callbacks.ModelCheckpoint(folder, save_last=True)
-    run = trainer(make(), size, max_epochs=3, callbacks=[saver, on_error, *averaging()], enable_checkpointing=True)
+    run = trainer(make(), size, max_epochs=3, callbacks=[saver, on_error, *averaging()])
     assert error_of(lambda: run.fit(model, data(4, size))) == ("ZeroDivisionError", "in the second epoch")
     run.strategy.barrier()
     assert (folder / "broken.ckpt").exists()

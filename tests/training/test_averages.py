@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import lightning_sparse as ls
-from tests.support.local_steps import CHOSEN, Causal, all_of, auto, exchange_of, local
+from tests.support.local_steps import CHOSEN, Causal, all_of, auto, exchange_of, follow, local
 from tests.support.models import Small, data, flat, small, trainer, weights
 from tests.support.processes import Ranks
+from tests.support.training_loop import Manual
 
 
 class Distilled(Small):
@@ -29,9 +30,7 @@ class Distilled(Small):
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
         x, _ = batch
-        with torch.no_grad():
-            for theirs, own in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
-                theirs.data.mul_(0.8).add_(own.data, alpha=0.2)  # leaves no trace but its values
+        follow(self.teacher, self.net)
         return nn.functional.mse_loss(self.net(x), self.teacher(x + 0.1).softmax(-1))
 
 
@@ -48,9 +47,7 @@ def resumed(
     found = []
     for until, start, callbacks in ((2 * half, None, []), (half, None, [saver]), (2 * half, path / "half.ckpt", [])):
         torch.manual_seed(0)
-        run = trainer(
-            strategy(), size, max_steps=until, callbacks=callbacks, enable_checkpointing=bool(callbacks), **options
-        )
+        run = trainer(strategy(), size, max_steps=until, callbacks=callbacks, **options)
         run.fit(trained := model(), data(half, size), ckpt_path=start)
         found.append((all_of(run), flat(trained.state_dict().values())))
     assert torch.equal(found[0][1].isfinite(), found[2][1].isfinite())
@@ -219,20 +216,6 @@ class SetsBest(L.Callback):
             p.data.fill_(0.25)
 
 
-class ByHand(Small):
-    """Manual optimization."""
-
-    def __init__(self) -> None:
-        super().__init__("adam")
-        self.automatic_optimization = False
-
-    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:  # type: ignore[override]
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, index))
-        optimizer.step()
-
-
 def test_evaluations_checkpoints_and_callbacks_see_the_average_and_what_they_set_stays(
     ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -245,12 +228,10 @@ def test_evaluations_checkpoints_and_callbacks_see_the_average_and_what_they_set
 
 
 def _look_and_set(rank: int, size: int, path: Path) -> dict[str, Tensor]:
-    physics, best, plain, ema = Physics(), small(optimizer="adam"), ByHand(), ByHand()
+    physics, best, plain, ema = Physics(), small(optimizer="adam"), Manual(every=1), Manual(every=1)
     options: dict[str, Any] = {"max_epochs": 2, "num_sanity_val_steps": 0, "check_every": 0}
     saver, seldom = ModelCheckpoint(path, save_last=True), {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
-    run = trainer(
-        local(), size, inference_mode=False, callbacks=[saver], enable_checkpointing=True, **seldom, **options
-    )
+    run = trainer(local(), size, inference_mode=False, callbacks=[saver], **seldom, **options)
     run.fit(physics, data(6, size), data(2, size, seed=1))
     trained = flat(physics.state_dict().values())
     trainer("ddp", size, max_epochs=3).fit(Physics(), data(6, size), ckpt_path=path / "last.ckpt")
@@ -489,9 +470,7 @@ def _aim(rank: int, size: int, path: Path) -> dict[str, Tensor]:
         ("resumed at 7", path / "7" / "at.ckpt", []), ("resumed at 14", path / "14" / "at.ckpt", []),
     ):  # fmt: skip
         torch.manual_seed(0)
-        run = trainer(
-            local(), size, max_steps=21, callbacks=callbacks, enable_checkpointing=bool(callbacks), check_every=0
-        )
+        run = trainer(local(), size, max_steps=21, callbacks=callbacks, check_every=0)
         run.fit(Target(), data(7, size), ckpt_path=start)
         found[name] = all_of(run)
     return found

@@ -22,7 +22,7 @@ from lightning_sparse.checkpoint.optimizers import tensors_everywhere
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.fabric import SparseDDPStrategy as FabricStrategy
 from lightning_sparse.network.torch_comm import world
-from tests.support.local_steps import CHOSEN, Causal, all_of, auto, local
+from tests.support.local_steps import CHOSEN, Causal, all_of, auto, follow, local
 from tests.support.models import batch, data, flat, small, trainer
 from tests.support.processes import Ranks
 
@@ -42,9 +42,7 @@ class Taught(Causal):
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
         x, _ = batch
-        with torch.no_grad():
-            for theirs, own in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
-                theirs.data.mul_(0.8).add_(own.data, alpha=0.2)
+        follow(self.teacher, self.net)
         loss = super().training_step(batch, index)
         with torch.no_grad():
             self.best[0] = torch.maximum(self.best[0], -loss)
@@ -115,9 +113,8 @@ def _go_on(rank: int, size: int, path: Path, start: int | None, until: int) -> d
     found = {}
     for way, strategy in WAYS.items():
         begins, saver = Begins(), ModelCheckpoint(path, filename=f"{way}{size}", every_n_train_steps=until)
-        options: dict[str, Any] = {"callbacks": [begins, saver], "enable_checkpointing": True}
         torch.manual_seed(0)
-        model, run = Taught(), trainer(strategy(), size, max_steps=until, **options)
+        model, run = Taught(), trainer(strategy(), size, max_steps=until, callbacks=[begins, saver])
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             run.fit(model, data(until, size), ckpt_path=path / f"{way}{start}.ckpt" if start else None)

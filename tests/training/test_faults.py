@@ -24,6 +24,7 @@ from lightning_sparse.bench.cluster import Cluster
 from tests import conftest
 from tests.support.models import data, small, trainer, unsent, weights
 from tests.support.processes import End, Ranks, Running
+from tests.support.same import same
 
 TIMEOUT_S = 8  # of messages, where one is waited for in vain
 LONG_S = 60  # of messages, where none is
@@ -110,7 +111,7 @@ def fit(
     strategy = ls.SparseDDPStrategy(name, timeout=timedelta(seconds=timeout_s))
     saver = ModelCheckpoint(dirpath=folder, every_n_train_steps=EPOCH, save_top_k=-1, filename="{step}")
     callbacks: list[L.Callback] = [saver, *([Fault(what, on)] if what else [])]
-    run = trainer(strategy, size, max_steps=STEPS, callbacks=callbacks, enable_checkpointing=True)
+    run = trainer(strategy, size, max_steps=STEPS, callbacks=callbacks)
     model = small()
     run.fit(model, data(EPOCH, size), ckpt_path=resume)
     return weights(model), unsent(strategy)
@@ -123,13 +124,6 @@ def ends_of(ranks: Ranks, size: int, *args: Any) -> list[End]:
 
 def in_order(running: Running) -> list[End]:
     return sorted(running.ends(IN_TIME_S), key=lambda end: end.rank)
-
-
-def same(some: list[Any], others: list[Any]) -> bool:
-    return all(
-        torch.equal(weights, weights2) and all(torch.equal(owed[name], owed2[name]) for name in owed)
-        for (weights, owed), (weights2, owed2) in zip(some, others, strict=True)
-    )
 
 
 @pytest.fixture(scope="module")

@@ -140,18 +140,13 @@ def train_each(rank: int, size: int, cases: dict[str, Case]) -> dict[str, list[O
     return {name: train(rank, size, case, [PLAIN, DENSE, next(sparse)]) for name, case in cases.items()}
 
 
-@pytest.mark.parametrize(
-    "cases",
-    [
-        pytest.param(ACCUMULATION, id="accumulation"),
-        pytest.param(CLIPPING, id="clipping"),
-        pytest.param(WITHOUT_GRADIENT, id="without-gradient"),
-        pytest.param(PARAMETERS, id="parameters"),
-        pytest.param(WRAPPED, id="wrapped"),
-        pytest.param(OPTIMIZERS, id="optimizers"),
-        pytest.param(PRECISION, id="precision"),
-    ],
-)
+TOPICS = {
+    "accumulation": ACCUMULATION, "clipping": CLIPPING, "without-gradient": WITHOUT_GRADIENT, "parameters": PARAMETERS,
+    "wrapped": WRAPPED, "optimizers": OPTIMIZERS, "precision": PRECISION,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cases", TOPICS.values(), ids=TOPICS)
 def test_dense_is_plain_ddp_and_nothing_is_lost(ranks: Ranks, cases: dict[str, Case]) -> None:
     results = ranks.run(train_each, 2, cases)
     for name, case in cases.items():
