@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import lightning_sparse as ls
-from tests.support.models import trainer, weights
+from tests.support.models import Does, trainer, weights
 from tests.support.processes import LIMIT_S, Ranks, free_port
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -233,30 +233,24 @@ def test_a_loop_of_ones_own_saves_and_resumes(ranks: Ranks, name, tmp_path):
             assert all(tensor.equal(part(straight)[key]) for key, tensor in part(resumed).items())
 
 
-class Diary(L.Callback):
-    """Notes the weights of each part at the end of each epoch."""
-
-    def __init__(self, parts):
-        self.parts = parts
-        self.pages = []
-
-    def on_train_epoch_end(self, trainer, pl_module):
-        self.pages.append({part: weights(pl_module.get_submodule(part)).clone() for part in self.parts})
-
-
 def finetune(rank, size):
     sys.path.insert(0, str(EXAMPLES))
     from finetune import BODY, HEAD, STEM, DigitsClassifier, FineTuned, FreezeAtFirst, SomeDigits
 
     L.seed_everything(0)
-    pretrained, model, diary = DigitsClassifier(width=8), FineTuned(width=8), Diary([STEM, BODY, HEAD])
+    pretrained, model = DigitsClassifier(width=8), FineTuned(width=8)
     model.take_over(pretrained)
-    diary.pages.append({part: weights(pretrained.get_submodule(part)) for part in diary.parts})
+
+    def parts(module):
+        return [weights(module.get_submodule(part)).clone() for part in (STEM, BODY, HEAD)]
+
+    diary = Does("on_train_epoch_end", lambda run: parts(run.lightning_module))
+    diary.found.append(parts(pretrained))
     few = {"limit_train_batches": 5, "limit_val_batches": 0, "num_sanity_val_steps": 0}
     strategy, callbacks = "skip_reduce_find_unused_parameters_true", [FreezeAtFirst(epoch=1), diary]
     run = trainer(strategy, size, max_epochs=2, callbacks=callbacks, **few)
     run.fit(model, SomeDigits(range(5, 10)))
-    return [list(page.values()) for page in diary.pages], [group["lr"] for group in run.optimizers[0].param_groups]
+    return diary.found, [group["lr"] for group in run.optimizers[0].param_groups]
 
 
 def test_finetuning_freezes_what_it_says(ranks: Ranks):

@@ -94,33 +94,6 @@ def test_bytes_that_reach_those_of_dense_ddp_are_named_once(ranks: Ranks) -> Non
     assert "with local_group one node, and nobody to send to: MiCRO(density=1.0" in alone[0]
 
 
-def scaled(rank: int, size: int) -> tuple[Tensor, float, bool]:
-    """An ordinary loop with a GradScaler; rank 1's gradient overflows once."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    ddp = DistributedDataParallel(small().net)
-    hook = ls.SparseHook(ddp, "ok_topk", fusion="layer", scaler=scaler)
-    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
-    for step in range(10):
-        x, y = batch(step, rank)
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(ddp(x), y) * (float("inf") if step == 4 and rank == 1 else 1.0)
-        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        scaler.step(optimizer)
-        scaler.update()
-    finite = all(bool(group.unsent.isfinite().all()) for group in hook.exchange.groups)
-    hook.close()
-    return weights(ddp), scaler.get_scale(), finite
-
-
-def test_a_bare_ddp_with_a_scaler(ranks: Ranks) -> None:
-    results = ranks.run(scaled, 2, gloo=True)
-    for trained, scale, finite in results:
-        assert torch.equal(trained, results[0][0])
-        assert trained.isfinite().all()
-        assert finite
-        assert scale == 128.0
-
-
 def fabric(rank: int, size: int, strategy: Any, folder: str) -> tuple[Tensor, Tensor, list[str]]:
     run = L.Fabric(accelerator="cpu", devices=size, strategy=strategy)
     run.launch()

@@ -94,18 +94,12 @@ def test_ranks_are_known_before_training(where: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     "options",
     [
-        {"sync_batchnorm": True},
-        {"plugins": [TorchSyncBatchNorm()]},
-        {"plugins": [TorchCheckpointIO()]},
-        {"plugins": [LightningEnvironment()]},
-        {"precision": "bf16-mixed"},
-        {"precision": "16-true"},
-        {"num_nodes": 3},
-        {"devices": 1},
-        {"barebones": True},
+        {"sync_batchnorm": True}, {"plugins": [TorchSyncBatchNorm()]}, {"plugins": [TorchCheckpointIO()]},
+        {"plugins": [LightningEnvironment()]}, {"precision": "bf16-mixed"}, {"precision": "16-true"},
+        {"num_nodes": 3}, {"devices": 1}, {"barebones": True},
     ],
     ids=lambda options: re.sub(r" object at \w+", "", str(options)),  # the same in every process
-)
+)  # fmt: skip
 def test_options_of_the_trainer_reach_the_strategy(options: dict[str, Any]) -> None:
     if "barebones" in options:
         options = options | {"logger": None}

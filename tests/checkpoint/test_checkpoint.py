@@ -5,7 +5,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import lightning_sparse as ls
 from lightning_sparse.checkpoint.state import KEY
-from tests.support.models import Small, data, small, trainer, unsent, weights
+from tests.support.models import Does, Small, data, small, trainer, unsent, weights
 from tests.support.processes import Ranks
 from tests.support.said import refusal, warned
 
@@ -62,19 +61,16 @@ def test_a_resumed_run_equals_one_that_never_stopped(ranks: Ranks, size: int, na
         assert state["unsent"]["net.0.weight"].shape == (size, 33, 8)
 
 
-class Look(L.Callback):
+def look() -> Does:
     """What is unsent when training starts."""
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        assert isinstance(trainer.strategy, ls.SparseDDPStrategy)
-        self.found = unsent(trainer.strategy)
+    return Does("on_train_start", lambda run: unsent(run.strategy))
 
 
 def resume_elsewhere(rank: int, size: int, path: str) -> tuple[dict[str, Tensor], Tensor]:
     """What is unsent before the first of three more steps, and the weights after them."""
-    look, model = Look(), small(optimizer="adam")
-    trainer("skip_reduce", size, max_steps=13, callbacks=[look]).fit(model, data(20, size), ckpt_path=path)
-    return look.found, weights(model)
+    start, model = look(), small(optimizer="adam")
+    trainer("skip_reduce", size, max_steps=13, callbacks=[start]).fit(model, data(20, size), ckpt_path=path)
+    return start.found[0], weights(model)
 
 
 @pytest.mark.parametrize(
@@ -219,10 +215,10 @@ def test_a_second_fit_of_the_same_model_goes_on_with_what_was_unsent(ranks: Rank
 
 def fit_again_after_changes(rank: int, size: int) -> list[tuple[bool, list[str], bool]]:
     """Of a fit after unfreezing and of one with a wider head: whether what was unsent stayed, and what was said."""
-    strategy, look = ls.SparseDDPStrategy(ls.MomentumCorrection(0.9, ls.MiCRO(density=0.05))), Look()
+    strategy, start = ls.SparseDDPStrategy(ls.MomentumCorrection(0.9, ls.MiCRO(density=0.05))), look()
     model = small()
     model.net[0].requires_grad_(False)
-    run = trainer(strategy, size, max_steps=4, callbacks=[look])
+    run = trainer(strategy, size, max_steps=4, callbacks=[start])
     run.fit(model, data(20, size))
     results = []
     for change in ("unfreeze", "head"):
@@ -233,11 +229,11 @@ def fit_again_after_changes(rank: int, size: int) -> list[tuple[bool, list[str],
             model.net[4] = nn.Linear(17, 5)
         run.fit_loop.epoch_loop.max_steps += 4
         said = warned(run.fit, model, data(20, size))
-        same = [name for name, x in look.found.items() if name in before and x.shape == before[name].shape]
-        stayed = all(torch.equal(look.found[name], before[name]) for name in same) and any(
+        same = [name for name, x in start.found[-1].items() if name in before and x.shape == before[name].shape]
+        stayed = all(torch.equal(start.found[-1][name], before[name]) for name in same) and any(
             bool(before[name].any()) for name in same
         )
-        from_zero = not any(bool(x.any()) for name, x in look.found.items() if name not in same)
+        from_zero = not any(bool(x.any()) for name, x in start.found[-1].items() if name not in same)
         said = [each for each in said if "since the fit before" in each]
         results.append((stayed and from_zero, said, run.global_step == run.fit_loop.epoch_loop.max_steps))
     return results
@@ -293,10 +289,10 @@ def resume_as(rank: int, size: int, path: str, how: str) -> tuple[dict[str, Tens
         fusion="none" if how == "fusion" else "layer",
     )
     model = Changed() if how == "model" else small(optimizer="adam")
-    look = Look()
-    run = trainer(strategy, size, max_steps=12, callbacks=[look])
+    start = look()
+    run = trainer(strategy, size, max_steps=12, callbacks=[start])
     said = warned(run.fit, model, data(20, size), ckpt_path=path)  # two steps more
-    return look.found, [each for each in said if "another configuration" in each], strategy.exchange.steps
+    return start.found[-1], [each for each in said if "another configuration" in each], strategy.exchange.steps
 
 
 @pytest.mark.parametrize("how", ["compressor", "density", "fusion", "model"])

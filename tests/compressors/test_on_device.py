@@ -62,16 +62,10 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("size", "wire_dtype"),
     [
-        (1, "float32"),
-        (1, "int8"),
-        (2, "bfloat16"),
-        (3, "float32"),
-        (3, "float16"),
-        (4, "int8"),
-        (2, "int4"),
+        (1, "float32"), (1, "int8"), (2, "bfloat16"), (3, "float32"), (3, "float16"), (4, "int8"), (2, "int4"),
         (3, "sign"),
     ],
-)
+)  # fmt: skip
 def test_nothing_is_lost(on_device: None, compressor: ls.Compressor, size: int, wire_dtype: str) -> None:
     if compressor == ls.SketchFusion(exact=False):
         pytest.skip("estimates lose what they miss by: its documented price")
@@ -372,22 +366,14 @@ class _Arrived(Pending):
 @pytest.mark.parametrize(
     "compressor",
     [
-        ls.MiCRO(density=0.01),
-        ls.SketchFusion(),
-        ls.SketchFusion(momentum=0.5),
-        ls.SketchFusion(exact=False),
-        ls.SkipReduce(),
-        ls.Dense(),
-        ls.TopK(),
-        ls.MomentumCorrection(0.9, ls.TopK(density=0.5)),
-        ls.ImportancePruning(givers=2),
-        ls.ImportancePruning(rule="fixed", threshold=1.0),
-        ls.ImportancePruning(rule="adaptive"),
-        ls.OkTopk(evaluate_every=2, repartition_every=3),
+        ls.MiCRO(density=0.01), ls.SketchFusion(), ls.SketchFusion(momentum=0.5), ls.SketchFusion(exact=False),
+        ls.SkipReduce(), ls.Dense(), ls.TopK(), ls.MomentumCorrection(0.9, ls.TopK(density=0.5)),
+        ls.ImportancePruning(givers=2), ls.ImportancePruning(rule="fixed", threshold=1.0),
+        ls.ImportancePruning(rule="adaptive"), ls.OkTopk(evaluate_every=2, repartition_every=3),
         ls.OkTopk(density=0.5, evaluate_every=1, repartition_every=1),
     ],
     ids=repr,
-)
+)  # fmt: skip
 @pytest.mark.parametrize("wire_dtype", [FLOAT32, FLOAT16, INT8, INT4])
 def test_nobody_looks_at_a_device_s_data(compressor: ls.Compressor, wire_dtype: ValueFormat) -> None:
     group = Group(0, ("a", "b"), (torch.empty(300, 7, device="meta"), torch.empty(11, device="meta")))
@@ -412,16 +398,11 @@ def test_nobody_looks_at_a_device_s_data(compressor: ls.Compressor, wire_dtype: 
 @pytest.mark.parametrize(
     "compressor",
     [
-        ls.MiCRO(),
-        ls.SketchFusion(),
-        ls.SkipReduce(),
-        ls.TopK(),
-        ls.ImportancePruning(givers=2),
-        ls.ImportancePruning(rule="adaptive"),
-        ls.OkTopk(evaluate_every=2, repartition_every=2),
+        ls.MiCRO(), ls.SketchFusion(), ls.SkipReduce(), ls.TopK(), ls.ImportancePruning(givers=2),
+        ls.ImportancePruning(rule="adaptive"), ls.OkTopk(evaluate_every=2, repartition_every=2),
     ],
     ids=repr,
-)
+)  # fmt: skip
 def test_nobody_waits_for_a_cuda_device(compressor: ls.Compressor) -> None:
     group = Group(0, ("a", "b"), (torch.zeros(3000, 70, device="cuda"), torch.zeros(11, device="cuda")))
     gradients = [torch.randn(p.shape, device="cuda") for p in group.parameters]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 import torch
@@ -30,14 +30,13 @@ from lightning_sparse.hook import SparseHook
 from lightning_sparse.network.simulated import same_bits
 from lightning_sparse.options import Options
 from tests.support.in_process import ThreadComm, ThreadDDP, ThreadGroup, ThreadGroups, ThreadRanks
-from tests.support.plain import File, Interrupted, Plain, Tiny, Weights, batch, optimizer_of
+from tests.support.plain import File, Interrupted, Plain, Tiny, Weights, batch, copied, optimizer_of
 
 EXAMPLES = int(os.environ.get("ANY_ORDER_EXAMPLES", "0"))
 NEAR = 1e-5  # of float64, after so many steps in float32
 MASK = torch.full((3, 3), -torch.inf).triu(1)
 NAMES = st.sampled_from(["first.weight", "second.bias", "norm.running_var"])
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., None])
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600 + 10 * EXAMPLES)]
 
 
@@ -265,10 +264,6 @@ def look_at(training: Training) -> Seen:
     return Seen(held, {}, {}, unsent, given, got, None, exchange.steps)
 
 
-def copied(weights: Mapping[str, Tensor]) -> Weights:
-    return {name: x.detach().clone() for name, x in weights.items()}
-
-
 def assert_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor], what: str) -> None:
     assert one.keys() == other.keys(), f"{what}: {sorted(one)} and {sorted(other)}"
     different = [name for name, x in one.items() if not same_bits(x.reshape(-1), other[name].reshape(-1))]
@@ -311,11 +306,6 @@ def gap(one: Tensor, other: Tensor) -> float:
     return float((one.double() - other.double()).abs().max())
 
 
-def of_step(machine: "AnyOrder") -> bool:
-    """Whether an optimizer may step: with averaged gradients ranks drift apart if these were not averaged."""
-    return machine.is_local or not machine.unsynced
-
-
 def takes_local_steps(machine: "AnyOrder") -> bool:
     return machine.is_local
 
@@ -325,21 +315,16 @@ def holds_same(machine: "AnyOrder") -> bool:
     return all(machine.plain.shown) or not machine.is_local
 
 
-def may_change(machine: "AnyOrder") -> bool:
-    return bool(machine.setup.candidates)
-
-
-def may(possible: Callable[["AnyOrder"], bool] = lambda _: True, **strategies: Any) -> Callable[[F], F]:
+def may(possible: Callable[["AnyOrder"], bool] = lambda _: True, **strategies: Any) -> Callable[..., Any]:
     """A rule, wherever it is ``possible``, after which everything must hold."""
 
-    def checked(function: F) -> F:
+    def checked(function: Callable[..., None]) -> Any:
         @functools.wraps(function)
         def run(machine: "AnyOrder", **drawn: Any) -> None:
             function(machine, **drawn)
             machine.holds()
 
-        where, ruled = cast(Any, precondition(possible)), cast(Any, rule(**strategies))
-        return cast(F, where(ruled(run)))
+        return precondition(possible)(rule(**strategies)(run))
 
     return checked
 
@@ -488,9 +473,12 @@ class AnyOrder(RuleBasedStateMachine):
         self.plain.backward(self.plain_losses, sync)
         self.pending, self.unsynced, self.half_made = True, not sync, sync or self.half_made
 
-    @may(of_step, skips=st.booleans())
+    @may(lambda self: self.is_local or not self.unsynced, skips=st.booleans())
     def optimizer_step(self, skips: bool = False) -> None:
-        """On every rank; with local steps on all but the first, if that ``skips`` it."""
+        """On every rank; with local steps on all but the first, if that ``skips`` it.
+
+        Not of gradients that were not averaged: without local steps ranks would drift apart.
+        """
         ranks = range(int(skips and self.is_local), self.setup.size)
         for update in self.everywhere(lambda training: training.step(training.group.rank in ranks)):
             self._note(update)
@@ -693,7 +681,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     # - changes between gradients and local steps
 
-    @may(lambda self: may_change(self) and not self.is_local, number=st.integers(0, 1))
+    @may(lambda self: self.setup.candidates and not self.is_local, number=st.integers(0, 1))
     def begin_local_steps(self, number: int) -> None:
         chosen = self.setup.candidates[number]
         self.everywhere(lambda training: training.engines._begin_local_steps(chosen))
@@ -701,14 +689,14 @@ class AnyOrder(RuleBasedStateMachine):
         self.plain.begin(ls.LocalSteps(chosen.local_steps))
         self.restart()
 
-    @may(lambda self: may_change(self) and self.is_local, number=st.integers(0, 1))
+    @may(lambda self: self.setup.candidates and self.is_local, number=st.integers(0, 1))
     def change_local_steps(self, number: int) -> None:
         chosen = self.setup.candidates[number]
         self.everywhere(lambda training: training.engines._change_local_steps(chosen))
         self.plain.change(ls.LocalSteps(chosen.local_steps))
         self.restart()
 
-    @may(lambda self: may_change(self) and self.is_local)
+    @may(lambda self: self.setup.candidates and self.is_local)
     def end_local_steps(self) -> None:
         self.everywhere(lambda training: training.engines._end_local_steps())
         self.plain.merge()

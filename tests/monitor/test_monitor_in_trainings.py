@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 import lightning_sparse as ls
-from tests.support.models import Small, data, small, trainer
+from tests.support.models import Does, Small, data, small, trainer
 from tests.support.processes import Ranks
 
 #: Bytes with which the monitor asks in each logged step what was delivered: two numbers of each sampled element.
@@ -105,21 +105,6 @@ def test_a_run_with_two_loggers_two_fits_and_validation(ranks: Ranks, tmp_path: 
     assert not (tmp_path / "second" / "version_0" / "compression.png").exists()
 
 
-class Looks(L.Callback):
-    """What the progress bar shows."""
-
-    shown: Any = None
-
-    def on_train_end(self, run: L.Trainer, module: Any) -> None:
-        self.shown = run.progress_bar_callback.get_metrics(run, module)
-
-
-class Dies(L.Callback):
-    def on_train_batch_end(self, run: L.Trainer, *args: Any) -> None:
-        if run.global_step == 7:
-            raise KeyError("in the middle of an epoch")
-
-
 class TwoOptimizers(Small):
     """Manual optimization; two averaged backwards a batch, and no loss is returned."""
 
@@ -137,21 +122,26 @@ class TwoOptimizers(Small):
         return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.parameters(), lr=0.1)]
 
 
+def die(run: L.Trainer) -> None:
+    if run.global_step == 7:
+        raise KeyError("in the middle of an epoch")
+
+
 def variants(rank: int, size: int, folder: str) -> dict[str, Any]:
     """Both progress bars, resuming within an epoch, two optimizers, and another strategy."""
     found: dict[str, Any] = {}
     for bar in (RichProgressBar(), TQDMProgressBar()):
-        looks = Looks()
+        looks = Does("on_train_end", lambda run: run.progress_bar_callback.get_metrics(run, run.lightning_module))
         monitor = ls.CompressionMonitor(table=False, summary=False)
         callbacks = [monitor, bar, looks]
         run = trainer(
             "skip_reduce", size, max_steps=4, log_every_n_steps=2, callbacks=callbacks, enable_progress_bar=True
         )
         run.fit(Logged(), data(4, size))
-        found[type(bar).__name__] = looks.shown
+        found[type(bar).__name__] = looks.found[0]
 
     saver = ModelCheckpoint(folder, every_n_train_steps=6, save_top_k=-1, filename="{step}")
-    run = trainer("skip_reduce", size, max_epochs=2, callbacks=[saver, Dies()])
+    run = trainer("skip_reduce", size, max_epochs=2, callbacks=[saver, Does("on_train_batch_end", die)])
     with pytest.raises(KeyError):
         run.fit(small(), data(10, size))
     monitor = ls.CompressionMonitor()

@@ -18,7 +18,7 @@ from lightning_sparse.monitor import replicas
 from lightning_sparse.monitor.replicas import checksum
 from lightning_sparse.network.agreement import described, differences, ranks_having
 from lightning_sparse.network.comm import Comm, Rounds
-from tests.support.models import Small, data, small, trainer
+from tests.support.models import Does, Small, data, small, trainer
 from tests.support.processes import Ranks
 from tests.support.said import refusal
 
@@ -165,22 +165,15 @@ def test_a_checkpoint_that_is_another_on_one_rank_is_refused_on_every_rank(ranks
         assert "checkpoint: steps: 0 on rank 0; 7 on rank 1" in error
 
 
-class Drifts(L.Callback):
-    """Changes a parameter on one rank, by the least that float32 can tell."""
-
-    def __init__(self, rank: int | None, name: str, step: int) -> None:
-        super().__init__()
-        self.rank, self.name, self.step = rank, name, step
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == self.step and trainer.global_rank == self.rank:
-            with torch.no_grad():
-                weight = pl_module.get_parameter(self.name).view(-1)[:1]
-                weight.copy_(torch.nextafter(weight, weight + 1))
-
-
 def drift(rank: int, size: int, odd: int | None, step: int) -> tuple[str, int]:
-    run = trainer("micro", size, check_every=2, max_steps=8, callbacks=[Drifts(odd, "net.2.bias", step)])
+    """Change a parameter on one rank in one step, by the least that float32 can tell."""
+
+    def change(run: L.Trainer) -> None:
+        if run.global_step == step and run.global_rank == odd:
+            weight = run.lightning_module.get_parameter("net.2.bias").data[:1]
+            weight.copy_(torch.nextafter(weight, weight + 1))
+
+    run = trainer("micro", size, check_every=2, max_steps=8, callbacks=[Does("on_train_batch_start", change)])
     return refusal(run.fit, small(), data(8, size)), run.global_step
 
 

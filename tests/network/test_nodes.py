@@ -141,11 +141,11 @@ def test_a_trainer_with_nodes_and_what_it_refuses(ranks: Ranks, tmp_path: Any) -
         assert "cannot be combined with find_unused_parameters=True" in messages[3]
 
 
-def overflow(rank: int, size: int, wrong: int) -> list[Any]:
+def overflow(rank: int, size: int, wrong: int, local_size: int) -> list[Any]:
     """One step in which a gradient of rank ``wrong`` is infinite, between two good ones."""
     ddp = DistributedDataParallel(Given())
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    hook = ls.SparseHook(ddp, "micro", scaler=scaler, process_groups=ProcessGroups(ddp, local_size=2))
+    hook = ls.SparseHook(ddp, "micro", scaler=scaler, process_groups=ProcessGroups(ddp, local_size=local_size))
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     trace: list[Any] = []
     for step in range(3):
@@ -157,13 +157,15 @@ def overflow(rank: int, size: int, wrong: int) -> list[Any]:
         scaler.scale(ddp(x)).backward()
         scaler.step(optimizer)
         scaler.update()
-        trace.append((weights(ddp), kept(hook).clone()))
+        trace.append((weights(ddp), kept(hook).clone(), scaler.get_scale()))
     hook.close()
     return trace
 
 
-def test_an_overflow_on_any_rank_of_a_node_undoes_the_step_everywhere(ranks: Ranks) -> None:
-    for trace in ranks.run(overflow, 4, 3, gloo=True):  # rank 3 leads no node
+@pytest.mark.parametrize("local_size", [1, 2])
+def test_an_overflow_on_any_rank_of_a_node_undoes_the_step_everywhere(ranks: Ranks, local_size: int) -> None:
+    for trace in ranks.run(overflow, 4, 3, local_size, gloo=True):  # rank 3 leads no node of two
+        assert [scale for _, _, scale in trace] == [8.0, 4.0, 4.0]
         assert trace[1][0].equal(trace[0][0])
         assert trace[1][1].equal(trace[0][1])
         assert not trace[2][0].equal(trace[1][0])

@@ -1,6 +1,6 @@
 """Small models, data and Trainers for the tests on real processes."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning as L
@@ -54,6 +54,14 @@ def trainer(strategy: Any, size: int, check_every: int = 2, **kwargs: Any) -> L.
         "callbacks": callbacks,
     }
     return L.Trainer(strategy=strategy, **(defaults | kwargs))
+
+
+class Does(L.Callback):
+    """Calls ``act`` with the Trainer whenever Lightning calls this hook, and keeps what it returns."""
+
+    def __init__(self, hook: str, act: Callable[[Any], Any]) -> None:
+        self.found: list[Any] = []
+        setattr(self, hook, lambda run, *_: self.found.append(act(run)))
 
 
 def weights(module: nn.Module) -> Tensor:

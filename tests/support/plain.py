@@ -345,12 +345,12 @@ class Plain:
             self.show()
         return File(
             deepcopy(dict(self.models[0].state_dict()) | self.average),
-            [_copied(self.own(rank)) for rank in self._ranks],
+            [copied(self.own(rank)) for rank in self._ranks],
             [self._others(rank) for rank in self._ranks],
             [deepcopy(optimizer.state_dict()) for optimizer in self.optimizers],
             self.steps,
             self.local,
-            _copied(self._velocity),
+            copied(self._velocity),
         )
 
     def _others(self, rank: int) -> Weights:
@@ -401,9 +401,9 @@ class Plain:
         self._sends_buffers = True
 
     def _go_on_with(self, own: Sequence[Weights], average: Weights, velocity: Weights) -> None:
-        self.average |= _copied(average)
-        self.held = [self._now(rank) | _copied(of_rank) for rank, of_rank in enumerate(own)]
-        self._velocity, self._exchanged = _copied(velocity), max(self.steps - 1, 0)
+        self.average |= copied(average)
+        self.held = [self._now(rank) | copied(of_rank) for rank, of_rank in enumerate(own)]
+        self._velocity, self._exchanged = copied(velocity), max(self.steps - 1, 0)
 
     def merge(self) -> None:
         """Change to averaged gradients, from the mean of all weights and of the optimizers' states."""
@@ -436,5 +436,5 @@ def _untrained(name: str) -> bool:
     return name == "teacher" or "running" in name
 
 
-def _copied(weights: Mapping[str, Tensor]) -> Weights:
-    return {name: x.clone() for name, x in weights.items()}
+def copied(weights: Mapping[str, Tensor]) -> Weights:
+    return {name: x.detach().clone() for name, x in weights.items()}

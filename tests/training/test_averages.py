@@ -14,7 +14,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import lightning_sparse as ls
 from tests.support.local_steps import CHOSEN, Causal, all_of, auto, exchange_of, follow, local
-from tests.support.models import Small, data, flat, small, trainer, weights
+from tests.support.models import Does, Small, data, flat, small, trainer, weights
 from tests.support.processes import Ranks
 from tests.support.training_loop import Manual
 
@@ -208,12 +208,10 @@ class Physics(Small):
         self.validated.append(flat(self.state_dict().values()))
 
 
-class SetsBest(L.Callback):
-    """Sets weights when the training has ended, the same on every rank."""
-
-    def on_train_end(self, run: L.Trainer, module: L.LightningModule) -> None:
-        for p in module.parameters():
-            p.data.fill_(0.25)
+def set_quarter(run: L.Trainer) -> None:
+    """Set all weights, the same on every rank."""
+    for p in run.lightning_module.parameters():
+        p.data.fill_(0.25)
 
 
 def test_evaluations_checkpoints_and_callbacks_see_the_average_and_what_they_set_stays(
@@ -235,7 +233,7 @@ def _look_and_set(rank: int, size: int, path: Path) -> dict[str, Tensor]:
     run.fit(physics, data(6, size), data(2, size, seed=1))
     trained = flat(physics.state_dict().values())
     trainer("ddp", size, max_epochs=3).fit(Physics(), data(6, size), ckpt_path=path / "last.ckpt")
-    trainer(local(), size, callbacks=[SetsBest()], **options).fit(best, data(5, size))
+    trainer(local(), size, callbacks=[Does("on_train_end", set_quarter)], **options).fit(best, data(5, size))
     trainer(local(), size, **options).fit(plain, data(5, size))
     trainer(local(), size, callbacks=[EMAWeightAveraging(decay=0.5)], **options).fit(ema, data(5, size))
     return {
@@ -248,21 +246,19 @@ def _look_and_set(rank: int, size: int, path: Path) -> dict[str, Tensor]:
     }
 
 
-class SetsOnOne(L.Callback):
-    """Sets weights on one rank alone while the average is shown."""
-
-    def on_train_epoch_end(self, run: L.Trainer, module: L.LightningModule) -> None:
-        if run.global_rank == 1:
-            next(module.parameters()).data.zero_()
-
-
 def test_weights_that_one_rank_sets_on_the_average_are_an_error_on_all(ranks: Ranks) -> None:
     for said in ranks.run(_set_on_one, 3):
         assert "must be set on every rank, to the same; got others on ranks 0, 2 and on rank 1" in said
 
 
+def set_on_one(run: L.Trainer) -> None:
+    """Set weights on one rank alone while the average is shown."""
+    if run.global_rank == 1:
+        next(run.lightning_module.parameters()).data.zero_()
+
+
 def _set_on_one(rank: int, size: int) -> str:
-    run = trainer(local(), size, check_every=0, max_epochs=4, callbacks=[SetsOnOne()])
+    run = trainer(local(), size, check_every=0, max_epochs=4, callbacks=[Does("on_train_epoch_end", set_on_one)])
     with pytest.raises(RuntimeError) as caught:
         run.fit(small(optimizer="adam"), data(8, size))
     return str(caught.value)
@@ -394,23 +390,6 @@ def _log(rank: int, size: int, path: Path) -> Any:
 # - what stands between a file and the first step
 
 
-class SetsAtStart(L.Callback):
-    """Sets a weight on every rank before the first forward."""
-
-    def on_train_start(self, run: L.Trainer, module: L.LightningModule) -> None:
-        next(module.parameters()).data.fill_(0.25)
-
-
-class LooksAtStart(L.Callback):
-    """Notes weights when a validation starts, before the strategy hears of it."""
-
-    def __init__(self) -> None:
-        self.found: list[Tensor] = []
-
-    def on_validation_start(self, run: L.Trainer, module: L.LightningModule) -> None:
-        self.found.append(weights(module))
-
-
 class Target(Small):
     """With a target network that is copied after 5 steps, 15, 25, ..."""
 
@@ -448,10 +427,10 @@ def _start(rank: int, size: int, path: Path) -> Any:
         run, trained = (trainer(local(), size, max_steps=8), small()) if start else (first, model)
         run.fit_loop.epoch_loop.max_steps = 8
         trained.configure_optimizers = lambda trained=trained: torch.optim.SGD(trained.parameters(), lr=0.0)  # type: ignore[method-assign,misc]
-        run.callbacks.append(SetsAtStart())  # type: ignore[attr-defined]
+        run.callbacks.append(Does("on_train_start", set_quarter))  # type: ignore[attr-defined]
         run.fit(trained, data(7, size), ckpt_path=start)
         found.append((name, next(trained.parameters()).detach().clone()))
-    looks = LooksAtStart()
+    looks = Does("on_validation_start", lambda run: weights(run.lightning_module))  # before the strategy hears of it
     run = trainer(local(), size, max_epochs=1, val_check_interval=2, callbacks=[looks], num_sanity_val_steps=0)
     run.fit(Physics(), data(6, size), data(1, size, seed=1))
     return found, torch.cat(looks.found)

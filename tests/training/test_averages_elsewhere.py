@@ -23,7 +23,7 @@ from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.fabric import SparseDDPStrategy as FabricStrategy
 from lightning_sparse.network.torch_comm import world
 from tests.support.local_steps import CHOSEN, Causal, all_of, auto, follow, local
-from tests.support.models import batch, data, flat, small, trainer
+from tests.support.models import Does, batch, data, flat, small, trainer
 from tests.support.processes import Ranks
 
 # - another number of ranks
@@ -73,15 +73,6 @@ class At:
         return cls(model, own, {name: x.clone() for name, x in exchange.averages.items()}, moments)
 
 
-class Begins(L.Callback):
-    """Notes what a training begins with."""
-
-    at: At
-
-    def on_train_start(self, run: L.Trainer, module: L.LightningModule) -> None:
-        self.at = At.now(run)
-
-
 @dataclass
 class Stage:
     """A training on so many ranks: its checkpoint, and of each rank how it began and ended, and what was said."""
@@ -112,14 +103,15 @@ def stages(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 def _go_on(rank: int, size: int, path: Path, start: int | None, until: int) -> dict[str, tuple[At, At, list[str]]]:
     found = {}
     for way, strategy in WAYS.items():
-        begins, saver = Begins(), ModelCheckpoint(path, filename=f"{way}{size}", every_n_train_steps=until)
+        begins = Does("on_train_start", At.now)
+        saver = ModelCheckpoint(path, filename=f"{way}{size}", every_n_train_steps=until)
         torch.manual_seed(0)
         model, run = Taught(), trainer(strategy(), size, max_steps=until, callbacks=[begins, saver])
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             run.fit(model, data(until, size), ckpt_path=path / f"{way}{start}.ckpt" if start else None)
         ours = [each for each in caught if Path(ls.__file__).parent in Path(each.filename).parents]
-        found[way] = begins.at, At.now(run), [str(each.message) for each in ours]
+        found[way] = begins.found[0], At.now(run), [str(each.message) for each in ours]
     return found
 
 

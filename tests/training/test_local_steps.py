@@ -13,7 +13,7 @@ import lightning_sparse as ls
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.engine.replica import Replica
 from tests.support.local_steps import exchange_of, local
-from tests.support.models import Small, data, small, trainer, weights
+from tests.support.models import Does, Small, data, small, trainer, weights
 from tests.support.processes import Ranks
 from tests.support.said import warned
 
@@ -101,14 +101,6 @@ def _watched(rank: int, size: int) -> list[Any]:
     return turns
 
 
-class Seen(L.Callback):
-    """Notes this rank's own weights before its first step."""
-
-    def on_before_zero_grad(self, run: L.Trainer, module: L.LightningModule, optimizer: Any) -> None:
-        if not hasattr(self, "own"):
-            self.own = weights(module)
-
-
 def test_a_second_fit_goes_on_and_a_checkpoint_of_another_kind_is_refused_softly(ranks: Ranks, tmp_path: Path) -> None:
     for own, again, said, rank in ranks.run(_fit_twice, 2, tmp_path):
         assert torch.equal(own, again)
@@ -116,7 +108,7 @@ def test_a_second_fit_goes_on_and_a_checkpoint_of_another_kind_is_refused_softly
 
 
 def _fit_twice(rank: int, size: int, path: Path) -> Any:
-    seen, model = Seen(), small(optimizer="adam")
+    seen, model = Does("on_before_zero_grad", lambda run: weights(run.lightning_module)), small(optimizer="adam")
     run = trainer(local(wire_dtype="float32"), size, max_epochs=1)
     run.fit(model, data(5, size))
     own = exchange_of(run).own
@@ -130,7 +122,7 @@ def _fit_twice(rank: int, size: int, path: Path) -> Any:
     plain.save_checkpoint(path / "gradients.ckpt")
     again = trainer(local("sparse_topk", wire_dtype="float32"), size, max_steps=5)
     said = warned(again.fit, small(optimizer="adam"), data(5, size), ckpt_path=path / "gradients.ckpt")
-    return own, seen.own, said, rank
+    return own, seen.found[0], said, rank
 
 
 def test_the_factor_of_the_learning_rate_is_1_for_equal_gradients_and_the_root_of_p_for_noise(ranks: Ranks) -> None:

@@ -21,26 +21,15 @@ from tests.support.processes import Ranks
 from tests.support.said import error_of, refusal, warned
 
 
-def fit(
-    rank: int, size: int, strategies: list[Any], steps: int, optimizer: str = "sgd"
-) -> list[tuple[Tensor, dict[str, Any]]]:
+def fit(rank: int, size: int, strategies: list[Any], steps: int) -> list[tuple[Tensor, dict[str, Any]]]:
     """Weights after training with each strategy, and what the exchange reported last."""
     results = []
     for strategy in strategies:
-        model, monitor = small(optimizer=optimizer), ls.CompressionMonitor(table=False, per_group=True)
+        model, monitor = small(), ls.CompressionMonitor(table=False, per_group=True)
         run = trainer(strategy, size, max_steps=steps, callbacks=[monitor])
         run.fit(model, data(steps, size))
         results.append((weights(model), {k: float(v) for k, v in run.callback_metrics.items()}))
     return results
-
-
-@pytest.mark.filterwarnings("ignore:CompressionMonitor has nothing to report")
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_dense_on_two_ranks_is_plain_ddp_bit_for_bit(ranks: Ranks, optimizer: str) -> None:
-    strategies = ["ddp", "sparse_dense", ls.SparseDDPStrategy("sparse_dense", fusion="none")]
-    for results in ranks.run(fit, 2, strategies, 20, optimizer):
-        plain, *ours = [trained for trained, _ in results]
-        assert all(torch.equal(plain, trained) for trained in ours)
 
 
 def test_every_name_trains_and_replicas_stay_identical(ranks: Ranks) -> None:

@@ -182,14 +182,10 @@ def test_elias_fano_is_near_the_entropy(n: int, density: float) -> None:
 @pytest.mark.parametrize(
     ("n", "density", "name"),
     [
-        (1_000_000, 0.5, "bitmap"),
-        (100_000_000, 0.5, "bitmap"),
-        (1_000_000, 0.1, "elias_fano"),
-        (100_000_000, 0.01, "elias_fano"),
-        (20_000_000, 0.001, "block16"),
-        (2**31, 2**-31, "int32"),
+        (1_000_000, 0.5, "bitmap"), (100_000_000, 0.5, "bitmap"), (1_000_000, 0.1, "elias_fano"),
+        (100_000_000, 0.01, "elias_fano"), (20_000_000, 0.001, "block16"), (2**31, 2**-31, "int32"),
     ],
-)
+)  # fmt: skip
 def test_the_cheapest_format_depends_on_the_density(n: int, density: float, name: str) -> None:
     assert cheapest(n, round(density * n)).name == name
 
