@@ -1,41 +1,21 @@
-"""What the tests share: every compressor, and real processes that end in time."""
+"""What all tests have: settings, markers, and the fixtures that more than one file asks for."""
 
-import contextlib
-import io
-import multiprocessing
-import os
-import random
-import socket
-import time
-import traceback
-import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
-import lightning_sparse as ls
 from lightning_sparse.bench.cluster import unavailable_reason
-
-# The laws are tested over this list.  A name in COMPRESSORS is in it by itself; add settings worth a test of their own.
-EVERY_COMPRESSOR = [
-    *(pytest.param(kind(), id=name) for name, kind in ls.COMPRESSORS.items()),
-    pytest.param(ls.SkipReduce(skip=0.0), id="skip_reduce-0"),
-    pytest.param(ls.SkipReduce(skip=1.0), id="skip_reduce-all"),
-    pytest.param(ls.SkipReduce(rotation="static"), id="skip_reduce-static"),
-    pytest.param(ls.RandomK(density=1.0), id="random_k-all"),
-    pytest.param(ls.TopK(density=0.3), id="top_k-0.3"),
-    pytest.param(ls.Warmup(2, ls.TopK(density=0.1)), id="warmup-top_k"),
-]
-
+from tests.support.processes import Ranks
 
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
 settings.load_profile("tests")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "fuzzed: tries random input; FUZZ_TRIES=1000 tries more of it")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -58,159 +38,15 @@ def emulated(timeout_s: float) -> Callable[[Callable[..., None]], Callable[..., 
     return lambda test: pytest.mark.cluster(pytest.mark.timeout(timeout_s)(skip(test)))
 
 
-class Ranks:
-    """Starts functions on real ranks: processes joined by torchrun's environment variables, over Gloo."""
-
-    def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["lightning_sparse", "sklearn.datasets", "tests.training.models"])
-
-    def run(self, function: Callable[..., Any], size: int, *args: Any, timeout_s: float = 100) -> list[Any]:
-        """``function(rank, size, *args)`` on each rank; returns what each returned.
-
-        Raises:
-            AssertionError: if a rank raises, dies or is not done in time; all ranks are killed first.
-        """
-        try:
-            with self.start(function, size, *args) as running:
-                return running.values(timeout_s)
-        except AssertionError as error:
-            if "EADDRINUSE" not in str(error):  # else another program has taken the port, which was free
-                raise
-        with self.start(function, size, *args) as running:
-            return running.values(timeout_s)
-
-    def start(self, function: Callable[..., Any], size: int, *args: Any) -> "Running":
-        """``function(rank, size, *args)`` on each rank, in the background; killed when the context ends."""
-        return Running(self._context, function, size, args)
-
-    def apart(self, function: Callable[..., Any], output: Path, *args: Any, timeout_s: float = 100) -> Any:
-        """``function(*args)`` in a process that is no rank and may start others; returns what it returned.
-
-        What it and they print goes to the file ``output``.
-
-        Raises:
-            AssertionError: as ``run``.
-        """
-        with Running(self._context, _apart, 1, (function, output, *args), daemon=False) as running:
-            return running.values(timeout_s)[0]
-
-
-@dataclass
-class End:
-    """How a rank ended: with what its function returned, or a traceback or exit code."""
-
-    rank: int
-    value: Any
-    error: str | None
-
-
-class Running:
-    """Ranks at work."""
-
-    def __init__(
-        self, context: Any, function: Callable[..., Any], size: int, args: tuple[Any, ...], daemon: bool = True
-    ) -> None:
-        port = free_port()
-        self._pipes: dict[Connection, int] = {}  # what a rank says at its end, and which rank
-        self.processes = []
-        for rank in range(size):
-            receiving, sending = context.Pipe(duplex=False)
-            process = context.Process(target=_rank, args=(function, rank, size, port, sending, args), daemon=daemon)
-            process.start()
-            sending.close()  # ours, so that the end of the process is the end of the pipe
-            self.processes.append(process)
-            self._pipes[receiving] = rank
-
-    def ends(self, timeout_s: float) -> Iterator[End]:
-        """The ranks in the order in which they end.
-
-        Raises:
-            AssertionError: if one has not ended in time.
-        """
-        deadline = time.monotonic() + timeout_s
-        while self._pipes:
-            ready = wait(list(self._pipes), timeout=max(0.0, deadline - time.monotonic()))
-            assert ready, f"ranks {sorted(self._pipes.values())} were not done in {timeout_s} s"
-            for pipe in ready:
-                assert isinstance(pipe, Connection)
-                rank = self._pipes.pop(pipe)
-                value = error = None
-                try:
-                    answer, error = pipe.recv()
-                    value = torch.load(io.BytesIO(answer), weights_only=False) if error is None else None
-                except EOFError:
-                    self.processes[rank].join(timeout=5)
-                    error = f"died with exit code {self.processes[rank].exitcode}"
-                yield End(rank, value, error)
-
-    def values(self, timeout_s: float) -> list[Any]:
-        """What each rank returned.
-
-        Raises:
-            AssertionError: if a rank raised, died or has not ended in time.
-        """
-        values = [None] * len(self.processes)
-        for end in self.ends(timeout_s):
-            assert end.error is None, f"rank {end.rank} failed:\n{end.error}"
-            values[end.rank] = end.value
-        return values
-
-    def __enter__(self) -> "Running":
-        return self
-
-    def __exit__(self, failed: object, *error: object) -> None:
-        for process in self.processes:
-            process.join(timeout=0 if failed else 5)
-            process.kill()
-
-
 @pytest.fixture(scope="session")
 def ranks() -> Ranks:
     return Ranks()
 
 
-def _rank(
-    function: Callable[..., Any], rank: int, size: int, port: int, end: Connection, args: tuple[Any, ...]
-) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), GROUP_RANK="0",
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="tests", GLOO_SOCKET_IFNAME="lo",
-    )  # fmt: skip
-    try:
-        answer = io.BytesIO()
-        torch.save(function(rank, size, *args), answer)
-        end.send((answer.getvalue(), None))
-    except BaseException:
-        end.send((None, traceback.format_exc()))
-        raise
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-
-
-def _apart(rank: int, size: int, function: Callable[..., Any], output: Path, *args: Any) -> Any:
-    print_to(output)
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR"):
-        del os.environ[name]
-    del os.environ["TORCHELASTIC_RUN_ID"]
-    os.environ["MASTER_PORT"] = str(free_port())  # that Lightning gives to the processes it starts
-    warnings.simplefilter("ignore")
-    return function(*args)
-
-
-def print_to(output: Path) -> None:
-    """Have this process, and what it starts, print to a file."""
-    with output.open("w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-
-
-def free_port() -> int:
-    """A port that is free, and below those the kernel gives to outgoing connections, which might take it meanwhile."""
-    while True:
-        port = random.SystemRandom().randrange(10_000, 30_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A process group of this process alone."""
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

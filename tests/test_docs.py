@@ -15,7 +15,7 @@ import yaml
 
 import lightning_sparse as ls
 from lightning_sparse.bench.cluster import Cluster
-from tests.conftest import Ranks, print_to
+from tests.support.processes import Ranks, print_to
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import lightning_sparse as ls
-from tests.conftest import Ranks, free_port
-from tests.training.models import LIMIT_S, trainer, weights
+from tests.support.models import Does, trainer, weights
+from tests.support.processes import LIMIT_S, Ranks, free_port
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -35,22 +35,10 @@ def examples_path(monkeypatch):
 
 def fit(model, data, max_steps, **options):
     """Train in this process, validate once at the end, and return the metrics."""
-    trainer = L.Trainer(
-        strategy="auto",
-        accelerator="cpu",
-        devices=1,
-        max_steps=max_steps,
-        val_check_interval=max_steps,
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
-    trainer.fit(model, data)
-    return trainer.callback_metrics
+    often = {"val_check_interval": max_steps, "check_val_every_n_epoch": None, "num_sanity_val_steps": 0}
+    run = trainer("auto", 1, check_every=0, max_steps=max_steps, **often, **options)
+    run.fit(model, data)
+    return run.callback_metrics
 
 
 def rows(dataset):
@@ -197,26 +185,20 @@ def run_script(rank, size, name, arguments, folder):
     return out.getvalue()
 
 
-@pytest.mark.processes
-@pytest.mark.timeout(LIMIT_S + 20)
 def test_quickstart_shows_what_was_sent(ranks: Ranks, tmp_path):
-    out, other = ranks.run(run_script, 2, "quickstart.py", [], str(tmp_path), timeout_s=LIMIT_S)
+    out, other = ranks.run(run_script, 2, "quickstart.py", [], str(tmp_path))
     assert "58.13 kB" in out  # half of 4 * 29,066 bytes
     assert "58.13 kB" not in other  # rank 0 speaks
 
 
-@pytest.mark.processes
-@pytest.mark.timeout(LIMIT_S + 20)
 def test_digits_is_tested(ranks: Ranks, tmp_path):
     arguments = ["--strategy=ddp", "--devices=2", "--max-steps=5"]
-    out, _ = ranks.run(run_script, 2, "digits.py", arguments, str(tmp_path), timeout_s=LIMIT_S)
+    out, _ = ranks.run(run_script, 2, "digits.py", arguments, str(tmp_path))
     assert "val_acc: 0." in out
 
 
-@pytest.mark.processes
-@pytest.mark.timeout(LIMIT_S + 20)
 def test_own_compressor_learns(ranks: Ranks, tmp_path):
-    out, _ = ranks.run(run_script, 2, "own_compressor.py", [], str(tmp_path), timeout_s=LIMIT_S)
+    out, _ = ranks.run(run_script, 2, "own_compressor.py", [], str(tmp_path))
     assert float(re.search(r"val_acc: (.*)", out)[1]) > 0.85
 
 
@@ -230,13 +212,12 @@ def test_own_compressor_keeps_the_law(n):
     assert result.sent_bytes.unique().tolist() == [2 * (-(-n // 8) + 4)]  # to two others: bits, and a scale
 
 
-@pytest.mark.processes
 @pytest.mark.timeout(2 * LIMIT_S + 20)
 @pytest.mark.parametrize("name", ["plain_pytorch.py", "fabric_loop.py"])
 def test_a_loop_of_ones_own_saves_and_resumes(ranks: Ranks, name, tmp_path):
     def run(epochs, checkpoint, *arguments):
         arguments = [f"--epochs={epochs}", f"--checkpoint={checkpoint}", *arguments]
-        out, other = ranks.run(run_script, 2, name, arguments, str(tmp_path), timeout_s=LIMIT_S)
+        out, other = ranks.run(run_script, 2, name, arguments, str(tmp_path))
         assert not other  # rank 0 speaks
         return re.findall(r"epoch (\d+): loss", out), torch.load(tmp_path / checkpoint, weights_only=True)
 
@@ -252,42 +233,28 @@ def test_a_loop_of_ones_own_saves_and_resumes(ranks: Ranks, name, tmp_path):
             assert all(tensor.equal(part(straight)[key]) for key, tensor in part(resumed).items())
 
 
-class Diary(L.Callback):
-    """Notes the weights of each part at the end of each epoch."""
-
-    def __init__(self, parts):
-        self.parts = parts
-        self.pages = []
-
-    def on_train_epoch_end(self, trainer, pl_module):
-        self.pages.append({part: weights(pl_module.get_submodule(part)).clone() for part in self.parts})
-
-
 def finetune(rank, size):
     sys.path.insert(0, str(EXAMPLES))
     from finetune import BODY, HEAD, STEM, DigitsClassifier, FineTuned, FreezeAtFirst, SomeDigits
 
     L.seed_everything(0)
-    pretrained, model, diary = DigitsClassifier(width=8), FineTuned(width=8), Diary([STEM, BODY, HEAD])
+    pretrained, model = DigitsClassifier(width=8), FineTuned(width=8)
     model.take_over(pretrained)
-    diary.pages.append({part: weights(pretrained.get_submodule(part)) for part in diary.parts})
-    run = trainer(
-        "skip_reduce_find_unused_parameters_true",
-        size,
-        max_epochs=2,
-        limit_train_batches=5,
-        limit_val_batches=0,
-        num_sanity_val_steps=0,
-        callbacks=[FreezeAtFirst(epoch=1), diary],
-    )
+
+    def parts(module):
+        return [weights(module.get_submodule(part)).clone() for part in (STEM, BODY, HEAD)]
+
+    diary = Does("on_train_epoch_end", lambda run: parts(run.lightning_module))
+    diary.found.append(parts(pretrained))
+    few = {"limit_train_batches": 5, "limit_val_batches": 0, "num_sanity_val_steps": 0}
+    strategy, callbacks = "skip_reduce_find_unused_parameters_true", [FreezeAtFirst(epoch=1), diary]
+    run = trainer(strategy, size, max_epochs=2, callbacks=callbacks, **few)
     run.fit(model, SomeDigits(range(5, 10)))
-    return [list(page.values()) for page in diary.pages], [group["lr"] for group in run.optimizers[0].param_groups]
+    return diary.found, [group["lr"] for group in run.optimizers[0].param_groups]
 
 
-@pytest.mark.processes
-@pytest.mark.timeout(LIMIT_S + 20)
 def test_finetuning_freezes_what_it_says(ranks: Ranks):
-    results = ranks.run(finetune, 2, timeout_s=LIMIT_S)
+    results = ranks.run(finetune, 2)
     (before, first, second), rates = results[0]
     changed = [[not a.equal(b) for a, b in zip(x, y, strict=True)] for x, y in ((before, first), (first, second))]
     assert changed == [[False, False, True], [False, True, True]]  # the stem, the body, the head
@@ -295,10 +262,8 @@ def test_finetuning_freezes_what_it_says(ranks: Ranks):
     assert all(a.equal(b) for a, b in zip(second, results[1][0][2], strict=True))
 
 
-@pytest.mark.processes
-@pytest.mark.timeout(LIMIT_S + 20)
 def test_finetuning_runs(ranks: Ranks, tmp_path):
-    out, _ = ranks.run(run_script, 2, "finetune.py", ["--epochs=2"], str(tmp_path), timeout_s=LIMIT_S)
+    out, _ = ranks.run(run_script, 2, "finetune.py", ["--epochs=2"], str(tmp_path))
     assert "the first convolution is as it was" in out
 
 

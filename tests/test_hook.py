@@ -14,51 +14,30 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.network.process_groups import ProcessGroups
-from tests.conftest import Ranks
-from tests.training.models import LIMIT_S, weights
-
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
-
-
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 33), nn.Tanh(), nn.Linear(33, 17), nn.Tanh(), nn.Linear(17, 3))
-
-
-def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + rank))
-    return x, (x.sum(1).abs() % 3).long()
-
-
-def steps(ddp: nn.Module, optimizer: Any, first: int, last: int, rank: int) -> None:
-    for step in range(first, last):
-        x, y = batch(step, rank)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(ddp(x), y).backward()
-        optimizer.step()
+from tests.support.models import batch, small, take_steps, weights
+from tests.support.processes import Ranks
 
 
 def bare(rank: int, size: int, names: list[str]) -> list[Any]:
-    dist.init_process_group("gloo")
     results: list[Any] = []
-    plain = DistributedDataParallel(network())
-    steps(plain, torch.optim.SGD(plain.parameters(), 0.1), 0, 10, rank)
+    plain = DistributedDataParallel(small().net)
+    take_steps(plain, torch.optim.SGD(plain.parameters(), 0.1), 0, 10, rank)
     for name in names:
-        ddp = DistributedDataParallel(network())
+        ddp = DistributedDataParallel(small().net)
         hook = ls.SparseHook(ddp, name)
         optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
-        steps(ddp, optimizer, 0, 5, rank)
+        take_steps(ddp, optimizer, 0, 5, rank)
         saved = [hook.state_dict()]
         dist.broadcast_object_list(saved)  # as if read from rank 0's file
         model = {key: value.clone() for key, value in ddp.module.state_dict().items()}
-        steps(ddp, optimizer, 5, 10, rank)
+        take_steps(ddp, optimizer, 5, 10, rank)
         hook.close()
 
-        again = DistributedDataParallel(network())
+        again = DistributedDataParallel(small().net)
         again.module.load_state_dict(model)
         resumed = ls.SparseHook(again, name)
         resumed.load_state_dict(saved[0])
-        steps(again, torch.optim.SGD(again.parameters(), 0.1), 5, 10, rank)
+        take_steps(again, torch.optim.SGD(again.parameters(), 0.1), 5, 10, rank)
         resumed.close()
         results.append((weights(ddp), weights(again), weights(plain)))
     return results
@@ -66,7 +45,7 @@ def bare(rank: int, size: int, names: list[str]) -> list[Any]:
 
 def test_a_bare_ddp_trains_and_resumes_bit_for_bit(ranks: Ranks) -> None:
     names = list(ls.COMPRESSORS)
-    every = ranks.run(bare, 2, names, timeout_s=LIMIT_S)
+    every = ranks.run(bare, 2, names, gloo=True)
     for results in every:
         for i, (name, (straight, resumed, plain)) in enumerate(zip(names, results, strict=True)):
             assert torch.equal(straight, resumed), name
@@ -76,7 +55,6 @@ def test_a_bare_ddp_trains_and_resumes_bit_for_bit(ranks: Ranks) -> None:
 
 def said(rank: int, size: int, cases: list[tuple[ls.Compressor, int]]) -> list[list[str]]:
     """What is said before and in each of four steps, with nodes of so many ranks."""
-    dist.init_process_group("gloo")
     rank_zero_only.rank = rank  # as Lightning sets it, and torchrun's variables before it is imported
     results = []
     for compressor, local_size in cases:
@@ -103,7 +81,7 @@ def test_bytes_that_reach_those_of_dense_ddp_are_named_once(ranks: Ranks) -> Non
         (ls.Dense(), 1),
         (ls.MiCRO(density=1.0), 2),
     ]
-    results = ranks.run(said, 2, cases, timeout_s=LIMIT_S)
+    results = ranks.run(said, 2, cases, gloo=True)
     assert results[1] == [steps] * len(cases)  # rank 0 speaks
     micro, warmed_up, *others, alone = results[0]
     assert micro[:1] + micro[2:] == steps
@@ -116,40 +94,12 @@ def test_bytes_that_reach_those_of_dense_ddp_are_named_once(ranks: Ranks) -> Non
     assert "with local_group one node, and nobody to send to: MiCRO(density=1.0" in alone[0]
 
 
-def scaled(rank: int, size: int) -> tuple[Tensor, float, bool]:
-    """An ordinary loop with a GradScaler; rank 1's gradient overflows once."""
-    dist.init_process_group("gloo")
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    ddp = DistributedDataParallel(network())
-    hook = ls.SparseHook(ddp, "ok_topk", fusion="layer", scaler=scaler)
-    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
-    for step in range(10):
-        x, y = batch(step, rank)
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(ddp(x), y) * (float("inf") if step == 4 and rank == 1 else 1.0)
-        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        scaler.step(optimizer)
-        scaler.update()
-    finite = all(bool(group.unsent.isfinite().all()) for group in hook.exchange.groups)
-    hook.close()
-    return weights(ddp), scaler.get_scale(), finite
-
-
-def test_a_bare_ddp_with_a_scaler(ranks: Ranks) -> None:
-    results = ranks.run(scaled, 2, timeout_s=LIMIT_S)
-    for trained, scale, finite in results:
-        assert torch.equal(trained, results[0][0])
-        assert trained.isfinite().all()
-        assert finite
-        assert scale == 128.0
-
-
 def fabric(rank: int, size: int, strategy: Any, folder: str) -> tuple[Tensor, Tensor, list[str]]:
     run = L.Fabric(accelerator="cpu", devices=size, strategy=strategy)
     run.launch()
 
     def train(first: int, last: int, resume: str | None) -> Tensor:
-        model = network()
+        model = small().net
         optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
         model, optimizer = run.setup(model, optimizer)
         hook = run.strategy.hooks[-1]  # type: ignore[attr-defined]
@@ -175,8 +125,8 @@ def test_fabric_trains_saves_and_resumes_bit_for_bit(ranks: Ranks, named: bool, 
     from lightning_sparse.fabric import SparseDDPStrategy
 
     strategy = "micro" if named else SparseDDPStrategy(ls.SkipReduce(0.5), wire_dtype="bfloat16")
-    results = ranks.run(fabric, 2, strategy, str(tmp_path), timeout_s=LIMIT_S)
+    results = ranks.run(fabric, 2, strategy, str(tmp_path))
     for straight, resumed, saved in results:
         assert torch.equal(straight, resumed)
         assert torch.equal(straight, results[0][0])
-        assert saved == sorted(name for name, _ in network().named_parameters())
+        assert saved == sorted(name for name, _ in small().net.named_parameters())

@@ -2,28 +2,22 @@
 
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.checkpoint.state import State
 from lightning_sparse.settings import as_text
+from tests.support.said import warned
 
 ALONE = "There is one rank, or with local_group one node, and nobody to send to"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store: Path = tmp_path_factory.mktemp("store") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 class Alone:
@@ -105,8 +99,6 @@ def test_what_several_ranks_owed_is_delivered_at_once(alone: Any, residuals: str
     several = {"per_rank": {"size": 3, "unsent": {"weight": owed}}, "mean": {"unsent": {"weight": owed.mean(0)}}}
     state = run.hook.state_dict(residuals) | several[residuals] | {"groups": []}
     state["checksum"] = State(**state).checksums()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        run.hook.load_state_dict(state)
+    warned(run.hook.load_state_dict, state)
     assert torch.allclose(run.mean(torch.zeros(100)), owed.mean(0).flatten())
     assert not run.unsent().any()

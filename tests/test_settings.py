@@ -17,7 +17,7 @@ from lightning_sparse.compressors.group import Group
 from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.settings import as_text, same
 from lightning_sparse.simulation import simulate
-from tests.conftest import EVERY_COMPRESSOR
+from tests.support.compressors import EVERY_COMPRESSOR
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -98,36 +97,6 @@ def test_unused_parameters_are_answered_with_a_name_of_ours() -> None:
     error = RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one.")
     ls.SparseDDPStrategy("sparse_topk").on_exception(error)
     assert "strategy='sparse_topk_find_unused_parameters_true'" in str(error)
-
-
-def test_a_config_file_reaches_every_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """LightningCLI gives every option of DDP, also those the file leaves out."""
-    from lightning.pytorch.cli import LightningCLI
-    from lightning.pytorch.demos.boring_classes import BoringModel
-
-    config = tmp_path / "config.yaml"
-    config.write_text("""
-trainer:
-  accelerator: cpu
-  devices: 1
-  logger: false
-  strategy:
-    class_path: lightning_sparse.SparseDDPStrategy
-    init_args:
-      compressor:
-        class_path: lightning_sparse.SkipReduce
-        init_args: {skip: 0.25, protect: ["*.bias"]}
-      wire_dtype: bfloat16
-      fusion: none
-      find_unused_parameters: true
-""")
-    monkeypatch.setattr(sys, "argv", ["train.py", "--config", str(config)])
-    strategy = LightningCLI(BoringModel, run=False, seed_everything_default=False).trainer.strategy
-    assert isinstance(strategy, ls.SparseDDPStrategy)
-    assert strategy.compressor == ls.SkipReduce(skip=0.25, protect=("*.bias",))
-    assert strategy.options.wire_dtype == "bfloat16"
-    assert strategy._ddp_kwargs["find_unused_parameters"] is True
-    assert strategy._ddp_kwargs["bucket_cap_mb"] == 1e-6
 
 
 def test_settings_reach_the_strategy() -> None:

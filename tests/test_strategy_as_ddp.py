@@ -18,8 +18,8 @@ from lightning.pytorch.trainer.connectors import accelerator_connector
 from torch import nn
 
 import lightning_sparse as ls
-from tests.training.models import data, small, trainer
-from tests.training.test_as_lightnings_ddp import error_of, ours
+from tests.support.models import data, small, trainer
+from tests.support.said import error_of
 
 
 def described(run: L.Trainer) -> dict[str, Any]:
@@ -94,18 +94,12 @@ def test_ranks_are_known_before_training(where: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     "options",
     [
-        {"sync_batchnorm": True},
-        {"plugins": [TorchSyncBatchNorm()]},
-        {"plugins": [TorchCheckpointIO()]},
-        {"plugins": [LightningEnvironment()]},
-        {"precision": "bf16-mixed"},
-        {"precision": "16-true"},
-        {"num_nodes": 3},
-        {"devices": 1},
-        {"barebones": True},
+        {"sync_batchnorm": True}, {"plugins": [TorchSyncBatchNorm()]}, {"plugins": [TorchCheckpointIO()]},
+        {"plugins": [LightningEnvironment()]}, {"precision": "bf16-mixed"}, {"precision": "16-true"},
+        {"num_nodes": 3}, {"devices": 1}, {"barebones": True},
     ],
     ids=lambda options: re.sub(r" object at \w+", "", str(options)),  # the same in every process
-)
+)  # fmt: skip
 def test_options_of_the_trainer_reach_the_strategy(options: dict[str, Any]) -> None:
     if "barebones" in options:
         options = options | {"logger": None}
@@ -143,6 +137,10 @@ def test_a_name_of_ones_own() -> None:
         StrategyRegistry.remove("sparse_of_ones_own")
     assert isinstance(strategy, ls.SparseDDPStrategy)
     assert strategy.checkpoint_io is kept
+
+
+def ours(**options: Any) -> ls.SparseDDPStrategy:
+    return ls.SparseDDPStrategy("sparse_dense", **options)
 
 
 class StartsTooMany(LightningEnvironment):

@@ -10,7 +10,7 @@ from lightning_sparse.bench.cluster import Cluster
 from lightning_sparse.compressors import COMPRESSORS
 from tests.bench.cluster.test_cluster import MBIT, emulated, ping, transfer
 from tests.fusion.test_model import spread_out
-from tests.monitor import test_monitor
+from tests.support import monitored as test_monitor
 
 MB = 1_000_000
 

@@ -5,7 +5,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -15,8 +14,9 @@ from torch.utils.data import DataLoader
 
 import lightning_sparse as ls
 from lightning_sparse.checkpoint.state import KEY
-from tests.conftest import Ranks
-from tests.training.models import LIMIT_S, Small, data, small, trainer, unsent, weights
+from tests.support.models import Does, Small, data, small, trainer, unsent, weights
+from tests.support.processes import Ranks
+from tests.support.said import refusal, warned
 
 OTHERS = {
     "momentum": ls.MomentumCorrection(0.9, ls.MiCRO(density=0.05), clip_norm=1.0),
@@ -25,8 +25,6 @@ OTHERS = {
     "sketch": ls.SketchFusion(density=0.05, momentum=0.9),
 }
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
-
 
 def train(
     rank: int, size: int, folder: str, name: str, steps: int, resume: str | None, residuals: str
@@ -34,7 +32,7 @@ def train(
     strategy = ls.SparseDDPStrategy(OTHERS.get(name, name), residuals=residuals)
     model = small(optimizer="adam")
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=10, save_top_k=-1)
-    run = trainer(strategy, size, max_steps=steps, callbacks=[saver], enable_checkpointing=True)
+    run = trainer(strategy, size, max_steps=steps, callbacks=[saver])
     run.fit(model, data(10, size), ckpt_path=resume)
     return weights(model), unsent(strategy)
 
@@ -50,9 +48,7 @@ def train_each(rank: int, size: int, folder: str, names: list[str], resume: bool
 
 @pytest.mark.parametrize(("size", "names"), [(2, ["micro", "sketch_fusion"]), (3, [*ls.COMPRESSORS, *OTHERS])])
 def test_a_resumed_run_equals_one_that_never_stopped(ranks: Ranks, size: int, names: list[str], tmp_path: Path) -> None:
-    straight, resumed = (
-        ranks.run(train_each, size, str(tmp_path), names, resume, timeout_s=LIMIT_S) for resume in (False, True)
-    )
+    straight, resumed = (ranks.run(train_each, size, str(tmp_path), names, resume) for resume in (False, True))
     for one, other in zip(straight, resumed, strict=True):
         for name, (w, u), (w2, u2) in zip(names, one, other, strict=True):
             assert torch.equal(w, w2), name
@@ -65,19 +61,16 @@ def test_a_resumed_run_equals_one_that_never_stopped(ranks: Ranks, size: int, na
         assert state["unsent"]["net.0.weight"].shape == (size, 33, 8)
 
 
-class Look(L.Callback):
+def look() -> Does:
     """What is unsent when training starts."""
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        assert isinstance(trainer.strategy, ls.SparseDDPStrategy)
-        self.found = unsent(trainer.strategy)
+    return Does("on_train_start", lambda run: unsent(run.strategy))
 
 
 def resume_elsewhere(rank: int, size: int, path: str) -> tuple[dict[str, Tensor], Tensor]:
     """What is unsent before the first of three more steps, and the weights after them."""
-    look, model = Look(), small(optimizer="adam")
-    trainer("skip_reduce", size, max_steps=13, callbacks=[look]).fit(model, data(20, size), ckpt_path=path)
-    return look.found, weights(model)
+    start, model = look(), small(optimizer="adam")
+    trainer("skip_reduce", size, max_steps=13, callbacks=[start]).fit(model, data(20, size), ckpt_path=path)
+    return start.found[0], weights(model)
 
 
 @pytest.mark.parametrize(
@@ -87,8 +80,8 @@ def test_another_number_of_ranks_starts_from_the_mean(
     ranks: Ranks, before: int, after: int, residuals: str, tmp_path: Path
 ) -> None:
     """What the mean gradient still owes is a P-th of the sum of what the ranks keep."""
-    saved = ranks.run(train, before, str(tmp_path), "skip_reduce", 10, None, residuals, timeout_s=LIMIT_S)
-    results = ranks.run(resume_elsewhere, after, str(tmp_path / "step=10.ckpt"), timeout_s=LIMIT_S)
+    saved = ranks.run(train, before, str(tmp_path), "skip_reduce", 10, None, residuals)
+    results = ranks.run(resume_elsewhere, after, str(tmp_path / "step=10.ckpt"))
     back = [found for found, _ in results]
     assert all(torch.equal(trained, results[0][1]) for _, trained in results)
     assert not torch.equal(results[0][1], saved[0][0])
@@ -115,7 +108,35 @@ def cross_load(rank: int, size: int, folder: str) -> Any:
 
 
 def test_checkpoints_go_to_and_from_plain_ddp(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks.run(cross_load, 2, str(tmp_path), timeout_s=LIMIT_S)[0] == [True, False, False, False]
+    assert ranks.run(cross_load, 2, str(tmp_path))[0] == [True, False, False, False]
+
+
+def resume_damaged(rank: int, size: int, folder: str) -> tuple[str, bool]:
+    """What resuming from a damaged file says, and whether the file without our part is loaded."""
+    path = Path(folder) / f"{size}.ckpt"
+    first = trainer("micro", size, max_steps=4)
+    first.fit(small(), data(10, size))
+    first.save_checkpoint(path)
+    first.strategy.barrier()
+    if rank == 0:
+        checkpoint = torch.load(path, weights_only=True)
+        checkpoint[KEY]["unsent"]["net.2.weight"][1, 3, 5] += 1e-3
+        torch.save(checkpoint, path)
+        checkpoint.pop(KEY)
+        torch.save(checkpoint, path.with_suffix(".without"))
+    first.strategy.barrier()
+    said = refusal(trainer("micro", size, max_steps=6).fit, small(), data(10, size), ckpt_path=path)
+    again = trainer("micro", size, max_steps=6)
+    with pytest.warns(UserWarning, match="holds no residuals") if rank == 0 else nullcontext():
+        again.fit(small(), data(10, size), ckpt_path=path.with_suffix(".without"))
+    return said, again.global_step == 6
+
+
+def test_a_damaged_checkpoint_is_refused_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
+    for said, resumed in ranks.run(resume_damaged, 2, str(tmp_path)):
+        assert "in the checkpoint are damaged: the checksum of rank 1's part is " in said
+        assert "Resume from an older checkpoint, or without them" in said
+        assert resumed
 
 
 # - where a checkpoint is written and how
@@ -152,7 +173,7 @@ def train_with_many_checkpoints(
         folder, filename="{step}", every_n_train_steps=7, save_top_k=1, monitor="step", mode="max", save_last="link"
     )
     run = trainer(
-        strategy, size, max_steps=steps, callbacks=[saver], enable_checkpointing=True, plugins=[AsyncCheckpointIO()],
+        strategy, size, max_steps=steps, callbacks=[saver], plugins=[AsyncCheckpointIO()],
         use_distributed_sampler=False,
     )  # fmt: skip
     run.fit(small(optimizer="adam"), Counted(data(10, size, seed=rank)), ckpt_path=resume)
@@ -162,12 +183,12 @@ def train_with_many_checkpoints(
 def test_mid_epoch_links_deletion_and_background_writing(ranks: Ranks, tmp_path: Path) -> None:
     size = 2
     a, b, c = (str(tmp_path / name) for name in "abc")
-    straight = ranks.run(train_with_many_checkpoints, size, a, 17, None, timeout_s=LIMIT_S)
-    half = ranks.run(train_with_many_checkpoints, size, b, 7, None, timeout_s=LIMIT_S)
+    straight = ranks.run(train_with_many_checkpoints, size, a, 17, None)
+    half = ranks.run(train_with_many_checkpoints, size, b, 7, None)
     assert straight[0][2] == ["last.ckpt", "step=14.ckpt"]  # step=7.ckpt, and all in it, is gone
     assert half[0][2] == ["last.ckpt", "step=7.ckpt"]
     assert (tmp_path / "b" / "last.ckpt").is_symlink()
-    resumed = ranks.run(train_with_many_checkpoints, size, c, 17, str(tmp_path / "b" / "last.ckpt"), timeout_s=LIMIT_S)
+    resumed = ranks.run(train_with_many_checkpoints, size, c, 17, str(tmp_path / "b" / "last.ckpt"))
     for (w, u, _), (w2, u2, _) in zip(straight, resumed, strict=True):
         assert torch.equal(w, w2)
         assert all(torch.equal(u[k], u2[k]) for k in u)
@@ -186,7 +207,7 @@ def fit_twice(rank: int, size: int) -> list[dict[str, Tensor]]:
 
 
 def test_a_second_fit_of_the_same_model_goes_on_with_what_was_unsent(ranks: Ranks) -> None:
-    for first, same, other in ranks.run(fit_twice, 2, timeout_s=LIMIT_S):
+    for first, same, other in ranks.run(fit_twice, 2):
         assert sum(float(x.abs().sum()) for x in first.values()) > 0
         assert all(torch.equal(first[name], same[name]) for name in first)
         assert all(not x.any() for x in other.values())
@@ -194,10 +215,10 @@ def test_a_second_fit_of_the_same_model_goes_on_with_what_was_unsent(ranks: Rank
 
 def fit_again_after_changes(rank: int, size: int) -> list[tuple[bool, list[str], bool]]:
     """Of a fit after unfreezing and of one with a wider head: whether what was unsent stayed, and what was said."""
-    strategy, look = ls.SparseDDPStrategy(ls.MomentumCorrection(0.9, ls.MiCRO(density=0.05))), Look()
+    strategy, start = ls.SparseDDPStrategy(ls.MomentumCorrection(0.9, ls.MiCRO(density=0.05))), look()
     model = small()
     model.net[0].requires_grad_(False)
-    run = trainer(strategy, size, max_steps=4, callbacks=[look])
+    run = trainer(strategy, size, max_steps=4, callbacks=[start])
     run.fit(model, data(20, size))
     results = []
     for change in ("unfreeze", "head"):
@@ -207,16 +228,14 @@ def fit_again_after_changes(rank: int, size: int) -> list[tuple[bool, list[str],
         else:
             model.net[4] = nn.Linear(17, 5)
         run.fit_loop.epoch_loop.max_steps += 4
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            run.fit(model, data(20, size))
-        same = [name for name, x in look.found.items() if name in before and x.shape == before[name].shape]
-        stayed = all(torch.equal(look.found[name], before[name]) for name in same) and any(
+        said = warned(run.fit, model, data(20, size))
+        same = [name for name, x in start.found[-1].items() if name in before and x.shape == before[name].shape]
+        stayed = all(torch.equal(start.found[-1][name], before[name]) for name in same) and any(
             bool(before[name].any()) for name in same
         )
-        from_zero = not any(bool(x.any()) for name, x in look.found.items() if name not in same)
-        warned = [str(w.message) for w in caught if "since the fit before" in str(w.message)]
-        results.append((stayed and from_zero, warned, run.global_step == run.fit_loop.epoch_loop.max_steps))
+        from_zero = not any(bool(x.any()) for name, x in start.found[-1].items() if name not in same)
+        said = [each for each in said if "since the fit before" in each]
+        results.append((stayed and from_zero, said, run.global_step == run.fit_loop.epoch_loop.max_steps))
     return results
 
 
@@ -226,7 +245,7 @@ def test_a_second_fit_may_train_other_parameters(ranks: Ranks) -> None:
         "The model has changed since the fit before: parameters of another shape start from zero (net.4.bias, "
         "net.4.weight).",
     )
-    results = ranks.run(fit_again_after_changes, 2, timeout_s=LIMIT_S)
+    results = ranks.run(fit_again_after_changes, 2)
     assert results[0] == [(True, [unfrozen], True), (True, [head], True)]
     assert results[1] == [(True, [], True), (True, [], True)]  # rank 0 warns for all
 
@@ -270,32 +289,28 @@ def resume_as(rank: int, size: int, path: str, how: str) -> tuple[dict[str, Tens
         fusion="none" if how == "fusion" else "layer",
     )
     model = Changed() if how == "model" else small(optimizer="adam")
-    look = Look()
-    run = trainer(strategy, size, max_steps=12, callbacks=[look])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run.fit(model, data(20, size), ckpt_path=path)  # two steps more
-    assert strategy.exchange is not None
-    warned = [str(w.message) for w in caught if "another configuration" in str(w.message)]
-    return look.found, warned, strategy.exchange.steps
+    start = look()
+    run = trainer(strategy, size, max_steps=12, callbacks=[start])
+    said = warned(run.fit, model, data(20, size), ckpt_path=path)  # two steps more
+    return start.found[-1], [each for each in said if "another configuration" in each], strategy.exchange.steps
 
 
 @pytest.mark.parametrize("how", ["compressor", "density", "fusion", "model"])
 def test_what_carries_over_does_and_what_cannot_is_named_once(ranks: Ranks, how: str, tmp_path: Path) -> None:
     size = 2
-    saved = ranks.run(train, size, str(tmp_path), "skip_reduce", 10, None, "per_rank", timeout_s=LIMIT_S)
-    results = ranks.run(resume_as, size, str(tmp_path / "step=10.ckpt"), how, timeout_s=LIMIT_S)
+    saved = ranks.run(train, size, str(tmp_path), "skip_reduce", 10, None, "per_rank")
+    results = ranks.run(resume_as, size, str(tmp_path / "step=10.ckpt"), how)
     for (_, kept), (found, _, steps) in zip(saved, results, strict=True):
         same = [name for name in found if name in kept and found[name].shape == kept[name].shape]
         assert len(same) == (2 + 1 if how == "model" else len(kept))
         assert all(torch.equal(found[name], kept[name]) for name in same)
         assert steps == 2
-    warned = results[0][1]
-    assert len(warned) == (how != "fusion")
+    said = results[0][1]
+    assert len(said) == (how != "fusion")
     if how in ("compressor", "density"):
-        assert "it was written with SkipReduce(skip=0.5" in warned[0]
+        assert "it was written with SkipReduce(skip=0.5" in said[0]
     if how == "model":
-        assert "parameters that are gone or frozen is dropped (net.2.bias)" in warned[0]
-        assert "parameters of another shape start from zero (net.4.bias, net.4.weight)" in warned[0]
-        assert "new parameters start from zero (scale)" in warned[0]
+        assert "parameters that are gone or frozen is dropped (net.2.bias)" in said[0]
+        assert "parameters of another shape start from zero (net.4.bias, net.4.weight)" in said[0]
+        assert "new parameters start from zero (scale)" in said[0]
         assert not results[0][0]["scale"].any()

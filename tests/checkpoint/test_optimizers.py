@@ -1,10 +1,8 @@
 """Each rank's own optimizer state comes back as it was, whatever the optimizer keeps."""
 
 import copy
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,49 +16,21 @@ import lightning_sparse as ls
 from lightning_sparse.checkpoint.optimizers import in_order, set_tensors, tensors_everywhere
 from lightning_sparse.checkpoint.state import KEY, mean_used
 from lightning_sparse.network.torch_comm import world
-from tests.conftest import Ranks
-from tests.training.models import LIMIT_S, Small, data, trainer, weights
-
-
-class Together:
-    """Threads that are ranks, and gather what each hands over."""
-
-    def __init__(self, size: int) -> None:
-        self.size, self.barrier = size, threading.Barrier(size, timeout=20)
-        self.given: list[Any] = [None] * size
-
-    def all_gather(self, rank: int, x: Tensor) -> Tensor:
-        self.given[rank] = x.clone()
-        self.barrier.wait()
-        every = torch.stack(self.given)
-        self.barrier.wait()
-        return every
-
-
-class Thread:
-    """The comm of one of them; a message has arrived when it is launched."""
-
-    def __init__(self, together: Together, rank: int) -> None:
-        self.together, self.rank, self.size = together, rank, together.size
-
-    def all_gather(self, x: Tensor) -> "Thread":
-        self.arrived = self.together.all_gather(self.rank, x)
-        return self
-
-    def wait(self) -> Tensor:
-        return self.arrived
+from tests.support.in_process import ThreadComm, ThreadRanks
+from tests.support.models import Small, data, trainer, weights
+from tests.support.processes import Ranks
+from tests.support.said import refusal
+from tests.support.same import same
 
 
 def everywhere(optimizers: Sequence[Optimizer]) -> list[dict[str, Tensor]]:
     """What :func:`tensors_everywhere` returns on each rank."""
-    together = Together(len(optimizers))
-
-    def one(rank: int) -> dict[str, Tensor]:
-        comm: Any = Thread(together, rank)
-        return tensors_everywhere(optimizers[rank], comm, torch.device("cpu"))
-
-    with ThreadPoolExecutor(len(optimizers)) as pool:
-        return list(pool.map(one, range(len(optimizers))))
+    ranks = ThreadRanks(len(optimizers))
+    comms = [ThreadComm(ranks.network.group(rank)) for rank in range(ranks.size)]
+    try:
+        return ranks.everywhere(lambda rank: tensors_everywhere(optimizers[rank], comms[rank], torch.device("cpu")))
+    finally:
+        ranks.close()
 
 
 def resumed(optimizers: Sequence[Optimizer], made: Callable[[], Optimizer], size: int = 0) -> list[Optimizer]:
@@ -91,19 +61,6 @@ def keeping(*states: Any, dtype: torch.dtype = torch.float32) -> Optimizer:
 
 def kept(optimizer: Optimizer) -> Any:
     return optimizer.state_dict()["state"]
-
-
-def same(a: Any, b: Any) -> bool:
-    """Whether both are of the same types, and equal to the last bit."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple | deque):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
 
 
 def ramp(rank: int, *shape: int) -> Tensor:
@@ -214,18 +171,16 @@ def test_what_is_set_is_a_copy_and_a_parameter_that_is_gone_is_left_out() -> Non
 
 
 def test_a_state_of_another_shape_on_another_rank_is_an_error_on_every_rank_that_names_it() -> None:
-    together = Together(2)
-
-    def one(rank: int) -> str:
-        comm: Any = Thread(together, rank)
-        with pytest.raises(RuntimeError, match="residuals='none'") as error:
-            tensors_everywhere(keeping({"basis": [ramp(0, 2 + rank)]}), comm, torch.device("cpu"))
-        return str(error.value)
-
-    with ThreadPoolExecutor(2) as pool:
-        for said in pool.map(one, range(2)):
-            assert "state of SGD" in said
-            assert "0.basis.0: [2] on rank 0; [3] on rank 1" in said
+    ranks = ThreadRanks(2)
+    comms = [ThreadComm(ranks.network.group(rank)) for rank in range(2)]
+    optimizers = [keeping({"basis": [ramp(0, 2 + rank)]}) for rank in range(2)]
+    for said in ranks.everywhere(
+        lambda rank: refusal(tensors_everywhere, optimizers[rank], comms[rank], torch.device("cpu"))
+    ):
+        assert "state of SGD" in said
+        assert "0.basis.0: [2] on rank 0; [3] on rank 1" in said
+        assert "residuals='none'" in said
+    ranks.close()
 
 
 def test_lbfgs_goes_on_bit_for_bit() -> None:
@@ -272,7 +227,6 @@ def test_optimizers_are_in_the_order_of_their_first_parameters() -> None:
 
 
 def mean(rank: int, size: int) -> list[Tensor]:
-    torch.distributed.init_process_group("gloo")
     comm = world()
     given = [torch.tensor([5 + rank]), torch.tensor([rank == 0]), torch.tensor([1.0 + rank]), torch.tensor(rank).int()]
     found = [comm.mean(x) for x in given]
@@ -281,7 +235,7 @@ def mean(rank: int, size: int) -> list[Tensor]:
 
 
 def test_of_whole_numbers_the_mean_is_the_first_rank_s(ranks: Ranks) -> None:
-    first = ranks.run(mean, 2)[0]
+    first = ranks.run(mean, 2, gloo=True)[0]
     assert same(first, [torch.tensor([5]), torch.tensor([True]), torch.tensor([1.5]), torch.tensor(0).int()])
 
 
@@ -323,7 +277,7 @@ def resume(rank: int, size: int, folder: Path) -> list[tuple[Tensor, Any]]:
         torch.manual_seed(0)
         strategy = ls.SparseDDPStrategy("micro", local_steps=2, residuals=residuals)
         saver = [ModelCheckpoint(folder, filename=residuals, every_n_train_steps=3)] if save else []
-        run = trainer(strategy, size, max_steps=steps, callbacks=saver, enable_checkpointing=save)
+        run = trainer(strategy, size, max_steps=steps, callbacks=saver)
         run.fit(Oddly(), data(3, size), ckpt_path=start)
         return run
 
@@ -334,9 +288,8 @@ def resume(rank: int, size: int, folder: Path) -> list[tuple[Tensor, Any]]:
     return [(weights(run.lightning_module), kept(run.optimizers[0])) for run in ends]
 
 
-@pytest.mark.timeout(LIMIT_S + 20)
 def test_a_training_with_an_optimizer_of_one_s_own_is_resumed_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
-    for (trained, state), (after, again), (_, mean) in ranks.run(resume, 2, tmp_path, timeout_s=LIMIT_S):
+    for (trained, state), (after, again), (_, mean) in ranks.run(resume, 2, tmp_path):
         assert torch.equal(trained, after)
         assert same(state, again)
         assert state["steps"] == mean["steps"] == 6

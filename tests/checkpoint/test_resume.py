@@ -1,15 +1,12 @@
 """Resuming and fitting again: nothing owed is multiplied or guessed, and a rank reads only what it goes on with."""
 
 import copy
-import warnings
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,18 +15,13 @@ from lightning_sparse.auto import switch
 from lightning_sparse.checkpoint.state import KEY, State
 from lightning_sparse.engine.groups import pieces_of
 from lightning_sparse.simulation import simulate
-from tests.training.models import unsent
+from tests.support.models import unsent
+from tests.support.said import refusal, warned
 
 MOMENTUM = ls.MomentumCorrection(0.9, ls.TopK(density=0.1))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path_factory.mktemp('store') / 'x'}", rank=0, world_size=1
-    )
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture(autouse=True)
@@ -77,23 +69,13 @@ class Training:
             for name, slot in zip(group.names, group.slots(group.memory["velocity"]), strict=True)
         }
 
-    def warned(self, act: Any, *args: Any) -> str:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            act(*args)
-        return "; ".join(str(w.message) for w in caught)
-
     def close(self) -> None:
         self.hook.close()
 
 
-def found_in(state: dict[str, Any], rank: int, size: int) -> str | None:
+def found_in(state: dict[str, Any], rank: int, size: int) -> str:
     """What ``rank`` of ``size`` finds wrong."""
-    try:
-        State.checked(state, rank, size)
-    except ValueError as error:
-        return str(error)
-    return None
+    return refusal(State.checked, state, rank, size)
 
 
 def of_ranks(state: dict[str, Any], size: int) -> dict[str, Any]:
@@ -117,7 +99,7 @@ def test_what_was_owed_arrives_once_though_velocities_are_not_known(how: str) ->
     state = of_ranks(state, 3) if how == "ranks" else state
     factor = 2.0 if how == "ranks" else 1.0  # the mean of 1, 2 and 3
     after = Training()
-    after.warned(after.hook.load_state_dict, state)
+    warned(after.hook.load_state_dict, state)
     after.steps(30, loss_scale=0.0)
     for name, owed in unsent(before.hook).items():
         assert owed.any()
@@ -143,9 +125,9 @@ def test_a_parameter_that_stays_keeps_its_velocity(change: str, by: str) -> None
     module.head.requires_grad_(change != "frozen")
     after = Training(module=module, fusion="none" if change == "another number of groups" else "bucket")
     if by == "file":
-        said = after.warned(after.hook.load_state_dict, kept)
+        said = "".join(warned(after.hook.load_state_dict, kept))
     else:
-        said = after.warned(after.hook.take_over, before.hook)
+        said = "".join(warned(after.hook.take_over, before.hook))
     now, velocities = unsent(after.hook), after.velocities()
     for name in now:
         stays = name in owed and owed[name].shape == now[name].shape
@@ -168,7 +150,6 @@ def test_a_parameter_that_stays_keeps_its_velocity(change: str, by: str) -> None
 def test_other_groups_keep_velocities_and_parameters_without_one_start_from_zero() -> None:
     training = Training(fusion="layer").steps(3)
     exchange, fusion = training.hook.exchange, training.hook.layer_fusion
-    assert fusion is not None
     pieces = pieces_of(dict(training.ddp.module.named_parameters()), MOMENTUM)
     moving = training.velocities()
     fusion.regroup([[piece] for piece in pieces])
@@ -184,7 +165,7 @@ def test_other_groups_keep_velocities_and_parameters_without_one_start_from_zero
 def test_another_fit_with_another_compressor_keeps_what_is_owed_and_no_memory() -> None:
     before, after = Training(ls.MiCRO(density=0.1)).steps(3), Training(ls.OkTopk(density=0.1))
     owed = unsent(before.hook)
-    assert after.warned(after.hook.take_over, before.hook) == ""
+    assert warned(after.hook.take_over, before.hook) == []
     assert all(torch.equal(owed[name], x) for name, x in unsent(after.hook).items())
     assert not after.hook.exchange.groups[0].memory
     before.close()
@@ -203,10 +184,10 @@ def test_a_rank_looks_at_its_own_row_only(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(zlib, "crc32", lambda data, crc=0: (summed.append(len(data)), crc32(data, crc))[1])
     for rank in range(4):
         summed.clear()
-        assert found_in(state, rank, 4) is None
+        assert found_in(state, rank, 4) == ""
         assert sum(size for size in summed if size > 100) <= row_bytes + 2000
     summed.clear()
-    assert found_in(state, 0, 2) is None  # the mean of all rows
+    assert found_in(state, 0, 2) == ""  # the mean of all rows
     assert sum(summed) >= 4 * row_bytes
     training.close()
 
@@ -225,7 +206,7 @@ def test_damage_in_a_row_is_found_by_its_rank(where: str) -> None:
     if where == "shared":
         assert all(each and "the checksum of what all ranks share is " in each for each in found)
     else:
-        assert found[0] is found[2] is None
+        assert found[0] == found[2] == ""
         assert "the checksum of rank 1's part is " in str(found[1])
         assert "the checksum of rank 1's part is " in str(found_in(state, 0, 2))
     with pytest.raises(ValueError, match=r"are damaged: .*checksum of .* \(rank"):
@@ -262,7 +243,7 @@ def test_of_a_local_file_a_rank_reads_its_own_rows(tmp_path: Path) -> None:
     torch.save({"state_dict": {"w": theirs, "tied": theirs}, KEY: state}, path)
     loaded = ls.SparseDDPStrategy().load_checkpoint(path, weights_only=True)
     copied = resident_bytes(path)
-    assert found_in(loaded[KEY], 4, 8) is None
+    assert found_in(loaded[KEY], 4, 8) == ""
     assert rows[0].nbytes <= resident_bytes(path) - copied <= rows.nbytes / 2  # in pages, of 2 MiB perhaps
     assert torch.equal(loaded[KEY]["unsent"]["w"], rows)
     assert loaded["state_dict"]["w"].data_ptr() == loaded["state_dict"]["tied"].data_ptr()

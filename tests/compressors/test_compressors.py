@@ -1,27 +1,29 @@
 """What is particular to a compressor, and what bad settings say."""
 
+import math
 import re
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import strategies as st
 
 import lightning_sparse as ls
 from lightning_sparse.compressors import by_name
-from lightning_sparse.compressors.group import Group
 from lightning_sparse.compressors.random_k import scattered
-from lightning_sparse.selection.sparse import Sparse
 from lightning_sparse.selection.streams import draw
 from lightning_sparse.simulation import simulate
+from tests.support.fuzz import LARGE, SEEDS, fuzzed
 
 
-@pytest.mark.parametrize(("n", "k"), [(1, 1), (10, 1), (10, 10), (1000, 37), (1001, 1000)])
-def test_scattered_indices_are_distinct_and_in_range(n: int, k: int) -> None:
-    for seed in range(20):
-        index = scattered(n, k, torch.Generator().manual_seed(seed))
-        assert index.shape == (k,)
-        assert index.unique().numel() == k
-        assert 0 <= index.min() <= index.max() < n
+@fuzzed(100, n=st.one_of(st.integers(1, 1000), st.integers(2**31, LARGE)), k=st.integers(1, 1000), seed=SEEDS)
+def test_scattered_indices_are_distinct_and_in_range(n: int, k: int, seed: int) -> None:
+    k = min(k, n)
+    index = scattered(n, k, torch.Generator().manual_seed(seed))
+    assert index.shape == (k,)
+    assert index.unique().numel() == k
+    assert 0 <= index.min() <= index.max() < n
 
 
 def test_scattered_indices_favour_nobody() -> None:
@@ -88,18 +90,30 @@ def test_what_is_active_is_made_once_for_each_phase() -> None:
         assert all(b is a for a, b in pairwise(active) if a == b)
 
 
+CANNOT_BE: list[tuple[type[ls.Compressor], str, list[Any]]] = [
+    (ls.TopK, "density", [0]), (ls.RandomK, "density", [1.5]), (ls.OkTopk, "density", [2]), (ls.MiCRO, "density", [-1]),
+    (ls.SketchFusion, "density", [0]), (ls.SketchFusion, "rows", [4, -1]), (ls.SketchFusion, "width", [0]),
+    (ls.SketchFusion, "momentum", [1]), (ls.OkTopk, "evaluate_every", [0]), (ls.OkTopk, "repartition_every", [0]),
+    (ls.OkTopk, "slack", [0.5]), (ls.MiCRO, "slack", [math.nan]), (ls.MiCRO, "indices", ["zip"]),
+    (ls.SkipReduce, "skip", [-0.1, math.nan]), (ls.SkipReduce, "rotation", ["left"]),
+    (ls.SkipReduce, "divisor", ["none"]), (ls.SkipReduce, "protect_below", [-1]),
+    (ls.LowRank, "rank", [0, -1, 1.5, True, "4"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "name", "values"), CANNOT_BE)
+def test_a_setting_that_cannot_be_is_refused(kind: type[ls.Compressor], name: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(ValueError, match=f"{name} must be|{kind.__name__}.*{name}") as error:
+            kind(**{name: value})
+        assert repr(value) in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ls.TopK(density=0), "TopK: density must be above 0 and at most 1; got 0."),
-        (lambda: ls.RandomK(density=1.5), "RandomK: density must be above 0 and at most 1; got 1.5."),
-        (lambda: ls.SkipReduce(skip=-0.1), "SkipReduce: skip must be in [0, 1], the fraction of ranks"),
-        (lambda: ls.SkipReduce(skip=float("nan")), "SkipReduce: skip must be in [0, 1], the fraction of ranks"),
-        (lambda: ls.SkipReduce(rotation="left"), "rotation must be one of even, random, static"),  # type: ignore[arg-type]
-        (lambda: ls.SkipReduce(divisor="none"), "divisor must be one of world, contributors"),  # type: ignore[arg-type]
         (lambda: ls.SkipReduce(divisor="contributors"), "use divisor='world', or error_feedback=False"),
         (lambda: ls.SkipReduce(protect="bias"), "protect must be a list of patterns; got 'bias'. Write ['bias']"),  # type: ignore[arg-type]
-        (lambda: ls.SkipReduce(protect_below=-1), "SkipReduce: protect_below must be"),
         (lambda: ls.Warmup(-1, ls.Dense()), "Warmup: steps must be an integer of at least 0; got -1. Give 0 for none."),
         (lambda: by_name("skipreduce"), "compressor must be one of skip_reduce, "),
         (lambda: simulate("dense", torch.ones(1, 1, 1)), "compressor must be one of"),
@@ -126,20 +140,3 @@ def test_draws_depend_on_every_counter_and_nothing_else() -> None:
     assert len(draws) == 1000
     assert draw(1, 2, 3) == draw(1, 2, 3)
     assert draw(1, 2, 3) != draw(1, 3, 2)
-
-
-def test_gradients_set_to_zero_beforehand_change_no_mean() -> None:
-    """Only where the mean of the step before was sparse; whatever this one is, and the memory order of gradients."""
-    group = Group(0, ("a", "b"), (torch.zeros(50, 7), torch.zeros(3, 2, 5, 5)))
-    sparse = Sparse(torch.tensor([3, 349, 350, 499]), torch.tensor([1.0, 2.0, 3.0, 4.0]))
-    totals: list[Sparse | torch.Tensor] = [sparse, torch.arange(500.0), torch.arange(500.0), sparse, sparse]
-    zeroed = []
-    for total in totals:
-        gradients = [torch.full(p.shape, 7.0) for p in group.parameters]
-        gradients[1] = gradients[1].to(memory_format=torch.channels_last)
-        group.make_way(gradients)
-        zeroed.append(not gradients[0].any())
-        group.hand_back(total, gradients, 2)
-        expected = (total.dense(500) if isinstance(total, Sparse) else total) / 2
-        assert torch.equal(torch.cat([g.reshape(-1) for g in gradients]), expected)
-    assert zeroed == [False, True, False, False, True]

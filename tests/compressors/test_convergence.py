@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import lightning_sparse as ls
-from lightning_sparse.compressors.base import take_step
+from lightning_sparse.compressors.lockstep import take_steps
 from lightning_sparse.engine.groups import lay_out
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.selection.sparse import dense
@@ -41,9 +41,8 @@ def train_digits(compressor: ls.Compressor, steps: int, seed: int, monkeypatch: 
             for group, _ in layout:
                 group.add([of[parameter] for parameter in group.parameters])
         for i, network in enumerate(networks):
-            rounds = [take_step(layout[i][1], layout[i][0], network.comms[r]) for r, layout in enumerate(layouts)]
-            group = layouts[0][i][0]
-            total = dense(network.run(rounds)[0], group.n)
+            group, used = layouts[0][i]
+            total = dense(take_steps(used, [layout[i][0] for layout in layouts], network), group.n)
             for parameter, slot in zip(group.parameters, group.slots(total / RANKS), strict=True):
                 parameter.grad = slot.view(parameter.shape).clone()
         optimizer.step()

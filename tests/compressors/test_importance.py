@@ -1,32 +1,26 @@
 """Importance-weighted pruning: whose mask, which elements, and momentum correction and density ladder around it."""
 
 import dataclasses
-from collections.abc import Iterable
 
 import pytest
 import torch
 
 import lightning_sparse as ls
 from lightning_sparse.compressors.group import Group
+from lightning_sparse.compressors.lockstep import take_steps
 from lightning_sparse.engine.groups import lay_out
+from lightning_sparse.selection.sparse import dense
 from lightning_sparse.simulation import simulate
-from tests.runs import Run
-
-
-def run_of(compressor: ls.Compressor, size: int, weights: Iterable[torch.Tensor]) -> Run:
-    weights = list(weights)
-    run = Run(compressor, size, 1)
-    run.groups = [Group(0, tuple(f"w{i}" for i in range(len(weights))), tuple(weights)) for _ in range(size)]
-    return run
+from tests.support.simulated import SimulatedRanks
 
 
 def test_what_is_large_for_its_weight_goes() -> None:
     weight, gradient = torch.full((100,), 10.0), torch.ones(2, 100)
     weight[7], weight[50] = 0.1, -0.2
     gradient[:, 60] = 90.0  # 9 times its weight: less than the others
-    run = run_of(ls.ImportancePruning(density=0.02), 2, [weight])
+    run = SimulatedRanks(ls.ImportancePruning(density=0.02), 2, weight)
     assert run.step(gradient).index.tolist() == [7, 60] or run.step(gradient).index.tolist()
-    first = run_of(ls.ImportancePruning(density=0.03), 2, [weight]).step(gradient)
+    first = SimulatedRanks(ls.ImportancePruning(density=0.03), 2, weight).step(gradient)
     assert first.index.tolist() == [7, 50, 60]
     assert first.values.tolist() == [2.0, 2.0, 180.0]
 
@@ -40,8 +34,8 @@ def test_scaling_a_layer_changes_nothing(factor: float) -> None:
     scaled = gradient.clone()
     scaled[:, 500:] *= factor
     compressor = ls.ImportancePruning(density=0.05, eps=1e-12)
-    plain = run_of(compressor, 3, weights).step(gradient)
-    other = run_of(compressor, 3, [weights[0], factor * weights[1]]).step(scaled)
+    plain = SimulatedRanks(compressor, 3, *weights).step(gradient)
+    other = SimulatedRanks(compressor, 3, weights[0], factor * weights[1]).step(scaled)
     assert plain.index.tolist() == other.index.tolist()
 
 
@@ -96,7 +90,7 @@ def test_the_fixed_and_the_adaptive_rule() -> None:
 
 def test_mask_bytes_are_counted_apart() -> None:
     n, size = 100_000, 4
-    run = Run(ls.ImportancePruning(density=0.01), size, n)
+    run = SimulatedRanks(ls.ImportancePruning(density=0.01), size, n)
     run.step(torch.randn(size, n))
     room = 1250
     mask = run.groups[0].mask_bytes
@@ -144,16 +138,15 @@ def test_what_waits_gathers_momentum_and_what_was_sent_does_not_go_on() -> None:
 @pytest.mark.parametrize("compressor", [ls.MiCRO(density=0.05), ls.OkTopk(density=0.05), ls.ImportancePruning()])
 def test_velocities_obey_the_law(compressor: ls.Compressor) -> None:
     """Over all steps, every velocity ever added is in a mean or unsent."""
-    run = Run(ls.MomentumCorrection(0.9, compressor), 3, 500)
+    run = SimulatedRanks(ls.MomentumCorrection(0.9, compressor), 3, 500)
     arrived, added = torch.zeros(500), torch.zeros(500)
     for gradients in torch.randn(20, 3, 500):
         for group, gradient in zip(run.groups, gradients, strict=True):
             before = group.unsent.clone()
             run.compressor.accumulate(group, [gradient], 3)
             added += group.unsent - before
-        arrived += run.step(torch.zeros(3, 500)).dense(500)
-    left = torch.stack([group.unsent for group in run.groups]).sum(0)
-    assert torch.allclose(arrived + left, added, atol=1e-3)
+        arrived += dense(take_steps(run.compressor, run.groups, run.network), 500)
+    assert torch.allclose(arrived + run.unsent.sum(0), added, atol=1e-3)
 
 
 def test_gradients_are_clipped_before_they_are_added() -> None:

@@ -7,17 +7,16 @@ import torch
 from torch import Tensor
 
 import lightning_sparse as ls
-from lightning_sparse.compressors.base import take_step
-from lightning_sparse.compressors.group import Group
 from lightning_sparse.network.costs import HOP_BYTES
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.wire import BLOCK, FLOAT32, INT4, INT8, SIGN, WIRE_DTYPES, ValueFormat
+from tests.support.simulated import SimulatedRanks, normal
 
 SHAPES = {"conv": (16, 3, 3, 3), "bias": (16,), "linear": (20, 30), "scalar": (), "small": (2, 3), "none": (4, 0)}
 every_format = pytest.mark.parametrize("form", list(WIRE_DTYPES.values()), ids=list(WIRE_DTYPES))
 
 
-class Ranks:
+class Ranks(SimulatedRanks):
     """One group of several parameters on each of P simulated ranks."""
 
     def __init__(
@@ -28,45 +27,28 @@ class Ranks:
         shapes: Mapping[str, tuple[int, ...]] = SHAPES,
         hop_bytes: int = HOP_BYTES,
     ) -> None:
-        self.compressor, self.network = compressor, SimNetwork(size, form, hop_bytes)
-        parameters = tuple(torch.zeros(shape) for shape in shapes.values())
-        self.groups = [Group(0, tuple(shapes), parameters) for _ in range(size)]
+        network = SimNetwork(size, form, hop_bytes)
+        super().__init__(compressor, size, *shapes.values(), names=list(shapes), network=network)
 
-    def step(self, gradients: torch.Tensor) -> torch.Tensor:
-        """Average ``gradients`` [P, n]; returns the mean [n]."""
-        for group, gradient in zip(self.groups, gradients, strict=True):
-            group.unsent += gradient
-        steps = [take_step(self.compressor, g, c) for g, c in zip(self.groups, self.network.comms, strict=True)]
-        totals = [torch.as_tensor(total).clone() for total in self.network.run(steps)]
-        assert all(torch.equal(total, totals[0]) for total in totals)
-        return totals[0] / len(self.groups)
-
-    def unsent(self) -> torch.Tensor:
-        return torch.stack([group.unsent for group in self.groups])
-
-    def parts(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    def parts(self, flat: Tensor) -> dict[str, Tensor]:
         """The part of ``flat`` [n] that is of each parameter."""
         return dict(zip(self.groups[0].names, self.groups[0].slots(flat), strict=True))
 
-    def law(self, gradients: torch.Tensor) -> tuple[torch.Tensor, float]:
+    def law(self, gradients: Tensor) -> tuple[Tensor, float]:
         """A step's mean, and how much it lost, by the largest value of a rank."""
-        held = (self.unsent() + gradients).double()
-        mean = self.step(gradients)
-        left = len(held) * mean.double() + self.unsent().double().sum(0)
+        held = (self.unsent + gradients).double()
+        mean = self.mean(gradients)
+        left = len(held) * mean.double() + self.unsent.double().sum(0)
         return mean, float((left - held.sum(0)).abs().max() / held.abs().max())
-
-
-def draw(size: int, n: int, seed: int) -> torch.Tensor:
-    return torch.randn(size, n, generator=torch.Generator().manual_seed(seed))
 
 
 @every_format
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_nothing_is_lost(form: ValueFormat, size: int) -> None:
     ranks = Ranks(ls.LowRank(rank=2), size, form)
-    n = ranks.groups[0].n
+    n = ranks.n
     for step in range(6):
-        gradients = draw(size, n, step)
+        gradients = normal(size, n, seed=step)
         assert ranks.law(gradients)[1] <= 2e-6
 
 
@@ -80,7 +62,7 @@ def test_nothing_is_lost_where_products_are_rounded(monkeypatch: pytest.MonkeyPa
         return self.add_(a.bfloat16().float() @ b.bfloat16().float(), alpha=alpha)
 
     ranks = Ranks(ls.LowRank(rank=2), 3)
-    gradients = [draw(3, ranks.groups[0].n, step) for step in range(6)]
+    gradients = [normal(3, ranks.n, seed=step) for step in range(6)]
     monkeypatch.setattr(torch, "mm", mm)
     monkeypatch.setattr(Tensor, "addmm_", addmm_)
     for gradient in gradients:
@@ -92,7 +74,7 @@ def test_nothing_is_lost_where_products_are_rounded(monkeypatch: pytest.MonkeyPa
 def test_a_constant_gradient_arrives_whatever_its_size(form: ValueFormat, scale: float) -> None:
     """Of float16, which holds few such numbers, only the law is tested where it does not."""
     ranks = Ranks(ls.LowRank(rank=2), 3, form, hop_bytes=0)
-    gradients = scale * torch.tensor([1.0, 1.5, 2.0])[:, None].expand(-1, ranks.groups[0].n)
+    gradients = scale * torch.tensor([1.0, 1.5, 2.0])[:, None].expand(-1, ranks.n)
     due = gradients.mean(0)
     arrived = torch.zeros_like(due)
     for _ in range(24):
@@ -109,10 +91,10 @@ def test_a_constant_gradient_arrives_whatever_its_size(form: ValueFormat, scale:
 def test_noise_does_not_pile_up(form: ValueFormat) -> None:
     """If each rank took out the mean, what only one has would pile up: to an RMS of 5.6 after these steps, not 2.3."""
     ranks = Ranks(ls.LowRank(rank=2), 2, form, {"linear": (20, 30), "bias": (20,)})
-    gradients = draw(60, 2 * ranks.groups[0].n, 0).view(60, 2, -1)
+    gradients = normal(60, 2 * ranks.n).view(60, 2, -1)
     for gradient in gradients:
-        assert ranks.step(gradient).abs().max() < 2.5 * gradient.abs().max()
-    assert float(ranks.unsent().square().mean().sqrt()) < 4.5  # RMS
+        assert ranks.mean(gradient).abs().max() < 2.5 * gradient.abs().max()
+    assert float(ranks.unsent.square().mean().sqrt()) < 4.5  # RMS
 
 
 @pytest.mark.parametrize("form", [INT8, INT4, SIGN], ids=str)
@@ -122,9 +104,9 @@ def test_noise_does_not_pile_up(form: ValueFormat) -> None:
 def test_no_block_holds_factors_and_vectors(form: ValueFormat, hop_bytes: int, size: int, rows: int) -> None:
     """A bias of equal elements is then exact, however much larger the matrix beside it."""
     ranks = Ranks(ls.LowRank(rank=2), size, form, {"linear": (rows, 40), "bias": (rows,)}, hop_bytes)
-    gradients = 1e6 * draw(size, ranks.groups[0].n, 0)
+    gradients = 1e6 * normal(size, ranks.n)
     gradients[:, -rows:] = 1e-3
-    mean = ranks.step(gradients)
+    mean = ranks.mean(gradients)
     assert torch.allclose(mean[-rows:], gradients[0, -rows:], rtol=1e-4)
     if size == 2:
         assert ranks.network.comms[0].sent_bytes == form.nbytes(3 * rows + BLOCK - 1) + form.nbytes(2 * 40)
@@ -134,55 +116,56 @@ def test_no_block_holds_factors_and_vectors(form: ValueFormat, hop_bytes: int, s
 def test_a_parameter_that_was_unused_arrives_again(form: ValueFormat) -> None:
     """The right factors of a gradient of zeros are zeros, which would find nothing in a matrix ever after."""
     ranks = Ranks(ls.LowRank(rank=2), 2, form)
-    gradients = torch.zeros(2, ranks.groups[0].n)
+    gradients = torch.zeros(2, ranks.n)
     for _ in range(2):
-        assert not ranks.step(gradients).any()
+        assert not ranks.mean(gradients).any()
     for gradient in gradients:
         ranks.parts(gradient)["linear"].view(20, 30)[10:, 10:] = 1
-    arrived = torch.stack([ranks.step(gradients) for _ in range(24)]).mean(0)
+    arrived = torch.stack([ranks.mean(gradients) for _ in range(24)]).mean(0)
     assert float((arrived - gradients[0]).norm()) <= 0.1 * float(gradients[0].norm())
 
 
 def test_right_factors_of_any_size_give_the_same_mean() -> None:
     """Files of earlier versions hold them of another size, and so would those of gradients that were much larger."""
-    gradients = draw(2, Ranks(ls.LowRank(), 1).groups[0].n, 3)
+    gradients = normal(2, Ranks(ls.LowRank(), 1).n, seed=3)
     means = []
     for scale in (1.0, 2.0**120):
         ranks = Ranks(ls.LowRank(rank=2), 2)
-        ranks.step(draw(2, gradients.shape[1], 0))
+        ranks.mean(normal(2, gradients.shape[1]))
         for group in ranks.groups:
             group.memory = {name: scale * factor for name, factor in group.memory.items()}
-        means.append(ranks.step(gradients))
+        means.append(ranks.mean(gradients))
     assert torch.equal(*means)
 
 
 def test_a_matrix_of_low_rank_arrives_whole_in_two_steps() -> None:
     """One step of power iteration finds the column space of a matrix of rank 2 exactly."""
     ranks = Ranks(ls.LowRank(rank=2), 2)
-    gradients = torch.zeros(2, ranks.groups[0].n)
+    gradients = torch.zeros(2, ranks.n)
     for rank, gradient in enumerate(gradients):
-        slots = dict(zip(SHAPES, ranks.groups[0].slots(gradient), strict=True))
-        slots["linear"].view(20, 30).copy_(torch.ones(20, 1) @ draw(1, 30, 7) + rank * draw(20, 1, 8) @ draw(1, 30, 9))
-    mean = ranks.step(gradients)
+        linear = torch.ones(20, 1) @ normal(1, 30, seed=7) + rank * normal(20, 1, seed=8) @ normal(1, 30, seed=9)
+        ranks.parts(gradient)["linear"].copy_(linear.flatten())
+    mean = ranks.mean(gradients)
     assert torch.allclose(mean, gradients.mean(0), atol=1e-4)
 
 
 def test_vectors_and_small_matrices_are_summed_whole() -> None:
     ranks = Ranks(ls.LowRank(rank=2), 3)
-    gradients = draw(3, ranks.groups[0].n, 1)
-    mean = ranks.step(gradients)
-    parts = zip(SHAPES, *(ranks.groups[0].slots(x) for x in (mean, gradients.mean(0), ranks.unsent()[0])), strict=True)
-    for name, arrived, meant, unsent in parts:
+    gradients = normal(3, ranks.n, seed=1)
+    mean = ranks.mean(gradients)
+    means, unsent = ranks.parts(gradients.mean(0)), ranks.parts(ranks.unsent[0])
+    for name, arrived in ranks.parts(mean).items():
+        meant = means[name]
         if name in ("conv", "linear"):
             assert float((arrived - meant).norm()) > 0.1 * float(meant.norm())
         else:
             assert torch.allclose(arrived, meant, atol=1e-6), name
-            assert not unsent.any(), name
+            assert not unsent[name].any(), name
 
 
 def test_two_factors_travel_in_place_of_a_matrix() -> None:
     ranks = Ranks(ls.LowRank(rank=2), 2)
-    ranks.step(draw(2, ranks.groups[0].n, 0))
+    ranks.mean(normal(2, ranks.n))
     factors = 2 * (16 + 27) + 2 * (20 + 30)
     assert ranks.network.comms[0].sent_bytes == 4 * (factors + 16 + 1 + 6)
     assert ranks.network.comms[0].messages == 2
@@ -190,13 +173,7 @@ def test_two_factors_travel_in_place_of_a_matrix() -> None:
 
 def test_right_factors_go_into_other_groups() -> None:
     ranks = Ranks(ls.LowRank(rank=2), 2)
-    ranks.step(draw(2, ranks.groups[0].n, 0))
+    ranks.mean(normal(2, ranks.n))
     group = ranks.groups[0]
     carried = ls.LowRank(rank=2).carry([(group, group.n)])
     assert {name: factor.shape for name, factor in carried.items()} == {"conv": (27, 2), "linear": (30, 2)}
-
-
-@pytest.mark.parametrize("rank", [0, -1, 1.5, True, "4"])
-def test_a_rank_must_be_a_positive_integer(rank: object) -> None:
-    with pytest.raises(ValueError, match=r"LowRank: rank must be an integer, at least 1; got"):
-        ls.LowRank(rank=rank)  # type: ignore[arg-type]

@@ -1,6 +1,5 @@
 """MiCRO: who selects what, and how well the threshold holds the density."""
 
-import itertools
 import math
 
 import pytest
@@ -8,13 +7,11 @@ import torch
 
 import lightning_sparse as ls
 from lightning_sparse import kernels
-from lightning_sparse.selection import partition
-from lightning_sparse.selection.threshold import ThresholdController as Held
 from lightning_sparse.simulation import simulate
-from tests.runs import Run, layered
+from tests.support.simulated import SimulatedRanks, layered
 
 
-def densities(run: Run, gradients: object) -> torch.Tensor:
+def densities(run: SimulatedRanks, gradients: object) -> torch.Tensor:
     """Picked elements over k, of each step."""
     picked = []
     for gradient in gradients:  # type: ignore[attr-defined]
@@ -34,18 +31,18 @@ def assert_held(density: torch.Tensor, within: float, error: float) -> None:
 
 
 def test_density_is_held_on_many_elements_through_jumps_of_scale() -> None:
-    run = Run(ls.MiCRO(density=0.01), 4, 400_000)
+    run = SimulatedRanks(ls.MiCRO(density=0.01), 4, 400_000)
     assert_held(densities(run, layered(400_000, 4, 260, std=1e-3, jumps={100: 10, 180: 0.1})), 0.05, 0.10)
 
 
 @pytest.mark.parametrize(("size", "std"), [(2, 1e-3), (4, 1e-6), (4, 1.0), (8, 1e-3)])
 def test_density_is_held_whatever_the_scale(size: int, std: float) -> None:
-    run = Run(ls.MiCRO(density=0.01), size, 100_000)
+    run = SimulatedRanks(ls.MiCRO(density=0.01), size, 100_000)
     assert_held(densities(run, layered(100_000, size, 260, std=std, jumps={120: 10})), 0.05, 0.10)
 
 
 def test_even_partitions_hold_the_density_too() -> None:
-    run = Run(ls.MiCRO(density=0.01, balance=False), 4, 100_000)
+    run = SimulatedRanks(ls.MiCRO(density=0.01, balance=False), 4, 100_000)
     assert_held(densities(run, layered(100_000, 4, 260)), 0.05, 0.10)
 
 
@@ -56,7 +53,7 @@ def test_each_rank_owns_each_partition_once_in_p_steps(size: int) -> None:
     gradients = torch.zeros(size, n)
     for rank in range(size):
         gradients[rank, rank::40] = 1.0
-    run = Run(ls.MiCRO(density=size / n, balance=False), size, n)
+    run = SimulatedRanks(ls.MiCRO(density=size / n, balance=False), size, n)
     picked = [set(run.step(gradients * (step == 0)).index.tolist()) for step in range(size)]
     for step, indices in enumerate(picked):
         assert indices == {40 * p + (p - step) % size for p in range(size)}
@@ -65,7 +62,7 @@ def test_each_rank_owns_each_partition_once_in_p_steps(size: int) -> None:
 def test_balance_gives_each_partition_as_many_picks() -> None:
     loads = {}
     for balance in (False, True):
-        run = Run(ls.MiCRO(density=0.01, balance=balance, slack=1.25), 4, 100_000)
+        run = SimulatedRanks(ls.MiCRO(density=0.01, balance=balance, slack=1.25), 4, 100_000)
         for gradient in layered(100_000, 4, 150):
             total = run.step(gradient)
         edges = run.groups[0].memory["edges"]
@@ -99,7 +96,7 @@ def test_even_partitions_send_what_is_large_wherever_it_lies(
 
 
 def test_what_does_not_fit_stays_and_is_counted() -> None:
-    run = Run(ls.MiCRO(density=0.01, balance=False), 2, 10_000)
+    run = SimulatedRanks(ls.MiCRO(density=0.01, balance=False), 2, 10_000)
     run.step(torch.randn(2, 10_000))
     run.step(1000 * torch.ones(2, 10_000))
     for group in run.groups:
@@ -109,7 +106,7 @@ def test_what_does_not_fit_stays_and_is_counted() -> None:
 
 def test_the_largest_go_first() -> None:
     gradients = torch.arange(1.0, 1001.0).repeat(2, 1)
-    run = Run(ls.MiCRO(density=0.1, balance=False, slack=1.0), 2, 1000)
+    run = SimulatedRanks(ls.MiCRO(density=0.1, balance=False, slack=1.0), 2, 1000)
     run.step(1e-3 * torch.rand(2, 1000))
     total = run.step(gradients)
     assert total.index.tolist() == [*range(400, 500), *range(900, 1000)]
@@ -122,26 +119,6 @@ def test_bytes_are_those_of_indices_and_values() -> None:
     room = math.ceil(1.1 * 10_000 / 4)
     message = 16 + 4 * room
     assert (sent - (3 * message + 2 * 3 * 4 * room)).abs().max() <= 3 * 8
-
-
-def test_the_threshold_moves_as_far_up_as_down() -> None:
-    twice, half = (Held(1.0).after(picked, 100, 100, 150) for picked in (200, 50))
-    assert twice.threshold * half.threshold == pytest.approx(1)
-    assert twice.threshold > 1
-    assert Held(1.0).after(100, 100, 100, 150) == Held(1.0)
-
-
-def test_partitions_tile_and_move_towards_balance() -> None:
-    edges = partition.even(1003, 4)
-    assert sorted(partition.widths(edges.tolist())) == [250, 251, 251, 251]
-    for _ in range(50):
-        inside = [max(0, min(stop, 200) - start) for start, stop in itertools.pairwise(edges.tolist())]
-        edges = partition.balanced(edges, inside)  # all the load lies in the first 200 elements
-        assert edges[0] == 0
-        assert edges[-1] == 1003
-        assert min(partition.widths(edges.tolist())) >= int(partition.NARROWEST * 1003 / 4)
-    assert inside[:3] == pytest.approx([50] * 3, abs=5)
-    assert partition.balanced(edges, [0, 0, 0, 0]).equal(edges)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])

@@ -8,21 +8,18 @@ import torch
 import lightning_sparse as ls
 from lightning_sparse import kernels
 from lightning_sparse.selection import partition
-from lightning_sparse.selection.estimate import pooled_threshold, summary
 from lightning_sparse.selection.host import above, largest
 from lightning_sparse.selection.sparse import contained
-from lightning_sparse.selection.threshold import FASTEST_TREND
-from lightning_sparse.selection.threshold import ThresholdController as Held
 from lightning_sparse.simulation import simulate
 from lightning_sparse.wire import FLOAT32, INDEX_FORMATS, MessageLayout, Selection
-from tests.runs import Run, layered
+from tests.support.simulated import SimulatedRanks, layered
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_words_sent_stay_below_six_k(size: int) -> None:
     """In the paper's format, 32-bit indices and values: 6 k (P-1)/P words a step between evaluations, k measured."""
     n = 50_000
-    run = Run(ls.OkTopk(density=0.02, indices="int32"), size, n)
+    run = SimulatedRanks(ls.OkTopk(density=0.02, indices="int32"), size, n)
     words, picked = torch.zeros(size), 0
     for step, gradient in enumerate(layered(n, size, 64)):
         before = [comm.sent_bytes for comm in run.network.comms]
@@ -37,7 +34,7 @@ def test_regions_receive_as_much_under_skewed_scales() -> None:
     """Elements that all ranks together send to a region's owner; equal regions would get twice the mean."""
     size, n = 4, 100_000
     compressor = ls.OkTopk(density=0.01)
-    run = Run(compressor, size, n)
+    run = SimulatedRanks(compressor, size, n)
     received, equal = torch.zeros(size), torch.zeros(size)
     for step, gradients in enumerate(layered(n, size, 112)):
         if step > 64 and step % 32:
@@ -53,7 +50,7 @@ def test_regions_receive_as_much_under_skewed_scales() -> None:
 
 
 def test_density_is_held() -> None:
-    run = Run(ls.OkTopk(density=0.01), 4, 50_000)
+    run = SimulatedRanks(ls.OkTopk(density=0.01), 4, 50_000)
     picked = torch.tensor([run.step(g).index.numel() / 500 for g in layered(50_000, 4, 160)])
     assert (picked[50:].unfold(0, 100, 1).mean(1) - 1).abs().max() < 0.05
     assert (picked[50:] - 1).abs().mean() < 0.10
@@ -116,13 +113,6 @@ def test_indices_beyond_the_precision_of_float32_arrive(name: str) -> None:
     assert layout.unpack(message).index.tolist() == index.tolist()
 
 
-def test_boundaries_of_huge_groups_do_not_overflow() -> None:
-    """It summed positions as int32, which wraps once n * P reaches 2**31."""
-    edges = partition.even(2**31, 8)
-    assert (partition.balanced(edges, [2**31 - 1] * 8) - edges).abs().max() <= 8
-    assert edges[-1] == 2**31
-
-
 def test_as_many_as_meant_are_the_largest() -> None:
     """It took what is strictly above the k-th largest: one too few, and none of several that are equal."""
     x = torch.randn(10_000)
@@ -171,57 +161,3 @@ def test_regions_move_until_there_is_room_for_what_is_large() -> None:
     large = (result.mean[:, 100:140] != 0).sum(1)
     assert large[1] == math.ceil(1.25 * 40 / 4)
     assert large[-1] >= 25
-
-
-@pytest.mark.parametrize("most", [1, 100, 700, 5000])
-def test_the_pooled_threshold_of_the_largest_is_that_of_what_there_is_room_for(most: int) -> None:
-    parts = [torch.randn(m) * scale for m, scale in ((10_000, 1.0), (50, 100.0), (0, 1.0), (3000, 0.1))]
-    largest_of_each = torch.cat([part.abs().sort().values[-most:] for part in parts])
-    k = min(2, most) * largest_of_each.numel() // 3
-    threshold = pooled_threshold(torch.stack([summary(part, most) for part in parts]), k)
-    assert (largest_of_each >= threshold).sum() == pytest.approx(k, abs=1 + 3 * most / 128)
-    assert pooled_threshold(torch.stack([summary(part, most) for part in parts]), 20_000) == 0
-
-
-def test_a_threshold_that_missed_widely_is_given_up() -> None:
-    held = Held(1.0)
-    assert held.lost(201, 400, 100)
-    assert held.lost(10, 49, 100)
-    assert not held.lost(10, 51, 100)
-    assert not Held(0.0).lost(10, 10, 100)
-
-
-def test_counts_that_tell_nothing_are_known() -> None:
-    held = Held(1.0)
-    assert held.blind(24, 100, 24, 500)
-    assert not held.blind(26, 100, 26, 500)
-    assert held.blind(125, 100, 150, 170)
-    assert not held.blind(100, 100, 150, 170)
-    assert not held.blind(125, 100, 150, 190)
-    assert not held.blind(90, 100, 90, 90)
-    assert not Held(0.0).blind(10, 100, 10, 10)
-
-
-def test_a_threshold_evaluated_where_it_was_blind_has_the_trend_that_would_have_led_there() -> None:
-    blind = Held(1.0, 0.02, was_blind=True)
-    assert blind.renewed(math.exp(-0.03)) == Held(math.exp(-0.03), pytest.approx(-0.01))
-    assert blind.renewed(0.9).trend == -FASTEST_TREND
-    assert blind.renewed(10.0) == Held(10.0)
-    assert blind.renewed(0.0) == Held(0.0)
-    assert Held(1.0, 0.02).renewed(0.9) == Held(0.9, 0.02)  # evaluated since it was due
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: ls.OkTopk(density=2), "OkTopk: density must be above 0 and at most 1; got 2."),
-        (lambda: ls.OkTopk(evaluate_every=0), "OkTopk: evaluate_every must be an integer, at least 1"),
-        (lambda: ls.OkTopk(repartition_every=0), "OkTopk: repartition_every must be .*; got 0"),
-        (lambda: ls.OkTopk(slack=0.5), "OkTopk: slack must be at least 1"),
-        (lambda: ls.MiCRO(slack=float("nan")), "MiCRO: slack .* got nan"),
-        (lambda: ls.MiCRO(indices="zip"), r"MiCRO\(indices='zip'\): .* auto, int32, block16, bitmap, elias_fano"),
-    ],
-)
-def test_bad_settings_name_the_value(make: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()  # type: ignore[operator]

@@ -3,14 +3,11 @@
 from itertools import pairwise
 
 import pytest
-import torch
 
 import lightning_sparse as ls
-from lightning_sparse.compressors.base import take_step
-from lightning_sparse.compressors.group import Group
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.wire import wire_format
-from tests.runs import layered
+from tests.support.simulated import SimulatedRanks, layered
 
 
 @pytest.mark.parametrize(
@@ -35,11 +32,9 @@ def test_hops_in_a_row(compressor: ls.Compressor, far: int, near: int) -> None:
     size = 4
     for hop_bytes, expected in ((10**9, far), (1, near)):
         network, hops = SimNetwork(size, wire_format("int4"), hop_bytes), [0]
-        groups = [Group(0, ("g",), (torch.ones(50, 100),)) for _ in range(size)]
+        ranks = SimulatedRanks(compressor, size, (50, 100), network=network)
         for gradients in layered(5000, size, 24):
-            for group, gradient in zip(groups, gradients, strict=True):
-                compressor.accumulate(group, [gradient.view(50, 100)], size)
-            network.run([take_step(compressor, g, c) for g, c in zip(groups, network.comms, strict=True)])
+            ranks.step(gradients)
             assert len({comm.hops for comm in network.comms}) == 1
             hops.append(network.comms[0].hops)
         each = sorted(after - before for before, after in pairwise(hops))

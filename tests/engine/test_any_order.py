@@ -8,11 +8,11 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 import torch
@@ -29,15 +29,14 @@ from lightning_sparse.engine.phases import Phase
 from lightning_sparse.hook import SparseHook
 from lightning_sparse.network.simulated import same_bits
 from lightning_sparse.options import Options
-from tests.support.in_process import Ranks, ThreadComm, ThreadDDP, ThreadGroup, ThreadGroups
-from tests.support.plain import File, Interrupted, Plain, Tiny, Weights, batch, optimizer_of
+from tests.support.in_process import ThreadComm, ThreadDDP, ThreadGroup, ThreadGroups, ThreadRanks
+from tests.support.plain import File, Interrupted, Plain, Tiny, Weights, batch, copied, optimizer_of
 
 EXAMPLES = int(os.environ.get("ANY_ORDER_EXAMPLES", "0"))
 NEAR = 1e-5  # of float64, after so many steps in float32
 MASK = torch.full((3, 3), -torch.inf).triu(1)
 NAMES = st.sampled_from(["first.weight", "second.bias", "norm.running_var"])
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., None])
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600 + 10 * EXAMPLES)]
 
 
@@ -232,15 +231,12 @@ class Training:
         model, optimizer = self.model.state_dict() | averages, self.optimizer.state_dict()
         return deepcopy({"model": model, "optimizer": optimizer, "unsent": unsent})
 
-    def load(self, file: Mapping[str, Any], model_first: bool) -> None:
-        """Go on from the first rank's checkpoint, with the model first as Lightning does, or last."""
+    def load(self, file: Mapping[str, Any]) -> None:
+        """Go on from the first rank's checkpoint, with the model first as Lightning does."""
         file = deepcopy(dict(file))
         self.optimizer.load_state_dict(file["optimizer"])
-        if model_first:
-            self.model.load_state_dict(file["model"])
-        self.hook.load_state_dict(file["unsent"], [self.optimizer], is_loaded=model_first)
-        if not model_first:
-            self.model.load_state_dict(file["model"])
+        self.model.load_state_dict(file["model"])
+        self.hook.load_state_dict(file["unsent"], [self.optimizer], is_loaded=True)
 
 
 @dataclass(frozen=True)
@@ -271,10 +267,6 @@ def look_at(training: Training) -> Seen:
         for name, shape, slot in zip(group.names, group.shapes, group.slots(group.unsent), strict=True)
     }
     return Seen(held, {}, {}, unsent, given, got, None, exchange.steps)
-
-
-def copied(weights: Mapping[str, Tensor]) -> Weights:
-    return {name: x.detach().clone() for name, x in weights.items()}
 
 
 def assert_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor], what: str) -> None:
@@ -319,35 +311,25 @@ def gap(one: Tensor, other: Tensor) -> float:
     return float((one.double() - other.double()).abs().max())
 
 
-def of_step(machine: "AnyOrder") -> bool:
-    """Whether an optimizer may step: with averaged gradients ranks drift apart if these were not averaged."""
-    return machine.is_local or not machine.unsynced
-
-
 def takes_local_steps(machine: "AnyOrder") -> bool:
     return machine.is_local
 
 
 def holds_same(machine: "AnyOrder") -> bool:
     """Whether models hold the same on all ranks, so that it may be changed."""
-    return (all(machine.plain.shown) and not machine.resumed) or not machine.is_local
+    return all(machine.plain.shown) or not machine.is_local
 
 
-def may_change(machine: "AnyOrder") -> bool:
-    return bool(machine.setup.candidates)
-
-
-def may(possible: Callable[["AnyOrder"], bool] = lambda _: True, **strategies: Any) -> Callable[[F], F]:
+def may(possible: Callable[["AnyOrder"], bool] = lambda _: True, **strategies: Any) -> Callable[..., Any]:
     """A rule, wherever it is ``possible``, after which everything must hold."""
 
-    def checked(function: F) -> F:
+    def checked(function: Callable[..., None]) -> Any:
         @functools.wraps(function)
         def run(machine: "AnyOrder", **drawn: Any) -> None:
             function(machine, **drawn)
             machine.holds()
 
-        where, ruled = cast(Any, precondition(possible)), cast(Any, rule(**strategies))
-        return cast(F, where(ruled(run)))
+        return precondition(possible)(rule(**strategies)(run))
 
     return checked
 
@@ -360,11 +342,10 @@ class AnyOrder(RuleBasedStateMachine):
     def __init__(self, setup: Setup) -> None:
         super().__init__()
         self.setup = setup
-        self.ranks = Ranks(setup.size)
+        self.ranks = ThreadRanks(setup.size)
         self.number = 0  # of forwards
         self.losses: list[Tensor] | None = None
         self.plain_losses: list[Tensor] = []
-        self.resumed = False  # from a checkpoint whose model may be loaded later
         self.unsynced = False  # gradients that differ between ranks
         self.half_made = False  # a step after whose backward an optimizer has not stepped yet, as SAM's in its middle
         self.pending = False  # gradients that no optimizer has taken yet
@@ -414,7 +395,6 @@ class AnyOrder(RuleBasedStateMachine):
     def holds(self) -> None:
         self.ran["rules"] += 1
         before, self.seen = self.seen, self.look()
-        self.resumed = self.resumed and all(self.plain.shown)
         self.half_made = self.half_made and self.plain.counted
         self.plain.turns = self.fragments()
         self.check_replicas()
@@ -483,15 +463,8 @@ class AnyOrder(RuleBasedStateMachine):
 
     # - a step
 
-    @may()
-    def forward(self) -> None:
-        self._forward(sync=True)
-
-    @may()
-    def forward_without_sync(self) -> None:
-        self._forward(sync=False)
-
-    def _forward(self, sync: bool) -> None:
+    @may(sync=st.booleans())
+    def forward(self, sync: bool = True) -> None:
         self.number += 1
         self.losses = self.everywhere(lambda training: training.forward(self.number, sync))
         self.plain_losses = self.plain.forward(self.number, sync)
@@ -499,22 +472,19 @@ class AnyOrder(RuleBasedStateMachine):
     @may(lambda self: self.losses is not None)
     def backward(self) -> None:
         losses, self.losses = self.losses, None
-        assert losses is not None
         before = self.trainings[0].ddp.backwards
         self.ranks.everywhere(lambda rank: losses[rank].backward())
         sync = self.trainings[0].ddp.backwards > before
         self.plain.backward(self.plain_losses, sync)
         self.pending, self.unsynced, self.half_made = True, not sync, sync or self.half_made
 
-    @may(of_step)
-    def optimizer_step(self) -> None:
-        self._step(range(self.setup.size))
+    @may(lambda self: self.is_local or not self.unsynced, skips=st.booleans())
+    def optimizer_step(self, skips: bool = False) -> None:
+        """On every rank; with local steps on all but the first, if that ``skips`` it.
 
-    @may(takes_local_steps)
-    def optimizer_step_but_on_one_rank(self) -> None:
-        self._step(range(1, self.setup.size))
-
-    def _step(self, ranks: Sequence[int]) -> None:
+        Not of gradients that were not averaged: without local steps ranks would drift apart.
+        """
+        ranks = range(int(skips and self.is_local), self.setup.size)
         for update in self.everywhere(lambda training: training.step(training.group.rank in ranks)):
             self._note(update)
         self.plain.step(ranks)
@@ -570,15 +540,8 @@ class AnyOrder(RuleBasedStateMachine):
         self.plain.watch(self.number)
         self.losses = None  # which needs statistics as they were
 
-    @may()
-    def validate(self) -> None:
-        self._evaluate(gradients=False)
-
-    @may()
-    def validate_with_gradients(self) -> None:
-        self._evaluate(gradients=True)
-
-    def _evaluate(self, gradients: bool) -> None:
+    @may(gradients=st.booleans())
+    def validate(self, gradients: bool) -> None:
         first, *others = self.everywhere(lambda training: training.evaluate(gradients).detach())
         self.plain.evaluate(gradients)
         self.losses = None  # DDP, too, sends buffers between, which backward needs as they were
@@ -595,7 +558,6 @@ class AnyOrder(RuleBasedStateMachine):
     @may(lambda self: self.losses is not None and self.is_local)
     def backward_after_the_average_was_shown(self) -> None:
         losses = self.losses
-        assert losses is not None
         self.show_average()
         self._cannot_go_back(losses, "average|modified by an inplace operation")
 
@@ -635,7 +597,6 @@ class AnyOrder(RuleBasedStateMachine):
 
     @may(lambda self: self.file is not None and holds_same(self))
     def load_the_model_alone(self) -> None:
-        assert self.file is not None
         written, plain, _ = self.file
         self.everywhere(lambda training: training.model.load_state_dict(written["model"]))
         self.plain.load_model(plain)
@@ -672,25 +633,18 @@ class AnyOrder(RuleBasedStateMachine):
             assert_same(one.held, other.held, f"what the model holds {what}")
         self.file = written[0], self.plain.save(show=False), seen
 
-    @may(lambda self: self.file is not None, model_first=st.just(True))
-    def load(self, model_first: bool) -> None:
-        self._load(model_first)
-
-    @may(lambda self: self.file is not None, model_first=st.just(True))
-    def load_into_a_fresh_training(self, model_first: bool) -> None:
-        self.everywhere(Training.close)
-        self.trainings = self.fresh()
-        self.plain.fresh()
-        self.pending = self.unsynced = False
-        self._load(model_first)
-
-    def _load(self, model_first: bool) -> None:
-        assert self.file is not None
+    @may(lambda self: self.file is not None, fresh=st.booleans())
+    def load(self, fresh: bool) -> None:
+        """Into the training that saved it, or into one that has just begun."""
+        if fresh:
+            self.everywhere(Training.close)
+            self.trainings = self.fresh()
+            self.plain.fresh()
+            self.pending = self.unsynced = False
         written, plain, saved = self.file
-        self.everywhere(lambda training: training.load(written, model_first))
-        self.plain.load(plain, model_first)
+        self.everywhere(lambda training: training.load(written))
+        self.plain.load(plain)
         self.restart()
-        self.resumed = not model_first
         for one, other in zip(saved, self.seen, strict=True):
             assert_unchanged(replace(one, held=other.held), other, "saved and loaded")
 
@@ -700,7 +654,7 @@ class AnyOrder(RuleBasedStateMachine):
         written = self.everywhere(Training.file)[0]
         self.plain.save()
         others = self.fresh(self.trainings[0].frozen)
-        self.ranks.everywhere(lambda rank: others[rank].load(written, model_first=True))
+        self.ranks.everywhere(lambda rank: others[rank].load(written))
         for step in range(3):
             if step:
                 self.train()
@@ -732,7 +686,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     # - changes between gradients and local steps
 
-    @may(lambda self: may_change(self) and not self.is_local, number=st.integers(0, 1))
+    @may(lambda self: self.setup.candidates and not self.is_local, number=st.integers(0, 1))
     def begin_local_steps(self, number: int) -> None:
         chosen = self.setup.candidates[number]
         self.everywhere(lambda training: training.change(chosen))
@@ -740,14 +694,14 @@ class AnyOrder(RuleBasedStateMachine):
         self.plain.begin(ls.LocalSteps(chosen.local_steps))
         self.restart()
 
-    @may(lambda self: may_change(self) and self.is_local, number=st.integers(0, 1))
+    @may(lambda self: self.setup.candidates and self.is_local, number=st.integers(0, 1))
     def change_local_steps(self, number: int) -> None:
         chosen = self.setup.candidates[number]
         self.everywhere(lambda training: training.change(chosen))
         self.plain.change(ls.LocalSteps(chosen.local_steps))
         self.restart()
 
-    @may(lambda self: may_change(self) and self.is_local)
+    @may(lambda self: self.setup.candidates and self.is_local)
     def end_local_steps(self) -> None:
         self.everywhere(lambda training: training.change(None))
         self.plain.merge()

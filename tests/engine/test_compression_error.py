@@ -4,10 +4,8 @@ import pytest
 import torch
 
 from lightning_sparse import MiCRO
-from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.compression_error import CompressionError, compression_error
-from lightning_sparse.network.simulated import SimNetwork
-from lightning_sparse.simulation import take_steps
+from tests.support.simulated import SimulatedRanks, normal
 
 RANKS, ELEMENTS = 3, 4000
 
@@ -63,16 +61,11 @@ def test_more_elements_are_more_faithful() -> None:
 
 
 def of_micro(density: float) -> CompressionError:
-    network, found = SimNetwork(RANKS), CompressionError(20)
-    weights = torch.zeros(ELEMENTS)
-    groups = [Group(0, ("w",), (weights,)) for _ in range(RANKS)]
-    compressor, generator = MiCRO(density=density), torch.Generator().manual_seed(0)
-    for _ in range(60):
-        for group in groups:
-            compressor.accumulate(group, [torch.randn(ELEMENTS, generator=generator)], RANKS)
-        owed = torch.stack([group.unsent.clone() for group in groups])
-        take_steps(compressor, groups, network)
-        found.step(owed, torch.stack([group.unsent for group in groups]))
+    ranks, found = SimulatedRanks(MiCRO(density=density), RANKS, ELEMENTS), CompressionError(20)
+    for gradients in normal(60, RANKS, ELEMENTS):
+        owed = ranks.unsent + gradients
+        ranks.step(gradients)
+        found.step(owed, ranks.unsent)
     return found
 
 

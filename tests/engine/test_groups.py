@@ -11,7 +11,8 @@ import lightning_sparse as ls
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.groups import FUSIONS, Piece, carry_over, cut_apart, fuse, lay_out, make_groups
 from lightning_sparse.engine.lane import spread
-from lightning_sparse.selection.threshold import ThresholdController as Held
+from lightning_sparse.selection.threshold import ThresholdController
+from tests.support.fuzz import LARGE, fuzzed
 
 pieces = st.lists(st.tuples(st.integers(0, 100), st.booleans()), max_size=30).map(
     lambda drawn: [Piece(f"layer{i // 2}.p{i % 2}", n, dense) for i, (n, dense) in enumerate(drawn)]
@@ -25,6 +26,15 @@ def test_every_parameter_is_in_one_group_and_dense_ones_keep_apart(
     groups = fuse(pieces, fusion, bucket_bytes)
     assert sorted(p.name for g in groups for p in g) == sorted(p.name for p in pieces)
     assert all(len({p.dense for p in group}) == 1 for group in groups)
+
+
+@fuzzed(100, elements=st.lists(st.integers(0, LARGE), min_size=1, max_size=12), bucket_bytes=st.integers(1, 2**40))
+def test_groups_of_any_size_hold_every_parameter(elements: list[int], bucket_bytes: int) -> None:
+    pieces = [Piece(f"layer{i // 2}.p{i}", n) for i, n in enumerate(elements)]
+    for fusion in (*FUSIONS, ["layer0*", "*"]):
+        fused = fuse(pieces, fusion, bucket_bytes)
+        assert sorted(piece.name for group in fused for piece in group) == sorted(piece.name for piece in pieces)
+    assert len(spread(elements, 2)) == len(elements)
 
 
 @given(pieces=pieces, fusion=st.sampled_from(FUSIONS))
@@ -128,13 +138,13 @@ def test_what_is_unsent_moves_by_name(sizes: list[int], before: set[int], after:
 def test_thresholds_are_carried_and_partitions_start_anew() -> None:
     old = laid_out([100, 100, 300], [1], ls.MiCRO())
     for (group, _), threshold in zip(old, (1.0, 4.0), strict=True):
-        group.memory = {"held": Held(threshold, 0.5).state(), "edges": torch.tensor([0, group.n])}
+        group.memory = {"held": ThresholdController(threshold, 0.5).state(), "edges": torch.tensor([0, group.n])}
     new = laid_out([100, 100, 300], [2], ls.MiCRO())
     same = old[0][0].memory
     carry_over([group for group, _ in old], new)
     joined, rest = (group.memory for group, _ in new)
-    assert Held.of(joined["held"]).threshold == pytest.approx(2.0)  # the geometric mean, by elements
-    assert Held.of(rest["held"]) == Held(pytest.approx(4.0), pytest.approx(0.5))
+    assert ThresholdController.of(joined["held"]).threshold == pytest.approx(2.0)  # the geometric mean, by elements
+    assert ThresholdController.of(rest["held"]) == ThresholdController(pytest.approx(4.0), pytest.approx(0.5))
     assert "edges" not in joined | rest
     assert "edges" in same
 

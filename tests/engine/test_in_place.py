@@ -11,10 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sparse as ls
 from lightning_sparse.compressors.rounded import Rounded
 from lightning_sparse.engine.groups import lay_out
-from tests.conftest import Ranks
-from tests.training.models import LIMIT_S, weights
-
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
+from tests.support.models import weights
+from tests.support.processes import Ranks
 
 SHAPE = (100, 50)  # large enough not to go to all ranks in one hop
 
@@ -30,12 +28,10 @@ def step(ddp: DistributedDataParallel, rank: int, number: int, lr: float = 0.1) 
     ddp(torch.randn(4, SHAPE[0], generator=generator)).square().sum().backward()
     with torch.no_grad():
         for parameter in ddp.parameters():
-            assert parameter.grad is not None
             parameter -= lr * parameter.grad
 
 
 def trained(rank: int, size: int) -> Any:
-    dist.init_process_group("gloo")
     plain, ours, again = layer(), layer(), layer()
     hook = ls.SparseHook(ours, "sparse_dense")
     hook.exchange.may_sum_in_place = True
@@ -54,7 +50,6 @@ def trained(rank: int, size: int) -> Any:
         if number > 2:
             step(again, rank, number)
     report = hook.exchange.last
-    assert report is not None
     results = weights(plain), weights(ours), weights(again), whole, report.sent_bytes, hook.exchange.steps
     resumed.close()
     hook.close()
@@ -62,7 +57,7 @@ def trained(rank: int, size: int) -> Any:
 
 
 def test_it_is_plain_ddp_but_for_the_order_of_sums(ranks: Ranks) -> None:
-    every = ranks.run(trained, 3, timeout_s=LIMIT_S)
+    every = ranks.run(trained, 3, gloo=True)
     for plain, ours, resumed, whole, sent_bytes, steps in every:
         torch.testing.assert_close(ours, plain, rtol=1e-3, atol=1e-4)
         torch.testing.assert_close(ours, resumed, rtol=1e-3, atol=1e-4)
@@ -74,7 +69,6 @@ def test_it_is_plain_ddp_but_for_the_order_of_sums(ranks: Ranks) -> None:
 
 def rounded_then_exact(rank: int, size: int) -> tuple[Tensor, Tensor]:
     """The sum of all means, and of all gradients of this rank, where int4 makes way for float32."""
-    dist.init_process_group("gloo")
     ddp = layer()
     hook = ls.SparseHook(ddp, Rounded(ls.Dense(), "int4"), wire_dtype="float32", fusion="bucket")
     hook.exchange.may_sum_in_place = True
@@ -91,7 +85,6 @@ def rounded_then_exact(rank: int, size: int) -> tuple[Tensor, Tensor]:
         factor = torch.randn(SHAPE[1], generator=generator)
         (ddp(torch.zeros(1, SHAPE[0])) * factor).sum().backward()
         own += factor
-        assert ddp.module.bias.grad is not None
         means += ddp.module.bias.grad
         assert hook.exchange.nothing_unsent == (number >= 4)
     hook.close()
@@ -99,5 +92,5 @@ def rounded_then_exact(rank: int, size: int) -> tuple[Tensor, Tensor]:
 
 
 def test_what_rounding_left_is_sent_before_sums_are_in_place(ranks: Ranks) -> None:
-    results = ranks.run(rounded_then_exact, 3, timeout_s=LIMIT_S)
+    results = ranks.run(rounded_then_exact, 3, gloo=True)
     torch.testing.assert_close(3 * results[0][0], sum(own for _, own in results))

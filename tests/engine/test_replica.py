@@ -1,5 +1,6 @@
 """Local steps on simulated ranks: the law with updates in the place of gradients, turns, and what may be set."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,10 +14,8 @@ from lightning_sparse.engine.groups import lay_out_fragments
 from lightning_sparse.engine.replica import Replica
 from lightning_sparse.engine.untrained import Untrained, untrained_of
 from lightning_sparse.network.simulated import SimNetwork, same_bits
-from lightning_sparse.wire import wire_format
-from tests.conftest import EVERY_COMPRESSOR
-
-FORMATS = ("float32", "bfloat16", "float16", "int8", "int4", "sign")
+from lightning_sparse.wire import SIGN, WIRE_DTYPES
+from tests.support.compressors import EVERY_COMPRESSOR
 
 
 class Statistics(nn.Module):
@@ -41,6 +40,20 @@ def statistics_of(module: nn.Module, settings: ls.LocalSteps, index: int, *names
     return Replica(group, Exact(), 0, settings, [found[name] for name in names])
 
 
+def exchanged(replicas: Sequence[Replica], network: SimNetwork | None = None) -> Tensor:
+    """Exchange a group that every rank has; returns what all ranks together owed before."""
+    size = len(replicas)
+    network = network or SimNetwork(size, SIGN)
+    for replica in replicas:
+        replica.take_up(size)
+    owed = sum((each.group.unsent.double() for each in replicas), torch.zeros(()))
+    totals = network.run([each.exchange(c) for each, c in zip(replicas, network.comms, strict=True)])
+    for replica, total in zip(replicas, totals, strict=True):
+        replica.move(total, size)
+        replica.apply()
+    return owed
+
+
 class Trained:
     """P simulated ranks whose weights change by themselves."""
 
@@ -49,7 +62,7 @@ class Trained:
         initial = {f"layer{i}.weight": torch.randn(24, 10 + i, dtype=torch.float32) for i in range(5)}
         self.ranks = [{name: x.to(dtype, copy=True) for name, x in initial.items()} for _ in range(size)]
         self.statistics = [Statistics() for _ in range(size)]
-        self.settings, self.size, self.network = settings, size, SimNetwork(size, wire_format(wire))
+        self.settings, self.size, self.network = settings, size, SimNetwork(size, WIRE_DTYPES[wire])
         self.replicas: list[list[Replica]] = []
         for parameters, module in zip(self.ranks, self.statistics, strict=True):
             groups, fragments = lay_out_fragments(parameters, compressor, "layer", settings.parts)
@@ -67,13 +80,7 @@ class Trained:
 
     def exchange(self, turn: tuple[Replica, ...]) -> None:
         before = turn[0].average.clone()
-        for each in turn:
-            each.take_up(self.size)
-        owed = sum((each.group.unsent.double() for each in turn), torch.zeros(()))
-        totals = self.network.run([each.exchange(c) for each, c in zip(turn, self.network.comms, strict=True)])
-        for each, total in zip(turn, totals, strict=True):
-            each.move(total, self.size)
-            each.apply()
+        owed = exchanged(turn, self.network)
         left = sum((each.group.unsent.double() for each in turn), torch.zeros(()))
         moved = (turn[0].average.double() - before.double()) * self.size
         assert (owed - left - moved).abs().max() < 1e-5
@@ -84,7 +91,7 @@ class Trained:
             assert (held - each.average - each.group.unsent).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("wire", FORMATS)
+@pytest.mark.parametrize("wire", WIRE_DTYPES)
 @pytest.mark.parametrize("compressor", EVERY_COMPRESSOR)
 def test_nothing_of_an_update_is_lost(compressor: ls.Compressor, wire: str) -> None:
     for size in (1, 3, 4) if wire == "int4" else (2,):
@@ -114,17 +121,6 @@ def test_every_parameter_has_one_turn_in_h_steps(fusion: Any, fragments: int) ->
     if fusion == "layer":
         sizes = [sum(groups[i][0].n for i, f in enumerate(of_group) if f == fragment) for fragment in range(fragments)]
         assert max(sizes) - min(sizes) <= max(p.numel() for p in parameters.values())
-
-
-def exchanged(replicas: list[Replica]) -> None:
-    """One exchange of a group that every rank has."""
-    network = SimNetwork(len(replicas), wire_format("sign"))
-    for replica in replicas:
-        replica.take_up(len(replicas))
-    totals = network.run([each.exchange(c) for each, c in zip(replicas, network.comms, strict=True)])
-    for replica, total in zip(replicas, totals, strict=True):
-        replica.move(total, len(replicas))
-        replica.apply()
 
 
 def test_what_is_not_finite_on_a_rank_stays_each_ranks_own_until_it_is_finite_on_all() -> None:
@@ -235,11 +231,5 @@ def test_the_outer_step_is_nesterovs() -> None:
             mean = mean + torch.cat([p.flatten() for p in replica.group.parameters]) / 2
         weight.grad = weight.detach() - mean
         outer.step()
-        turn = tuple(replicas[0] for replicas in trained.replicas)
-        for each in turn:
-            each.take_up(2)
-        totals = trained.network.run([each.exchange(c) for each, c in zip(turn, trained.network.comms, strict=True)])
-        for each, total in zip(turn, totals, strict=True):
-            each.move(total, 2)
-            each.apply()
+        exchanged([replicas[0] for replicas in trained.replicas], trained.network)
         assert (trained.replicas[0][0].average - weight.detach()).abs().max() < 1e-6

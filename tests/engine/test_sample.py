@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import lightning_sparse as ls
-from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
+from lightning_sparse.compressors.lockstep import take_steps
 from lightning_sparse.engine.compression_error import CompressionError
 from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.groups import carry_over
@@ -39,7 +39,7 @@ class Ranks:
     """Ranks that take steps, each with a sample; ``waited`` [P, n] is what it must find, counted element by element."""
 
     def __init__(self, compressor: ls.Compressor, layout: tuple[tuple[str, ...], ...], size: int = 2) -> None:
-        self.compressors = [compressor] * len(layout)
+        self.compressor = compressor
         self.networks = [SimNetwork(size) for _ in layout]
         self.groups = [groups_of(*layout) for _ in range(size)]
         self.samples = [Sample(groups) for groups in self.groups]
@@ -52,9 +52,8 @@ class Ranks:
                 group.unsent += own
                 self.samples[rank].before(group)
         before = self.unsent()
-        for index, network in enumerate(self.networks):
-            pairs = zip(self.groups, network.comms, strict=True)
-            network.run([take_step(self.compressors[index], groups[index], comm) for groups, comm in pairs])
+        for of_ranks, network in zip(zip(*self.groups, strict=True), self.networks, strict=True):
+            take_steps(self.compressor, of_ranks, network)
         for sample in self.samples:
             sample.end_step()
         after = self.unsent()
@@ -98,7 +97,7 @@ def test_of_parameters_sampled_whole_what_is_delivered_and_its_age_are_exact(com
         every = CompressionError()
         every.step(owed, left)
         own.step(owed[:1], left[:1])
-        sums = sum(sample.owed_and_left(lambda group, places: group.unsent[places]) for sample in ranks.samples)
+        sums = sum(sample.unsent_and_left(lambda group, places: group.unsent[places]) for sample in ranks.samples)
         of_owed, of_left = sums.square().sum(1).tolist()  # type: ignore[union-attr]
         assert 1 - of_left / of_owed == pytest.approx(every.delivered, abs=1e-5)
         ages.append(ranks.samples[0].age())
@@ -177,7 +176,6 @@ def watched(layout: Sequence[tuple[str, ...]], parameters: dict[str, Tensor], **
 
 
 def oldest(exchange: GradientExchange) -> dict[str, Waiting]:
-    assert exchange.sample is not None
     return {each.name: each for each in exchange.sample.waiting()}
 
 

@@ -26,7 +26,7 @@ from lightning_sparse.fusion.steps import STEPS_MEASURED
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.torch_comm import Works
 from lightning_sparse.options import Options
-from tests.test_bad_input import Bucket
+from tests.support.buckets import Bucket
 
 
 class Mirror(Comm):

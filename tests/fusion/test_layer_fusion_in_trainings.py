@@ -21,8 +21,8 @@ from lightning_sparse.engine.timeline import Timeline
 from lightning_sparse.fusion import costs, layer_fusion, planner
 from lightning_sparse.fusion.model import Plan, StepModel
 from lightning_sparse.fusion.steps import STEPS_MEASURED, Passes
-from tests.conftest import Ranks
-from tests.training.models import LIMIT_S, data, trainer, unsent, weights
+from tests.support.models import data, trainer, unsent, weights
+from tests.support.processes import LIMIT_S, Ranks
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
 

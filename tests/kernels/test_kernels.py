@@ -26,8 +26,7 @@ from lightning_sparse.selection.host import SMALLEST, above
 from lightning_sparse.selection.sketch import CountSketch, hashes
 from lightning_sparse.selection.threshold import NEAR
 from lightning_sparse.wire import INDEX_FORMATS, INT4, INT8, SIGN, CorruptMessage
-from tests.wire.test_indices import encoded, random_set, sets
-from tests.wire.test_values import draw
+from tests.support.wire import draw, encoded, random_set, sets
 
 BLOCK16 = INDEX_FORMATS["block16"]
 SIZES = [0, 1, 7, 1000, 4097]  # 4,096 elements are a block of the kernels that select and scatter

@@ -13,10 +13,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 import lightning_sparse as ls
-from tests.conftest import Ranks
-from tests.training.models import LIMIT_S, Small, data, small, trainer
-
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
+from tests.support.models import Does, Small, data, small, trainer
+from tests.support.processes import Ranks
 
 #: Bytes with which the monitor asks in each logged step what was delivered: two numbers of each sampled element.
 ASKED = 8 * sum(min(p.numel(), 64) for p in small().parameters())
@@ -80,7 +78,7 @@ def log(rank: int, size: int, folder: str) -> dict[str, Any]:
 
 
 def test_a_run_with_two_loggers_two_fits_and_validation(ranks: Ranks, tmp_path: Path) -> None:
-    results = ranks.run(log, 2, str(tmp_path), timeout_s=LIMIT_S)
+    results = ranks.run(log, 2, str(tmp_path))
     for key in ("unsent_norm", "unsent_over_gradient", "ms_wait"):  # of rank 0, though a rank's own are others
         assert len({result["own"][f"sparse/{key}"] for result in results}) == 2
     for key, value in results[0]["own"].items():
@@ -107,22 +105,6 @@ def test_a_run_with_two_loggers_two_fits_and_validation(ranks: Ranks, tmp_path: 
     assert not (tmp_path / "second" / "version_0" / "compression.png").exists()
 
 
-class Looks(L.Callback):
-    """What the progress bar shows."""
-
-    shown: Any = None
-
-    def on_train_end(self, run: L.Trainer, module: Any) -> None:
-        assert run.progress_bar_callback is not None
-        self.shown = run.progress_bar_callback.get_metrics(run, module)
-
-
-class Dies(L.Callback):
-    def on_train_batch_end(self, run: L.Trainer, *args: Any) -> None:
-        if run.global_step == 7:
-            raise KeyError("in the middle of an epoch")
-
-
 class TwoOptimizers(Small):
     """Manual optimization; two averaged backwards a batch, and no loss is returned."""
 
@@ -140,21 +122,26 @@ class TwoOptimizers(Small):
         return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.parameters(), lr=0.1)]
 
 
+def die(run: L.Trainer) -> None:
+    if run.global_step == 7:
+        raise KeyError("in the middle of an epoch")
+
+
 def variants(rank: int, size: int, folder: str) -> dict[str, Any]:
     """Both progress bars, resuming within an epoch, two optimizers, and another strategy."""
     found: dict[str, Any] = {}
     for bar in (RichProgressBar(), TQDMProgressBar()):
-        looks = Looks()
+        looks = Does("on_train_end", lambda run: run.progress_bar_callback.get_metrics(run, run.lightning_module))
         monitor = ls.CompressionMonitor(table=False, summary=False)
         callbacks = [monitor, bar, looks]
         run = trainer(
             "skip_reduce", size, max_steps=4, log_every_n_steps=2, callbacks=callbacks, enable_progress_bar=True
         )
         run.fit(Logged(), data(4, size))
-        found[type(bar).__name__] = looks.shown
+        found[type(bar).__name__] = looks.found[0]
 
     saver = ModelCheckpoint(folder, every_n_train_steps=6, save_top_k=-1, filename="{step}")
-    run = trainer("skip_reduce", size, max_epochs=2, callbacks=[saver, Dies()], enable_checkpointing=True)
+    run = trainer("skip_reduce", size, max_epochs=2, callbacks=[saver, Does("on_train_batch_end", die)])
     with pytest.raises(KeyError):
         run.fit(small(), data(10, size))
     monitor = ls.CompressionMonitor()
@@ -179,7 +166,7 @@ def variants(rank: int, size: int, folder: str) -> dict[str, Any]:
 
 
 def test_bars_resuming_two_optimizers_and_other_strategies(ranks: Ranks, tmp_path: Path) -> None:
-    for result in ranks.run(variants, 2, str(tmp_path), timeout_s=LIMIT_S):
+    for result in ranks.run(variants, 2, str(tmp_path)):
         for bar in ("RichProgressBar", "TQDMProgressBar"):
             assert result[bar]["sent"] == "50 %"
             assert "loss" in result[bar]
@@ -191,7 +178,6 @@ def test_bars_resuming_two_optimizers_and_other_strategies(ranks: Ranks, tmp_pat
 
 
 def add_up(rank: int, size: int) -> list[float]:
-    torch.distributed.init_process_group("gloo")
     ratio, error = ls.CompressionRatio(), ls.ThresholdError()
     for step in range(3 - rank):  # not as many on every rank
         ratio.update(dense_bytes=100, sent_bytes=10 * (rank + 1))
@@ -202,7 +188,7 @@ def add_up(rank: int, size: int) -> list[float]:
 
 
 def test_metrics_are_of_all_ranks(ranks: Ranks) -> None:
-    results = ranks.run(add_up, 2)
+    results = ranks.run(add_up, 2, gloo=True)
     for rank, (ratio, error, sent, count) in enumerate(results):
         assert ratio == pytest.approx(500 / 70)
         assert error == pytest.approx((0 + 0.1 + 0.2 + 0 + 0.1) / 5)
@@ -223,7 +209,7 @@ def draw(folder: Path) -> tuple[int, bool]:
 
 
 def test_a_picture_can_be_drawn_where_the_children_trained(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks.apart(draw, tmp_path / "output", tmp_path, timeout_s=LIMIT_S) == (5, False)
+    assert ranks.apart(draw, tmp_path / "output", tmp_path) == (5, False)
     assert "9 steps on rank 0" in (tmp_path / "output").read_text()
     assert "<svg" in (tmp_path / "own.svg").read_text()
     assert (tmp_path / "compression.png").exists()

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +18,9 @@ from lightning_sparse.monitor import replicas
 from lightning_sparse.monitor.replicas import checksum
 from lightning_sparse.network.agreement import described, differences, ranks_having
 from lightning_sparse.network.comm import Comm, Rounds
-from tests.conftest import Ranks
-from tests.training.models import Small, data, small, trainer
+from tests.support.models import Does, Small, data, small, trainer
+from tests.support.processes import Ranks
+from tests.support.said import refusal
 
 
 def fit(rank: int, size: int, others: Mapping[str, Any], odd: int) -> str:
@@ -33,11 +35,7 @@ def fit(rank: int, size: int, others: Mapping[str, Any], odd: int) -> str:
         model.net[0].weight.requires_grad_(False)
     if mine.pop("renamed", False):
         model.last = nn.Linear(3, 3)
-    try:
-        trainer(ls.SparseDDPStrategy(**mine), size, max_steps=3).fit(model, data(3, size))
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    return refusal(trainer(ls.SparseDDPStrategy(**mine), size, max_steps=3).fit, model, data(3, size))
 
 
 CASES = {
@@ -75,14 +73,9 @@ def buffered(odd: bool, what: str) -> Small:
 
 def fit_buffered(rank: int, size: int) -> list[str]:
     errors = []
-    for local_steps in (0, 2):
-        for what in ("shape", "persistent", "more"):
-            strategy = ls.SparseDDPStrategy("micro", local_steps=local_steps)
-            try:
-                trainer(strategy, size, max_steps=3).fit(buffered(rank == 1, what), data(3, size))
-                errors.append("")
-            except RuntimeError as error:
-                errors.append(str(error))
+    for local_steps, what in product((0, 2), ("shape", "persistent", "more")):
+        run = trainer(ls.SparseDDPStrategy("micro", local_steps=local_steps), size, max_steps=3)
+        errors.append(refusal(run.fit, buffered(rank == 1, what), data(3, size)))
     return errors
 
 
@@ -140,20 +133,13 @@ class Own(ls.Compressor):
 
 
 def own(rank: int, size: int) -> list[str]:
-    torch.distributed.init_process_group("gloo")
     ddp = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
-    errors = []
-    for compressor in (Own(hidden=rank), Own(table=torch.zeros(5000).index_fill(0, torch.tensor(2500), rank))):
-        try:
-            ls.SparseHook(ddp, compressor).close()
-            errors.append("")
-        except RuntimeError as error:
-            errors.append(str(error))
-    return errors
+    tables = Own(hidden=rank), Own(table=torch.zeros(5000).index_fill(0, torch.tensor(2500), rank))
+    return [refusal(ls.SparseHook, ddp, compressor) for compressor in tables]
 
 
 def test_other_settings_of_an_own_compressor_are_named_on_every_rank(ranks: Ranks) -> None:
-    for hidden, table in ranks.run(own, 2):
+    for hidden, table in ranks.run(own, 2, gloo=True):
         assert "compressor: Own(hidden=0, table=" in hidden
         assert "Own(hidden=1, table=" in hidden
         assert "table=tensor(float32 [5000] " in table
@@ -169,46 +155,26 @@ def load_another(rank: int, size: int) -> str:
     if rank == 1:
         state = {key: x for key, x in (state | {"steps": 7}).items() if key != "checksum"}
         state["checksum"] = State(**state).checksums()
-    try:
-        hook.load_state_dict(state)
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        hook.close()
-    return ""
-
-
-def with_gloo(rank: int, size: int) -> str:
-    torch.distributed.init_process_group("gloo")
-    return load_another(rank, size)
+    error = refusal(hook.load_state_dict, state)
+    hook.close()
+    return error
 
 
 def test_a_checkpoint_that_is_another_on_one_rank_is_refused_on_every_rank(ranks: Ranks) -> None:
-    for error in ranks.run(with_gloo, 2):
+    for error in ranks.run(load_another, 2, gloo=True):
         assert "checkpoint: steps: 0 on rank 0; 7 on rank 1" in error
 
 
-class Drifts(L.Callback):
-    """Changes a parameter on one rank, by the least that float32 can tell."""
-
-    def __init__(self, rank: int | None, name: str, step: int) -> None:
-        super().__init__()
-        self.rank, self.name, self.step = rank, name, step
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == self.step and trainer.global_rank == self.rank:
-            with torch.no_grad():
-                weight = pl_module.get_parameter(self.name).view(-1)[:1]
-                weight.copy_(torch.nextafter(weight, weight + 1))
-
-
 def drift(rank: int, size: int, odd: int | None, step: int) -> tuple[str, int]:
-    run = trainer("micro", size, check_every=2, max_steps=8, callbacks=[Drifts(odd, "net.2.bias", step)])
-    try:
-        run.fit(small(), data(8, size))
-    except RuntimeError as error:
-        return str(error), run.global_step
-    return "", run.global_step
+    """Change a parameter on one rank in one step, by the least that float32 can tell."""
+
+    def change(run: L.Trainer) -> None:
+        if run.global_step == step and run.global_rank == odd:
+            weight = run.lightning_module.get_parameter("net.2.bias").data[:1]
+            weight.copy_(torch.nextafter(weight, weight + 1))
+
+    run = trainer("micro", size, check_every=2, max_steps=8, callbacks=[Does("on_train_batch_start", change)])
+    return refusal(run.fit, small(), data(8, size)), run.global_step
 
 
 def test_a_drift_names_the_first_parameter_that_differs_and_where(ranks: Ranks) -> None:

@@ -24,7 +24,9 @@ from lightning_sparse.network.torch_comm import TorchComm
 from lightning_sparse.selection.sparse import dense
 from lightning_sparse.simulation import simulate
 from lightning_sparse.wire import wire_format
-from tests.conftest import EVERY_COMPRESSOR, Ranks
+from tests.support.compressors import EVERY_COMPRESSOR
+from tests.support.processes import Ranks
+from tests.support.said import refusal
 
 pytestmark = pytest.mark.processes
 
@@ -33,7 +35,6 @@ def run_real(
     rank: int, size: int, jobs: list[tuple[ls.Compressor, torch.Tensor, str]]
 ) -> list[tuple[torch.Tensor, torch.Tensor, list[int]]]:
     """What `simulate` does, on this rank of real ones: totals [T, n], unsent [n], sent bytes [T] of each job."""
-    dist.init_process_group("gloo")
     results = []
     for compressor, gradients, wire_dtype in jobs:
         comm = TorchComm(dist.group.WORLD, wire_format(wire_dtype))
@@ -57,7 +58,7 @@ def test_real_and_simulated_ranks_agree_bit_for_bit(ranks: Ranks, size: int) -> 
     broken = torch.randn(4, size, 301)
     jobs += [(c.values[0], broken, wire) for c in EVERY_COMPRESSOR for wire in ("float32", "float16") if size == 2]
     jobs += [(ls.SkipReduce(skip=skip), broken, "float32") for skip in (0.0, 0.5, 1.0)]
-    real = ranks.run(run_real, size, jobs)
+    real = ranks.run(run_real, size, jobs, gloo=True)
     for number, (compressor, gradients, wire_dtype) in enumerate(jobs):
         expected = simulate(compressor, gradients, wire_dtype=wire_dtype)
         for rank in range(size):
@@ -83,7 +84,6 @@ counts_connections = pytest.mark.skipif(sys.platform != "linux", reason="reads t
 
 def send_much(rank: int, size: int, jobs: list[tuple[ls.Compressor, str]], n: int, steps: int) -> list[tuple[int, int]]:
     """Bytes that this rank sent in each job, by our count and by the kernel's."""
-    dist.init_process_group("gloo")
     results = []
     for compressor, wire in jobs:
         lane = Lane(TorchComm(dist.group.WORLD, wire_format(wire)), threaded=False)
@@ -109,7 +109,7 @@ def test_counted_bytes_are_the_kernels(ranks: Ranks) -> None:
         ls.TopK(density=0.1), ls.MiCRO(density=0.1), ls.OkTopk(density=0.1),
     ]  # fmt: skip
     jobs = [(compressor, wire) for compressor in compressors for wire in ("float32", "bfloat16")]
-    for (compressor, wire), *each in zip(jobs, *ranks.run(send_much, size, jobs, n, steps), strict=True):
+    for (compressor, wire), *each in zip(jobs, *ranks.run(send_much, size, jobs, n, steps, gloo=True), strict=True):
         for counted, kernel in each:
             assert counted <= kernel <= 1.03 * counted, (compressor, wire)
         if isinstance(compressor, ls.SkipReduce):
@@ -121,7 +121,6 @@ def test_counted_bytes_are_the_kernels(ranks: Ranks) -> None:
 
 def bytes_a_pick(rank: int, size: int, compressor: ls.Compressor, wire: str) -> float:
     """Bytes this rank sent by the kernel's count, over elements updated, once thresholds have settled."""
-    dist.init_process_group("gloo")
     lane = Lane(TorchComm(dist.group.WORLD, wire_format(wire)), threaded=False)
     lane.comm.costs.hop_bytes = 1  # sums in as few bytes as can be
     group = Group(0, ("gradient",), (torch.zeros(400_000),))
@@ -141,8 +140,8 @@ def bytes_a_pick(rank: int, size: int, compressor: ls.Compressor, wire: str) -> 
 @counts_connections
 def test_micro_sends_less_than_half_of_what_ok_topks_own_format_does(ranks: Ranks) -> None:
     """At the same k, P = 4: bfloat16 and Elias-Fano against the paper's float32 and 32-bit indices."""
-    micro = ranks.run(bytes_a_pick, 4, ls.MiCRO(density=0.01, indices="elias_fano"), "bfloat16")
-    ok_topk = ranks.run(bytes_a_pick, 4, ls.OkTopk(density=0.01, indices="int32"), "float32")
+    micro = ranks.run(bytes_a_pick, 4, ls.MiCRO(density=0.01, indices="elias_fano"), "bfloat16", gloo=True)
+    ok_topk = ranks.run(bytes_a_pick, 4, ls.OkTopk(density=0.01, indices="int32"), "float32", gloo=True)
     assert max(micro) <= 0.45 * min(ok_topk), (micro, ok_topk)
 
 
@@ -155,26 +154,19 @@ class DifferentMessages(ls.Compressor):
 
 
 def disagree(rank: int, size: int) -> str:
-    dist.init_process_group("gloo")
     some = dist.new_group(timeout=timedelta(seconds=2))
     lane = Lane(TorchComm(some), threaded=False)
     group = Group(0, ("gradient",), (torch.zeros(64),))
-    try:
-        lane.run(take_step(DifferentMessages(), group, lane.comm))
-        dist.barrier(some)
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    return refusal(lambda: (lane.run(take_step(DifferentMessages(), group, lane.comm)), dist.barrier(some)))
 
 
 def test_messages_that_differ_end_by_the_time_limit(ranks: Ranks) -> None:
     """In the simulated network the same mistake is an assertion that names both (test_simulation)."""
-    assert any(ranks.run(disagree, 2))
+    assert any(ranks.run(disagree, 2, gloo=True))
 
 
 def outlive(rank: int, size: int) -> list[str]:
     """What a rank hears of messages to one that has gone: of the first when it is waited for, of others at once."""
-    dist.init_process_group("gloo")
     comm, errors = TorchComm(dist.group.WORLD), []
     for launch in (comm.all_reduce, comm.shift, comm.shift) if rank == 0 else ():
         with pytest.raises(RuntimeError) as failed:
@@ -184,12 +176,13 @@ def outlive(rank: int, size: int) -> list[str]:
 
 
 def test_a_message_to_a_rank_that_has_gone_says_so(ranks: Ranks) -> None:
-    errors, _ = ranks.run(outlive, 2)
+    errors, _ = ranks.run(outlive, 2, gloo=True)
     assert len(errors) == 3
     assert all(error.startswith("a message among the ranks failed: ") for error in errors), errors
 
 
-def test_traffic_of_an_unknown_message_is_refused() -> None:
+def test_traffic_is_counted_beyond_32_bits_and_not_of_an_unknown_message() -> None:
+    assert traffic("all_reduce", 2**35, 2) == 2**35
     with pytest.raises(ValueError, match="unknown message 'gossip'"):
         traffic("gossip", 10, 2)
 

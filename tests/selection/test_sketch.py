@@ -4,12 +4,14 @@ import math
 
 import pytest
 import torch
+from hypothesis import strategies as st
 
 import lightning_sparse as ls
 from lightning_sparse.selection.host import largest
 from lightning_sparse.selection.sketch import CountSketch, median
 from lightning_sparse.simulation import simulate
-from tests.runs import Run, layered
+from tests.support.fuzz import LARGE, SEEDS, fuzzed
+from tests.support.simulated import SimulatedRanks, layered
 
 
 def table(sketch: CountSketch, x: torch.Tensor) -> torch.Tensor:
@@ -62,6 +64,15 @@ def test_errors_are_those_of_a_count_sketch() -> None:
     five = estimate(CountSketch(5, columns, seed=9), x) - x
     assert float(five.abs().max()) < 4 * scale
     assert float(five.pow(2).mean()) < 0.5 * scale**2
+
+
+@fuzzed(50, n=st.integers(2**31, LARGE), k=st.integers(1, 1000), seed=SEEDS)
+def test_runs_of_buckets_reach_beyond_32_bits(n: int, k: int, seed: int) -> None:
+    sketch = CountSketch(3, 4 * k, seed)
+    runs = list(sketch._runs(2, n - 10 * k, n))
+    assert [elements.start for elements, _, _ in runs] == [n - 10 * k, *(elements.stop for elements, _, _ in runs[:-1])]
+    assert runs[-1][0].stop == n
+    assert all(0 <= buckets.start < buckets.stop <= sketch.columns for _, buckets, _ in runs)
 
 
 def test_two_elements_rarely_meet_and_with_independent_signs() -> None:
@@ -125,24 +136,9 @@ def test_momentum_chooses_what_was_large_for_long() -> None:
     """A steady small gradient against a noise that jumps about: the running sum of tables finds it."""
     n = 20_000
     given = torch.randn(30, 2, n, generator=torch.Generator().manual_seed(0))
-    run = Run(ls.SketchFusion(density=0.01, width=8, momentum=0.9), 2, n)
+    run = SimulatedRanks(ls.SketchFusion(density=0.01, width=8, momentum=0.9), 2, n)
     for gradient in given:
         total = run.step(gradient)
     assert total.index.numel() == 200
     assert run.groups[0].memory["table"].shape == (5, 1600)
     assert torch.equal(run.groups[0].memory["table"], run.groups[1].memory["table"])
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: ls.SketchFusion(rows=4), "SketchFusion: rows must be an odd number.*; got 4"),
-        (lambda: ls.SketchFusion(rows=-1), "rows must be .*; got -1"),
-        (lambda: ls.SketchFusion(width=0), "SketchFusion: width must be .*; got 0"),
-        (lambda: ls.SketchFusion(momentum=1), "SketchFusion: momentum must be .*; got 1"),
-        (lambda: ls.SketchFusion(density=0), "SketchFusion: density must be .*; got 0"),
-    ],
-)
-def test_bad_settings_name_the_value(make: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()  # type: ignore[operator]

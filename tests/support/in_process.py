@@ -26,7 +26,7 @@ PATIENCE_S = 10.0  # for the other ranks to launch a message, on a busy machine
 LIMIT_S = 3 * PATIENCE_S  # for a function on all ranks
 
 
-class Ranks:
+class ThreadRanks:
     """P threads, one a rank, that live until they are closed."""
 
     def __init__(self, size: int) -> None:

@@ -30,17 +30,16 @@ class Tiny(nn.Module):
     mask: Tensor
     seen: Tensor
 
-    def __init__(self, teacher: bool = False, bare: bool = False) -> None:
-        """Without what no optimizer trains, but for the counter, if it is ``bare``."""
+    def __init__(self, teacher: bool = False) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.first = nn.utils.skip_init(nn.Linear, 4, 6, bias=False)
-        self.norm = nn.BatchNorm1d(6, track_running_stats=not bare)
+        self.norm = nn.BatchNorm1d(6)
         self.second = nn.utils.skip_init(nn.Linear, 6, 3)
         for p in (self.first.weight, self.second.weight, self.second.bias):
             nn.init.uniform_(p, -0.5, 0.5, generator)
         self.teacher = nn.Parameter(self.first.weight.detach().clone(), requires_grad=False) if teacher else None
-        self.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1), persistent=not bare)
+        self.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.meanwhile: Callable[[], None] | None = None
         self.interrupt = False
@@ -269,7 +268,6 @@ class Plain:
         self.adopt()
 
     def _take_up(self) -> None:
-        assert self.local is not None
         self._exchanged = self.steps
         self.sent = self.local.overlaps
         turns = {**self.fragments(), **self.turns}
@@ -288,7 +286,6 @@ class Plain:
 
     def _outer_step(self, name: str, mean: Tensor) -> Tensor:
         """Nesterov's, but for what no optimizer trains."""
-        assert self.local is not None
         if not dict(self.models[0].named_parameters()).get(name, mean).requires_grad:
             return mean
         momentum = self.local.outer_momentum
@@ -348,23 +345,20 @@ class Plain:
             self.show()
         return File(
             deepcopy(dict(self.models[0].state_dict()) | self.average),
-            [_copied(self.own(rank)) for rank in self._ranks],
+            [copied(self.own(rank)) for rank in self._ranks],
             [self._others(rank) for rank in self._ranks],
             [deepcopy(optimizer.state_dict()) for optimizer in self.optimizers],
             self.steps,
             self.local,
-            _copied(self._velocity),
+            copied(self._velocity),
         )
 
     def _others(self, rank: int) -> Weights:
         """A copy of what is not averaged."""
         return {name: x.clone() for name, x in self.tensors(rank).items() if name not in self.average}
 
-    def load(self, file: "File", model_first: bool) -> None:
-        """Go on from it: what is averaged now, and was not when it was saved, is the first rank's, and nothing owed.
-
-        So is what is not averaged, where the model is loaded last.
-        """
+    def load(self, file: "File") -> None:
+        """Go on from it: what is averaged now, and was not when it was saved, is the first rank's, and nothing owed."""
         for rank, model in enumerate(self.models):
             model.load_state_dict(file.model)
             self.optimizers[rank].load_state_dict(deepcopy(file.optimizers[rank]))
@@ -372,7 +366,7 @@ class Plain:
         self.begin(file.local)
         if self.local is not None:
             self._go_on_with(file.own, {name: self.tensors(0)[name].clone() for name in file.own[0]}, file.velocity)
-            for rank, others in enumerate(file.others if model_first else ()):
+            for rank, others in enumerate(file.others):
                 self._set(rank, {name: x for name, x in others.items() if name not in self.average})
 
     def fresh(self) -> None:
@@ -407,9 +401,9 @@ class Plain:
         self._sends_buffers = True
 
     def _go_on_with(self, own: Sequence[Weights], average: Weights, velocity: Weights) -> None:
-        self.average |= _copied(average)
-        self.held = [self._now(rank) | _copied(of_rank) for rank, of_rank in enumerate(own)]
-        self._velocity, self._exchanged = _copied(velocity), max(self.steps - 1, 0)
+        self.average |= copied(average)
+        self.held = [self._now(rank) | copied(of_rank) for rank, of_rank in enumerate(own)]
+        self._velocity, self._exchanged = copied(velocity), max(self.steps - 1, 0)
 
     def merge(self) -> None:
         """Change to averaged gradients, from the mean of all weights and of the optimizers' states."""
@@ -442,5 +436,5 @@ def _untrained(name: str) -> bool:
     return name == "teacher" or "running" in name
 
 
-def _copied(weights: Mapping[str, Tensor]) -> Weights:
-    return {name: x.clone() for name, x in weights.items()}
+def copied(weights: Mapping[str, Tensor]) -> Weights:
+    return {name: x.detach().clone() for name, x in weights.items()}

@@ -5,7 +5,7 @@ Which of Lightning's tests each of these stands for: docs/compatibility.md.
 
 import io
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,10 @@ from torchmetrics import MeanMetric
 
 import lightning_sparse as ls
 from lightning_sparse.checkpoint.state import KEY
-from tests.conftest import Ranks
-from tests.training.models import LIMIT_S, Small, data, small, trainer, weights
-
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
+from tests.support.models import Small, data, small, trainer, weights
+from tests.support.processes import Ranks
+from tests.support.said import error_of
+from tests.support.same import same
 
 Scenario = Callable[[Callable[..., DDPStrategy], int, Path], Any]
 
@@ -48,35 +48,15 @@ def with_each(rank: int, size: int, scenario: Scenario, folder: str) -> tuple[An
     return seen[0], seen[1]
 
 
-def same(some: Any, other: Any) -> bool:
-    """The same values, and of tensors the same bits."""
-    if isinstance(some, Tensor):
-        return isinstance(other, Tensor) and some.dtype == other.dtype and torch.equal(some, other)
-    if isinstance(some, Mapping):
-        return some.keys() == other.keys() and all(same(some[key], other[key]) for key in some)
-    if isinstance(some, list | tuple):
-        return len(some) == len(other) and all(map(same, some, other))
-    return bool(some == other)
-
-
 def check_same(ranks: Ranks, scenario: Scenario, folder: Path) -> list[Any]:
     """Run the scenario with each strategy on two ranks; what was seen of plain DDP, by rank."""
     seen = []
-    for plain, sparse in ranks.run(with_each, 2, scenario, str(folder), timeout_s=LIMIT_S):
+    for plain, sparse in ranks.run(with_each, 2, scenario, str(folder)):
         for name in plain:
             assert same(plain[name], sparse[name]), f"{name}: {plain[name]} with plain DDP, {sparse[name]} with ours"
         assert plain.keys() == sparse.keys()
         seen.append(plain)
     return seen
-
-
-def error_of(call: Callable[[], object]) -> tuple[str, str]:
-    """Which error it ends with: its type and text."""
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", "no error"
 
 
 # - a training
@@ -134,7 +114,7 @@ def loop(make: Callable[..., DDPStrategy], size: int, folder: Path) -> dict[str,
     profiler = SimpleProfiler()
     run = trainer(
         make(), size, check_every=0, max_epochs=9, logger=[notes, files], log_every_n_steps=2,
-        callbacks=[stop, stop_never, saver, callbacks.LearningRateMonitor()], enable_checkpointing=True,
+        callbacks=[stop, stop_never, saver, callbacks.LearningRateMonitor()],
         profiler=profiler,
     )  # fmt: skip
     model, train, held_out = Whole(), data(6, size), data(2, size, seed=1)
@@ -363,7 +343,6 @@ class Closures(Small):
             self.manual_backward(loss, retain_graph=True)
             self.manual_backward(loss)
             for p in self.parameters():
-                assert p.grad is not None
                 gathered: Any = self.all_gather(p.grad)
                 assert torch.equal(gathered[0], gathered[1])
 
@@ -465,7 +444,7 @@ def break_and_resume(make: Callable[..., DDPStrategy], size: int, folder: Path) 
     model.broken = True
     on_error = callbacks.OnExceptionCheckpoint(folder, "broken")
     saver = callbacks.ModelCheckpoint(folder, save_last=True)
-    run = trainer(make(), size, max_epochs=3, callbacks=[saver, on_error, *averaging()], enable_checkpointing=True)
+    run = trainer(make(), size, max_epochs=3, callbacks=[saver, on_error, *averaging()])
     assert error_of(lambda: run.fit(model, data(4, size))) == ("ZeroDivisionError", "in the second epoch")
     run.strategy.barrier()
     assert (folder / "broken.ckpt").exists()
@@ -529,9 +508,7 @@ def fork(name: str) -> dict[str, Any]:
 
 
 def test_what_forked_processes_hand_back(ranks: Ranks, tmp_path: Path) -> None:
-    plain, sparse = (
-        ranks.apart(fork, tmp_path / "output", name, timeout_s=LIMIT_S) for name in ("ddp_fork", "sparse_dense_fork")
-    )
+    plain, sparse = (ranks.apart(fork, tmp_path / "output", name) for name in ("ddp_fork", "sparse_dense_fork"))
     for name in plain:
         assert same(plain[name], sparse[name]), f"{name}: {plain[name]} with plain DDP, {sparse[name]} with ours"
     assert plain["metrics"]["max_epoch"] == 3 + 10

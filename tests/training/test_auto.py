@@ -16,8 +16,8 @@ from lightning_sparse.auto.course import FIRST_CHOICE, StepClock
 from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.fusion import layer_fusion
-from tests.conftest import Ranks
-from tests.training.models import LIMIT_S, Small, data, small, trainer, weights
+from tests.support.models import Small, data, small, trainer, weights
+from tests.support.processes import LIMIT_S, Ranks
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
 

@@ -13,59 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import lightning_sparse as ls
-from lightning_sparse.auto.course import FIRST_CHOICE
-from lightning_sparse.engine.local_exchange import LocalExchange
-from lightning_sparse.fusion import layer_fusion
-from tests.conftest import Ranks
-from tests.training.models import LIMIT_S, Small, data, small, trainer, weights
-
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
-
-LOCAL = ls.Candidate(ls.Dense(), "int4", local_steps=3)
-CHOSEN = FIRST_CHOICE + 2  # steps after which sparse_auto takes local steps
-
-
-def auto(**options: Any) -> ls.SparseDDPStrategy:
-    layer_fusion.WORTH_PLANNING = 1  # small models too
-    return ls.SparseDDPStrategy(ls.Auto((LOCAL,)), **options)
-
-
-def local(compressor: Any = "sparse_dense", steps: Any = 3, **options: Any) -> ls.SparseDDPStrategy:
-    return ls.SparseDDPStrategy(compressor, local_steps=steps, **({"wire_dtype": "int4"} | options))
-
-
-def exchange_of(run: L.Trainer) -> LocalExchange:
-    exchange = run.strategy.exchange  # type: ignore[attr-defined]
-    assert isinstance(exchange, LocalExchange)
-    return exchange
-
-
-def all_of(run: L.Trainer) -> Tensor:
-    """The average, and this rank's own weights and statistics, after a training."""
-    exchange = exchange_of(run)
-    everything = [*exchange.averages.values(), *exchange.own.values()]
-    return torch.cat([x.detach().double().flatten() for x in everything])
-
-
-def everything(module: nn.Module) -> Tensor:
-    return torch.cat([x.detach().double().flatten() for x in module.state_dict().values()])
-
-
-class Causal(Small):
-    """Attention with a mask of -inf in a buffer, and running statistics."""
-
-    mask: Tensor
-
-    def __init__(self) -> None:
-        super().__init__("adam")
-        self.query, self.norm = nn.Linear(1, 4), nn.BatchNorm1d(8)
-        self.register_buffer("mask", torch.full((8, 8), -torch.inf).triu(1))
-
-    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
-        x, y = batch
-        q = self.query(self.norm(x)[:, :, None])
-        mixed = (q @ q.transpose(1, 2) + self.mask).softmax(-1) @ x[:, :, None]
-        return nn.functional.cross_entropy(self.net(mixed[:, :, 0]), y)
+from tests.support.local_steps import CHOSEN, Causal, all_of, auto, exchange_of, follow, local
+from tests.support.models import Does, Small, data, flat, small, trainer, weights
+from tests.support.processes import Ranks
+from tests.support.training_loop import Manual
 
 
 class Distilled(Small):
@@ -79,9 +30,7 @@ class Distilled(Small):
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
         x, _ = batch
-        with torch.no_grad():
-            for theirs, own in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
-                theirs.data.mul_(0.8).add_(own.data, alpha=0.2)  # leaves no trace but its values
+        follow(self.teacher, self.net)
         return nn.functional.mse_loss(self.net(x), self.teacher(x + 0.1).softmax(-1))
 
 
@@ -98,11 +47,9 @@ def resumed(
     found = []
     for until, start, callbacks in ((2 * half, None, []), (half, None, [saver]), (2 * half, path / "half.ckpt", [])):
         torch.manual_seed(0)
-        run = trainer(
-            strategy(), size, max_steps=until, callbacks=callbacks, enable_checkpointing=bool(callbacks), **options
-        )
+        run = trainer(strategy(), size, max_steps=until, callbacks=callbacks, **options)
         run.fit(trained := model(), data(half, size), ckpt_path=start)
-        found.append((all_of(run), everything(trained)))
+        found.append((all_of(run), flat(trained.state_dict().values())))
     assert torch.equal(found[0][1].isfinite(), found[2][1].isfinite())
     return found[0][0], found[2][0], found[0][1]
 
@@ -117,6 +64,13 @@ RESUMES: dict[str, tuple[Callable[[], Any], Callable[[], L.LightningModule], int
     "low rank, outer momentum": (
         lambda: local(ls.LowRank(rank=1), ls.LocalSteps(2, outer_momentum=0.5)), lambda: small(optimizer="adam"), 7, {},
     ),
+    **{
+        f"{compressor}, {overlap=}, outer momentum": (
+            partial(local, compressor, ls.LocalSteps(3, overlap=overlap, outer_rate=0.9, outer_momentum=0.5)),
+            lambda: small(optimizer="adam"), 10, {},
+        )
+        for compressor in ("sparse_dense", ls.MiCRO(density=0.1), ls.SkipReduce(skip=0.5)) for overlap in (True, False)
+    },
     "importance": (lambda: local(ls.ImportancePruning(density=0.2), 2), lambda: small(optimizer="adam"), 8, {}),
 }  # fmt: skip
 
@@ -236,10 +190,11 @@ def _fit(
 
 
 class Physics(Small):
-    """Validates with gradients, through DistributedDataParallel."""
+    """Validates with gradients, through DistributedDataParallel; with running statistics."""
 
     def __init__(self) -> None:
         super().__init__("adam")
+        self.net.insert(1, nn.BatchNorm1d(33))
         self.validated: list[Tensor] = []
 
     def on_validation_epoch_start(self) -> None:
@@ -250,60 +205,45 @@ class Physics(Small):
 
     def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
         assert torch.is_grad_enabled()
-        self.validated.append(weights(self))
+        self.validated.append(flat(self.state_dict().values()))
 
 
-class SetsBest(L.Callback):
-    """Sets weights when the training has ended, the same on every rank."""
-
-    def on_train_end(self, run: L.Trainer, module: L.LightningModule) -> None:
-        for p in module.parameters():
-            p.data.fill_(0.25)
+def set_quarter(run: L.Trainer) -> None:
+    """Set all weights, the same on every rank."""
+    for p in run.lightning_module.parameters():
+        p.data.fill_(0.25)
 
 
-class ByHand(Small):
-    """Manual optimization."""
-
-    def __init__(self) -> None:
-        super().__init__("adam")
-        self.automatic_optimization = False
-
-    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:  # type: ignore[override]
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, index))
-        optimizer.step()
-
-
-def test_evaluations_and_callbacks_see_the_average_and_what_they_set_stays(ranks: Ranks) -> None:
-    first, second = ranks.run(_look_and_set, 2)
+def test_evaluations_checkpoints_and_callbacks_see_the_average_and_what_they_set_stays(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    first, second = ranks.run(_look_and_set, 2, tmp_path)
     for name, own in first.items():
         assert torch.equal(own, second[name]), name
+    assert torch.equal(first["saved"], first["trained"])
     assert (first["set"] == 0.25).all()
     assert not torch.equal(first["ema by hand"], first["by hand"])
 
 
-def _look_and_set(rank: int, size: int) -> dict[str, Tensor]:
-    physics, best, plain, ema = Physics(), small(optimizer="adam"), ByHand(), ByHand()
+def _look_and_set(rank: int, size: int, path: Path) -> dict[str, Tensor]:
+    physics, best, plain, ema = Physics(), small(optimizer="adam"), Manual(every=1), Manual(every=1)
     options: dict[str, Any] = {"max_epochs": 2, "num_sanity_val_steps": 0, "check_every": 0}
-    trainer(local(), size, inference_mode=False, **options).fit(physics, data(5, size), data(2, size, seed=1))
-    trainer(local(), size, callbacks=[SetsBest()], **options).fit(best, data(5, size))
+    saver, seldom = ModelCheckpoint(path, save_last=True), {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+    run = trainer(local(), size, inference_mode=False, callbacks=[saver], **seldom, **options)
+    run.fit(physics, data(6, size), data(2, size, seed=1))
+    trained = flat(physics.state_dict().values())
+    trainer("ddp", size, max_epochs=3).fit(Physics(), data(6, size), ckpt_path=path / "last.ckpt")
+    trainer(local(), size, callbacks=[Does("on_train_end", set_quarter)], **options).fit(best, data(5, size))
     trainer(local(), size, **options).fit(plain, data(5, size))
     trainer(local(), size, callbacks=[EMAWeightAveraging(decay=0.5)], **options).fit(ema, data(5, size))
     return {
         "validated": torch.cat(physics.validated),
+        "trained": trained,
+        "saved": flat(torch.load(path / "last.ckpt", weights_only=True)["state_dict"].values()),
         "set": weights(best),
         "by hand": weights(plain),
         "ema by hand": weights(ema),
     }
-
-
-class SetsOnOne(L.Callback):
-    """Sets weights on one rank alone while the average is shown."""
-
-    def on_train_epoch_end(self, run: L.Trainer, module: L.LightningModule) -> None:
-        if run.global_rank == 1:
-            next(module.parameters()).data.zero_()
 
 
 def test_weights_that_one_rank_sets_on_the_average_are_an_error_on_all(ranks: Ranks) -> None:
@@ -311,8 +251,14 @@ def test_weights_that_one_rank_sets_on_the_average_are_an_error_on_all(ranks: Ra
         assert "must be set on every rank, to the same; got others on ranks 0, 2 and on rank 1" in said
 
 
+def set_on_one(run: L.Trainer) -> None:
+    """Set weights on one rank alone while the average is shown."""
+    if run.global_rank == 1:
+        next(run.lightning_module.parameters()).data.zero_()
+
+
 def _set_on_one(rank: int, size: int) -> str:
-    run = trainer(local(), size, check_every=0, max_epochs=4, callbacks=[SetsOnOne()])
+    run = trainer(local(), size, check_every=0, max_epochs=4, callbacks=[Does("on_train_epoch_end", set_on_one)])
     with pytest.raises(RuntimeError) as caught:
         run.fit(small(optimizer="adam"), data(8, size))
     return str(caught.value)
@@ -444,23 +390,6 @@ def _log(rank: int, size: int, path: Path) -> Any:
 # - what stands between a file and the first step
 
 
-class SetsAtStart(L.Callback):
-    """Sets a weight on every rank before the first forward."""
-
-    def on_train_start(self, run: L.Trainer, module: L.LightningModule) -> None:
-        next(module.parameters()).data.fill_(0.25)
-
-
-class LooksAtStart(L.Callback):
-    """Notes weights when a validation starts, before the strategy hears of it."""
-
-    def __init__(self) -> None:
-        self.found: list[Tensor] = []
-
-    def on_validation_start(self, run: L.Trainer, module: L.LightningModule) -> None:
-        self.found.append(weights(module))
-
-
 class Target(Small):
     """With a target network that is copied after 5 steps, 15, 25, ..."""
 
@@ -498,10 +427,10 @@ def _start(rank: int, size: int, path: Path) -> Any:
         run, trained = (trainer(local(), size, max_steps=8), small()) if start else (first, model)
         run.fit_loop.epoch_loop.max_steps = 8
         trained.configure_optimizers = lambda trained=trained: torch.optim.SGD(trained.parameters(), lr=0.0)  # type: ignore[method-assign,misc]
-        run.callbacks.append(SetsAtStart())  # type: ignore[attr-defined]
+        run.callbacks.append(Does("on_train_start", set_quarter))  # type: ignore[attr-defined]
         run.fit(trained, data(7, size), ckpt_path=start)
         found.append((name, next(trained.parameters()).detach().clone()))
-    looks = LooksAtStart()
+    looks = Does("on_validation_start", lambda run: weights(run.lightning_module))  # before the strategy hears of it
     run = trainer(local(), size, max_epochs=1, val_check_interval=2, callbacks=[looks], num_sanity_val_steps=0)
     run.fit(Physics(), data(6, size), data(1, size, seed=1))
     return found, torch.cat(looks.found)
@@ -520,9 +449,7 @@ def _aim(rank: int, size: int, path: Path) -> dict[str, Tensor]:
         ("resumed at 7", path / "7" / "at.ckpt", []), ("resumed at 14", path / "14" / "at.ckpt", []),
     ):  # fmt: skip
         torch.manual_seed(0)
-        run = trainer(
-            local(), size, max_steps=21, callbacks=callbacks, enable_checkpointing=bool(callbacks), check_every=0
-        )
+        run = trainer(local(), size, max_steps=21, callbacks=callbacks, check_every=0)
         run.fit(Target(), data(7, size), ckpt_path=start)
         found[name] = all_of(run)
     return found

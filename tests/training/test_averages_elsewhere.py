@@ -1,7 +1,7 @@
 """Local steps on another number of ranks, under Fabric, in plain PyTorch, with a loss scale, and compiled."""
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,16 +22,9 @@ from lightning_sparse.checkpoint.optimizers import tensors_everywhere
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.fabric import SparseDDPStrategy as FabricStrategy
 from lightning_sparse.network.torch_comm import world
-from tests.conftest import Ranks
-from tests.training.models import LIMIT_S, data, small, trainer
-from tests.training.test_averages import CHOSEN, Causal, all_of, auto, local
-
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
-
-
-def flat(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.cat([x.detach().double().flatten() for x in tensors])
-
+from tests.support.local_steps import CHOSEN, Causal, all_of, auto, follow, local
+from tests.support.models import Does, batch, data, flat, small, trainer
+from tests.support.processes import Ranks
 
 # - another number of ranks
 
@@ -49,9 +42,7 @@ class Taught(Causal):
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
         x, _ = batch
-        with torch.no_grad():
-            for theirs, own in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
-                theirs.data.mul_(0.8).add_(own.data, alpha=0.2)
+        follow(self.teacher, self.net)
         loss = super().training_step(batch, index)
         with torch.no_grad():
             self.best[0] = torch.maximum(self.best[0], -loss)
@@ -63,29 +54,23 @@ Named = dict[str, Tensor]
 
 @dataclass
 class At:
-    """What one rank has at some time: the model, its own weights, and the average."""
+    """What one rank has at some time: the model, its own weights, the average, and its optimizer's moments."""
 
     model: Named
     own: Named
     average: Named
+    moments: Tensor
 
     @classmethod
     def now(cls, run: L.Trainer) -> "At":
         exchange = run.strategy.exchange  # type: ignore[attr-defined]
         model = {name: x.detach().clone() for name, x in run.lightning_module.state_dict().items()}
+        states = run.optimizers[0].state.values()
+        moments = flat([torch.zeros(0), *(state["exp_avg"] for state in states)])
         if not isinstance(exchange, LocalExchange):
-            return cls(model, model, {})
+            return cls(model, model, {}, moments)
         own = {name: x.detach().clone() for name, x in exchange.own.items()}
-        return cls(model, own, {name: x.clone() for name, x in exchange.averages.items()})
-
-
-class Begins(L.Callback):
-    """Notes what a training begins with."""
-
-    at: At
-
-    def on_train_start(self, run: L.Trainer, module: L.LightningModule) -> None:
-        self.at = At.now(run)
+        return cls(model, own, {name: x.clone() for name, x in exchange.averages.items()}, moments)
 
 
 @dataclass
@@ -118,15 +103,15 @@ def stages(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 def _go_on(rank: int, size: int, path: Path, start: int | None, until: int) -> dict[str, tuple[At, At, list[str]]]:
     found = {}
     for way, strategy in WAYS.items():
-        begins, saver = Begins(), ModelCheckpoint(path, filename=f"{way}{size}", every_n_train_steps=until)
-        options: dict[str, Any] = {"callbacks": [begins, saver], "enable_checkpointing": True}
+        begins = Does("on_train_start", At.now)
+        saver = ModelCheckpoint(path, filename=f"{way}{size}", every_n_train_steps=until)
         torch.manual_seed(0)
-        model, run = Taught(), trainer(strategy(), size, max_steps=until, **options)
+        model, run = Taught(), trainer(strategy(), size, max_steps=until, callbacks=[begins, saver])
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             run.fit(model, data(until, size), ckpt_path=path / f"{way}{start}.ckpt" if start else None)
         ours = [each for each in caught if Path(ls.__file__).parent in Path(each.filename).parents]
-        found[way] = begins.at, At.now(run), [str(each.message) for each in ours]
+        found[way] = begins.found[0], At.now(run), [str(each.message) for each in ours]
     return found
 
 
@@ -146,11 +131,16 @@ def test_the_model_of_a_checkpoint_is_the_average_of_any_number_of_ranks(
 
 
 @pytest.mark.parametrize(("way", "stage"), RESUMED)
-def test_what_ranks_owe_on_the_mean_is_what_the_ranks_before_owed(
+def test_each_of_other_ranks_starts_from_the_mean_of_weights_and_moments(
     stages: dict[str, list[Stage]], way: str, stage: int
 ) -> None:
-    before, after = owed(stages[way][stage - 1].ended), owed(stages[way][stage].begun)
+    ranks = stages[way][stage].begun
+    before, after = owed(stages[way][stage - 1].ended), owed(ranks)
     assert before.keys() == after.keys()
+    moments = torch.stack([at.moments for at in stages[way][stage - 1].ended]).mean(0)
+    for at in ranks:
+        assert all(torch.equal(x, ranks[0].own[name]) for name, x in at.own.items())
+        assert torch.allclose(at.moments, moments)
     for name, x in after.items():
         assert torch.allclose(x, before[name], rtol=0, atol=1e-6), name
     assert sum(float(x.norm()) for x in after.values()) > 0.01
@@ -195,11 +185,6 @@ class Loss(nn.Module):
         return self.causal.training_step((x, y), 0)
 
 
-def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + rank))
-    return x, (x.sum(1).abs() % 3).long()
-
-
 @dataclass
 class End:
     """What a training comes to: the average and all buffers; own weights and the optimizer's state."""
@@ -211,7 +196,6 @@ class End:
     def of(cls, hook: ls.SparseHook, module: nn.Module, optimizer: torch.optim.Optimizer) -> "End":
         """Of a training that ends here."""
         hook.show_average()
-        assert isinstance(hook.exchange, LocalExchange)
         states = tensors_everywhere(optimizer, world(), torch.device("cpu"))
         average = flat([*hook.exchange.averages.values(), *module.state_dict().values()])
         own = flat([*hook.exchange.own.values(), *states.values()])
@@ -335,7 +319,6 @@ class Plain:
     def drift(self) -> float:
         """How far this rank's own weights are from the average."""
         exchange = self.hook.exchange
-        assert isinstance(exchange, LocalExchange)
         return float((flat(exchange.own.values()) - flat(exchange.averages.values())).norm())
 
     def end(self) -> End:
@@ -410,7 +393,6 @@ STARTS = (1, 8)  # the first where rank 1 has not stepped yet
 
 def scaled(program: Plain, step: int) -> None:
     loss, scaler = program.loss(step), program.scaler
-    assert scaler is not None
     program.optimizer.zero_grad()
     overflows = program.rank == 1 and step in OVERFLOWS
     scaler.scale(loss * torch.inf if overflows else loss).backward()  # type: ignore[no-untyped-call]
@@ -432,11 +414,10 @@ class Found:
 @pytest.fixture(scope="module")
 def plain(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     """Of each rank, what trainings in plain PyTorch come to."""
-    return ranks.run(_plain, 2, tmp_path_factory.mktemp("plain"))
+    return ranks.run(_plain, 2, tmp_path_factory.mktemp("plain"), gloo=True)
 
 
 def _plain(rank: int, size: int, path: Path) -> Found:
-    dist.init_process_group("gloo")
     found = Found({}, {}, [], "", {})
     for name, take_step in LOOPS.items():
         program, found.drifts[name] = Plain(rank), []
@@ -471,7 +452,6 @@ def _scale(found: Found, rank: int, path: Path) -> None:
             if name == "saved" and step in STARTS:
                 program.save(path / str(step), [program.optimizer])
             scaled(program, step)
-        assert program.scaler is not None
         found.scales[str(name)], found.ends[f"scaled {name}"] = program.scaler.get_scale(), program.end()
 
 

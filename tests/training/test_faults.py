@@ -13,7 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -22,8 +21,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 import lightning_sparse as ls
 from lightning_sparse.bench.cluster import Cluster
 from tests import conftest
-from tests.conftest import End, Ranks, Running
-from tests.training.models import data, small, trainer, unsent, weights
+from tests.support.models import Does, data, small, trainer, unsent, weights
+from tests.support.processes import End, Ranks, Running
+from tests.support.same import same
 
 TIMEOUT_S = 8  # of messages, where one is waited for in vain
 LONG_S = 60  # of messages, where none is
@@ -35,17 +35,6 @@ emulated = conftest.emulated(3 * IN_TIME_S)
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="a rank that joins its host's namespace must be root")
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(3 * IN_TIME_S)]
-
-
-class Fault(L.Callback):
-    """Does ``what`` on one rank, or on all, before a step."""
-
-    def __init__(self, what: Callable[[], None], on: int | None) -> None:
-        self.what, self.on = what, on
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == FAULT_STEP and self.on in (None, trainer.global_rank):
-            self.what()
 
 
 def killed() -> None:
@@ -109,8 +98,9 @@ def fit(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     strategy = ls.SparseDDPStrategy(name, timeout=timedelta(seconds=timeout_s))
     saver = ModelCheckpoint(dirpath=folder, every_n_train_steps=EPOCH, save_top_k=-1, filename="{step}")
-    callbacks: list[L.Callback] = [saver, *([Fault(what, on)] if what else [])]
-    run = trainer(strategy, size, max_steps=STEPS, callbacks=callbacks, enable_checkpointing=True)
+    here = what and on in (None, rank)  # the fault, before a step
+    fault = Does("on_train_batch_start", lambda run: what() if here and run.global_step == FAULT_STEP else None)
+    run = trainer(strategy, size, max_steps=STEPS, callbacks=[saver, fault])
     model = small()
     run.fit(model, data(EPOCH, size), ckpt_path=resume)
     return weights(model), unsent(strategy)
@@ -123,13 +113,6 @@ def ends_of(ranks: Ranks, size: int, *args: Any) -> list[End]:
 
 def in_order(running: Running) -> list[End]:
     return sorted(running.ends(IN_TIME_S), key=lambda end: end.rank)
-
-
-def same(some: list[Any], others: list[Any]) -> bool:
-    return all(
-        torch.equal(weights, weights2) and all(torch.equal(owed[name], owed2[name]) for name in owed)
-        for (weights, owed), (weights2, owed2) in zip(some, others, strict=True)
-    )
 
 
 @pytest.fixture(scope="module")

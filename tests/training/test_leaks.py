@@ -10,7 +10,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
@@ -19,14 +18,12 @@ from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.network.simulated import SimNetwork
-from tests.conftest import Ranks
-from tests.test_hook import network, steps
-from tests.training.models import LIMIT_S, Small, data, small, trainer, unsent
-from tests.training.test_averages import CHOSEN, auto
+from tests.support.local_steps import CHOSEN, auto
+from tests.support.models import Small, data, small, take_steps, trainer, unsent
+from tests.support.processes import Ranks
+from tests.support.said import refusal
 
 FITS = 4
-
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
 
 
 def held() -> tuple[int, int]:
@@ -92,7 +89,7 @@ def of_trainers(rank: int, size: int, folder: str) -> dict[str, list[tuple[int, 
 
 def test_fits_one_after_the_other_hold_no_more_than_one(ranks: Ranks, tmp_path: Any) -> None:
     """On four ranks, since with two in a node a save after fit needs a process group of the leaders."""
-    for found in ranks.run(of_trainers, 4, str(tmp_path), timeout_s=LIMIT_S):
+    for found in ranks.run(of_trainers, 4, str(tmp_path)):
         for name, each in found.items():
             assert not grows(each[1:]), (name, each)
 
@@ -102,45 +99,40 @@ def of_hooks(rank: int, size: int) -> dict[str, list[tuple[int, int]]]:
     run.launch()
 
     def of_fabric() -> None:
-        model = network()
+        model = small().net
         model, _ = run.setup(model, torch.optim.SGD(model.parameters(), 0.1))  # type: ignore[assignment]
         run.backward(model(torch.ones(2, 8)).sum())
         assert len(run.strategy.hooks) == 1  # type: ignore[attr-defined]
 
     def dropped() -> None:
-        ddp = DistributedDataParallel(network())
+        ddp = DistributedDataParallel(small().net)
         ls.SparseHook(ddp, "skip_reduce", process_groups=ProcessGroups(ddp, local_size=size))
-        steps(ddp, torch.optim.SGD(ddp.parameters(), 0.1), 0, 2, rank)
+        take_steps(ddp, torch.optim.SGD(ddp.parameters(), 0.1), 0, 2, rank)
 
     return {work.__name__: after_each(work) for work in (of_fabric, dropped)}
 
 
 def test_a_hook_that_is_dropped_without_being_closed_holds_nothing(ranks: Ranks) -> None:
-    for found in ranks.run(of_hooks, 2, timeout_s=LIMIT_S):
+    for found in ranks.run(of_hooks, 2):
         for name, each in found.items():
             assert not grows(each), (name, each)
 
 
 def two_at_once(rank: int, size: int) -> tuple[bool, str]:
-    dist.init_process_group("gloo")
-    ddps = [DistributedDataParallel(network()) for _ in range(2)]
+    ddps = [DistributedDataParallel(small().net) for _ in range(2)]
     hooks = [ls.SparseHook(ddp, "micro") for ddp in ddps]
     optimizers = [torch.optim.SGD(ddp.parameters(), 0.1) for ddp in ddps]
     for ddp, optimizer in zip(ddps, optimizers, strict=True):
-        steps(ddp, optimizer, 0, 2, rank)
+        take_steps(ddp, optimizer, 0, 2, rank)
     hooks[0].close()
     hooks[0].close()
-    steps(ddps[1], optimizers[1], 2, 4, rank)
+    take_steps(ddps[1], optimizers[1], 2, 4, rank)
     readable = all(bool(kept.isfinite().all()) for kept in unsent(hooks[0]).values()) and bool(hooks[0].state_dict())
-    try:
-        steps(ddps[0], optimizers[0], 2, 3, rank)
-    except RuntimeError as error:
-        return readable, str(error)
-    return readable, "it trained on"
+    return readable, refusal(take_steps, ddps[0], optimizers[0], 2, 3, rank)
 
 
 def test_one_of_two_hooks_is_closed_and_the_other_trains_on(ranks: Ranks) -> None:
-    for readable, message in ranks.run(two_at_once, 2, timeout_s=LIMIT_S):
+    for readable, message in ranks.run(two_at_once, 2, gloo=True):
         assert readable
         assert "was closed, so it averages no gradients any more" in message
 
@@ -157,10 +149,10 @@ def test_a_lane_has_a_thread_from_its_first_work_on_that_holds_nothing_between_t
     assert done.wait(5)
     assert lane_threads() == before + 1
 
-    class Held:
+    class ThresholdController:
         def work(self) -> None: ...
 
-    gone = weakref.ref(held := Held())
+    gone = weakref.ref(held := ThresholdController())
     lane.submit(held.work)
     del held
     deadline = time.monotonic() + 5

@@ -18,8 +18,8 @@ import lightning_sparse as ls
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.monitor.replicas import check_replicas, checksum
 from lightning_sparse.network.torch_comm import world
-from tests.conftest import Ranks
-from tests.training.models import unsent
+from tests.support.models import flat, unsent
+from tests.support.processes import Ranks
 
 STEPS = int(os.environ.get("SOAK_STEPS", "160"))
 RANKS = int(os.environ.get("SOAK_RANKS", "2"))
@@ -81,16 +81,11 @@ class Account:
         return float((sent - size * self.handed_out).abs().max() / self.handed_out.abs().max())
 
 
-def flat(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([x.detach().double().flatten() for x in tensors])
-
-
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def soak_each(rank: int, size: int, cases: list[dict[str, Any]], steps: int) -> list[tuple[float, int, int, int]]:
-    dist.init_process_group("gloo")
     return [soak(rank, size, options, steps) for options in cases]
 
 
@@ -120,7 +115,7 @@ def soak(rank: int, size: int, options: dict[str, Any], steps: int) -> tuple[flo
 def test_many_steps(ranks: Ranks) -> None:
     """One compressor after the other, then local steps, in the same processes."""
     cases = GRADIENTS | LOCAL
-    each = zip(*ranks.run(soak_each, RANKS, [*cases.values()], STEPS, timeout_s=LIMIT_S), strict=True)
+    each = zip(*ranks.run(soak_each, RANKS, [*cases.values()], STEPS, timeout_s=LIMIT_S, gloo=True), strict=True)
     for name, results in zip(cases, each, strict=True):
         for lost, early, late, replica in results:
             print(

@@ -10,31 +10,10 @@ from torch import Tensor
 
 from lightning_sparse.wire import INDEX_LIMIT
 from lightning_sparse.wire.indices import INDEX_FORMATS, CorruptMessage, IndexFormat, cheapest
+from tests.support.wire import encoded, random_set, sets
 
 FORMATS = [pytest.param(f, id=name) for name, f in INDEX_FORMATS.items()]
 INT32, BLOCK16, BITMAP, ELIAS_FANO = INDEX_FORMATS.values()
-
-
-def random_set(n: int, m: int, seed: int) -> Tensor:
-    return torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:m].sort().values
-
-
-@st.composite
-def sets(draw: st.DrawFn, largest: int = 200_000) -> tuple[int, int, Tensor]:
-    """n, capacity, index [m <= capacity]: scattered or clustered, from none to all."""
-    n = draw(st.one_of(st.integers(1, min(40, largest)), st.integers(1, largest)))
-    m = draw(st.one_of(st.just(n), st.integers(0, min(10, n)), st.integers(0, n)))
-    if draw(st.booleans()):
-        index = random_set(n, m, draw(st.integers(0, 1000)))
-    else:
-        index = torch.arange(m) + draw(st.one_of(st.just(n - m), st.integers(0, n - m)))
-    return n, draw(st.one_of(st.just(max(1, m)), st.integers(max(1, m), n))), index
-
-
-def encoded(used: IndexFormat, index: Tensor, n: int, capacity: int) -> Tensor:
-    out = torch.full((used.nbytes(n, capacity),), 0xA5, dtype=torch.uint8)
-    used.encode(index, n, capacity, out)
-    return out
 
 
 def payload_of(*data: int) -> Tensor:
@@ -82,14 +61,6 @@ def test_sets_at_the_edges_survive(used: IndexFormat, n: int, index: list[int]) 
     for capacity in {max(1, len(index)), n}:
         payload = encoded(used, torch.tensor(index, dtype=torch.int64), n, capacity)
         assert used.decode(payload, n, capacity, len(index)).tolist() == index
-
-
-@pytest.mark.parametrize("used", [INT32, BLOCK16, ELIAS_FANO], ids=lambda used: used.name)
-@pytest.mark.parametrize("n", [INDEX_LIMIT, INDEX_LIMIT - 1])
-@pytest.mark.parametrize("capacity", [1, 2, 5, 1000])
-def test_a_few_of_very_many_survive(used: IndexFormat, n: int, capacity: int) -> None:
-    index = torch.tensor([0, 65535, 2**30 - 1, n - 2, n - 1])[-capacity:]
-    assert torch.equal(used.decode(encoded(used, index, n, capacity), n, capacity, index.numel()), index)
 
 
 @pytest.mark.parametrize(
@@ -211,14 +182,10 @@ def test_elias_fano_is_near_the_entropy(n: int, density: float) -> None:
 @pytest.mark.parametrize(
     ("n", "density", "name"),
     [
-        (1_000_000, 0.5, "bitmap"),
-        (100_000_000, 0.5, "bitmap"),
-        (1_000_000, 0.1, "elias_fano"),
-        (100_000_000, 0.01, "elias_fano"),
-        (20_000_000, 0.001, "block16"),
-        (2**31, 2**-31, "int32"),
+        (1_000_000, 0.5, "bitmap"), (100_000_000, 0.5, "bitmap"), (1_000_000, 0.1, "elias_fano"),
+        (100_000_000, 0.01, "elias_fano"), (20_000_000, 0.001, "block16"), (2**31, 2**-31, "int32"),
     ],
-)
+)  # fmt: skip
 def test_the_cheapest_format_depends_on_the_density(n: int, density: float, name: str) -> None:
     assert cheapest(n, round(density * n)).name == name
 

@@ -9,15 +9,16 @@ from hypothesis import strategies as st
 
 from lightning_sparse.selection.sparse import nonzero
 from lightning_sparse.wire import (
-    BFLOAT16,
     FLOAT32,
     INDEX_FORMATS,
     WIRE_DTYPES,
     CorruptMessage,
     MessageLayout,
     Selection,
+    cheapest,
     index_format,
 )
+from tests.support.fuzz import fuzzed
 
 formats = pytest.mark.parametrize("name", INDEX_FORMATS)
 
@@ -54,23 +55,6 @@ def test_round_trip(name: str, n: int, share: float, filled: float, dtype: torch
 
 
 @formats
-@settings(max_examples=100, deadline=None)
-@given(payload=st.binary(min_size=400, max_size=400), header=st.integers(-(2**31), 2**31 - 1))
-def test_a_corrupt_message_is_an_error_or_a_valid_selection(name: str, payload: bytes, header: int) -> None:
-    layout = MessageLayout(500, 20, INDEX_FORMATS[name], BFLOAT16)
-    message = torch.tensor(list(payload), dtype=torch.uint8).repeat(1 + layout.nbytes // 400)[: layout.nbytes].clone()
-    message[:4].view(torch.int32).fill_(header % 21 if header % 2 else header)
-    try:
-        index = layout.unpack(message).index
-    except CorruptMessage:
-        pass
-    else:
-        assert (index.diff() > 0).all()
-        assert index.numel() <= 20
-        assert not index.numel() or (index[0] >= 0 and index[-1] < 500)
-
-
-@formats
 def test_an_empty_selection_by_way_of_numpy(name: str) -> None:
     layout = MessageLayout(70_000, 20, INDEX_FORMATS[name])
     empty = nonzero(torch.zeros(10, dtype=torch.bool))
@@ -96,6 +80,30 @@ def test_auto_is_the_cheapest_and_the_same_everywhere() -> None:
     assert index_format("int32", 1000, 900).name == "int32"
 
 
-def test_groups_beyond_32_bits_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"at most 2\*\*31 elements.*; got 2147483649"):
-        MessageLayout(2**31 + 1, 5, INDEX_FORMATS["int32"])
+@fuzzed(100, capacity=st.integers(1, 2**31), less=st.integers(0, 3), name=st.sampled_from(list(INDEX_FORMATS)))
+def test_messages_about_two_to_the_31_elements_have_a_size(capacity: int, less: int, name: str) -> None:
+    n = 2**31 - less
+    layout = MessageLayout(n, min(capacity, n), INDEX_FORMATS[name], FLOAT32)
+    assert layout.nbytes % 8 == 0
+    assert layout.nbytes >= 4 * layout.capacity + INDEX_FORMATS[name].nbytes(n, layout.capacity)
+    assert 0 < cheapest(n, layout.capacity).cost(n, layout.capacity) < 1e12
+    with pytest.raises(ValueError, match="must have at most 2\\*\\*31 elements"):
+        MessageLayout(2**31 + 1 + less, 1, INDEX_FORMATS[name])
+
+
+@fuzzed(
+    60,
+    name=st.sampled_from(["int32", "block16", "elias_fano"]),
+    places=st.sets(st.one_of(st.integers(0, 2**31 - 1), st.integers(2**31 - 70_000, 2**31 - 1)), max_size=40),
+    spare=st.integers(0, 30),
+    seen=st.integers(0, 2**31 - 1),
+)
+def test_picks_among_two_to_the_31_elements_survive(name: str, places: set[int], spare: int, seen: int) -> None:
+    index = torch.tensor(sorted(places), dtype=torch.int64)
+    layout = MessageLayout(2**31, max(1, len(places)) + spare, INDEX_FORMATS[name], FLOAT32)
+    message = torch.full((layout.nbytes,), 0xA5, dtype=torch.uint8)
+    values = torch.arange(len(places), dtype=torch.float32)
+    back = layout.unpack(layout.pack(Selection(index, values.clone(), seen, seen), message))
+    assert torch.equal(back.index, index)
+    assert torch.equal(back.values, values)
+    assert (back.seen, back.near) == (seen, seen)

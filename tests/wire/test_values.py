@@ -24,18 +24,12 @@ from lightning_sparse.wire import (
     wire_format,
 )
 from lightning_sparse.wire.values import RUN
+from tests.support.wire import draw
 
 LARGEST, TINY = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 SIZES = [0, 1, 255, 256, 257, 1000, RUN, RUN + 1, 2 * RUN + 300]
 every_format = pytest.mark.parametrize("form", list(WIRE_DTYPES.values()), ids=list(WIRE_DTYPES))
 every_size = pytest.mark.parametrize("count", SIZES)
-
-
-def draw(count: int, seed: int = 0, exponent: float = 0.0) -> torch.Tensor:
-    """[count] float32 of about 10**exponent, blocks of very different size."""
-    generator = torch.Generator().manual_seed(seed)
-    spread = torch.rand(-(-count // 64), generator=generator).mul(4).sub(2).repeat_interleave(64)[:count]
-    return torch.randn(count, generator=generator) * 10.0 ** (spread + exponent)
 
 
 def travel(values: torch.Tensor, form: ValueFormat) -> tuple[torch.Tensor, torch.Tensor]:

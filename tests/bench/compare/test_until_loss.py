@@ -22,8 +22,8 @@ from lightning_sparse.bench.compare.text import CONTEXT, HELD_OUT_WINDOWS, TEXT_
 from lightning_sparse.bench.compare.text import other_source_code as held_out_text
 from lightning_sparse.bench.compare.until_loss import Course, Reached, at_best_rates, best_rate, rows, section, tables
 from lightning_sparse.bench.compare.worker import Schedule
-from tests.conftest import Ranks
-from tests.training.models import LIMIT_S, trainer, weights
+from tests.support.models import trainer, weights
+from tests.support.processes import LIMIT_S, Ranks
 
 LOSSES = [4.4, 3.0]
 STEP = MeasuredStep(1.0, None, 10.0, None, None, None, None, 0.0, 0.0, 0.0)

@@ -16,7 +16,7 @@ from lightning_sparse.bench.simulate.local_replicas import LocalReplicas
 from lightning_sparse.bench.simulate.optimizers import OPTIMIZERS, WEIGHT_DECAY
 from lightning_sparse.bench.simulate.replicas import Replicas, options_of
 from lightning_sparse.options import Options
-from tests.conftest import Ranks
+from tests.support.processes import Ranks
 
 RANKS = 3
 

@@ -1,15 +1,15 @@
 """Small models, data and Trainers for the tests on real processes."""
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_sparse as ls
-
-LIMIT_S = 100
 
 
 class Small(L.LightningModule):
@@ -48,7 +48,7 @@ def trainer(strategy: Any, size: int, check_every: int = 2, **kwargs: Any) -> L.
         "accelerator": "cpu",
         "devices": size,
         "logger": False,
-        "enable_checkpointing": False,
+        "enable_checkpointing": any(isinstance(each, Checkpoint) for each in callbacks),
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "callbacks": callbacks,
@@ -56,15 +56,45 @@ def trainer(strategy: Any, size: int, check_every: int = 2, **kwargs: Any) -> L.
     return L.Trainer(strategy=strategy, **(defaults | kwargs))
 
 
+class Does(L.Callback):
+    """Calls ``act`` with the Trainer whenever Lightning calls this hook, and keeps what it returns."""
+
+    def __init__(self, hook: str, act: Callable[[Any], Any]) -> None:
+        self.found: list[Any] = []
+        setattr(self, hook, lambda run, *_: self.found.append(act(run)))
+
+
 def weights(module: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    """All elements one after the other, in float64."""
+    return torch.cat([x.detach().double().flatten() for x in tensors])
+
+
 def unsent(strategy: ls.SparseDDPStrategy | ls.SparseHook) -> dict[str, Tensor]:
     """What this rank has not sent, flat, by parameter."""
-    assert strategy.exchange is not None
     return {
         name: slot.clone()
         for group in strategy.exchange.groups
         for name, slot in zip(group.names, group.slots(group.unsent), strict=True)
     }
+
+
+# - without a Trainer
+
+
+def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    """What a rank sees in a step."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+    return x, (x.sum(1).abs() % 3).long()
+
+
+def take_steps(ddp: nn.Module, optimizer: Any, first: int, last: int, rank: int) -> None:
+    """Train from one step to another."""
+    for step in range(first, last):
+        x, y = batch(step, rank)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(ddp(x), y).backward()
+        optimizer.step()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lightning_sparse as ls
-from tests.training.models import Small, data, trainer, weights
+from tests.support.models import Small, data, trainer, weights
 
 PLAIN = "ddp"
 
@@ -75,9 +75,11 @@ def parameters(module: nn.Module) -> dict[str, Tensor]:
 def unsent(strategy: Any) -> dict[str, Tensor]:
     """What this rank has not sent, float64 of each parameter's shape; nothing with plain DDP."""
     exchange = getattr(strategy, "exchange", None)
+    groups = exchange.groups if exchange else ()
+    assert all(group.unsent.dtype == torch.float32 for group in groups)
     return {
         name: slot.double().view(p.shape)
-        for group in (exchange.groups if exchange else ())
+        for group in groups
         for name, p, slot in zip(group.names, group.parameters, group.slots(group.unsent), strict=True)
     }
 
@@ -120,7 +122,9 @@ def train(rank: int, size: int, case: Case, names: Sequence[str]) -> list[Outcom
 
 
 def strategy_named(name: str, case: Case) -> Any:
-    return DDPStrategy(**case.strategy) if name == PLAIN else ls.SparseDDPStrategy(name, **case.strategy)
+    if name != PLAIN:
+        return ls.SparseDDPStrategy(name, **case.strategy)
+    return DDPStrategy(**{key: value for key, value in case.strategy.items() if key != "fusion"})
 
 
 def train_with(case: Case, size: int, strategy: Any) -> Outcome:
@@ -141,6 +145,31 @@ def train_with(case: Case, size: int, strategy: Any) -> Outcome:
 
 
 # - models
+
+
+def small_with(change: Callable[[Any], object]) -> Callable[[], Any]:
+    """Makes a small model, changed."""
+
+    def make() -> Any:
+        model = Small()
+        change(model)
+        return model
+
+    return make
+
+
+def compile_inside(model: Any) -> None:
+    model.net = torch.compile(model.net, backend="eager")
+
+
+def compiled_whole() -> Any:
+    return torch.compile(Small(), backend="eager")
+
+
+def transpose(model: Any) -> None:
+    """Have the rows and columns of a weight lie the other way round."""
+    model.net[2].weight = nn.Parameter(model.net[2].weight.detach().t().contiguous().t())
+    assert not model.net[2].weight.is_contiguous()
 
 
 class Manual(Small):
@@ -248,22 +277,17 @@ class Gan(L.LightningModule):
         return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.make, self.judge)]
 
 
-class Zeroed:
-    """Keeps gradients between steps, as zeros."""
-
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        optimizer.zero_grad(set_to_none=False)
-
-
 class Heads(Small):
-    """Heads used in turn: by one rank only, by all in some steps, only in a backward that is not averaged, never."""
+    """Heads used in turn: by one rank only, by all in some steps, only in a backward that is not averaged, never.
 
-    def __init__(self) -> None:
+    Args:
+        zeroed: keep gradients between steps, as zeros.
+    """
+
+    def __init__(self, zeroed: bool = False) -> None:
         super().__init__()
-        self.one = nn.Linear(8, 3)
-        self.some = nn.Linear(8, 3)
-        self.early = nn.Linear(8, 3)
-        self.never = nn.Linear(8, 3)
+        self.zeroed = zeroed
+        self.one, self.some, self.early, self.never = (nn.Linear(8, 3) for _ in range(4))
         self.scale = nn.Parameter(torch.ones(()))
 
     def training_step(self, batch: Any, index: int) -> Tensor:
@@ -277,25 +301,8 @@ class Heads(Small):
             out = out + self.early(x)
         return nn.functional.cross_entropy(out, y)
 
-
-class HeadsZeroed(Zeroed, Heads):
-    pass
-
-
-class Never(Small):
-    """One layer nobody uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.never = nn.Linear(8, 3)
-
-
-class Frozen(Small):
-    """The first layer does not train."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[0].requires_grad_(False)
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=not self.zeroed)
 
 
 class Tied(L.LightningModule):
@@ -345,19 +352,6 @@ class Dtypes(Small):
         return nn.functional.cross_entropy(self.net[4](self.net[3](x)), y)
 
 
-class Compiled(Small):
-    """The network inside is compiled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        compiled: Any = torch.compile(self.net, backend="eager")
-        self.net = compiled
-
-
-def compiled_whole() -> Any:
-    return torch.compile(Small(), backend="eager")
-
-
 class Conv(Small):
     """Convolutions whose weights lie channels last."""
 
@@ -373,24 +367,6 @@ class Conv(Small):
         x, y = batch
         x = x.view(-1, 2, 2, 2).to(memory_format=torch.channels_last)
         return nn.functional.cross_entropy(self.net(x), y)
-
-
-class Transposed(Small):
-    """A weight whose rows and columns lie the other way round."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        linear: Any = self.net[2]
-        linear.weight = nn.Parameter(linear.weight.detach().t().contiguous().t())
-        assert not linear.weight.is_contiguous()
-
-
-class Normed(Small):
-    """With batch normalisation, whose statistics are no parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net.insert(1, nn.BatchNorm1d(33))
 
 
 class Recomputed(Small):
@@ -410,6 +386,20 @@ class Recomputed(Small):
         x = x.requires_grad_()  # else a reentrant checkpoint has no gradient
         hidden: Any = sum(checkpoint(self.net[:3], x, use_reentrant=self.reentrant) for _ in range(self.calls))
         return nn.functional.cross_entropy(self.net[3:](hidden), y)
+
+
+class Lbfgs(Small):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3, tolerance_change=0)
+
+
+class Rated(Small):
+    """With a learning rate that can be looked for."""
+
+    lr = 0.1
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
 class Uneven(Small):
@@ -449,20 +439,42 @@ class Scheduled(Small):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
 
 
-class Rated(Small):
-    """With a learning rate that can be looked for."""
+class Surgery(Small):
+    """Manual optimisation with two losses; what of the second gradient opposes the first is removed (PCGrad)."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.lr = 0.1
+        self.automatic_optimization = False
 
+    def training_step(self, batch: Any, index: int) -> None:
+        x, y = batch
+        optimizer: Any = self.optimizers()
+        kept: list[list[Tensor]] = []
+        for loss in (lambda out: nn.functional.cross_entropy(out, y), lambda out: out.square().mean()):
+            optimizer.zero_grad(set_to_none=True)
+            self.manual_backward(loss(self.net(x)))
+            kept.append([p.grad for p in self.parameters() if p.grad is not None])
+        for p, first, second in zip(self.parameters(), *kept, strict=True):
+            against = (first * second).sum().clamp(max=0) / first.square().sum()
+            p.grad = first + second - against * first
+        optimizer.step()
+
+
+class LastGradient(torch.optim.SGD):
+    """Remembers the gradient before, as DiffGrad does; PyTorch's own optimizers copy what they keep."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        for p in self.param_groups[0]["params"]:
+            with torch.no_grad():
+                p -= 0.1 * (p.grad - 0.5 * self.state[p].get("last", torch.zeros(())))
+            self.state[p]["last"] = p.grad
+        return loss
+
+
+class Remembers(Small):
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
-
-
-class Lbfgs(Small):
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3, tolerance_change=0)
+        return LastGradient(self.parameters(), lr=0.1)
 
 
 class Unfreeze(BaseFinetuning):
