@@ -34,12 +34,15 @@ SETTINGS = [
 @pytest.mark.parametrize(("kind", "others", "name"), SETTINGS)
 @fuzzed(40, value=VALUES)
 def test_a_setting_works_or_is_refused_by_name(
-    kind: type[ls.Compressor], others: dict[str, Any], name: str, value: Any
+    kind: type[ls.Compressor | ls.Auto], others: dict[str, Any], name: str, value: Any
 ) -> None:
     try:
         compressor = kind(**{**others, name: value})
     except (ValueError, TypeError) as error:
         assert_named(error, name, value)
+        return
+    if isinstance(compressor, ls.Auto):  # chooses what averages, and does not average itself
+        assert compressor.choices
         return
     given = normal(3, 2, 40)
     result = simulate(compressor, given, torch.ones(40))
@@ -65,9 +68,8 @@ def test_an_option_of_the_strategy_works_or_is_refused_by_name(name: str, value:
     assert options.warmup_steps >= 0
     assert options.local_group == "node" or int(options.local_group) >= 1
     fuse([Piece("a", 10), Piece("b", 20)], options.fusion, options.bucket_bytes)
-    compressor = ls.Warmup(options.warmup_steps, options.compressor)
     given = torch.ones(2, 2, 9)
-    assert simulate(compressor, given, wire_dtype=options.wire_dtype).mean.isfinite().all()
+    assert simulate(options.averaging, given, wire_dtype=options.wire_dtype).mean.isfinite().all()
 
 
 @pytest.mark.filterwarnings("ignore:There is one rank")
