@@ -26,7 +26,6 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.build import averaged_parameters
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.groups import BUCKET_BYTES, not_carried
-from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.fusion.layer_fusion import LayerFusion
 from lightning_sparse.network.process_groups import ProcessGroups
@@ -191,7 +190,7 @@ class SparseHook:
 
     def _trains(self, module: nn.Module) -> bool:
         """Whether a forward of ``module`` now is trained on: with local steps, others are of the average."""
-        is_evaluated = isinstance(self.exchange, LocalExchange) and self._evaluates(module)
+        is_evaluated = self.exchange.takes_local_steps and self._evaluates(module)
         return torch.is_grad_enabled() and not is_evaluated
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -217,7 +216,7 @@ class SparseHook:
     def take_over(self, before: "SparseHook") -> None:
         """Go on where ``before`` ended, with parameters of the same name and shape; one warning names all others."""
         self._course.follow(before._course)
-        if isinstance(before.exchange, LocalExchange) != isinstance(self.exchange, LocalExchange):
+        if before.exchange.takes_local_steps != self.exchange.takes_local_steps:
             return  # what was not sent is of another kind
         self.exchange.take_over(before.exchange, memories=before._as_saved == self._as_saved)
         if lost := not_carried(before.exchange.groups, self.exchange.groups):

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse.auto.chooser import ELEMENTS, Chooser
 from lightning_sparse.auto.policy import Auto, Candidate
 from lightning_sparse.auto.switch import Switch
-from lightning_sparse.compressors import Compressor, Dense
+from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.build import Way
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.optimizers import why_not_alone
@@ -241,8 +241,8 @@ def _average_gradients(
 def _take_local_steps(switch: Switch, candidate: Candidate) -> Passes[float]:
     """Go on with local steps, once nothing of gradients is unsent; returns the seconds of a step."""
     if switch.layer_fusion is not None:
-        switch.layer_fusion.follow(Layout(switch.layer_fusion.layout.groups, Dense()))
-        switch.layer_fusion.phase, switch.chosen = "measure", None
+        switch.layer_fusion.send_all()
+        switch.chosen = None
         while not switch.exchange.ask_for_unsent():
             yield
     switch.to_local_steps(candidate)

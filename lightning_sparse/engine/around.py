@@ -10,6 +10,8 @@ from torch.optim import Optimizer
 class Around:
     """What an engine does around a step of a training; nothing, where gradients are averaged within backward."""
 
+    takes_local_steps = False  # ranks have weights of their own
+
     def settle(self) -> None:
         """Do what is due after the last step, if anything is.  To be called between two steps, on every rank."""
 
@@ -63,6 +65,10 @@ class Around:
 
     def unpack(self, steps: int | None, names: Collection[str], averages: Mapping[str, Tensor], late: bool) -> None:
         """Go on after ``steps`` (None: from nothing) with own weights; see :class:`LocalExchange`."""
+
+    def metrics(self) -> dict[str, float]:
+        """Further log keys of the last step."""
+        return {}
 
     def check_join(self, options: Mapping[str, Any]) -> None:
         """Raise a ValueError if ranks cannot have uneven inputs, with these ``options`` of DDP's ``join``."""

@@ -46,6 +46,8 @@ class LocalExchange(Exchange):
         compressor: with what frozen parameters among them are averaged.
     """
 
+    takes_local_steps = True
+
     def __init__(
         self,
         groups: Sequence[tuple[Group, Compressor]],
@@ -75,7 +77,6 @@ class LocalExchange(Exchange):
 
     @property
     def phase(self) -> Phase:
-        """Where the training is."""
         return self._phases.now
 
     @property
@@ -91,7 +92,6 @@ class LocalExchange(Exchange):
         return self._phases.is_half_made(self.weights.versions())
 
     def between_steps(self) -> None:
-        """Settle the step before; give this rank its own weights back, and send what is due beside the next step."""
         half_made = self.is_half_made
         if not half_made:
             self.settle()
@@ -136,6 +136,9 @@ class LocalExchange(Exchange):
     @property
     def lr_factor_now(self) -> float | None:
         return self.lr_factor.value if self.settings.lr_factor == "measured" else None
+
+    def metrics(self) -> dict[str, float]:
+        return {"sparse/lr_factor": self.lr_factor.value}
 
     def end_step(self) -> None:
         self._phases.end_step()
@@ -193,7 +196,6 @@ class LocalExchange(Exchange):
     # - what no optimizer trains
 
     def compare(self) -> None:
-        """Find out what no optimizer trains and has changed, and average it from now on; to be called on every rank."""
         self._end_comparison()
         if self._comparison.is_needed and self.phase is not Phase.ENDED:
             self._comparison.begin(self._lanes[0])
@@ -233,7 +235,6 @@ class LocalExchange(Exchange):
 
     @property
     def averages(self) -> Mapping[str, Tensor]:
-        """x̄ of each parameter by name, of its shape; float32, and float64 of tensors in float64."""
         return self.weights.averages()
 
     @property
@@ -246,7 +247,6 @@ class LocalExchange(Exchange):
         return self.weights.shared_by_parameter()
 
     def unsent_of(self, group: Group) -> Tensor:
-        """What is unsent of ``group`` on this rank [n]: x_r - x̄."""
         return self.weights.unsent(self.weights.replicas[group.index])
 
     def check_join(self, options: Mapping[str, Any]) -> None:

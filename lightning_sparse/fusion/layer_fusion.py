@@ -11,7 +11,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_sparse.compressors import Compressor
+from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.groups import Piece, carry_over, make_groups, pieces_of
 from lightning_sparse.engine.timeline import GroupTime
@@ -113,6 +113,11 @@ class LayerFusion:
         ]
         self.regroup([group for group in groups if group], layout.compressor)
         self.plan = layout.plan
+
+    def send_all(self) -> None:
+        """Sum in float32 from now on, so that nothing is unsent after a step; a checkpoint keeps nothing of it."""
+        self.follow(Layout(self.layout.groups, Dense()))
+        self.phase = "measure"
 
     @property
     def layout(self) -> Layout:

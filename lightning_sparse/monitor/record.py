@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.exchange import Exchange
-from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.engine.sample import Waiting
 from lightning_sparse.engine.step import Report
 from lightning_sparse.engine.timeline import GroupTime
@@ -170,7 +169,7 @@ def measure(exchange: Exchange, waiting: Sequence[Waiting]) -> dict[str, float]:
         "sparse/age": exchange.sample.age() if exchange.sample else 0.0,
         "sparse/ms_compress": report.ms_compress,
         "sparse/ms_wait": _ms_wait(exchange, report),
-        **({"sparse/lr_factor": exchange.lr_factor.value} if isinstance(exchange, LocalExchange) else {}),
+        **exchange.metrics(),
     }
 
 
