@@ -235,7 +235,7 @@ def _average_gradients(
     if len(layout.groups) > 1:  # else it is too short to gain by cuts
         layout = fusion.decide(candidate.averaging, at_work, measured, link)
     switch.chosen = candidate
-    return measured.rest_s + (yield from fusion.try_layout(layout, measured.span_s))
+    return measured.rest_s + (yield from fusion.try_plan(layout, measured.span_s))
 
 
 def _take_local_steps(switch: Switch, candidate: Candidate) -> Passes[float]:

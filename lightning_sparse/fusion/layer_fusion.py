@@ -25,6 +25,7 @@ EVERY = 10  # Passes from one look at the time to the next once a plan is follow
 WINDOW = 10  # Looks after which LayerFusion checks whether times have changed.
 TRIAL = 7  # Passes after which new groups must not be slower than the old; the first two do not count.
 WORTH_PLANNING = 2**18  # Elements; a smaller gradient is one group.
+SMALL_BUFFERS = 0.4  # Bytes of messages' buffers for each element of the largest group: a tenth of a gradient.
 MERGING_GAIN = 0.1  # Part of the time that fewer groups must gain where more parameters then compete to be sent.
 
 
@@ -139,7 +140,7 @@ class LayerFusion:
         try:
             check_clock(measured)
             layout = self.decide(self.compressor, at_work, measured, measure_link(self._exchange))
-            yield from self.try_layout(layout, measured.span_s)
+            yield from self.try_plan(layout, measured.span_s)
         except NoClock:  # on every rank
             rank_zero_warn("LayerFusion: no rank could tell the time; the groups stay as they are.")
 
@@ -157,7 +158,15 @@ class LayerFusion:
             "measuring anew."
         )
 
-    def try_layout(self, layout: Layout, span_s: float) -> Passes[float]:
+    def try_plan(self, layout: Layout, span_s: float) -> Passes[float]:
+        """Try ``layout``, and after it one group of all if the model cannot tell which is faster; see `_try`."""
+        span_s = yield from self._try(layout, span_s)
+        if layout.then_one_group and same(layout.compressor, self.compressor):
+            one_group = Layout([tuple(self._names)], layout.compressor, self.plan.one_group() if self.plan else None)
+            span_s = yield from self._try(one_group, span_s)
+        return span_s
+
+    def _try(self, layout: Layout, span_s: float) -> Passes[float]:
         """Change to ``layout``; with the same compressor back, if it is slower than the ``span_s`` there was.
 
         Returns:
@@ -209,7 +218,7 @@ class LayerFusion:
         kinds = [self._kinds(at_work, link)]
         kinds.append(kinds[0] if same(at_work, after) else self._kinds(after, link))
         plan: Plan | None = None
-        group_of_name = torch.full((len(names),), -1, dtype=torch.int64, device=exchange.device)
+        plan_of_rank_0 = torch.full((1 + len(names),), -1, dtype=torch.int64, device=exchange.device)
         if exchange.rank == 0:
             try:
                 calibration = calibrate(pieces_of(self._parameters, at_work), kinds[0], measured)
@@ -217,16 +226,23 @@ class LayerFusion:
                 plan = best_plan(pieces, kinds[1], measured, calibration, exchange.ways_of_sums)
                 rank_zero_info(f"LayerFusion: {plan.in_short}")
                 group_of = plan.group_of()
-                group_of_name.copy_(torch.tensor([group_of[name] for name in names]))
+                then_one_group = plan.one_group() is not None and self._buffers_are_small
+                plan_of_rank_0.copy_(torch.tensor([then_one_group, *(group_of[name] for name in names)]))
             except Exception as error:  # a plan is a gain, not a need; and the others wait for this rank
                 rank_zero_warn(f"LayerFusion: no plan could be made; the groups stay as they are. {error!r}")
-        decided = exchange.ask(lambda comm: comm.broadcast(group_of_name, 0)).tolist()
+        then_one_group, *decided = exchange.ask(lambda comm: comm.broadcast(plan_of_rank_0, 0)).tolist()
         if -1 in decided:
             return Layout(groups, compressor)
         planned: list[list[str]] = [[] for _ in range(max(decided) + 1)]
         for name, index in zip(names, decided, strict=True):
             planned[index].append(name)
-        return Layout([tuple(group) for group in planned], compressor, plan)
+        return Layout([tuple(group) for group in planned], compressor, plan, bool(then_one_group))
+
+    @property
+    def _buffers_are_small(self) -> bool:
+        """Whether larger groups would hardly take more memory."""
+        kept_bytes = max(self._exchange.on_lanes(lambda lane: lane.comm.buffers.nbytes))
+        return kept_bytes <= SMALL_BUFFERS * max(2**20, *(group.n for group in self._exchange.groups))
 
     def _kinds(self, compressor: Compressor, link: Link) -> Kinds:
         pieces = pieces_of(self._parameters, compressor)

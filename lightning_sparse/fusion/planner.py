@@ -122,11 +122,13 @@ class Layout:
         groups: names of the parameters in each.
         compressor: what averages them.
         plan: the plan of these groups, if there is one; on rank 0.
+        then_one_group: one group of all is to be tried after them.
     """
 
     groups: Sequence[Sequence[str]]
     compressor: Compressor
     plan: Plan | None = None
+    then_one_group: bool = False
 
 
 def saved_layout(state: Mapping[str, Any], names: Sequence[str], compressor: Compressor, size: int) -> Layout | None:
