@@ -245,8 +245,7 @@ def test_whatever_a_message_holds_its_indices_are_in_range() -> None:
 def test_messages_are_those_of_a_cpu(dtype: ValueFormat | None, capacity: int) -> None:
     layout = MessageLayout(70_000, capacity, INDEX_FORMATS["block16"], dtype)
     x = torch.randn(70_000, generator=torch.Generator().manual_seed(0))
-    found = kernels.select(x, None, torch.tensor(3.5), capacity)
-    found = device.with_values(found, x)
+    found = device.with_values(device.select(x, 3.5, capacity), x)
     message = device.pack(layout, found, torch.full((layout.nbytes,), 171, dtype=torch.uint8))
     index = found.index[: int(found.count)]
     assert 30 < index.numel() < 50
@@ -266,7 +265,7 @@ def test_messages_are_those_of_a_cpu(dtype: ValueFormat | None, capacity: int) -
 
 def test_an_index_beyond_a_narrower_part_is_damage() -> None:
     layout = MessageLayout(100, 5, INDEX_FORMATS["block16"])
-    found = kernels.select(torch.arange(100.0), None, torch.tensor(97.0), 5)
+    found = device.select(torch.arange(100.0), 97.0, 5)
     payloads = device.pack(layout, found, torch.empty(layout.nbytes, dtype=torch.uint8)).expand(3, -1)
     assert [int(read.intact) for read in device.unpack(layout, payloads, [100, 99, 0])] == [1, 0, 0]
 
