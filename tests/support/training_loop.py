@@ -455,7 +455,7 @@ class Surgery(Small):
             self.manual_backward(loss(self.net(x)))
             kept.append([p.grad for p in self.parameters() if p.grad is not None])
         for p, first, second in zip(self.parameters(), *kept, strict=True):
-            against = (first * second).sum().clamp(max=0) / first.square().sum()
+            against = (first * second).sum().clamp(max=0) / first.square().sum().clamp(min=1e-30)
             p.grad = first + second - against * first
         optimizer.step()
 
