@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_sparse.bench.compare.own_model import FORMS
 from lightning_sparse.bench.compare.workloads import WORKLOADS
-from lightning_sparse.bench.simulate.task import TASKS
 from lightning_sparse.cli import main, names
 from lightning_sparse.compressors import NAMES
 
@@ -41,8 +39,6 @@ def test_a_command_runs_with_all_of_the_package(tmp_path: Path) -> None:
 def test_names_are_those_of_the_classes() -> None:
     assert {name: (kind.__doc__ or "").partition("\n")[0] for name, kind in NAMES.items()} == names.STRATEGIES
     assert tuple(WORKLOADS) == names.WORKLOADS
-    assert names.MODEL_FORMS == FORMS
-    assert {name: {"steps": kind.steps, "rates": kind.rates} for name, kind in TASKS.items()} == names.TASKS
 
 
 def test_list_prints_every_strategy(capsys: pytest.CaptureFixture[str]) -> None:

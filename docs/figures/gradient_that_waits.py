@@ -30,7 +30,7 @@ def steps() -> list[tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.b
 
 def draw(folder: Path = s.FOLDER) -> None:
     """Draw above what a rank owes, below what waits."""
-    figure, axes = s.canvas("a-gradient-that-waits", 264)
+    figure, axes = s.canvas(264)
     for number, (waited, owed, sent) in enumerate(steps()):
         left = LEFT + COLUMN * number
         s.write(axes, (left, 16), f"step {number + 1}", size=s.TEXT)

@@ -1,4 +1,4 @@
-"""Judges a training by its loss on data that nobody trains on, outside the time that is measured."""
+"""Judges a training by its loss on held-out data, outside the time that is measured."""
 
 import math
 from collections.abc import Callable

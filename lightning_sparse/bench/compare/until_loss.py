@@ -3,32 +3,20 @@
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from io import StringIO
 from itertools import accumulate
+from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from lightning_sparse.bench.compare.peers import NO_COMMUNICATION
-from lightning_sparse.bench.compare.report import Round
+from lightning_sparse.bench.compare.records import Round, by_row
+from lightning_sparse.bench.output import markdown, new_table
 from lightning_sparse.monitor.tables import human_bytes
 
-EXPLANATION = (
-    "Median over the rounds of what it took until the loss on held-out data was that at the head of the column, the "
-    "first steps and LayerFusion's measuring included, evaluations not. A training is judged whenever a tenth of its "
-    "time so far has passed again, and where it does not send in every step, after one in which it did; between the "
-    "first evaluation at or below a loss and the one before it, the loss is taken to fall evenly. Local steps are "
-    "judged by the average that all ranks share, `no_communication` by the mean over ranks that each train alone."
-)
-MARKS = (
-    "`-`: reached in half of the trainings or fewer. In parentheses: no sooner than `no_communication`, a rank alone, "
-    "which needs no network. Rate: the largest learning rate; where several were tried, with the first seed, the one "
-    "with which the lowest of these losses that any reached came soonest, or which ended with the lowest; * where it "
-    "is at an edge of these; other seeds were trained with that one alone. Last: loss at the end."
-)
+#: What the tables of measured trainings are, and what their marks mean.
+EXPLANATION, MARKS = Path(__file__).with_name("until_loss.md").read_text().strip().split("\n\n")
 
 
 class Reached(NamedTuple):
@@ -72,6 +60,11 @@ class Course(NamedTuple):
             above, before = found, by_then
         return NEVER
 
+    def rank(self, losses: Sequence[float]) -> list[float]:
+        """By what the best training is found: the seconds to the lowest loss, to the next, ..., and its last loss."""
+        last = self.losses[-1] if self.losses else math.inf
+        return [*(self.until(loss).seconds for loss in sorted(losses)), last if math.isfinite(last) else math.inf]
+
 
 @dataclass(frozen=True)
 class Row:
@@ -95,18 +88,9 @@ def middle(reached: Sequence[Reached]) -> Reached:
     return Reached(*(median(numbers) for numbers in zip(*reached, strict=True)))
 
 
-# - learning rates
-
-
-def rank(course: Course, losses: Sequence[float]) -> list[float]:
-    """By what the best training is found: the seconds to the lowest loss, to the next, ..., and the loss at its end."""
-    last = course.losses[-1] if course.losses else math.inf
-    return [*(course.until(loss).seconds for loss in sorted(losses)), last if math.isfinite(last) else math.inf]
-
-
 def best_rate(rounds: Sequence[Round], losses: Sequence[float]) -> float | None:
     """Return the learning rate of the best of a strategy's trainings on a cluster in the first round."""
-    return min((r for r in rounds if r.number == 0), key=lambda r: rank(Course.of(r), losses)).learning_rate
+    return min((r for r in rounds if r.number == 0), key=lambda r: Course.of(r).rank(losses)).learning_rate
 
 
 def at_best_rates(rounds: Sequence[Round], losses: Sequence[float]) -> list[Round]:
@@ -121,17 +105,6 @@ def rate_text(best: float | None, tried: Collection[float | None]) -> str:
     return "-" if best is None else f"{best:g}{'*' if len(set(known)) > 1 and best in (min(known), max(known)) else ''}"
 
 
-# - tables
-
-
-def by_row(rounds: Sequence[Round]) -> dict[tuple[str, str], list[Round]]:
-    """The rounds of each strategy on each cluster, in order."""
-    found: dict[tuple[str, str], list[Round]] = {}
-    for measured in rounds:
-        found.setdefault((measured.cluster, measured.strategy), []).append(measured)
-    return found
-
-
 def rows(rounds: Sequence[Round], losses: Sequence[float]) -> dict[str, dict[str, Row]]:
     """Make a row for each strategy that trained, by cluster."""
     found: dict[str, dict[str, Row]] = {}
@@ -143,6 +116,9 @@ def rows(rounds: Sequence[Round], losses: Sequence[float]) -> dict[str, dict[str
     return found
 
 
+# - tables
+
+
 _COLUMNS: dict[str, Callable[[Reached], str]] = {
     "Seconds": lambda reached: f"{reached.seconds:.1f}",
     "Steps": lambda reached: f"{reached.steps:.0f}",
@@ -150,22 +126,17 @@ _COLUMNS: dict[str, Callable[[Reached], str]] = {
 }
 
 
-def tables(rows: Mapping[str, Mapping[str, Row]], losses: Sequence[float], lines: box.Box) -> list[Table]:
+def tables(rows: Mapping[str, Mapping[str, Row]], losses: Sequence[float]) -> list[Table]:
     """Make three tables for each cluster: seconds, steps and bytes to each of ``losses``."""
     return [
-        _table(f"{what} to a loss on {cluster}", of_cluster, losses, lines, text)
+        _table(f"{what} to a loss on {cluster}", of_cluster, losses, text)
         for cluster, of_cluster in rows.items()
         for what, text in _COLUMNS.items()
     ]
 
 
-def _table(
-    title: str, rows: Mapping[str, Row], losses: Sequence[float], lines: box.Box, text: Callable[[Reached], str]
-) -> Table:
-    table = Table(title=title, box=lines, padding=(0, 1, 0, 0))
-    table.add_column("strategy", overflow="fold")
-    for heading in ("rate", *(f"{loss:g}" for loss in losses), "in all", "last"):
-        table.add_column(heading, justify="right", no_wrap=True)
+def _table(title: str, rows: Mapping[str, Row], losses: Sequence[float], text: Callable[[Reached], str]) -> Table:
+    table = new_table(title, "strategy", "rate", *(f"{loss:g}" for loss in losses), "in all", "last")
     alone = rows[NO_COMMUNICATION].to_each if NO_COMMUNICATION in rows else [NEVER] * len(losses)
     for strategy, row in rows.items():
         cells = []
@@ -173,18 +144,11 @@ def _table(
             cell = text(reached) if reached.steps < math.inf else "-"
             beaten = strategy != NO_COMMUNICATION and floor.seconds < math.inf and reached.seconds >= floor.seconds
             cells.append(f"({cell})" if beaten else cell)
-        name = f"`{strategy}`" if lines is box.MARKDOWN else strategy
-        table.add_row(name, row.rate, *cells, text(row.in_all), f"{row.last:.3f}")
+        table.add_row(strategy, row.rate, *cells, text(row.in_all), f"{row.last:.3f}")
     return table
 
 
 def section(rows: Mapping[str, Mapping[str, Row]], losses: Sequence[float], explanation: str = EXPLANATION) -> str:
     """Write the tables in Markdown, with what they mean."""
-    parts = []
-    for table in tables(rows, losses, box.MARKDOWN):
-        parts.append(f"## {table.title}\n")
-        table.title = None
-        with (wide := Console(width=10_000, file=StringIO())).capture() as shown:
-            wide.print(table)
-        parts.append(shown.get().strip() + "\n")
+    parts = [f"## {table.title}\n\n{markdown(table)}" for table in tables(rows, losses)]
     return "\n".join([*parts, f"{explanation} {MARKS}", ""])

@@ -16,8 +16,8 @@ import socket
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import asdict, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from resource import RUSAGE_SELF, getrusage
@@ -29,13 +29,13 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from lightning.pytorch import Callback, Trainer, seed_everything
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # exported at run time only
 
-from lightning_sparse.bench.advise.advice import advise_on
+from lightning_sparse.bench.compare.advice import advise_on
 from lightning_sparse.bench.compare.held_out import Judge, LearningRate
-from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, Contender, contenders
+from lightning_sparse.bench.compare.peers import Contender
 from lightning_sparse.bench.compare.place import Place
-from lightning_sparse.bench.compare.probe import MeasuredRun, Probe
-from lightning_sparse.bench.compare.report import Round
-from lightning_sparse.bench.compare.until_loss import best_rate
+from lightning_sparse.bench.compare.probe import Probe
+from lightning_sparse.bench.compare.records import MeasuredRun, Round
+from lightning_sparse.bench.compare.schedule import Schedule
 from lightning_sparse.bench.compare.workloads import workload_named
 from lightning_sparse.strategy import SparseDDPStrategy
 
@@ -50,48 +50,6 @@ _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 QUIET: dict[str, Any] = dict.fromkeys(
     ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
 )
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The turns to run; the same on every rank."""
-
-    cluster: str  # what the rows are called
-    workload: str  # as `workload_named` reads it
-    strategies: str  # separated by commas, as `contenders` reads them
-    steps: int  # timed steps of each strategy in each round
-    warmup: int  # steps before them that are not timed
-    rounds: int  # turns of each strategy
-    accelerator: str  # of Lightning
-    until_loss: Sequence[float] = ()  # held-out losses to reach; a training ends with the lowest
-    seconds: float | None = None  # after which a training ends, in place of ``steps``
-    learning_rates: Sequence[float] = ()  # to try in the first round; the others use the best of each strategy
-    seeds: Sequence[int] = ()  # of the rounds, in turn; nothing: 0, 1, 2, ...
-
-    def turns(self) -> list[tuple[int, Contender]]:
-        """Rounds and strategies in the order in which they run; the first is a step without communication.
-
-        Every other round runs backwards, so that none is favoured by its place.  Where learning rates are tried, the
-        strategies of later rounds do not have theirs yet.
-        """
-        rows = contenders(f"{NO_COMMUNICATION},{self.strategies}")
-        first = [each for row in rows for each in ([row] if row.learning_rate else self._tries(row))]
-        later = [(number, row) for number in range(1, self.rounds) for row in (rows[::-1] if number % 2 else rows)]
-        return [(0, row) for row in first] + later
-
-    def _tries(self, row: Contender) -> list[Contender]:
-        return [row.at(rate) for rate in self.learning_rates] or [row]
-
-    def seed(self, number: int) -> int:
-        """Return the seed of a round."""
-        return self.seeds[number % len(self.seeds)] if self.seeds else number
-
-    def at_best_rate(self, row: Contender, rounds: Sequence[Round]) -> Contender:
-        """Return ``row`` with the best of the learning rates that it tried in ``rounds``, unless it has its own."""
-        if row.learning_rate or not self.learning_rates:
-            return row
-        best = best_rate([r for r in rounds if r.strategy == row.label], self.until_loss)
-        return row if best is None else row.at(best)
 
 
 class _Turn(NamedTuple):
@@ -269,11 +227,11 @@ def _fit(turn: _Turn) -> MeasuredRun:
     )
 
 
-def main() -> None:
-    """Run the schedule at the place, both given as JSON; rank 0 writes a line of JSON for each turn."""
+def main(take: Callable[[Schedule, Place], Iterable[Any]] = take_turns) -> None:
+    """Do what a schedule says at a place, both given as JSON; rank 0 writes a line of JSON for all that it finds."""
     schedule, place = (json.loads(word) for word in sys.argv[1:])
-    for measured in take_turns(Schedule(**schedule), Place(**place)):
-        print(json.dumps(asdict(measured)), flush=True)
+    for found in take(Schedule(**schedule), Place(**place)):
+        print(json.dumps(asdict(found)), flush=True)
 
 
 if __name__ == "__main__":

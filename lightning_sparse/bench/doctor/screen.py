@@ -3,28 +3,36 @@
 from collections.abc import Sequence
 from statistics import median
 
-from rich import box
 from rich.table import Column, Table
 
 from lightning_sparse.bench.compare.place import Place
-from lightning_sparse.bench.compare.report import Round
-from lightning_sparse.bench.doctor.hosts import Host
-from lightning_sparse.bench.doctor.link import Link
-from lightning_sparse.bench.doctor.ranks import STEPS, Surroundings
+from lightning_sparse.bench.compare.records import Round
+from lightning_sparse.bench.doctor.hosts import Host, Link, Surroundings
+from lightning_sparse.bench.doctor.ranks import STEPS
+from lightning_sparse.bench.output import new_table
 from lightning_sparse.monitor.tables import human_bytes
 
 
 def surroundings(found: Surroundings, place: Place | None, emulate: str, cannot_emulate: str | None) -> Table:
     """Show the first host, what ranks use, and the link between hosts."""
     first = found.hosts[0]
+    kinds = ", ".join(f"{first.devices.count(name)} x {name}" for name in dict.fromkeys(first.devices))
+    triton = "Triton's" if first.triton else "PyTorch's; Triton's are faster: pip install triton"
+    ranks = "neither torchrun nor srun started this: one machine"
+    if emulate:
+        ranks = f"one on each host of {emulate}"
+    elif place is not None:
+        ranks = f"{place.size} on {counted(place.hosts, 'host')}; rank 0 at {place.address}:{place.port}"
     rows = {
         "versions": ", ".join(f"{name} {number}" for name, number in first.versions.items()),
         "machine": f"{first.system}, {first.cores} cores, {first.load:.1f} programs running",
-        "devices": _devices(first),
-        "kernels": _kernels(first),
+        "devices": f"{kinds}: ranks train on CUDA, over NCCL"
+        if kinds
+        else "no CUDA device: ranks train on the CPU, over Gloo",
+        "kernels": triton if kinds else "NumPy's and PyTorch's, on the CPU",
         "interfaces": ", ".join(f"{name} {address}" for name, address in first.interfaces.items()),
         "used": _used(first, place, emulate),
-        "ranks": _ranks(place, emulate),
+        "ranks": ranks,
         "link": _link(found),
         "emulation": "works: --emulate 4x1gbit, say" if cannot_emulate is None else f"not here: {cannot_emulate}",
     }
@@ -32,19 +40,6 @@ def surroundings(found: Surroundings, place: Place | None, emulate: str, cannot_
     for name, text in rows.items():
         table.add_row(name, text)
     return table
-
-
-def _devices(host: Host) -> str:
-    if not host.devices:
-        return "no CUDA device: ranks train on the CPU, over Gloo"
-    kinds = ", ".join(f"{host.devices.count(name)} x {name}" for name in dict.fromkeys(host.devices))
-    return f"{kinds}: ranks train on CUDA, over NCCL"
-
-
-def _kernels(host: Host) -> str:
-    if not host.devices:
-        return "NumPy's and PyTorch's, on the CPU"
-    return "Triton's" if host.triton else "PyTorch's; Triton's are faster: pip install triton"
 
 
 def _used(host: Host, place: Place | None, emulate: str) -> str:
@@ -57,15 +52,8 @@ def _used(host: Host, place: Place | None, emulate: str) -> str:
         return f"{host.gloo}, by GLOO_SOCKET_IFNAME"
     if host.own_address.startswith("127."):
         return f"loopback, where this host's name leads ({host.own_address}): for several hosts set GLOO_SOCKET_IFNAME"
-    return f"{host.used or 'not known'}, where this host's name leads ({host.own_address or 'nowhere'})"
-
-
-def _ranks(place: Place | None, emulate: str) -> str:
-    if emulate:
-        return f"one on each host of {emulate}"
-    if place is not None:
-        return f"{place.size} on {counted(place.hosts, 'host')}; rank 0 at {place.address}:{place.port}"
-    return "neither torchrun nor srun started this: one machine"
+    used = next((name for name, address in host.interfaces.items() if address == host.own_address), "not known")
+    return f"{used}, where this host's name leads ({host.own_address or 'nowhere'})"
 
 
 def counted(count: int, what: str) -> str:
@@ -91,15 +79,8 @@ def _rate(link: Link) -> str:
 
 def strategies(rounds: Sequence[Round], title: str) -> Table:
     """Show each strategy: the time of a step's gradients, what it sent, and whether it did what it must."""
-    headings = "strategy", "gradients averaged in", "sent", "none lost", "replicas equal"
-    columns = (Column(heading, justify="right") for heading in headings[1:])
-    table = Table(
-        Column(headings[0], no_wrap=True),
-        *columns,
-        title=f"{STEPS} steps: {title}",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
+    headings = "gradients\naveraged in", "sent", "none lost", "replicas\nequal"
+    table = new_table(f"{STEPS} steps: {title}", "strategy", *headings)
     for each in rounds:
         steps = each.run.steps if each.run else []
         half = steps[len(steps) // 2 :]

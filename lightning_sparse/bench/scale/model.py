@@ -41,30 +41,22 @@ def fit(measured: Sequence[Measurement], counts: Iterable[StepTraffic]) -> Fit |
     """Find the link with the least sum of squared differences between modelled and measured seconds.
 
     Bytes are those measured; hops are those counted for the same compressor among as many ranks, and for "ddp" those of
-    an all-reduce round a ring.
-    None if there are too few points to separate latency and rate.
+    an all-reduce round a ring.  None if there are too few points to separate latency and rate.
     """
-    counted = {(each.strategy, each.ranks): each.hops for each in counts}
     from scipy.optimize import nnls  # an extra
 
-    rows = [
-        (hops("all_reduce", m.ranks) if m.strategy == "ddp" else counted[m.strategy, m.ranks], m.sent_bytes)
-        for m in measured
-    ]
-    x = np.array(rows, dtype=np.float64).reshape(-1, 2)  # [m, 2]
-    y = np.array([point.seconds for point in measured])  # [m]
+    counted = {(each.strategy, each.ranks): each.hops for each in counts}
+    counted |= {("ddp", m.ranks): hops("all_reduce", m.ranks) for m in measured}
+    x = np.array([(counted[m.strategy, m.ranks], m.sent_bytes) for m in measured], dtype=np.float64).reshape(-1, 2)
+    y = np.array([point.seconds for point in measured])  # [m]; x is [m, 2]
     unit = np.abs(x).max(axis=0, initial=0)  # hops and bytes are of very different size
     if not unit.all() or np.linalg.matrix_rank(x / unit, tol=1e-6) < 2:
         return None
     found = nnls(x / unit, y)[0] / unit
     missed = x @ found - y
-    shares = [abs(miss) / seconds for miss, seconds in zip(missed, y, strict=True) if seconds > 0]
-    return Fit(
-        link=Link(float(found[0]), float(found[1])),
-        rms_s=float(np.sqrt((missed**2).mean())),
-        median_share=float(median(shares)) if shares else float("nan"),
-        points=len(y),
-    )
+    shares = [abs(miss) / seconds for miss, seconds in zip(missed, y, strict=True) if seconds > 0] or [np.nan]
+    link, rms_s = Link(float(found[0]), float(found[1])), float(np.sqrt((missed**2).mean()))
+    return Fit(link, rms_s, float(median(shares)), len(y))
 
 
 def measured_points(rows: Iterable[Summary]) -> list[Measurement]:
@@ -74,10 +66,10 @@ def measured_points(rows: Iterable[Summary]) -> list[Measurement]:
     """
     return [
         Measurement(
-            strategy=row.strategy.partition(":")[0],
-            ranks=row.ranks,
-            sent_bytes=row.counted_bytes,
-            seconds=max(row.s.value - row.s_without_communication - (row.ms_compress or 0.0) / 1e3, 0.0),
+            row.strategy.partition(":")[0],
+            row.ranks,
+            row.counted_bytes,
+            max(row.s.value - row.s_without_communication - (row.ms_compress or 0.0) / 1e3, 0.0),
         )
         for row in rows
         if row.s_without_communication is not None and row.counted_bytes > 0

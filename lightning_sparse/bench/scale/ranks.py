@@ -52,7 +52,7 @@ def count_traffic(strategy: str, ranks: int, elements: int) -> StepTraffic:
         for rank, group in enumerate(groups):
             add_gradient(group.unsent, scale, step, rank)
         network = SimNetwork(ranks)
-        network.run([take_step(compressor, g, c) for g, c in zip(groups, network.comms, strict=True)])
+        network.run([take_step(compressor, group, comm) for group, comm in zip(groups, network.comms, strict=True)])
     first = network.comms[0]
     return StepTraffic(strategy, ranks, n, first.sent_bytes, first.messages, first.hops)
 

@@ -11,11 +11,10 @@ import yaml
 from jsonargparse import ArgumentParser
 
 import lightning_sparse as ls
-from lightning_sparse.bench.advise.advice import Advice, advise_on, table, to_paste, words
-from lightning_sparse.bench.advise.advise import advices
+from lightning_sparse.bench.advise.advise import advices, table, words
 from lightning_sparse.bench.cluster import parse
-from lightning_sparse.bench.compare import own_model
-from lightning_sparse.bench.compare.workloads import parameter_sizes, workload_named
+from lightning_sparse.bench.compare.advice import Advice, advise_on, to_paste
+from lightning_sparse.bench.compare.workloads import is_own, parameter_sizes, workload_named
 from lightning_sparse.cli import main
 from lightning_sparse.compressors.auto import CANDIDATES
 from lightning_sparse.fusion.forecast import Forecast
@@ -209,6 +208,6 @@ def test_measured_between_emulated_hosts(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_forms_are_told_from_names() -> None:
-    assert own_model.is_own("a.b:C")
-    assert own_model.is_own("a.yaml")
-    assert not any(own_model.is_own(name) for name in ("mlp_1m", "gpt_10m"))
+    assert is_own("a.b:C")
+    assert is_own("a.yaml")
+    assert not any(is_own(name) for name in ("mlp_1m", "gpt_10m"))

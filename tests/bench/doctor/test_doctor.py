@@ -14,11 +14,9 @@ from rich.console import Console
 from torch.optim import SGD
 
 from lightning_sparse.bench.compare.place import Place
-from lightning_sparse.bench.compare.report import Round
-from lightning_sparse.bench.doctor import devices, doctor, findings, ranks, screen
-from lightning_sparse.bench.doctor.hosts import Host, reach
-from lightning_sparse.bench.doctor.link import Link
-from lightning_sparse.bench.doctor.ranks import Surroundings
+from lightning_sparse.bench.compare.records import Round
+from lightning_sparse.bench.doctor import doctor, findings, ranks, screen
+from lightning_sparse.bench.doctor.hosts import Host, Link, Surroundings, reach
 from lightning_sparse.cli import main
 from lightning_sparse.compressors.group import Group
 from tests import conftest
@@ -110,9 +108,9 @@ def test_the_screen_says_what_will_be_used(gpus: list[str]) -> None:
 
 
 def test_compressors_conserve_on_a_device_among_simulated_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert devices.conserves(torch.device("cpu")) == []
+    assert doctor.conserves(torch.device("cpu")) == []
     forget(monkeypatch)
-    assert "micro on cpu: gradient was lost or made up" in " ".join(devices.conserves(torch.device("cpu")))
+    assert "micro on cpu: gradient was lost or made up" in " ".join(doctor.conserves(torch.device("cpu")))
 
 
 # --- real ranks
@@ -207,4 +205,4 @@ def test_a_cluster_of_one_host_is_refused(capsys: pytest.CaptureFixture[str]) ->
 
 def test_what_ranks_write_is_read_back() -> None:
     surroundings = Surroundings([HOST], [Link(0.1, 2.0)])
-    assert ranks._read(asdict(surroundings)) == surroundings
+    assert Surroundings.from_json(asdict(surroundings)) == surroundings

@@ -1,10 +1,12 @@
-"""Network namespaces, each held by a process that reads from a pipe.
+"""Network namespaces: whether they can be made here, and those of a cluster, each held by a process that reads a pipe.
 
-When the pipe ends, because its creator died, however that was, the holder kills what runs in its namespace and ends,
+When the pipe ends, because its creator ended, however that was, the holder kills what runs in its namespace and ends,
 and the namespace with it.  A user who is not root gets a user namespace around them.
 """
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import time
@@ -12,8 +14,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from lightning_sparse.bench.cluster.available import NEW_USER, ClusterError, capable, find
-
+_NEW_USER = ("--user", "--map-root-user")  # what unshare needs where this is not root
+_PACKAGES = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
+_CAPABILITIES = (12, 21)  # CAP_NET_ADMIN, CAP_SYS_ADMIN: bit numbers of CapEff in /proc/self/status
+# What may forbid user namespaces: a setting of the kernel, the value that does, and one that allows them.
+_FORBIDDING = (
+    ("user.max_user_namespaces", "0", "15000"),
+    ("kernel.unprivileged_userns_clone", "0", "1"),
+    ("kernel.apparmor_restrict_unprivileged_userns", "1", "0"),
+)
 _HOLD = """
 echo ready
 exec > /dev/null 2>&1  # nobody reads it
@@ -24,6 +33,51 @@ for i in 1 2 3; do  # what was starting another process is gone the first time, 
   done
 done
 """
+
+
+class ClusterError(OSError):
+    """A cluster could not be built or used, or a command in a host failed; the message says why and what to do."""
+
+
+def find(tool: str) -> str | None:
+    """Path of ``ip``, say."""
+    # The tools' folders are not on every user's PATH.
+    return shutil.which(tool, path=os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"]))
+
+
+def capable() -> bool:
+    """Whether this process may make network namespaces, as root may; else it needs a user namespace for them."""
+    status = Path("/proc/self/status")
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)$", status.read_text() if status.exists() else "", re.MULTILINE)
+    mask = int(found[1], 16) if found else 0
+    return all(mask >> bit & 1 for bit in _CAPABILITIES)
+
+
+def unavailable_reason() -> str | None:
+    """Say why no cluster can be built here and what to do about it; None if one can."""
+    for tool, package in _PACKAGES.items():
+        if find(tool) is None:
+            return (
+                f"an emulated cluster needs Linux and {package}, but {tool!r} is not found: apt-get install {package}"
+            )
+    if capable():
+        return None
+    # What this process may do is seen best by doing it.
+    attempt = [find("unshare") or "unshare", *_NEW_USER, "--net", find("ip") or "ip", "link", "set", "lo", "up"]
+    tried = subprocess.run(attempt, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30, check=False)
+    if tried.returncode == 0:
+        return None
+    allow = [f"{name}={allows}" for name, forbids, allows in _FORBIDDING if _setting(name) == forbids]
+    return (
+        "an emulated cluster needs root, or a user namespace, which this process may not make "
+        f"({tried.stderr.strip()}): run with sudo, in a container with --privileged, or "
+        + (f"allow them: sudo sysctl {' '.join(allow)}" if allow else "ask who forbids user namespaces here")
+    )
+
+
+def _setting(name: str) -> str | None:
+    path = Path("/proc/sys", name.replace(".", "/"))
+    return path.read_text().strip() if path.exists() else None
 
 
 class Namespaces:
@@ -42,7 +96,7 @@ class Namespaces:
         """Make one; returns its path."""
         unshare = [find("unshare") or "unshare", "--net"]
         if not capable() and not self._holders:
-            unshare.extend(NEW_USER)
+            unshare.extend(_NEW_USER)
         command = [*self._entry, *unshare, "sh", "-c", _HOLD]
         self._holders.append(start(command, subprocess.PIPE, "cannot make a network namespace"))
         if not capable():

@@ -1,0 +1,104 @@
+"""``lightning-sparse bench --simulate``: seconds to a loss from measured steps and simulated losses; nothing trains."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import NamedTuple
+
+from lightning_sparse.bench.compare import until_loss
+from lightning_sparse.bench.compare.peers import NO_COMMUNICATION
+from lightning_sparse.bench.compare.records import Round, by_row, read_lines
+from lightning_sparse.bench.compare.until_loss import Course, Reached, Row, rate_text
+from lightning_sparse.bench.output import environment, listed, new_console, say
+from lightning_sparse.bench.simulate.results import Result, read
+from lightning_sparse.cli.options import Bench, losses
+
+WORKLOAD = "byte_lm"  # which the simulation trains too
+EXPLANATION = (
+    "Nothing was trained for this. Measured, on this cluster: the seconds and bytes of a step, the mean over the "
+    "timed steps, and what the untimed first steps took beyond as many of these; of both the median over the rounds. "
+    "Simulated: the loss after a number of steps, joined by straight lines between the points of its curve, before the "
+    "first of which nothing is known; of `no_communication`, that of one rank. Each cell is the median over the "
+    "simulated seeds."
+)
+
+
+class Pace(NamedTuple):
+    """What training takes with a strategy on a cluster."""
+
+    first_s: float  # what the first steps take beyond as many others
+    step_s: float
+    step_bytes: float  # sent by a rank
+
+    @classmethod
+    def of(cls, rounds: Sequence[Round]) -> "Pace":
+        """Read it from rounds with timed steps, the mean in each: what is sent may differ from step to step."""
+        paces = []
+        for each in rounds:
+            assert each.run is not None
+            step_s = fmean(step.s for step in each.timed)
+            first_s = sum(step.s - step_s for step in each.run.steps[: each.warmup])
+            paces.append((first_s, step_s, fmean(step.counted_bytes for step in each.timed)))
+        return cls(*map(median, zip(*paces, strict=True)))
+
+    def course(self, curve: Sequence[tuple[int, float]]) -> Course:
+        """Return the training that has this curve: steps, and the loss after them."""
+        reached = [Reached(self.first_s + n * self.step_s, n, n * self.step_bytes) for n, _ in curve]
+        return Course([loss for _, loss in curve], reached)
+
+
+def rows(rounds: Sequence[Round], results: Sequence[Result], losses: Sequence[float]) -> dict[str, dict[str, Row]]:
+    """Make a row for each strategy that was measured and simulated, by cluster."""
+    found: dict[str, dict[str, Row]] = {}
+    for (cluster, strategy), own in by_row(r for r in rounds if r.timed).items():
+        simulated = ("ddp", 1, WORKLOAD) if strategy == NO_COMMUNICATION else (strategy, own[0].ranks, WORKLOAD)
+        pace, of = Pace.of(own), [each for each in results if _is(each) == simulated]
+        courses = {result.run: pace.course(result.curve) for result in of}
+        if courses:
+            seed = min(run.seed for run in courses)
+            tries = [run for run in courses if run.seed == seed]
+            best = min(tries, key=lambda run: courses[run].rank(losses))
+            rate = rate_text(best.learning_rate, [run.learning_rate for run in tries])
+            of_best = [course for run, course in courses.items() if replace(run, seed=seed) == best]
+            found.setdefault(cluster, {})[strategy] = Row.of(rate, of_best, losses)
+    return found
+
+
+def _is(result: Result) -> tuple[str, int, str]:
+    return result.run.strategy, result.run.ranks, result.run.task
+
+
+def combine(options: Bench) -> int:
+    """Read steps and losses from files, show and write down the tables; returns the exit status."""
+    reached = losses(options.until_loss)
+    if not reached:
+        raise ValueError("--simulate needs --until-loss, with losses to reach; got none")
+    files = [Path(part.strip()) for part in options.simulate.split(",")]
+    if len(files) != 2 or not all(file.is_file() for file in files):
+        raise ValueError(
+            "--simulate must be two files, BENCH.jsonl,SIMULATE.jsonl: the results of bench and of simulate; got "
+            f"{options.simulate!r}"
+        )
+    lines = read_lines(files[0])
+    workload = next((line["workload"] for line in lines if line["kind"] == "environment"), None)
+    if workload != WORKLOAD:
+        raise ValueError(f"{files[0]} must be of --workload {WORKLOAD}, which simulate trains; it is of {workload}")
+    rounds = [Round.from_json(line) for line in lines if line["kind"] == "round"]
+    found = rows(rounds, list(read(files[1]).values()), reached)
+    if not found:
+        raise ValueError(f"{files[1]} must have strategies that {files[0]} has, on as many ranks; it has none of them")
+    known = {strategy for of_cluster in found.values() for strategy in of_cluster}
+    facts = environment(options.command)
+    if left_out := ", ".join(dict.fromkeys(r.strategy for r in rounds if r.strategy not in known)):
+        facts["measured, not simulated"] = left_out
+    console = new_console()
+    for table in until_loss.tables(found, reached):
+        console.print(table)
+    title = "# Seconds to a loss, from measured steps and simulated losses"
+    section = until_loss.section(found, reached, EXPLANATION)
+    options.output.mkdir(parents=True, exist_ok=True)
+    page = options.output / f"{files[0].stem}-simulated.md"
+    page.write_text(f"{title}\n\n    {options.command}\n\n{section}\n{listed(facts)}")
+    say(console, f"results: {page}")
+    return 0
