@@ -117,12 +117,7 @@ def advices(
 ) -> list[Advice]:
     """Advise on each candidate, where steps take what was measured and messages what they would on the cluster.
 
-    Args:
-        parameters: by name, in the order of definition.
-        measured: of a rank that sent nothing.
-        cluster: whose links.
-        gradients: [P, T, m] on which candidates are tried.
-        weights: [m], of the same parameters.
+    Candidates are tried on ``gradients`` [P, T, m], with the ``weights`` [m] of the same elements.
     """
     link = Link(cluster.hop_s, cluster.s_per_byte)
     forecaster = Forecaster(parameters, measured, link, cluster.hosts, at_work=None)

@@ -7,11 +7,8 @@ and the namespace with it.  A user who is not root gets a user namespace around 
 import os
 import re
 import shutil
-import signal
 import subprocess
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 _NEW_USER = ("--user", "--map-root-user")  # what unshare needs where this is not root
@@ -23,16 +20,24 @@ _FORBIDDING = (
     ("kernel.unprivileged_userns_clone", "0", "1"),
     ("kernel.apparmor_restrict_unprivileged_userns", "1", "0"),
 )
-_HOLD = """
+# Kills what runs in the namespace of this shell, but for itself and process $1, again and again until nothing is left.
+_KILL = """
+left=99
+while [ $left -gt 0 ]; do
+  more=0
+  for process in /proc/[0-9]*; do
+    [ $process != /proc/$$ ] && [ $process != /proc/$1 ] && [ $process/ns/net -ef /proc/$$/ns/net ] || continue
+    kill -9 ${process#/proc/}
+    more=$((left - 1))
+  done
+  left=$more
+done
+"""
+_HOLD = f"""
 echo ready
 exec > /dev/null 2>&1  # nobody reads it
 read never  # by the shell itself: no process of its own is in the namespace to be killed
-for i in 1 2 3; do  # what was starting another process is gone the first time, that process the next
-  for process in /proc/[0-9]*; do
-    [ $process != /proc/$$ ] && [ $process/ns/net -ef /proc/$$/ns/net ] && kill -9 ${process#/proc/}
-  done
-done
-"""
+{_KILL}"""
 
 
 class ClusterError(OSError):
@@ -127,20 +132,9 @@ class Namespaces:
         return done.stdout
 
     def kill_inside(self, paths: Sequence[str]) -> None:
-        """Kill every process in the namespaces and wait, at most 5 seconds, until they are gone."""
-        deadline_s = time.monotonic() + 5
-        while (pids := self.pids_inside(paths)) and time.monotonic() < deadline_s:
-            for pid in pids:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.01)
-
-    def pids_inside(self, paths: Sequence[str]) -> list[int]:
-        """Ids of the processes in the namespaces, without those that hold them."""
-        wanted = {_identity(Path(path)) for path in paths} - {None}
-        holders = {holder.pid for holder in self._holders}
-        pids = {int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()} if wanted else set()
-        return [pid for pid in pids - holders if _identity(Path(f"/proc/{pid}/ns/net")) in wanted]
+        """Kill every process in the namespaces but those that hold them, and wait until they are gone."""
+        for path in filter(os.path.exists, paths):
+            self.run(path, "sh", "-c", _KILL, "sh", path.split("/")[2])
 
     def remove(self) -> None:
         """Kill what runs in the namespaces, then their holders, and with them the namespaces."""
@@ -167,11 +161,3 @@ def start(command: Sequence[str], stdin: int, what: str) -> "subprocess.Popen[st
         said += written.read()
     process.wait()
     raise ClusterError(f"{what}: {said.strip()}")
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None  # gone meanwhile
-    return status.st_dev, status.st_ino

@@ -21,13 +21,7 @@ _GLANCE_S = 0.05  # seconds between looks at what runs
 class Cluster:
     """An emulated cluster; a context manager that builds it on entry and removes every trace of it on exit.
 
-    It is gone as well when its process is, however that ended.
-
-    Args:
-        spec: its hosts and links as text; see :func:`parse`.
-
-    Raises:
-        ValueError: ``spec`` does not describe a cluster.
+    It is gone as well when its process is, however that ended.  ``spec`` says its hosts and links: see :func:`parse`.
     """
 
     def __init__(self, spec: str) -> None:
@@ -41,11 +35,7 @@ class Cluster:
         return self.spec.hosts
 
     def __enter__(self) -> "Cluster":
-        """Build the cluster.
-
-        Raises:
-            ClusterError: ``ip`` or ``tc`` is missing or failed, or this user may not use them.
-        """
+        """Build the cluster; a ClusterError says what is missing or failed, or what this user may not do."""
         if self.network.hosts:
             raise ClusterError("the cluster is built already")
         if reason := unavailable_reason():
@@ -100,11 +90,8 @@ class Cluster:
     ) -> subprocess.Popen[Any]:
         """Start a process in a host, in a session of its own; it is killed with the cluster at the latest.
 
-        Args:
-            host: index of the host.
-            argv: command and arguments.
-            env: variables on top of this process's own and of those that name the interface for Gloo and NCCL.
-            **options: of :class:`subprocess.Popen` (``stdout``, ``cwd``, ``text``, ...).
+        Variables in ``env`` come on top of this process's own and of those that name the interface for Gloo and NCCL;
+        ``options`` are those of :class:`subprocess.Popen`.
         """
         variables = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE, **(env or {})}
         command = self.network.namespaces.command(self.namespace(host), argv)
@@ -117,13 +104,8 @@ class Cluster:
     ) -> list[subprocess.CompletedProcess[str]]:
         """Run one command in each host at the same time, or in the first few; returns what they wrote, by host.
 
-        Args:
-            argv_per_host: command and arguments for each host.
-            timeout_s: most seconds for all.
-            env: see :meth:`popen`.
-
-        Raises:
-            ClusterError: a command ended with a status other than 0, or the time was up; all processes are killed.
+        Where a command ends with a status other than 0, or the time is up, all processes are killed, and a ClusterError
+        shows the end of its standard error.
         """
         with self._jobs(argv_per_host, env) as jobs:
             for _ in self._wait(jobs, timeout_s):

@@ -54,19 +54,12 @@ def loss_of(model: LightningModule, batch: tuple[Tensor, ...]) -> Tensor:
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained: a model, and examples of each kind of data [N, ...].
+    """What is trained: a model, and examples of each kind of data [N, ...]."""
 
-    Args:
-        model: whose ``training_step`` gives the loss of a batch.
-        training: examples to learn from.
-        validation: examples that nobody learns from.
-        batch_size: examples that a rank learns from in a step.
-    """
-
-    model: LightningModule
+    model: LightningModule  # whose ``training_step`` gives the loss of a batch
     training: tuple[Tensor, ...]
-    validation: tuple[Tensor, ...]
-    batch_size: int
+    validation: tuple[Tensor, ...]  # that nobody learns from
+    batch_size: int  # examples that a rank learns from in a step
 
     def batch(self, seed: int, step: int, rank: int) -> tuple[Tensor, ...]:
         """The examples that a rank learns from in a step."""

@@ -42,11 +42,7 @@ class Place:
     def find(cls, interface: str | None) -> "Place | None":
         """Read this process's place from what torchrun or SLURM set; None if neither started it.
 
-        Args:
-            interface: name of the network interface; None to find the one that leads to rank 0.
-
-        Raises:
-            ValueError: there is no such interface.
+        ``interface`` is the name of the network interface; None to find the one that leads to rank 0.
         """
         started: TorchElasticEnvironment | SLURMEnvironment
         if TorchElasticEnvironment.detect():
@@ -66,12 +62,9 @@ class Place:
 
 
 def run_emulated(cluster: str, program: str, schedule: Any) -> Generator[dict[str, Any], None, None]:
-    """Build a cluster, run a program with ``schedule`` in each of its hosts, and yield what that of rank 0 writes.
+    """Build a cluster, run a program in each of its hosts, and yield what that of rank 0 writes: lines of JSON.
 
-    Args:
-        cluster: as :func:`parse` reads it.
-        program: a module that takes the schedule and its place as JSON, and writes lines of JSON.
-        schedule: a dataclass.
+    The program is a module; it is given the schedule, a dataclass, and its place, as JSON.
     """
     command = [sys.executable, "-m", program, json.dumps(asdict(schedule))]
     threads = os.environ.get("OMP_NUM_THREADS", "1")  # the hosts share the machine's cores
@@ -97,26 +90,17 @@ def interfaces() -> dict[str, str]:
 
 
 def interface_towards(address: str) -> str:
-    """Name of this host's interface on the way to ``address``, which may be its own.
-
-    Raises:
-        ValueError: none was found.
-    """
+    """Name of this host's interface on the way to ``address``, which may be its own; a ValueError if none is found."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # sends nothing; the kernel chooses a source address
         own = probe.getsockname()[0]
-    for name, known in interfaces().items():
-        if known == own:
-            return name
+    if found := next((name for name, known in interfaces().items() if known == own), None):
+        return found
     raise ValueError(f"no interface with the address {own} was found on the way to {address}: give --interface.")
 
 
 def read_sent(interface: str) -> tuple[int, int]:
-    """Read how many bytes and packets the kernel has counted as sent by one of this host's interfaces.
-
-    Raises:
-        ValueError: there is no such interface.
-    """
+    """Read how many bytes and packets the kernel has counted as sent by one of this host's interfaces."""
     lines = [line.partition(":") for line in Path("/proc/net/dev").read_text().splitlines()[2:]]
     counts = {name.strip(): numbers.split() for name, _, numbers in lines}
     if interface not in counts:

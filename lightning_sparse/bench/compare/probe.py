@@ -20,12 +20,12 @@ class Probe(Callback):
     """Takes the time and the kernel's counters at every step.
 
     A step lasts from the end of the one before to its own end.  On CUDA the times within a step are the host's.
+    The traffic of ``interface`` is counted, unless it is None; ``learns`` says whether the loss means anything.
     """
 
     def __init__(self, interface: str | None, learns: bool) -> None:
         self.steps: list[MeasuredStep] = []
-        self._interface = interface  # whose traffic is counted; None: another rank of this host does it
-        self._learns = learns  # whether the loss means anything
+        self._interface, self._learns = interface, learns
         self._ready_s: list[float] = []  # when each gradient of this step was ready
         self._backward_s = 0.0  # when backward ended
         self._end_s = 0.0  # when the last step ended

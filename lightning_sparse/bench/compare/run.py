@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from lightning_sparse.bench.cluster import ClusterError, parse, unavailable_reason
-from lightning_sparse.bench.compare import plots, report, until_loss
+from lightning_sparse.bench.compare import report, until_loss
 from lightning_sparse.bench.compare.peers import contenders
 from lightning_sparse.bench.compare.place import Place, run_emulated
 from lightning_sparse.bench.compare.records import Round
@@ -53,9 +53,7 @@ def check_clusters(clusters: Sequence[str]) -> None:
 def find_ranks(clusters: Sequence[str], interface: str | None, otherwise: str = "") -> tuple[Place | None, Measure]:
     """Find this process's place among the ranks it was started with, None if it emulates; and what measures on them.
 
-    Raises:
-        ValueError: there are no ranks, and what else to do is ``otherwise``; a cluster to emulate has one host.
-        ClusterError: no cluster can be emulated here.
+    Where there are no ranks, the ValueError ends with ``otherwise``.
     """
     if clusters:
         check_clusters(clusters)
@@ -130,7 +128,7 @@ def _write(
     rows = report.summarise(best, contenders(schedule.strategies)[0].label)
     with results.open("a") as file:
         file.writelines(json_line("summary", row) for row in rows)
-    images = plots.draw(rows, best, options.output, results.stem) if options.plot and rows else []
+    images = report.draw(rows, best, options.output, results.stem) if options.plot and rows else []
     if rounds[0].run:
         facts |= {"device": rounds[0].run.device, "threads of a rank": rounds[0].run.threads}
     reached = until_loss.rows(rounds, losses) if losses else {}

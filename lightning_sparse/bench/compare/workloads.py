@@ -18,7 +18,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_sparse.bench.compare import byte_lm, shapes
+from lightning_sparse.bench.compare import byte_lm, models
 from lightning_sparse.bench.compare.models import ByteGPT, mlp, resnet
 from lightning_sparse.cli.names import MODEL_FORMS
 
@@ -58,7 +58,7 @@ def _source_code() -> dict[str, Any]:
 def _gradients(layers: Callable[[], Iterator[nn.Module]]) -> Workload:
     """A workload that looks at no data."""
     zeros = TensorDataset(torch.zeros(4096))
-    return Workload(lambda: shapes.GradientOnly(layers()), lambda: _loader(zeros, batch_size=1), learns=False)
+    return Workload(lambda: models.GradientOnly(layers()), lambda: _loader(zeros, batch_size=1), learns=False)
 
 
 #: Name -> workload.
@@ -74,22 +74,18 @@ WORKLOADS = {
         schedule=byte_lm.schedule,
     ),
     "resnet_digits": Workload(resnet, _digits, needs="sklearn"),
-    "resnet50_shapes": _gradients(shapes.resnet50),
-    "densenet121_shapes": _gradients(shapes.densenet121),
-    "vgg16_shapes": _gradients(shapes.vgg16),
-    "bert_base_shapes": _gradients(shapes.bert_base),
-    "gpt2_shapes": _gradients(shapes.gpt2),
-    "flat_100mb": _gradients(shapes.flat),
+    "resnet50_shapes": _gradients(models.resnet50),
+    "densenet121_shapes": _gradients(models.densenet121),
+    "vgg16_shapes": _gradients(models.vgg16),
+    "bert_base_shapes": _gradients(models.bert_base),
+    "gpt2_shapes": _gradients(models.gpt2),
+    "flat_100mb": _gradients(models.flat),
 }
 _PIP_NAMES = {"sklearn": "scikit-learn"}  # of packages that pip knows by another name
 
 
 def workload_named(name: str) -> Workload:
-    """The workload called ``name``, or of a user's own model in one of the ``MODEL_FORMS``.
-
-    Raises:
-        ValueError: there is none, or a package it needs is not installed.
-    """
+    """The workload called ``name``, or of a user's own model in one of the ``MODEL_FORMS``; a ValueError if none is."""
     if is_own(name):
         model, data = _load(name)
         return Workload(lambda: model, lambda: {"datamodule": data} if data is not None else {}, learns=False)

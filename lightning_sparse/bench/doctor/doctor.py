@@ -1,7 +1,13 @@
-"""``lightning-sparse doctor``: looks around, checks every strategy, and says what is wrong."""
+"""``lightning-sparse doctor``: looks around, checks every strategy, and says what is wrong.
 
+The module is also the program that runs on each rank of an emulated cluster, as a worker of the bench is.
+"""
+
+import multiprocessing
 import os
+import socket
 import sys
+from collections.abc import Generator
 from contextlib import closing
 
 import torch
@@ -10,22 +16,27 @@ from rich.progress import Progress
 
 from lightning_sparse.bench import kernels
 from lightning_sparse.bench.cluster import unavailable_reason
+from lightning_sparse.bench.compare import worker
 from lightning_sparse.bench.compare.peers import NO_COMMUNICATION
-from lightning_sparse.bench.compare.place import Place
+from lightning_sparse.bench.compare.place import Place, run_emulated
 from lightning_sparse.bench.compare.records import Round
 from lightning_sparse.bench.compare.run import check_clusters
-from lightning_sparse.bench.doctor import findings, screen
+from lightning_sparse.bench.compare.schedule import Schedule
+from lightning_sparse.bench.doctor import screen
 from lightning_sparse.bench.doctor.checked_model import TOLERANCE
-from lightning_sparse.bench.doctor.hosts import Host, reach
-from lightning_sparse.bench.doctor.ranks import STRATEGIES, Found, emulated, examine, here, plan
+from lightning_sparse.bench.doctor.hosts import Host, Surroundings, look_around, reach
 from lightning_sparse.bench.output import say
 from lightning_sparse.cli.options import Doctor
-from lightning_sparse.compressors import COMPRESSORS
+from lightning_sparse.compressors import COMPRESSORS, NAMES
 from lightning_sparse.kernels.ops import HAS_TRITON
 from lightning_sparse.simulation import simulate
 
+MODEL = "lightning_sparse.bench.doctor.checked_model:CheckedModel"
+STRATEGIES = ("ddp", *NAMES, "sparse_dense:local_steps=4")
 CPU_RANKS = 2  # that check on one machine
-STEPS, RANKS, ELEMENTS = 10, 4, 100_000  # of each compressor among simulated ranks on a CUDA device
+RANKS, ELEMENTS = 4, 100_000  # of each compressor among simulated ranks on a CUDA device
+
+Found = Generator[Surroundings | Round, None, None]
 
 
 def doctor(options: Doctor) -> int:
@@ -62,7 +73,7 @@ def _show(console: Console, emulate: str, place: Place | None) -> list[str]:
         except RuntimeError as error:
             if place is None or rounds:
                 raise
-            wrong.append(findings.of_link(error, place.address, place.port))
+            wrong.append(screen.of_link(error, place.address, place.port))
         checked = [each for each in rounds if each.strategy != NO_COMMUNICATION]
         if checked:
             console.print(screen.strategies(checked, title))
@@ -72,7 +83,7 @@ def _show(console: Console, emulate: str, place: Place | None) -> list[str]:
         if HAS_TRITON:
             say(console, f"Kernels, {kernels.ELEMENTS:,} elements on {torch.cuda.get_device_name()}")
             console.print(kernels.measure(kernels.ELEMENTS))
-    return findings.of_hosts(hosts, bool(emulate)) + _address(place) + wrong
+    return screen.of_hosts(hosts, bool(emulate)) + _address(place) + wrong
 
 
 def _examinations(emulate: str, place: Place | None) -> list[tuple[str, Found]]:
@@ -107,7 +118,7 @@ def _address(place: Place | None) -> list[str]:
 def conserves(device: torch.device) -> list[str]:
     """Simulate ten steps of each compressor among four ranks on ``device``; say which lost or made up gradient."""
     generator = torch.Generator().manual_seed(0)
-    gradients = torch.randn(STEPS, RANKS, ELEMENTS, generator=generator).to(device)
+    gradients = torch.randn(screen.STEPS, RANKS, ELEMENTS, generator=generator).to(device)
     wrong = []
     for name in COMPRESSORS:
         try:
@@ -123,3 +134,51 @@ def conserves(device: torch.device) -> list[str]:
                 f"{name} on {device}: gradient was lost or made up ({part:.1e} of the largest). Please report."
             )
     return wrong
+
+
+# - ranks
+
+
+def plan(accelerator: str, strategies: tuple[str, ...] = STRATEGIES) -> Schedule:
+    """Return the turns that check each strategy once."""
+    return Schedule("", MODEL, ",".join(strategies), screen.STEPS, warmup=0, rounds=1, accelerator=accelerator)
+
+
+def examine(schedule: Schedule, place: Place) -> Found:
+    """Examine this cluster, on every rank; yields what was found on rank 0, and nothing on the others."""
+    found = look_around(place)
+    if place.rank == 0:
+        yield found
+    yield from worker.take_turns(schedule, place)
+
+
+def here(schedule: Schedule, size: int) -> Found:
+    """Examine this machine, with ``size`` ranks on it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    places = [Place(r, r, size, size, "127.0.0.1", port, store_is_there=False, interface="lo") for r in range(size)]
+    fork = multiprocessing.get_context("fork")
+    others = [fork.Process(target=_follow, args=(schedule, place)) for place in places[1:]]
+    for other in others:
+        other.start()
+    try:
+        yield from examine(schedule, places[0])
+    finally:
+        for other in others:
+            other.join(5)
+            other.kill()
+
+
+def _follow(schedule: Schedule, place: Place) -> None:
+    list(examine(schedule, place))
+
+
+def emulated(schedule: Schedule, cluster: str) -> Found:
+    """Build ``cluster`` and examine it."""
+    with closing(run_emulated(cluster, "lightning_sparse.bench.doctor.doctor", schedule)) as lines:
+        for found in lines:
+            yield Surroundings.from_json(found) if "hosts" in found else Round.from_json(found)
+
+
+if __name__ == "__main__":
+    worker.main(examine)

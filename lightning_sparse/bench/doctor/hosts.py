@@ -108,12 +108,9 @@ class Surroundings:
 
 
 def look_around(place: Place) -> Surroundings:
-    """Look around on every host; to be called on every rank, of which the first of each host finds something.
+    """Look around on every host, in a process of its own, so that the caller may fork afterwards.
 
-    It takes a process of its own, so that the caller may fork afterwards.
-
-    Raises:
-        RuntimeError: the hosts did not find each other in time.
+    To be called on every rank; a RuntimeError if the hosts do not find each other in time.
     """
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as apart:
         return apart.submit(_look_around, place).result()

@@ -21,8 +21,16 @@ from lightning_sparse.bench.compare.run import find_ranks, measure_all
 from lightning_sparse.bench.compare.schedule import Schedule
 from lightning_sparse.bench.compare.workloads import parameter_sizes, workload_named
 from lightning_sparse.bench.output import environment, new_console, new_figure, new_progress, new_table, save, say
-from lightning_sparse.bench.scale.model import Fit, Measurement, fit, measured_points, model_s
-from lightning_sparse.bench.scale.ranks import MOST_FLOATS, StepTraffic, count_traffic
+from lightning_sparse.bench.scale.ranks import (
+    MOST_FLOATS,
+    Fit,
+    Measurement,
+    StepTraffic,
+    count_traffic,
+    fit,
+    measured_points,
+    model_s,
+)
 from lightning_sparse.cli.options import Scale
 from lightning_sparse.compressors import COMPRESSORS
 from lightning_sparse.fusion.rehearsal import Link
@@ -160,15 +168,7 @@ def show(console: Console, modelled: Sequence[Measurement], measured: Sequence[M
 def draw(
     modelled: Sequence[Measurement], measured: Sequence[Measurement], elements: int, path: Path, title: str
 ) -> None:
-    """Draw bytes and seconds over ranks: what was measured filled, what was counted or modelled hollow.
-
-    Args:
-        modelled: of every strategy, each number of ranks; bytes are counted, seconds modelled.
-        measured: by the bench; may be empty.
-        elements: of the gradient.
-        path: of the SVG file.
-        title: of the picture.
-    """
+    """Draw bytes and seconds over ranks to an SVG file: what was measured filled, counted or modelled hollow."""
     from matplotlib.lines import Line2D  # an extra, and slow to import
 
     figure, every = new_figure(11, 4.8), [*modelled, *measured]

@@ -29,11 +29,7 @@ Batches = Sequence[tuple[Tensor, ...]]  # one for each rank
 
 
 def options_of(strategy: str) -> Options:
-    """Read a strategy as ``lightning-sparse bench`` does.
-
-    Raises:
-        ValueError: there is none of this name, an option of it is wrong, or it cannot be simulated.
-    """
+    """Read a strategy as ``lightning-sparse bench`` does; a ValueError says why it cannot be simulated."""
     contender = Contender(strategy, strategy)
     built = contender.build()
     if contender.learning_rate is not None:
@@ -65,20 +61,9 @@ def _take_optimizer_steps(optimizers: Sequence[Optimizer], rate: float) -> None:
 
 
 class Replicas:
-    """P ranks that average gradients.  They hold the same weights, so one model and its optimizers stand for all.
+    """P ranks that average gradients.  They hold the same weights, so one model and its optimizers stand for all."""
 
-    Args:
-        model: what all ranks share.
-        options: of the strategy.
-        ranks: P.
-        optimizer: one of ``OPTIMIZERS``.
-
-    Attributes:
-        network: between the ranks.
-        faithfulness: of the steps so far, if it is to be judged.
-    """
-
-    faithfulness: Faithfulness | None = None
+    faithfulness: Faithfulness | None = None  # of the steps so far, if it is to be judged
 
     def __init__(self, model: LightningModule, options: Options, ranks: int, optimizer: str = "adamw") -> None:
         self.network = SimNetwork(ranks, wire_format(options.wire_dtype))

@@ -50,11 +50,7 @@ class Result:
 
 
 def read(path: Path) -> dict[Run, Result]:
-    """Read the results of trainings that have ended, if there are any.
-
-    Raises:
-        ValueError: a line of the file is damaged.
-    """
+    """Read the results of trainings that have ended, if there are any; a ValueError names a damaged line."""
     found = {}
     for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], start=1):
         try:

@@ -23,11 +23,7 @@ NGRAM, BUCKETS = 4, 8192  # bytes of text that are hashed, and to what
 
 
 def digits(seed: int) -> Task:
-    """A convolutional network of 38,282 parameters for scikit-learn's handwritten digits.
-
-    Raises:
-        ModuleNotFoundError: without scikit-learn.
-    """
+    """A convolutional network of 38,282 parameters for scikit-learn's handwritten digits."""
     if find_spec("sklearn") is None:
         raise ModuleNotFoundError(
             "the task digits needs scikit-learn, which is not installed: pip install scikit-learn, or "
@@ -64,21 +60,13 @@ def modules(seed: int) -> Task:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of task, and how it is trained unless something else is asked for.
+    """A kind of task, and how it is trained unless something else is asked for."""
 
-    Args:
-        make: makes the task from a seed.
-        loss: says what its loss is.
-        optimizer: a name in ``OPTIMIZERS``.
-        steps: of a training.
-        rates: largest learning rates to try.
-    """
-
-    make: Callable[[int], Task]
-    loss: str
-    optimizer: str
-    steps: int
-    rates: str
+    make: Callable[[int], Task]  # from a seed
+    loss: str  # what its loss is
+    optimizer: str  # a name in ``OPTIMIZERS``
+    steps: int  # of a training
+    rates: str  # largest learning rates to try
 
 
 _MAKE = {

@@ -17,7 +17,7 @@ from torch.distributed import HashStore
 
 from lightning_sparse import COMPRESSORS, Dense, LocalSteps, SkipReduce, SparseDDPStrategy
 from lightning_sparse.bench.cluster import Cluster
-from lightning_sparse.bench.compare import plots, run, worker
+from lightning_sparse.bench.compare import report, run, worker
 from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, PEERS, all_names, contenders
 from lightning_sparse.bench.compare.place import Place, interface_towards, read_sent
 from lightning_sparse.bench.compare.records import MeasuredRun, MeasuredStep, Round
@@ -214,7 +214,7 @@ def test_environment_names_versions_and_no_host() -> None:
 def test_plots(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rounds = made_up_rounds()
-    names = plots.draw(summarise(rounds, "ddp"), rounds, tmp_path, "today")
+    names = report.draw(summarise(rounds, "ddp"), rounds, tmp_path, "today")
     assert names == ["today-step-time.svg", "today-4x1gbit-loss-by-time.svg", "today-4x1gbit-loss-by-bytes.svg"]
     for name in names:
         assert (tmp_path / name).read_text().startswith("<?xml")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_sparse.bench.compare import byte_lm, workloads
-from lightning_sparse.bench.compare.shapes import GradientOnly
+from lightning_sparse.bench.compare.models import GradientOnly
 from lightning_sparse.bench.compare.workloads import WORKLOADS, parameter_sizes, workload_named
 from lightning_sparse.bench.simulate import task
 

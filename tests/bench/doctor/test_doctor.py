@@ -15,7 +15,7 @@ from torch.optim import SGD
 
 from lightning_sparse.bench.compare.place import Place
 from lightning_sparse.bench.compare.records import Round
-from lightning_sparse.bench.doctor import doctor, findings, ranks, screen
+from lightning_sparse.bench.doctor import doctor, screen
 from lightning_sparse.bench.doctor.hosts import Host, Link, Surroundings, reach
 from lightning_sparse.cli import main
 from lightning_sparse.compressors.group import Group
@@ -42,7 +42,7 @@ FEW = ("ddp", "micro", "sparse_dense:local_steps=4")
 
 
 def test_two_good_hosts_have_nothing_wrong() -> None:
-    assert findings.of_hosts([HOST, replace(HOST, name="two", gloo="eth0", nccl_interface="ib")], False) == []
+    assert screen.of_hosts([HOST, replace(HOST, name="two", gloo="eth0", nccl_interface="ib")], False) == []
 
 
 @pytest.mark.parametrize(
@@ -58,12 +58,12 @@ def test_two_good_hosts_have_nothing_wrong() -> None:
     ],
 )
 def test_what_is_wrong_with_a_host_is_named_with_what_to_do(change: dict[str, Any], says: str) -> None:
-    problems = findings.of_hosts([HOST, replace(HOST, name="two", **change)], False)
+    problems = screen.of_hosts([HOST, replace(HOST, name="two", **change)], False)
     assert any(says in problem for problem in problems)
 
 
 def test_one_host_may_have_a_name_that_leads_to_itself() -> None:
-    assert findings.of_hosts([replace(HOST, own_address="127.0.1.1")], False) == []
+    assert screen.of_hosts([replace(HOST, own_address="127.0.1.1")], False) == []
 
 
 def test_an_address_is_reached_or_not() -> None:
@@ -142,7 +142,7 @@ def drift(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def checked(strategies: tuple[str, ...]) -> dict[str, str]:
     """The error of each strategy, "" where there was none."""
-    first, *rounds = ranks.here(ranks.plan("cpu", strategies), 2)
+    first, *rounds = doctor.here(doctor.plan("cpu", strategies), 2)
     assert isinstance(first, Surroundings)
     assert first.links == []
     assert all(isinstance(each, Round) for each in rounds)
@@ -172,7 +172,7 @@ def test_what_is_broken_fails(
 def test_the_exit_status_says_whether_anything_is_wrong(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    short = ranks.plan("cpu", ("ddp", "micro"))
+    short = doctor.plan("cpu", ("ddp", "micro"))
     monkeypatch.setattr(doctor, "plan", lambda accelerator: short)
     assert main(["doctor"]) == 0
     assert "Nothing is wrong." in capsys.readouterr().out
@@ -186,7 +186,7 @@ def test_the_exit_status_says_whether_anything_is_wrong(
 def test_an_emulated_cluster_is_measured_and_checked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    short = ranks.plan("cpu", ("micro",))
+    short = doctor.plan("cpu", ("micro",))
     monkeypatch.setattr(doctor, "plan", lambda accelerator: short)
     found: list[Surroundings] = []
     show = screen.surroundings

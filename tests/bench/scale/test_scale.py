@@ -15,8 +15,7 @@ from lightning_sparse.bench.cluster import ClusterError
 from lightning_sparse.bench.compare import run
 from lightning_sparse.bench.compare.records import Round
 from lightning_sparse.bench.scale import ranks, scale
-from lightning_sparse.bench.scale.model import Measurement, fit, measured_points, model_s
-from lightning_sparse.bench.scale.ranks import StepTraffic, count_traffic
+from lightning_sparse.bench.scale.ranks import Measurement, StepTraffic, count_traffic, fit, measured_points, model_s
 from lightning_sparse.cli import main
 from lightning_sparse.cli.options import Scale
 from lightning_sparse.fusion.rehearsal import Link
