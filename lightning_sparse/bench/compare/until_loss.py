@@ -1,7 +1,7 @@
 """Tables of the seconds, steps and bytes in which trainings reached losses on held-out data."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from rich.table import Table
 
 from lightning_sparse.bench.compare.peers import NO_COMMUNICATION
-from lightning_sparse.bench.compare.records import Round, by_row
+from lightning_sparse.bench.compare.records import Round, by_row, grouped
 from lightning_sparse.bench.output import markdown, new_table
 from lightning_sparse.monitor.tables import human_bytes
 
@@ -66,6 +66,16 @@ class Course(NamedTuple):
         return [*(self.until(loss).seconds for loss in sorted(losses)), last if math.isfinite(last) else math.inf]
 
 
+class Training(NamedTuple):
+    """A training for a row of a table."""
+
+    row: tuple[str, str]  # cluster and strategy
+    setting: Hashable  # what is the same in those to take the median of
+    rate: float | None  # learning rate
+    is_first: bool  # with the first seed, by which the best setting is found
+    course: Course
+
+
 @dataclass(frozen=True)
 class Row:
     """What trainings with a strategy on a cluster took, the median."""
@@ -75,28 +85,15 @@ class Row:
     in_all: Reached
     last: float  # loss at the end
 
-    @classmethod
-    def of(cls, rate: str, courses: Sequence[Course], losses: Sequence[float]) -> "Row":
-        """Take the medians."""
-        to_each = [middle([course.until(loss) for course in courses]) for loss in losses]
-        in_all = middle([course.reached[-1] for course in courses])
-        return cls(rate, to_each, in_all, median(course.losses[-1] for course in courses))
-
 
 def middle(reached: Sequence[Reached]) -> Reached:
     """The median of each number."""
     return Reached(*(median(numbers) for numbers in zip(*reached, strict=True)))
 
 
-def best_rate(rounds: Sequence[Round], losses: Sequence[float]) -> float | None:
-    """Return the learning rate of the best of a strategy's trainings on a cluster in the first round."""
-    return min((r for r in rounds if r.number == 0), key=lambda r: Course.of(r).rank(losses)).learning_rate
-
-
-def at_best_rates(rounds: Sequence[Round], losses: Sequence[float]) -> list[Round]:
-    """Return the rounds of each strategy with its best learning rate on each cluster."""
-    best = {row: best_rate(own, losses) for row, own in by_row(rounds).items()}
-    return [r for r in rounds if r.learning_rate == best[r.cluster, r.strategy]]
+def best(trainings: Iterable[Training], losses: Sequence[float]) -> Training:
+    """The best of a strategy's first trainings on a cluster."""
+    return min((each for each in trainings if each.is_first), key=lambda each: each.course.rank(losses))
 
 
 def rate_text(best: float | None, tried: Collection[float | None]) -> str:
@@ -105,15 +102,33 @@ def rate_text(best: float | None, tried: Collection[float | None]) -> str:
     return "-" if best is None else f"{best:g}{'*' if len(set(known)) > 1 and best in (min(known), max(known)) else ''}"
 
 
-def rows(rounds: Sequence[Round], losses: Sequence[float]) -> dict[str, dict[str, Row]]:
+def rows(trainings: Iterable[Training], losses: Sequence[float]) -> dict[str, dict[str, Row]]:
     """Make a row for each strategy that trained, by cluster."""
     found: dict[str, dict[str, Row]] = {}
-    for (cluster, strategy), own in by_row(rounds).items():
-        best = at_best_rates(own, losses)
-        if courses := [course for r in best if (course := Course.of(r)).losses]:
-            rate = rate_text(best[0].learning_rate, [r.learning_rate for r in own])
-            found.setdefault(cluster, {})[strategy] = Row.of(rate, courses, losses)
+    for (cluster, strategy), own in grouped(trainings, lambda each: each.row).items():
+        chosen = best(own, losses)
+        if courses := [each.course for each in own if each.setting == chosen.setting and each.course.losses]:
+            rate = rate_text(chosen.rate, [each.rate for each in own if each.is_first])
+            to_each = [middle([course.until(loss) for course in courses]) for loss in losses]
+            in_all, last = middle([course.reached[-1] for course in courses]), median(c.losses[-1] for c in courses)
+            found.setdefault(cluster, {})[strategy] = Row(rate, to_each, in_all, last)
     return found
+
+
+# - trainings that were measured
+
+
+def trainings(rounds: Iterable[Round]) -> list[Training]:
+    """Read them from rounds, the first of which has the first seed."""
+    return [
+        Training((r.cluster, r.strategy), r.learning_rate, r.learning_rate, r.number == 0, Course.of(r)) for r in rounds
+    ]
+
+
+def at_best_rates(rounds: Sequence[Round], losses: Sequence[float]) -> list[Round]:
+    """Return the rounds of each strategy with its best learning rate on each cluster."""
+    rates = {row: best(trainings(own), losses).rate for row, own in by_row(rounds).items()}
+    return [r for r in rounds if r.learning_rate == rates[r.cluster, r.strategy]]
 
 
 # - tables

@@ -41,8 +41,8 @@ from lightning_sparse.strategy import SparseDDPStrategy
 
 _FORK = multiprocessing.get_context("fork")
 _PATIENCE = timedelta(days=1)  # of the workers among themselves; training has a time limit of its own
-# How often a worker asks whether another rank failed: Gloo leaves a rank waiting for a message of one that is gone.
-# The question and its answer are counted with the messages of a step: some 300 bytes.
+# Seconds until a worker asks again whether another rank failed: Gloo leaves a rank waiting for one that is gone.  The
+# question and its answer are counted with the messages of a step: some 300 bytes.
 _GLANCE_S = 5.0
 _STOPPED = "stopped, since another rank failed"
 _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
@@ -77,13 +77,12 @@ def take_turns(schedule: Schedule, place: Place) -> Generator[Round, None, None]
             if place.rank == 0:
                 own.set("spec", schedule.at_best_rate(contender, rounds).spec)
             turn = _Turn(schedule, place, number, replace(contender, spec=own.get("spec").decode()), own)
-            turn.store.set(f"rank {place.rank}", _result(turn))
+            own.set(f"rank {place.rank}", _result(turn))
             if place.rank == 0:
-                measured = _gather(turn)
-                turn.store.set("outcome", "failed" if measured.error else "done")
-                rounds.append(measured)
-                yield measured
-            if turn.store.get("outcome") == b"failed":
+                rounds.append(_gather(turn))
+                own.set("outcome", "failed" if rounds[-1].error else "done")
+                yield rounds[-1]
+            if own.get("outcome") == b"failed":
                 failed.add(contender.label)
         store.set(f"bye {place.rank}", "")
         if server:
@@ -105,26 +104,26 @@ def _result(turn: _Turn) -> str:
         while not receiving.poll(_GLANCE_S):
             if turn.store.check(["failed"]):
                 return json.dumps({"error": _STOPPED})
-        result: str = receiving.recv()
+        result: dict[str, Any] = receiving.recv()
         process.join(_GLANCE_S)
     except EOFError:
         process.join()
-        result = json.dumps({"error": f"the process of rank {turn.place.rank} ended with status {process.exitcode}"})
+        result = {"error": f"the process of rank {turn.place.rank} ended with status {process.exitcode}"}
     finally:
         process.kill()
-    if "error" in json.loads(result):
+    if "error" in result:
         turn.store.set("failed", "")
-    return result
+    return json.dumps(result)
 
 
 def _gather(turn: _Turn) -> Round:
     """Join all ranks' results."""
-    schedule, size = turn.schedule, turn.place.size
+    schedule, size, row = turn.schedule, turn.place.size, turn.contender
     results = [json.loads(turn.store.get(f"rank {rank}")) for rank in range(size)]
     # When one rank fails the others lose their connections to it, and say so: not what one wants to read.
     errors = sorted((r["error"] for r in results if "error" in r), key=_is_a_consequence)
     run = None if errors else MeasuredRun.mean([MeasuredRun.from_json(r) for r in results])
-    row, error = turn.contender, errors[0] if errors else ""
+    error = errors[0] if errors else ""
     return Round(schedule.cluster, row.label, turn.number, size, schedule.warmup, run, error, row.learning_rate)
 
 
@@ -144,6 +143,7 @@ def _child(work: Callable[..., None], *arguments: Any) -> multiprocessing.proces
 def _die_with_parent(parent: int, work: Callable[..., None], *arguments: Any) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's business
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if os.getppid() == parent:
         work(*arguments)
 
@@ -156,45 +156,33 @@ def _serve(place: Place) -> None:
 
 
 def _train(turn: _Turn, port: int, results: Connection) -> None:
-    """Take one turn of one strategy on this rank."""
+    """Take one turn of one strategy on this rank, in the environment that torchrun would make, on a port of its own."""
+    place = turn.place
+    local, interface = {"LOCAL_RANK": place.local_rank, "LOCAL_WORLD_SIZE": place.local_size}, place.interface
+    every = {"RANK": place.rank, "GROUP_RANK": place.rank // place.local_size, "WORLD_SIZE": place.size}
+    there = {"MASTER_ADDR": place.address, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": False}
+    way = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    os.environ.update({name: str(value) for name, value in {**local, **every, **there, **way}.items()})
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
     try:
-        _become_worker(turn.place, port)
         run = _fit(turn)
     except Exception as error:
         traceback.print_exc()
-        results.send(json.dumps({"error": f"{type(error).__name__}: {error}"}))
+        results.send({"error": f"{type(error).__name__}: {error}"})
         os._exit(1)  # at once, so that the others' messages fail
-    results.send(json.dumps(asdict(run)))
+    results.send(asdict(run))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _become_worker(place: Place, port: int) -> None:
-    """Set the environment as torchrun would, but with a rendezvous of this turn's own."""
-    os.environ.update(
-        RANK=str(place.rank),
-        LOCAL_RANK=str(place.local_rank),
-        GROUP_RANK=str(place.rank // place.local_size),
-        WORLD_SIZE=str(place.size),
-        LOCAL_WORLD_SIZE=str(place.local_size),
-        MASTER_ADDR=place.address,
-        MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="False",
-        GLOO_SOCKET_IFNAME=place.interface,
-        NCCL_SOCKET_IFNAME=place.interface,
-    )
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
-
-
 def _fit(turn: _Turn) -> MeasuredRun:
-    schedule, place = turn.schedule, turn.place
+    schedule, place, rate = turn.schedule, turn.place, turn.contender.learning_rate
     seed_everything(schedule.seed(turn.number), verbose=False)  # the same model and batches for all of a round
     workload = workload_named(schedule.workload)
     module = workload.module()
-    probe = Probe(place.interface if place.local_rank == 0 else None, workload.learns)
-    callbacks: list[Callback] = [probe, LearningRate(turn.contender.learning_rate, workload.schedule)]
-    steps = schedule.warmup + schedule.steps if schedule.seconds is None else -1
+    probe = Probe(place.interface if place.local_rank == 0 else None, workload.learns)  # one counts for its host
+    callbacks: list[Callback] = [probe, LearningRate(rate, workload.schedule)]
     if schedule.until_loss and workload.held_out is not None:
         least = schedule.warmup + 1
         callbacks.append(Judge(probe, workload.held_out(), min(schedule.until_loss), schedule.seconds, least))
@@ -204,7 +192,7 @@ def _fit(turn: _Turn) -> MeasuredRun:
         num_nodes=place.hosts,
         strategy=turn.contender.build(),
         plugins=[TorchElasticEnvironment()],
-        max_steps=steps,
+        max_steps=schedule.warmup + schedule.steps if schedule.seconds is None else -1,
         max_epochs=-1,
         callbacks=callbacks,
         **QUIET,
@@ -213,16 +201,17 @@ def _fit(turn: _Turn) -> MeasuredRun:
     device = trainer.strategy.root_device  # the module itself is back on the CPU
     on_cuda = device.type == "cuda"
     hook = trainer.strategy.hook if isinstance(trainer.strategy, SparseDDPStrategy) else None
-    fusion, chooser = (hook.layer_fusion, hook.chooser) if hook else (None, None)
+    plan = hook.layer_fusion.plan if hook and hook.layer_fusion else None
+    forecasts = hook.chooser.forecasts if hook and hook.chooser else []
     return MeasuredRun(
         device=torch.cuda.get_device_name(device) if on_cuda else "cpu",
         threads=torch.get_num_threads(),
         elements=sum(p.numel() for p in module.parameters() if p.requires_grad),
         peak_memory_bytes=torch.cuda.max_memory_allocated() if on_cuda else getrusage(RUSAGE_SELF).ru_maxrss * 1024,
         steps=probe.steps,
-        predicted_s=fusion.plan.step_s if fusion and fusion.plan else None,
-        advices=[asdict(each) for each in advise_on(chooser.forecasts, hook.exchange.ways_of_sums)]
-        if hook and chooser and chooser.forecasts
+        predicted_s=plan.step_s if plan else None,
+        advices=[asdict(each) for each in advise_on(forecasts, hook.exchange.ways_of_sums)]
+        if hook and forecasts
         else [],
     )
 

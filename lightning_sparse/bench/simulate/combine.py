@@ -9,7 +9,7 @@ from typing import NamedTuple
 from lightning_sparse.bench.compare import until_loss
 from lightning_sparse.bench.compare.peers import NO_COMMUNICATION
 from lightning_sparse.bench.compare.records import Round, by_row, read_lines
-from lightning_sparse.bench.compare.until_loss import Course, Reached, Row, rate_text
+from lightning_sparse.bench.compare.until_loss import Course, Reached, Training
 from lightning_sparse.bench.output import environment, listed, new_console, say
 from lightning_sparse.bench.simulate.results import Result, read
 from lightning_sparse.cli.options import Bench, losses
@@ -48,25 +48,18 @@ class Pace(NamedTuple):
         return Course([loss for _, loss in curve], reached)
 
 
-def rows(rounds: Sequence[Round], results: Sequence[Result], losses: Sequence[float]) -> dict[str, dict[str, Row]]:
-    """Make a row for each strategy that was measured and simulated, by cluster."""
-    found: dict[str, dict[str, Row]] = {}
-    for (cluster, strategy), own in by_row(r for r in rounds if r.timed).items():
-        simulated = ("ddp", 1, WORKLOAD) if strategy == NO_COMMUNICATION else (strategy, own[0].ranks, WORKLOAD)
-        pace, of = Pace.of(own), [each for each in results if _is(each) == simulated]
-        courses = {result.run: pace.course(result.curve) for result in of}
-        if courses:
-            seed = min(run.seed for run in courses)
-            tries = [run for run in courses if run.seed == seed]
-            best = min(tries, key=lambda run: courses[run].rank(losses))
-            rate = rate_text(best.learning_rate, [run.learning_rate for run in tries])
-            of_best = [course for run, course in courses.items() if replace(run, seed=seed) == best]
-            found.setdefault(cluster, {})[strategy] = Row.of(rate, of_best, losses)
+def trainings(rounds: Sequence[Round], results: Sequence[Result]) -> list[Training]:
+    """Those with a strategy that was measured and simulated, on as many ranks."""
+    found = []
+    for row, own in by_row(r for r in rounds if r.timed).items():
+        pace, silent = Pace.of(own), row[1] == NO_COMMUNICATION
+        simulated = ("ddp", 1, WORKLOAD) if silent else (row[1], own[0].ranks, WORKLOAD)
+        these = [r for r in results if (r.run.strategy, r.run.ranks, r.run.task) == simulated]
+        first = min((r.run.seed for r in these), default=0)
+        for run, curve in ((r.run, r.curve) for r in these):
+            setting = replace(run, seed=first)
+            found.append(Training(row, setting, run.learning_rate, run.seed == first, pace.course(curve)))
     return found
-
-
-def _is(result: Result) -> tuple[str, int, str]:
-    return result.run.strategy, result.run.ranks, result.run.task
 
 
 def combine(options: Bench) -> int:
@@ -85,7 +78,7 @@ def combine(options: Bench) -> int:
     if workload != WORKLOAD:
         raise ValueError(f"{files[0]} must be of --workload {WORKLOAD}, which simulate trains; it is of {workload}")
     rounds = [Round.from_json(line) for line in lines if line["kind"] == "round"]
-    found = rows(rounds, list(read(files[1]).values()), reached)
+    found = until_loss.rows(trainings(rounds, list(read(files[1]).values())), reached)
     if not found:
         raise ValueError(f"{files[1]} must have strategies that {files[0]} has, on as many ranks; it has none of them")
     known = {strategy for of_cluster in found.values() for strategy in of_cluster}

@@ -11,9 +11,9 @@ import pytest
 
 from lightning_sparse.bench.compare.peers import NO_COMMUNICATION
 from lightning_sparse.bench.compare.records import MeasuredRun, MeasuredStep, Round
-from lightning_sparse.bench.compare.until_loss import Reached
+from lightning_sparse.bench.compare.until_loss import Reached, rows
 from lightning_sparse.bench.output import json_line
-from lightning_sparse.bench.simulate.combine import Pace, rows
+from lightning_sparse.bench.simulate.combine import Pace, trainings
 from lightning_sparse.bench.simulate.results import Result, Run
 from lightning_sparse.cli import main
 
@@ -61,7 +61,7 @@ def test_seconds_to_a_loss_are_those_of_the_best_rate_over_its_seeds() -> None:
         simulated("ddp", [4, 3.8], ranks=1),
         simulated("sparse_dense", [4, 3]),  # not measured
     ]
-    found = rows(ROUNDS, results, [3.0, 1.0])
+    found = rows(trainings(ROUNDS, results), [3.0, 1.0])
     assert {cluster: list(of) for cluster, of in found.items()} == {"4x1gbit": [NO_COMMUNICATION, "ddp"]}
     row = found["4x1gbit"]["ddp"]
     assert (row.rate, row.last) == ("0.2*", 2.5)
