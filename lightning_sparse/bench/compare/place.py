@@ -75,9 +75,6 @@ def run_emulated(cluster: str, program: str, schedule: Any) -> Generator[dict[st
             yield from map(json.loads, lines)
 
 
-# - interfaces
-
-
 def interfaces() -> dict[str, str]:
     """Return the IPv4 address of each interface of this host that has one; nothing where the kernel is not Linux."""
     found = {}

@@ -115,9 +115,6 @@ def rows(trainings: Iterable[Training], losses: Sequence[float]) -> dict[str, di
     return found
 
 
-# - trainings that were measured
-
-
 def trainings(rounds: Iterable[Round]) -> list[Training]:
     """Read them from rounds, the first of which has the first seed."""
     return [
@@ -129,9 +126,6 @@ def at_best_rates(rounds: Sequence[Round], losses: Sequence[float]) -> list[Roun
     """Return the rounds of each strategy with its best learning rate on each cluster."""
     rates = {row: best(trainings(own), losses).rate for row, own in by_row(rounds).items()}
     return [r for r in rounds if r.learning_rate == rates[r.cluster, r.strategy]]
-
-
-# - tables
 
 
 _COLUMNS: dict[str, Callable[[Reached], str]] = {

@@ -106,9 +106,6 @@ def parameter_sizes(workload: Workload) -> list[int]:
         return [parameter.numel() for parameter in workload.module().parameters()]
 
 
-# - a user's own model: by import path, or as a LightningCLI config file describes it
-
-
 def is_own(text: str) -> bool:
     """Whether ``text`` names a user's model and not a workload of the benchmark."""
     return ":" in text or text.endswith((".yaml", ".yml"))

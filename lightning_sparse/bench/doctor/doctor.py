@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from lightning_sparse.bench import kernels
-from lightning_sparse.bench.cluster import unavailable_reason
+from lightning_sparse.bench.cluster import parse, unavailable_reason
 from lightning_sparse.bench.compare import worker
 from lightning_sparse.bench.compare.peers import NO_COMMUNICATION
 from lightning_sparse.bench.compare.place import Place, run_emulated
@@ -90,7 +90,7 @@ def _examinations(emulate: str, place: Place | None) -> list[tuple[str, Found]]:
     """Return what is to be examined, none of it begun, and what each is called."""
     if emulate:
         check_clusters([emulate])
-        return [(f"emulated hosts {emulate}, Gloo on the CPU", emulated(plan("cpu"), emulate))]
+        return [(f"{parse(emulate).hosts} emulated hosts, Gloo on the CPU", emulated(plan("cpu"), emulate))]
     if sys.platform != "linux":
         raise ValueError(f"doctor needs Linux; got {sys.platform}. `advise MODEL --link 4x1gbit` does not.")
     if place is not None:

@@ -91,9 +91,6 @@ def strategies(rounds: Sequence[Round], title: str) -> Table:
     return table
 
 
-# - what is wrong, and what to do about it
-
-
 def of_hosts(hosts: Sequence[Host], emulated: bool) -> list[str]:
     """Say what is wrong with the hosts; nothing if they are as they must be."""
     found = [problem for host in hosts for problem in _of_host(host)]

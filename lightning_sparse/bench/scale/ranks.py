@@ -71,9 +71,6 @@ def _normal(n: int, seed: int) -> Tensor:
     return torch.randn(n, generator=torch.Generator().manual_seed(seed))
 
 
-# - seconds
-
-
 @dataclass(frozen=True)
 class Measurement:
     """Traffic and time of one strategy among some ranks, measured by the bench or modelled."""
