@@ -76,7 +76,9 @@ def combine(options: Bench) -> int:
     lines = read_lines(files[0])
     workload = next((line["workload"] for line in lines if line["kind"] == "environment"), None)
     if workload != WORKLOAD:
-        raise ValueError(f"{files[0]} must be of --workload {WORKLOAD}, which simulate trains; it is of {workload}")
+        raise ValueError(
+            f"{files[0]} must be of --workload {WORKLOAD}, which the simulation trains; it is of {workload}"
+        )
     rounds = [Round.from_json(line) for line in lines if line["kind"] == "round"]
     found = until_loss.rows(trainings(rounds, list(read(files[1]).values())), reached)
     if not found:
