@@ -15,8 +15,8 @@ from lightning_sparse.bench.compare.records import Round, by_row, grouped
 from lightning_sparse.bench.output import markdown, new_table
 from lightning_sparse.monitor.tables import human_bytes
 
-#: What the tables of measured trainings are, and what their marks mean.
-EXPLANATION, MARKS = Path(__file__).with_name("until_loss.md").read_text().strip().split("\n\n")
+#: What the tables of measured trainings are, those of measured steps and simulated losses, and what their marks mean.
+EXPLANATION, COMBINED, MARKS = Path(__file__).with_name("until_loss.md").read_text().strip().split("\n\n")
 
 
 class Reached(NamedTuple):

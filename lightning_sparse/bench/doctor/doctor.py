@@ -107,12 +107,8 @@ def _address(place: Place | None) -> list[str]:
     """Say what is wrong with MASTER_ADDR, where it was set by hand."""
     address, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", 0) or 0)
     error = reach(address, port) if address and place is None else ""
-    if not error:
-        return []
-    return [
-        f"MASTER_ADDR must be a host that answers; got {address!r}, port {port}: {error}. Correct it, or unset it to "
-        "train on this machine alone."
-    ]
+    must = f"MASTER_ADDR must be a host that answers; got {address!r}, port {port}: {error}."
+    return [f"{must} Correct it, or unset it to train on this machine alone."] if error else []
 
 
 def conserves(device: torch.device) -> list[str]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 
 from lightning_sparse.bench.cluster.spec import parse, parse_link
 from lightning_sparse.bench.compare import report
@@ -55,10 +54,11 @@ def scale(options: Scale) -> int:
     facts = environment(options.command)
     rounds: list[Round] = []
     with new_progress(console) as progress:
-        if wanted := schedules(options):
-            _, measure = find_ranks([schedule.cluster for schedule in wanted], None)
-            measure_all(wanted, measure, facts, path.with_suffix(".jsonl"), progress, rounds)
-        counts = count_all(sizes(options), elements, progress)
+        if turns := schedules(options):
+            _, measure = find_ranks([schedule.cluster for schedule in turns], None)
+            measure_all(turns, measure, facts, path.with_suffix(".jsonl"), progress, rounds)
+        wanted = [(name, size) for name in COMPRESSORS for size in sizes(options)]
+        counts = [count_traffic(*each, elements) for each in progress.track(wanted, description="counting")]
     measured = measured_points(report.summarise(rounds, "ddp"))
     fitted = fit(measured, counts)
     given = parse(f"2x{options.emulate or options.link}")
@@ -109,18 +109,6 @@ def schedules(options: Scale) -> list[Schedule]:
     strategies = ",".join(["ddp", *(f"{name}:{GROUPS}" for name in COMPRESSORS)])
     clusters = [f"{size}x{options.emulate}" for size in MEASURED if options.emulate and size <= options.most]
     return [Schedule(cluster, WORKLOAD, strategies, STEPS, WARMUP, ROUNDS, "cpu") for cluster in clusters]
-
-
-def count_all(sizes: Sequence[int], elements: int, progress: Progress) -> list[StepTraffic]:
-    """Count what every compressor sends, for gradients of ``elements``, or fewer where memory is short."""
-    task = progress.add_task("counting", total=len(COMPRESSORS) * len(sizes))
-    found = []
-    for name in COMPRESSORS:
-        for size in sizes:
-            progress.update(task, description=f"counting {name} {size}", refresh=True)
-            found.append(count_traffic(name, size, elements))
-            progress.advance(task)
-    return found
 
 
 def _modelled(count: StepTraffic, elements: int, link: Link) -> Measurement:

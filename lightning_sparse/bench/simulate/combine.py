@@ -15,13 +15,6 @@ from lightning_sparse.bench.simulate.results import Result, read
 from lightning_sparse.cli.options import Bench, losses
 
 WORKLOAD = "byte_lm"  # which the simulation trains too
-EXPLANATION = (
-    "Nothing was trained for this. Measured, on this cluster: the seconds and bytes of a step, the mean over the "
-    "timed steps, and what the untimed first steps took beyond as many of these; of both the median over the rounds. "
-    "Simulated: the loss after a number of steps, joined by straight lines between the points of its curve, before the "
-    "first of which nothing is known; of `no_communication`, that of one rank. Each cell is the median over the "
-    "simulated seeds."
-)
 
 
 class Pace(NamedTuple):
@@ -91,7 +84,7 @@ def combine(options: Bench) -> int:
     for table in until_loss.tables(found, reached):
         console.print(table)
     title = "# Seconds to a loss, from measured steps and simulated losses"
-    section = until_loss.section(found, reached, EXPLANATION)
+    section = until_loss.section(found, reached, until_loss.COMBINED)
     options.output.mkdir(parents=True, exist_ok=True)
     page = options.output / f"{files[0].stem}-simulated.md"
     page.write_text(f"{title}\n\n    {options.command}\n\n{section}\n{listed(facts)}")
