@@ -41,7 +41,8 @@ def say(console: Console, text: str) -> None:
 def new_table(title: str | None, first: str, *numbers: str) -> Table:
     """A table without rows, whose columns but for the first are of numbers."""
     columns = (Column(heading, justify="right", no_wrap=True) for heading in numbers)
-    return Table(Column(first, overflow="fold"), *columns, title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    look: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False}
+    return Table(Column(first, overflow="fold"), *columns, title=title, **look)
 
 
 def markdown(table: Table) -> str:

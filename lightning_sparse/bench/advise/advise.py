@@ -168,7 +168,8 @@ class _Profile(Callback):
 
 def table(advices: Sequence[Advice], title: str) -> Table:
     """Show DDP first, then the fastest; the one to use in bold."""
-    result = new_table(title, "strategy", "step", "faster", "delivered", "late", "sends", "waits for")
+    result = new_table(title, "strategy", "step", "faster", "delivered", "late", "sends")
+    result.add_column("waits for")
     result.columns[0].no_wrap = True
     ddp, *others = advices
     for a in [ddp, *sorted(others, key=lambda a: a.step_s)]:
