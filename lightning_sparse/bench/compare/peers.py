@@ -24,7 +24,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.futures import Future
 
 from lightning_sparse.checks import check_whole, is_number
-from lightning_sparse.compressors import COMPRESSORS, NAMES, Auto, Compressor, Dense, MiCRO
+from lightning_sparse.compressors import COMPRESSORS, NAMES, Auto, Dense, MiCRO
 from lightning_sparse.compressors.auto import CANDIDATES
 from lightning_sparse.compressors.named import did_you_mean
 from lightning_sparse.engine.local_steps import LocalSteps
@@ -193,9 +193,9 @@ class Contender:
             )
         return self._build_sparse(NAMES[name], options)
 
-    def _build_sparse(self, kind: type[Compressor], options: dict[str, str]) -> SparseDDPStrategy:
+    def _build_sparse(self, kind: type[Any], options: dict[str, str]) -> SparseDDPStrategy:
         """Make one of ours: options are the compressor's, the strategy's and those of local steps."""
-        of_compressor = {f.name: f.default for f in fields(kind)}  # type: ignore[arg-type]
+        of_compressor = {f.name: f.default for f in fields(kind)}
         of_strategy = {*inspect.signature(SparseDDPStrategy).parameters, "gradient_as_bucket_view"}
         of_local_steps = {f.name for f in fields(LocalSteps)} - {"steps"}
         self._check(options, [*of_compressor, *sorted((of_strategy | of_local_steps) - {"compressor", "ddp_kwargs"})])

@@ -88,4 +88,5 @@ def train(run: Run, progress: Callable[[], None] = lambda: None) -> Result:
     parameters = sum(p.numel() for p in task.model.parameters())
     seconds = round(time.perf_counter() - start_s, 1)
     sent_bytes = fmean(comm.sent_bytes for comm in replicas.network.comms) / run.steps / parameters
-    return Result(run, curve[-1][1], curve, sent_bytes, seconds, task.accuracy(), faithful.delivered, faithful.age)
+    judged = task.accuracy(), faithful.delivered, faithful.age
+    return Result(run, curve[-1][1], curve, sent_bytes, seconds, *judged)
