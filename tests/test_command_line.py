@@ -1,16 +1,17 @@
 """The command line's help and list are there at once, and say what the classes say."""
 
+import pkgutil
+import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from lightning_sparse.auto.policy import NAMES
-from lightning_sparse.bench.compare.own_model import FORMS
 from lightning_sparse.bench.compare.workloads import WORKLOADS
-from lightning_sparse.bench.simulate.task import TASKS
-from lightning_sparse.cli import main, names
+from lightning_sparse.cli import main, names, options
 
 COMMANDS = ["advise", "bench", "doctor", "scale", "simulate"]
 START = """import sys
@@ -41,11 +42,49 @@ def test_a_command_runs_with_all_of_the_package(tmp_path: Path) -> None:
 def test_names_are_those_of_the_classes() -> None:
     assert {name: (kind.__doc__ or "").partition("\n")[0] for name, kind in NAMES.items()} == names.STRATEGIES
     assert tuple(WORKLOADS) == names.WORKLOADS
-    assert names.MODEL_FORMS == FORMS
-    assert {name: {"steps": kind.steps, "rates": kind.rates} for name, kind in TASKS.items()} == names.TASKS
 
 
 def test_list_prints_every_strategy(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == 0
     printed = capsys.readouterr().out
     assert all(name in printed for name in NAMES)
+
+
+KINDS = [options.Advise, options.Bench, options.Doctor, options.Scale, options.Simulate]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_field_is_an_option_and_each_command_has_its_function(kind: type[options.Options]) -> None:
+    name = kind.__name__.lower()
+    given = vars(options.parser().parse_args([name, *(["mlp_1m"] if kind is options.Advise else [])]))
+    assert given.pop("name") == name
+    made = given.pop("options")(**given, command="typed")
+    assert type(made) is kind
+    assert given.keys() == {each.name for each in fields(kind)} - {"command"}
+    assert callable(pkgutil.resolve_name(made.runs))
+
+
+def test_options_are_read_as_what_they_are() -> None:
+    words = ["bench", "--steps", "7", "--seconds", "2.5", "--plot", "--until-loss", "3", "--output", "there"]
+    found = options.parser().parse_args(words)
+    assert (found.steps, found.seconds, found.plot, found.until_loss, found.output) == (
+        7,
+        2.5,
+        True,
+        "3",
+        Path("there"),
+    )
+    assert (found.rounds, found.interface, found.workload) == (None, None, "mlp_25m")
+    assert options.Bench(simulate="a,b").runs != options.Bench().runs
+
+
+def test_numbers_are_read_each_once() -> None:
+    assert options.seeds("3,1,3") == [3, 1]
+    assert options.rates("") == []
+    assert options.losses("1,3,2") == [3.0, 2.0, 1.0]
+    with pytest.raises(
+        ValueError, match=re.escape("--seeds must be numbers of at least 0, separated by commas; got ''")
+    ):
+        options.seeds("", needed=True)
+    with pytest.raises(ValueError, match=r"--until-loss must be numbers, .*; got 'nan'"):
+        options.losses("nan")

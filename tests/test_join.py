@@ -49,8 +49,8 @@ def test_nothing_is_lost_and_means_are_over_all_ranks(ranks: Ranks, options: dic
             assert torch.equal(trained, last[0])
             assert all(torch.equal(mean, of_last) for mean, of_last in zip(means, last[1], strict=False))
         for name, (_, got, _) in last[2].items():
-            given = sum(owed[name][0] for _, _, owed in every)
-            kept = sum(owed[name][2] for _, _, owed in every)
+            given = sum(residual[name][0] for _, _, residual in every)
+            kept = sum(residual[name][2] for _, _, residual in every)
             assert torch.allclose(size * got + kept, given, atol=1e-5), name
 
 

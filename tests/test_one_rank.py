@@ -1,4 +1,4 @@
-"""One rank alone has nobody to send to: every strategy is dense, says so once, and delivers all that is owed."""
+"""One rank alone has nobody to send to: every strategy is dense, says so once, and delivers all there is."""
 
 import warnings
 from collections.abc import Iterator
@@ -92,13 +92,16 @@ def test_a_checkpoint_keeps_the_name_that_was_given(alone: Any) -> None:
 
 
 @pytest.mark.parametrize("residuals", ["per_rank", "mean"])
-def test_what_several_ranks_owed_is_delivered_at_once(alone: Any, residuals: str) -> None:
+def test_what_several_ranks_had_not_sent_is_delivered_at_once(alone: Any, residuals: str) -> None:
     run = alone(ls.TopK(density=0.01), fusion="layer")
     run.mean(torch.zeros(100))
-    owed = torch.randn(3, 1, 100)
-    several = {"per_rank": {"size": 3, "unsent": {"weight": owed}}, "mean": {"unsent": {"weight": owed.mean(0)}}}
+    residual = torch.randn(3, 1, 100)
+    several = {
+        "per_rank": {"size": 3, "unsent": {"weight": residual}},
+        "mean": {"unsent": {"weight": residual.mean(0)}},
+    }
     state = run.hook.state_dict(residuals) | several[residuals] | {"groups": []}
     state["checksum"] = State(**state).checksums()
     warned(run.hook.load_state_dict, state)
-    assert torch.allclose(run.mean(torch.zeros(100)), owed.mean(0).flatten())
+    assert torch.allclose(run.mean(torch.zeros(100)), residual.mean(0).flatten())
     assert not run.unsent().any()

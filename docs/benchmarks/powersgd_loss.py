@@ -20,10 +20,10 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from lightning_sparse.bench.simulate.optimizers import WEIGHT_DECAY, learning_rate
+from lightning_sparse.bench.compare.byte_lm import byte_lm, learning_rate
 from lightning_sparse.bench.simulate.results import Result, Run, read
-from lightning_sparse.bench.simulate.task import byte_lm
-from lightning_sparse.network.costs import traffic
+from lightning_sparse.bench.simulate.task import WEIGHT_DECAY
+from lightning_sparse.network.comm import traffic
 
 RANKS, STEPS = 4, 600
 RATES, SEEDS = (2e-3, 4e-3, 8e-3), (0, 1, 2)

@@ -94,7 +94,7 @@ def panel(axes: Axes, top: float, run: Run, cluster: str, strategies: Sequence[s
 def draw(name: str, shown: Sequence[tuple[Run, str, Sequence[str]]], folder: Path = s.FOLDER) -> None:
     """Draw runs on links with strategies, below each other."""
     heights = [HEAD + ROW * len(strategies) + 12 for _, _, strategies in shown]
-    figure, axes = s.canvas(name, sum(heights) + 26)
+    figure, axes = s.canvas(sum(heights) + 26)
     top = 16.0
     for (run, cluster, strategies), height in zip(shown, heights, strict=True):
         panel(axes, top, run, cluster, strategies)

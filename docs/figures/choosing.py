@@ -23,7 +23,7 @@ LAST = ("micro\n5 % in int4: 1/77", s.RED)
 
 def draw(folder: Path = s.FOLDER) -> None:
     """Draw questions in a column and the answers beside them."""
-    figure, axes = s.canvas("choosing", TOP + STEP * len(QUESTIONS) + QUESTION[1] + 10)
+    figure, axes = s.canvas(TOP + STEP * len(QUESTIONS) + QUESTION[1] + 10)
     for row, (question, word, answer, colour) in enumerate(QUESTIONS):
         top = TOP + STEP * row
         s.box(axes, (LEFT, top), QUESTION, question.strip("\n"), s.GREY)

@@ -23,7 +23,7 @@ WEIGHTS = (0.1, LOCAL, 0.5, 1.0)  # of what local steps leave: tried
 
 @dataclass(frozen=True)
 class Judged:
-    """A strategy on a task: how faithful it is, and its loss above that of dense training.
+    """A strategy on a task: its compression error, and its loss above that of dense training.
 
     Args:
         lost: that loss, as a part of how much one rank alone is above dense training.
@@ -46,7 +46,7 @@ class Judged:
 
 
 def judged() -> dict[str, list[Judged]]:
-    """Each task's strategies whose faithfulness and loss are known, the least loss first."""
+    """Each task's strategies whose compression error and loss are known, the least loss first."""
     short = {(result.run.task, result.run.strategy): result for result in read(SHORT).values()}
     found = {}
     for task, (points, alone) in of_tasks().items():

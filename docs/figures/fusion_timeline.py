@@ -50,7 +50,7 @@ def draw(folder: Path = s.FOLDER) -> None:
     shown = {"one group a layer": tuple(range(1, n + 1)), "LayerFusion's plan": best, "one group of all": (n,)}
     longest = max(timeline(ends)[-1].end for ends in shown.values())
     scale = (RIGHT - LEFT) / (longest + 2)
-    figure, axes = s.canvas("layer-fusion-timeline", 22 + ROW * len(shown))
+    figure, axes = s.canvas(22 + ROW * len(shown))
     for row, (title, ends) in enumerate(shown.items()):
         top, sent = 14 + ROW * row, timeline(ends)
         planned = title.startswith("Layer")

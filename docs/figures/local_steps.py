@@ -14,7 +14,7 @@ LEFT, HEIGHT = 16, 24
 
 def draw(folder: Path = s.FOLDER) -> None:
     """Draw two timelines, one below the other."""
-    figure, axes = s.canvas("local-steps", 262)
+    figure, axes = s.canvas(262)
     s.write(axes, (LEFT, 14), "gradients: every step waits for the network")
     x, done = LEFT, 0
     while x + COMPUTE + SEND <= s.WIDTH - 10:

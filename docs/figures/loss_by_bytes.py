@@ -14,6 +14,7 @@ import style
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
+from lightning_sparse.bench.output import save
 from lightning_sparse.bench.simulate.results import Result, read
 from lightning_sparse.bench.simulate.task import TASKS
 
@@ -211,7 +212,7 @@ def of_tasks() -> dict[str, tuple[dict[str, Point], Point]]:
 
 def main() -> None:
     """Draw the figure and write the table."""
-    style.settings("loss by bytes")
+    style.settings()
     figure, panels = plt.subplots(len(TASKS), 1, figsize=(style.WIDTH / style.POINTS_PER_INCH, 10.4))
     text: list[str] = []
     for axes, (task, (found, alone)) in zip(panels, of_tasks().items(), strict=True):
@@ -222,7 +223,7 @@ def main() -> None:
     handles = dict(zip(*reversed(panels[0].get_legend_handles_labels()), strict=True))
     figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=2, fontsize=style.SMALL, frameon=False)
     figure.subplots_adjust(left=0.13, right=0.94, top=0.97, bottom=0.135, hspace=0.24)
-    figure.savefig(FIGURE, metadata={"Date": None})
+    save(figure, FIGURE)
     before, _, rest = PAGE.read_text().partition(START)
     PAGE.write_text(before + START + "\n" + "\n".join(text) + "\n" + END + rest.partition(END)[2])
 

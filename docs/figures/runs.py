@@ -11,7 +11,8 @@ from typing import Any
 
 from lightning_sparse.bench.compare import until_loss
 from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, PEERS
-from lightning_sparse.bench.compare.report import Round, Summary, summarise
+from lightning_sparse.bench.compare.records import Round, grouped, read_lines
+from lightning_sparse.bench.compare.report import Summary, summarise
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 DIGITS = 5  # of a stored number
@@ -54,15 +55,13 @@ class Run:
         """For each cluster a row for each strategy."""
         reference = str(self.environment["strategies"]).split(",")[0]
         rounds = until_loss.at_best_rates(self.rounds, self.losses) if self.losses else self.rounds
-        found: dict[str, dict[str, Summary]] = {}
-        for row in summarise(rounds, reference):
-            found.setdefault(row.cluster, {})[row.strategy] = row
-        return found
+        rows = grouped(summarise(rounds, reference), lambda row: row.cluster)
+        return {cluster: {row.strategy: row for row in own} for cluster, own in rows.items()}
 
     @cached_property
     def reached(self) -> dict[str, dict[str, until_loss.Row]]:
         """For each cluster what each strategy took to each of the losses."""
-        return until_loss.rows(self.rounds, self.losses) if self.losses else {}
+        return until_loss.rows(until_loss.trainings(self.rounds), self.losses) if self.losses else {}
 
     def strategies(self, cluster: str) -> list[str]:
         """Those with something to show: others first, then ours, and the floor."""
@@ -81,15 +80,11 @@ class Run:
 
 def read(file: Path) -> Run | None:
     """Read a run; None where the file holds something else."""
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines = read_lines(file)
     if lines[0].get("kind") != "environment":
         return None
-    rounds = [Round.from_json(_without_kind(line)) for line in lines if line["kind"] == "round"]
+    rounds = [Round.from_json(line) for line in lines if line["kind"] == "round"]
     return Run(file.stem, lines[0], rounds, any(line["kind"] == "summary" for line in lines))
-
-
-def _without_kind(line: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in line.items() if key != "kind"}
 
 
 def stored() -> list[Run]:

@@ -12,6 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
+from lightning_sparse.bench.output import save
+
 FOLDER = Path(__file__).parent
 WIDTH = 360
 POINTS_PER_INCH = 72
@@ -26,11 +28,10 @@ TEXT, SMALL = 10.5, 9.5
 Point = tuple[float, float]
 
 
-def settings(name: str) -> None:
-    """Choose fonts, and make the same file from the same drawing."""
+def settings() -> None:
+    """Choose fonts and colours."""
     plt.rcParams.update(
         {
-            "svg.hashsalt": name,
             "svg.fonttype": "none",  # text stays text
             "font.family": "sans-serif",  # DejaVu comes first; it is the widest, so others fit too
             "font.size": TEXT,
@@ -45,9 +46,9 @@ def settings(name: str) -> None:
     )
 
 
-def canvas(name: str, height: float) -> tuple[Figure, Axes]:
+def canvas(height: float) -> tuple[Figure, Axes]:
     """A drawing of ``height`` points; x goes to the right, y downwards."""
-    settings(name)
+    settings()
     figure = plt.figure(figsize=(WIDTH / POINTS_PER_INCH, height / POINTS_PER_INCH))
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, WIDTH), ylim=(height, 0))
@@ -57,7 +58,7 @@ def canvas(name: str, height: float) -> tuple[Figure, Axes]:
 
 def store(figure: Figure, name: str, folder: Path = FOLDER) -> None:
     """Write it as an SVG file."""
-    figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+    save(figure, folder / f"{name}.svg")
     plt.close(figure)
 
 

@@ -40,7 +40,7 @@ def between(start: s.Point, end: s.Point) -> tuple[s.Point, s.Point]:
 
 def draw(folder: Path = s.FOLDER) -> None:
     """Draw the ranks, and bars of what was measured below."""
-    figure, axes = s.canvas("two-hops", 306)
+    figure, axes = s.canvas(306)
     for name in CENTRES:
         at = places(name)
         for i, start in enumerate(at):

@@ -24,7 +24,7 @@ STATIONS = [
 
 def draw(folder: Path = s.FOLDER) -> None:
     """Draw a column of boxes with notes beside them, and the way back of what waits."""
-    figure, axes = s.canvas("way-of-a-gradient", 14 + STEP * len(STATIONS))
+    figure, axes = s.canvas(14 + STEP * len(STATIONS))
     tops = [14 + STEP * i for i in range(len(STATIONS))]
     for top, (text, colour, note) in zip(tops, STATIONS, strict=True):
         s.box(axes, (LEFT, top), BOX, text, colour)

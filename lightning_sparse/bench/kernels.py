@@ -5,16 +5,16 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 from lightning_sparse import kernels
 from lightning_sparse.kernels.ops import HAS_TRITON
 from lightning_sparse.selection.sketch import CountSketch, hashes
-from lightning_sparse.wire import INDEX_FORMATS, INT4, INT8, SIGN, ValueFormat
+from lightning_sparse.wire import INDEX_FORMATS, INT4, INT8, SIGN
 
 ELEMENTS = 100_000_000  # 400 MB: more than a GPU's caches hold
 DENSITY = 0.01
@@ -29,27 +29,27 @@ def measure(n: int) -> Table:
     Beside the milliseconds of a call (the median) stand the least bytes it must read and write, and how long it takes
     beside a copy that reads and writes as many, and beside ``torch.topk`` of as many elements among ``n``.
     """
+    from triton.testing import do_bench  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+    def median_ms(call: Call) -> float:
+        return float(do_bench(call, return_mode="median"))
+
     device = torch.device("cuda")
     magnitudes = torch.randn(n, device=device).abs_()
-    topk_ms = _median_ms(lambda: magnitudes.topk(max(1, round(DENSITY * n)), sorted=False))
+    topk_ms = median_ms(lambda: magnitudes.topk(max(1, round(DENSITY * n)), sorted=False))
     table = Table("kernel", "ms", "MB", "GB/s", "time / copy", "time / topk")
     for name, (call, nbytes) in _calls(n, device).items():
-        ms, copy_ms = _median_ms(call), _median_ms(_copy(nbytes, device))
+        half, other = torch.zeros(2, nbytes // 2, dtype=torch.uint8, device=device)
+        ms, copy_ms = median_ms(call), median_ms(partial(other.copy_, half))
         rates = f"{nbytes / 1e6:.1f}", f"{nbytes / ms / 1e6:.0f}", f"{ms / copy_ms:.2f}", f"{ms / topk_ms:.3f}"
         table.add_row(name, f"{ms:.3f}", *rates)
     return table
 
 
-def _copy(nbytes: int, device: torch.device) -> Call:
-    half = torch.randint(0, 256, (nbytes // 2,), dtype=torch.uint8, device=device)
-    other = torch.empty_like(half)
-    return lambda: other.copy_(half)
-
-
 def _calls(n: int, device: torch.device) -> dict[str, tuple[Call, int]]:
     """For each kernel a call, and the least bytes it must read and write."""
     block16 = INDEX_FORMATS["block16"]
-    unsent, out = torch.randn(n, device=device), torch.empty(n, device=device)
+    unsent, out = torch.randn(2, n, device=device)
     gradient = 1e-6 * torch.randn(n, device=device)  # so small that after many steps as many are selected
     threshold = torch.tensor(2.5758, device=device)  # which 1 % of a normal distribution reach
     capacity = max(1, round(1.25 * DENSITY * n))
@@ -59,36 +59,22 @@ def _calls(n: int, device: torch.device) -> dict[str, tuple[Call, int]]:
     payload = torch.empty(block16.nbytes(n, capacity), dtype=torch.uint8, device=device)
     kernels.encode_indices(index, count, n, payload)
     sketch = CountSketch(ROWS, max(1, round(4 * DENSITY * n)))
-    hashed = hashes(sketch, n, device)
-    table = torch.empty(ROWS, sketch.columns, device=device)
+    hashed, table = hashes(sketch, n, device), torch.empty(ROWS, sketch.columns, device=device)
     sketched, coded = 4 * (n + table.numel()), payload.numel()
-    return {
+    calls: dict[str, tuple[Call, int]] = {
         "select": (lambda: kernels.select(unsent, gradient, threshold, capacity), 12 * n + 8 * capacity),
         "scatter": (lambda: kernels.scatter(index, values, count, 3, out), 4 * n + 12 * selected),
         "sketch_encode": (lambda: kernels.sketch_encode(unsent, hashed, table), sketched),
         "sketch_estimate": (lambda: kernels.sketch_estimate(table, hashed, out), sketched),
         "encode_indices": (lambda: kernels.encode_indices(index, count, n, payload), 8 * selected + coded),
         "decode_indices": (lambda: kernels.decode_indices(payload, n, capacity, count), coded + 8 * capacity),
-        **_coding_calls(INT8, unsent, out),
-        **_coding_calls(INT4, unsent, out),
-        **_coding_calls(SIGN, unsent, out),
     }
-
-
-def _coding_calls(form: ValueFormat, values: Tensor, out: Tensor) -> dict[str, tuple[Call, int]]:
-    """As :func:`_calls`, of writing ``values`` [n] and of adding them to ``out`` [n]."""
-    payload = torch.empty(form.nbytes(values.numel()), dtype=torch.uint8, device=values.device)
-    nbytes = 8 * values.numel() + payload.numel()
-    return {
-        f"{form} take": (lambda: form.take(values, payload), nbytes),
-        f"{form} add": (lambda: form.add(payload, out), nbytes),
-    }
-
-
-def _median_ms(call: Call) -> float:
-    from triton.testing import do_bench  # type: ignore[import-not-found,import-untyped,unused-ignore]
-
-    return float(do_bench(call, return_mode="median"))
+    for form in (INT8, INT4, SIGN):
+        packed = torch.empty(form.nbytes(n), dtype=torch.uint8, device=device)
+        nbytes = 8 * n + packed.numel()
+        calls[f"{form} take"] = partial(form.take, unsent, packed), nbytes
+        calls[f"{form} add"] = partial(form.add, packed, out), nbytes
+    return calls
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -40,7 +40,7 @@ MODEL_FORMS = "'package.module:Model', 'package.module:Model,package.module:Data
 
 #: Task of ``simulate`` -> its own steps and learning rates.
 TASKS = {
-    "byte_lm": {"steps": 600, "rates": "2e-3,4e-3,8e-3"},
-    "digits": {"steps": 300, "rates": "0.02,0.05,0.1"},
-    "modules": {"steps": 300, "rates": "5e-3,1e-2,2e-2"},
+    "byte_lm": (600, "2e-3,4e-3,8e-3"),
+    "digits": (300, "0.02,0.05,0.1"),
+    "modules": (300, "5e-3,1e-2,2e-2"),
 }

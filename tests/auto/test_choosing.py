@@ -53,7 +53,7 @@ def test_what_sends_more_delivers_more_and_sooner(gradients: Tensor) -> None:
         assert [f.staleness for f in found] == sorted(f.staleness for f in found)
 
 
-def test_every_candidate_can_be_tried_and_what_it_owes_is_bounded(gradients: Tensor) -> None:
+def test_every_candidate_can_be_tried_and_what_it_keeps_is_bounded(gradients: Tensor) -> None:
     for candidate in CANDIDATES:
         found = try_on(candidate, gradients, torch.zeros(2000))
         assert 0 < found.delivered <= 1, candidate
@@ -125,7 +125,7 @@ def test_a_forecast_is_the_same_after_its_way_as_numbers() -> None:
         assert Forecast.read(DENSE, forecast.numbers()) == forecast
 
 
-def test_a_record_holds_gradients_and_not_what_was_owed_before() -> None:
+def test_a_record_holds_gradients_and_not_what_was_unsent_before() -> None:
     weights = torch.arange(10.0)
     group = Group(0, ("w",), (weights,))
     group.unsent += 5.0

@@ -79,15 +79,15 @@ def resume_elsewhere(rank: int, size: int, path: str) -> tuple[dict[str, Tensor]
 def test_another_number_of_ranks_starts_from_the_mean(
     ranks: Ranks, before: int, after: int, residuals: str, tmp_path: Path
 ) -> None:
-    """What the mean gradient still owes is a P-th of the sum of what the ranks keep."""
+    """What the mean gradient still lacks is a P-th of the sum of what the ranks keep."""
     saved = ranks.run(train, before, str(tmp_path), "skip_reduce", 10, None, residuals)
     results = ranks.run(resume_elsewhere, after, str(tmp_path / "step=10.ckpt"))
     back = [found for found, _ in results]
     assert all(torch.equal(trained, results[0][1]) for _, trained in results)
     assert not torch.equal(results[0][1], saved[0][0])
     for name in saved[0][1]:
-        owed = sum(u[name].double() for _, u in saved) / before
-        assert torch.allclose(sum(u[name].double() for u in back) / after, owed, rtol=1e-6, atol=1e-9)
+        residual = sum(u[name].double() for _, u in saved) / before
+        assert torch.allclose(sum(u[name].double() for u in back) / after, residual, rtol=1e-6, atol=1e-9)
 
 
 def cross_load(rank: int, size: int, folder: str) -> Any:

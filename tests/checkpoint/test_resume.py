@@ -1,4 +1,4 @@
-"""Resuming and fitting again: nothing owed is multiplied or guessed, and a rank reads only what it goes on with."""
+"""Resuming and fitting again: nothing unsent is multiplied or guessed, and a rank reads only what it goes on with."""
 
 import copy
 import zlib
@@ -89,11 +89,11 @@ def of_ranks(state: dict[str, Any], size: int) -> dict[str, Any]:
     return state | {"checksum": State(**state).checksums()}
 
 
-# - what is owed arrives once
+# - what is unsent arrives once
 
 
 @pytest.mark.parametrize("how", ["mean", "ranks", "compressor"])
-def test_what_was_owed_arrives_once_though_velocities_are_not_known(how: str) -> None:
+def test_what_was_unsent_arrives_once_though_velocities_are_not_known(how: str) -> None:
     before = Training(ls.TopK(density=0.1) if how == "compressor" else MOMENTUM).steps(5)
     state = before.hook.state_dict("mean" if how == "mean" else "per_rank")
     state = of_ranks(state, 3) if how == "ranks" else state
@@ -101,9 +101,9 @@ def test_what_was_owed_arrives_once_though_velocities_are_not_known(how: str) ->
     after = Training()
     warned(after.hook.load_state_dict, state)
     after.steps(30, loss_scale=0.0)
-    for name, owed in unsent(before.hook).items():
-        assert owed.any()
-        assert torch.allclose(after.delivered[name], factor * owed, rtol=1e-5, atol=1e-6), name
+    for name, residual in unsent(before.hook).items():
+        assert residual.any()
+        assert torch.allclose(after.delivered[name], factor * residual, rtol=1e-5, atol=1e-6), name
         assert not unsent(after.hook)[name].any()
     before.close()
     after.close()
@@ -120,7 +120,7 @@ def test_the_first_velocity_is_the_first_gradient() -> None:
 def test_a_parameter_that_stays_keeps_its_velocity(change: str, by: str) -> None:
     """The velocities of all others in its group were dropped, and came back as what was unsent."""
     before = Training().steps(5)
-    kept, owed, moving = before.hook.state_dict(), unsent(before.hook), before.velocities()
+    kept, residual, moving = before.hook.state_dict(), unsent(before.hook), before.velocities()
     module = Two(head=5 if change == "a new head" else 3, more=change == "a new parameter")
     module.head.requires_grad_(change != "frozen")
     after = Training(module=module, fusion="none" if change == "another number of groups" else "bucket")
@@ -130,8 +130,8 @@ def test_a_parameter_that_stays_keeps_its_velocity(change: str, by: str) -> None
         said = "".join(warned(after.hook.take_over, before.hook))
     now, velocities = unsent(after.hook), after.velocities()
     for name in now:
-        stays = name in owed and owed[name].shape == now[name].shape
-        assert torch.equal(now[name], owed[name] if stays else torch.zeros_like(now[name])), name
+        stays = name in residual and residual[name].shape == now[name].shape
+        assert torch.equal(now[name], residual[name] if stays else torch.zeros_like(now[name])), name
         assert torch.equal(velocities[name], moving[name] if stays else torch.zeros_like(now[name])), name
     named = {
         "another number of groups": "",
@@ -162,11 +162,11 @@ def test_other_groups_keep_velocities_and_parameters_without_one_start_from_zero
     training.close()
 
 
-def test_another_fit_with_another_compressor_keeps_what_is_owed_and_no_memory() -> None:
+def test_another_fit_with_another_compressor_keeps_what_is_unsent_and_no_memory() -> None:
     before, after = Training(ls.MiCRO(density=0.1)).steps(3), Training(ls.OkTopk(density=0.1))
-    owed = unsent(before.hook)
+    residual = unsent(before.hook)
     assert warned(after.hook.take_over, before.hook) == []
-    assert all(torch.equal(owed[name], x) for name, x in unsent(after.hook).items())
+    assert all(torch.equal(residual[name], x) for name, x in unsent(after.hook).items())
     assert not after.hook.exchange.groups[0].memory
     before.close()
     after.close()

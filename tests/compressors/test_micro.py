@@ -86,8 +86,8 @@ def test_even_partitions_send_what_is_large_wherever_it_lies(
     found, sent = {}, {}
     for slack in (1.1, 50.0):
         result = simulate(ls.MiCRO(density=0.01, balance=False, slack=slack), given)
-        owed = (given.sum(1).cumsum(0) - size * result.mean.cumsum(0) + size * result.mean)[20:]  # before each step
-        large = torch.zeros_like(owed).scatter_(1, owed.abs().topk(k).indices, 1)
+        residual = (given.sum(1).cumsum(0) - size * result.mean.cumsum(0) + size * result.mean)[20:]  # before each step
+        large = torch.zeros_like(residual).scatter_(1, residual.abs().topk(k).indices, 1)
         found[slack] = float((large * (result.mean[20:] != 0)).sum() / large.sum())
         sent[slack] = int(result.sent_bytes[20:].float().mean())
     assert found[1.1] > 0.9 * found[50.0] > 0.1

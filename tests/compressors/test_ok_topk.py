@@ -40,8 +40,8 @@ def test_regions_receive_as_much_under_skewed_scales() -> None:
         if step > 64 and step % 32:
             edges = run.groups[0].memory["regions"]
             for group, gradient in zip(run.groups, gradients, strict=True):
-                owed = group.unsent + gradient
-                found = above(owed, float(group.memory["local"][0])).double()
+                residual = group.unsent + gradient
+                found = above(residual, float(group.memory["local"][0])).double()
                 received += torch.histogram(found, edges.double()).hist.float()
                 equal += torch.histogram(found, partition.even(n, size).double()).hist.float()
         run.step(gradients)

@@ -81,7 +81,7 @@ def test_nothing_is_lost(on_device: None, compressor: ls.Compressor, size: int, 
 
 @every_compressor
 @pytest.mark.parametrize("size", [1, 3])
-def test_zeros_stay_zero_and_what_is_owed_is_delivered(on_device: None, compressor: ls.Compressor, size: int) -> None:
+def test_zeros_stay_zero_and_what_is_unsent_is_delivered(on_device: None, compressor: ls.Compressor, size: int) -> None:
     given = torch.zeros(60, size, 6)
     assert not simulate(compressor, given[:3]).mean.any()
     given[0] = normal(1, size, 6)[0]

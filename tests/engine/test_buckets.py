@@ -12,10 +12,10 @@ from tests.support.fuzz import fuzzed, laid_out
 @fuzzed(150, parameters=st.lists(laid_out(), min_size=1, max_size=4), before=st.integers(0, 5))
 def test_a_bucket_is_cut_into_gradients_that_lie_as_their_parameters_do(parameters: list[Tensor], before: int) -> None:
     bucket = Bucket(parameters, before)
-    delivery = PendingBucket(bucket)  # type: ignore[arg-type]
+    pending = PendingBucket(bucket)  # type: ignore[arg-type]
     filled = bucket.memory.clone()
     start = before
-    for parameter, gradient in delivery.gradients():
+    for parameter, gradient in pending.gradients():
         assert gradient.shape == parameter.shape
         if parameter.numel() and parameter.is_contiguous():
             assert gradient.is_contiguous()

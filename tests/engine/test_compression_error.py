@@ -15,10 +15,10 @@ def rotating(turns: int, steps: int = 120, skip: int = 40) -> CompressionError:
     generator = torch.Generator().manual_seed(0)
     found, left = CompressionError(skip), torch.zeros(RANKS, ELEMENTS)
     for step in range(steps):
-        owed = left + torch.randn(RANKS, ELEMENTS, generator=generator)
-        left = owed.clone()
+        residual = left + torch.randn(RANKS, ELEMENTS, generator=generator)
+        left = residual.clone()
         left[:, step % turns :: turns] = 0
-        found.step(owed, left)
+        found.step(residual, left)
     return found
 
 
@@ -34,19 +34,19 @@ def test_an_element_that_travels_in_turns_waits_half_of_them(turns: int) -> None
     assert found.delivered == pytest.approx(2 / (turns + 1), rel=0.03)  # turns of 1 + 2 + ... + turns gradients
 
 
-def test_what_cancels_between_ranks_is_not_owed() -> None:
+def test_what_cancels_between_ranks_is_not_unsent() -> None:
     found, left = CompressionError(), torch.zeros(2, 10)
     for _ in range(10):
         gradient = torch.randn(10)
         apart = torch.randn(10)
-        owed = left + gradient
+        residual = left + gradient
         left = left + torch.stack([apart, -apart])
-        found.step(owed, left)
+        found.step(residual, left)
     assert found.delivered == pytest.approx(1, abs=1e-9)
     assert found.staleness == pytest.approx(0, abs=1e-4)
 
 
-def test_nothing_owed_is_nothing_late() -> None:
+def test_nothing_unsent_is_never_stale() -> None:
     found = CompressionError(1)
     assert (found.delivered, found.staleness) == (1.0, 0.0)
     for _ in range(3):
@@ -63,9 +63,9 @@ def test_more_elements_are_more_faithful() -> None:
 def of_micro(density: float) -> CompressionError:
     ranks, found = SimulatedRanks(MiCRO(density=density), RANKS, ELEMENTS), CompressionError(20)
     for gradients in normal(60, RANKS, ELEMENTS):
-        owed = ranks.unsent + gradients
+        residual = ranks.unsent + gradients
         ranks.step(gradients)
-        found.step(owed, ranks.unsent)
+        found.step(residual, ranks.unsent)
     return found
 
 

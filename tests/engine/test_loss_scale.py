@@ -81,10 +81,10 @@ def test_a_step_in_which_one_rank_overflows_never_was(ranks: Ranks) -> None:
     """Bit for bit: a power of two takes no digit away, and the rest of the run does not know of the step."""
     cases = [*((name, math.inf) for name in ls.COMPRESSORS), ("micro", math.nan)]
     for results in ranks.run(scaled_and_not, 2, cases):
-        for (name, _), (scaled, plain, owed, plain_owed, scale) in zip(cases, results, strict=True):
+        for (name, _), (scaled, plain, residual, plain_residual, scale) in zip(cases, results, strict=True):
             assert torch.equal(scaled, plain), name
-            assert torch.equal(owed, plain_owed), name
-            assert owed.isfinite().all(), name
+            assert torch.equal(residual, plain_residual), name
+            assert residual.isfinite().all(), name
             # doubled after steps 3 and 6 - 1, halved by the overflow, and so on: it did change, both ways
             assert scale == 2.0**10 * 2 / 2 * 2 * 2, name
 
@@ -103,9 +103,9 @@ def mixed_with_scaler(rank: int, size: int) -> tuple[Tensor, Tensor]:
 
 
 def test_mixed_precision_with_a_loss_scale_trains_and_replicas_stay_identical(ranks: Ranks) -> None:
-    (first, owed), (second, others) = ranks.run(mixed_with_scaler, 2)
+    (first, residual), (second, others) = ranks.run(mixed_with_scaler, 2)
     assert torch.equal(first, second)
-    assert all(x.isfinite().all() for x in (first, owed, others))
+    assert all(x.isfinite().all() for x in (first, residual, others))
 
 
 def on_gpu(rank: int, size: int, precision: str) -> tuple[Tensor, Tensor]:

@@ -41,17 +41,17 @@ def statistics_of(module: nn.Module, settings: ls.LocalSteps, index: int, *names
 
 
 def exchanged(replicas: Sequence[Replica], network: SimNetwork | None = None) -> Tensor:
-    """Exchange a group that every rank has; returns what all ranks together owed before."""
+    """Exchange a group that every rank has; returns what was unsent on all ranks before."""
     size = len(replicas)
     network = network or SimNetwork(size, SIGN)
     for replica in replicas:
         replica.take_up(size)
-    owed = sum((each.group.unsent.double() for each in replicas), torch.zeros(()))
+    residual = sum((each.group.unsent.double() for each in replicas), torch.zeros(()))
     totals = network.run([each.exchange(c) for each, c in zip(replicas, network.comms, strict=True)])
     for replica, total in zip(replicas, totals, strict=True):
         replica.move(total, size)
         replica.apply()
-    return owed
+    return residual
 
 
 class Trained:
@@ -80,10 +80,10 @@ class Trained:
 
     def exchange(self, turn: tuple[Replica, ...]) -> None:
         before = turn[0].average.clone()
-        owed = exchanged(turn, self.network)
+        residual = exchanged(turn, self.network)
         left = sum((each.group.unsent.double() for each in turn), torch.zeros(()))
         moved = (turn[0].average.double() - before.double()) * self.size
-        assert (owed - left - moved).abs().max() < 1e-5
+        assert (residual - left - moved).abs().max() < 1e-5
         for each in turn:
             assert same_bits(each.average, turn[0].average)
             own = torch.cat([p.flatten().double() for p in each.group.parameters])

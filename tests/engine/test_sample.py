@@ -91,15 +91,15 @@ def test_of_parameters_sampled_whole_what_is_delivered_and_its_age_are_exact(com
     ranks, own, left = Ranks(compressor, (tuple(SIZES),)), CompressionError(), torch.zeros(2, 80)
     ages = []
     for given in gradients(200, scale=0.3):
-        owed = left + given
+        residual = left + given
         ranks.step(given)
         left = ranks.unsent()
         every = CompressionError()
-        every.step(owed, left)
-        own.step(owed[:1], left[:1])
+        every.step(residual, left)
+        own.step(residual[:1], left[:1])
         sums = sum(sample.unsent_and_left(lambda group, places: group.unsent[places]) for sample in ranks.samples)
-        of_owed, of_left = sums.square().sum(1).tolist()  # type: ignore[union-attr]
-        assert 1 - of_left / of_owed == pytest.approx(every.delivered, abs=1e-5)
+        of_unsent, of_left = sums.square().sum(1).tolist()  # type: ignore[union-attr]
+        assert 1 - of_left / of_unsent == pytest.approx(every.delivered, abs=1e-5)
         ages.append(ranks.samples[0].age())
     assert sum(ages[100:]) / 100 == pytest.approx(own.staleness, rel=0.2, abs=1e-6)  # the mean over all steps
 
@@ -107,7 +107,7 @@ def test_of_parameters_sampled_whole_what_is_delivered_and_its_age_are_exact(com
 def test_what_is_not_asked_for_grows_older() -> None:
     groups = groups_of(tuple(SIZES))
     sample = Sample(groups)
-    for step in range(400):  # as with local steps: a turn in four, for what four steps owe
+    for step in range(400):  # as with local steps: a turn in four, for what is unsent after four steps
         if step % 4 == 3:
             groups[0].unsent.fill_(1.0)
             sample.before(groups[0])
@@ -216,7 +216,7 @@ def test_what_was_not_used_goes_on_waiting() -> None:
     (group,) = groups_of(("a", "b"), parameters={"a": torch.zeros(5), "b": torch.zeros(5)})
     sample = Sample([group])
     for step in range(6):
-        aside = step % 2 == 1  # "b" got no gradient: what it owes is laid aside, and put back
+        aside = step % 2 == 1  # "b" got no gradient: its unsent part is laid aside, and put back
         group.unsent += 1 - 1 * aside
         kept = group.unsent[5:].clone()
         group.unsent[5:] *= not aside

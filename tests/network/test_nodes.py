@@ -80,14 +80,14 @@ def per_rank(ranks: Ranks) -> list[Any]:
 
 def test_a_node_acts_as_one_rank_whose_gradient_is_the_mean_of_its_ranks(per_rank: list[Any]) -> None:
     gradients = [[(given(s, 2 * node) + given(s, 2 * node + 1)) / 2 for node in range(2)] for s in range(STEPS)]
-    owed = torch.stack([g.double() for step in gradients for g in step]).sum(0)  # over nodes and steps
+    residual = torch.stack([g.double() for step in gradients for g in step]).sum(0)  # over nodes and steps
     for i, name in enumerate(NAMES):
         totals, unsent, onward, resumed, sent = zip(*(results[i] for results in per_rank), strict=True)
         assert all(total.equal(totals[0]) for total in totals), name
         assert unsent[0].equal(unsent[1]), name
         assert unsent[2].equal(unsent[3]), name
         law = 2 * totals[0] + unsent[0].double() + unsent[2].double()
-        assert torch.allclose(law, owed, atol=1e-4), name
+        assert torch.allclose(law, residual, atol=1e-4), name
         assert all(one.equal(other) for one, other in zip(onward, resumed, strict=True)), name
         assert len(set(sent)) <= 2, name  # of the node, whichever of its ranks tells
 

@@ -89,7 +89,7 @@ class File:
 
 @dataclass
 class UnderWay:
-    """A tensor that is being averaged: what each rank had when it was taken up, and the mean of what it owed."""
+    """A tensor that is being averaged: what each rank had when it was taken up, and the mean of what was unsent."""
 
     own: list[Tensor]
     mean: Tensor
@@ -315,7 +315,7 @@ class Plain:
             self.tensors(rank)[name].copy_(x)
 
     def edit(self, name: str, factors: Sequence[float]) -> None:
-        """Multiply a weight on each rank; where the average is shown, it becomes that, of which nothing is owed."""
+        """Multiply a weight on each rank; where the average is shown, it becomes that, of which nothing is unsent."""
         for rank, factor in enumerate(factors):
             self.tensors(rank)[name].mul_(factor)
         if all(self.shown) and name in self.average:
@@ -330,7 +330,7 @@ class Plain:
                 self._restart(name)
 
     def _restart(self, name: str) -> None:
-        """Owe nothing of a tensor: x̄ and x_r are what the first rank's model holds."""
+        """Leave nothing unsent of a tensor: x̄ and x_r are what the first rank's model holds."""
         self.under_way.pop(name, None)
         self.average[name] = self.tensors(0)[name].clone()
         for held in self.held:
@@ -358,7 +358,7 @@ class Plain:
         return {name: x.clone() for name, x in self.tensors(rank).items() if name not in self.average}
 
     def load(self, file: "File") -> None:
-        """Go on from it: what is averaged now, and was not when it was saved, is the first rank's, and nothing owed."""
+        """Go on from it: what is averaged now, and was not when it was saved, is the first rank's, nothing unsent."""
         for rank, model in enumerate(self.models):
             model.load_state_dict(file.model)
             self.optimizers[rank].load_state_dict(deepcopy(file.optimizers[rank]))
@@ -382,7 +382,7 @@ class Plain:
         self.show()
 
     def begin_fit(self, frozen: bool) -> None:
-        """Begin a second fit, with a layer frozen or not; what is owed goes along."""
+        """Begin a second fit, with a layer frozen or not; what is unsent goes along."""
         self.forget_gradients()
         own, average, velocity = [self.own(rank) for rank in self._ranks], self.average, self._velocity
         for rank, model in enumerate(self.models):
@@ -425,7 +425,7 @@ class Plain:
         self.begin(None)
 
     def change(self, local: "ls.LocalSteps") -> None:
-        """Take other local steps; what is owed goes along."""
+        """Take other local steps; what is unsent goes along."""
         self.show()
         own, average = [self.own(rank) for rank in self._ranks], self.average
         self.begin(local)

@@ -98,7 +98,7 @@ def _there_and_back(rank: int, size: int) -> Any:
     return watch.engines, watch.own[last], merged[0], watch.momenta[last]
 
 
-def test_other_local_steps_take_over_what_each_rank_owes(ranks: Ranks) -> None:
+def test_other_local_steps_take_over_what_each_rank_has_not_sent(ranks: Ranks) -> None:
     (average, *first), (their_average, *second) = ranks.run(_other_local_steps, 2)
     assert torch.equal(average, their_average)
     for (before, after), (theirs, their_own) in zip(first, second, strict=True):  # of weights, then of momenta

@@ -135,7 +135,7 @@ def test_each_of_other_ranks_starts_from_the_mean_of_weights_and_moments(
     stages: dict[str, list[Stage]], way: str, stage: int
 ) -> None:
     ranks = stages[way][stage].begun
-    before, after = owed(stages[way][stage - 1].ended), owed(ranks)
+    before, after = residual(stages[way][stage - 1].ended), residual(ranks)
     assert before.keys() == after.keys()
     moments = torch.stack([at.moments for at in stages[way][stage - 1].ended]).mean(0)
     for at in ranks:
@@ -146,14 +146,14 @@ def test_each_of_other_ranks_starts_from_the_mean_of_weights_and_moments(
     assert sum(float(x.norm()) for x in after.values()) > 0.01
 
 
-def owed(ranks: list[At]) -> Named:
+def residual(ranks: list[At]) -> Named:
     """The mean over the ranks of their own weights minus the average; nothing where neither is finite."""
     each = [{name: at.own[name].double() - x.double() for name, x in at.average.items()} for at in ranks]
     return {name: torch.stack([x[name] for x in each]).mean(0).nan_to_num(0.0) for name in each[0]}
 
 
 def test_sparse_auto_on_one_rank_goes_on_from_the_mean_of_the_ranks_own_weights(stages: dict[str, list[Stage]]) -> None:
-    """Alone it averages gradients, of which there is nobody to owe any to."""
+    """Alone it averages gradients, of which there is nobody to send any to."""
     _, before, stage = stages["sparse_auto"]
     for name in before.ended[0].average:
         mean = torch.stack([at.own[name].double() for at in before.ended]).mean(0)

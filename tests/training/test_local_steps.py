@@ -74,12 +74,12 @@ def test_the_law_holds_over_real_processes(ranks: Ranks) -> None:
     for turns in zip(*ranks.run(_watched, 2), strict=True):
         before, after, moved, largest = (torch.stack(each) for each in zip(*turns, strict=True))
         assert torch.equal(moved[0], moved[1])
-        owed, kept = before.double().sum(0), len(turns) * moved[0].double() + after.double().sum(0)
-        assert (owed - kept).abs().max() <= 4e-6 * max(1.0, float(largest.max()))
+        residual, kept = before.double().sum(0), len(turns) * moved[0].double() + after.double().sum(0)
+        assert (residual - kept).abs().max() <= 4e-6 * max(1.0, float(largest.max()))
 
 
 def _watched(rank: int, size: int) -> list[Any]:
-    """Of each group's turn what was owed before, after, how x̄ moved, and the largest weight."""
+    """Of each group's turn what was unsent before, after, how x̄ moved, and the largest weight."""
     turns: list[Any] = []
     take_up, apply = Replica.take_up, Replica.apply
     shared: dict[Replica, tuple[Tensor, Tensor]] = {}
@@ -90,8 +90,8 @@ def _watched(rank: int, size: int) -> list[Any]:
 
     def after(self: Replica) -> None:
         apply(self)
-        owed, average = shared.pop(self)
-        turns.append((owed, self.group.unsent.clone(), self.average - average, average.abs().max()))
+        residual, average = shared.pop(self)
+        turns.append((residual, self.group.unsent.clone(), self.average - average, average.abs().max()))
 
     Replica.take_up, Replica.apply = before, after  # type: ignore[method-assign]
     for model, compressor, wire in ((Small, "sparse_dense", "float32"), (Gan, ls.MiCRO(density=0.1), "int4")):

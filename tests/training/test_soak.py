@@ -73,10 +73,10 @@ class Account:
         self.hook.show_average()
         if isinstance(exchange, LocalExchange):
             self.handed_out = flat([exchange.averages[name] for name in names])
-            owed = flat([exchange.own[name] for name in names]) - self.handed_out
+            residual = flat([exchange.own[name] for name in names]) - self.handed_out
         else:
-            owed = flat([unsent(self.hook)[name] for name in names])
-        sent = self.handed_in - owed
+            residual = flat([unsent(self.hook)[name] for name in names])
+        sent = self.handed_in - residual
         dist.all_reduce(sent)
         return float((sent - size * self.handed_out).abs().max() / self.handed_out.abs().max())
 

@@ -1,13 +1,13 @@
-"""Measures what advice needs: a few steps of a user's model, between real ranks or alone with a link as given."""
+"""``lightning-sparse advise``: a few steps of a user's model, between real ranks or alone with a link as given."""
 
 import logging
 import multiprocessing
 import os
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -16,22 +16,28 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console
 from rich.progress import Progress
+from rich.table import Table
 from torch import Tensor
 
 from lightning_sparse.auto.chooser import ELEMENTS, tried
 from lightning_sparse.auto.forecast import Forecaster
-from lightning_sparse.auto.policy import CANDIDATES
-from lightning_sparse.bench.advise.advice import Advice, advise_on, table, words
-from lightning_sparse.bench.cluster.spec import ClusterSpec, parse
+from lightning_sparse.auto.policy import CANDIDATES, TOLERANCE
+from lightning_sparse.bench.cluster import ClusterError, ClusterSpec, parse
+from lightning_sparse.bench.compare.advice import Advice, advise_on
 from lightning_sparse.bench.compare.peers import ADVISE
-from lightning_sparse.bench.compare.run import BenchError, find_ranks
-from lightning_sparse.bench.compare.worker import QUIET, Schedule
+from lightning_sparse.bench.compare.run import find_ranks
+from lightning_sparse.bench.compare.schedule import Schedule
+from lightning_sparse.bench.compare.worker import QUIET
 from lightning_sparse.bench.compare.workloads import workload_named
+from lightning_sparse.bench.output import known, new_table, say
+from lightning_sparse.cli.options import Advise
 from lightning_sparse.compressors import Dense
+from lightning_sparse.engine.compression_error import LOCAL
 from lightning_sparse.engine.gradient_record import GradientRecord
 from lightning_sparse.fusion.costs import Link
 from lightning_sparse.fusion.planner import Measured
 from lightning_sparse.fusion.steps import STEPS_MEASURED
+from lightning_sparse.monitor.tables import human_bytes
 from lightning_sparse.network.costs import Costs
 from lightning_sparse.strategy import SparseDDPStrategy
 
@@ -39,42 +45,30 @@ STEPS = 8  # of a model that trains alone, of which the first half is not timed
 BUSY = 1.5  # programs for each core, this one among them
 
 
-@dataclass(frozen=True)
-class AdviseArguments:
-    """Arguments of ``lightning-sparse advise``, as its ``--help`` explains them."""
-
-    model: str
-    emulate: str
-    link: str
-    interface: str | None
-
-
-def advise(arguments: AdviseArguments) -> int:
+def advise(options: Advise) -> int:
     """Measure and print; returns the exit status."""
-    workload_named(arguments.model)
-    if arguments.link:
-        found, where = predict(arguments.model, arguments.link), f"{arguments.link}, predicted from one process"
+    workload_named(options.model)
+    if options.link:
+        found, where = predict(options.model, options.link), f"{options.link}, predicted from one process"
     else:
-        found, where = _measure(arguments)
+        found, where = _measure(options)
     if found:
         console = Console()
-        cluster = arguments.link or arguments.emulate
+        cluster = options.link or options.emulate
         if cluster and (differences := parse(cluster).differences()):
-            console.print(differences, highlight=False, markup=False, soft_wrap=True)
-        console.print(table(found, f"{arguments.model} on {where}"))
-        console.print(found[0].sums, highlight=False, markup=False, soft_wrap=True)
+            say(console, differences)
+        console.print(table(found, f"{options.model} on {where}"))
+        say(console, found[0].sums)
         for line in words(found, busy()):
             console.print(line, highlight=False, markup=False, soft_wrap=not line.startswith("Use "))
     return 0
 
 
-def _measure(arguments: AdviseArguments) -> tuple[list[Advice], str]:
+def _measure(options: Advise) -> tuple[list[Advice], str]:
     """Return advice from steps between ranks, and where they ran; no advice on ranks other than 0."""
-    try:
-        place, measure = find_ranks([arguments.emulate] if arguments.emulate else [], arguments.interface)
-    except BenchError as error:
-        raise BenchError(f"{error} To predict from one process, give --link 4x1gbit, say.") from None
-    schedule = Schedule(arguments.emulate, arguments.model, ADVISE, 1, STEPS_MEASURED + 1, 1, "cpu")
+    otherwise = " To predict from one process, give --link 4x1gbit, say."
+    place, measure = find_ranks([options.emulate] if options.emulate else [], options.interface, otherwise)
+    schedule = Schedule(options.emulate, options.model, ADVISE, 1, STEPS_MEASURED + 1, 1, "cpu")
     if place is not None:
         schedule = replace(schedule, cluster=f"{place.size} ranks", accelerator="auto")
     rounds = list(measure(schedule))
@@ -82,10 +76,13 @@ def _measure(arguments: AdviseArguments) -> tuple[list[Advice], str]:
         return [], ""
     last = rounds[-1] if rounds else None
     if last is None or last.run is None:
-        raise BenchError(f"the steps to measure failed: {last.error if last else 'nothing was measured'}")
+        raise ClusterError(f"the steps to measure failed: {last.error if last else 'nothing was measured'}")
     if not last.run.advices:
-        raise BenchError("nothing to advise: the model is too small to plan, or no rank could measure times.")
+        raise ValueError("nothing to advise: the model is too small to plan, or no rank could measure times.")
     return [Advice(**each) for each in last.run.advices], f"{schedule.cluster}, measured between ranks"
+
+
+# - a link as given
 
 
 def predict(model: str, link: str) -> list[Advice]:
@@ -99,9 +96,8 @@ def predict(model: str, link: str) -> list[Advice]:
 
 
 def _in_one_process(model: str, cluster: ClusterSpec) -> list[Advice]:
-    workload = workload_named(model)
+    workload, profile = workload_named(model), _Profile()
     module = workload.module()
-    profile = _Profile()
     logging.disable(logging.WARNING)
     trainer = Trainer(devices=1, strategy=SparseDDPStrategy(Dense()), max_steps=STEPS, callbacks=[profile], **QUIET)
     with warnings.catch_warnings():
@@ -120,12 +116,7 @@ def advices(
 ) -> list[Advice]:
     """Advise on each candidate, where steps take what was measured and messages what they would on the cluster.
 
-    Args:
-        parameters: by name, in the order of definition.
-        measured: of a rank that sent nothing.
-        cluster: whose links.
-        gradients: [P, T, m] on which candidates are tried.
-        weights: [m], of the same parameters.
+    Candidates are tried on ``gradients`` [P, T, m], with the ``weights`` [m] of the same elements.
     """
     link = Link(cluster.hop_s, cluster.s_per_byte)
     forecaster = Forecaster(parameters, measured, link, cluster.hosts, at_work=None)
@@ -134,17 +125,6 @@ def advices(
         found = [tried(forecaster.forecast(candidate), gradients, weights) for candidate in candidates]
     sums = Costs(cluster.hosts, link.carries(link.latency_s)).ways()
     return advise_on(found, sums)
-
-
-def busy() -> str:
-    """Say that other programs keep this machine busy, if they do."""
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    if load < BUSY * cores:
-        return ""
-    return (
-        f"This machine is busy: {load:.1f} programs have been running on its {cores} cores in the last minute, so "
-        "steps may be shorter than measured here. Ask again when nothing else runs."
-    )
 
 
 class _Profile(Callback):
@@ -173,10 +153,9 @@ class _Profile(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Note the step."""
         del args
-        strategy = trainer.strategy
-        assert isinstance(strategy, SparseDDPStrategy)
-        assert strategy.exchange is not None
-        arrival_s = strategy.exchange.timeline.arrival_s
+        assert isinstance(trainer.strategy, SparseDDPStrategy)
+        assert trainer.strategy.exchange is not None
+        arrival_s = trainer.strategy.exchange.timeline.arrival_s
         self._arrivals.append([arrival_s(p) for p in pl_module.parameters() if p.requires_grad])
         self._ends.append(time.perf_counter())
 
@@ -188,3 +167,72 @@ class _Profile(Callback):
         rest_s = median(step - span for step, span in zip(steps, spans, strict=True))
         medians = [median(each) for each in zip(*arrivals, strict=True)]
         return Measured(medians[::-1], median(spans), max(rest_s, 0.0), [list(names)])
+
+
+# - what is said
+
+
+def table(advices: Sequence[Advice], title: str) -> Table:
+    """Show DDP first, then the fastest; the one to use in bold."""
+    result = new_table(title, "strategy", "step", "faster", "delivered", "stale", "sends")
+    result.add_column("waits for")
+    result.columns[0].no_wrap = True
+    ddp, *others = advices
+    for a in [ddp, *sorted(others, key=lambda a: a.step_s)]:
+        name = f"[bold]{a.name}[/bold]" if a.chosen else a.name
+        cells = f"{1e3 * a.step_s:.0f} ms", f"{ddp.step_s / a.step_s:.1f} x", known(a.delivered, "{:.0%}".format)
+        result.add_row(name, *cells, known(a.staleness, "{:.1f}".format), human_bytes(a.sent_bytes), a.limit)
+    return result
+
+
+def words(advices: Sequence[Advice], busy: str = "") -> list[str]:
+    """Write the recommendation, why this one, and what to paste; before them, whether to trust what was measured."""
+    ddp, best = advices[0], next(a for a in advices if a.chosen)
+    doubt = [busy, ""] if busy else []
+    if ddp.step_s <= (1 + TOLERANCE) * min(a.step_s for a in advices[1:]):
+        return [
+            *doubt,
+            f"Do not compress: no step is expected to be more than {TOLERANCE:.0%} shorter than plain DDP's, "
+            f"{1e3 * ddp.step_s:.0f} ms, which waits for its {ddp.limit}. Use plain DDP:",
+            "",
+            "    Trainer(strategy='ddp')",
+        ]
+    return [
+        *doubt,
+        f"Use sparse_auto, which chooses so by itself: {best.name}, a step of about {1e3 * best.step_s:.0f} ms in "
+        f"place of {1e3 * ddp.step_s:.0f} ms ({ddp.step_s / best.step_s:.1f} times faster). {_why(advices, best)}",
+        "",
+        "    import lightning_sparse as ls",
+        "    Trainer(strategy='sparse_auto')",
+        f"    {best.python}  # the same, fixed",
+        "",
+        "or in a config file:",
+        "",
+        *(f"    {line}" for line in best.yaml.split("\n")),
+    ]
+
+
+def _why(advices: Sequence[Advice], best: Advice) -> str:
+    """Say why ``best``, and not the next with a smaller compression error."""
+    short = [a for a in advices if a.about_as_short]
+    why = (
+        f"Of the {len(short)} whose steps are about as short as the shortest it has the smallest compression error: a "
+        f"step delivers {best.delivered or 0:.0%} of what is unsent, and a gradient is {best.staleness or 0:.1f} steps "
+        f"stale. Of local steps the error counts {LOCAL:g} times: a rank's own weights have its own steps at once."
+    )
+    slower = [a for a in advices[1:] if not a.about_as_short and a.error < best.error]
+    if slower:
+        nearest = min(slower, key=lambda a: a.step_s)
+        why += f" With a smaller error, but slower: {nearest.name}, {1e3 * nearest.step_s:.0f} ms a step."
+    return why
+
+
+def busy() -> str:
+    """Say that other programs keep this machine busy, if they do."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load < BUSY * cores:
+        return ""
+    return (
+        f"This machine is busy: {load:.1f} programs have been running on its {cores} cores in the last minute, so "
+        "steps may be shorter than measured here. Ask again when nothing else runs."
+    )

@@ -15,7 +15,7 @@ pauses, as on hosts that were tuned for such a link.
 A user who is not root gets the namespaces within a user namespace, in which programs see the user as root.
 """
 
-from lightning_sparse.bench.cluster.available import ClusterError, unavailable_reason
+from lightning_sparse.bench.cluster.namespaces import ClusterError, unavailable_reason
 from lightning_sparse.bench.cluster.processes import Cluster
 from lightning_sparse.bench.cluster.spec import ClusterSpec, LinkSpec, parse, parse_rate
 

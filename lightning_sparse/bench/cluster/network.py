@@ -4,13 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from itertools import count
+from pathlib import Path
 
-from lightning_sparse.bench.cluster import delay
-from lightning_sparse.bench.cluster.available import ClusterError
-from lightning_sparse.bench.cluster.holders import Namespaces, start
+from lightning_sparse.bench.cluster.namespaces import ClusterError, Namespaces, start
 from lightning_sparse.bench.cluster.spec import ClusterSpec, LinkSpec
 
 INTERFACE = "eth0"
+_DELAY = Path(__file__).with_name("delay.py")  # the program that delays packets
 
 # The bucket of each limiter holds one millisecond of the rate. What it costs and buys, measured on two cores with
 # kernel 6.18 and plain TCP sockets:
@@ -48,17 +49,15 @@ class Network:
     def build(self) -> None:
         """Make namespaces, bridges and links."""
         self.namespaces.add()
-        several = len(self._spec.groups) > 1
+        several, numbers = len(self._spec.groups) > 1, count()
         if several:
             self._add_bridge("core")
-        number = 0
         for group, links in enumerate(self._spec.groups):
             self._add_bridge(f"br{group}")
             if several:
                 self._add_trunk(group)
             for link in links:
-                self._add_host(number, f"br{group}", link)
-                number += 1
+                self._add_host(next(numbers), f"br{group}", link)
         if self._spec.longest_delay_s:
             self._delay()
 
@@ -116,7 +115,7 @@ class Network:
             (path, self._spec.window_bytes, {address(n): self._spec.delay_s(n, receiver) for n in numbers})
             for receiver, path in enumerate(self.hosts)
         ]
-        command = self.namespaces.command(self.switch, [sys.executable, "-IS", delay.__file__, json.dumps(tasks)])
+        command = self.namespaces.command(self.switch, [sys.executable, "-IS", str(_DELAY), json.dumps(tasks)])
         needs = (
             "cannot delay packets; does the kernel have nfnetlink_queue, and nft_queue or nft_compat with xt_NFQUEUE "
             "(modprobe nfnetlink_queue nft_queue)?"

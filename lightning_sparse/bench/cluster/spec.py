@@ -1,6 +1,7 @@
 """Clusters as text, such as ``4x1gbit``: hosts and the rates of their links."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 RATE_FORMS = "a number and a unit, such as '100mbit', '2.5gbit' or '1gbit' (bit, kbit, mbit, gbit), or 'unlimited'"
@@ -117,18 +118,23 @@ def parse_rate(text: str) -> int | None:
     word = text.strip().lower()
     if word == "unlimited":
         return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?bit)", word, re.ASCII)
-    rate_bits_per_s = round(float(match[1]) * _UNITS_BITS_PER_S[match[2]]) if match else 0
+    rate_bits_per_s = round(_with_unit(word, _UNITS_BITS_PER_S) or 0)
     if rate_bits_per_s < 1:
         raise ValueError(f"a rate must be {RATE_FORMS}; got {text!r}")
     return rate_bits_per_s
 
 
 def _parse_delay(text: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", text.strip().lower(), re.ASCII)
-    if not match:
+    delay_s = _with_unit(text, _UNITS_S)
+    if delay_s is None:
         raise ValueError(f"a delay must be {DELAY_FORMS}; got {text!r}")
-    return float(match[1]) * _UNITS_S[match[2]]
+    return delay_s
+
+
+def _with_unit(text: str, units: Mapping[str, float]) -> float | None:
+    """Read a number and one of ``units``; None if it is anything else."""
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?)({'|'.join(units)})", text.strip().lower(), re.ASCII)
+    return float(match[1]) * units[match[2]] if match else None
 
 
 def _parse_hosts(text: str) -> tuple[LinkSpec, ...]:

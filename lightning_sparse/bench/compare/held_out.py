@@ -1,4 +1,4 @@
-"""Judges a training by its loss on data that nobody trains on, outside the time that is measured."""
+"""Judges a training by its loss on held-out data, outside the time that is measured."""
 
 import math
 from collections.abc import Callable
@@ -16,11 +16,9 @@ SOONEST = 0.1  # of the time trained so far: until the next evaluation
 
 
 class LearningRate(Callback):
-    """Sets the learning rates of every optimizer.
+    """Sets the learning rates of every optimizer: at most ``rate``, or the optimizers' own where it is None.
 
-    Args:
-        rate: the largest; None for the optimizers' own.
-        schedule: says for a step and the number of steps, -1 where it is not known, what part of it; None for all.
+    ``schedule`` says for a step and the number of steps, -1 where it is not known, what part of it; None: all of it.
     """
 
     def __init__(self, rate: float | None, schedule: Callable[[int, int], float] | None = None) -> None:
@@ -79,17 +77,11 @@ class Judge(Callback):
         over = self._seconds is not None and seconds >= self._seconds
         if (over or not self._lowest < loss < math.inf) and len(steps) >= self._least:
             trainer.should_stop = True
-        self._plan(len(steps), seconds)
-        self._probe.skip()
-
-    def _plan(self, step: int, seconds: float) -> None:
-        """Choose the step of the next evaluation."""
         before, seconds_before = self._last
-        left_s = SOONEST * seconds
-        if self._seconds is not None:
-            left_s = min(left_s, self._seconds - seconds)
-        self._next = step + max(1, round(left_s * (step - before) / max(seconds - seconds_before, 1e-9)))
-        self._last = (step, seconds)
+        left_s = SOONEST * seconds if self._seconds is None else min(SOONEST * seconds, self._seconds - seconds)
+        steps_per_s = (len(steps) - before) / max(seconds - seconds_before, 1e-9)
+        self._next, self._last = len(steps) + max(1, round(left_s * steps_per_s)), (len(steps), seconds)
+        self._probe.skip()
 
     @torch.no_grad()
     def _evaluate(self, trainer: Trainer, module: LightningModule) -> tuple[float, float]:

@@ -7,7 +7,6 @@ here register theirs themselves, on every device.
 import inspect
 import json
 import math
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
@@ -42,9 +41,6 @@ RATE = "lr"  # the option of every strategy that says at which learning rate it 
 _COMMON: dict[str, Any] = {"init_sync": False, "timeout": timedelta(minutes=10)}
 _ONE_BUCKET_MB = 2**20
 _POWERSGD_START = 2  # the least PyTorch allows
-
-
-# - peers
 
 
 class Peer(DDPStrategy):
@@ -83,12 +79,9 @@ class PowerSGD(Peer):
 
 
 class PostLocalSGD(Peer):
-    """Local SGD as PyTorch has it: each rank takes its own steps, and after some of them all weights are averaged.
+    """Local SGD as PyTorch has it: each rank takes its own steps, and all weights are averaged every ``period`` steps.
 
-    Args:
-        period: steps from one average of the weights to the next, which is waited for.
-        start: steps before the first of them, in which gradients are averaged.
-        **ddp_kwargs: as for ``DDPStrategy``.
+    In the first ``start`` steps gradients are averaged.
     """
 
     def __init__(self, *, period: int = 16, start: int = 0, **ddp_kwargs: Any) -> None:
@@ -183,9 +176,13 @@ class Contender:
 
     def build(self) -> DDPStrategy:
         """Make a fresh strategy; raises a ValueError for an unknown name or option, or a value out of range."""
-        name, *options = (part for part in self.spec.split(":") if not part.startswith(f"{RATE}="))
+        name, options = self._name, self._options
+        options.pop(RATE, None)
         if name in PEERS:
-            return _build_peer(self.spec, name, options)
+            make = PEERS[name][0]
+            known = [key for key, each in inspect.signature(make).parameters.items() if each.kind is each.KEYWORD_ONLY]
+            self._check(options, known)
+            return make(**{key: _value(text) for key, text in options.items()}, **_COMMON)
         if name == ADVISE:  # dense steps would take long where the link is slow; every candidate is tried
             return SparseDDPStrategy(Auto(CANDIDATES[::-1], start=MiCRO(), tolerance=1e9), **_COMMON)
         if name not in NAMES:
@@ -194,79 +191,50 @@ class Contender:
                 f"strategy {self.spec!r}: the name must be one of {', '.join(known)}; got {name!r}."
                 f"{did_you_mean(name, known)} Write {SPEC_FORM}."
             )
-        return _build_sparse(self.spec, name, options)
+        return self._build_sparse(NAMES[name], options)
+
+    def _build_sparse(self, kind: type[Any], options: dict[str, str]) -> SparseDDPStrategy:
+        """Make one of ours: options are the compressor's, the strategy's and those of local steps."""
+        of_compressor = {f.name: f.default for f in fields(kind)}
+        of_strategy = {*inspect.signature(SparseDDPStrategy).parameters, "gradient_as_bucket_view"}
+        of_local_steps = {f.name for f in fields(LocalSteps)} - {"steps"}
+        self._check(options, [*of_compressor, *sorted((of_strategy | of_local_steps) - {"compressor", "ddp_kwargs"})])
+        lists = {key for key, default in of_compressor.items() if isinstance(default, tuple)}
+        values: dict[str, Any] = {k: tuple(v.split("+")) if k in lists else _value(v) for k, v in options.items()}
+        compressor = kind(**{key: values.pop(key) for key in options if key in of_compressor})
+        if local := {key: values.pop(key) for key in options if key in of_local_steps}:
+            values["local_steps"] = LocalSteps(values.get("local_steps", 0), **local)
+        return SparseDDPStrategy(compressor, **values, **_COMMON)
+
+    @property
+    def _name(self) -> str:
+        return self.spec.partition(":")[0]
+
+    @property
+    def _options(self) -> dict[str, str]:
+        """Each option and its value; of what has no equals sign none."""
+        return {key: text for key, _, text in (option.partition("=") for option in self.spec.split(":")[1:])}
+
+    def _check(self, options: dict[str, str], known: list[str]) -> None:
+        for key, text in options.items():
+            if key not in known or not text:
+                raise ValueError(
+                    f"strategy {self.spec!r}: an option must be option=value with one of {', '.join([*known, RATE])}; "
+                    f"got {f'{key}={text}'.rstrip('=')!r}"
+                )
 
     @property
     def learning_rate(self) -> float | None:
         """At which it trains; None for the workload's own."""
-        given = [part.partition("=")[2] for part in self.spec.split(":") if part.startswith(f"{RATE}=")]
-        if not given:
-            return None
-        rate = _value(given[-1])
-        if not (is_number(rate) and 0 < rate < math.inf):
-            raise ValueError(f"strategy {self.spec!r}: {RATE}, the learning rate, must be above 0; got {given[-1]!r}")
-        return float(rate)
+        given = self._options.get(RATE)
+        rate = None if given is None else _value(given)
+        if rate is None or (is_number(rate) and 0 < rate < math.inf):
+            return rate
+        raise ValueError(f"strategy {self.spec!r}: {RATE}, the learning rate, must be above 0; got {given!r}")
 
     def at(self, rate: float) -> "Contender":
         """Return it with this learning rate."""
         return replace(self, spec=f"{self.spec}:{RATE}={rate}")
-
-
-def contenders(text: str) -> list[Contender]:
-    """Read a comma-separated list of strategies.  One that is named twice runs twice: "ddp" and "ddp#2".
-
-    Raises:
-        ValueError: as :meth:`Contender.build`.
-    """
-    seen: Counter[str] = Counter()
-    found = []
-    for spec in (part.strip() for part in text.split(",")):
-        seen[spec] += 1
-        contender = Contender(spec if seen[spec] == 1 else f"{spec}#{seen[spec]}", spec)
-        contender.build()
-        contender.learning_rate  # noqa: B018  raises too
-        found.append(contender)
-    return found
-
-
-def all_names() -> str:
-    """Every peer and every compressor, as :func:`contenders` reads them."""
-    return ",".join([*(name for name in PEERS if name != NO_COMMUNICATION), *COMPRESSORS])
-
-
-def _build_peer(spec: str, name: str, options: list[str]) -> DDPStrategy:
-    make = PEERS[name][0]
-    known = [key for key, each in inspect.signature(make).parameters.items() if each.kind is each.KEYWORD_ONLY]
-    settings = {key: _value(text) for key, text in _options(spec, options, known).items()}
-    return make(**settings, **_COMMON)
-
-
-def _build_sparse(spec: str, name: str, options: list[str]) -> SparseDDPStrategy:
-    kind = NAMES[name]
-    of_compressor = {f.name: f.default for f in fields(kind)}  # type: ignore[arg-type]
-    of_strategy = {*inspect.signature(SparseDDPStrategy).parameters, "gradient_as_bucket_view"}
-    of_local_steps = {f.name for f in fields(LocalSteps)} - {"steps"}
-    known = [*of_compressor, *sorted((of_strategy | of_local_steps) - {"compressor", "ddp_kwargs"})]
-    settings: tuple[dict[str, Any], dict[str, Any], dict[str, Any]] = {}, {}, {}
-    for key, text in _options(spec, options, known).items():
-        is_list = isinstance(of_compressor.get(key), tuple)
-        place = 0 if key in of_compressor else 2 if key in of_local_steps else 1
-        settings[place][key] = tuple(text.split("+")) if is_list else _value(text)
-    if settings[2]:
-        settings[1]["local_steps"] = LocalSteps(settings[1].get("local_steps", 0), **settings[2])
-    return SparseDDPStrategy(kind(**settings[0]), **settings[1], **_COMMON)
-
-
-def _options(spec: str, options: list[str], known: list[str]) -> dict[str, str]:
-    """Split options at their equals signs; raises a ValueError for one that is not ``known``."""
-    split = [option.partition("=") for option in options]
-    for key, equals, text in split:
-        if not equals or key not in known:
-            raise ValueError(
-                f"strategy {spec!r}: an option must be option=value with one of {', '.join([*known, RATE])}; "
-                f"got {key + equals + text!r}"
-            )
-    return {key: text for key, _, text in split}
 
 
 def _value(text: str) -> Any:
@@ -275,3 +243,23 @@ def _value(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
+
+
+def contenders(text: str) -> list[Contender]:
+    """Read a comma-separated list of strategies.  One that is named twice runs twice: "ddp" and "ddp#2".
+
+    Raises:
+        ValueError: as :meth:`Contender.build`.
+    """
+    specs = [part.strip() for part in text.split(",")]
+    again = [specs[:i].count(spec) for i, spec in enumerate(specs)]
+    found = [Contender(f"{spec}#{n + 1}" if n else spec, spec) for spec, n in zip(specs, again, strict=True)]
+    for contender in found:
+        contender.build()
+        contender.learning_rate  # noqa: B018  raises too
+    return found
+
+
+def all_names() -> str:
+    """Every peer and every compressor, as :func:`contenders` reads them."""
+    return ",".join([*(name for name in PEERS if name != NO_COMMUNICATION), *COMPRESSORS])

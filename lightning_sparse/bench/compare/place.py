@@ -1,12 +1,23 @@
-"""Where a process stands among the ranks of a benchmark."""
+"""Where a process stands among ranks, and what carries their messages; the ranks of an emulated cluster."""
 
+import fcntl
+import json
 import os
-from dataclasses import dataclass
+import socket
+import sys
+from collections.abc import Generator
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
-from lightning_sparse.bench.compare.probe import interface_towards, read_sent
+from lightning_sparse.bench.cluster import Cluster
+
+_SIOCGIFADDR = 0x8915  # of <linux/sockios.h>: the address of an interface
+_PORT = 29500  # of the workers' store in an emulated cluster, each of which has its ports to itself
 
 
 @dataclass(frozen=True)
@@ -31,25 +42,64 @@ class Place:
     def find(cls, interface: str | None) -> "Place | None":
         """Read this process's place from what torchrun or SLURM set; None if neither started it.
 
-        Args:
-            interface: name of the network interface; None to find the one that leads to rank 0.
-
-        Raises:
-            ValueError: there is no such interface.
+        ``interface`` is the name of the network interface; None to find the one that leads to rank 0.
         """
-        variables = os.environ
         started: TorchElasticEnvironment | SLURMEnvironment
         if TorchElasticEnvironment.detect():
             started = TorchElasticEnvironment()
-            local_size = int(variables["LOCAL_WORLD_SIZE"])
+            local_size = int(os.environ["LOCAL_WORLD_SIZE"])
         elif SLURMEnvironment.detect():
             started = SLURMEnvironment()
-            local_size = started.world_size() // int(variables["SLURM_NNODES"])
+            local_size = started.world_size() // int(os.environ["SLURM_NNODES"])
         else:
             return None
         address, port = started.main_address, started.main_port
-        store_is_there = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        interface = interface or variables.get("GLOO_SOCKET_IFNAME") or interface_towards(address)
+        store_is_there = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        interface = interface or os.environ.get("GLOO_SOCKET_IFNAME") or interface_towards(address)
         read_sent(interface)  # complains now if there is none of this name
         ranks = started.global_rank(), started.local_rank(), started.world_size(), local_size
         return cls(*ranks, address, port, store_is_there, interface)
+
+
+def run_emulated(cluster: str, program: str, schedule: Any) -> Generator[dict[str, Any], None, None]:
+    """Build a cluster, run a program in each of its hosts, and yield what that of rank 0 writes: lines of JSON.
+
+    The program is a module; it is given the schedule, a dataclass, and its place, as JSON.
+    """
+    command = [sys.executable, "-m", program, json.dumps(asdict(schedule))]
+    threads = os.environ.get("OMP_NUM_THREADS", "1")  # the hosts share the machine's cores
+    with Cluster(cluster) as built:
+        place = Place(0, 0, built.hosts, 1, built.address(0), _PORT, store_is_there=False, interface="eth0")
+        commands = [[*command, json.dumps(asdict(replace(place, rank=rank)))] for rank in range(built.hosts)]
+        with closing(built.lines(commands, env={"OMP_NUM_THREADS": threads})) as lines:
+            yield from map(json.loads, lines)
+
+
+def interfaces() -> dict[str, str]:
+    """Return the IPv4 address of each interface of this host that has one; nothing where the kernel is not Linux."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no IPv4 address
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, name.encode()[:15].ljust(256, b"\0"))
+                found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+def interface_towards(address: str) -> str:
+    """Name of this host's interface on the way to ``address``, which may be its own; a ValueError if none is found."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # sends nothing; the kernel chooses a source address
+        own = probe.getsockname()[0]
+    if found := next((name for name, known in interfaces().items() if known == own), None):
+        return found
+    raise ValueError(f"no interface with the address {own} was found on the way to {address}: give --interface.")
+
+
+def read_sent(interface: str) -> tuple[int, int]:
+    """Read how many bytes and packets the kernel has counted as sent by one of this host's interfaces."""
+    lines = [line.partition(":") for line in Path("/proc/net/dev").read_text().splitlines()[2:]]
+    counts = {name.strip(): numbers.split() for name, _, numbers in lines}
+    if interface not in counts:
+        raise ValueError(f"an interface must be one of this host's, {', '.join(counts)}; got {interface!r}")
+    return int(counts[interface][8]), int(counts[interface][9])

@@ -1,92 +1,31 @@
 """Measures a training on one rank: times, losses, and the kernel's counters."""
 
-import fcntl
 import math
-import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
-from statistics import fmean
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 
 from lightning_sparse.bench.compare.peers import Peer
+from lightning_sparse.bench.compare.place import read_sent
+from lightning_sparse.bench.compare.records import MeasuredStep
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.engine.step import Report
 from lightning_sparse.strategy import SparseDDPStrategy
-
-_SIOCGIFADDR = 0x8915  # of <linux/sockios.h>: the address of an interface
-
-
-@dataclass(frozen=True)
-class MeasuredStep:
-    """One training step of one rank, or the mean over the ranks."""
-
-    s: float  # seconds since the end of the step before
-    loss: float | None  # of the batch; None where it means nothing
-    counted_bytes: float  # payload handed to the network, as the strategy counts it
-    wire_bytes: (
-        float | None
-    )  # what the kernel counted as sent by the host's interface; None for ranks that did not read it
-    wire_packets: float | None  # packets it counted with them; None likewise
-    ms_compress: float | None  # in the compressor's own code; None for strategies that do not report it
-    ms_network: float | None  # that the issuing threads waited for messages; None likewise
-    ms_span: float  # from the first gradient ready to the end of backward
-    ms_wait: float  # from the last gradient ready to the end of backward
-    ms_apply: float  # from the end of backward to the end of the step
-    held_out: float | None = None  # loss after it on data that nobody trains on; None where it was not asked for
-
-
-@dataclass(frozen=True)
-class MeasuredRun:
-    """One training run, as one rank saw it, or the mean over the ranks."""
-
-    device: str  # what a rank ran on
-    threads: int  # torch's, of a rank
-    elements: int  # of the gradient
-    peak_memory_bytes: int  # of a rank; over several ranks, the largest
-    steps: list[MeasuredStep]  # all, the untimed ones at the start included
-    predicted_s: float | None = None  # of a step, by LayerFusion; None where it has no plan
-    advices: list[dict[str, Any]] = field(default_factory=list)  # rank 0's, on every strategy: for `advise`
-
-    @staticmethod
-    def mean(runs: Sequence["MeasuredRun"]) -> "MeasuredRun":
-        """Average the same run over several ranks."""
-        names = [each.name for each in fields(MeasuredStep)]
-        steps = [
-            MeasuredStep(**{name: of_known(fmean, (getattr(step, name) for step in same)) for name in names})  # type: ignore[arg-type]
-            for same in zip(*(run.steps for run in runs), strict=True)
-        ]
-        peak = max(run.peak_memory_bytes for run in runs)
-        predicted_s = of_known(fmean, (run.predicted_s for run in runs))
-        return replace(runs[0], peak_memory_bytes=peak, steps=steps, predicted_s=predicted_s)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "MeasuredRun":
-        """The inverse of ``dataclasses.asdict``."""
-        return cls(**{**values, "steps": [MeasuredStep(**step) for step in values["steps"]]})
-
-
-def of_known(statistic: Callable[[list[float]], float], values: Iterable[float | None]) -> float | None:
-    """The mean, say, of those values that are known; None if none is."""
-    known = [value for value in values if value is not None]
-    return statistic(known) if known else None
 
 
 class Probe(Callback):
     """Takes the time and the kernel's counters at every step.
 
     A step lasts from the end of the one before to its own end.  On CUDA the times within a step are the host's.
+    The traffic of ``interface`` is counted, unless it is None; ``learns`` says whether the loss means anything.
     """
 
     def __init__(self, interface: str | None, learns: bool) -> None:
         self.steps: list[MeasuredStep] = []
-        self._interface = interface  # whose traffic is counted; None: another rank of this host does it
-        self._learns = learns  # whether the loss means anything
+        self._interface, self._learns = interface, learns
         self._ready_s: list[float] = []  # when each gradient of this step was ready
         self._backward_s = 0.0  # when backward ended
         self._end_s = 0.0  # when the last step ended
@@ -150,33 +89,3 @@ def _reported(strategy: Strategy) -> tuple[Report | None, int]:
         return report, report.sent_bytes if report else 0
     assert isinstance(strategy, Peer)
     return None, strategy.sent_bytes()
-
-
-def read_sent(interface: str) -> tuple[int, int]:
-    """Read how many bytes and packets the kernel has counted as sent by one of this host's interfaces.
-
-    Raises:
-        ValueError: there is no such interface.
-    """
-    lines = [line.partition(":") for line in Path("/proc/net/dev").read_text().splitlines()[2:]]
-    counts = {name.strip(): numbers.split() for name, _, numbers in lines}
-    if interface not in counts:
-        raise ValueError(f"an interface must be one of this host's, {', '.join(counts)}; got {interface!r}")
-    return int(counts[interface][8]), int(counts[interface][9])
-
-
-def interface_towards(address: str) -> str:
-    """Name of this host's interface on the way to ``address``, which may be its own.
-
-    Raises:
-        ValueError: none was found.
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))  # sends nothing; the kernel chooses a source address
-        own = probe.getsockname()[0]
-        for _, name in socket.if_nameindex():
-            request = name.encode()[:15].ljust(256, b"\0")
-            with suppress(OSError):  # it has no IPv4 address
-                if socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24]) == own:
-                    return name
-    raise ValueError(f"no interface with the address {own} was found on the way to {address}: give --interface.")

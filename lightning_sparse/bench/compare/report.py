@@ -1,62 +1,24 @@
-"""Reports what a benchmark measured: statistics, tables, JSON lines and a page to keep.  Nothing here trains."""
+"""Reports what a benchmark measured: statistics, tables, plots and a page to keep.  Nothing here trains."""
 
-import json
-import os
-import platform
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
-from io import StringIO
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from lightning_sparse.__about__ import __version__
 from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, PEERS
-from lightning_sparse.bench.compare.probe import MeasuredRun, MeasuredStep, of_known
+from lightning_sparse.bench.compare.records import MeasuredStep, Round, by_row, grouped, of_known
+from lightning_sparse.bench.output import known, listed, markdown, ms, new_figure, new_table, save, say
 from lightning_sparse.monitor.tables import human_bytes
 
 RESAMPLINGS = 1_000
 HEADER_BYTES = 14 + 20 + 32  # of a packet: Ethernet, IPv4, TCP with time stamps
-PACKAGES = ("torch", "lightning", "torchmetrics", "numpy")
 COLUMNS = Path(__file__).with_name("columns.md")  # what they mean
-WIDTH = 170  # characters of a table, where no terminal says how wide it is
-
-
-# - what was measured
-
-
-@dataclass(frozen=True)
-class Round:
-    """One strategy's turn in one round."""
-
-    cluster: str  # as it was asked for, such as "4x1gbit"
-    strategy: str  # label of the row it belongs to
-    number: int  # from 0
-    ranks: int  # how many trained
-    warmup: int  # steps at the start that are not timed
-    run: MeasuredRun | None  # the mean over the ranks; None if it failed
-    error: str = ""  # why it failed
-    learning_rate: float | None = None  # None: the workload's own
-
-    @property
-    def timed(self) -> list[MeasuredStep]:
-        """The steps that count; none if it failed."""
-        return self.run.steps[self.warmup :] if self.run else []
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "Round":
-        """The inverse of ``dataclasses.asdict``."""
-        return cls(**{**values, "run": MeasuredRun.from_json(values["run"]) if values["run"] else None})
-
-
-# - statistics
 
 
 @dataclass(frozen=True)
@@ -70,9 +32,7 @@ class Interval:
 
 def middle_half(values: Sequence[float]) -> Interval:
     """The median, and the quartiles around it."""
-    if len(values) < 2:
-        return Interval(values[0], values[0], values[0])
-    low, middle, high = quantiles(values, n=4, method="inclusive")
+    low, middle, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
     return Interval(middle, low, high)
 
 
@@ -122,32 +82,33 @@ class Summary:
 
 def summarise(rounds: Sequence[Round], reference: str) -> list[Summary]:
     """A row for each strategy on each cluster, in the order of their first round; ``reference`` is a label."""
-    timed = [r for r in rounds if r.timed]
-    rows = dict.fromkeys((r.cluster, r.strategy) for r in timed)
-    return [_summary([r for r in timed if (r.cluster, r.strategy) == row], timed, reference) for row in rows]
+    timed = by_row(r for r in rounds if r.timed)
+    return [
+        _summary(own, timed.get((cluster, reference), []), timed.get((cluster, NO_COMMUNICATION), []))
+        for (cluster, _), own in timed.items()
+    ]
 
 
-def _summary(own: Sequence[Round], timed: Sequence[Round], reference: str) -> Summary:
-    cluster = own[0].cluster
+def _summary(own: Sequence[Round], reference: Sequence[Round], silent: Sequence[Round]) -> Summary:
+    """The row of the rounds of a strategy, beside those of the reference and those without communication."""
     steps = [step for r in own for step in r.timed]
-    here = [r for r in timed if r.cluster == cluster]
-    theirs = {r.number: r for r in here if r.strategy == reference}
-    silent = [step.s for r in here if r.strategy == NO_COMMUNICATION for step in r.timed]
+    theirs = {r.number: r for r in reference}
     pairs = [([s.s for s in r.timed], [s.s for s in theirs[r.number].timed]) for r in own if r.number in theirs]
     counted = fmean(step.counted_bytes for step in steps)
     packets = of_known(fmean, (step.wire_packets for step in steps))
     wire = of_known(fmean, (step.wire_bytes for step in steps))
     span_s = fmean(step.ms_span for step in steps) / 1e3
+    runs = [r.run for r in own if r.run]
     return Summary(
-        cluster=cluster,
+        cluster=own[0].cluster,
         strategy=own[0].strategy,
         ranks=own[0].ranks,
         rounds=len(own),
         timed_steps=len(steps),
         s=middle_half([step.s for step in steps]),
-        predicted_s=of_known(median, (r.run.predicted_s for r in own if r.run)),
-        ratio=ratio(pairs) if pairs and own[0].strategy != reference else None,
-        s_without_communication=median(silent) if silent else None,
+        predicted_s=of_known(median, (run.predicted_s for run in runs)),
+        ratio=ratio(pairs) if pairs and own is not reference else None,
+        s_without_communication=of_known(median, (step.s for r in silent for step in r.timed)),
         counted_bytes=counted,
         wire_bytes=wire,
         unexplained=(wire - HEADER_BYTES * packets) / counted - 1 if wire and packets and counted else None,
@@ -155,64 +116,45 @@ def _summary(own: Sequence[Round], timed: Sequence[Round], reference: str) -> Su
         ms_compress=of_known(median, (step.ms_compress for step in steps)),
         ms_wait=median(step.ms_wait for step in steps),
         ms_apply=median(step.ms_apply for step in steps),
-        loss=of_known(fmean, (r.run.steps[-1].loss for r in own if r.run)),
-        peak_memory_bytes=max(r.run.peak_memory_bytes for r in own if r.run),
+        loss=of_known(fmean, (run.steps[-1].loss for run in runs)),
+        peak_memory_bytes=max(run.peak_memory_bytes for run in runs),
     )
 
 
 # - for people
 
 
-def new_console() -> Console:
-    """A console that is wide enough for the tables where it is not a terminal."""
-    console = Console()
-    return console if console.is_terminal else Console(width=WIDTH)
-
-
-def new_progress(console: Console) -> Progress:
-    """A progress bar without a thread that redraws: on a real cluster this process forks."""
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    return Progress(*columns, console=console, auto_refresh=False, transient=True)
-
-
-def _ms(value: float) -> str:
-    return f"{value:.0f} ms" if value >= 10 else f"{value:.1f} ms"
-
-
-def _known(value: float | None, text: Callable[[float], str]) -> str:
-    return "-" if value is None else text(value)
-
-
 def _cells(row: Summary) -> dict[str, str]:
     """Write the cells of a row, by heading."""
     return {
-        "step": _ms(1e3 * row.s.value),
+        "step": ms(row.s.value),
         "middle half": f"{1e3 * row.s.low:.0f}..{1e3 * row.s.high:.0f}",
-        "predicted": _known(row.predicted_s, lambda s: _ms(1e3 * s)),
+        "predicted": known(row.predicted_s, ms),
         "ratio": f"{row.ratio.value:.3f}" if row.ratio else "-",
         "95 % interval": f"{row.ratio.low:.3f}..{row.ratio.high:.3f}" if row.ratio else "-",
         "counted": human_bytes(row.counted_bytes),
-        "wire": _known(row.wire_bytes, human_bytes),
-        "unexplained": _known(row.unexplained, "{:+.1%}".format),
-        "Mbit/s": _known(row.wire_bits_per_s, lambda rate: f"{rate / 1e6:.0f}"),
-        "compress": _known(row.ms_compress, _ms),
-        "wait": _ms(row.ms_wait),
-        "apply": _ms(row.ms_apply),
-        "loss": _known(row.loss, "{:.3f}".format),
+        "wire": known(row.wire_bytes, human_bytes),
+        "unexplained": known(row.unexplained, "{:+.1%}".format),
+        "Mbit/s": known(row.wire_bits_per_s, lambda rate: f"{rate / 1e6:.0f}"),
+        "compress": known(row.ms_compress, lambda each: ms(each / 1e3)),
+        "wait": ms(row.ms_wait / 1e3),
+        "apply": ms(row.ms_apply / 1e3),
+        "loss": known(row.loss, "{:.3f}".format),
         "memory": human_bytes(row.peak_memory_bytes),
     }
 
 
-def title(rows: Sequence[Summary], workload: str) -> str:
-    """Name what the rows of one cluster have in common."""
-    most = max(row.rounds for row in rows)
-    return f"{workload} on {rows[0].cluster}: {rows[0].ranks} ranks, {most} {'round' if most == 1 else 'rounds'}"
-
-
-def by_cluster(rows: Sequence[Summary]) -> dict[str, list[Summary]]:
-    """The rows of each cluster, in order."""
-    clusters = dict.fromkeys(row.cluster for row in rows)
-    return {cluster: [row for row in rows if row.cluster == cluster] for cluster in clusters}
+def tables(rows: Sequence[Summary], workload: str) -> list[Table]:
+    """A table for each cluster."""
+    found = []
+    for cluster, own in grouped(rows, lambda row: row.cluster).items():
+        most = max(row.rounds for row in own)
+        title = f"{workload} on {cluster}: {own[0].ranks} ranks, {most} {'round' if most == 1 else 'rounds'}"
+        table = new_table(title, "strategy", *_cells(own[0]))
+        for row in own:
+            table.add_row(row.strategy, *_cells(row).values())
+        found.append(table)
+    return found
 
 
 def notes(rounds: Sequence[Round]) -> list[str]:
@@ -222,55 +164,12 @@ def notes(rounds: Sequence[Round]) -> list[str]:
     return [*(f"{name}: {PEERS[name][1]}." for name in names if name in PEERS), *failed]
 
 
-def _table(rows: Sequence[Summary], lines: box.Box, title: str | None = None) -> Table:
-    """The rows of one cluster."""
-    table = Table(title=title, box=lines, padding=(0, 1, 0, 0))
-    table.add_column("strategy", overflow="fold")
-    for heading in _cells(rows[0]):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(f"`{row.strategy}`" if lines is box.MARKDOWN else row.strategy, *_cells(row).values())
-    return table
-
-
 def show(console: Console, rows: Sequence[Summary], rounds: Sequence[Round], workload: str) -> None:
     """Print the tables and what explains them."""
-    for of_cluster in by_cluster(rows).values():
-        console.print(_table(of_cluster, box.SIMPLE_HEAD, title(of_cluster, workload)))
+    for table in tables(rows, workload):
+        console.print(table)
     for note in notes(rounds):
-        console.print(note, highlight=False, markup=False)
-
-
-# - what is kept
-
-
-def environment(command: str) -> dict[str, Any]:
-    """Describe the machine and the versions, without any names of hosts or people."""
-    kernel = Path("/proc/sys/net/ipv4/tcp_congestion_control")
-    return {
-        "command": command,
-        "cpu": _cpu_model(),
-        "cores": os.cpu_count(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "tcp_congestion_control": kernel.read_text().strip() if kernel.exists() else None,
-        "python": platform.python_version(),
-        "lightning-sparse": __version__,
-        **{package: version(package) for package in PACKAGES},
-    }
-
-
-def _cpu_model() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else []:
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def json_line(kind: str, values: Any) -> str:
-    """A line of the results file: a dict or a dataclass, marked with what it is."""
-    return json.dumps({"kind": kind, **(values if isinstance(values, dict) else asdict(values))}) + "\n"
+        say(console, note)
 
 
 def page(
@@ -283,15 +182,62 @@ def page(
 ) -> str:
     """A page in Markdown: what was ``reached`` and the tables, what they mean, and where they were measured."""
     lines = [f"# {workload}", "", f"    {facts['command']}", "", *([reached] if reached else [])]
-    for of_cluster in by_cluster(rows).values():
-        with (wide := Console(width=10_000, file=StringIO())).capture() as table:
-            wide.print(_table(of_cluster, box.MARKDOWN))
-        lines += [f"## {title(of_cluster, workload)}", "", table.get().strip(), ""]
-    lines += [*(f"- {note}" for note in notes(rounds)), "", COLUMNS.read_text(), "## Where it was measured", ""]
-    lines += [f"- {name}: {value}" for name, value in facts.items() if name != "command"]
-    lines += ["", "## Files", "", *(_link(name) for name in files), ""]
-    return "\n".join(lines)
+    for table in tables(rows, workload):
+        lines += [f"## {table.title}", "", markdown(table)]
+    links = (f"![{name}]({name})" if name.endswith(".svg") else f"- [{name}]({name})" for name in files)
+    lines += [*(f"- {note}" for note in notes(rounds)), "", COLUMNS.read_text()]
+    return "\n".join([*lines, "## Where it was measured", "", listed(facts), "## Files", "", *links, ""])
 
 
-def _link(name: str) -> str:
-    return f"![{name}]({name})" if name.endswith((".svg", ".png")) else f"- [{name}]({name})"
+# - plots
+
+
+def draw(rows: Sequence[Summary], rounds: Sequence[Round], folder: Path, stem: str) -> list[str]:
+    """Draw every plot there is data for, as SVG files in ``folder``.  Returns their names."""
+    figures = {"step-time": _step_time(rows)}
+    trained = (r for r in rounds if r.strategy != NO_COMMUNICATION and r.run and r.run.steps[-1].loss is not None)
+    for cluster, own in grouped(trained, lambda each: each.cluster).items():
+        name = "".join(c if c.isalnum() else "-" for c in cluster)
+        figures[f"{name}-loss-by-time"] = _loss(own, "seconds", lambda step: step.s)
+        sent = "MB counted as sent by a rank"
+        figures[f"{name}-loss-by-bytes"] = _loss(own, sent, lambda step: step.counted_bytes / 1e6)
+    for name, figure in figures.items():
+        save(figure, folder / f"{stem}-{name}.svg")
+    return [f"{stem}-{name}.svg" for name in figures]
+
+
+def _step_time(rows: Sequence[Summary]) -> Any:
+    """Points for each cluster, with the middle half of the steps."""
+    figure = new_figure(8, 4)
+    axes = figure.add_subplot()
+    clusters, strategies = list(dict.fromkeys(row.cluster for row in rows)), grouped(rows, lambda row: row.strategy)
+    for i, (strategy, own) in enumerate(strategies.items()):
+        aside = 0.6 * ((i + 0.5) / len(strategies) - 0.5)
+        places = [clusters.index(row.cluster) + aside for row in own]
+        below = [1e3 * (row.s.value - row.s.low) for row in own]
+        above = [1e3 * (row.s.high - row.s.value) for row in own]
+        axes.errorbar(places, [1e3 * row.s.value for row in own], (below, above), label=strategy, **_style(i), ls="")
+    axes.set_xticks(range(len(clusters)), clusters)
+    axes.set(xlim=(-0.5, len(clusters) - 0.5), yscale="log", ylabel="ms a step")
+    axes.grid(axis="y", which="both", lw=0.3)
+    figure.legend(loc="outside right upper", fontsize="small")
+    return figure
+
+
+def _loss(rounds: Sequence[Round], label: str, cost: Callable[[MeasuredStep], float]) -> Any:
+    """The loss, the mean over rounds at each step that all took, over what the steps up to there cost."""
+    figure = new_figure(8, 4)
+    axes = figure.add_subplot(xlabel=label, ylabel="training loss")
+    for i, (strategy, own) in enumerate(grouped(rounds, lambda each: each.strategy).items()):
+        runs = [r.run.steps for r in own if r.run]
+        costs = [fmean(at) for at in zip(*(accumulate(map(cost, steps)) for steps in runs), strict=False)]
+        losses = [fmean(step.loss or 0 for step in same) for same in zip(*runs, strict=False)]
+        axes.plot(costs, losses, label=strategy, **_style(i), markevery=max(1, len(costs) // 10))
+    axes.grid(lw=0.3)
+    figure.legend(loc="outside right upper", fontsize="small")
+    return figure
+
+
+def _style(i: int) -> dict[str, Any]:
+    """Colour and marker of the i-th strategy."""
+    return {"color": f"C{i % 10}", "marker": "osv^D"[i // 10 % 5], "markersize": 4, "linewidth": 1}

@@ -1,34 +1,22 @@
 """Tables of the seconds, steps and bytes in which trainings reached losses on held-out data."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from io import StringIO
 from itertools import accumulate
+from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from lightning_sparse.bench.compare.peers import NO_COMMUNICATION
-from lightning_sparse.bench.compare.report import Round
+from lightning_sparse.bench.compare.records import Round, by_row, grouped
+from lightning_sparse.bench.output import markdown, new_table
 from lightning_sparse.monitor.tables import human_bytes
 
-EXPLANATION = (
-    "Median over the rounds of what it took until the loss on held-out data was that at the head of the column, the "
-    "first steps and LayerFusion's measuring included, evaluations not. A training is judged whenever a tenth of its "
-    "time so far has passed again, and where it does not send in every step, after one in which it did; between the "
-    "first evaluation at or below a loss and the one before it, the loss is taken to fall evenly. Local steps are "
-    "judged by the average that all ranks share, `no_communication` by the mean over ranks that each train alone."
-)
-MARKS = (
-    "`-`: reached in half of the trainings or fewer. In parentheses: no sooner than `no_communication`, a rank alone, "
-    "which needs no network. Rate: the largest learning rate; where several were tried, with the first seed, the one "
-    "with which the lowest of these losses that any reached came soonest, or which ended with the lowest; * where it "
-    "is at an edge of these; other seeds were trained with that one alone. Last: loss at the end."
-)
+#: What the tables of measured trainings are, those of measured steps and simulated losses, and what their marks mean.
+EXPLANATION, COMBINED, MARKS = Path(__file__).with_name("until_loss.md").read_text().strip().split("\n\n")
 
 
 class Reached(NamedTuple):
@@ -72,6 +60,21 @@ class Course(NamedTuple):
             above, before = found, by_then
         return NEVER
 
+    def rank(self, losses: Sequence[float]) -> list[float]:
+        """By what the best training is found: the seconds to the lowest loss, to the next, ..., and its last loss."""
+        last = self.losses[-1] if self.losses else math.inf
+        return [*(self.until(loss).seconds for loss in sorted(losses)), last if math.isfinite(last) else math.inf]
+
+
+class Training(NamedTuple):
+    """A training for a row of a table."""
+
+    row: tuple[str, str]  # cluster and strategy
+    setting: Hashable  # what is the same in those to take the median of
+    rate: float | None  # learning rate
+    is_first: bool  # with the first seed, by which the best setting is found
+    course: Course
+
 
 @dataclass(frozen=True)
 class Row:
@@ -82,37 +85,15 @@ class Row:
     in_all: Reached
     last: float  # loss at the end
 
-    @classmethod
-    def of(cls, rate: str, courses: Sequence[Course], losses: Sequence[float]) -> "Row":
-        """Take the medians."""
-        to_each = [middle([course.until(loss) for course in courses]) for loss in losses]
-        in_all = middle([course.reached[-1] for course in courses])
-        return cls(rate, to_each, in_all, median(course.losses[-1] for course in courses))
-
 
 def middle(reached: Sequence[Reached]) -> Reached:
     """The median of each number."""
     return Reached(*(median(numbers) for numbers in zip(*reached, strict=True)))
 
 
-# - learning rates
-
-
-def rank(course: Course, losses: Sequence[float]) -> list[float]:
-    """By what the best training is found: the seconds to the lowest loss, to the next, ..., and the loss at its end."""
-    last = course.losses[-1] if course.losses else math.inf
-    return [*(course.until(loss).seconds for loss in sorted(losses)), last if math.isfinite(last) else math.inf]
-
-
-def best_rate(rounds: Sequence[Round], losses: Sequence[float]) -> float | None:
-    """Return the learning rate of the best of a strategy's trainings on a cluster in the first round."""
-    return min((r for r in rounds if r.number == 0), key=lambda r: rank(Course.of(r), losses)).learning_rate
-
-
-def at_best_rates(rounds: Sequence[Round], losses: Sequence[float]) -> list[Round]:
-    """Return the rounds of each strategy with its best learning rate on each cluster."""
-    best = {row: best_rate(own, losses) for row, own in by_row(rounds).items()}
-    return [r for r in rounds if r.learning_rate == best[r.cluster, r.strategy]]
+def best(trainings: Iterable[Training], losses: Sequence[float]) -> Training:
+    """The best of a strategy's first trainings on a cluster."""
+    return min((each for each in trainings if each.is_first), key=lambda each: each.course.rank(losses))
 
 
 def rate_text(best: float | None, tried: Collection[float | None]) -> str:
@@ -121,26 +102,30 @@ def rate_text(best: float | None, tried: Collection[float | None]) -> str:
     return "-" if best is None else f"{best:g}{'*' if len(set(known)) > 1 and best in (min(known), max(known)) else ''}"
 
 
-# - tables
-
-
-def by_row(rounds: Sequence[Round]) -> dict[tuple[str, str], list[Round]]:
-    """The rounds of each strategy on each cluster, in order."""
-    found: dict[tuple[str, str], list[Round]] = {}
-    for measured in rounds:
-        found.setdefault((measured.cluster, measured.strategy), []).append(measured)
-    return found
-
-
-def rows(rounds: Sequence[Round], losses: Sequence[float]) -> dict[str, dict[str, Row]]:
+def rows(trainings: Iterable[Training], losses: Sequence[float]) -> dict[str, dict[str, Row]]:
     """Make a row for each strategy that trained, by cluster."""
     found: dict[str, dict[str, Row]] = {}
-    for (cluster, strategy), own in by_row(rounds).items():
-        best = at_best_rates(own, losses)
-        if courses := [course for r in best if (course := Course.of(r)).losses]:
-            rate = rate_text(best[0].learning_rate, [r.learning_rate for r in own])
-            found.setdefault(cluster, {})[strategy] = Row.of(rate, courses, losses)
+    for (cluster, strategy), own in grouped(trainings, lambda each: each.row).items():
+        chosen = best(own, losses)
+        if courses := [each.course for each in own if each.setting == chosen.setting and each.course.losses]:
+            rate = rate_text(chosen.rate, [each.rate for each in own if each.is_first])
+            to_each = [middle([course.until(loss) for course in courses]) for loss in losses]
+            in_all, last = middle([course.reached[-1] for course in courses]), median(c.losses[-1] for c in courses)
+            found.setdefault(cluster, {})[strategy] = Row(rate, to_each, in_all, last)
     return found
+
+
+def trainings(rounds: Iterable[Round]) -> list[Training]:
+    """Read them from rounds, the first of which has the first seed."""
+    return [
+        Training((r.cluster, r.strategy), r.learning_rate, r.learning_rate, r.number == 0, Course.of(r)) for r in rounds
+    ]
+
+
+def at_best_rates(rounds: Sequence[Round], losses: Sequence[float]) -> list[Round]:
+    """Return the rounds of each strategy with its best learning rate on each cluster."""
+    rates = {row: best(trainings(own), losses).rate for row, own in by_row(rounds).items()}
+    return [r for r in rounds if r.learning_rate == rates[r.cluster, r.strategy]]
 
 
 _COLUMNS: dict[str, Callable[[Reached], str]] = {
@@ -150,22 +135,17 @@ _COLUMNS: dict[str, Callable[[Reached], str]] = {
 }
 
 
-def tables(rows: Mapping[str, Mapping[str, Row]], losses: Sequence[float], lines: box.Box) -> list[Table]:
+def tables(rows: Mapping[str, Mapping[str, Row]], losses: Sequence[float]) -> list[Table]:
     """Make three tables for each cluster: seconds, steps and bytes to each of ``losses``."""
     return [
-        _table(f"{what} to a loss on {cluster}", of_cluster, losses, lines, text)
+        _table(f"{what} to a loss on {cluster}", of_cluster, losses, text)
         for cluster, of_cluster in rows.items()
         for what, text in _COLUMNS.items()
     ]
 
 
-def _table(
-    title: str, rows: Mapping[str, Row], losses: Sequence[float], lines: box.Box, text: Callable[[Reached], str]
-) -> Table:
-    table = Table(title=title, box=lines, padding=(0, 1, 0, 0))
-    table.add_column("strategy", overflow="fold")
-    for heading in ("rate", *(f"{loss:g}" for loss in losses), "in all", "last"):
-        table.add_column(heading, justify="right", no_wrap=True)
+def _table(title: str, rows: Mapping[str, Row], losses: Sequence[float], text: Callable[[Reached], str]) -> Table:
+    table = new_table(title, "strategy", "rate", *(f"{loss:g}" for loss in losses), "in all", "last")
     alone = rows[NO_COMMUNICATION].to_each if NO_COMMUNICATION in rows else [NEVER] * len(losses)
     for strategy, row in rows.items():
         cells = []
@@ -173,18 +153,11 @@ def _table(
             cell = text(reached) if reached.steps < math.inf else "-"
             beaten = strategy != NO_COMMUNICATION and floor.seconds < math.inf and reached.seconds >= floor.seconds
             cells.append(f"({cell})" if beaten else cell)
-        name = f"`{strategy}`" if lines is box.MARKDOWN else strategy
-        table.add_row(name, row.rate, *cells, text(row.in_all), f"{row.last:.3f}")
+        table.add_row(strategy, row.rate, *cells, text(row.in_all), f"{row.last:.3f}")
     return table
 
 
 def section(rows: Mapping[str, Mapping[str, Row]], losses: Sequence[float], explanation: str = EXPLANATION) -> str:
     """Write the tables in Markdown, with what they mean."""
-    parts = []
-    for table in tables(rows, losses, box.MARKDOWN):
-        parts.append(f"## {table.title}\n")
-        table.title = None
-        with (wide := Console(width=10_000, file=StringIO())).capture() as shown:
-            wide.print(table)
-        parts.append(shown.get().strip() + "\n")
+    parts = [f"## {table.title}\n\n{markdown(table)}" for table in tables(rows, losses)]
     return "\n".join([*parts, f"{explanation} {MARKS}", ""])

@@ -16,8 +16,8 @@ import socket
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import asdict, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from resource import RUSAGE_SELF, getrusage
@@ -29,20 +29,20 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from lightning.pytorch import Callback, Trainer, seed_everything
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # exported at run time only
 
-from lightning_sparse.bench.advise.advice import advise_on
+from lightning_sparse.bench.compare.advice import advise_on
 from lightning_sparse.bench.compare.held_out import Judge, LearningRate
-from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, Contender, contenders
+from lightning_sparse.bench.compare.peers import Contender
 from lightning_sparse.bench.compare.place import Place
-from lightning_sparse.bench.compare.probe import MeasuredRun, Probe
-from lightning_sparse.bench.compare.report import Round
-from lightning_sparse.bench.compare.until_loss import best_rate
+from lightning_sparse.bench.compare.probe import Probe
+from lightning_sparse.bench.compare.records import MeasuredRun, Round
+from lightning_sparse.bench.compare.schedule import Schedule
 from lightning_sparse.bench.compare.workloads import workload_named
 from lightning_sparse.strategy import SparseDDPStrategy
 
 _FORK = multiprocessing.get_context("fork")
 _PATIENCE = timedelta(days=1)  # of the workers among themselves; training has a time limit of its own
-# How often a worker asks whether another rank failed: Gloo leaves a rank waiting for a message of one that is gone.
-# The question and its answer are counted with the messages of a step: some 300 bytes.
+# Seconds until a worker asks again whether another rank failed: Gloo leaves a rank waiting for one that is gone.  The
+# question and its answer are counted with the messages of a step: some 300 bytes.
 _GLANCE_S = 5.0
 _STOPPED = "stopped, since another rank failed"
 _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
@@ -50,48 +50,6 @@ _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 QUIET: dict[str, Any] = dict.fromkeys(
     ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
 )
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The turns to run; the same on every rank."""
-
-    cluster: str  # what the rows are called
-    workload: str  # as `workload_named` reads it
-    strategies: str  # separated by commas, as `contenders` reads them
-    steps: int  # timed steps of each strategy in each round
-    warmup: int  # steps before them that are not timed
-    rounds: int  # turns of each strategy
-    accelerator: str  # of Lightning
-    until_loss: Sequence[float] = ()  # held-out losses to reach; a training ends with the lowest
-    seconds: float | None = None  # after which a training ends, in place of ``steps``
-    learning_rates: Sequence[float] = ()  # to try in the first round; the others use the best of each strategy
-    seeds: Sequence[int] = ()  # of the rounds, in turn; nothing: 0, 1, 2, ...
-
-    def turns(self) -> list[tuple[int, Contender]]:
-        """Rounds and strategies in the order in which they run; the first is a step without communication.
-
-        Every other round runs backwards, so that none is favoured by its place.  Where learning rates are tried, the
-        strategies of later rounds do not have theirs yet.
-        """
-        rows = contenders(f"{NO_COMMUNICATION},{self.strategies}")
-        first = [each for row in rows for each in ([row] if row.learning_rate else self._tries(row))]
-        later = [(number, row) for number in range(1, self.rounds) for row in (rows[::-1] if number % 2 else rows)]
-        return [(0, row) for row in first] + later
-
-    def _tries(self, row: Contender) -> list[Contender]:
-        return [row.at(rate) for rate in self.learning_rates] or [row]
-
-    def seed(self, number: int) -> int:
-        """Return the seed of a round."""
-        return self.seeds[number % len(self.seeds)] if self.seeds else number
-
-    def at_best_rate(self, row: Contender, rounds: Sequence[Round]) -> Contender:
-        """Return ``row`` with the best of the learning rates that it tried in ``rounds``, unless it has its own."""
-        if row.learning_rate or not self.learning_rates:
-            return row
-        best = best_rate([r for r in rounds if r.strategy == row.label], self.until_loss)
-        return row if best is None else row.at(best)
 
 
 class _Turn(NamedTuple):
@@ -119,13 +77,12 @@ def take_turns(schedule: Schedule, place: Place) -> Generator[Round, None, None]
             if place.rank == 0:
                 own.set("spec", schedule.at_best_rate(contender, rounds).spec)
             turn = _Turn(schedule, place, number, replace(contender, spec=own.get("spec").decode()), own)
-            turn.store.set(f"rank {place.rank}", _result(turn))
+            own.set(f"rank {place.rank}", _result(turn))
             if place.rank == 0:
-                measured = _gather(turn)
-                turn.store.set("outcome", "failed" if measured.error else "done")
-                rounds.append(measured)
-                yield measured
-            if turn.store.get("outcome") == b"failed":
+                rounds.append(_gather(turn))
+                own.set("outcome", "failed" if rounds[-1].error else "done")
+                yield rounds[-1]
+            if own.get("outcome") == b"failed":
                 failed.add(contender.label)
         store.set(f"bye {place.rank}", "")
         if server:
@@ -147,26 +104,26 @@ def _result(turn: _Turn) -> str:
         while not receiving.poll(_GLANCE_S):
             if turn.store.check(["failed"]):
                 return json.dumps({"error": _STOPPED})
-        result: str = receiving.recv()
+        result: dict[str, Any] = receiving.recv()
         process.join(_GLANCE_S)
     except EOFError:
         process.join()
-        result = json.dumps({"error": f"the process of rank {turn.place.rank} ended with status {process.exitcode}"})
+        result = {"error": f"the process of rank {turn.place.rank} ended with status {process.exitcode}"}
     finally:
         process.kill()
-    if "error" in json.loads(result):
+    if "error" in result:
         turn.store.set("failed", "")
-    return result
+    return json.dumps(result)
 
 
 def _gather(turn: _Turn) -> Round:
     """Join all ranks' results."""
-    schedule, size = turn.schedule, turn.place.size
+    schedule, size, row = turn.schedule, turn.place.size, turn.contender
     results = [json.loads(turn.store.get(f"rank {rank}")) for rank in range(size)]
     # When one rank fails the others lose their connections to it, and say so: not what one wants to read.
     errors = sorted((r["error"] for r in results if "error" in r), key=_is_a_consequence)
     run = None if errors else MeasuredRun.mean([MeasuredRun.from_json(r) for r in results])
-    row, error = turn.contender, errors[0] if errors else ""
+    error = errors[0] if errors else ""
     return Round(schedule.cluster, row.label, turn.number, size, schedule.warmup, run, error, row.learning_rate)
 
 
@@ -186,6 +143,7 @@ def _child(work: Callable[..., None], *arguments: Any) -> multiprocessing.proces
 def _die_with_parent(parent: int, work: Callable[..., None], *arguments: Any) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's business
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if os.getppid() == parent:
         work(*arguments)
 
@@ -198,45 +156,33 @@ def _serve(place: Place) -> None:
 
 
 def _train(turn: _Turn, port: int, results: Connection) -> None:
-    """Take one turn of one strategy on this rank."""
+    """Take one turn of one strategy on this rank, in the environment that torchrun would make, on a port of its own."""
+    place = turn.place
+    local, interface = {"LOCAL_RANK": place.local_rank, "LOCAL_WORLD_SIZE": place.local_size}, place.interface
+    every = {"RANK": place.rank, "GROUP_RANK": place.rank // place.local_size, "WORLD_SIZE": place.size}
+    there = {"MASTER_ADDR": place.address, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": False}
+    way = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    os.environ.update({name: str(value) for name, value in {**local, **every, **there, **way}.items()})
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
     try:
-        _become_worker(turn.place, port)
         run = _fit(turn)
     except Exception as error:
         traceback.print_exc()
-        results.send(json.dumps({"error": f"{type(error).__name__}: {error}"}))
+        results.send({"error": f"{type(error).__name__}: {error}"})
         os._exit(1)  # at once, so that the others' messages fail
-    results.send(json.dumps(asdict(run)))
+    results.send(asdict(run))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _become_worker(place: Place, port: int) -> None:
-    """Set the environment as torchrun would, but with a rendezvous of this turn's own."""
-    os.environ.update(
-        RANK=str(place.rank),
-        LOCAL_RANK=str(place.local_rank),
-        GROUP_RANK=str(place.rank // place.local_size),
-        WORLD_SIZE=str(place.size),
-        LOCAL_WORLD_SIZE=str(place.local_size),
-        MASTER_ADDR=place.address,
-        MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="False",
-        GLOO_SOCKET_IFNAME=place.interface,
-        NCCL_SOCKET_IFNAME=place.interface,
-    )
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
-
-
 def _fit(turn: _Turn) -> MeasuredRun:
-    schedule, place = turn.schedule, turn.place
+    schedule, place, rate = turn.schedule, turn.place, turn.contender.learning_rate
     seed_everything(schedule.seed(turn.number), verbose=False)  # the same model and batches for all of a round
     workload = workload_named(schedule.workload)
     module = workload.module()
-    probe = Probe(place.interface if place.local_rank == 0 else None, workload.learns)
-    callbacks: list[Callback] = [probe, LearningRate(turn.contender.learning_rate, workload.schedule)]
-    steps = schedule.warmup + schedule.steps if schedule.seconds is None else -1
+    probe = Probe(place.interface if place.local_rank == 0 else None, workload.learns)  # one counts for its host
+    callbacks: list[Callback] = [probe, LearningRate(rate, workload.schedule)]
     if schedule.until_loss and workload.held_out is not None:
         least = schedule.warmup + 1
         callbacks.append(Judge(probe, workload.held_out(), min(schedule.until_loss), schedule.seconds, least))
@@ -246,7 +192,7 @@ def _fit(turn: _Turn) -> MeasuredRun:
         num_nodes=place.hosts,
         strategy=turn.contender.build(),
         plugins=[TorchElasticEnvironment()],
-        max_steps=steps,
+        max_steps=schedule.warmup + schedule.steps if schedule.seconds is None else -1,
         max_epochs=-1,
         callbacks=callbacks,
         **QUIET,
@@ -255,25 +201,26 @@ def _fit(turn: _Turn) -> MeasuredRun:
     device = trainer.strategy.root_device  # the module itself is back on the CPU
     on_cuda = device.type == "cuda"
     hook = trainer.strategy.hook if isinstance(trainer.strategy, SparseDDPStrategy) else None
-    fusion, chooser = (hook.layer_fusion, hook.chooser) if hook else (None, None)
+    plan = hook.layer_fusion.plan if hook and hook.layer_fusion else None
+    forecasts = hook.chooser.forecasts if hook and hook.chooser else []
     return MeasuredRun(
         device=torch.cuda.get_device_name(device) if on_cuda else "cpu",
         threads=torch.get_num_threads(),
         elements=sum(p.numel() for p in module.parameters() if p.requires_grad),
         peak_memory_bytes=torch.cuda.max_memory_allocated() if on_cuda else getrusage(RUSAGE_SELF).ru_maxrss * 1024,
         steps=probe.steps,
-        predicted_s=fusion.plan.step_s if fusion and fusion.plan else None,
-        advices=[asdict(each) for each in advise_on(chooser.forecasts, hook.exchange.ways_of_sums)]
-        if hook and chooser and chooser.forecasts
+        predicted_s=plan.step_s if plan else None,
+        advices=[asdict(each) for each in advise_on(forecasts, hook.exchange.ways_of_sums)]
+        if hook and forecasts
         else [],
     )
 
 
-def main() -> None:
-    """Run the schedule at the place, both given as JSON; rank 0 writes a line of JSON for each turn."""
+def main(take: Callable[[Schedule, Place], Iterable[Any]] = take_turns) -> None:
+    """Do what a schedule says at a place, both given as JSON; rank 0 writes a line of JSON for all that it finds."""
     schedule, place = (json.loads(word) for word in sys.argv[1:])
-    for measured in take_turns(Schedule(**schedule), Place(**place)):
-        print(json.dumps(asdict(measured)), flush=True)
+    for found in take(Schedule(**schedule), Place(**place)):
+        print(json.dumps(asdict(found)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,26 @@
-"""Models and data to train in a benchmark: real ones, and the layer shapes of well-known models.
+"""What a benchmark trains: models and data by name, or a user's own model.
 
 Nothing is downloaded: the digits come with scikit-learn, the text is the source of Python's own standard library.
 """
 
-import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+import pkgutil
+import sys
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_sparse.bench.compare import byte_lm, own_model
-from lightning_sparse.bench.compare.text import CONTEXT, TEXT_BYTES, other_source_code, source_windows
+from lightning_sparse.bench.compare import byte_lm, models
+from lightning_sparse.bench.compare.models import ByteGPT, mlp, resnet
+from lightning_sparse.cli.names import MODEL_FORMS
 
 
 @dataclass(frozen=True)
@@ -29,257 +31,66 @@ class Workload:
     fit_arguments: Callable[[], dict[str, Any]]  # makes what `Trainer.fit` needs beside it, the same on every rank
     learns: bool = True  # whether the loss means anything
     needs: str = ""  # an importable package without which the data cannot be made
-    held_out: Callable[[], Tensor] | None = None  # makes data of that kind that nobody trains on, [N, ...]
+    held_out: Callable[[], Tensor] | None = None  # makes held-out data of that kind, [N, ...]
     schedule: Callable[[int, int], float] | None = None  # learning rate of a step, of so many or -1, over the largest
 
 
-# - models
+def handwritten_digits() -> tuple[Tensor, Tensor]:
+    """1,797 handwritten digits: images [N, 1, 8, 8] from 0 to 1 and labels [N]."""
+    from sklearn.datasets import load_digits  # an extra
 
-
-class Classifier(LightningModule):
-    """Layers that classify images of digits."""
-
-    def __init__(self, layers: Sequence[nn.Module], learning_rate: float) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*layers)
-        self.learning_rate = learning_rate
-
-    def training_step(self, batch: Sequence[Tensor]) -> Tensor:
-        """The loss of a batch of images [B, 1, 8, 8] and labels [B]."""
-        images, labels = batch
-        return cross_entropy(self.layers(images), labels)
-
-    def configure_optimizers(self) -> Optimizer:
-        """SGD with momentum."""
-        return SGD(self.parameters(), lr=self.learning_rate, momentum=0.9)
-
-
-def mlp(width: int, hidden_layers: int) -> Classifier:
-    """Linear layers of one width."""
-    layers: list[nn.Module] = [nn.Flatten()]
-    for fan_in, fan_out in pairwise([64] + [width] * (hidden_layers + 1)):
-        linear = nn.Linear(fan_in, fan_out)
-        nn.init.kaiming_normal_(linear.weight, nonlinearity="relu")
-        layers += [linear, nn.ReLU()]
-    return Classifier([*layers, nn.Linear(width, 10)], learning_rate=0.01)
-
-
-def resnet() -> Classifier:
-    """A residual network, with group norm: batch norm would send its buffers too."""
-    layers: list[nn.Module] = [nn.Conv2d(1, 64, 3, padding=1, bias=False)]
-    for fan_in, fan_out in pairwise((64, 64, 128, 256)):
-        layers += [_Residual(fan_in, fan_out), _Residual(fan_out, fan_out)]
-    return Classifier([*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10)], learning_rate=0.05)
-
-
-class _Residual(nn.Module):
-    def __init__(self, fan_in: int, fan_out: int) -> None:
-        super().__init__()
-        stride = fan_out // fan_in
-        inner: list[nn.Module] = []
-        for channels, step in ((fan_in, stride), (fan_out, 1)):
-            convolution = nn.Conv2d(channels, fan_out, 3, step, padding=1, bias=False)
-            inner += [nn.GroupNorm(8, channels), nn.ReLU(), convolution]
-        self.inner = nn.Sequential(*inner)
-        self.shortcut = nn.Identity() if stride == 1 else nn.Conv2d(fan_in, fan_out, 1, stride, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.shortcut(x) + self.inner(x)
-        return y
-
-
-class ByteGPT(LightningModule):
-    """A GPT over bytes."""
-
-    def __init__(self, width: int, layers: int, heads: int, learning_rate: float = 5e-4) -> None:
-        super().__init__()
-        self.learning_rate = learning_rate
-        self.token = nn.Embedding(256, width)
-        self.position = nn.Parameter(torch.randn(CONTEXT, width) * 0.02)
-        nn.init.normal_(self.token.weight, std=0.02)
-        block = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
-        self.blocks = nn.TransformerEncoder(block, layers, enable_nested_tensor=False)
-        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 256, bias=False))
-
-    def training_step(self, batch: Sequence[Tensor]) -> Tensor:
-        """The loss of a batch of windows [B, CONTEXT + 1] of bytes, in nats per byte."""
-        tokens = batch[0].long()
-        x = self.token(tokens[:, :-1]) + self.position  # [B, T, C]
-        mask = nn.Transformer.generate_square_subsequent_mask(CONTEXT, device=x.device)
-        return cross_entropy(self.head(self.blocks(x, mask, is_causal=True)).flatten(0, 1), tokens[:, 1:].flatten())
-
-    def configure_optimizers(self) -> Optimizer:
-        """AdamW."""
-        return AdamW(self.parameters(), lr=self.learning_rate)
-
-
-# - data
+    images, labels = load_digits(return_X_y=True)
+    return torch.tensor(images / 16, dtype=torch.float32).view(-1, 1, 8, 8), torch.tensor(labels, dtype=torch.long)
 
 
 def _loader(data: Dataset[Any], batch_size: int) -> dict[str, Any]:
     return {"train_dataloaders": DataLoader(data, batch_size, shuffle=True, drop_last=True)}
 
 
-def digits() -> dict[str, Any]:
-    """Batches of 1,797 handwritten digits: images [B, 1, 8, 8] from 0 to 1 and labels [B]."""
-    from sklearn.datasets import load_digits
-
-    images, labels = load_digits(return_X_y=True)
-    images = torch.tensor(images / 16, dtype=torch.float32).view(-1, 1, 8, 8)
-    return _loader(TensorDataset(images, torch.tensor(labels, dtype=torch.long)), batch_size=16)
+def _digits() -> dict[str, Any]:
+    return _loader(TensorDataset(*handwritten_digits()), batch_size=16)
 
 
-def source_code() -> dict[str, Any]:
-    """Batches of windows [B, CONTEXT + 1] of the bytes of the standard library."""
-    return _loader(TensorDataset(source_windows(TEXT_BYTES)), batch_size=4)
-
-
-def nothing() -> dict[str, Any]:
-    """Zeros, for models that look at no data."""
-    return _loader(TensorDataset(torch.zeros(4096)), batch_size=1)
-
-
-# - gradients without a model
-
-
-class GradientOnly(LightningModule):
-    """Layers of a well-known model whose gradients are random normal numbers: real sizes, no forward.
-
-    Gradients become ready one by one, the last parameter's first, as in a real backward; each costs a dot product and
-    a copy.  Every element has the same scale, so what a compressor selects says nothing about learning.
-    """
-
-    STARTS = 2**20  # places in the pool of random numbers at which a gradient may start
-
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-        self._pool: Tensor | None = None
-
-    def training_step(self, batch: Sequence[Tensor]) -> Tensor:
-        """A loss whose backward gives every parameter a random gradient."""
-        del batch
-        if self._pool is None:
-            largest = max(parameter.numel() for parameter in self.parameters())
-            self._pool = torch.randn(largest + self.STARTS, device=self.device)
-        loss = torch.zeros((), device=self.device)
-        for parameter in self.parameters():
-            start = random.randrange(self.STARTS)
-            loss = loss + parameter.view(-1).dot(self._pool[start : start + parameter.numel()])
-        return loss
-
-    def configure_optimizers(self) -> Optimizer:
-        """Plain SGD."""
-        return SGD(self.parameters(), lr=1e-3)
-
-
-def resnet50() -> Iterator[nn.Module]:
-    """ResNet-50 for 1,000 classes."""
-    yield from _convolution(3, 64, 7)
-    channels = 64
-    for blocks, width in zip((3, 4, 6, 3), (64, 128, 256, 512), strict=True):
-        for block in range(blocks):
-            yield from _convolution(channels, width, 1)
-            yield from _convolution(width, width, 3)
-            yield from _convolution(width, 4 * width, 1)
-            if not block:
-                yield from _convolution(channels, 4 * width, 1)
-            channels = 4 * width
-    yield nn.Linear(channels, 1000)
-
-
-def densenet121() -> Iterator[nn.Module]:
-    """DenseNet-121 for 1,000 classes: 8M parameters in 242 layers."""
-    yield from _convolution(3, 64, 7)
-    channels, growth = 64, 32
-    for layers in (6, 12, 24, 16):
-        if channels > 64:  # between blocks
-            yield nn.Conv2d(channels, channels // 2, 1, bias=False)
-            channels //= 2
-        for _ in range(layers):
-            yield nn.GroupNorm(1, channels)
-            yield from _convolution(channels, 4 * growth, 1)
-            yield nn.Conv2d(4 * growth, growth, 3, bias=False)
-            channels += growth
-        yield nn.GroupNorm(1, channels)
-    yield nn.Linear(channels, 1000)
-
-
-def vgg16() -> Iterator[nn.Module]:
-    """VGG-16 for 1,000 classes."""
-    for channels in pairwise((3, 64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)):
-        yield nn.Conv2d(*channels, 3)
-    for widths in pairwise((512 * 7 * 7, 4096, 4096, 1000)):
-        yield nn.Linear(*widths)
-
-
-def bert_base() -> Iterator[nn.Module]:
-    """BERT-base, uncased, without a head."""
-    yield from (nn.Embedding(rows, 768) for rows in (30522, 512, 2))
-    yield nn.LayerNorm(768)
-    yield from (nn.TransformerEncoderLayer(768, 12, 3072) for _ in range(12))
-    yield nn.Linear(768, 768)
-
-
-def gpt2() -> Iterator[nn.Module]:
-    """GPT-2 small; its input and output embeddings are one parameter."""
-    yield from (nn.Embedding(rows, 768) for rows in (50257, 1024))
-    yield from (nn.TransformerEncoderLayer(768, 12, 3072) for _ in range(12))
-    yield nn.LayerNorm(768)
-
-
-def flat() -> Iterator[nn.Module]:
-    """One parameter of 100 MB."""
-    yield nn.Embedding(25_000_000, 1)
-
-
-def _convolution(fan_in: int, fan_out: int, kernel: int) -> Iterator[nn.Module]:
-    """A convolution, and a norm after it without buffers, which DDP would send."""
-    yield nn.Conv2d(fan_in, fan_out, kernel, bias=False)
-    yield nn.GroupNorm(1, fan_out)
-
-
-# - by name
+def _source_code() -> dict[str, Any]:
+    return _loader(TensorDataset(byte_lm.source_windows(byte_lm.TEXT_BYTES)), batch_size=4)
 
 
 def _gradients(layers: Callable[[], Iterator[nn.Module]]) -> Workload:
-    return Workload(lambda: GradientOnly(layers()), nothing, learns=False)
+    """A workload that looks at no data."""
+    zeros = TensorDataset(torch.zeros(4096))
+    return Workload(lambda: models.GradientOnly(layers()), lambda: _loader(zeros, batch_size=1), learns=False)
 
 
 #: Name -> workload.
 WORKLOADS = {
-    "mlp_1m": Workload(lambda: mlp(512, 4), digits, needs="sklearn"),
-    "mlp_25m": Workload(lambda: mlp(2048, 6), digits, needs="sklearn"),
-    "gpt_10m": Workload(lambda: ByteGPT(384, 6, 6), source_code, held_out=other_source_code),
-    "gpt_50m": Workload(lambda: ByteGPT(640, 10, 10), source_code, held_out=other_source_code),
+    "mlp_1m": Workload(lambda: mlp(512, 4), _digits, needs="sklearn"),
+    "mlp_25m": Workload(lambda: mlp(2048, 6), _digits, needs="sklearn"),
+    "gpt_10m": Workload(lambda: ByteGPT(384, 6, 6), _source_code, held_out=byte_lm.other_source_code),
+    "gpt_50m": Workload(lambda: ByteGPT(640, 10, 10), _source_code, held_out=byte_lm.other_source_code),
     "byte_lm": Workload(
         lambda: ByteGPT(96, 2, 4, learning_rate=4e-3),
         byte_lm.batches,
         held_out=byte_lm.held_out,
         schedule=byte_lm.schedule,
     ),
-    "resnet_digits": Workload(resnet, digits, needs="sklearn"),
-    "resnet50_shapes": _gradients(resnet50),
-    "densenet121_shapes": _gradients(densenet121),
-    "vgg16_shapes": _gradients(vgg16),
-    "bert_base_shapes": _gradients(bert_base),
-    "gpt2_shapes": _gradients(gpt2),
-    "flat_100mb": _gradients(flat),
+    "resnet_digits": Workload(resnet, _digits, needs="sklearn"),
+    "resnet50_shapes": _gradients(models.resnet50),
+    "densenet121_shapes": _gradients(models.densenet121),
+    "vgg16_shapes": _gradients(models.vgg16),
+    "bert_base_shapes": _gradients(models.bert_base),
+    "gpt2_shapes": _gradients(models.gpt2),
+    "flat_100mb": _gradients(models.flat),
 }
 _PIP_NAMES = {"sklearn": "scikit-learn"}  # of packages that pip knows by another name
 
 
 def workload_named(name: str) -> Workload:
-    """The workload called ``name``, or of a user's own model in one of the forms of ``own_model.FORMS``.
-
-    Raises:
-        ValueError: there is none, or a package it needs is not installed.
-    """
-    if own_model.is_own(name):
-        model, data = own_model.load(name)
+    """The workload called ``name``, or of a user's own model in one of the ``MODEL_FORMS``; a ValueError if none is."""
+    if is_own(name):
+        model, data = _load(name)
         return Workload(lambda: model, lambda: {"datamodule": data} if data is not None else {}, learns=False)
     if name not in WORKLOADS:
-        raise ValueError(f"a workload must be one of {', '.join(WORKLOADS)}, or {own_model.FORMS}; got {name!r}")
+        raise ValueError(f"a workload must be one of {', '.join(WORKLOADS)}, or {MODEL_FORMS}; got {name!r}")
     workload = WORKLOADS[name]
     if workload.needs and find_spec(workload.needs) is None:
         raise ValueError(
@@ -293,3 +104,49 @@ def parameter_sizes(workload: Workload) -> list[int]:
     """Elements of each parameter; no memory is taken."""
     with torch.device("meta"):
         return [parameter.numel() for parameter in workload.module().parameters()]
+
+
+def is_own(text: str) -> bool:
+    """Whether ``text`` names a user's model and not a workload of the benchmark."""
+    return ":" in text or text.endswith((".yaml", ".yml"))
+
+
+def _load(text: str) -> tuple[LightningModule, LightningDataModule | None]:
+    """The model, and its data if it does not bring them itself; raises a ValueError if ``text`` does not name one."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as python does for a script
+    if text.endswith((".yaml", ".yml")):
+        return _from_config(text)
+    model, *data = (_make(part) for part in text.split(",", 1))
+    for made, kind in ((model, LightningModule), *((each, LightningDataModule) for each in data)):
+        if not isinstance(made, kind):
+            raise ValueError(f"model {text!r}: {type(made).__name__} is not a {kind.__name__}; give {MODEL_FORMS}.")
+    return model, data[0] if data else None
+
+
+def _make(path: str) -> Any:
+    try:
+        kind = pkgutil.resolve_name(path.strip())
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"model {path!r} cannot be imported ({error}); give {MODEL_FORMS}.") from error
+    try:
+        return kind()
+    except TypeError as error:
+        raise ValueError(f"model {path!r} cannot be made without arguments ({error}); give a config file.") from error
+
+
+def _from_config(path: str) -> tuple[LightningModule, LightningDataModule | None]:
+    if not Path(path).is_file():
+        raise ValueError(f"config file {path!r} is not there; give {MODEL_FORMS}.")
+    from lightning.pytorch.cli import LightningCLI
+
+    given = ["--config", path, "--trainer.logger=false", "--trainer.strategy=auto", "--trainer.devices=1"]
+    subclasses: Any = {"subclass_mode_model": True, "subclass_mode_data": True}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # LightningCLI's, that args are not the command line's: so it is meant
+            kinds = LightningModule, LightningDataModule
+            cli = LightningCLI(*kinds, **subclasses, save_config_callback=None, run=False, args=given)
+    except SystemExit as error:  # jsonargparse has said on standard error what is wrong
+        raise ValueError(f"config file {path!r} does not describe a model; see above.") from error
+    return cli.model, cli.datamodule

@@ -6,12 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_sparse.bench.compare.models import Classifier
 from lightning_sparse.bench.compare.peers import Peer
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.local_exchange import LocalExchange
@@ -23,7 +21,7 @@ INPUTS, WIDTH, CLASSES = 64, 384, 10
 BATCH, BATCHES = 16, 100
 
 
-class CheckedModel(LightningModule):
+class CheckedModel(Classifier):
     """Layers of 176,266 parameters that learn made-up classes; a step that breaks a promise raises an error.
 
     After each backward, over all P ranks and for each parameter,
@@ -32,22 +30,12 @@ class CheckedModel(LightningModule):
     """
 
     def __init__(self) -> None:
-        super().__init__()
         widths = (INPUTS, WIDTH, WIDTH, CLASSES)
         layers = [each for n, m in pairwise(widths) for each in (nn.Linear(n, m), nn.ReLU())]
-        self.layers = nn.Sequential(*layers[:-1])
+        super().__init__(layers[:-1], learning_rate=0.05)
         self._gradients: dict[str, Tensor] = {}  # this rank's own, of the last backward
-        self._before: dict[str, Tensor] = {}  # what this rank owed before it
+        self._before: dict[str, Tensor] = {}  # what was unsent before it
         self._checked = 0
-
-    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """The loss of inputs [B, 64] and classes [B]."""
-        inputs, classes = batch
-        return cross_entropy(self.layers(inputs), classes)
-
-    def configure_optimizers(self) -> Optimizer:
-        """SGD with momentum."""
-        return SGD(self.parameters(), lr=0.05, momentum=0.9)
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Inputs whose largest element among the first ten says the class; each rank gets batches of its own."""
@@ -70,17 +58,15 @@ class CheckedModel(LightningModule):
         """Check what has been averaged."""
         if not self._averages or isinstance(self._exchange, LocalExchange):
             return
-        size, after = self.trainer.world_size, self._unsent()
-        names = [name for name, _ in self.named_parameters()]
-        owed = [self._before[name] + self._gradients[name].double() for name in names]
-        missing = [after[name] - each for name, each in zip(names, owed, strict=True)]
-        total = torch.cat([each.flatten() for each in missing]).float()  # one message: over the ranks, -P * mean
-        dist.all_reduce(total)
-        parts = total.split([each.numel() for each in missing])
-        for (name, parameter), each, part in zip(self.named_parameters(), owed, parts, strict=True):
+        after, parameters = self._unsent(), dict(self.named_parameters())
+        before = {name: self._before[name] + self._gradients[name].double() for name in parameters}
+        total = torch.cat([(after[name] - before[name]).flatten() for name in parameters]).float()
+        dist.all_reduce(total)  # one message: over the ranks, -P * mean
+        parts = total.split([p.numel() for p in parameters.values()])
+        for (name, parameter), part in zip(parameters.items(), parts, strict=True):
             assert parameter.grad is not None
-            mean = size * parameter.grad.flatten()
-            wrong = float((part + mean).abs().max() / (each.abs().max() + mean.abs().max()).clamp(min=1e-30))
+            mean = self.trainer.world_size * parameter.grad.flatten()
+            wrong = float((part + mean).abs().max() / (before[name].abs().max() + mean.abs().max()).clamp(min=1e-30))
             if not wrong <= TOLERANCE:
                 raise RuntimeError(
                     f"gradient was lost or made up in step {self.trainer.global_step + 1}: P * mean + sum(unsent "

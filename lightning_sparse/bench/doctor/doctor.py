@@ -1,53 +1,65 @@
-"""``lightning-sparse doctor``: looks around, checks every strategy, and says what is wrong."""
+"""``lightning-sparse doctor``: looks around, checks every strategy, and says what is wrong.
 
+The module is also the program that runs on each rank of an emulated cluster, as a worker of the bench is.
+"""
+
+import multiprocessing
 import os
+import socket
 import sys
+from collections.abc import Generator
 from contextlib import closing
-from dataclasses import dataclass
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from lightning_sparse.bench.cluster import ClusterError, parse, unavailable_reason
+from lightning_sparse.auto.policy import NAMES
+from lightning_sparse.bench import kernels
+from lightning_sparse.bench.cluster import parse, unavailable_reason
+from lightning_sparse.bench.compare import worker
 from lightning_sparse.bench.compare.peers import NO_COMMUNICATION
-from lightning_sparse.bench.compare.place import Place
-from lightning_sparse.bench.compare.report import Round
-from lightning_sparse.bench.doctor import devices, findings, screen
-from lightning_sparse.bench.doctor.hosts import Host, reach
-from lightning_sparse.bench.doctor.ranks import STRATEGIES, Found, emulated, examine, here, plan
+from lightning_sparse.bench.compare.place import Place, run_emulated
+from lightning_sparse.bench.compare.records import Round
+from lightning_sparse.bench.compare.run import check_clusters
+from lightning_sparse.bench.compare.schedule import Schedule
+from lightning_sparse.bench.doctor import screen
+from lightning_sparse.bench.doctor.checked_model import TOLERANCE
+from lightning_sparse.bench.doctor.hosts import Host, Surroundings, look_around, reach
+from lightning_sparse.bench.output import say
+from lightning_sparse.cli.options import Doctor
+from lightning_sparse.compressors import COMPRESSORS
+from lightning_sparse.kernels.ops import HAS_TRITON
+from lightning_sparse.simulation import simulate
 
+MODEL = "lightning_sparse.bench.doctor.checked_model:CheckedModel"
+STRATEGIES = ("ddp", *NAMES, "sparse_dense:local_steps=4")
 CPU_RANKS = 2  # that check on one machine
+RANKS, ELEMENTS = 4, 100_000  # of each compressor among simulated ranks on a CUDA device
+
+Found = Generator[Surroundings | Round, None, None]
 
 
-@dataclass(frozen=True)
-class DoctorArguments:
-    """Arguments of ``lightning-sparse doctor``, as its ``--help`` explains them."""
-
-    emulate: str
-    interface: str | None
-
-
-def doctor(arguments: DoctorArguments) -> int:
+def doctor(options: Doctor) -> int:
     """Examine and print; returns the exit status: 1 if anything is wrong."""
     console = Console(soft_wrap=False)
-    place = None if arguments.emulate else Place.find(arguments.interface)
+    place = None if options.emulate else Place.find(options.interface)
     if place is not None and place.rank:
         list(examine(plan("auto"), place))  # rank 0 reports
         return 0
-    wrong = _show(console, arguments, place)
+    wrong = _show(console, options.emulate, place)
     if not wrong:
         console.print("[bold]Nothing is wrong.[/bold]")
     for problem in wrong:
-        console.print(f"wrong: {problem}", highlight=False, markup=False, soft_wrap=True)
+        say(console, f"wrong: {problem}")
     return int(bool(wrong))
 
 
-def _show(console: Console, arguments: DoctorArguments, place: Place | None) -> list[str]:
+def _show(console: Console, emulate: str, place: Place | None) -> list[str]:
     """Print what is found as it comes; returns what is wrong."""
     wrong: list[str] = []
     hosts: list[Host] = []
-    for title, found in _examinations(arguments, place):
+    for title, found in _examinations(emulate, place):
         rounds: list[Round] = []
         try:
             with closing(found), Progress(transient=True) as progress:
@@ -58,28 +70,28 @@ def _show(console: Console, arguments: DoctorArguments, place: Place | None) -> 
                         progress.update(task, advance=1, description=f"checked {each.strategy}")
                     elif not hosts:
                         hosts = each.hosts
-                        console.print(screen.surroundings(each, place, arguments.emulate, unavailable_reason()))
+                        console.print(screen.surroundings(each, place, emulate, unavailable_reason()))
         except RuntimeError as error:
             if place is None or rounds:
                 raise
-            wrong.append(findings.of_link(error, place.address, place.port))
+            wrong.append(screen.of_link(error, place.address, place.port))
         checked = [each for each in rounds if each.strategy != NO_COMMUNICATION]
         if checked:
             console.print(screen.strategies(checked, title))
-        wrong += findings.of_rounds(checked)
+        wrong += [f"{each.strategy} failed: {each.error}" for each in checked if each.error]
     if hosts and hosts[0].devices:
-        wrong += devices.show(console)
-    return findings.of_hosts(hosts, bool(arguments.emulate)) + _address(place) + wrong
+        wrong += conserves(torch.device("cuda"))
+        if HAS_TRITON:
+            say(console, f"Kernels, {kernels.ELEMENTS:,} elements on {torch.cuda.get_device_name()}")
+            console.print(kernels.measure(kernels.ELEMENTS))
+    return screen.of_hosts(hosts, bool(emulate)) + _address(place) + wrong
 
 
-def _examinations(arguments: DoctorArguments, place: Place | None) -> list[tuple[str, Found]]:
+def _examinations(emulate: str, place: Place | None) -> list[tuple[str, Found]]:
     """Return what is to be examined, none of it begun, and what each is called."""
-    if arguments.emulate:
-        if (hosts := parse(arguments.emulate).hosts) < 2:
-            raise ValueError(f"an emulated cluster must have at least 2 hosts; got {arguments.emulate!r}")
-        if reason := unavailable_reason():
-            raise ClusterError(reason)
-        return [(f"{hosts} emulated hosts, Gloo on the CPU", emulated(plan("cpu"), arguments.emulate))]
+    if emulate:
+        check_clusters([emulate])
+        return [(f"{parse(emulate).hosts} emulated hosts, Gloo on the CPU", emulated(plan("cpu"), emulate))]
     if sys.platform != "linux":
         raise ValueError(f"doctor needs Linux; got {sys.platform}. `advise MODEL --link 4x1gbit` does not.")
     if place is not None:
@@ -95,7 +107,75 @@ def _examinations(arguments: DoctorArguments, place: Place | None) -> list[tuple
 def _address(place: Place | None) -> list[str]:
     """Say what is wrong with MASTER_ADDR, where it was set by hand."""
     address, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", 0) or 0)
-    if place is not None or not address:
-        return []
-    error = reach(address, port)
-    return [findings.of_address(address, port, error)] if error else []
+    error = reach(address, port) if address and place is None else ""
+    must = f"MASTER_ADDR must be a host that answers; got {address!r}, port {port}: {error}."
+    return [f"{must} Correct it, or unset it to train on this machine alone."] if error else []
+
+
+def conserves(device: torch.device) -> list[str]:
+    """Simulate ten steps of each compressor among four ranks on ``device``; say which lost or made up gradient."""
+    generator = torch.Generator().manual_seed(0)
+    gradients = torch.randn(screen.STEPS, RANKS, ELEMENTS, generator=generator).to(device)
+    wrong = []
+    for name in COMPRESSORS:
+        try:
+            result = simulate(name, gradients, torch.ones(ELEMENTS, device=device))
+        except Exception as error:
+            wrong.append(f"{name} failed on {device} among {RANKS} simulated ranks: {type(error).__name__}: {error}")
+            continue
+        left = RANKS * result.mean.double().sum(0) + result.unsent.double().sum(0)
+        right = gradients.double().sum((0, 1))
+        part = float((left - right).abs().max() / right.abs().max())
+        if not part <= TOLERANCE:
+            wrong.append(
+                f"{name} on {device}: gradient was lost or made up ({part:.1e} of the largest). Please report."
+            )
+    return wrong
+
+
+# - ranks
+
+
+def plan(accelerator: str, strategies: tuple[str, ...] = STRATEGIES) -> Schedule:
+    """Return the turns that check each strategy once."""
+    return Schedule("", MODEL, ",".join(strategies), screen.STEPS, warmup=0, rounds=1, accelerator=accelerator)
+
+
+def examine(schedule: Schedule, place: Place) -> Found:
+    """Examine this cluster, on every rank; yields what was found on rank 0, and nothing on the others."""
+    found = look_around(place)
+    if place.rank == 0:
+        yield found
+    yield from worker.take_turns(schedule, place)
+
+
+def here(schedule: Schedule, size: int) -> Found:
+    """Examine this machine, with ``size`` ranks on it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    places = [Place(r, r, size, size, "127.0.0.1", port, store_is_there=False, interface="lo") for r in range(size)]
+    fork = multiprocessing.get_context("fork")
+    others = [fork.Process(target=_follow, args=(schedule, place)) for place in places[1:]]
+    for other in others:
+        other.start()
+    try:
+        yield from examine(schedule, places[0])
+    finally:
+        for other in others:
+            other.join(5)
+            other.kill()
+
+
+def _follow(schedule: Schedule, place: Place) -> None:
+    list(examine(schedule, place))
+
+
+def emulated(schedule: Schedule, cluster: str) -> Found:
+    """Build ``cluster`` and examine it."""
+    with closing(run_emulated(cluster, "lightning_sparse.bench.doctor.doctor", schedule)) as lines:
+        for found in lines:
+            yield Surroundings.from_json(found) if "hosts" in found else Round.from_json(found)
+
+
+if __name__ == "__main__":
+    worker.main(examine)

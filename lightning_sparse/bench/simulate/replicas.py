@@ -1,31 +1,35 @@
-"""P simulated ranks that train in one process, with a strategy's own compressor and messages."""
+"""P simulated ranks that train in one process, with a strategy's own compressor, replicas and messages."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_sparse.bench.compare.byte_lm import loss_of
 from lightning_sparse.bench.compare.peers import PEERS, Contender
-from lightning_sparse.bench.simulate.optimizers import OPTIMIZERS
-from lightning_sparse.bench.simulate.task import loss_of
+from lightning_sparse.bench.simulate.task import OPTIMIZERS
 from lightning_sparse.compressors import Dense
+from lightning_sparse.compressors.dense import Exact
+from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.compression_error import CompressionError
-from lightning_sparse.engine.groups import lay_out
+from lightning_sparse.engine.groups import lay_out, lay_out_fragments
+from lightning_sparse.engine.lr_factor import EVERY, LrFactor
+from lightning_sparse.engine.replica import Replica
+from lightning_sparse.engine.untrained import untrained_of
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.options import Options
 from lightning_sparse.simulation import take_steps
 from lightning_sparse.strategy import SparseDDPStrategy
 from lightning_sparse.wire import wire_format
 
+Batches = Sequence[tuple[Tensor, ...]]  # one for each rank
+
 
 def options_of(strategy: str) -> Options:
-    """Read a strategy as ``lightning-sparse bench`` does.
-
-    Raises:
-        ValueError: there is none of this name, an option of it is wrong, or it cannot be simulated.
-    """
+    """Read a strategy as ``lightning-sparse bench`` does; a ValueError says why it cannot be simulated."""
     contender = Contender(strategy, strategy)
     built = contender.build()
     if contender.learning_rate is not None:
@@ -42,13 +46,13 @@ def options_of(strategy: str) -> Options:
     return built.options
 
 
-def backward(model: LightningModule, batch: Sequence[Tensor]) -> None:
+def _backward(model: LightningModule, batch: tuple[Tensor, ...]) -> None:
     """Set the gradients of ``model`` to those of a batch."""
     model.zero_grad()
     loss_of(model, batch).backward()
 
 
-def take_optimizer_steps(optimizers: Sequence[Optimizer], rate: float) -> None:
+def _take_optimizer_steps(optimizers: Sequence[Optimizer], rate: float) -> None:
     """Take a step of each optimizer, at this learning rate."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -57,14 +61,9 @@ def take_optimizer_steps(optimizers: Sequence[Optimizer], rate: float) -> None:
 
 
 class Replicas:
-    """P ranks that average gradients.  They hold the same weights, so one model and its optimizers stand for all.
+    """P ranks that average gradients.  They hold the same weights, so one model and its optimizers stand for all."""
 
-    Attributes:
-        network: between the ranks.
-        faithfulness: of the steps so far, if it is to be judged.
-    """
-
-    faithfulness: CompressionError | None = None
+    judged_by: CompressionError | None = None  # of the steps so far, if it is to be judged
 
     def __init__(self, model: LightningModule, options: Options, ranks: int, optimizer: str = "adamw") -> None:
         self.network = SimNetwork(ranks, wire_format(options.wire_dtype))
@@ -74,21 +73,105 @@ class Replicas:
             lay_out(parameters, options.averaging, options.fusion, options.bucket_bytes) for _ in range(ranks)
         ]
 
-    def step(self, batches: Sequence[Sequence[Tensor]], rate: float) -> None:
+    def step(self, batches: Batches, rate: float) -> None:
         """Learn from a batch on each rank, at a learning rate."""
         for batch, groups in zip(batches, self._groups, strict=True):
-            backward(self._model, batch)
+            _backward(self._model, batch)
             for group, compressor in groups:
                 compressor.accumulate(group, [p.grad for p in group.parameters], self.network.size)
-        owed = self._unsent()
+        before = self._unsent()
         for ranks in zip(*self._groups, strict=True):
             group, compressor = ranks[0]
             total = take_steps(compressor, [own for own, _ in ranks], self.network)
             group.hand_back(total, [p.grad for p in group.parameters if p.grad is not None], self.network.size)
-        if self.faithfulness is not None:
-            self.faithfulness.step(owed, self._unsent())
-        take_optimizer_steps(self._optimizers, rate)
+        if self.judged_by is not None:
+            self.judged_by.step(before, self._unsent())
+        _take_optimizer_steps(self._optimizers, rate)
 
     def _unsent(self) -> Tensor:
         """What each rank has not sent, [P, n]."""
         return torch.stack([torch.cat([group.unsent for group, _ in groups]) for groups in self._groups])
+
+
+class LocalReplicas:
+    """P ranks that average weights, each with a model and optimizers of its own; ``model`` is their average x̄.
+
+    As :class:`Replicas`.  The factor of their steps is compared where it is applied only: on so small a model its
+    sample counts among bytes.
+    """
+
+    judged_by: CompressionError | None = None
+
+    def __init__(self, model: LightningModule, options: Options, ranks: int, optimizer: str = "adamw") -> None:
+        assert options.local is not None
+        self.network = SimNetwork(ranks, wire_format(options.wire_dtype))
+        self._average, self._settings, self._warmup_steps = model, options.local, options.warmup_steps
+        self._models = [deepcopy(model) for _ in range(ranks)]
+        self._optimizers = [OPTIMIZERS[optimizer](each) for each in self._models]
+        own = [self._replicas_of(each, options) for each in self._models]  # [P][groups]
+        self._factors = [LrFactor([each.group for each in of_rank]) for of_rank in own]
+        self._replicas = list(zip(*own, strict=True))  # [groups][P]
+        self._steps = 0
+        self._due: list[tuple[Replica, ...]] = []  # exchanged, and not applied yet
+
+    def _replicas_of(self, model: LightningModule, options: Options) -> list[Replica]:
+        layout = options.averaging, options.fusion, self._settings.parts, options.bucket_bytes
+        groups, fragments = lay_out_fragments(dict(model.named_parameters()), *layout)
+        replicas = [Replica(*each, i, self._settings) for each, i in zip(groups, fragments, strict=True)]
+        if statistics := untrained_of(model, set()):
+            group = Group(len(groups), tuple(statistics), tuple(find() for find in statistics.values()))
+            replicas.append(Replica(group, Exact(), 0, self._settings, list(statistics.values())))
+        return replicas
+
+    def step(self, batches: Batches, rate: float) -> None:
+        """Learn from a batch on each rank, at a learning rate."""
+        if self._settings.overlaps and self._steps:
+            self._exchange()
+        ranks = zip(self._models, self._optimizers, self._factors, batches, strict=True)
+        for model, optimizers, factor, batch in ranks:
+            _backward(model, batch)
+            if (self._steps + 1) % EVERY == 0:
+                factor.take_in((p, p.grad) for p in model.parameters() if p.grad is not None)
+            _take_optimizer_steps(optimizers, rate * factor.value)
+        self._steps += 1
+        if not self._settings.overlaps:
+            self._exchange()
+        before = self._drift()
+        self._apply()
+        if self.judged_by is not None:
+            self.judged_by.step(before, self._drift())
+
+    @torch.no_grad()
+    def _drift(self) -> Tensor:
+        """How far each rank's weights are from the average, [P, n]."""
+        models = (self._average, *self._models)
+        average, *own = (torch.cat([p.reshape(-1) for p in model.parameters()]) for model in models)
+        return torch.stack(own) - average
+
+    def _exchange(self) -> None:
+        """Take up the groups whose turn it is after the last step, and average them."""
+        step, size, comms = self._steps, self.network.size, self.network.comms
+        self._due = [ranks for ranks in self._replicas if all([x.is_due(step, self._warmup_steps) for x in ranks])]
+        for ranks in self._due:
+            for replica in ranks:
+                replica.take_up(size)
+            total = take_steps(ranks[0].compressor, [replica.group for replica in ranks], self.network)
+            for replica in ranks:
+                replica.move(total, size)
+        if self._settings.lr_factor == "measured" and step % EVERY == 0:
+            for factor in self._factors:
+                factor.take_up()
+            self.network.run([factor.sum_up(comm) for factor, comm in zip(self._factors, comms, strict=True)])
+
+    @torch.no_grad()
+    def _apply(self) -> None:
+        """Set the weights of what was exchanged: each rank's own, and the average."""
+        shared = self._average.state_dict()
+        for ranks in self._due:
+            for replica in ranks:
+                replica.apply()
+            for name, average in zip(ranks[0].group.names, ranks[0].averages(), strict=True):
+                shared[name].copy_(average)
+        for factor in self._factors:
+            factor.read(self.network.size)
+        self._due = []

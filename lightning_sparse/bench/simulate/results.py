@@ -1,18 +1,18 @@
 """Results of simulated trainings: a line of JSON each, and a table of all."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from io import StringIO
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from lightning_sparse.bench.compare.until_loss import rate_text
+from lightning_sparse.bench.output import new_table
 from lightning_sparse.bench.simulate.task import TASKS
+
+FURTHER = {"accuracy": 3, "delivered": 3, "age": 2}  # columns, if all results have them, with so many digits
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Result:
     sent_bytes: float  # of a rank in a step, for each parameter
     seconds: float
     accuracy: float | None = None  # of validation, where something is classified
-    delivered: float | None = None  # of what is owed, by a step: see CompressionError
+    delivered: float | None = None  # of what is unsent, by a step: see CompressionError
     age: float | None = None  # steps that a gradient waits
 
     @classmethod
@@ -50,11 +50,7 @@ class Result:
 
 
 def read(path: Path) -> dict[Run, Result]:
-    """Read the results of trainings that have ended, if there are any.
-
-    Raises:
-        ValueError: a line of the file is damaged.
-    """
+    """Read the results of trainings that have ended, if there are any; a ValueError names a damaged line."""
     found = {}
     for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], start=1):
         try:
@@ -65,27 +61,17 @@ def read(path: Path) -> dict[Run, Result]:
     return found
 
 
-# - for people
-
-FURTHER = {"accuracy": 3, "delivered": 3, "age": 2}  # of a result, if all have it, with so many digits
-
-
-def table(rows: Sequence[Sequence[Result]], rates: Sequence[float], lines: box.Box) -> Table:
+def table(rows: Sequence[Sequence[Result]], rates: Sequence[float]) -> Table:
     """A row for each strategy, of its results with each seed; the first row is the reference."""
-    headings = ("bytes", "learning rate", "loss", f"above {rows[0][0].run.strategy}")
-    found = Table(box=lines, padding=(0, 1, 0, 0))
-    found.add_column("strategy", overflow="fold")
     further = [name for name in FURTHER if all(getattr(each, name) is not None for row in rows for each in row)]
-    for heading in (*headings, *further):
-        found.add_column(heading, justify="right", no_wrap=True)
+    headings = "bytes", "learning rate", "loss", f"above {rows[0][0].run.strategy}"
+    found = new_table(None, "strategy", *headings, *further)
     for row in rows:
         above = [100 * (own.loss / reference.loss - 1) for own, reference in zip(row, rows[0], strict=True)]
-        best, name = row[0], row[0].run.strategy
-        at_edge = best.run.learning_rate in (min(rates), max(rates)) and len(rates) > 1
         found.add_row(
-            f"`{name}`" if lines is box.MARKDOWN else name,
-            f"{best.sent_bytes:.3f}",
-            f"{best.run.learning_rate:g}{'*' if at_edge else ''}",
+            row[0].run.strategy,
+            f"{row[0].sent_bytes:.3f}",
+            rate_text(row[0].run.learning_rate, rates),
             _spread([result.loss for result in row], 3),
             "-" if row is rows[0] else f"{_spread(above, 1)} %",
             *(f"{fmean(getattr(result, name) for result in row):.{FURTHER[name]}f}" for name in further),
@@ -108,14 +94,6 @@ def caption(rows: Sequence[Sequence[Result]], rates: Sequence[float]) -> str:
         "Bytes: sent by a rank in a step, for each parameter. Learning rate: the best of "
         f"{', '.join(f'{rate:g}' for rate in rates)} with the first seed, * where it is at an edge of these; the other "
         "seeds were trained with that one alone. Above: by how much a strategy's loss is above the first one's with "
-        "the same seed. Delivered: of what the ranks owe together (unsent + gradient, squared norm), what a step "
-        "delivers. Age: steps that a gradient waits."
+        "the same seed. Delivered: the part of what is unsent on all ranks (gradients included, squared norm) that a "
+        "step delivers. Age: steps that a gradient waits."
     )
-
-
-def page(rows: Sequence[Sequence[Result]], rates: Sequence[float], facts: Mapping[str, Any]) -> str:
-    """A page in Markdown: the command, the table, what it shows, and where it was run."""
-    Console(width=10_000, file=(text := StringIO())).print(table(rows, rates, box.MARKDOWN))
-    lines = [f"    {facts['command']}", "", text.getvalue().strip(), "", caption(rows, rates), ""]
-    lines += [f"- {name}: {value}" for name, value in facts.items() if name != "command"]
-    return "\n".join(lines) + "\n"

@@ -1,121 +1,38 @@
-"""What simulated ranks train: models and data, none of it downloaded."""
+"""What simulated ranks train: models, data and optimizers, none of it downloaded."""
 
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import nn
+from torch.optim import SGD, AdamW, Muon, Optimizer
 
-from lightning_sparse.bench.compare.text import source_windows
-from lightning_sparse.bench.compare.workloads import ByteGPT, Classifier
-from lightning_sparse.selection.streams import draw
+from lightning_sparse.bench.compare.byte_lm import Task, byte_lm
+from lightning_sparse.bench.compare.models import ByteGPT, Classifier
+from lightning_sparse.bench.compare.workloads import handwritten_digits
+from lightning_sparse.cli import names
 
-HELD_OUT = 20  # one file of the text in so many is validated with
-TEXT_BYTES = 4_000_000  # to learn from
-VALIDATION_WINDOWS = 640
-
+WEIGHT_DECAY = 0.01
 DIGITS = 1437  # of 1,797 to learn from
-
 MODULES = 20  # classes
 WINDOW = 64  # bytes, in one of which a module is to be recognised
 NGRAM, BUCKETS = 4, 8192  # bytes of text that are hashed, and to what
 
 
-def loss_of(model: LightningModule, batch: Sequence[Tensor]) -> Tensor:
-    """The loss of a batch."""
-    loss = model.training_step(batch)
-    assert isinstance(loss, Tensor)
-    return loss
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is trained: a model, and examples of each kind of data [N, ...].
-
-    Args:
-        model: whose ``training_step`` gives the loss of a batch.
-        training: examples to learn from.
-        validation: examples that nobody learns from.
-        batch_size: examples that a rank learns from in a step.
-    """
-
-    model: LightningModule
-    training: tuple[Tensor, ...]
-    validation: tuple[Tensor, ...]
-    batch_size: int
-
-    def batch(self, seed: int, step: int, rank: int) -> tuple[Tensor, ...]:
-        """The examples that a rank learns from in a step."""
-        generator = torch.Generator().manual_seed(draw(seed, step, rank))
-        chosen = torch.randint(len(self.training[0]), (self.batch_size,), generator=generator)
-        return tuple(kind[chosen] for kind in self.training)
-
-    @torch.no_grad()
-    def validation_loss(self) -> float:
-        """The loss of examples that nobody learns from."""
-        parts = list(zip(*(kind.split(128) for kind in self.validation), strict=True))
-        losses = [float(loss_of(self.model, part)) * len(part[0]) for part in parts]
-        return sum(losses) / len(self.validation[0])
-
-    @torch.no_grad()
-    def accuracy(self) -> float | None:
-        """The part of those examples that is classified as it should be; None where nothing is classified."""
-        if not isinstance(self.model, Classifier):
-            return None
-        examples, classes = self.validation
-        return float((self.model.layers(examples).argmax(1) == classes).float().mean())
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A kind of task, and how it is trained unless something else is asked for.
-
-    Args:
-        make: makes the task from a seed.
-        loss: says what its loss is.
-        optimizer: a name in ``OPTIMIZERS``.
-        rates: largest learning rates to try.
-        steps: of a training.
-    """
-
-    make: Callable[[int], Task]
-    loss: str
-    optimizer: str
-    rates: str
-    steps: int
-
-
-def byte_lm(seed: int) -> Task:
-    """A GPT of 279,168 parameters over the bytes of Python's standard library."""
-    torch.manual_seed(seed)
-    held_out = source_windows(TEXT_BYTES, lambda number: number % HELD_OUT == 0)
-    training = source_windows(TEXT_BYTES, lambda number: number % HELD_OUT != 0)
-    evenly = held_out[:: max(1, len(held_out) // VALIDATION_WINDOWS)]
-    return Task(ByteGPT(width=96, layers=2, heads=4), (training,), (evenly[:VALIDATION_WINDOWS],), 8)
-
-
 def digits(seed: int) -> Task:
-    """A convolutional network of 38,282 parameters for scikit-learn's handwritten digits.
-
-    Raises:
-        ModuleNotFoundError: without scikit-learn.
-    """
+    """A convolutional network of 38,282 parameters for scikit-learn's handwritten digits."""
     if find_spec("sklearn") is None:
         raise ModuleNotFoundError(
             "the task digits needs scikit-learn, which is not installed: pip install scikit-learn, or "
             "give another --task"
         )
-    from sklearn.datasets import load_digits
-
     torch.manual_seed(seed)
-    found = load_digits()
-    order = torch.randperm(len(found.target), generator=torch.Generator().manual_seed(0))
-    images = torch.tensor(found.images[order] / 16, dtype=torch.float32)[:, None]  # [N, 1, 8, 8], from 0 to 1
-    labels = torch.tensor(found.target[order])
+    images, labels = handwritten_digits()
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    images, labels = images[order], labels[order]
     layers = [
         *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU()),
         *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
@@ -141,9 +58,39 @@ def modules(seed: int) -> Task:
     return Task(model, (hashes[~held_out], labels[~held_out]), (hashes[held_out], labels[held_out]), 16)
 
 
+@dataclass(frozen=True)
+class Kind:
+    """A kind of task, and how it is trained unless something else is asked for."""
+
+    make: Callable[[int], Task]  # from a seed
+    loss: str  # what its loss is
+    optimizer: str  # a name in ``OPTIMIZERS``
+    steps: int  # of a training
+    rates: str  # largest learning rates to try
+
+
+_MAKE = {
+    "byte_lm": (byte_lm, "of a byte language model in nats a byte", "adamw"),
+    "digits": (digits, "of a small network for handwritten digits", "sgd"),
+    "modules": (modules, "of a bag of embeddings that tells modules apart", "adamw"),
+}
 #: Name -> kind of task.
-TASKS = {
-    "byte_lm": Kind(byte_lm, "of a byte language model in nats a byte", "adamw", "2e-3,4e-3,8e-3", 600),
-    "digits": Kind(digits, "of a small network for handwritten digits", "sgd", "0.02,0.05,0.1", 300),
-    "modules": Kind(modules, "of a bag of embeddings that tells modules apart", "adamw", "5e-3,1e-2,2e-2", 300),
+TASKS = {name: Kind(*made, *names.TASKS[name]) for name, made in _MAKE.items()}
+
+
+def _muon(model: nn.Module) -> list[Optimizer]:
+    """Muon for the matrices of the blocks, with steps as long as AdamW's, which the others get."""
+    if not isinstance(model, ByteGPT):
+        raise ValueError("--optimizer muon must be given with --task byte_lm, whose blocks have matrices; got another")
+    matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p not in set(matrices)]
+    muon = Muon(matrices, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw")
+    return [muon, AdamW(others, weight_decay=WEIGHT_DECAY)]
+
+
+#: Name -> what makes the optimizers of a model; all of them take the same learning rate.
+OPTIMIZERS: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
+    "adamw": lambda model: [AdamW(model.parameters(), weight_decay=WEIGHT_DECAY)],
+    "sgd": lambda model: [SGD(model.parameters(), momentum=0.9)],
+    "muon": _muon,
 }

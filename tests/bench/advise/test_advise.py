@@ -14,11 +14,10 @@ import lightning_sparse as ls
 from lightning_sparse.auto.forecast import Forecast
 from lightning_sparse.auto.policy import CANDIDATES
 from lightning_sparse.auto.simulated_cost import simulated_cost
-from lightning_sparse.bench.advise.advice import Advice, advise_on, table, to_paste, words
-from lightning_sparse.bench.advise.advise import advices
+from lightning_sparse.bench.advise.advise import advices, table, words
 from lightning_sparse.bench.cluster import parse
-from lightning_sparse.bench.compare import own_model
-from lightning_sparse.bench.compare.workloads import parameter_sizes, workload_named
+from lightning_sparse.bench.compare.advice import Advice, advise_on, to_paste
+from lightning_sparse.bench.compare.workloads import is_own, parameter_sizes, workload_named
 from lightning_sparse.cli import main
 from lightning_sparse.fusion.costs import Link
 from lightning_sparse.fusion.planner import Measured
@@ -56,10 +55,10 @@ def test_words_say_when_not_to_compress_what_to_paste_and_why() -> None:
     assert shown.startswith("Use sparse_auto")
     assert "about 490 ms in place of 1000 ms (2.0 times faster)" in shown
     assert (
-        "Of the 2 whose steps are about as short as the shortest it is the most faithful: each step delivers 60%"
-        in shown
+        "Of the 2 whose steps are about as short as the shortest it has the smallest compression error: a step "
+        "delivers 60%" in shown
     )
-    assert f"More faithful, but slower: {INT4}, 600 ms a step." in shown
+    assert f"With a smaller error, but slower: {INT4}, 600 ms a step." in shown
     assert "ls.SparseDDPStrategy(ls.Dense(), wire_dtype='int4', local_steps=2)" in shown
     assert words(found, "busy")[0] == "busy"
     assert [str(cell) for cell in table(found, "title").columns[0].cells][:2] == ["ddp", f"[bold]{LOCAL}[/bold]"]
@@ -94,7 +93,7 @@ def test_advice_for_a_link(ticking: None, link: str) -> None:
     found = {a.name: a for a in others}
     assert list(found) == [str(candidate) for candidate in CANDIDATES]
     dense = found[str(DENSE)]
-    assert (dense.delivered, dense.age) == (1.0, 0.0)
+    assert (dense.delivered, dense.staleness) == (1.0, 0.0)
     assert all(a.step_s >= 0.03 for a in others)  # computing alone
     assert ddp.sums.startswith("Sums of float32 go to all ranks in one hop up to ")
     chosen = next(a for a in others if a.chosen)
@@ -209,6 +208,6 @@ def test_measured_between_emulated_hosts(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_forms_are_told_from_names() -> None:
-    assert own_model.is_own("a.b:C")
-    assert own_model.is_own("a.yaml")
-    assert not any(own_model.is_own(name) for name in ("mlp_1m", "gpt_10m"))
+    assert is_own("a.b:C")
+    assert is_own("a.yaml")
+    assert not any(is_own(name) for name in ("mlp_1m", "gpt_10m"))

@@ -17,12 +17,13 @@ from torch.distributed import HashStore
 
 from lightning_sparse import COMPRESSORS, Dense, LocalSteps, SkipReduce, SparseDDPStrategy
 from lightning_sparse.bench.cluster import Cluster
-from lightning_sparse.bench.compare import plots, run, worker
+from lightning_sparse.bench.compare import report, run, worker
 from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, PEERS, all_names, contenders
-from lightning_sparse.bench.compare.place import Place
-from lightning_sparse.bench.compare.probe import MeasuredRun, MeasuredStep, interface_towards, read_sent
-from lightning_sparse.bench.compare.report import Round, environment, middle_half, page, ratio, show, summarise
-from lightning_sparse.bench.compare.worker import Schedule
+from lightning_sparse.bench.compare.place import Place, interface_towards, read_sent
+from lightning_sparse.bench.compare.records import MeasuredRun, MeasuredStep, Round
+from lightning_sparse.bench.compare.report import middle_half, page, ratio, show, summarise
+from lightning_sparse.bench.compare.schedule import Schedule
+from lightning_sparse.bench.output import environment, new_file
 from lightning_sparse.cli import main
 from lightning_sparse.monitor import pictures
 from tests import conftest
@@ -198,7 +199,7 @@ def test_table_and_page_show_every_row_and_every_failure() -> None:
         assert "0.500" in shown
         assert "+1.0%" in shown
         assert "powersgd_1 failed on 4x1gbit in round 0: RuntimeError: no luck" in shown
-    assert re.search(r"^\|`skip_reduce` +\|1500 ms \|", text, re.MULTILINE)
+    assert re.search(r"^\| `skip_reduce` \| 1500 ms \|", text, re.MULTILINE)
     assert "- **unexplained**: wire without a header of 66 bytes a packet" in text
     assert "[a.jsonl](a.jsonl)" in text
     assert "![b.svg](b.svg)" in text
@@ -213,7 +214,7 @@ def test_environment_names_versions_and_no_host() -> None:
 def test_plots(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rounds = made_up_rounds()
-    names = plots.draw(summarise(rounds, "ddp"), rounds, tmp_path, "today")
+    names = report.draw(summarise(rounds, "ddp"), rounds, tmp_path, "today")
     assert names == ["today-step-time.svg", "today-4x1gbit-loss-by-time.svg", "today-4x1gbit-loss-by-bytes.svg"]
     for name in names:
         assert (tmp_path / name).read_text().startswith("<?xml")
@@ -386,7 +387,7 @@ def test_learning_rates_are_tried_and_the_best_goes_on(tmp_path: Path) -> None:
         *((strategy, 1, 4e-3, "") for strategy in ("ddp", NO_COMMUNICATION)),
     ]
     (written,) = tmp_path.glob("*.md")
-    assert re.search(r"^\|`ddp` *\| *0.004\* *\|", written.read_text(), re.MULTILINE)
+    assert re.search(r"^\| `ddp` \| 0.004\* \|", written.read_text(), re.MULTILINE)
 
 
 @pytest.mark.programs
@@ -446,4 +447,4 @@ def test_interrupted_run_leaves_nothing(
 
 
 def test_runs_side_by_side_write_files_of_their_own(tmp_path: Path) -> None:
-    assert [run._new_file(tmp_path, "now").name for _ in range(3)] == ["now.jsonl", "now-2.jsonl", "now-3.jsonl"]
+    assert [new_file(tmp_path, "now").name for _ in range(3)] == ["now.jsonl", "now-2.jsonl", "now-3.jsonl"]

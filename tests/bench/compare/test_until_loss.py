@@ -9,23 +9,42 @@ from typing import Any, cast
 import lightning as L
 import pytest
 import torch
-from rich import box
 from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_sparse.bench.compare import until_loss
+from lightning_sparse.bench.compare.byte_lm import HELD_OUT_WINDOWS, TEXT_BYTES, other_source_code, source_windows
 from lightning_sparse.bench.compare.held_out import Judge, LearningRate
+from lightning_sparse.bench.compare.models import CONTEXT
 from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, contenders
-from lightning_sparse.bench.compare.probe import MeasuredRun, MeasuredStep, Probe
-from lightning_sparse.bench.compare.report import Round
-from lightning_sparse.bench.compare.text import CONTEXT, HELD_OUT_WINDOWS, TEXT_BYTES, source_windows
-from lightning_sparse.bench.compare.text import other_source_code as held_out_text
-from lightning_sparse.bench.compare.until_loss import Course, Reached, at_best_rates, best_rate, rows, section, tables
-from lightning_sparse.bench.compare.worker import Schedule
+from lightning_sparse.bench.compare.probe import Probe
+from lightning_sparse.bench.compare.records import MeasuredRun, MeasuredStep, Round
+from lightning_sparse.bench.compare.schedule import Schedule
+from lightning_sparse.bench.compare.until_loss import (
+    Course,
+    Reached,
+    Row,
+    at_best_rates,
+    best,
+    section,
+    tables,
+    trainings,
+)
 from tests.support.models import trainer, weights
 from tests.support.processes import LIMIT_S, Ranks
 
 LOSSES = [4.4, 3.0]
+
+
+def rows(rounds: Sequence[Round], losses: Sequence[float]) -> dict[str, dict[str, Row]]:
+    return until_loss.rows(trainings(rounds), losses)
+
+
+def best_rate(rounds: Sequence[Round], losses: Sequence[float]) -> float | None:
+    return best(trainings(rounds), losses).rate
+
+
 STEP = MeasuredStep(1.0, None, 10.0, None, None, None, None, 0.0, 0.0, 0.0)
 
 
@@ -58,7 +77,7 @@ def test_tables_show_medians_and_what_was_not_reached() -> None:
     rounds.append(Round("4x1gbit", "powersgd_1", 0, 4, 0, None, "RuntimeError: no luck"))
     console = Console(width=150)
     with console.capture() as shown:
-        for table in tables(rows(rounds, LOSSES), LOSSES, box.SIMPLE_HEAD):
+        for table in tables(rows(rounds, LOSSES), LOSSES):
             console.print(table)
     lines = [line.split() for line in shown.get().splitlines() if line.split()[:1] in (["ddp"], ["micro"])]
     assert lines[0] == ["ddp", "-", "3.2", "6.0", "6.0", "3.000"]
@@ -67,7 +86,7 @@ def test_tables_show_medians_and_what_was_not_reached() -> None:
     assert lines[5][:5] == ["micro", "-", "20", "B", "-"]
     text = section(rows(rounds, LOSSES), LOSSES)
     assert "## Seconds to a loss on 4x1gbit" in text
-    assert "|`ddp`" in text
+    assert "| `ddp` |" in text
 
 
 def test_what_is_no_sooner_than_a_rank_alone_stands_in_parentheses() -> None:
@@ -75,7 +94,7 @@ def test_what_is_no_sooner_than_a_rank_alone_stands_in_parentheses() -> None:
     rounds += [judged("ddp", 0, 2.0, [4.0, 3.0]), judged("micro", 0, 1.0, [4.4, 4.2]), judged("late", 0, 1.0, [5.0])]
     text = section(rows(rounds, LOSSES), LOSSES)
     text = text.partition("## Steps")[0]
-    seconds = {line.split("|")[1].strip(): line.split("|")[3:5] for line in text.splitlines() if line[:2] == "|`"}
+    seconds = {line.split("|")[1].strip(): line.split("|")[3:5] for line in text.splitlines() if line[:3] == "| `"}
     assert [[cell.strip() for cell in cells] for cells in seconds.values()] == [
         ["2.0", "-"],
         ["(2.0)", "4.0"],
@@ -128,7 +147,7 @@ def test_every_rate_is_tried_in_the_first_round_and_the_best_goes_on() -> None:
 
 
 def test_held_out_text_is_not_trained_on() -> None:
-    held_out = held_out_text()
+    held_out = other_source_code()
     assert held_out.shape == (HELD_OUT_WINDOWS, CONTEXT + 1)
     trained = {bytes(window.tolist()) for window in source_windows(TEXT_BYTES)}
     assert not trained & {bytes(window.tolist()) for window in held_out}

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from lightning_sparse.bench.compare import byte_lm, workloads
-from lightning_sparse.bench.compare.workloads import WORKLOADS, GradientOnly, parameter_sizes, workload_named
-from lightning_sparse.bench.simulate import optimizers, task
+from lightning_sparse.bench.compare.models import GradientOnly
+from lightning_sparse.bench.compare.workloads import WORKLOADS, parameter_sizes, workload_named
+from lightning_sparse.bench.simulate import task
 
 
 @pytest.mark.parametrize(
@@ -91,12 +92,12 @@ def test_byte_lm_trains_as_the_simulation_does() -> None:
         assert torch.equal(next(batches)[0], simulated.batch(3, step, 0)[0])
     optimizer = module.configure_optimizers()
     assert isinstance(optimizer, torch.optim.AdamW)
-    assert optimizer.defaults["weight_decay"] == optimizers.WEIGHT_DECAY
+    assert optimizer.defaults["weight_decay"] == task.WEIGHT_DECAY
 
 
 def test_learning_rates_of_byte_lm_depend_on_the_step_alone() -> None:
     assert byte_lm.schedule(59, 600) == 1
-    assert byte_lm.schedule(299, 600) == optimizers.learning_rate(1, 299, 600) < 1
+    assert byte_lm.schedule(299, 600) == byte_lm.learning_rate(1, 299, 600) < 1
     assert byte_lm.schedule(0, -1) == 1 / 60  # by the clock: a warm-up, and no end in sight
     assert byte_lm.schedule(60, -1) == byte_lm.schedule(10_000, -1) == 1
 

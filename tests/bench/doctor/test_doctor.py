@@ -14,11 +14,9 @@ from rich.console import Console
 from torch.optim import SGD
 
 from lightning_sparse.bench.compare.place import Place
-from lightning_sparse.bench.compare.report import Round
-from lightning_sparse.bench.doctor import devices, doctor, findings, ranks, screen
-from lightning_sparse.bench.doctor.hosts import Host, reach
-from lightning_sparse.bench.doctor.link import Link
-from lightning_sparse.bench.doctor.ranks import Surroundings
+from lightning_sparse.bench.compare.records import Round
+from lightning_sparse.bench.doctor import doctor, screen
+from lightning_sparse.bench.doctor.hosts import Host, Link, Surroundings, reach
 from lightning_sparse.cli import main
 from lightning_sparse.compressors.group import Group
 from tests import conftest
@@ -44,7 +42,7 @@ FEW = ("ddp", "micro", "sparse_dense:local_steps=4")
 
 
 def test_two_good_hosts_have_nothing_wrong() -> None:
-    assert findings.of_hosts([HOST, replace(HOST, name="two", gloo="eth0", nccl_interface="ib")], False) == []
+    assert screen.of_hosts([HOST, replace(HOST, name="two", gloo="eth0", nccl_interface="ib")], False) == []
 
 
 @pytest.mark.parametrize(
@@ -60,12 +58,12 @@ def test_two_good_hosts_have_nothing_wrong() -> None:
     ],
 )
 def test_what_is_wrong_with_a_host_is_named_with_what_to_do(change: dict[str, Any], says: str) -> None:
-    problems = findings.of_hosts([HOST, replace(HOST, name="two", **change)], False)
+    problems = screen.of_hosts([HOST, replace(HOST, name="two", **change)], False)
     assert any(says in problem for problem in problems)
 
 
 def test_one_host_may_have_a_name_that_leads_to_itself() -> None:
-    assert findings.of_hosts([replace(HOST, own_address="127.0.1.1")], False) == []
+    assert screen.of_hosts([replace(HOST, own_address="127.0.1.1")], False) == []
 
 
 def test_an_address_is_reached_or_not() -> None:
@@ -110,9 +108,9 @@ def test_the_screen_says_what_will_be_used(gpus: list[str]) -> None:
 
 
 def test_compressors_conserve_on_a_device_among_simulated_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert devices.conserves(torch.device("cpu")) == []
+    assert doctor.conserves(torch.device("cpu")) == []
     forget(monkeypatch)
-    assert "micro on cpu: gradient was lost or made up" in " ".join(devices.conserves(torch.device("cpu")))
+    assert "micro on cpu: gradient was lost or made up" in " ".join(doctor.conserves(torch.device("cpu")))
 
 
 # --- real ranks
@@ -144,7 +142,7 @@ def drift(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def checked(strategies: tuple[str, ...]) -> dict[str, str]:
     """The error of each strategy, "" where there was none."""
-    first, *rounds = ranks.here(ranks.plan("cpu", strategies), 2)
+    first, *rounds = doctor.here(doctor.plan("cpu", strategies), 2)
     assert isinstance(first, Surroundings)
     assert first.links == []
     assert all(isinstance(each, Round) for each in rounds)
@@ -174,7 +172,7 @@ def test_what_is_broken_fails(
 def test_the_exit_status_says_whether_anything_is_wrong(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    short = ranks.plan("cpu", ("ddp", "micro"))
+    short = doctor.plan("cpu", ("ddp", "micro"))
     monkeypatch.setattr(doctor, "plan", lambda accelerator: short)
     assert main(["doctor"]) == 0
     assert "Nothing is wrong." in capsys.readouterr().out
@@ -188,7 +186,7 @@ def test_the_exit_status_says_whether_anything_is_wrong(
 def test_an_emulated_cluster_is_measured_and_checked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    short = ranks.plan("cpu", ("micro",))
+    short = doctor.plan("cpu", ("micro",))
     monkeypatch.setattr(doctor, "plan", lambda accelerator: short)
     found: list[Surroundings] = []
     show = screen.surroundings
@@ -207,4 +205,4 @@ def test_a_cluster_of_one_host_is_refused(capsys: pytest.CaptureFixture[str]) ->
 
 def test_what_ranks_write_is_read_back() -> None:
     surroundings = Surroundings([HOST], [Link(0.1, 2.0)])
-    assert ranks._read(asdict(surroundings)) == surroundings
+    assert Surroundings.from_json(asdict(surroundings)) == surroundings

@@ -13,11 +13,11 @@ from rich.progress import Progress
 import lightning_sparse as ls
 from lightning_sparse.bench.cluster import ClusterError
 from lightning_sparse.bench.compare import run
-from lightning_sparse.bench.compare.report import Round
-from lightning_sparse.bench.scale import plot, ranks, scale
-from lightning_sparse.bench.scale.model import Measurement, fit, measured_points, model_s
-from lightning_sparse.bench.scale.ranks import StepTraffic, count_traffic
+from lightning_sparse.bench.compare.records import Round
+from lightning_sparse.bench.scale import ranks, scale
+from lightning_sparse.bench.scale.ranks import Measurement, StepTraffic, count_traffic, fit, measured_points, model_s
 from lightning_sparse.cli import main
+from lightning_sparse.cli.options import Scale
 from lightning_sparse.fusion.costs import Link
 
 COUNT = StepTraffic("sparse_dense", 4, 1000, 6000, 1, 6)
@@ -129,9 +129,9 @@ def test_what_the_bench_measured_of_communication() -> None:
 # --- the command
 
 
-def arguments(folder: Path, **values: Any) -> scale.ScaleArguments:
+def arguments(folder: Path, **values: Any) -> Scale:
     known: dict[str, Any] = {"emulate": "", "link": "1gbit", "most": 16, "output": folder, "command": "scale"}
-    return scale.ScaleArguments(**{**known, **values})
+    return Scale(**{**known, **values})
 
 
 def test_a_picture_of_counted_and_measured_points(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_picture_of_counted_and_measured_points(tmp_path: Path) -> None:
     measured = [replace(modelled[0], strategy="ddp", seconds=0.0)]  # not to be had on an axis of logarithms
     for name in ("scale.svg", "again/scale.svg"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        plot.draw(modelled, measured, 100_000, tmp_path / name, "made up")
+        scale.draw(modelled, measured, 100_000, tmp_path / name, "made up")
     drawn = (tmp_path / "scale.svg").read_bytes()
     assert len(drawn) > 10_000
     assert (tmp_path / "again/scale.svg").read_bytes() == drawn
@@ -183,10 +183,10 @@ def test_measured_points_are_fitted_and_shown(
 
 
 def test_what_the_bench_measures(tmp_path: Path) -> None:
-    schedules = arguments(tmp_path, emulate="1gbit", most=1024).schedules()
+    schedules = scale.schedules(arguments(tmp_path, emulate="1gbit", most=1024))
     assert [schedule.cluster for schedule in schedules] == ["2x1gbit", "4x1gbit", "8x1gbit", "16x1gbit"]
     assert [row.label for _, row in schedules[0].turns()][1:3] == ["ddp", "skip_reduce:fusion=bucket"]
-    assert arguments(tmp_path).schedules() == []
+    assert scale.schedules(arguments(tmp_path)) == []
     found: list[Round] = []
     with Progress(disable=True) as progress:
         path = tmp_path / "rounds.jsonl"
@@ -218,8 +218,8 @@ def test_where_nothing_can_be_emulated(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_sizes_are_powers_of_two(tmp_path: Path) -> None:
-    assert arguments(tmp_path, most=64).sizes() == [2, 4, 8, 16, 32, 64]
-    assert arguments(tmp_path, most=1000).sizes()[-1] == 512
+    assert scale.sizes(arguments(tmp_path, most=64)) == [2, 4, 8, 16, 32, 64]
+    assert scale.sizes(arguments(tmp_path, most=1000))[-1] == 512
 
 
 def test_the_words_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

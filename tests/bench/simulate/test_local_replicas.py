@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import Dense, LocalSteps, SparseHook
-from lightning_sparse.bench.compare.workloads import ByteGPT
-from lightning_sparse.bench.simulate.local_replicas import LocalReplicas
-from lightning_sparse.bench.simulate.optimizers import OPTIMIZERS, WEIGHT_DECAY
-from lightning_sparse.bench.simulate.replicas import Replicas, options_of
+from lightning_sparse.bench.compare.models import ByteGPT
+from lightning_sparse.bench.simulate.replicas import LocalReplicas, Replicas, options_of
+from lightning_sparse.bench.simulate.task import OPTIMIZERS, WEIGHT_DECAY
 from lightning_sparse.options import Options
 from tests.support.processes import Ranks
 

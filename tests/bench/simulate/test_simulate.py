@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from rich import box
 
 from lightning_sparse import Dense, MiCRO
-from lightning_sparse.bench.compare.workloads import ByteGPT
+from lightning_sparse.bench.compare.byte_lm import Task, byte_lm, learning_rate
+from lightning_sparse.bench.compare.models import ByteGPT
 from lightning_sparse.bench.simulate import simulate as command
-from lightning_sparse.bench.simulate.optimizers import WEIGHT_DECAY, learning_rate
 from lightning_sparse.bench.simulate.replicas import Replicas, options_of
 from lightning_sparse.bench.simulate.results import Result, Run, read, table
-from lightning_sparse.bench.simulate.simulate import SimulateArguments, simulate, train
-from lightning_sparse.bench.simulate.task import TASKS, Task, byte_lm
+from lightning_sparse.bench.simulate.simulate import simulate, train
+from lightning_sparse.bench.simulate.task import TASKS, WEIGHT_DECAY
 from lightning_sparse.cli import main
+from lightning_sparse.cli.options import Simulate
 
 RUN = Run("ddp", 4, 3, 1e-3, 0)
 
@@ -33,7 +33,7 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TASKS, "byte_lm", dataclasses.replace(TASKS["byte_lm"], make=tiny))
 
 
-def arguments(folder: Path, **values: Any) -> SimulateArguments:
+def arguments(folder: Path, **values: Any) -> Simulate:
     known: dict[str, Any] = {
         "task": "byte_lm",
         "strategies": "ddp,micro",
@@ -41,9 +41,7 @@ def arguments(folder: Path, **values: Any) -> SimulateArguments:
         "steps": 3,
         "learning_rates": "1e-3,1e-2",
     }
-    return SimulateArguments(
-        **{**known, "seeds": "0,1", "optimizer": None, "output": folder, "command": "simulate", **values}
-    )
+    return Simulate(**{**known, "seeds": "0,1", "optimizer": None, "output": folder, "command": "simulate", **values})
 
 
 # --- training
@@ -155,7 +153,7 @@ def test_spread_and_distance_are_over_seeds() -> None:
         return Result(Run(strategy, 4, 3, 1e-3, seed), loss, [(3, loss)], 6.0, 1.0)
 
     rows = [[result("ddp", 0, 2.0), result("ddp", 1, 4.0)], [result("micro", 0, 2.2), result("micro", 1, 4.8)]]
-    found = table(rows, [5e-4, 1e-3, 2e-3], box.ASCII)
+    found = table(rows, [5e-4, 1e-3, 2e-3])
     cells = [list(column.cells) for column in found.columns]
     assert cells[2] == ["0.001", "0.001"]
     assert cells[3] == ["3.000 ± 1.414", "3.500 ± 1.838"]

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from lightning_sparse.bench.compare.peers import NO_COMMUNICATION
-from lightning_sparse.bench.compare.probe import MeasuredRun, MeasuredStep
-from lightning_sparse.bench.compare.report import Round, json_line
-from lightning_sparse.bench.compare.simulated import Pace, rows, steps_to
-from lightning_sparse.bench.compare.until_loss import Reached
+from lightning_sparse.bench.compare.records import MeasuredRun, MeasuredStep, Round
+from lightning_sparse.bench.compare.until_loss import Reached, rows
+from lightning_sparse.bench.output import json_line
+from lightning_sparse.bench.simulate.combine import Pace, trainings
 from lightning_sparse.bench.simulate.results import Result, Run
 from lightning_sparse.cli import main
 
@@ -43,13 +43,14 @@ def test_a_pace_is_the_mean_of_timed_steps_and_what_the_first_took_beyond() -> N
         [measured("ddp", 0, [5, 3, 1, 3]), measured("ddp", 1, [5, 4, 2, 2]), measured("ddp", 2, [9, 9, 4, 4])]
     )
     assert pace == Pace(first_s=5, step_s=2, step_bytes=10)  # medians of 4, 5, 10, and of 2, 2, 4
-    assert pace.after(100) == Reached(205, 100, 1000)
+    assert pace.course([(100, 3.0)]).until(3.0) == Reached(205, 100, 1000)
 
 
 def test_steps_to_a_loss_lie_on_lines_between_points() -> None:
     curve = [(10, 4.0), (20, 3.0), (30, 3.2), (40, 2.0)]
-    assert [steps_to(curve, loss) for loss in (4.5, 4.0, 3.25, 3.0, 2.6)] == pytest.approx([10, 10, 17.5, 20, 35])
-    assert steps_to(curve, 1.9) == math.inf
+    course = Pace(0, 1, 1).course(curve)
+    assert [course.until(x).steps for x in (4.5, 4.0, 3.25, 3.0, 2.6)] == pytest.approx([10, 10, 17.5, 20, 35])
+    assert course.until(1.9).steps == math.inf
 
 
 def test_seconds_to_a_loss_are_those_of_the_best_rate_over_its_seeds() -> None:
@@ -60,7 +61,7 @@ def test_seconds_to_a_loss_are_those_of_the_best_rate_over_its_seeds() -> None:
         simulated("ddp", [4, 3.8], ranks=1),
         simulated("sparse_dense", [4, 3]),  # not measured
     ]
-    found = rows(ROUNDS, results, [3.0, 1.0])
+    found = rows(trainings(ROUNDS, results), [3.0, 1.0])
     assert {cluster: list(of) for cluster, of in found.items()} == {"4x1gbit": [NO_COMMUNICATION, "ddp"]}
     row = found["4x1gbit"]["ddp"]
     assert (row.rate, row.last) == ("0.2*", 2.5)

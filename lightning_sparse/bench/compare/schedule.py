@@ -1,0 +1,86 @@
+"""The turns of a benchmark: which strategy trains when, for how long, and at which learning rate."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, Contender, all_names, contenders
+from lightning_sparse.bench.compare.records import Round
+from lightning_sparse.bench.compare.until_loss import best, trainings
+from lightning_sparse.bench.compare.workloads import WORKLOADS, workload_named
+from lightning_sparse.cli.options import Bench, losses, rates, seeds
+
+ROUNDS = 5  # where neither they nor seeds are given
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The turns to run; the same on every rank."""
+
+    cluster: str  # what the rows are called
+    workload: str  # as `workload_named` reads it
+    strategies: str  # separated by commas, as `contenders` reads them
+    steps: int  # timed steps of each strategy in each round
+    warmup: int  # steps before them that are not timed
+    rounds: int  # turns of each strategy
+    accelerator: str  # of Lightning
+    until_loss: Sequence[float] = ()  # held-out losses to reach; a training ends with the lowest
+    seconds: float | None = None  # after which a training ends, in place of ``steps``
+    learning_rates: Sequence[float] = ()  # to try in the first round; the others use the best of each strategy
+    seeds: Sequence[int] = ()  # of the rounds, in turn; nothing: 0, 1, 2, ...
+
+    def turns(self) -> list[tuple[int, Contender]]:
+        """Rounds and strategies in the order in which they run; the first is a step without communication.
+
+        Every other round runs backwards, so that none is favoured by its place.  Where learning rates are tried, the
+        strategies of later rounds do not have theirs yet.
+        """
+        rows = contenders(f"{NO_COMMUNICATION},{self.strategies}")
+        first = [each for row in rows for each in ([row] if row.learning_rate else self._tries(row))]
+        later = [(number, row) for number in range(1, self.rounds) for row in (rows[::-1] if number % 2 else rows)]
+        return [(0, row) for row in first] + later
+
+    def _tries(self, row: Contender) -> list[Contender]:
+        return [row.at(rate) for rate in self.learning_rates] or [row]
+
+    def seed(self, number: int) -> int:
+        """Return the seed of a round."""
+        return self.seeds[number % len(self.seeds)] if self.seeds else number
+
+    def at_best_rate(self, row: Contender, rounds: Sequence[Round]) -> Contender:
+        """Return ``row`` with the best of the learning rates that it tried in ``rounds``, unless it has its own."""
+        if row.learning_rate or not self.learning_rates:
+            return row
+        rate = best(trainings(r for r in rounds if r.strategy == row.label), self.until_loss).rate
+        return row if rate is None else row.at(rate)
+
+
+def schedules(options: Bench) -> list[Schedule]:
+    """Return what to run on each cluster; raises a ValueError for an unknown name or a number that is too small."""
+    for name, least in (("steps", 1), ("warmup", 0), ("rounds", 1)):
+        if (value := getattr(options, name)) is not None and value < least:
+            raise ValueError(f"--{name} must be at least {least}; got {value}")
+    until, tried, given = _until_loss(options), rates(options.learning_rates), seeds(options.seeds)
+    if tried and not until:
+        raise ValueError(f"--learning-rates needs --until-loss, to judge them by; got {options.learning_rates!r}")
+    strategies = options.strategies or all_names()
+    contenders(strategies)
+    counts = options.steps, options.warmup, options.rounds or len(given) or ROUNDS
+    where = "cpu" if options.emulate else "auto"
+    first = Schedule("", options.workload, strategies, *counts, where, until, options.seconds, tried, given)
+    return [replace(first, cluster=cluster.strip()) for cluster in options.emulate.split(",")]
+
+
+def _until_loss(options: Bench) -> list[float]:
+    """Return the losses to reach, the largest first."""
+    workload, seconds = workload_named(options.workload), options.seconds
+    if not options.until_loss:
+        if seconds is not None:
+            raise ValueError(f"--seconds needs --until-loss, with losses to reach; got --seconds {seconds:g}")
+        return []
+    if seconds is not None and not 0 < seconds < math.inf:
+        raise ValueError(f"--seconds must be above 0; got {seconds:g}")
+    if workload.held_out is None:
+        able = ", ".join(name for name, each in WORKLOADS.items() if each.held_out)
+        raise ValueError(f"--until-loss needs a workload with held-out data, one of {able}; got {options.workload!r}")
+    return losses(options.until_loss)

@@ -1,0 +1,241 @@
+"""The options of every command, each written once: a command is a dataclass, each of whose fields is an option."""
+
+import argparse
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_type_hints
+
+from lightning_sparse.cli.names import MODEL_FORMS, TASKS, WORKLOADS
+
+Number = TypeVar("Number", int, float)
+_STEPS, _RATES = (", ".join(f"{name}: {own[i]}" for name, own in TASKS.items()) for i in (0, 1))
+
+
+def _option(help: str, default: Any = MISSING, **settings: Any) -> Any:
+    """A field that is an option, or without a default an argument; ``settings`` are those of ``add_argument``."""
+    return field(default=default, metadata={"help": help, **settings})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """A command: the first line says what it does, the rest is the description that its ``--help`` shows."""
+
+    command: str = ""  # as it was typed, for those who write it down; no option
+
+    @property
+    def runs(self) -> str:
+        """The function that runs it, as ``pkgutil.resolve_name`` reads it: nothing is imported before."""
+        name = type(self).__name__.lower()
+        return f"lightning_sparse.bench.{name}.{name}:{name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OnCluster(Options):
+    interface: str | None = _option(
+        "network interface to use and to count on a real cluster (default: the one towards rank 0)", None
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Written(Options):
+    output: Path = _option("(%(default)s)", Path("bench-results"), metavar="DIR")  # noqa: RUF009
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advise(_OnCluster):
+    """Say whether compression pays for your model and link, and which.
+
+    Train a few steps of your model, measure, and say what to expect of every strategy. The link is measured between
+    ranks (--emulate, or started on every host with torchrun or srun), or given (--link).
+    """
+
+    model: str = _option(f"{MODEL_FORMS}, or one of {', '.join(WORKLOADS)}")
+    link: str = _option("predict for a cluster such as 4x1gbit", "", metavar="CLUSTER")
+    emulate: str = _option("build such a cluster here (Linux)", "", metavar="CLUSTER")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench(_Written, _OnCluster):
+    """Compare strategies on a cluster, emulated or real.
+
+    Train the same model with each strategy in turn, and compare time, bytes and loss. Start it once with --emulate, or
+    on every host of a cluster with torchrun or srun.
+    """
+
+    emulate: str = _option(
+        "clusters to build on this machine (Linux), such as 4x1gbit or 4x1gbit,4x100mbit+50ms, where each host is 50 "
+        "ms from another, or 3x1gbit+1x100mbit; without root where user namespaces are allowed",
+        "",
+        metavar="CLUSTERS",
+    )
+    workload: str = _option(
+        f"what to train (%(default)s): one of {', '.join(WORKLOADS)}, or your own: {MODEL_FORMS}",
+        "mlp_25m",
+        metavar="NAME",
+    )
+    strategies: str = _option(
+        "comma-separated, such as ddp,skip_reduce:skip=0.5:wire_dtype=bfloat16; the first is the reference of the "
+        "ratios; one named twice runs twice (default: all, ddp first)",
+        "",
+        metavar="LIST",
+    )
+    steps: int = _option("timed steps of each strategy in a round (%(default)s)", 10)
+    warmup: int = _option("untimed steps before them (%(default)s)", 3)
+    rounds: int | None = _option("turns of each strategy (one for each of --seeds, or 5)", None)
+    until_loss: str = _option(
+        "losses on held-out data, such as 3.2,3,2.8: report the seconds, steps and bytes to each; a training ends with "
+        "the lowest (byte_lm, gpt_10m and gpt_50m)",
+        "",
+        metavar="LIST",
+    )
+    seconds: float | None = _option("with --until-loss, train each strategy for so long in place of --steps", None)
+    learning_rates: str = _option(
+        "with --until-loss, try these with each strategy in the first round; the others use its best",
+        "",
+        metavar="LIST",
+    )
+    seeds: str = _option("of the rounds, in turn (0,1,2,...)", "", metavar="LIST")
+    simulate: str = _option(
+        "with --until-loss, train nothing: combine the steps that an earlier bench of byte_lm measured with the losses "
+        "of simulate",
+        "",
+        metavar="BENCH.jsonl,SIMULATE.jsonl",
+    )
+    plot: bool = _option("draw plots too", False)
+
+    @property
+    def runs(self) -> str:
+        """As for every command; the losses of ``simulate`` are of its room."""
+        return f"lightning_sparse.bench.{'simulate.combine:combine' if self.simulate else 'compare.run:bench'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale(_Written):
+    """Say how bytes and time of communication grow with the number of ranks.
+
+    Count what every compressor sends among 2, 4, 8, ... ranks, all of them in this process, for the gradient of mlp_1m,
+    and model the time that takes on a link. With --emulate, measure up to 16 ranks too, and fit the link to that.
+    Writes a plot and a JSON file.
+    """
+
+    emulate: str = _option("measure on links of this rate, such as 1gbit or 100mbit+50ms (Linux)", "", metavar="RATE")
+    link: str = _option("rate to model where nothing is measured (%(default)s)", "1gbit", metavar="RATE")
+    most: int = _option(
+        "count up to so many (%(default)s, which takes an hour and 7 GB of memory; 256: five minutes)",
+        1024,
+        metavar="RANKS",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulate(_Written):
+    """Say what strategies cost in loss, without a cluster.
+
+    Train a small model with each strategy among simulated ranks, all of them in this process, and compare bytes and
+    validation loss. A run that was interrupted goes on where it stopped.
+    """
+
+    task: str = _option(
+        "byte_lm: a GPT on Python's own source, with AdamW; digits: a small network for handwritten digits, with SGD "
+        "and momentum (needs scikit-learn); modules: a bag of embeddings that tells 20 modules of Python apart, with "
+        "AdamW, nearly all of whose gradient is zero (%(default)s)",
+        "byte_lm",
+        choices=tuple(TASKS),
+    )
+    strategies: str = _option(
+        "comma-separated, as for bench; the first is what the others are compared with (%(default)s)",
+        "ddp,sparse_dense:wire_dtype=int4,micro:density=0.05:wire_dtype=int4",
+        metavar="LIST",
+    )
+    ranks: int = _option("simulated ranks (%(default)s)", 4)
+    steps: int | None = _option(f"optimizer steps of each training ({_STEPS})", None)
+    learning_rates: str | None = _option(
+        f"largest learning rates to try, with the first seed; the best is used with all ({_RATES})",
+        None,
+        metavar="LIST",
+    )
+    seeds: str = _option("of weights and batches (%(default)s)", "0,1,2", metavar="LIST")
+    optimizer: str | None = _option(
+        "sgd: with momentum 0.9; muon: for the matrices of byte_lm's blocks, AdamW for the rest (the task's own)",
+        None,
+        choices=("adamw", "sgd", "muon"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doctor(_OnCluster):
+    """Say what this machine or cluster has, what will be used, and what is wrong.
+
+    Look at versions, devices and interfaces, measure the link between hosts, and train ten steps of each strategy on a
+    small model: every step is checked for lost gradient and for replicas that differ. Started with torchrun or srun it
+    examines that cluster; else this machine, with two ranks on the CPU, and one on each CUDA device, whose kernels it
+    times. The exit status is 1 if anything is wrong.
+    """
+
+    emulate: str = _option("build one here, such as 2x100mbit (Linux)", "", metavar="CLUSTER")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Make the parser of every command; ``options`` of what it parses is the class of the command, if it has one."""
+    every = argparse.ArgumentParser("lightning-sparse", description="Gradient compression for PyTorch Lightning.")
+    commands = every.add_subparsers(dest="name", required=True)
+    commands.add_parser("list", help="list the compressors")
+    for kind in (Advise, Bench, Scale, Simulate, Doctor):
+        help, _, description = (kind.__doc__ or "").partition(".\n\n")
+        own = commands.add_parser(kind.__name__.lower(), help=help[0].lower() + help[1:], description=description)
+        own.set_defaults(options=kind)
+        hints = get_type_hints(kind)
+        for each in sorted(fields(kind), key=lambda each: each.name not in kind.__annotations__):  # its own first
+            if each.metadata:
+                _add(own, each.name, hints[each.name], each.default, dict(each.metadata))
+    return every
+
+
+def _add(own: argparse.ArgumentParser, name: str, hint: Any, default: Any, settings: dict[str, Any]) -> None:
+    """Add the option of a field."""
+    if default is MISSING:
+        own.add_argument(name, **settings)
+    elif hint is bool:
+        own.add_argument(f"--{name.replace('_', '-')}", action="store_true", **settings)
+    else:
+        (kind,) = {*(get_args(hint) or (hint,))} - {NoneType}
+        own.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, **settings)
+
+
+def numbers(
+    option: str,
+    text: str,
+    kind: Callable[[str], Number],
+    fits: Callable[[Number], bool] = math.isfinite,
+    range_: str = "",
+    needed: bool = False,
+) -> list[Number]:
+    """Read the numbers of an option, each once, separated by commas; of an empty text none, unless some are ``needed``.
+
+    Raises:
+        ValueError: one is no number, or does not fit.
+    """
+    with suppress(ValueError):
+        found = list(dict.fromkeys(kind(part) for part in text.split(",") if text or needed))
+        if all(map(fits, found)):
+            return found
+    raise ValueError(f"{option} must be numbers{range_}, separated by commas; got {text!r}")
+
+
+def rates(text: str, needed: bool = False) -> list[float]:
+    """Read ``--learning-rates``."""
+    return numbers("--learning-rates", text, float, lambda rate: 0 < rate < math.inf, " above 0", needed)
+
+
+def seeds(text: str, needed: bool = False) -> list[int]:
+    """Read ``--seeds``."""
+    return numbers("--seeds", text, int, lambda seed: seed >= 0, " of at least 0", needed)
+
+
+def losses(text: str) -> list[float]:
+    """Read ``--until-loss``, the largest first."""
+    return sorted(numbers("--until-loss", text, float), reverse=True)
