@@ -22,6 +22,7 @@ from torch import Tensor
 from lightning_sparse.auto.chooser import ELEMENTS, tried
 from lightning_sparse.auto.forecast import Forecaster
 from lightning_sparse.auto.policy import CANDIDATES, TOLERANCE
+from lightning_sparse.auto.simulated_cost import Now
 from lightning_sparse.bench.cluster import ClusterError, ClusterSpec, parse
 from lightning_sparse.bench.compare.advice import Advice, advise_on
 from lightning_sparse.bench.compare.peers import ADVISE
@@ -112,14 +113,19 @@ def _in_one_process(model: str, cluster: ClusterSpec) -> list[Advice]:
 
 
 def advices(
-    parameters: Mapping[str, Tensor], measured: Measured, cluster: ClusterSpec, gradients: Tensor, weights: Tensor
+    parameters: Mapping[str, Tensor],
+    measured: Measured,
+    cluster: ClusterSpec,
+    gradients: Tensor,
+    weights: Tensor,
+    now: Now = time.perf_counter,
 ) -> list[Advice]:
     """Advise on each candidate, where steps take what was measured and messages what they would on the cluster.
 
     Candidates are tried on ``gradients`` [P, T, m], with the ``weights`` [m] of the same elements.
     """
     link = Link(cluster.hop_s, cluster.s_per_byte)
-    forecaster = Forecaster(parameters, measured, link, cluster.hosts, at_work=None)
+    forecaster = Forecaster(parameters, measured, link, cluster.hosts, at_work=None, now=now)
     with Progress(transient=True) as progress:
         candidates = progress.track(CANDIDATES, description="Trying candidates on the model's gradients")
         found = [tried(forecaster.forecast(candidate), gradients, weights) for candidate in candidates]
