@@ -21,17 +21,10 @@ every_size = pytest.mark.parametrize("size", [1, 2, 3, 8])
 every_size_and_wire = pytest.mark.parametrize(
     ("size", "wire_dtype"),
     [
-        (1, "float32"),
-        (1, "int8"),
-        (2, "bfloat16"),
-        (2, "sign"),
-        (3, "float32"),
-        (3, "float16"),
-        (4, "int8"),
-        (4, "int4"),
-        (8, "float32"),
+        (1, "float32"), (1, "int8"), (2, "bfloat16"), (2, "sign"), (3, "float32"), (3, "float16"), (4, "int8"),
+        (4, "int4"), (8, "float32"),
     ],
-)
+)  # fmt: skip
 
 
 @every_compressor
