@@ -135,5 +135,5 @@ def saved_layout(state: Mapping[str, Any], names: Sequence[str], compressor: Com
     """The layout in a checkpoint, if it was made for these parameters, this compressor and so many ranks."""
     groups = state.get("groups", [])
     same_names = sorted(name for group in groups for name in group) == sorted(names)
-    made_for = (state.get("compressor"), state.get("size"))
-    return Layout(groups, compressor) if same_names and made_for == (as_text(compressor), size) else None
+    made_for = [x if isinstance(x, str | int) else None for x in (state.get("compressor"), state.get("size"))]
+    return Layout(groups, compressor) if same_names and made_for == [as_text(compressor), size] else None
