@@ -21,7 +21,7 @@ from lightning_sparse.engine.optimizers import why_not_alone
 from lightning_sparse.fusion.costs import Link, NoClock, measure_link
 from lightning_sparse.fusion.layer_fusion import check_clock
 from lightning_sparse.fusion.planner import Layout, Measured
-from lightning_sparse.fusion.steps import Passes, Schedule, typical_s, until_changed
+from lightning_sparse.fusion.steps import PassCounts, Passes, typical_s, until_changed
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.settings import same
@@ -30,7 +30,9 @@ MEASURED_AFTER = 3  # Local steps after which the link is measured, where local 
 SETTLING = 3  # Local steps until any is timed.
 TIMED = 10  # Local steps whose mean is what a step takes: they differ, as fragments do.
 WATCHED = 50  # Local steps after which it is checked whether their times have changed.
-CHOOSING = Schedule(1, 3, 2)  # Few: what averages then is not what will, and steps of what is chosen are measured too.
+CHOOSING = PassCounts(
+    1, 3, 2
+)  # Few: what averages then is not what will, and steps of what is chosen are measured too.
 FIRST_CHOICE = 1 + sum(CHOOSING)  # Steps until a candidate is chosen.
 
 

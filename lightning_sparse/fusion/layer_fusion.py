@@ -18,7 +18,7 @@ from lightning_sparse.engine.timeline import GroupTime
 from lightning_sparse.fusion.costs import Link, NoClock, measure_cost, measure_link, median_over_ranks
 from lightning_sparse.fusion.model import Plan
 from lightning_sparse.fusion.planner import Kinds, Layout, Measured, best_plan, calibrate, kinds_of, saved_layout
-from lightning_sparse.fusion.steps import PLANNING, Passes, Schedule, measure_steps, until_changed
+from lightning_sparse.fusion.steps import PLANNING, PassCounts, Passes, measure_steps, until_changed
 from lightning_sparse.settings import as_text, same
 
 EVERY = 10  # Passes from one look at the time to the next once a plan is followed: looking waits for the device.
@@ -144,7 +144,7 @@ class LayerFusion:
         except NoClock:  # on every rank
             rank_zero_warn("LayerFusion: no rank could tell the time; the groups stay as they are.")
 
-    def measure(self, schedule: Schedule) -> Passes[Measured]:
+    def measure(self, schedule: PassCounts) -> Passes[Measured]:
         """Measure steps as they are, with what is at work."""
         self.phase = "measure"
         return (yield from measure_steps(self._exchange, self._parameters, schedule))

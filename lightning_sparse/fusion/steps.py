@@ -20,7 +20,7 @@ T = TypeVar("T")
 Passes = Generator[None, None, T]  # Each yield ends a pass: what is done before a forward.
 
 
-class Schedule(NamedTuple):
+class PassCounts(NamedTuple):
     """How many passes are for what."""
 
     settling: int  # until any is measured: buckets are rebuilt, thresholds settle
@@ -28,11 +28,11 @@ class Schedule(NamedTuple):
     apart: int  # that send nothing before backward has ended, so that neither slows the other
 
 
-PLANNING = Schedule(4, 5, 3)
+PLANNING = PassCounts(4, 5, 3)
 STEPS_MEASURED = sum(PLANNING)
 
 
-def measure_steps(exchange: Exchange, parameters: Mapping[str, Tensor], schedule: Schedule) -> Passes[Measured]:
+def measure_steps(exchange: Exchange, parameters: Mapping[str, Tensor], schedule: PassCounts) -> Passes[Measured]:
     """Look at steps as they are, then at backward alone; return the medians over steps and ranks.
 
     Args:

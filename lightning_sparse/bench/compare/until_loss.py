@@ -30,14 +30,14 @@ class Reached(NamedTuple):
 NEVER = Reached(math.inf, math.inf, math.inf)
 
 
-class Course(NamedTuple):
+class LossCurve(NamedTuple):
     """A training as it was judged."""
 
     losses: list[float]  # at each evaluation
     reached: list[Reached]  # by then
 
     @classmethod
-    def of(cls, measured: Round) -> "Course":
+    def of(cls, measured: Round) -> "LossCurve":
         """Read it from what was measured; empty if it failed."""
         steps = measured.run.steps if measured.run else []
         sums = zip(accumulate(s.s for s in steps), accumulate(s.counted_bytes for s in steps), strict=True)
@@ -73,7 +73,7 @@ class Training(NamedTuple):
     setting: Hashable  # what is the same in those to take the median of
     rate: float | None  # learning rate
     is_first: bool  # with the first seed, by which the best setting is found
-    course: Course
+    course: LossCurve
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,8 @@ def rows(trainings: Iterable[Training], losses: Sequence[float]) -> dict[str, di
 def trainings(rounds: Iterable[Round]) -> list[Training]:
     """Read them from rounds, the first of which has the first seed."""
     return [
-        Training((r.cluster, r.strategy), r.learning_rate, r.learning_rate, r.number == 0, Course.of(r)) for r in rounds
+        Training((r.cluster, r.strategy), r.learning_rate, r.learning_rate, r.number == 0, LossCurve.of(r))
+        for r in rounds
     ]
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from lightning_sparse.bench.compare import until_loss
 from lightning_sparse.bench.compare.peers import NO_COMMUNICATION
 from lightning_sparse.bench.compare.records import Round, by_row, read_lines
-from lightning_sparse.bench.compare.until_loss import Course, Reached, Training
+from lightning_sparse.bench.compare.until_loss import LossCurve, Reached, Training
 from lightning_sparse.bench.output import environment, listed, new_console, say
 from lightning_sparse.bench.simulate.results import Result, read
 from lightning_sparse.cli.options import Bench, losses
@@ -35,10 +35,10 @@ class Pace(NamedTuple):
             paces.append((first_s, step_s, fmean(step.counted_bytes for step in each.timed)))
         return cls(*map(median, zip(*paces, strict=True)))
 
-    def course(self, curve: Sequence[tuple[int, float]]) -> Course:
+    def course(self, curve: Sequence[tuple[int, float]]) -> LossCurve:
         """Return the training that has this curve: steps, and the loss after them."""
         reached = [Reached(self.first_s + n * self.step_s, n, n * self.step_bytes) for n, _ in curve]
-        return Course([loss for _, loss in curve], reached)
+        return LossCurve([loss for _, loss in curve], reached)
 
 
 def trainings(rounds: Sequence[Round], results: Sequence[Result]) -> list[Training]:

@@ -22,7 +22,7 @@ from lightning_sparse.bench.compare.probe import Probe
 from lightning_sparse.bench.compare.records import MeasuredRun, MeasuredStep, Round
 from lightning_sparse.bench.compare.schedule import Schedule
 from lightning_sparse.bench.compare.until_loss import (
-    Course,
+    LossCurve,
     Reached,
     Row,
     at_best_rates,
@@ -57,7 +57,7 @@ def judged(strategy: str, number: int, seconds: float, losses: Sequence[float | 
 
 
 def test_a_loss_falls_evenly_to_the_first_evaluation_at_or_below_it() -> None:
-    course = Course.of(judged("ddp", 0, 2.0, [5.0, None, 4.0, 4.2, 3.0]))
+    course = LossCurve.of(judged("ddp", 0, 2.0, [5.0, None, 4.0, 4.2, 3.0]))
     assert course.losses == [5.0, 4.0, 4.2, 3.0]
     assert course.until(6.0) == course.until(5.0) == Reached(2.0, 1, 10.0)
     assert course.until(4.5) == Reached(4.0, 2, 20.0)
@@ -67,7 +67,7 @@ def test_a_loss_falls_evenly_to_the_first_evaluation_at_or_below_it() -> None:
 
 
 def test_no_loss_between_a_number_and_infinity_is_made_up() -> None:
-    course = Course.of(judged("ddp", 0, 2.0, [math.inf, 4.0]))
+    course = LossCurve.of(judged("ddp", 0, 2.0, [math.inf, 4.0]))
     assert course.until(5.0) == Reached(4.0, 2, 20.0)
 
 
