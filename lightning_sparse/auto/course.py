@@ -164,7 +164,8 @@ def course_of(
     """
     watch_optimizers = way.local is not None or (policy is not None and may_choose_local)
     switch = Switch(ddp, parameters, way, groups, scaler, ranks, watch_optimizers)
-    chooser = Chooser(policy, parameters, may_choose_local) if policy is not None else None
+    alone = switch.exchange.size == 1  # with nobody to send to
+    chooser = None if policy is None or alone else Chooser(policy, parameters, may_choose_local)
     return Course(switch, chooser, way.warmup_steps)
 
 
