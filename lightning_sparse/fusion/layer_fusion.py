@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -160,6 +159,7 @@ class LayerFusion:
 
     def try_plan(self, layout: Layout, span_s: float) -> Passes[float]:
         """Try ``layout``, and after it one group of all if the model cannot tell which is faster; see `_try`."""
+        self.plan = layout.plan.rejected() if layout.plan else self.plan
         span_s = yield from self._try(layout, span_s)
         if layout.then_one_group and same(layout.compressor, self.compressor):
             one_group = Layout([tuple(self._names)], layout.compressor, self.plan.one_group() if self.plan else None)
@@ -173,8 +173,6 @@ class LayerFusion:
             The seconds from the start of backward to the last mean.
         """
         exchange, before = self._exchange, self.layout
-        if layout.plan is not None:
-            before = replace(before, plan=layout.plan.rejected())
         self.follow(layout)
         is_same_compressor = same(self.compressor, before.compressor)
         if is_same_compressor and self.layout.groups == before.groups:
