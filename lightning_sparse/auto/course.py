@@ -30,9 +30,7 @@ MEASURED_AFTER = 3  # Local steps after which the link is measured, where local 
 SETTLING = 3  # Local steps until any is timed.
 TIMED = 10  # Local steps whose mean is what a step takes: they differ, as fragments do.
 WATCHED = 50  # Local steps after which it is checked whether their times have changed.
-CHOOSING = PassCounts(
-    1, 3, 2
-)  # Few: what averages then is not what will, and steps of what is chosen are measured too.
+CHOOSING = PassCounts(1, 3, 2)  # Few, since steps of what is chosen are measured too.
 FIRST_CHOICE = 1 + sum(CHOOSING)  # Steps until a candidate is chosen.
 
 
