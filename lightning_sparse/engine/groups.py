@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_sparse.checks import is_names, matches
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.group import Group
+from lightning_sparse.engine.replica import ROUNDING
 
 FUSIONS = ("layer", "bucket", "none")
 BUCKET_BYTES = 25 * 2**20  # of float32 gradient in a group, as in DDP's default buckets
@@ -181,15 +182,15 @@ def carry_over(old: Sequence[Group], new: Sequence[tuple[Group, Compressor]], me
 
     Other parameters start from zero; :func:`not_carried` names them.  A group of the same parameters as before keeps
     all its memory.  Others keep what compressors remember of each element, and what their compressor can carry;
-    ``memories=False``, for another compressor, keeps none.  The old groups are emptied on the way, so that there is
-    never a second copy of all that is unsent.
+    ``memories=False``, for another compressor, keeps none but what weights in half precision cannot hold.  The old
+    groups are emptied on the way, so that there is never a second copy of all that is unsent.
     """
     source = {parameter: (group, slot) for group in old for slot, parameter in enumerate(_parameters(group))}
     parts_of = [[source.get(parameter) for parameter in _parameters(group)] for group, _ in new]
     last_use = {id(part[0]): number for number, parts in enumerate(parts_of) for part in parts if part}
     for number, ((group, compressor), parts) in enumerate(zip(new, parts_of, strict=True)):
         group.step = max((giver.step for giver in old), default=0)
-        group.memory = _memory(group, compressor, parts) if memories else {}
+        group.memory = _memory(group, compressor, parts) if memories else _of_each_element(group, parts, (ROUNDING,))
         _take(group.slots(group.unsent), parts, lambda giver: giver.unsent)
         for giver in old:
             if last_use.get(id(giver)) == number:
@@ -210,8 +211,14 @@ def _memory(group: Group, compressor: Compressor, parts: Sequence[Part | None]) 
         if part:
             elements[id(part[0])] += size
     memory = compressor.carry([(givers[key], n) for key, n in elements.items()])
-    for key in compressor.per_element:
-        if any(key in giver.memory for giver in givers.values()):
+    return memory | _of_each_element(group, parts, (*compressor.per_element, ROUNDING))
+
+
+def _of_each_element(group: Group, parts: Sequence[Part | None], keys: Sequence[str]) -> dict[str, Tensor]:
+    """What is remembered under ``keys`` of each element, wherever a part of it was before."""
+    memory: dict[str, Tensor] = {}
+    for key in keys:
+        if any(part and key in part[0].memory for part in parts):
             memory[key] = torch.empty_like(group.unsent)
             _take(group.slots(memory[key]), parts, lambda giver, key=key: giver.memory.get(key))  # type: ignore[misc]
     return memory

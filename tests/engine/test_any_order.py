@@ -727,3 +727,12 @@ def test_whatever_the_order(name: str, capsys: pytest.CaptureFixture[str]) -> No
     )
     with capsys.disabled() if EXAMPLES else nullcontext():
         print(f"\n{name}: {AnyOrder.ran['sequences']} sequences, {AnyOrder.ran['rules']} rules")
+
+
+def test_weights_in_half_precision_stay_as_they_are_when_a_layer_is_frozen() -> None:
+    """What a group remembers of their rounding goes along into other groups."""
+    state = AnyOrder(SETUPS["half precision"])
+    state.resume_beside_it(change=False)
+    state.train(steps=2)
+    state.second_fit(frozen=True, orderly=False)
+    state.teardown()
