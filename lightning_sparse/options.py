@@ -64,11 +64,11 @@ class Options:
         return cls(by_name(compressor), check_fusion(fusion), **others)
 
     def __post_init__(self) -> None:
-        if isinstance(self.compressor, Auto):
-            self._check_auto()
         default = "float32" if isinstance(self.compressor, Auto) else self.compressor.default_wire_dtype
         wire_dtype = default if self.wire_dtype is None else self.wire_dtype
         object.__setattr__(self, "wire_dtype", wire_format(wire_dtype).name)  # whichever of its names was given
+        if self.policy:
+            self._check_auto()
         check_whole("warmup_steps", self.warmup_steps, 0, "Give a number of dense steps, 0 for none.")
         check_one_of("residuals", self.residuals, RESIDUALS)
         if self.local_group != "node":
@@ -100,7 +100,7 @@ class Options:
                 f"fusion={self.fusion!r} cannot be combined with sparse_auto, which chooses from what LayerFusion "
                 "measures. Give fusion='layer'."
             )
-        if self.wire_dtype is not None and wire_format(self.wire_dtype).name != "float32":
+        if self.wire_dtype != "float32":
             raise ValueError(
                 f"wire_dtype={self.wire_dtype!r} cannot be combined with sparse_auto, whose candidates have formats of "
                 "their own. Leave it out."

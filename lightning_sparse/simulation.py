@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_sparse.compressors import Compressor, Dense, by_name
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.compressors.lockstep import take_steps as take_steps
+from lightning_sparse.compressors.lockstep import take_steps
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.selection.sparse import dense
 from lightning_sparse.wire import wire_format

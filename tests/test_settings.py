@@ -162,3 +162,13 @@ def test_hidden_settings_are_refused_where_a_compressor_is_given(
 def test_what_can_be_compared_is_taken() -> None:
     for give in GIVEN:
         give(Own(hidden=(torch.ones(3), first, Kind.A)))
+
+
+def test_a_policy_of_ones_own_must_have_settings_that_ranks_can_compare() -> None:
+    class Own(ls.Auto):
+        def __init__(self) -> None:
+            super().__init__()
+            object.__setattr__(self, "patience", 3)
+
+    with pytest.raises(TypeError, match=r"write @dataclass\(frozen=True\) above class Own"):
+        ls.SparseDDPStrategy(Own())

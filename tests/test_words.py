@@ -13,6 +13,7 @@ INSTEAD = {
     r"faithful\w*": "compression error",
     r"rehears\w*": "measure",
     r"delivery|deliveries": "bucket, pending bucket",
+    r"holders?": "namespaces",
 }
 STORED = re.compile(r"\d{4}-\d\d-\d\d[\w-]*|figures/faithfulness\.py")  # names of stored measurements
 

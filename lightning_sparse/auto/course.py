@@ -80,9 +80,8 @@ class Course:
 
     @property
     def _is_to_choose(self) -> bool:
-        exchange = self.switch.exchange
-        step = exchange.groups[0].step if exchange.groups else 0
-        return self.chooser is not None and (self.switch.chosen is not None or step >= self._warmup_steps)
+        is_warm = self.switch.chosen is not None or self.switch.exchange.group_step >= self._warmup_steps
+        return self.chooser is not None and is_warm
 
     def _start(self, planned: bool = False) -> None:
         """Begin: measure, or if there is a plan already, only watch."""
@@ -119,8 +118,10 @@ class Course:
         if switch.layer_fusion is not None:
             state = switch.layer_fusion.state()
             return state | {"chosen": str(switch.chosen or "")} if state else {}
-        known = {"latencies": list(switch.exchange.latencies)} if switch.knows_link or switch.chosen else {}
-        return {"chosen": str(switch.chosen)} | known if switch.chosen else known
+        state = {"chosen": str(switch.chosen)} if switch.chosen else {}
+        if switch.chosen or switch.knows_link:
+            state["latencies"] = list(switch.exchange.latencies)
+        return state
 
     def resume(self, state: Mapping[str, Any], steps: int) -> None:
         """Go on as what returned ``state`` after so many ``steps``, if it was chosen from the same candidates."""

@@ -141,6 +141,7 @@ def by_name(given: object) -> Compressor | Auto:
         TypeError: for anything that is neither a name nor an instance, and for an instance whose settings cannot be
             compared between ranks.
     """
-    if isinstance(given, Auto) or given == "sparse_auto":
-        return given if isinstance(given, Auto) else Auto()
-    return compressor_by_name(given, NAMES)
+    if isinstance(given, Auto):
+        check_settings(given)
+        return given
+    return Auto() if given == "sparse_auto" else compressor_by_name(given, NAMES)

@@ -69,15 +69,17 @@ class Switch:
         )
         compressor = _dense_if_alone(way.compressor, ranks.size // groups.local_size)
         self._first = replace(way, compressor=compressor)
-        self.way, self.exchange, self.layer_fusion = self._made(self._first)
+        self._make(self._first)
 
-    def _made(self, way: Way) -> tuple[Way, Exchange, LayerFusion | None]:
+    def _make(self, way: Way) -> None:
         ddp = self._ddp()
         assert ddp is not None
         ddp.broadcast_buffers = self._broadcasts_buffers and way.local is None  # what changes of them is averaged then
-        exchange = make_exchange(ddp, self.parameters, way, self._groups, self._scaler)
-        fused = way.fusion == "layer" and way.local is None
-        return way, exchange, LayerFusion(exchange, way.compressor, self.parameters) if fused else None
+        self.way = way
+        self.exchange: Exchange = make_exchange(ddp, self.parameters, way, self._groups, self._scaler)
+        self.layer_fusion: LayerFusion | None = None
+        if way.fusion == "layer" and way.local is None:
+            self.layer_fusion = LayerFusion(self.exchange, way.compressor, self.parameters)
 
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
         """DDP's communication hook."""
@@ -120,7 +122,7 @@ class Switch:
     def _change(self, way: Way) -> None:
         before = self.exchange
         before.close()
-        self.way, self.exchange, self.layer_fusion = self._made(way)
+        self._make(way)
         self.exchange.go_on_from(before)
 
     def _of_first_rank(self, keys: Collection[str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

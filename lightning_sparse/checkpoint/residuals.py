@@ -65,9 +65,7 @@ def gather(
 
 def steps_of(exchange: Exchange) -> int:
     """The optimizer steps that were taken, as far as compressors count them."""
-    if isinstance(exchange, LocalExchange):
-        return exchange.steps
-    return exchange.groups[0].step if exchange.groups else 0
+    return exchange.steps if exchange.takes_local_steps else exchange.group_step
 
 
 def read(saved: Mapping[str, Any] | None, exchange: Exchange, comm: Comm) -> State | None:

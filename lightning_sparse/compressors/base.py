@@ -115,7 +115,7 @@ class Dense(Compressor):
         return False
 
 
-def check_settings(compressor: Compressor) -> None:
+def check_settings(compressor: object) -> None:
     """Raise a TypeError unless all settings of ``compressor`` can be compared: between ranks, and with a checkpoint.
 
     They are the fields of a frozen dataclass, which its own class must be, and values that :func:`as_text` knows.

@@ -54,6 +54,8 @@ class Exchange(Around, ABC):
     and its issuer is the caller of the hook, on a stream of our own.
     """
 
+    may_sum_in_place = False  # sums may depend on DDP's buckets, which a checkpoint does not keep
+
     def __init__(self, groups: Sequence[tuple[Group, Compressor]], comms: Sequence[Comm], *, threaded: bool) -> None:
         self.size = comms[0].size
         self.rank = comms[0].rank
@@ -91,9 +93,9 @@ class Exchange(Around, ABC):
         """Do what is due before a forward that trains.  To be called on every rank."""
 
     @property
-    def may_sum_in_place(self) -> bool:
-        """Whether sums may depend on DDP's buckets, which a checkpoint does not keep."""
-        return False
+    def group_step(self) -> int:
+        """The step that the groups' compressors are at; 0 where there are no groups."""
+        return self.groups[0].step if self.groups else 0
 
     # - what others may ask for, between two steps, on every rank
 

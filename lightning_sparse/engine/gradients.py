@@ -54,7 +54,7 @@ class GradientExchange(Exchange):
         scaler: torch.amp.GradScaler | None = None,
         may_sum_in_place: bool = False,
     ) -> None:
-        self._may_sum_in_place = may_sum_in_place
+        self.may_sum_in_place = may_sum_in_place
         self._node = node
         self._scaler = scaler
         self._lock = threading.Lock()  # around what several lanes change
@@ -120,11 +120,6 @@ class GradientExchange(Exchange):
 
     # - sums of DDP's own buckets
 
-    @property
-    def may_sum_in_place(self) -> bool:
-        """Whether sums may depend on DDP's buckets, which a checkpoint does not keep."""
-        return self._may_sum_in_place
-
     def sums_in_place(self, compressor: Compressor) -> bool:
         """Whether what ``compressor`` averages is summed where DDP has it, not in groups, once nothing is unsent."""
         comm = self._lanes[0].comm
@@ -132,7 +127,7 @@ class GradientExchange(Exchange):
             return False
         needs_groups = self._node is not None or self._scaler is not None or self._used is not None
         return (
-            self._may_sum_in_place
+            self.may_sum_in_place
             and not needs_groups
             and comm.wire_dtype.lossless
             and comm.costs.in_place(4 * self._elements)

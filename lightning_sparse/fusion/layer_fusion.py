@@ -56,7 +56,7 @@ class LayerFusion:
     @property
     def at_work(self) -> Compressor:
         """What averages in the next step; it is measured anew where this changes."""
-        return self.compressor.active(self._exchange.groups[0].step if self._exchange.groups else 0)
+        return self.compressor.active(self._exchange.group_step)
 
     def measured(self) -> list[GroupTime]:
         """Times of the plan's groups in this rank's last step; none before it was followed.  Waits for the device."""
@@ -143,10 +143,10 @@ class LayerFusion:
         except NoClock:  # on every rank
             rank_zero_warn("LayerFusion: no rank could tell the time; the groups stay as they are.")
 
-    def measure(self, schedule: PassCounts) -> Passes[Measured]:
+    def measure(self, counts: PassCounts) -> Passes[Measured]:
         """Measure steps as they are, with what is at work."""
         self.phase = "measure"
-        return (yield from measure_steps(self._exchange, self._parameters, schedule))
+        return (yield from measure_steps(self._exchange, self._parameters, counts))
 
     def watch(self) -> Passes[None]:
         """Look at the times of steps now and then, until they have changed."""
@@ -212,7 +212,7 @@ class LayerFusion:
         groups = [group.names for group in exchange.groups]
         if exchange.sums_in_place(compressor):
             return Layout(groups, compressor)
-        after = compressor.active(exchange.groups[0].step)
+        after = compressor.active(exchange.group_step)
         kinds = [self._kinds(at_work, link)]
         kinds.append(kinds[0] if same(at_work, after) else self._kinds(after, link))
         plan: Plan | None = None

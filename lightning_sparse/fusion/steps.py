@@ -32,28 +32,28 @@ PLANNING = PassCounts(4, 5, 3)
 STEPS_MEASURED = sum(PLANNING)
 
 
-def measure_steps(exchange: Exchange, parameters: Mapping[str, Tensor], schedule: PassCounts) -> Passes[Measured]:
+def measure_steps(exchange: Exchange, parameters: Mapping[str, Tensor], counts: PassCounts) -> Passes[Measured]:
     """Look at steps as they are, then at backward alone; return the medians over steps and ranks.
 
     Args:
         exchange: that averages.
         parameters: by name, in the order of definition.
-        schedule: how many steps are looked at.
+        counts: how many steps are looked at.
     """
     timeline, backward = exchange.timeline, list(parameters.values())[::-1]
-    for _ in range(schedule.settling):
+    for _ in range(counts.settling):
         yield
-    rank_zero_info(f"LayerFusion: measuring {schedule.beside + schedule.apart} steps, then what messages cost.")
+    rank_zero_info(f"LayerFusion: measuring {counts.beside + counts.apart} steps, then what messages cost.")
     spans, rests, arrivals = [], [], []
     now_s = time.perf_counter()
-    for _ in range(schedule.beside):
+    for _ in range(counts.beside):
         before_s, steps = now_s, exchange.steps
         yield
         now_s = time.perf_counter()
         spans.append(timeline.span_s())
         rests.append((now_s - before_s) / (exchange.steps - steps) - spans[-1])
     exchange.defer(True)
-    for _ in range(schedule.apart):
+    for _ in range(counts.apart):
         yield
         arrivals.append([timeline.arrival_s(parameter) for parameter in backward])
     exchange.defer(False)

@@ -34,7 +34,7 @@ def step(ddp: DistributedDataParallel, rank: int, number: int, lr: float = 0.1) 
 def trained(rank: int, size: int) -> Any:
     plain, ours, again = layer(), layer(), layer()
     hook = ls.SparseHook(ours, "sparse_dense")
-    hook.exchange._may_sum_in_place = True
+    hook.exchange.may_sum_in_place = True
     whole = []
     for number in range(6):
         step(plain, rank, number)
@@ -45,7 +45,7 @@ def trained(rank: int, size: int) -> Any:
             dist.broadcast_object_list(saved)
             again.load_state_dict(kept)
             resumed = ls.SparseHook(again, "sparse_dense")
-            resumed.exchange._may_sum_in_place = True
+            resumed.exchange.may_sum_in_place = True
             resumed.load_state_dict(saved[0])
         if number > 2:
             step(again, rank, number)
@@ -71,7 +71,7 @@ def rounded_then_exact(rank: int, size: int) -> tuple[Tensor, Tensor]:
     """The sum of all means, and of all gradients of this rank, where int4 makes way for float32."""
     ddp = layer()
     hook = ls.SparseHook(ddp, Rounded(ls.Dense(), "int4"), wire_dtype="float32", fusion="bucket")
-    hook.exchange._may_sum_in_place = True
+    hook.exchange.may_sum_in_place = True
     means, own = torch.zeros(SHAPE[1]), torch.zeros(SHAPE[1])
     for number in range(8):
         if number == 4:

@@ -1,6 +1,6 @@
 """Network namespaces: whether they can be made here, and those of a cluster, each held by a process that reads a pipe.
 
-When the pipe ends, because its creator ended, however that was, the holder kills what runs in its namespace and ends,
+When the pipe ends, because its creator ended, however that was, the process kills what runs in its namespace and ends,
 and the namespace with it.  A user who is not root gets a user namespace around them.
 """
 
@@ -89,23 +89,23 @@ class Namespaces:
     """The network namespaces of one cluster, and what runs in them."""
 
     def __init__(self) -> None:
-        self._holders: list[subprocess.Popen[str]] = []
+        self._processes: list[subprocess.Popen[str]] = []
         self._entry: list[str] = []  # the command that enters the user namespace, where there is one
 
     @property
     def paths(self) -> list[str]:
         """Where they are, in the order in which they were made."""
-        return [f"/proc/{holder.pid}/ns/net" for holder in self._holders]
+        return [f"/proc/{process.pid}/ns/net" for process in self._processes]
 
     def add(self) -> str:
         """Make one; returns its path."""
         unshare = [find("unshare") or "unshare", "--net"]
-        if not capable() and not self._holders:
+        if not capable() and not self._processes:
             unshare.extend(_NEW_USER)
         command = [*self._entry, *unshare, "sh", "-c", _HOLD]
-        self._holders.append(start(command, subprocess.PIPE, "cannot make a network namespace"))
+        self._processes.append(start(command, subprocess.PIPE, "cannot make a network namespace"))
         if not capable():
-            user = f"--user=/proc/{self._holders[0].pid}/ns/user"
+            user = f"--user=/proc/{self._processes[0].pid}/ns/user"
             self._entry = [find("nsenter") or "nsenter", user, "--preserve-credentials"]
         self.run(self.paths[-1], "ip", "link", "set", "lo", "up")
         return self.paths[-1]
@@ -137,13 +137,13 @@ class Namespaces:
             self.run(path, "sh", "-c", _KILL, "sh", path.split("/")[2])
 
     def remove(self) -> None:
-        """Kill what runs in the namespaces, then their holders, and with them the namespaces."""
+        """Kill what runs in the namespaces, then what holds them, and with that the namespaces."""
         self.kill_inside(self.paths)
-        for holder in self._holders:
-            holder.kill()
-            holder.wait()
-            holder.stdin.close()  # type: ignore[union-attr]  # it is a pipe
-        self._holders.clear()
+        for process in self._processes:
+            process.kill()
+            process.wait()
+            process.stdin.close()  # type: ignore[union-attr]  # it is a pipe
+        self._processes.clear()
         self._entry.clear()
 
 

@@ -14,6 +14,7 @@ from lightning_sparse.bench.simulate.task import OPTIMIZERS
 from lightning_sparse.compressors import Dense
 from lightning_sparse.compressors.dense import Exact
 from lightning_sparse.compressors.group import Group
+from lightning_sparse.compressors.lockstep import take_steps
 from lightning_sparse.engine.compression_error import CompressionError
 from lightning_sparse.engine.groups import lay_out, lay_out_fragments
 from lightning_sparse.engine.lr_factor import EVERY, LrFactor
@@ -21,7 +22,6 @@ from lightning_sparse.engine.replica import Replica
 from lightning_sparse.engine.untrained import untrained_of
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.options import Options
-from lightning_sparse.simulation import take_steps
 from lightning_sparse.strategy import SparseDDPStrategy
 from lightning_sparse.wire import wire_format
 

@@ -207,7 +207,7 @@ def test_cluster_in_a_thread() -> None:
 # --- a creator that is ended by a signal
 
 # A stand-in for the package, which would import torch: so it starts at once.
-HOLDER = """
+CHILD = """
 import json, os, signal, sys, time, types
 package = sys.modules["lightning_sparse"] = types.ModuleType("lightning_sparse")
 package.__path__ = [sys.argv[1]]
@@ -228,24 +228,24 @@ with module.Cluster("2x1gbit+1ms") as cluster:
             sys.stdin.readline()  # until that signal was sent
             kill()
         cluster.kill = slow_kill
-    print(json.dumps([[holder.pid for holder in cluster.network.namespaces._holders], process.pid]), flush=True)
+    print(json.dumps([[each.pid for each in cluster.network.namespaces._processes], process.pid]), flush=True)
     time.sleep(600)
 """
 
 
 @contextmanager
-def holder(mode: str = "plain") -> Iterator[tuple[subprocess.Popen[str], list[int], int]]:
+def child_with_cluster(mode: str = "plain") -> Iterator[tuple[subprocess.Popen[str], list[int], int]]:
     """A child process that has a cluster, the ids of those that hold its namespaces, and that of a process in it."""
-    command = [sys.executable, "-c", HOLDER, str(Path(network.__file__).parents[2]), mode]
+    command = [sys.executable, "-c", CHILD, str(Path(network.__file__).parents[2]), mode]
     pipe = subprocess.PIPE
     with subprocess.Popen(
         command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, start_new_session=True
     ) as child:
         try:
             assert child.stdout is not None
-            holders, pid = json.loads(child.stdout.readline())
-            assert all(map(alive, [*holders, pid]))
-            yield child, holders, pid
+            holding, pid = json.loads(child.stdout.readline())
+            assert all(map(alive, [*holding, pid]))
+            yield child, holding, pid
         finally:
             child.kill()
             child.wait()
@@ -254,15 +254,15 @@ def holder(mode: str = "plain") -> Iterator[tuple[subprocess.Popen[str], list[in
 @emulated
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_removed_on_signal(number: signal.Signals) -> None:
-    with holder() as (child, holders, pid):
+    with child_with_cluster() as (child, holding, pid):
         child.send_signal(number)
         assert child.wait(timeout=LONG_S) == -number
-        wait_until(lambda: not any(map(alive, [*holders, pid])))
+        wait_until(lambda: not any(map(alive, [*holding, pid])))
 
 
 @emulated
 def test_a_second_interrupt_during_removal_leaves_nothing() -> None:
-    with holder("busy") as (child, holders, pid):
+    with child_with_cluster("busy") as (child, holding, pid):
         child.send_signal(signal.SIGINT)
         assert child.stdout is not None
         assert child.stdout.readline() == "removing\n"
@@ -271,24 +271,24 @@ def test_a_second_interrupt_during_removal_leaves_nothing() -> None:
         child.stdin.write("sent\n")
         child.stdin.flush()
         assert child.wait(timeout=LONG_S) == -signal.SIGINT
-        wait_until(lambda: not any(map(alive, [*holders, pid])))
+        wait_until(lambda: not any(map(alive, [*holding, pid])))
 
 
 @emulated
 def test_forked_copy_leaves_the_cluster_alone() -> None:
-    with holder("fork") as (child, holders, pid):
+    with child_with_cluster("fork") as (child, holding, pid):
         child.terminate()
         assert child.wait(timeout=LONG_S) == -signal.SIGTERM
-        wait_until(lambda: not any(map(alive, [*holders, pid])))
+        wait_until(lambda: not any(map(alive, [*holding, pid])))
 
 
 @emulated
 def test_nothing_is_left_when_the_creator_was_killed() -> None:
-    with holder() as (child, holders, pid):
+    with child_with_cluster() as (child, holding, pid):
         delaying = [i for i in children(child.pid) if "delay.py" in Path(f"/proc/{i}/cmdline").read_text()]
         assert len(delaying) == 1
         child.kill()
-        wait_until(lambda: not any(map(alive, [*holders, *delaying, pid])))
+        wait_until(lambda: not any(map(alive, [*holding, *delaying, pid])))
 
 
 def children(pid: int) -> list[int]:
