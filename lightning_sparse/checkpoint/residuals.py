@@ -47,14 +47,14 @@ def gather(
 
     unsent: dict[str, Tensor] = {}
     groups: list[dict[str, Any]] = []
-    for group, flat, remembered in exchange.rows():
-        for name, shape, slot in zip(group.names, group.shapes, group.slots(flat), strict=True):
+    for group in exchange.kept():
+        for name, shape, slot in zip(group.names, group.shapes, group.slots(group.unsent), strict=True):
             if residuals == "mean":
                 unsent[name] = (leaders.mean(slot) if leaders else slot.cpu()).view(shape)
             else:
                 unsent[name] = rows(slot.view(shape))
         if residuals == "per_rank":
-            memory = {key: rows(kept) for key, kept in sorted(remembered.items())}
+            memory = {key: rows(kept) for key, kept in sorted(group.memory.items())}
             groups.append({"names": list(group.names), "memory": memory})
     kept: dict[str, Any] = {}
     if isinstance(exchange, LocalExchange):

@@ -63,6 +63,9 @@ class Around:
     def adopt(self, groups: Iterable[Collection[str]]) -> None:
         """Average what no optimizer trains of each of ``groups``, starting from what it is on every rank."""
 
+    def abandon(self) -> None:
+        """Wait for messages under way, and drop what they bring: another state takes the place of this one."""
+
     def unpack(self, steps: int | None, names: Collection[str], averages: Mapping[str, Tensor], late: bool) -> None:
         """Go on after ``steps`` (None: from nothing) with own weights; see :class:`LocalExchange`."""
 

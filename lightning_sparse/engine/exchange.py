@@ -130,11 +130,8 @@ class Exchange(Around, ABC):
         """
         names, steps = {name for group in before.groups for name in group.names}, before.steps
         averages = {name: average.clone() for name, average in before.averages.items()}
-        for group, own, memory in list(before.rows()):
-            group.unsent.copy_(own)
-            group.memory = memory
         self.adopt([group.names for group in before.groups])
-        carry_over(before.groups, list(zip(self.groups, self.compressors, strict=True)), memories)
+        carry_over(list(before.kept()), list(zip(self.groups, self.compressors, strict=True)), memories)
         self.unpack(steps, names, averages, late=False)
 
     def sums_in_place(self, compressor: Compressor) -> bool:
@@ -148,10 +145,9 @@ class Exchange(Around, ABC):
         self.compare()
         return self.shared
 
-    def rows(self) -> Iterator[tuple[Group, Tensor, dict[str, Tensor]]]:
-        """Yield each group, what of it a checkpoint keeps for this rank [n] float32, and what is remembered of it."""
-        for group in self.groups:
-            yield group, group.unsent, group.memory
+    def kept(self) -> Iterator[Group]:
+        """Yield each group as a checkpoint keeps it for this rank."""
+        yield from self.groups
 
     def count_from(self, steps: int) -> None:
         """Go on after so many ``steps`` of another engine."""

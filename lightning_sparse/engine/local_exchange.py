@@ -221,13 +221,15 @@ class LocalExchange(Exchange):
 
     # - checkpoints
 
-    def rows(self) -> Iterator[tuple[Group, Tensor, dict[str, Tensor]]]:
-        return self.weights.rows()
+    def kept(self) -> Iterator[Group]:
+        return self.weights.kept()
+
+    def abandon(self) -> None:
+        self._flight.wait()
+        self._flight, self._comparison.under_way = Flight(self._lanes, self._stream), None
 
     def unpack(self, steps: int | None, names: Collection[str], averages: Mapping[str, Tensor], late: bool) -> None:
         """Go on after ``steps`` (None: from nothing), with own weights as :meth:`Weights.restore` takes them."""
-        self._flight.wait()
-        self._flight, self._comparison.under_way = Flight(self._lanes, self._stream), None
         self.weights.restore(names if steps is not None else (), averages, late)
         self._phases.restart()
         if steps is not None:

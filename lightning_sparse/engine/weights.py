@@ -1,6 +1,7 @@
 """Whose weights the parameters hold: this rank's own, or the average that all ranks share."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -111,10 +112,15 @@ class Weights:
         """Each parameter's x̄, of its shape; where it is shown the parameter itself."""
         return dict(zip(self.named(Replica.tensors).values(), self.named(self.shared).values(), strict=True))
 
-    def rows(self) -> Iterator[tuple[Group, Tensor, dict[str, Tensor]]]:
-        """Yield each group, this rank's own weights x_r [n] in it, and what is remembered of it."""
+    def kept(self) -> Iterator[Group]:
+        """Yield each group as a checkpoint keeps it: with this rank's own weights x_r [n] in place of what is unsent.
+
+        A message under way may still change what is unsent in the group itself.
+        """
         for replica in self.replicas:
-            yield replica.group, *replica.saved(self.own(replica))
+            group = copy(replica.group)
+            group.unsent, group.memory = replica.saved(self.own(replica))
+            yield group
 
     def restore(self, names: Collection[str], averages: Mapping[str, Tensor], late: bool) -> None:
         """Hold this rank's own weights, which lie in ``unsent``, while the parameters hold x̄, or will.

@@ -7,6 +7,7 @@ import functools
 import logging
 import math
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -24,6 +25,7 @@ from torch.utils._pytree import tree_flatten
 
 import lightning_sparse as ls
 from lightning_sparse.auto.policy import Candidate
+from lightning_sparse.engine import flight
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.engine.phases import Phase
 from lightning_sparse.hook import SparseHook
@@ -745,4 +747,23 @@ def test_weights_in_half_precision_stay_as_they_are_when_a_layer_is_frozen() -> 
     state.resume_beside_it(change=False)
     state.train(steps=2)
     state.second_fit(frozen=True, orderly=False)
+    state.teardown()
+
+
+@pytest.mark.parametrize("name", ["two local steps", "the learning rate's factor"])
+def test_a_checkpoint_can_be_loaded_while_messages_are_under_way(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they bring must not get into the weights that were loaded."""
+    average = flight._average
+
+    def late(*args: Any) -> None:
+        time.sleep(0.1)
+        average(*args)
+
+    monkeypatch.setattr(flight, "_average", late)
+    state = AnyOrder(SETUPS[name])
+    state.train(steps=2)
+    state.save()
+    state.train()
+    state.forward()
+    state.load(fresh=False)
     state.teardown()
