@@ -27,7 +27,8 @@ class Replica:
     ``P * (what x̄ moved) + sum(unsent after) == sum(unsent before + update)``, to the rounding of the weights.
 
     Between :meth:`take_up` and :meth:`apply`, while messages may be under way on another thread, nothing but
-    ``group.unsent`` and the compressor's memory changes; x̄ moves in :meth:`apply`.
+    ``group.unsent`` and the compressor's memory changes; x̄ moves in :meth:`apply`, but for parameters whose x̄ somebody
+    has set meanwhile: of these all that was under way is dropped.
 
     Attributes:
         group: whose ``unsent`` is x_r - x̄ from :meth:`take_up` to :meth:`apply`.
@@ -46,6 +47,7 @@ class Replica:
         self._settings = replace(settings, outer_rate=1.0, outer_momentum=0.0) if find else settings
         self._find = find
         self._own: list[Tensor] = []  # the weights when they were taken up
+        self._set_meanwhile: set[int] = set()  # places of parameters whose x̄ was set since then
         self._left_out: Tensor | None = None  # [n] bool, of what no optimizer trains, elements that are not averaged
         self._velocity: Tensor | None = None  # of the outer step [n]
         self._next: tuple[Tensor | Sparse, Tensor | None] | None = None  # x̄ or what it moves by; and the velocity
@@ -72,6 +74,7 @@ class Replica:
     def start_from(self, place: int, average: Tensor, keep_rounding: bool = False) -> None:
         """Set the average of the parameter at ``place``, of which nothing is unsent then, but for its rounding."""
         self.averages()[place].copy_(average.detach())
+        self._set_meanwhile.add(place)
         if self._rounding is not None and not keep_rounding:
             self.group.slots(self._rounding)[place].zero_()
 
@@ -101,6 +104,7 @@ class Replica:
         """Set ``unsent`` to x_r - x̄."""
         group = self.group
         self._own = [parameter.detach().clone() for parameter in self.tensors()]
+        self._set_meanwhile.clear()
         self._memory = {key: kept.clone() for key, kept in group.memory.items()}
         group.weights = self._own
         difference = self.unsent(self._own)
@@ -150,13 +154,21 @@ class Replica:
         """Move x̄; set this rank's weights to x̄ + unsent, and what its optimizer has done since they were taken up."""
         assert self._next is not None
         step, self._velocity = self._next
+        set_meanwhile = {place: self.averages()[place].clone() for place in self._set_meanwhile}
         if isinstance(step, Sparse):
             self.average.index_add_(0, step.index, step.values)
         else:
             self.average = step
         unsents = self.group.slots(self.group.unsent)
         for i, (parameter, own) in enumerate(zip(self.tensors(), self._own, strict=True)):
-            self._set(i, parameter, own, self.averages()[i], unsents[i].view(own.shape))
+            if i in set_meanwhile:
+                self.averages()[i].copy_(set_meanwhile[i])
+            else:
+                self._set(i, parameter, own, self.averages()[i], unsents[i].view(own.shape))
+        self._end()
+
+    def _end(self) -> None:
+        """Forget what was under way."""
         self._own, self._next, self._left_out, self._memory, self.group.weights = [], None, None, None, None
 
     def _set(self, place: int, parameter: Tensor, own: Tensor, average: Tensor, unsent: Tensor) -> None:
@@ -188,6 +200,7 @@ class Replica:
 
     def restore(self, flat: Tensor) -> list[Tensor]:
         """This rank's own weights as :meth:`saved` has them; takes what is remembered out of the group's memory."""
+        self._end()
         memory = self.group.memory
         self._velocity = memory.pop(VELOCITY, None)
         rounding, exact = memory.pop(ROUNDING, None), memory.pop(EXACT, None)

@@ -750,7 +750,7 @@ def test_weights_in_half_precision_stay_as_they_are_when_a_layer_is_frozen() -> 
     state.teardown()
 
 
-@pytest.mark.parametrize("name", ["two local steps", "the learning rate's factor"])
+@pytest.mark.parametrize("name", ["one local step", "local steps, micro", "the learning rate's factor"])
 def test_a_checkpoint_can_be_loaded_while_messages_are_under_way(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What they bring must not get into the weights that were loaded."""
     average = flight._average
@@ -763,7 +763,25 @@ def test_a_checkpoint_can_be_loaded_while_messages_are_under_way(name: str, monk
     state = AnyOrder(SETUPS[name])
     state.train(steps=2)
     state.save()
-    state.train()
+    state.train(steps=11)
     state.forward()
+    written = state.file[0]
     state.load(fresh=False)
+    state.save()
+    assert_same_file(written, state.file[0])
+    state.teardown()
+
+
+@pytest.mark.parametrize("name", ["one local step, overlapping", "local steps, int4", "local steps, micro"])
+def test_weights_can_be_set_while_messages_are_under_way(name: str) -> None:
+    """As after a forward that raised: what they bring of these weights is dropped."""
+    state = AnyOrder(SETUPS[name])
+    state.train(steps=11)
+    state.interrupted_forward()
+    state.validate(gradients=False)
+    state.edit(name="first.weight", through_data=False)
+    was_set = {"first.weight": state.seen[0].averages["first.weight"]}
+    state.train()
+    state.show_average()
+    assert_kept(was_set, state.seen[0].averages, "x̄ that was set, and after what was under way arrived")
     state.teardown()
