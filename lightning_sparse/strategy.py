@@ -103,6 +103,13 @@ class SparseMixin(ShowsAverage, _Base):
             hook.take_over(self.hook)  # a second fit goes on where the first ended
         self.hook, self._hooked = hook, module
 
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Set up the optimizers, and note them: with ``local_steps`` their states differ between ranks."""
+        super().setup_optimizers(trainer)
+        if self.hook is not None:
+            for optimizer in self.optimizers:
+                self.hook.note(optimizer)
+
     @property
     def compressor(self) -> Compressor | Auto:
         """The compressor that averages the gradients, or the policy that chooses one."""

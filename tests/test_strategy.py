@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -12,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 
 import lightning_sparse as ls
 from lightning_sparse import fabric
+from tests.support.models import small, trainer
 
 
 @pytest.mark.parametrize("name", list(ls.COMPRESSORS))
@@ -105,3 +107,14 @@ def test_settings_reach_the_strategy() -> None:
     assert strategy.options.wire_dtype == "bfloat16"
     assert strategy._ddp_kwargs == {"find_unused_parameters": True, "bucket_cap_mb": 1}
     assert ls.SparseDDPStrategy(gradient_as_bucket_view=True)._ddp_kwargs["gradient_as_bucket_view"] is True
+
+
+def test_optimizers_are_known_before_they_have_stepped() -> None:
+    """Local steps that end before, as after a resume, average their states."""
+    strategy, model, noted = ls.SparseDDPStrategy("sparse_auto"), small(), []
+    model.trainer = trainer(strategy, 2)
+    strategy.connect(model)
+    strategy.hook = SimpleNamespace(note=noted.append)
+    strategy.setup_optimizers(model.trainer)
+    assert noted == strategy.optimizers
+    assert noted

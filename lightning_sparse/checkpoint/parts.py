@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from lightning_sparse.checkpoint.optimizers import set_tensors, tensors_everywhere
 from lightning_sparse.checkpoint.state import State, mean_used
+from lightning_sparse.engine.checksum import checksum
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.engine.replica import Replica
-from lightning_sparse.engine.weights import checksum
 from lightning_sparse.network.agreement import ranks_having
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.torch_comm import TorchComm
@@ -68,7 +68,7 @@ def gather_local(
         ],
     }
     held = exchange.weights.named(Replica.tensors)
-    kept["sums"] = {name: checksum(x.to(held[name].dtype)).cpu() for name, x in exchange.averages.items()}
+    kept["checksums"] = {name: checksum(x.to(held[name].dtype)).cpu() for name, x in exchange.averages.items()}
     kept["seen"] = {name: x.cpu() for name, x in exchange.untrained.seen.items()}
     if exact := {name: x.cpu() for name, x in exchange.averages.items() if held[name].dtype in HALVES}:
         kept["averages"] = exact
@@ -117,7 +117,7 @@ def start_from_mean(state: State, parts: Parts) -> None:
 
 def is_set(name: str, tensors: Mapping[str, Tensor], state: State) -> bool:
     """Whether a tensor holds anything else than the average that was saved beside ``state``."""
-    saved = state.local["sums"].get(name)
+    saved = state.local["checksums"].get(name)
     return saved is not None and name in tensors and bool(checksum(tensors[name]).cpu() != saved)
 
 

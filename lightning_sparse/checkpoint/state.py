@@ -37,7 +37,7 @@ def _is_local(value: object) -> bool:
         return value == {}
     states = value.get("optimizers")
     single = {"squares": value.get("squares")} | {key: value[key] for key in ("sampled", "scaler") if key in value}
-    named = [value.get("sums"), value.get("seen"), value.get("averages", {}), value.get("buffers", {})]
+    named = [value.get("checksums"), value.get("seen"), value.get("averages", {}), value.get("buffers", {})]
     return is_list(states) and all(map(_is_tensors, [*states, *named])) and _is_tensors(single)
 
 
@@ -86,7 +86,8 @@ class State:
                 raise ValueError(f"{name} must be {rule['must']}; got {_shown(saved[name])}")
         if not _is_local(local := saved.get("local", {})):
             raise ValueError(
-                "local must have lists of tensors in 'optimizers', tensors in 'sums' and 'seen', and one in 'squares'; "
+                "local must have lists of tensors in 'optimizers', tensors in 'checksums' and 'seen', "
+                "and one in 'squares'; "
                 f"got {_shown(local)}. A version before 0.1.0 may have written it, whose files cannot be read"
             )
         state = cls(**{name: saved[name] for name in SCHEMA}, local=local, checksum=saved.get("checksum"))

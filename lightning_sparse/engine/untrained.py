@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.dense import Exact
 from lightning_sparse.compressors.group import Group
+from lightning_sparse.engine.checksum import checksum
 from lightning_sparse.engine.lane import Lane
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.engine.replica import Find, Replica
-from lightning_sparse.engine.weights import checksum
 from lightning_sparse.network.agreement import ranks_having
 
 

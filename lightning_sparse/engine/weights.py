@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors.group import Group
+from lightning_sparse.engine.checksum import as_integers, checksum
 from lightning_sparse.engine.replica import Replica
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
 class Weights:
@@ -67,7 +66,7 @@ class Weights:
 
     def _take_over(self, replica: Replica, held: list[Tensor | None]) -> None:
         for place, (p, average) in enumerate(zip(replica.tensors(), replica.averages(), strict=True)):
-            if not torch.equal(_bits(p), _bits(average.to(p.dtype))):  # whoever changed it, and how
+            if not torch.equal(as_integers(p), as_integers(average.to(p.dtype))):  # whoever changed it, and how
                 replica.start_from(place, p, keep_rounding=self._late)
                 held[place] = held[place] if self._late else None
                 self.set_by_others = not self._late or self.set_by_others
@@ -149,19 +148,3 @@ def _show(replica: Replica) -> list[Tensor | None]:
         for p, average in zip(replica.tensors(), replica.averages(), strict=True):
             p.copy_(average)
     return list(own)
-
-
-def checksum(x: Tensor) -> Tensor:
-    """Add up the bits of ``x`` as integers modulo 2**64: int64 [], in one pass.
-
-    Elements that only change places are not noticed.
-    """
-    return _bits(x).sum(dtype=torch.int64)
-
-
-def _bits(x: Tensor) -> Tensor:
-    """``x`` as integers, of which NaN equals itself."""
-    x = x.detach()
-    if x.is_complex():
-        x = torch.view_as_real(x)
-    return x.view(_BITS[x.element_size()])

@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_sparse.checks import is_whole
-from lightning_sparse.engine.weights import checksum
+from lightning_sparse.engine.checksum import checksum
 from lightning_sparse.network.agreement import ranks_having
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.torch_comm import world

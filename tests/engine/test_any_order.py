@@ -135,6 +135,7 @@ class Training:
         ddp: Any = self.ddp
         self.hook = SparseHook.__new__(SparseHook)
         self.hook._put_on(ddp, self.setup.options(), None, groups, may_be_local=True, evaluates=in_evaluation)
+        self.hook.note(self.optimizer)
 
     def fit_again(self, frozen: bool) -> None:
         """End a fit and begin another, with a layer frozen or not."""

@@ -15,7 +15,6 @@ import lightning_sparse as ls
 from lightning_sparse.checkpoint.state import State
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.monitor import replicas
-from lightning_sparse.monitor.replicas import checksum
 from lightning_sparse.network.agreement import described, differences, ranks_having
 from lightning_sparse.network.comm import Comm, Rounds
 from tests.support.models import Does, Small, data, small, trainer
@@ -190,24 +189,6 @@ def test_a_drift_in_the_last_step_is_seen_too(ranks: Ranks) -> None:
 
 def test_replicas_that_do_not_drift_pass(ranks: Ranks) -> None:
     assert ranks.run(drift, 2, None, 0) == [("", 8)] * 2
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.uint8, torch.bool]
-)
-def test_a_checksum_sees_one_bit_of_any_dtype(dtype: torch.dtype) -> None:
-    x = torch.ones(5, 3, dtype=dtype).t()
-    y = x.clone()
-    assert checksum(x) == checksum(y)
-    y[1, 2] = 0
-    assert checksum(x) != checksum(y)
-
-
-def test_a_checksum_tells_nan_and_zeros_apart() -> None:
-    nan, zeros = torch.full((3,), torch.nan), torch.zeros(3)
-    assert checksum(nan) == checksum(nan.clone())
-    assert checksum(zeros) != checksum(-zeros)
-    assert checksum(torch.empty(0)) == 0
 
 
 @pytest.mark.parametrize("steps", [0, -1, True, 1.5, "3", None])
