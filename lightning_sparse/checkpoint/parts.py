@@ -12,13 +12,11 @@ from torch.optim import Optimizer
 from lightning_sparse.checkpoint.optimizers import set_tensors, tensors_everywhere
 from lightning_sparse.checkpoint.state import State, mean_used
 from lightning_sparse.engine.checksum import checksum
-from lightning_sparse.engine.local_exchange import LocalExchange
-from lightning_sparse.engine.replica import Replica
+from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.network.agreement import ranks_having
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.torch_comm import TorchComm
 
-HALVES = {torch.bfloat16, torch.float16}  # in which a model's parameters do not hold x̄ exactly
 SCALER = ("scale", "_growth_tracker")  # what of a GradScaler's state changes from step to step
 
 
@@ -44,38 +42,33 @@ class Parts:
         named = chain(self.module.named_parameters(), self.module.named_buffers())
         return {name.replace("_orig_mod.", ""): x for name, x in named}
 
-    def others(self, exchange: LocalExchange) -> dict[str, Tensor]:
+    def others(self, exchange: Exchange) -> dict[str, Tensor]:
         """What a checkpoint keeps and ``exchange`` does not average, by name.
 
-        Buffers of whole numbers, and what no optimizer trains, as long as ranks have not seen it change.
+        Buffers of whole numbers, and what ranks have not seen change.
         """
         kept = self.module.state_dict(keep_vars=True)
         whole = {name: x for name, x in self.module.named_buffers() if name in kept and not x.is_floating_point()}
-        return whole | {name: find() for name, find in exchange.untrained.watched.items()}
+        return whole | dict(exchange.not_averaged)
 
 
 def gather_local(
-    exchange: LocalExchange, ranks: TorchComm, rows: Callable[[Tensor], Tensor] | None, parts: Parts
+    exchange: Exchange, ranks: TorchComm, rows: Callable[[Tensor], Tensor] | None, parts: Parts
 ) -> dict[str, Any]:
     """What else differs between ranks with local steps; ``rows`` gathers it, or is None where means are kept."""
     average = rows or (lambda x: ranks.mean(x.reshape(-1).to(exchange.device)).view(x.shape))
     _check_same_number(len(parts.optimizers), ranks, exchange.device)
     kept: dict[str, Any] = {
-        "squares": exchange.lr_factor.squares,
+        **exchange.state(),
         "optimizers": [
             {key: average(x) for key, x in tensors_everywhere(optimizer, ranks, exchange.device).items()}
             for optimizer in parts.optimizers
         ],
     }
-    held = exchange.weights.named(Replica.tensors)
-    kept["checksums"] = {name: checksum(x.to(held[name].dtype)).cpu() for name, x in exchange.averages.items()}
-    kept["seen"] = {name: x.cpu() for name, x in exchange.untrained.seen.items()}
-    if exact := {name: x.cpu() for name, x in exchange.averages.items() if held[name].dtype in HALVES}:
-        kept["averages"] = exact
     if rows is None:
         return kept
-    if exchange.lr_factor.sampled is not None:
-        kept["sampled"] = rows(exchange.lr_factor.sampled)
+    if exchange.sampled is not None:
+        kept["sampled"] = rows(exchange.sampled)
     if parts.scaler is not None and (state := parts.scaler.state_dict()):
         kept["scaler"] = rows(torch.tensor([state[key] for key in SCALER], dtype=torch.float64))
     others = parts.others(exchange)
@@ -122,7 +115,7 @@ def is_set(name: str, tensors: Mapping[str, Tensor], state: State) -> bool:
 
 
 @torch.no_grad()
-def restore_parts(local: Mapping[str, Any], exchange: LocalExchange, parts: Parts) -> None:
+def restore_parts(local: Mapping[str, Any], exchange: Exchange, parts: Parts) -> None:
     """Set this rank's own loss scale, and its own of what is not averaged."""
     rank, others = exchange.rank, parts.others(exchange)
     if parts.scaler is not None and "scaler" in local and (now := parts.scaler.state_dict()):

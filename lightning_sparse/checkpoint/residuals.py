@@ -13,7 +13,6 @@ from lightning_sparse.checkpoint.state import KEY, State, mean_used
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.groups import carry_over, not_carried
-from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.network.agreement import agree, everywhere, ranks_having
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.torch_comm import TorchComm
@@ -57,7 +56,7 @@ def gather(
             memory = {key: rows(kept) for key, kept in sorted(group.memory.items())}
             groups.append({"names": list(group.names), "memory": memory})
     kept: dict[str, Any] = {}
-    if isinstance(exchange, LocalExchange):
+    if exchange.takes_local_steps:
         assert leaders is not None  # there are no nodes
         kept = gather_local(exchange, leaders, rows if residuals == "per_rank" else None, parts)
     return State(residuals, exchange.size, steps_of(exchange), unsent, groups, compressor, plan, kept)
@@ -103,10 +102,10 @@ def restore(exchange: Exchange, state: State | None, compressor: str, parts: Par
     Raises:
         ValueError: there are states of optimizers, and no optimizers that may have them.
     """
-    if state is not None and state.local and not isinstance(exchange, LocalExchange):
+    if state is not None and state.local and not exchange.takes_local_steps:
         start_from_mean(state, parts)
-    state = _of_this_kind(state, isinstance(exchange, LocalExchange))
-    if isinstance(exchange, LocalExchange) and state is not None:
+    state = _of_this_kind(state, exchange.takes_local_steps)
+    if state is not None:
         exchange.adopt([group["names"] for group in state.groups] or [list(state.unsent)])
     lost = [] if state is None else list(_differences(state, exchange.size, compressor))
     saved = [] if state is None else _groups(state, exchange, memories=not lost)
@@ -115,14 +114,14 @@ def restore(exchange: Exchange, state: State | None, compressor: str, parts: Par
     carry_over(saved, new)
     if exchange.may_sum_in_place:
         exchange.ask_for_unsent()
-    if isinstance(exchange, LocalExchange):
+    if exchange.takes_local_steps:
         _restore_local(exchange, state, shapes, parts)
     if state is not None and (lost := [*lost, *not_carried(saved, exchange.groups)]):
         rank_zero_warn(f"Resuming from a checkpoint of another configuration: {'; '.join(lost)}.")
 
 
 def _restore_local(
-    exchange: LocalExchange, state: State | None, shapes: Collection[tuple[str, torch.Size]], parts: Parts
+    exchange: Exchange, state: State | None, shapes: Collection[tuple[str, torch.Size]], parts: Parts
 ) -> None:
     """Go on with local steps, each group's ``unsent`` being this rank's own weights; from nothing if ``state`` is."""
     if state is None:
@@ -143,17 +142,12 @@ def _restore_local(
     late = not parts.is_loaded and any(is_set(name, parts.tensors, state) for name in own)
     averages = {name: x.to(exchange.device) for name, x in state.local.get("averages", {}).items() if name in own}
     exchange.unpack(state.steps, own, averages, late)
-    exchange.untrained.seen.update(
-        {name: x for name, x in state.local["seen"].items() if name in exchange.untrained.watched}
-    )
     rows = state.rows_of(exchange.rank, exchange.size)
     for optimizer, tensors in zip(parts.optimizers, state.optimizers, strict=False):
         set_tensors(optimizer, {key: mean_used(x, rows) for key, x in tensors.items()})
     same_ranks = state.ranks == exchange.size
     sampled = state.local.get("sampled") if same_ranks else None
-    exchange.lr_factor.resume(
-        state.local["squares"], None if sampled is None else sampled[exchange.rank].clone(), exchange.size
-    )
+    exchange.resume(state.local, None if sampled is None else sampled[exchange.rank].clone())
     if same_ranks:
         restore_parts(state.local, exchange, parts)
 

@@ -66,6 +66,23 @@ class Around:
     def abandon(self) -> None:
         """Wait for messages under way, and drop what they bring: another state takes the place of this one."""
 
+    @property
+    def not_averaged(self) -> Mapping[str, Tensor]:
+        """What no optimizer trains and ranks have not seen change, by name: it may differ between ranks."""
+        return {}
+
+    @property
+    def sampled(self) -> Tensor | None:
+        """What this rank has measured and ranks have not compared yet [m]."""
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside the groups and is the same on every rank: tensors, and tensors by name."""
+        return {}
+
+    def resume(self, state: Mapping[str, Any], sampled: Tensor | None) -> None:
+        """Go on with what :meth:`state` returned, and this rank's ``sampled``."""
+
     def unpack(self, steps: int | None, names: Collection[str], averages: Mapping[str, Tensor], late: bool) -> None:
         """Go on after ``steps`` (None: from nothing) with own weights; see :class:`LocalExchange`."""
 

@@ -2,7 +2,7 @@
 
 # ruff: noqa: D102  # Exchange and Around say what each of their methods does
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,21 +14,19 @@ from torch.optim import Optimizer
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.dense import Exact
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.flight import Flight
+from lightning_sparse.engine.local_state import LocalState
 from lightning_sparse.engine.local_steps import LocalSteps
-from lightning_sparse.engine.lr_factor import EVERY, LrFactor
+from lightning_sparse.engine.lr_factor import EVERY
 from lightning_sparse.engine.optimizers import why_not_alone
 from lightning_sparse.engine.pending_bucket import gradients_of
 from lightning_sparse.engine.phases import Phase, Phases
-from lightning_sparse.engine.replica import Find, Replica
+from lightning_sparse.engine.replica import Find
 from lightning_sparse.engine.step import Report
-from lightning_sparse.engine.untrained import Comparison, Untrained, replicas_of
-from lightning_sparse.engine.weights import Weights
 from lightning_sparse.network.comm import Comm
 
 
-class LocalExchange(Exchange):
+class LocalExchange(LocalState):
     """Averages weights, a fragment after each step, while DDP gives every rank its own gradients back.
 
     :class:`Phases` says what a step is.  One is settled, with what is due after it, before the next forward that
@@ -46,8 +44,6 @@ class LocalExchange(Exchange):
         compressor: with what frozen parameters among them are averaged.
     """
 
-    takes_local_steps = True
-
     def __init__(
         self,
         groups: Sequence[tuple[Group, Compressor]],
@@ -60,15 +56,8 @@ class LocalExchange(Exchange):
         untrained: Mapping[str, Find] | None = None,
         compressor: Compressor | None = None,
     ) -> None:
-        super().__init__(groups, comms, threaded=threaded)
-        self.settings = settings
-        of = zip(groups, fragments, strict=True)
-        self.weights = Weights([Replica(group, c, fragment, settings) for (group, c), fragment in of])
-        self.lr_factor = LrFactor(self.groups)
+        super().__init__(groups, fragments, comms, threaded, settings, untrained or {}, compressor or Exact())
         self._phases = Phases()
-        self.untrained = Untrained(untrained or {})  # and not averaged so far
-        self._comparison = Comparison(self.untrained, self.device)
-        self._compressor = compressor or Exact()
         self._warmup_steps = warmup_steps
         self._exchanged = 0  # the last step after which groups were taken up
         self._flight = Flight(self._lanes, self._stream)
@@ -201,28 +190,7 @@ class LocalExchange(Exchange):
             self._comparison.begin(self._lanes[0])
             self._end_comparison()
 
-    def _end_comparison(self) -> None:
-        """Average what has changed, too, starting from the mean over the ranks."""
-        for replica in self._replicas_of(self._comparison.end()):
-            own = replica.average.clone()
-            replica.average.copy_(self.ask(lambda comm, own=own: comm.all_reduce(own)) / self.size)  # type: ignore[misc]
-            self.weights.add(replica)
-
-    def adopt(self, groups: Iterable[Collection[str]]) -> None:
-        for names in groups:
-            for replica in self._replicas_of(names):
-                self.weights.add(replica)
-
-    def _replicas_of(self, names: Collection[str]) -> list[Replica]:
-        found = self.untrained.take(names)
-        made = replicas_of(found, self._compressor, self.settings, self.weights.replicas)
-        self.lay_out([(each.group, each.compressor) for each in (*self.weights.replicas, *made)])
-        return made
-
     # - checkpoints
-
-    def kept(self) -> Iterator[Group]:
-        return self.weights.kept()
 
     def abandon(self) -> None:
         self._flight.wait()
@@ -234,22 +202,6 @@ class LocalExchange(Exchange):
         self._phases.restart()
         if steps is not None:
             self.steps, self._exchanged = steps, max(steps - 1, 0)
-
-    @property
-    def averages(self) -> Mapping[str, Tensor]:
-        return self.weights.averages()
-
-    @property
-    def own(self) -> Mapping[str, Tensor]:
-        """This rank's own weights x_r of each parameter by name, of its shape."""
-        return self.weights.named(self.weights.own)
-
-    @property
-    def shared(self) -> Mapping[Tensor, Tensor]:
-        return self.weights.shared_by_parameter()
-
-    def unsent_of(self, group: Group) -> Tensor:
-        return self.weights.unsent(self.weights.replicas[group.index])
 
     def check_join(self, options: Mapping[str, Any]) -> None:
         raise ValueError(

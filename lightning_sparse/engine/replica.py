@@ -16,6 +16,7 @@ from lightning_sparse.selection.sparse import Sparse, dense
 
 #: What a replica remembers beside its compressor, as a checkpoint names it.
 VELOCITY, ROUNDING, EXACT = "outer velocity", "rounding", "float64"
+HALVES = {torch.bfloat16, torch.float16}  # in which parameters hold neither x_r nor x̄ exactly
 
 Find = Callable[[], Tensor]
 
@@ -53,7 +54,7 @@ class Replica:
         self._next: tuple[Tensor | Sparse, Tensor | None] | None = None  # x̄ or what it moves by; and the velocity
         self._memory: Mapping[str, Tensor] | None = None  # the compressor's, when the group was taken up
         # What parameters in half precision cannot hold of x̄ + unsent: part of what is unsent.
-        self._rounding = torch.zeros_like(group.unsent) if dtypes & {torch.bfloat16, torch.float16} else None
+        self._rounding = torch.zeros_like(group.unsent) if dtypes & HALVES else None
         for i, tensor in enumerate(self.tensors()):
             self.start_from(i, tensor)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.checksum import as_integers, checksum
-from lightning_sparse.engine.replica import Replica
+from lightning_sparse.engine.replica import HALVES, Replica
 
 
 class Weights:
@@ -106,6 +106,16 @@ class Weights:
         """x̄ of each parameter by name, of its shape; float32, and float64 of tensors in float64."""
         self.take_over()
         return self.named(Replica.averages)
+
+    def checksums(self) -> dict[str, Tensor]:
+        """One of x̄ by name, in the precision of the parameter."""
+        held = self.named(Replica.tensors)
+        return {name: checksum(x.to(held[name].dtype)).cpu() for name, x in self.averages().items()}
+
+    def averages_beyond_parameters(self) -> dict[str, Tensor]:
+        """x̄ by name, where parameters cannot hold it, in half precision."""
+        held = self.named(Replica.tensors)
+        return {name: x.cpu() for name, x in self.averages().items() if held[name].dtype in HALVES}
 
     def shared_by_parameter(self) -> dict[Tensor, Tensor]:
         """Each parameter's x̄, of its shape; where it is shown the parameter itself."""

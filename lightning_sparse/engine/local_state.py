@@ -1,0 +1,104 @@
+"""What of a training with local steps is averaged, seen from outside, and kept in a checkpoint."""
+
+# ruff: noqa: D102  # Exchange and Around say what each of their methods does
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_sparse.compressors import Compressor
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.engine.local_steps import LocalSteps
+from lightning_sparse.engine.lr_factor import LrFactor
+from lightning_sparse.engine.replica import Find, Replica
+from lightning_sparse.engine.untrained import Comparison, Untrained, replicas_of
+from lightning_sparse.engine.weights import Weights
+from lightning_sparse.network.comm import Comm
+
+
+class LocalState(Exchange):
+    """The part of :class:`LocalExchange` that knows what it averages, and not when: its arguments are the same."""
+
+    takes_local_steps = True
+
+    def __init__(
+        self,
+        groups: Sequence[tuple[Group, Compressor]],
+        fragments: Sequence[int],
+        comms: Sequence[Comm],
+        threaded: bool,
+        settings: LocalSteps,
+        untrained: Mapping[str, Find],
+        compressor: Compressor,
+    ) -> None:
+        super().__init__(groups, comms, threaded=threaded)
+        self.settings = settings
+        of = zip(groups, fragments, strict=True)
+        self.weights = Weights([Replica(group, c, fragment, settings) for (group, c), fragment in of])
+        self.lr_factor = LrFactor(self.groups)
+        self.untrained = Untrained(untrained)  # and not averaged so far
+        self._comparison = Comparison(self.untrained, self.device)
+        self._compressor = compressor
+
+    # - what no optimizer trains
+
+    def _end_comparison(self) -> None:
+        """Average what has changed, too, starting from the mean over the ranks."""
+        for replica in self._replicas_of(self._comparison.end()):
+            own = replica.average.clone()
+            replica.average.copy_(self.ask(lambda comm, own=own: comm.all_reduce(own)) / self.size)  # type: ignore[misc]
+            self.weights.add(replica)
+
+    def adopt(self, groups: Iterable[Collection[str]]) -> None:
+        for names in groups:
+            for replica in self._replicas_of(names):
+                self.weights.add(replica)
+
+    def _replicas_of(self, names: Collection[str]) -> list[Replica]:
+        found = self.untrained.take(names)
+        made = replicas_of(found, self._compressor, self.settings, self.weights.replicas)
+        self.lay_out([(each.group, each.compressor) for each in (*self.weights.replicas, *made)])
+        return made
+
+    # - checkpoints
+
+    def kept(self) -> Iterator[Group]:
+        return self.weights.kept()
+
+    @property
+    def not_averaged(self) -> Mapping[str, Tensor]:
+        return {name: find() for name, find in self.untrained.watched.items()}
+
+    @property
+    def sampled(self) -> Tensor | None:
+        return self.lr_factor.sampled
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "squares": self.lr_factor.squares,
+            "checksums": self.weights.checksums(),
+            "seen": {name: x.cpu() for name, x in self.untrained.seen.items()},
+            "averages": self.weights.averages_beyond_parameters(),
+        }
+
+    def resume(self, state: Mapping[str, Any], sampled: Tensor | None) -> None:
+        self.untrained.seen.update({name: x for name, x in state["seen"].items() if name in self.untrained.watched})
+        self.lr_factor.resume(state["squares"], sampled, self.size)
+
+    @property
+    def averages(self) -> Mapping[str, Tensor]:
+        return self.weights.averages()
+
+    @property
+    def own(self) -> Mapping[str, Tensor]:
+        """This rank's own weights x_r of each parameter by name, of its shape."""
+        return self.weights.named(self.weights.own)
+
+    @property
+    def shared(self) -> Mapping[Tensor, Tensor]:
+        return self.weights.shared_by_parameter()
+
+    def unsent_of(self, group: Group) -> Tensor:
+        return self.weights.unsent(self.weights.replicas[group.index])
