@@ -125,6 +125,8 @@ class GradientExchange(Exchange):
         comm = self._lanes[0].comm
         if type(compressor) is not Dense or not self._in_float32 or not isinstance(comm, TorchComm):
             return False
+        if comm.stages(self.device):
+            return False
         needs_groups = self._node is not None or self._scaler is not None or self._used is not None
         return (
             self.may_sum_in_place

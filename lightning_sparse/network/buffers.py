@@ -10,13 +10,14 @@ class Buffers:
     """Tensors by name, lent until a group's step ends; the next group gets the same memory."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, int], Tensor] = {}  # bytes, by name and its loans before in the group's step
-        self._lent: Counter[str] = Counter()
+        # Bytes, by name, device, and the loans before in the group's step.
+        self._kept: dict[tuple[str, torch.device, int], Tensor] = {}
+        self._lent: Counter[tuple[str, torch.device]] = Counter()
 
     def lend(self, name: str, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Lend a tensor [elements], uninitialised; several loans under a name differ by their order."""
-        key, size = (name, self._lent[name]), elements * dtype.itemsize
-        self._lent[name] += 1
+        key, size = (name, device, self._lent[name, device]), elements * dtype.itemsize
+        self._lent[name, device] += 1
         if key not in self._kept or self._kept[key].numel() < size:
             self._kept[key] = torch.empty(size, dtype=torch.uint8, device=device)
         return self._kept[key][:size].view(dtype)

@@ -42,6 +42,25 @@ class _Added(Pending):
         return self._out
 
 
+class _Staged(Pending):
+    """A message of copies in the host's memory, whose result is copied to where it belongs once it has arrived.
+
+    Args:
+        pending: of the copies.
+        places: each part of the result, and where it is in the host's memory.
+        result: what the message returns.
+    """
+
+    def __init__(self, pending: Pending, places: Sequence[tuple[Tensor, Tensor]], result: Tensor) -> None:
+        self._pending, self._places, self._result = pending, places, result
+
+    def wait(self) -> Tensor:
+        self._pending.wait()
+        for place, host in self._places:
+            place.copy_(host, non_blocking=True)
+        return self._result
+
+
 class Works(Pending):
     """Messages of torch.distributed in flight, and every tensor they read or write."""
 
@@ -63,7 +82,8 @@ class Works(Pending):
 class TorchComm(Comm):
     """The ranks of a torch.distributed process group, over Gloo or NCCL.
 
-    On NCCL ``wait`` makes the current CUDA stream wait, not the host.
+    On NCCL ``wait`` makes the current CUDA stream wait, not the host.  Over Gloo tensors on a device are sent through
+    pinned memory of the host: whoever launches a message waits until it is copied there.
     """
 
     def __init__(self, group: dist.ProcessGroup, wire_dtype: ValueFormat = FLOAT32) -> None:
@@ -79,6 +99,7 @@ class TorchComm(Comm):
 
     def gather(self, x: Tensor) -> Tensor:
         """Return what every rank handed over, [n] -> [P, n] on the CPU of the first rank; [0, n] on the others."""
+        x = self._to_host(x) if self._stages(x) else x
         rows = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
         self._to_first(x)
         dist.gather(x, rows, self._global[0], self._group)
@@ -91,7 +112,7 @@ class TorchComm(Comm):
         """
         if not x.is_floating_point():
             return x.to("cpu", copy=True)
-        total = x.clone()
+        total = self._to_host(x) if self._stages(x) else x.clone()
         self._to_first(x)
         dist.reduce(total, self._global[0], group=self._group)
         return total.div_(self.size).cpu()
@@ -114,12 +135,18 @@ class TorchComm(Comm):
     def _all_reduce(self, x: Tensor, direct: bool) -> Pending:
         if self.size == 1:
             return Works([], x)
+        if self._stages(x):
+            host = self._to_host(x)
+            return _Staged(self._all_reduce(host, direct), [(x, host)], x)
         if direct:
             return _Added(self._all_gather(x, x.new_empty((self.size, *x.shape))), x)
         return Works([dist.all_reduce(x, group=self._group, async_op=True)], x)
 
     @explained()
     def _all_gather(self, x: Tensor, out: Tensor) -> Pending:
+        if self._stages(x):
+            host, arriving = self._to_host(x), self._on_host(out)
+            return _Staged(self._all_gather(host, arriving), [(out, arriving)], out)
         if self._nccl:
             return Works([dist.all_gather(list(out), x, group=self._group, async_op=True)], out, x)
         out[self.rank].copy_(x)
@@ -128,16 +155,27 @@ class TorchComm(Comm):
     def _broadcast(self, x: Tensor, source: int) -> Pending:
         if self.size == 1:
             return Works([], x)
+        if self._stages(x):
+            host = self._to_host(x)
+            return _Staged(self._broadcast(host, source), [(x, host)], x)
         return Works([dist.broadcast(x, self._global[source], group=self._group, async_op=True)], x)
 
     @explained()
     def _shift(self, x: Tensor, out: Tensor, by: int) -> Pending:
         if by % self.size == 0:
             return Works([], out.copy_(x))
+        if self._stages(x):
+            host, arriving = self._to_host(x), self._on_host(out)
+            return _Staged(self._shift(host, arriving, by), [(out, arriving)], out)
         return Works(self._to_others([(by, x, out)], tag=0), out, x)
 
     @explained()
     def _all_to_all(self, x: Tensor, out: Tensor, by: Sequence[int]) -> Pending:
+        if self._stages(x):
+            host, arriving = self._to_host(x), self._on_host(out)
+            from_others = [self._far(-each) for each in by]
+            places = [(out[row], arriving[row]) for row in from_others]
+            return _Staged(self._all_to_all(host, arriving, by), places, out)
         rows = [(each, x[self._far(each)], out[self._far(-each)]) for each in by]
         return Works(self._to_others(rows, tag=2), out, x)
 
@@ -157,6 +195,26 @@ class TorchComm(Comm):
             return list(dist.batch_isend_irecv(each)) if each else []
         works = [call(x, other, self._group, tag) for call, x, other in calls]
         return [work for work in works if work is not None]  # None only on a rank outside the group
+
+    # - tensors on a device, over Gloo
+
+    def stages(self, device: torch.device) -> bool:
+        """Whether tensors on ``device`` are sent through the host's memory."""
+        return device.type != "cpu" and not self._nccl
+
+    def _stages(self, x: Tensor) -> bool:
+        return self.stages(x.device)
+
+    def _to_host(self, x: Tensor) -> Tensor:
+        """A copy of ``x`` in the host's memory, which is there when this returns."""
+        host = self._on_host(x).copy_(x, non_blocking=True)
+        if x.device.type == "cuda":
+            torch.cuda.current_stream(x.device).synchronize()
+        return host
+
+    def _on_host(self, x: Tensor) -> Tensor:
+        """Memory of the host like ``x``, uninitialised; pinned, so that a copy to the device waits for nobody."""
+        return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.device.type == "cuda")
 
     def _far(self, by: int) -> int:
         """The rank ``by`` further on."""
