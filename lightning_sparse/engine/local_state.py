@@ -42,6 +42,11 @@ class LocalState(Exchange):
         self._comparison = Comparison(self.untrained, self.device)
         self._compressor = compressor
 
+    def take_over(self, before: Exchange, memories: bool) -> None:
+        super().take_over(before, memories)
+        assert isinstance(before, LocalState)
+        self.untrained.resume(before.untrained.seen)
+
     # - what no optimizer trains
 
     def _end_comparison(self) -> None:
@@ -84,7 +89,7 @@ class LocalState(Exchange):
         }
 
     def resume(self, state: Mapping[str, Any], sampled: Tensor | None) -> None:
-        self.untrained.seen.update({name: x for name, x in state["seen"].items() if name in self.untrained.watched})
+        self.untrained.resume(state["seen"])
         self.lr_factor.resume(state["squares"], sampled, self.size)
 
     @property

@@ -39,6 +39,10 @@ class Untrained:
             if name not in self.seen:
                 self.seen[name] = checksum(find())
 
+    def resume(self, seen: Mapping[str, Tensor]) -> None:
+        """Go on with what :attr:`seen` was."""
+        self.seen.update({name: x for name, x in seen.items() if name in self.watched})
+
     def changed(self) -> Tensor:
         """Whether each has changed on this rank since the first step, in the order of ``watched``: [k] uint8."""
         changes = [not torch.equal(checksum(find()), self.seen[name]) for name, find in self.watched.items()]

@@ -751,6 +751,18 @@ def test_weights_in_half_precision_stay_as_they_are_when_a_layer_is_frozen() -> 
     state.teardown()
 
 
+def test_a_teacher_that_moved_before_the_number_of_local_steps_changed_is_averaged_when_they_end() -> None:
+    state = AnyOrder(SETUPS["changes of three ranks"])
+    state.train(steps=2)
+    state.begin_local_steps(number=0)
+    state.train(steps=2)
+    state.change_local_steps(number=1)
+    state.end_local_steps()
+    first, *others = [training.model.teacher for training in state.trainings]
+    assert all(torch.equal(first, other) for other in others)
+    state.teardown()
+
+
 @pytest.mark.parametrize("name", ["one local step", "local steps, micro", "the learning rate's factor"])
 def test_a_checkpoint_can_be_loaded_while_messages_are_under_way(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What they bring must not get into the weights that were loaded."""

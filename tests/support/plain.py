@@ -85,6 +85,7 @@ class File:
     steps: int
     local: "ls.LocalSteps | None"
     velocity: Weights
+    has_trained: bool
 
 
 @dataclass
@@ -351,6 +352,7 @@ class Plain:
             self.steps,
             self.local,
             copied(self._velocity),
+            self._has_trained,
         )
 
     def _others(self, rank: int) -> Weights:
@@ -364,6 +366,7 @@ class Plain:
             self.optimizers[rank].load_state_dict(deepcopy(file.optimizers[rank]))
         self.steps = file.steps
         self.begin(file.local)
+        self._has_trained = file.has_trained
         if self.local is not None:
             self._go_on_with(file.own, {name: self.tensors(0)[name].clone() for name in file.own[0]}, file.velocity)
             for rank, others in enumerate(file.others):
@@ -427,8 +430,9 @@ class Plain:
     def change(self, local: "ls.LocalSteps") -> None:
         """Take other local steps; what is unsent goes along."""
         self.show()
-        own, average = [self.own(rank) for rank in self._ranks], self.average
+        own, average, has_trained = [self.own(rank) for rank in self._ranks], self.average, self._has_trained
         self.begin(local)
+        self._has_trained = has_trained
         self._go_on_with(own, average, {})
 
 
