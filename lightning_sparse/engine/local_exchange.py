@@ -146,7 +146,11 @@ class LocalExchange(LocalState):
         self._phases.show()
 
     def _hide(self) -> None:
+        self._note_what_was_set()
         self.weights.hide()
+
+    def _note_what_was_set(self) -> None:
+        self.weights.take_over()
         if self.weights.set_by_others:
             self.weights.set_by_others = False
             self._comparison.note(self.weights.checksum())
@@ -185,6 +189,7 @@ class LocalExchange(LocalState):
     # - what no optimizer trains
 
     def compare(self) -> None:
+        self._note_what_was_set()
         self._end_comparison()
         if self._comparison.is_needed and self.phase is not Phase.ENDED:
             self._comparison.begin(self._lanes[0])

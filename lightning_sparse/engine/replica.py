@@ -154,6 +154,7 @@ class Replica:
     def apply(self) -> None:
         """Move x̄; set this rank's weights to x̄ + unsent, and what its optimizer has done since they were taken up."""
         assert self._next is not None
+        velocity = self._velocity
         step, self._velocity = self._next
         set_meanwhile = {place: self.averages()[place].clone() for place in self._set_meanwhile}
         if isinstance(step, Sparse):
@@ -164,9 +165,15 @@ class Replica:
         for i, (parameter, own) in enumerate(zip(self.tensors(), self._own, strict=True)):
             if i in set_meanwhile:
                 self.averages()[i].copy_(set_meanwhile[i])
+                self._undo_velocity(i, velocity)
             else:
                 self._set(i, parameter, own, self.averages()[i], unsents[i].view(own.shape))
         self._end()
+
+    def _undo_velocity(self, place: int, before: Tensor | None) -> None:
+        if self._velocity is not None:
+            before = torch.zeros_like(self._velocity) if before is None else before
+            self.group.slots(self._velocity)[place].copy_(self.group.slots(before)[place])
 
     def _end(self) -> None:
         """Forget what was under way."""
