@@ -171,8 +171,7 @@ class SparseHook:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(self, module: nn.Module, *_: object) -> None:
         """Between two steps: the time to measure, and to change groups.  Every rank passes here as often."""
-        if self.exchange.error is not None:
-            raise self.exchange.error
+        self.exchange.check_forward()
         self._warn_if_nothing_is_saved()
         thawed = [name for name, parameter in self._frozen if parameter.requires_grad]
         if thawed and dist.get_world_size() > 1 and torch.is_grad_enabled():

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -66,7 +65,8 @@ def make_exchange(
             f"local_group={groups.local_size} cannot be combined with find_unused_parameters=True: ranks of a node "
             "may use different parameters, and only one may keep what is unsent of them. Leave one of them out."
         )
-    comms, threaded = groups.comms(wire_format(way.wire_dtype)), not groups.nccl
+    comms = groups.comms(wire_format(way.wire_dtype), beside_forward=way.local is not None)
+    threaded = not groups.nccl
     if way.local is None:
         return GradientExchange(
             lay_out(parameters, way.compressor, way.fusion, way.bucket_bytes),
@@ -94,8 +94,13 @@ def averaged_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
     """The parameters that ``ddp`` averages, by name, in the order of definition.
 
     Raises:
-        ValueError: if one of them cannot be averaged.
+        ValueError: if one of them cannot be averaged, or gradients are not handed over in buckets.
     """
+    if getattr(ddp, "_use_python_reducer", False):
+        raise ValueError(
+            "torch._dynamo.config.optimize_ddp must not be 'python_reducer', which hands over no buckets of gradients; "
+            "got it. Set it to True, PyTorch's default, before DDP is set up."
+        )
     for name, child in ddp.module.named_modules():
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse and child.weight.requires_grad:
             raise ValueError(
@@ -113,6 +118,4 @@ def averaged_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
                 f"parameter {name} must be float32, bfloat16 or float16; got {parameter.dtype}. Convert it or freeze "
                 "it: gradients are averaged and kept in float32."
             )
-        if parameter.device.type == "cuda" and "nccl" not in str(dist.get_backend()):
-            raise ValueError(f"on CUDA the process group must be NCCL; got {dist.get_backend()}.")
     return parameters

@@ -50,8 +50,11 @@ class Exchange(Around, ABC):
     =================================================================  ================  =================
 
     Stepping is as fast only while hooks follow each other; a thread goes on where none is called.  On NCCL, where
-    waiting blocks a stream and not the host, and several communicators need one order of launching, there is one lane,
-    and its issuer is the caller of the hook, on a stream of our own.
+    waiting blocks a stream and not the host, there is one lane, and its issuer is the caller of the hook, on a stream
+    of our own.  Several communicators may hang if a device runs them in another order than another device (NVIDIA/nccl
+    issues 195 and 522).  So all messages of an engine follow each other on that stream, those inside nodes too; those
+    of local steps, launched before a forward, have a communicator of their own, beside DDP's, which others may use in
+    the forward: after them, on every rank.
     """
 
     may_sum_in_place = False  # sums may depend on DDP's buckets, which a checkpoint does not keep
@@ -96,6 +99,17 @@ class Exchange(Around, ABC):
     def group_step(self) -> int:
         """The step that the groups' compressors are at; 0 where there are no groups."""
         return self.groups[0].step if self.groups else 0
+
+    def check_forward(self) -> None:
+        """Raise what a lane has raised, or a RuntimeError within the capture of a CUDA graph."""
+        if self.error is not None:
+            raise self.error
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a training step must not be captured whole in a CUDA graph, since what is sent changes from step to "
+                "step; got a forward within a capture. Capture layers alone, with torch.cuda.make_graphed_callables or "
+                "torch.compile(mode='reduce-overhead')."
+            )
 
     # - what others may ask for, between two steps, on every rank
 
@@ -161,11 +175,11 @@ class Exchange(Around, ABC):
         What it sends is not counted as a step's.
         """
         if self._stream:
-            self._stream.wait_stream(torch.cuda.current_stream())
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
         results = [lane.submit(partial(work, lane)) for lane in self._lanes[:lanes]]
         wait(results)
         if self._stream:
-            torch.cuda.current_stream().wait_stream(self._stream)
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
         return [result.result() for result in results]
 
     @property

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_sparse.network.backends import carries_by_nccl
 from lightning_sparse.network.comm import Comm, Pending
 from lightning_sparse.network.node_comm import NodeComm
 from lightning_sparse.network.torch_comm import TorchComm
@@ -42,7 +43,7 @@ class ProcessGroups:
                 "1 for none."
             )
         self.local_size = local_size
-        self.nccl = dist.get_backend(ddp.process_group) == "nccl"
+        self.nccl = carries_by_nccl(ddp.process_group, next(ddp.parameters()).device)
         self._timeout = timeout
         self._ddp_group = ddp.process_group
         self._nodes = [ranks[i : i + local_size] for i in range(0, len(ranks), local_size)]
@@ -51,15 +52,27 @@ class ProcessGroups:
         self._inside: TorchComm | None = None  # this node, for backward's thread
         self._leaders: dist.ProcessGroup | None = None  # for the main thread
 
-    def comms(self, wire_dtype: ValueFormat) -> list[Comm]:
-        """The ranks, or the nodes, once for each lane.  Makes the groups: to be called on every rank, at once."""
-        if self.local_size == 1 and self.nccl:  # several would need one order of launching, which DDP's hook has
+    def comms(self, wire_dtype: ValueFormat, beside_forward: bool = False) -> list[Comm]:
+        """The ranks, or the nodes, once for each lane.  Makes the groups: to be called on every rank, at once.
+
+        Args:
+            wire_dtype: of values on the wire.
+            beside_forward: what is sent may be under way in a forward, where others use DDP's group.
+        """
+        comms = self._comms(wire_dtype, beside_forward)
+        for comm in comms:
+            comm.costs.by_backend = self.nccl
+        return comms
+
+    def _comms(self, wire_dtype: ValueFormat, beside_forward: bool) -> list[Comm]:
+        lanes = 1 if self.nccl else LANES  # several would need one order of launching on NCCL
+        if self.local_size == 1 and self.nccl and not beside_forward:
             return [TorchComm(self._ddp_group, wire_dtype)]
         if self.local_size == 1:  # over Gloo others may use DDP's group from the main thread
             everyone = [rank for node in self._nodes for rank in node]
-            lanes = self._made or [self._new(everyone) for _ in range(LANES)]  # also those of an engine that has ended
-            return [TorchComm(group, wire_dtype) for group in lanes]
-        leaders = [self._between(self._new_leaders()) for _ in range(1 if self.nccl else LANES)]
+            groups = self._made or [self._new(everyone) for _ in range(lanes)]  # also those of an engine that has ended
+            return [TorchComm(group, wire_dtype) for group in groups]
+        leaders = [self._between(self._new_leaders()) for _ in range(lanes)]
         inside = [self._new_inside() for _ in leaders]
         self._inside = self._new_inside()
         nodes = len(self._nodes)
@@ -95,7 +108,8 @@ class ProcessGroups:
         return self._inside.all_reduce(x)
 
     def _new(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._timeout)
+        backend = dist.get_backend_config(self._ddp_group) if self.nccl else "gloo"
+        group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._timeout, backend=backend)
         self._made.append(group)
         return group
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_sparse.network.backends import carries_by_nccl
 from lightning_sparse.network.comm import Comm, Pending
 from lightning_sparse.wire import FLOAT32, ValueFormat
 
@@ -90,8 +91,7 @@ class TorchComm(Comm):
         super().__init__(dist.get_rank(group), dist.get_world_size(group), wire_dtype)
         self._groups = [group]  # none once it is released
         self._global = dist.get_process_group_ranks(group)
-        self._nccl = dist.get_backend(group) == "nccl"
-        self.costs.by_backend = self._nccl
+        self._by_nccl: dict[str, bool] = {}  # by type of device, as far as it is known
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -147,7 +147,7 @@ class TorchComm(Comm):
         if self._stages(x):
             host, arriving = self._to_host(x), self._on_host(out)
             return _Staged(self._all_gather(host, arriving), [(out, arriving)], out)
-        if self._nccl:
+        if self.uses_nccl(x.device):
             return Works([dist.all_gather(list(out), x, group=self._group, async_op=True)], out, x)
         out[self.rank].copy_(x)
         return Works(self._to_others([(by, x, out[self._far(-by)]) for by in range(1, self.size)], tag=1), out, x)
@@ -190,17 +190,23 @@ class TorchComm(Comm):
             (dist.irecv, arriving, self._global[self._far(-by)]) for by, _, arriving in rows
         ]
         calls += [(dist.isend, leaving, self._global[self._far(by)]) for by, leaving, _ in rows]
-        if self._nccl:
+        if rows and self.uses_nccl(rows[0][1].device):
             each = [dist.P2POp(call, x, other, self._group) for call, x, other in calls]
-            return list(dist.batch_isend_irecv(each)) if each else []
+            return list(dist.batch_isend_irecv(each))
         works = [call(x, other, self._group, tag) for call, x, other in calls]
         return [work for work in works if work is not None]  # None only on a rank outside the group
+
+    def uses_nccl(self, device: torch.device) -> bool:
+        """Whether tensors on ``device`` are sent over NCCL."""
+        if device.type not in self._by_nccl:
+            self._by_nccl[device.type] = carries_by_nccl(self._group, device)
+        return self._by_nccl[device.type]
 
     # - tensors on a device, over Gloo
 
     def stages(self, device: torch.device) -> bool:
         """Whether tensors on ``device`` are sent through the host's memory."""
-        return device.type != "cpu" and not self._nccl
+        return device.type != "cpu" and not self.uses_nccl(device)
 
     def _stages(self, x: Tensor) -> bool:
         return self.stages(x.device)

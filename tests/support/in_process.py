@@ -165,7 +165,7 @@ class ThreadGroups:
         self._ddp_group = group
         self._made: list[ThreadGroup] = []
 
-    def comms(self, wire_dtype: ValueFormat) -> list[Comm]:
+    def comms(self, wire_dtype: ValueFormat, beside_forward: bool = False) -> list[Comm]:
         """The ranks, once for each lane."""
         self._made = self._made or [self._ddp_group.network.group(self._ddp_group.rank) for _ in range(LANES)]
         return [ThreadComm(group, wire_dtype) for group in self._made]

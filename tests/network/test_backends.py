@@ -1,0 +1,114 @@
+"""Which backend carries a tensor is asked of the process group, whatever the user has called it."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_sparse as ls
+from lightning_sparse.network import process_groups
+from lightning_sparse.network.backends import carries_by_nccl
+from lightning_sparse.network.process_groups import LANES, ProcessGroups
+from lightning_sparse.wire import FLOAT32
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def group_of(**backends: str) -> Any:
+    """A process group with a backend for each type of device, as PyTorch names them once they are made."""
+
+    def get(device: torch.device) -> Any:
+        if device.type not in backends:
+            raise RuntimeError(f"No backend type associated with device type {device.type}")
+        return SimpleNamespace(name=lambda: backends[device.type])
+
+    return SimpleNamespace(_get_backend=get)
+
+
+@pytest.mark.parametrize("name", ["nccl", "nccl2", "nccl-lazy"])
+def test_nccl_is_known_beside_gloo(name: str) -> None:
+    group = group_of(cpu="gloo", cuda=name)
+    assert carries_by_nccl(group, CUDA)
+    assert not carries_by_nccl(group, CPU)
+    assert not carries_by_nccl(group_of(cpu="gloo", cuda="gloo"), CUDA)
+
+
+@pytest.mark.parametrize("name", ["mpi", "ucc", "fake"])
+def test_any_other_backend_is_refused_with_its_name(name: str) -> None:
+    with pytest.raises(ValueError, match=f"tensors on cuda must be gloo or nccl; got {name}"):
+        carries_by_nccl(group_of(cuda=name), CUDA)
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Any]:
+    """Starts a process group of this process alone, by a name or none."""
+
+    def start(name: str | None) -> dist.ProcessGroup:
+        dist.init_process_group(name, init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+
+    yield start
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["gloo", "cpu:gloo", "cpu:gloo,cuda:gloo", None])
+def test_every_spelling_of_gloo_trains(started: Any, name: str | None) -> None:
+    assert not carries_by_nccl(started(name), CPU)
+    ddp = DistributedDataParallel(nn.Linear(3, 2))
+    hook = ls.SparseHook(ddp, "sparse_dense")
+    ddp(torch.ones(1, 3)).sum().backward()
+    hook.close()
+
+
+def test_a_group_without_a_backend_for_the_device_is_refused(started: Any) -> None:
+    with pytest.raises(ValueError, match=r"a backend for tensors on cuda; got cpu:gloo\. Start it with init_process"):
+        carries_by_nccl(started("cpu:gloo"), CUDA)
+
+
+def test_on_nccl_there_is_one_lane_and_local_steps_have_their_own_communicator(
+    started: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user's messages in a forward, as of ``log(sync_dist=True)``, do not wait for what is under way beside it."""
+    everyone = started("gloo")
+    ddp = DistributedDataParallel(nn.Linear(3, 2))
+    assert len(ProcessGroups(ddp).comms(FLOAT32)) == LANES
+    monkeypatch.setattr(process_groups, "carries_by_nccl", lambda *_: True)
+    (of_gradients,) = ProcessGroups(ddp).comms(FLOAT32)
+    (of_local_steps,) = ProcessGroups(ddp).comms(FLOAT32, beside_forward=True)
+    assert of_gradients._group is everyone
+    assert of_local_steps._group is not everyone
+    assert of_gradients.costs.by_backend
+    assert of_local_steps.costs.by_backend
+
+
+def test_every_stream_is_asked_of_a_device() -> None:
+    """The current device may be another than that of the gradients, in plain PyTorch without ``set_device``."""
+    package = Path(ls.__file__).parent
+    bare = [str(path) for path in package.rglob("*.py") if re.search(r"current_stream\(\)", path.read_text())]
+    assert not bare
+
+
+def test_gradients_that_come_without_buckets_are_refused(one_rank: None) -> None:
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        ddp = DistributedDataParallel(nn.Linear(3, 2))
+    with pytest.raises(ValueError, match="optimize_ddp must not be 'python_reducer'"):
+        ls.SparseHook(ddp, "sparse_dense")
+
+
+def test_a_step_within_a_cuda_graph_is_refused(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    ddp = DistributedDataParallel(nn.Linear(3, 2))
+    hook = ls.SparseHook(ddp, "sparse_dense")
+    monkeypatch.setattr(hook.exchange, "device", CUDA)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="must not be captured whole in a CUDA graph"):
+        ddp(torch.ones(1, 3))
+    monkeypatch.undo()
+    hook.close()
