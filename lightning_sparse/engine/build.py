@@ -118,4 +118,10 @@ def averaged_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
                 f"parameter {name} must be float32, bfloat16 or float16; got {parameter.dtype}. Convert it or freeze "
                 "it: gradients are averaged and kept in float32."
             )
+    devices = dict.fromkeys(str(parameter.device) for parameter in parameters.values())
+    if len(devices) > 1:
+        raise ValueError(
+            f"all trained parameters must lie on one device; got {', '.join(devices)}. Give each rank one device: "
+            "groups and messages of a model that is split would mix them."
+        )
     return parameters

@@ -51,10 +51,7 @@ class Exchange(Around, ABC):
 
     Stepping is as fast only while hooks follow each other; a thread goes on where none is called.  On NCCL, where
     waiting blocks a stream and not the host, there is one lane, and its issuer is the caller of the hook, on a stream
-    of our own.  Several communicators may hang if a device runs them in another order than another device (NVIDIA/nccl
-    issues 195 and 522).  So all messages of an engine follow each other on that stream, those inside nodes too; those
-    of local steps, launched before a forward, have a communicator of their own, beside DDP's, which others may use in
-    the forward: after them, on every rank.
+    of our own.  See [Note: one order of launches].
     """
 
     may_sum_in_place = False  # sums may depend on DDP's buckets, which a checkpoint does not keep

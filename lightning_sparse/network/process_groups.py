@@ -18,13 +18,31 @@ LANES = 2  # over Gloo; one sends while the other adds
 
 
 class ProcessGroups:
-    """A process group for each lane of an exchange; see [Note: who issues messages].
+    """A process group for each lane of an exchange; see [Note: who issues messages] and [Note: one order of launches].
 
     With ``local_size`` L > 1 the ranks [0, L), [L, 2L), ... are nodes: their links are fast, so they average their
     gradients densely, and a node then acts as one rank towards the others.  What crosses between nodes is sent by the
     first rank of each, its leader.  All ranks of a node select and keep the same, so no rank waits for another to.
 
     They are made when an exchange takes them, so that nothing is left of one that is refused.
+
+    [Note: one order of launches] Over NCCL a process group is a communicator of the device.  Two messages on different
+    communicators may each hold the place on a device that the other needs, and so hang, unless every rank launches
+    them in the same order, best of all one after the other (NVIDIA/nccl, issues 195 and 522).  So:
+
+    - No thread of ours launches.  The main thread does, and in a backward, while it waits, the thread that calls our
+      hook; the order of launches is the program's, the same on every rank.
+    - All that an engine launches within a step, whatever the communicator, is launched on its one stream, and what
+      follows on this stream waits for the message: the sum inside a node, the messages between leaders, and those that
+      pass them on are one after the other.
+    - Gradients are averaged on DDP's own communicator, where there are no nodes: what DDP and the user launch there in
+      the meantime comes before or after.
+    - Local steps, whose messages are under way during the next forward and backward, have one beside it: on DDP's, a
+      ``log(..., sync_dist=True)`` would wait for all of them.  They are launched before a forward that trains, or when
+      a step is settled; so first ours, then what DDP and the user launch in that step.
+
+    What is then in flight at once on a device is a message of ours and one of DDP's or the user's.  The host launches
+    them in one order; with ``NCCL_LAUNCH_ORDER_IMPLICIT=1`` (NCCL 2.26) the device follows it too.
 
     Args:
         ddp: whose ranks.
