@@ -18,6 +18,9 @@ from typing import Any
 import torch
 
 LIMIT_S = 100  # for what ranks do in a test
+IMPORTED = [  # once, for all ranks: what every test file imports, and what takes long
+    "lightning_sparse", "sklearn.datasets", "tests.support.models", "pytest", "hypothesis", "torch.distributed.optim",
+]  # fmt: skip
 
 
 class Ranks:
@@ -25,7 +28,7 @@ class Ranks:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["lightning_sparse", "sklearn.datasets", "tests.support.models"])
+        self._context.set_forkserver_preload(IMPORTED)
 
     def run(
         self, function: Callable[..., Any], size: int, *args: Any, timeout_s: float = LIMIT_S, gloo: bool = False
