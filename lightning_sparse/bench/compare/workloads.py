@@ -7,7 +7,7 @@ import os
 import pkgutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_sparse.bench.compare import byte_lm, models
-from lightning_sparse.bench.compare.models import ByteGPT, mlp, resnet
+from lightning_sparse.bench.compare import byte_lm
+from lightning_sparse.bench.compare.models import ByteGPT, mlp
 from lightning_sparse.cli.names import MODEL_FORMS
 
 
@@ -55,12 +55,6 @@ def _source_code() -> dict[str, Any]:
     return _loader(TensorDataset(byte_lm.source_windows(byte_lm.TEXT_BYTES)), batch_size=4)
 
 
-def _gradients(layers: Callable[[], Iterator[nn.Module]]) -> Workload:
-    """A workload that looks at no data."""
-    zeros = TensorDataset(torch.zeros(4096))
-    return Workload(lambda: models.GradientOnly(layers()), lambda: _loader(zeros, batch_size=1), learns=False)
-
-
 #: Name -> workload.
 WORKLOADS = {
     "mlp_1m": Workload(lambda: mlp(512, 4), _digits, needs="sklearn"),
@@ -73,13 +67,6 @@ WORKLOADS = {
         held_out=byte_lm.held_out,
         schedule=byte_lm.schedule,
     ),
-    "resnet_digits": Workload(resnet, _digits, needs="sklearn"),
-    "resnet50_shapes": _gradients(models.resnet50),
-    "densenet121_shapes": _gradients(models.densenet121),
-    "vgg16_shapes": _gradients(models.vgg16),
-    "bert_base_shapes": _gradients(models.bert_base),
-    "gpt2_shapes": _gradients(models.gpt2),
-    "flat_100mb": _gradients(models.flat),
 }
 _PIP_NAMES = {"sklearn": "scikit-learn"}  # of packages that pip knows by another name
 
