@@ -145,25 +145,21 @@ class _Profile(Callback):
         """Record gradients from now on."""
         del pl_module
         assert isinstance(trainer.strategy, SparseDDPStrategy)
-        exchange = trainer.strategy.exchange
-        assert exchange is not None
-        exchange.record_gradients(ELEMENTS // STEPS)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep the record."""
-        del pl_module
-        assert isinstance(trainer.strategy, SparseDDPStrategy)
         assert trainer.strategy.exchange is not None
-        self.record = trainer.strategy.exchange.take_record()
+        self._exchange = trainer.strategy.exchange
+        self._exchange.record_gradients(ELEMENTS // STEPS)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Note the step."""
-        del args
-        assert isinstance(trainer.strategy, SparseDDPStrategy)
-        assert trainer.strategy.exchange is not None
-        arrival_s = trainer.strategy.exchange.timeline.arrival_s
+        del trainer, args
+        arrival_s = self._exchange.timeline.arrival_s
         self._arrivals.append([arrival_s(p) for p in pl_module.parameters() if p.requires_grad])
         self._ends.append(time.perf_counter())
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep the record."""
+        del trainer, pl_module
+        self.record = self._exchange.take_record()
 
     def measured(self, names: Iterable[str]) -> Measured:
         """The medians of the second half."""

@@ -30,9 +30,17 @@ class Workload:
     module: Callable[[], LightningModule]  # makes the model
     fit_arguments: Callable[[], dict[str, Any]]  # makes what `Trainer.fit` needs beside it, the same on every rank
     learns: bool = True  # whether the loss means anything
-    needs: str = ""  # an importable package without which the data cannot be made
+    needs_digits: bool = False  # whether its data are the handwritten digits
     held_out: Callable[[], Tensor] | None = None  # makes held-out data of that kind, [N, ...]
     schedule: Callable[[int, int], float] | None = None  # learning rate of a step, of so many or -1, over the largest
+
+
+def check_digits(what: str) -> None:
+    """Raise a ModuleNotFoundError if the handwritten digits that ``what`` needs are not installed."""
+    if find_spec("sklearn") is None:
+        raise ModuleNotFoundError(
+            f"{what} needs the package scikit-learn, which is not installed: pip install scikit-learn, or give another"
+        )
 
 
 def handwritten_digits() -> tuple[Tensor, Tensor]:
@@ -57,8 +65,8 @@ def _source_code() -> dict[str, Any]:
 
 #: Name -> workload.
 WORKLOADS = {
-    "mlp_1m": Workload(lambda: mlp(512, 4), _digits, needs="sklearn"),
-    "mlp_25m": Workload(lambda: mlp(2048, 6), _digits, needs="sklearn"),
+    "mlp_1m": Workload(lambda: mlp(512, 4), _digits, needs_digits=True),
+    "mlp_25m": Workload(lambda: mlp(2048, 6), _digits, needs_digits=True),
     "gpt_10m": Workload(lambda: ByteGPT(384, 6, 6), _source_code, held_out=byte_lm.other_source_code),
     "gpt_50m": Workload(lambda: ByteGPT(640, 10, 10), _source_code, held_out=byte_lm.other_source_code),
     "byte_lm": Workload(
@@ -68,7 +76,6 @@ WORKLOADS = {
         schedule=byte_lm.schedule,
     ),
 }
-_PIP_NAMES = {"sklearn": "scikit-learn"}  # of packages that pip knows by another name
 
 
 def workload_named(name: str) -> Workload:
@@ -79,11 +86,8 @@ def workload_named(name: str) -> Workload:
     if name not in WORKLOADS:
         raise ValueError(f"a workload must be one of {', '.join(WORKLOADS)}, or {MODEL_FORMS}; got {name!r}")
     workload = WORKLOADS[name]
-    if workload.needs and find_spec(workload.needs) is None:
-        raise ValueError(
-            f"workload {name!r} needs the package {workload.needs!r}, which is not installed: "
-            f"pip install {_PIP_NAMES.get(workload.needs, workload.needs)}"
-        )
+    if workload.needs_digits:
+        check_digits(f"workload {name!r}")
     return workload
 
 

@@ -17,7 +17,7 @@ from lightning_sparse.auto.simulated_cost import simulated_cost
 from lightning_sparse.bench.advise.advise import advices, table, words
 from lightning_sparse.bench.cluster import parse
 from lightning_sparse.bench.compare.advice import Advice, advise_on, to_paste
-from lightning_sparse.bench.compare.workloads import is_own, parameter_sizes, workload_named
+from lightning_sparse.bench.compare.workloads import parameter_sizes, workload_named
 from lightning_sparse.cli import main
 from lightning_sparse.fusion.costs import Link
 from lightning_sparse.fusion.planner import Measured
@@ -190,11 +190,6 @@ def test_without_a_link_the_ways_to_have_one_are_named(
     assert "give --link 4x1gbit" in capsys.readouterr().err
 
 
-def test_a_bad_link_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["advise", "mlp_1m", "--link", "4xfast"]) == 2
-    assert "fast" in capsys.readouterr().err
-
-
 @pytest.mark.programs
 @emulated(timeout_s=200)
 def test_measured_between_emulated_hosts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,9 +199,3 @@ def test_measured_between_emulated_hosts(capsys: pytest.CaptureFixture[str]) -> 
     assert "Trainer(strategy=" in shown
     assert "ddp" in shown
     assert "16 local steps" in shown
-
-
-def test_forms_are_told_from_names() -> None:
-    assert is_own("a.b:C")
-    assert is_own("a.yaml")
-    assert not any(is_own(name) for name in ("mlp_1m", "gpt_10m"))

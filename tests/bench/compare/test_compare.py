@@ -270,12 +270,6 @@ def test_the_cause_of_a_failure_is_told_and_not_its_consequences() -> None:
 # --- the command line
 
 
-def test_list(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list"]) == 0
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in COMPRESSORS)
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

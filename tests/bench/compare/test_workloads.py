@@ -77,6 +77,6 @@ def test_unknown_workload_is_named_with_those_there_are() -> None:
 
 def test_missing_package_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workloads, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"needs the package 'sklearn'.*pip install scikit-learn"):
+    with pytest.raises(ModuleNotFoundError, match=r"needs the package scikit-learn.*pip install scikit-learn"):
         workload_named("mlp_1m")
     workload_named("gpt_10m")

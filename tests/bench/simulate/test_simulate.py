@@ -164,7 +164,6 @@ def test_spread_and_distance_are_over_seeds() -> None:
     ("values", "message"),
     [
         ({"ranks": 0}, "--ranks must be at least 1; got 0"),
-        ({"steps": 0}, "--steps must be at least 1; got 0"),
         ({"learning_rates": "1e-3,0"}, "--learning-rates must be numbers above 0, .*; got '1e-3,0'"),
         ({"learning_rates": "fast"}, "--learning-rates must be .*; got 'fast'"),
         ({"learning_rates": "nan"}, "--learning-rates must be .*; got 'nan'"),
@@ -219,8 +218,10 @@ def test_nearly_all_of_the_gradient_of_modules_is_zero() -> None:
 
 
 def test_digits_need_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_sparse.bench.simulate.task.find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=r"needs scikit-learn.*pip install scikit-learn"):
+    monkeypatch.setattr("lightning_sparse.bench.compare.workloads.find_spec", lambda name: None)
+    with pytest.raises(
+        ModuleNotFoundError, match=r"the task digits needs the package scikit-learn.*pip install scikit-learn"
+    ):
         train(Run("ddp", 2, 1, 0.1, 0, "sgd", "digits"))
 
 
