@@ -39,7 +39,6 @@ from lightning_sparse.fusion.costs import Link
 from lightning_sparse.fusion.planner import Measured
 from lightning_sparse.fusion.steps import STEPS_MEASURED
 from lightning_sparse.monitor.tables import human_bytes
-from lightning_sparse.network.costs import Costs
 from lightning_sparse.strategy import SparseDDPStrategy
 
 STEPS = 8  # of a model that trains alone, of which the first half is not timed
@@ -59,7 +58,6 @@ def advise(options: Advise) -> int:
         if cluster and (differences := parse(cluster).differences()):
             say(console, differences)
         console.print(table(found, f"{options.model} on {where}"))
-        say(console, found[0].sums)
         for line in words(found, busy()):
             console.print(line, highlight=False, markup=False, soft_wrap=not line.startswith("Use "))
     return 0
@@ -129,8 +127,7 @@ def advices(
     with Progress(transient=True) as progress:
         candidates = progress.track(CANDIDATES, description="Trying candidates on the model's gradients")
         found = [tried(forecaster.forecast(candidate), gradients, weights) for candidate in candidates]
-    sums = Costs(cluster.hosts, link.carries(link.latency_s)).ways()
-    return advise_on(found, sums)
+    return advise_on(found)
 
 
 class _Profile(Callback):
