@@ -91,10 +91,10 @@ def workload_named(name: str) -> Workload:
     return workload
 
 
-def parameter_sizes(workload: Workload) -> list[int]:
-    """Elements of each parameter; no memory is taken."""
+def count_parameters(workload: Workload) -> int:
+    """Elements of all parameters; no memory is taken."""
     with torch.device("meta"):
-        return [parameter.numel() for parameter in workload.module().parameters()]
+        return sum(parameter.numel() for parameter in workload.module().parameters())
 
 
 def is_own(text: str) -> bool:

@@ -17,7 +17,7 @@ from lightning_sparse.auto.simulated_cost import simulated_cost
 from lightning_sparse.bench.advise.advise import advices, table, words
 from lightning_sparse.bench.cluster import parse
 from lightning_sparse.bench.compare.advice import Advice, advise_on, to_paste
-from lightning_sparse.bench.compare.workloads import parameter_sizes, workload_named
+from lightning_sparse.bench.compare.workloads import count_parameters, workload_named
 from lightning_sparse.cli import main
 from lightning_sparse.fusion.costs import Link
 from lightning_sparse.fusion.planner import Measured
@@ -149,7 +149,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_forms_of_a_users_own_model(own: Path, model: str, width: int, fed: bool) -> None:
     workload = workload_named(model)
-    assert sum(parameter_sizes(workload)) == 9 * width + width * (width + 1)
+    assert count_parameters(workload) == 9 * width + width * (width + 1)
     assert [type(data).__name__ for data in workload.fit_arguments().values()] == ["Data"] * fed
 
 

@@ -148,7 +148,7 @@ def test_a_picture_of_counted_and_measured_points(tmp_path: Path) -> None:
 def test_the_command_writes_what_it_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(scale, "parameter_sizes", lambda workload: [4096])
+    monkeypatch.setattr(scale, "count_parameters", lambda workload: 4096)
     monkeypatch.setattr(ranks, "STEPS", 2)
     assert scale.scale(arguments(tmp_path)) == 0
     (path,) = tmp_path.glob("*-scale.json")
@@ -166,7 +166,7 @@ def test_measured_points_are_fitted_and_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measured = [Measurement("ddp", 2, 80_000, 0.001), Measurement("micro", 4, 2_000, 0.002)]
-    monkeypatch.setattr(scale, "parameter_sizes", lambda workload: [4096])
+    monkeypatch.setattr(scale, "count_parameters", lambda workload: 4096)
     monkeypatch.setattr(run, "unavailable_reason", lambda: None)
     broken = Round("4x1gbit", "micro", 0, 4, 1, None, "it broke")
     monkeypatch.setattr(scale, "measure_all", lambda *given: given[-1].append(broken))

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_sparse import Dense, MiCRO
 from lightning_sparse.bench.compare.byte_lm import Task, byte_lm, learning_rate
 from lightning_sparse.bench.compare.models import ByteGPT
 from lightning_sparse.bench.simulate import simulate as command
@@ -94,12 +93,6 @@ def test_the_byte_lm_is_validated_on_other_text() -> None:
     held_out = [bytes(window.tolist()) for window in task.validation[0]]
     assert len(held_out) == 640
     assert sum(window in known for window in held_out) < 10
-
-
-def test_options_are_those_of_the_bench() -> None:
-    assert options_of("ddp").averaging == Dense()
-    options = options_of("micro:density=0.05:wire_dtype=int4")
-    assert (options.averaging, options.wire_dtype) == (MiCRO(density=0.05), "int4")
 
 
 # --- the command
