@@ -20,9 +20,6 @@ from lightning_sparse.cli import main
 from lightning_sparse.cli.options import Scale
 from lightning_sparse.fusion.costs import Link
 
-COUNT = StepTraffic("sparse_dense", 4, 1000, 6000, 1, 6)
-
-
 # --- counting
 
 
@@ -40,12 +37,12 @@ def test_counted_bytes_are_those_of_simulate(name: str) -> None:
     assert (found.strategy, found.ranks, found.elements) == (name, size, n)
 
 
-def test_messages_and_hops_of_an_all_reduce() -> None:
+def test_bytes_and_hops_of_an_all_reduce() -> None:
     found = [count_traffic("sparse_dense", size, 1000) for size in (2, 4, 8)]
-    assert [(f.ranks, f.sent_bytes, f.messages, f.hops) for f in found] == [
-        (2, 4000, 1, 1),  # few bytes to everybody
-        (4, 12000, 1, 1),
-        (8, 7000, 2, 2),
+    assert [(f.ranks, f.sent_bytes, f.hops) for f in found] == [
+        (2, 4000, 1),  # few bytes to everybody
+        (4, 12000, 1),
+        (8, 7000, 2),
     ]
 
 
@@ -81,7 +78,6 @@ def test_a_fit_recovers_a_link() -> None:
     assert found.link.s_per_byte == pytest.approx(link.s_per_byte)
     assert found.points == 6
     assert found.rms_s < 1e-9
-    assert found.median_share < 1e-6
 
     noisy = [replace(each, seconds=each.seconds + miss) for each, miss in zip(measured, [1e-4, -1e-4] * 3, strict=True)]
     found = fit(noisy, counts)

@@ -158,10 +158,7 @@ def test_spread_and_distance_are_over_seeds() -> None:
     [
         ({"ranks": 0}, "--ranks must be at least 1; got 0"),
         ({"learning_rates": "1e-3,0"}, "--learning-rates must be numbers above 0, .*; got '1e-3,0'"),
-        ({"learning_rates": "fast"}, "--learning-rates must be .*; got 'fast'"),
-        ({"learning_rates": "nan"}, "--learning-rates must be .*; got 'nan'"),
         ({"seeds": "0,-1"}, "--seeds must be numbers of at least 0, .*; got '0,-1'"),
-        ({"seeds": ""}, "--seeds must be .*; got ''"),
         ({"strategies": "ddp,mikro"}, "the name must be one of .*; got 'mikro'"),
         ({"strategies": "powersgd_1"}, "must be ddp, diloco or this project's, not .*; got 'powersgd_1'"),
         ({"strategies": "sparse_auto"}, "chooses by time; got 'sparse_auto'"),
