@@ -22,20 +22,7 @@ STRATEGIES = {
 }
 
 #: Models and data of ``bench`` and ``advise``.
-WORKLOADS = (
-    "mlp_1m",
-    "mlp_25m",
-    "gpt_10m",
-    "gpt_50m",
-    "byte_lm",
-    "resnet_digits",
-    "resnet50_shapes",
-    "densenet121_shapes",
-    "vgg16_shapes",
-    "bert_base_shapes",
-    "gpt2_shapes",
-    "flat_100mb",
-)
+WORKLOADS = ("mlp_1m", "mlp_25m", "gpt_10m", "gpt_50m", "byte_lm")
 MODEL_FORMS = "'package.module:Model', 'package.module:Model,package.module:DataModule' or a config file 'config.yaml'"
 
 #: Task of ``simulate`` -> its own steps and learning rates.

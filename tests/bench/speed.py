@@ -5,9 +5,7 @@ from statistics import median
 
 import pytest
 
-from lightning_sparse.bench.advise.advise import predict
 from lightning_sparse.bench.cluster import Cluster
-from lightning_sparse.compressors import COMPRESSORS
 from tests.bench.cluster.test_cluster import MBIT, emulated, ping, transfer
 from tests.fusion.test_model import spread_out
 from tests.support import monitored as test_monitor
@@ -36,19 +34,6 @@ def test_a_monitor_costs_less_than_one_percent_of_a_step() -> None:
         times["without"] += middle - start
         times["with"] += time.process_time() - middle
     assert (times["with"] - times["without"]) / 500 < 0.002  # about 0.03 ms here
-
-
-@pytest.mark.parametrize("link", ["4x100mbit", "4xunlimited"])
-def test_advice_for_a_link_with_what_compressing_takes_here(link: str) -> None:
-    advices = {a.strategy: a for a in predict("mlp_1m", link)}
-    assert advices.keys() == COMPRESSORS.keys()
-    dense = advices["sparse_dense"].step_s
-    if link == "4x100mbit":  # 4.5 MB, of which a rank sends one and a half times as much, take 0.5 s
-        assert 0.5 < dense < 1.5
-        assert advices["skip_reduce"].step_s < 0.9 * dense
-        assert advices["micro"].step_s < 0.5 * dense
-    else:
-        assert dense < 0.4
 
 
 # - rates of emulated links

@@ -39,7 +39,6 @@ from lightning_sparse.fusion.costs import Link
 from lightning_sparse.fusion.planner import Measured
 from lightning_sparse.fusion.steps import STEPS_MEASURED
 from lightning_sparse.monitor.tables import human_bytes
-from lightning_sparse.network.costs import Costs
 from lightning_sparse.strategy import SparseDDPStrategy
 
 STEPS = 8  # of a model that trains alone, of which the first half is not timed
@@ -59,7 +58,6 @@ def advise(options: Advise) -> int:
         if cluster and (differences := parse(cluster).differences()):
             say(console, differences)
         console.print(table(found, f"{options.model} on {where}"))
-        say(console, found[0].sums)
         for line in words(found, busy()):
             console.print(line, highlight=False, markup=False, soft_wrap=not line.startswith("Use "))
     return 0
@@ -129,8 +127,7 @@ def advices(
     with Progress(transient=True) as progress:
         candidates = progress.track(CANDIDATES, description="Trying candidates on the model's gradients")
         found = [tried(forecaster.forecast(candidate), gradients, weights) for candidate in candidates]
-    sums = Costs(cluster.hosts, link.carries(link.latency_s)).ways()
-    return advise_on(found, sums)
+    return advise_on(found)
 
 
 class _Profile(Callback):
@@ -145,25 +142,21 @@ class _Profile(Callback):
         """Record gradients from now on."""
         del pl_module
         assert isinstance(trainer.strategy, SparseDDPStrategy)
-        exchange = trainer.strategy.exchange
-        assert exchange is not None
-        exchange.record_gradients(ELEMENTS // STEPS)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep the record."""
-        del pl_module
-        assert isinstance(trainer.strategy, SparseDDPStrategy)
         assert trainer.strategy.exchange is not None
-        self.record = trainer.strategy.exchange.take_record()
+        self._exchange = trainer.strategy.exchange
+        self._exchange.record_gradients(ELEMENTS // STEPS)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Note the step."""
-        del args
-        assert isinstance(trainer.strategy, SparseDDPStrategy)
-        assert trainer.strategy.exchange is not None
-        arrival_s = trainer.strategy.exchange.timeline.arrival_s
+        del trainer, args
+        arrival_s = self._exchange.timeline.arrival_s
         self._arrivals.append([arrival_s(p) for p in pl_module.parameters() if p.requires_grad])
         self._ends.append(time.perf_counter())
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep the record."""
+        del trainer, pl_module
+        self.record = self._exchange.take_record()
 
     def measured(self, names: Iterable[str]) -> Measured:
         """The medians of the second half."""

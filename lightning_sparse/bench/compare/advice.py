@@ -24,15 +24,14 @@ class Advice:
     about_as_short: bool  # as the shortest
     python: str = ""  # to paste
     yaml: str = ""
-    sums: str = ""  # which way sums of which size take
 
 
-def advise_on(forecasts: Sequence[Forecast], sums: str) -> list[Advice]:
-    """Return a row for DDP, and one for each candidate, all of them tried; ``sums`` say which way sums take."""
+def advise_on(forecasts: Sequence[Forecast]) -> list[Advice]:
+    """Return a row for DDP, and one for each candidate, all of them tried."""
     dense = next(f for f in forecasts if f.candidate == Candidate(Dense()))
     short = about_as_short(forecasts, TOLERANCE)
     chosen = least_error(short)
-    found = [Advice("ddp", dense.buckets_s, dense.sent_bytes, dense.limit, 1.0, 0.0, 0.0, False, False, sums=sums)]
+    found = [Advice("ddp", dense.buckets_s, dense.sent_bytes, dense.limit, 1.0, 0.0, 0.0, False, False)]
     for f in forecasts:
         expected = f.step_s, f.sent_bytes, f.limit, f.delivered, f.staleness, f.error
         found.append(Advice(str(f.candidate), *expected, f is chosen, f in short, *to_paste(f.candidate)))

@@ -8,12 +8,11 @@ from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, PEERS
 from lightning_sparse.bench.compare.records import MeasuredStep, Round, by_row, grouped, of_known
-from lightning_sparse.bench.output import known, listed, markdown, ms, new_figure, new_table, save, say
+from lightning_sparse.bench.output import known, listed, markdown, ms, new_figure, new_table, save
 from lightning_sparse.monitor.tables import human_bytes
 
 RESAMPLINGS = 1_000
@@ -162,14 +161,6 @@ def notes(rounds: Sequence[Round]) -> list[str]:
     names = dict.fromkeys(r.strategy.partition("#")[0] for r in rounds)
     failed = [f"{r.strategy} failed on {r.cluster} in round {r.number}: {r.error}" for r in rounds if r.error]
     return [*(f"{name}: {PEERS[name][1]}." for name in names if name in PEERS), *failed]
-
-
-def show(console: Console, rows: Sequence[Summary], rounds: Sequence[Round], workload: str) -> None:
-    """Print the tables and what explains them."""
-    for table in tables(rows, workload):
-        console.print(table)
-    for note in notes(rounds):
-        say(console, note)
 
 
 def page(

@@ -18,7 +18,7 @@ from lightning_sparse.bench.compare.place import Place, run_emulated
 from lightning_sparse.bench.compare.records import Round
 from lightning_sparse.bench.compare.schedule import Schedule, schedules
 from lightning_sparse.bench.compare.worker import take_turns
-from lightning_sparse.bench.compare.workloads import parameter_sizes, workload_named
+from lightning_sparse.bench.compare.workloads import count_parameters, workload_named
 from lightning_sparse.bench.output import environment, json_line, new_console, new_file, new_progress, say
 from lightning_sparse.cli.options import Bench
 from lightning_sparse.monitor.pictures import require_matplotlib
@@ -106,7 +106,7 @@ def _report(options: Bench, schedules: Sequence[Schedule], measure: Measure) -> 
     facts, settings = environment(options.command), asdict(schedules[0])
     facts |= {name: value for name, value in settings.items() if name != "cluster" and value not in ([], None)}
     facts |= {"links": links} if links else {}
-    facts["parameters"] = sum(parameter_sizes(workload_named(options.workload)))
+    facts["parameters"] = count_parameters(workload_named(options.workload))
     results = new_file(options.output, f"{datetime.now(timezone.utc):%Y-%m-%d-%H%M%S}-{options.workload}")
     rounds: list[Round] = []
     try:
@@ -134,7 +134,7 @@ def _write(
     reached = until_loss.rows(until_loss.trainings(rounds), losses) if losses else {}
     section = until_loss.section(reached, losses) if losses else ""
     results.with_suffix(".md").write_text(report.page(rows, rounds, workload, facts, [results.name, *images], section))
-    report.show(console, rows, rounds, workload)
-    for table in until_loss.tables(reached, losses):
+    for table in (*report.tables(rows, workload), *until_loss.tables(reached, losses)):
         console.print(table)
-    say(console, f"results: {results}")
+    for line in (*report.notes(rounds), f"results: {results}"):
+        say(console, line)

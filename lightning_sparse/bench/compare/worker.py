@@ -210,9 +210,7 @@ def _fit(turn: _Turn) -> MeasuredRun:
         peak_memory_bytes=torch.cuda.max_memory_allocated() if on_cuda else getrusage(RUSAGE_SELF).ru_maxrss * 1024,
         steps=probe.steps,
         predicted_s=plan.step_s if plan else None,
-        advices=[asdict(each) for each in advise_on(forecasts, hook.exchange.ways_of_sums)]
-        if hook and forecasts
-        else [],
+        advices=[asdict(each) for each in advise_on(forecasts)] if forecasts else [],
     )
 
 

@@ -7,7 +7,7 @@ import os
 import pkgutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_sparse.bench.compare import byte_lm, models
-from lightning_sparse.bench.compare.models import ByteGPT, mlp, resnet
+from lightning_sparse.bench.compare import byte_lm
+from lightning_sparse.bench.compare.models import ByteGPT, mlp
 from lightning_sparse.cli.names import MODEL_FORMS
 
 
@@ -30,9 +30,17 @@ class Workload:
     module: Callable[[], LightningModule]  # makes the model
     fit_arguments: Callable[[], dict[str, Any]]  # makes what `Trainer.fit` needs beside it, the same on every rank
     learns: bool = True  # whether the loss means anything
-    needs: str = ""  # an importable package without which the data cannot be made
+    needs_digits: bool = False  # whether its data are the handwritten digits
     held_out: Callable[[], Tensor] | None = None  # makes held-out data of that kind, [N, ...]
     schedule: Callable[[int, int], float] | None = None  # learning rate of a step, of so many or -1, over the largest
+
+
+def check_digits(what: str) -> None:
+    """Raise a ModuleNotFoundError if the handwritten digits that ``what`` needs are not installed."""
+    if find_spec("sklearn") is None:
+        raise ModuleNotFoundError(
+            f"{what} needs the package scikit-learn, which is not installed: pip install scikit-learn, or give another"
+        )
 
 
 def handwritten_digits() -> tuple[Tensor, Tensor]:
@@ -55,16 +63,10 @@ def _source_code() -> dict[str, Any]:
     return _loader(TensorDataset(byte_lm.source_windows(byte_lm.TEXT_BYTES)), batch_size=4)
 
 
-def _gradients(layers: Callable[[], Iterator[nn.Module]]) -> Workload:
-    """A workload that looks at no data."""
-    zeros = TensorDataset(torch.zeros(4096))
-    return Workload(lambda: models.GradientOnly(layers()), lambda: _loader(zeros, batch_size=1), learns=False)
-
-
 #: Name -> workload.
 WORKLOADS = {
-    "mlp_1m": Workload(lambda: mlp(512, 4), _digits, needs="sklearn"),
-    "mlp_25m": Workload(lambda: mlp(2048, 6), _digits, needs="sklearn"),
+    "mlp_1m": Workload(lambda: mlp(512, 4), _digits, needs_digits=True),
+    "mlp_25m": Workload(lambda: mlp(2048, 6), _digits, needs_digits=True),
     "gpt_10m": Workload(lambda: ByteGPT(384, 6, 6), _source_code, held_out=byte_lm.other_source_code),
     "gpt_50m": Workload(lambda: ByteGPT(640, 10, 10), _source_code, held_out=byte_lm.other_source_code),
     "byte_lm": Workload(
@@ -73,15 +75,7 @@ WORKLOADS = {
         held_out=byte_lm.held_out,
         schedule=byte_lm.schedule,
     ),
-    "resnet_digits": Workload(resnet, _digits, needs="sklearn"),
-    "resnet50_shapes": _gradients(models.resnet50),
-    "densenet121_shapes": _gradients(models.densenet121),
-    "vgg16_shapes": _gradients(models.vgg16),
-    "bert_base_shapes": _gradients(models.bert_base),
-    "gpt2_shapes": _gradients(models.gpt2),
-    "flat_100mb": _gradients(models.flat),
 }
-_PIP_NAMES = {"sklearn": "scikit-learn"}  # of packages that pip knows by another name
 
 
 def workload_named(name: str) -> Workload:
@@ -92,18 +86,15 @@ def workload_named(name: str) -> Workload:
     if name not in WORKLOADS:
         raise ValueError(f"a workload must be one of {', '.join(WORKLOADS)}, or {MODEL_FORMS}; got {name!r}")
     workload = WORKLOADS[name]
-    if workload.needs and find_spec(workload.needs) is None:
-        raise ValueError(
-            f"workload {name!r} needs the package {workload.needs!r}, which is not installed: "
-            f"pip install {_PIP_NAMES.get(workload.needs, workload.needs)}"
-        )
+    if workload.needs_digits:
+        check_digits(f"workload {name!r}")
     return workload
 
 
-def parameter_sizes(workload: Workload) -> list[int]:
-    """Elements of each parameter; no memory is taken."""
+def count_parameters(workload: Workload) -> int:
+    """Elements of all parameters; no memory is taken."""
     with torch.device("meta"):
-        return [parameter.numel() for parameter in workload.module().parameters()]
+        return sum(parameter.numel() for parameter in workload.module().parameters())
 
 
 def is_own(text: str) -> bool:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 import numpy as np
 import torch
@@ -30,7 +29,6 @@ class StepTraffic:
     ranks: int  # P
     elements: int  # n, of the gradient
     sent_bytes: int  # payload of a rank; all send as much, since sizes of messages do not depend on data
-    messages: int  # of a rank
     hops: int  # from rank to rank that follow one another
 
 
@@ -54,7 +52,7 @@ def count_traffic(strategy: str, ranks: int, elements: int) -> StepTraffic:
         network = SimNetwork(ranks)
         network.run([take_step(compressor, group, comm) for group, comm in zip(groups, network.comms, strict=True)])
     first = network.comms[0]
-    return StepTraffic(strategy, ranks, n, first.sent_bytes, first.messages, first.hops)
+    return StepTraffic(strategy, ranks, n, first.sent_bytes, first.hops)
 
 
 def scales(n: int) -> Tensor:
@@ -87,7 +85,6 @@ class Fit:
 
     link: Link  # latency of a hop, and seconds for each byte
     rms_s: float  # root of the mean square of (modelled - measured)
-    median_share: float  # median of |modelled - measured| / measured
     points: int  # how many there were
 
 
@@ -113,9 +110,7 @@ def fit(measured: Sequence[Measurement], counts: Iterable[StepTraffic]) -> Fit |
         return None
     found = nnls(x / unit, y)[0] / unit
     missed = x @ found - y
-    shares = [abs(miss) / seconds for miss, seconds in zip(missed, y, strict=True) if seconds > 0] or [np.nan]
-    link, rms_s = Link(float(found[0]), float(found[1])), float(np.sqrt((missed**2).mean()))
-    return Fit(link, rms_s, float(median(shares)), len(y))
+    return Fit(Link(*map(float, found)), float(np.sqrt((missed**2).mean())), len(y))
 
 
 def measured_points(rows: Iterable[Summary]) -> list[Measurement]:

@@ -3,7 +3,6 @@
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -12,7 +11,7 @@ from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from lightning_sparse.bench.compare.byte_lm import Task, byte_lm
 from lightning_sparse.bench.compare.models import ByteGPT, Classifier
-from lightning_sparse.bench.compare.workloads import handwritten_digits
+from lightning_sparse.bench.compare.workloads import check_digits, handwritten_digits
 from lightning_sparse.cli import names
 
 WEIGHT_DECAY = 0.01
@@ -24,11 +23,7 @@ NGRAM, BUCKETS = 4, 8192  # bytes of text that are hashed, and to what
 
 def digits(seed: int) -> Task:
     """A convolutional network of 38,282 parameters for scikit-learn's handwritten digits."""
-    if find_spec("sklearn") is None:
-        raise ModuleNotFoundError(
-            "the task digits needs scikit-learn, which is not installed: pip install scikit-learn, or "
-            "give another --task"
-        )
+    check_digits("the task digits")
     torch.manual_seed(seed)
     images, labels = handwritten_digits()
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))

@@ -17,7 +17,7 @@ from lightning_sparse.auto.simulated_cost import simulated_cost
 from lightning_sparse.bench.advise.advise import advices, table, words
 from lightning_sparse.bench.cluster import parse
 from lightning_sparse.bench.compare.advice import Advice, advise_on, to_paste
-from lightning_sparse.bench.compare.workloads import is_own, parameter_sizes, workload_named
+from lightning_sparse.bench.compare.workloads import count_parameters, workload_named
 from lightning_sparse.cli import main
 from lightning_sparse.fusion.costs import Link
 from lightning_sparse.fusion.planner import Measured
@@ -34,7 +34,7 @@ MICRO, LOCAL = ls.Candidate(ls.MiCRO(density=0.05), "int4"), ls.Candidate(ls.Den
 
 def advised(dense_s: float, int4_s: float, micro_s: float, local_s: float) -> list[Advice]:
     seconds = {DENSE: (dense_s, 1.0), INT4: (int4_s, 0.97), MICRO: (micro_s, 0.4), LOCAL: (local_s, 0.6)}
-    return advise_on([forecast(candidate, *expected) for candidate, expected in seconds.items()], "")
+    return advise_on([forecast(candidate, *expected) for candidate, expected in seconds.items()])
 
 
 def test_of_those_about_as_short_the_least_error_is_recommended() -> None:
@@ -94,7 +94,6 @@ def test_advice_for_a_link(link: str) -> None:
     dense = found[str(DENSE)]
     assert (dense.delivered, dense.staleness) == (1.0, 0.0)
     assert all(a.step_s >= 0.03 for a in others)  # computing alone
-    assert ddp.sums.startswith("Sums of float32 go to all ranks in one hop up to ")
     chosen = next(a for a in others if a.chosen)
     if link == "4x100mbit":  # 4.5 MB, of which a rank sends one and a half times as much, take 0.53 s
         assert 0.53 < dense.step_s < 0.6
@@ -150,7 +149,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_forms_of_a_users_own_model(own: Path, model: str, width: int, fed: bool) -> None:
     workload = workload_named(model)
-    assert sum(parameter_sizes(workload)) == 9 * width + width * (width + 1)
+    assert count_parameters(workload) == 9 * width + width * (width + 1)
     assert [type(data).__name__ for data in workload.fit_arguments().values()] == ["Data"] * fed
 
 
@@ -190,11 +189,6 @@ def test_without_a_link_the_ways_to_have_one_are_named(
     assert "give --link 4x1gbit" in capsys.readouterr().err
 
 
-def test_a_bad_link_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["advise", "mlp_1m", "--link", "4xfast"]) == 2
-    assert "fast" in capsys.readouterr().err
-
-
 @pytest.mark.programs
 @emulated(timeout_s=200)
 def test_measured_between_emulated_hosts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,9 +198,3 @@ def test_measured_between_emulated_hosts(capsys: pytest.CaptureFixture[str]) -> 
     assert "Trainer(strategy=" in shown
     assert "ddp" in shown
     assert "16 local steps" in shown
-
-
-def test_forms_are_told_from_names() -> None:
-    assert is_own("a.b:C")
-    assert is_own("a.yaml")
-    assert not any(is_own(name) for name in ("mlp_1m", "gpt_10m"))

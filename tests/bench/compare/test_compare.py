@@ -12,7 +12,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from torch.distributed import HashStore
 
 from lightning_sparse import COMPRESSORS, Dense, LocalSteps, SkipReduce, SparseDDPStrategy
@@ -21,7 +20,7 @@ from lightning_sparse.bench.compare import report, run, worker
 from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, PEERS, all_names, contenders
 from lightning_sparse.bench.compare.place import Place, interface_towards, read_sent
 from lightning_sparse.bench.compare.records import MeasuredRun, MeasuredStep, Round
-from lightning_sparse.bench.compare.report import middle_half, page, ratio, show, summarise
+from lightning_sparse.bench.compare.report import middle_half, page, ratio, summarise
 from lightning_sparse.bench.compare.schedule import Schedule
 from lightning_sparse.bench.output import environment, new_file
 from lightning_sparse.cli import main
@@ -186,19 +185,13 @@ def test_mean_over_ranks_leaves_out_what_a_rank_did_not_measure() -> None:
     assert mean.peak_memory_bytes == 10**8
 
 
-def test_table_and_page_show_every_row_and_every_failure() -> None:
+def test_the_page_shows_every_row_and_every_failure() -> None:
     rounds = made_up_rounds()
-    rows = summarise(rounds, "ddp")
-    console = Console(width=150, record=True, file=open(os.devnull, "w"))  # noqa: SIM115  closed with the console
-    show(console, rows, rounds, "mlp_1m")
-    console.file.close()
-    text = page(rows, rounds, "mlp_1m", environment("lightning-sparse bench"), ["a.jsonl", "b.svg"])
-    for shown in (console.export_text(), text):
-        assert "mlp_1m on 4x1gbit: 4 ranks, 2 rounds" in shown
-        assert "1500 ms" in shown
-        assert "0.500" in shown
-        assert "+1.0%" in shown
-        assert "powersgd_1 failed on 4x1gbit in round 0: RuntimeError: no luck" in shown
+    facts = environment("lightning-sparse bench")
+    text = page(summarise(rounds, "ddp"), rounds, "mlp_1m", facts, ["a.jsonl", "b.svg"])
+    for shown in ("mlp_1m on 4x1gbit: 4 ranks, 2 rounds", "0.500", "+1.0%"):
+        assert shown in text
+    assert "powersgd_1 failed on 4x1gbit in round 0: RuntimeError: no luck" in text
     assert re.search(r"^\| `skip_reduce` \| 1500 ms \|", text, re.MULTILINE)
     assert "- **unexplained**: wire without a header of 66 bytes a packet" in text
     assert "[a.jsonl](a.jsonl)" in text
@@ -268,12 +261,6 @@ def test_the_cause_of_a_failure_is_told_and_not_its_consequences() -> None:
 
 
 # --- the command line
-
-
-def test_list(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list"]) == 0
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in COMPRESSORS)
 
 
 @pytest.mark.parametrize(

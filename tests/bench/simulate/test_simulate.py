@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_sparse import Dense, MiCRO
 from lightning_sparse.bench.compare.byte_lm import Task, byte_lm, learning_rate
 from lightning_sparse.bench.compare.models import ByteGPT
 from lightning_sparse.bench.simulate import simulate as command
@@ -96,12 +95,6 @@ def test_the_byte_lm_is_validated_on_other_text() -> None:
     assert sum(window in known for window in held_out) < 10
 
 
-def test_options_are_those_of_the_bench() -> None:
-    assert options_of("ddp").averaging == Dense()
-    options = options_of("micro:density=0.05:wire_dtype=int4")
-    assert (options.averaging, options.wire_dtype) == (MiCRO(density=0.05), "int4")
-
-
 # --- the command
 
 
@@ -164,12 +157,8 @@ def test_spread_and_distance_are_over_seeds() -> None:
     ("values", "message"),
     [
         ({"ranks": 0}, "--ranks must be at least 1; got 0"),
-        ({"steps": 0}, "--steps must be at least 1; got 0"),
         ({"learning_rates": "1e-3,0"}, "--learning-rates must be numbers above 0, .*; got '1e-3,0'"),
-        ({"learning_rates": "fast"}, "--learning-rates must be .*; got 'fast'"),
-        ({"learning_rates": "nan"}, "--learning-rates must be .*; got 'nan'"),
         ({"seeds": "0,-1"}, "--seeds must be numbers of at least 0, .*; got '0,-1'"),
-        ({"seeds": ""}, "--seeds must be .*; got ''"),
         ({"strategies": "ddp,mikro"}, "the name must be one of .*; got 'mikro'"),
         ({"strategies": "powersgd_1"}, "must be ddp, diloco or this project's, not .*; got 'powersgd_1'"),
         ({"strategies": "sparse_auto"}, "chooses by time; got 'sparse_auto'"),
@@ -219,8 +208,10 @@ def test_nearly_all_of_the_gradient_of_modules_is_zero() -> None:
 
 
 def test_digits_need_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_sparse.bench.simulate.task.find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=r"needs scikit-learn.*pip install scikit-learn"):
+    monkeypatch.setattr("lightning_sparse.bench.compare.workloads.find_spec", lambda name: None)
+    with pytest.raises(
+        ModuleNotFoundError, match=r"the task digits needs the package scikit-learn.*pip install scikit-learn"
+    ):
         train(Run("ddp", 2, 1, 0.1, 0, "sgd", "digits"))
 
 
