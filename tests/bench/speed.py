@@ -3,18 +3,24 @@
 import time
 from statistics import median
 
+import numpy as np
 import pytest
 
 from lightning_sparse.bench.cluster import Cluster
+from lightning_sparse.fusion.model import Cost, StepModel
 from tests.bench.cluster.test_cluster import MBIT, emulated, ping, transfer
-from tests.fusion.test_model import spread_out
 from tests.support import monitored as test_monitor
 
 MB = 1_000_000
 
 
 def test_a_thousand_layers_are_planned_in_time() -> None:
-    model = spread_out(1000)
+    generator, sizes = np.random.default_rng(24), (1, 1_000, 1_000_000)
+    busy, wire = (tuple(constant + each * n for n in sizes) for constant, each in ((4e-4, 4.4e-7), (1.5e-5, 2e-7)))
+    latency = tuple(map(sum, zip(busy, wire, strict=True)))
+    ready = np.cumsum(generator.exponential(1.8e-3, 1000)).tolist()
+    elements = tuple((int(n),) for n in generator.integers(1, 370_000, 1000))
+    model = StepModel(tuple(ready), elements, (Cost(sizes, busy, busy, latency, 4.4e-7, 2e-7),))
     start_s = time.process_time()
     model.best()
     assert time.process_time() - start_s < 5  # about 1.6 s on a busy machine

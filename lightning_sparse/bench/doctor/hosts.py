@@ -39,7 +39,7 @@ class Host:
     cores: int  # that this process may use
     load: float  # programs that ran on average in the last minute
     devices: list[str]  # names of CUDA devices
-    nccl: bool  # whether PyTorch has NCCL
+    nccl: str  # its version, if PyTorch has NCCL
     triton: bool
     interfaces: dict[str, str]  # name -> IPv4 address
     own_address: str  # that the host's name leads to; "" if it leads nowhere
@@ -63,7 +63,7 @@ class Host:
             cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
             load=os.getloadavg()[0],
             devices=[torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-            nccl=dist.is_available() and dist.is_nccl_available(),
+            nccl=".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "",
             triton=HAS_TRITON,
             interfaces=interfaces(),
             own_address=own_address,

@@ -28,7 +28,7 @@ HOST = Host(
     cores=2,
     load=0.5,
     devices=[],
-    nccl=False,
+    nccl="",
     triton=False,
     interfaces={"lo": "127.0.0.1", "eth0": "10.0.0.1", "ib0": "10.1.0.1"},
     own_address="10.0.0.1",
@@ -99,7 +99,7 @@ def test_the_screen_names_the_slowest_link() -> None:
 
 @pytest.mark.parametrize("gpus", [[], ["H100"] * 8])
 def test_the_screen_says_what_will_be_used(gpus: list[str]) -> None:
-    host = replace(HOST, devices=gpus, nccl=bool(gpus), triton=True)
+    host = replace(HOST, devices=gpus, nccl="2.27.5" if gpus else "", triton=True)
     text = text_of(screen.surroundings(Surroundings([host], []), None, "", "no"))
     assert ("over Gloo" in text, "8 x H100: ranks train on CUDA, over NCCL" in text) == (not gpus, bool(gpus))
 
