@@ -16,10 +16,14 @@ from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.engine.gradient_record import GradientRecord
 from lightning_sparse.engine.lane import Lane
+from lightning_sparse.engine.loss_scale import LossScale
 from lightning_sparse.engine.pending_bucket import PendingBucket
+from lightning_sparse.engine.sample import Sample
 from lightning_sparse.engine.step import Step
 from lightning_sparse.engine.unused_parameters import UsedParameters
+from lightning_sparse.kernels.host_copy import HostCopy
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.network.torch_comm import TorchComm, explained
@@ -59,8 +63,10 @@ class GradientExchange(Exchange):
         self._scaler = scaler
         self._lock = threading.Lock()  # around what several lanes change
         self._step: Step | None = None  # the last one that has begun
+        self._unsettled: tuple[LossScale, HostCopy] | None = None  # the last step, until it is known if it overflowed
         super().__init__(groups, comms, threaded=threaded)
         self._used = UsedParameters(self._group_of) if may_be_unused else None
+        self._knows_later = self.device.type != "cpu"  # if a rank overflowed, not before the step is given back
 
     def lay_out(self, groups: Sequence[tuple[Group, Compressor]]) -> None:
         """Average in ``groups`` from now on, in their order.  To be called between two steps, on every rank."""
@@ -75,6 +81,26 @@ class GradientExchange(Exchange):
         """Nothing: a step ends with its backward."""
 
     @property
+    def groups(self) -> list[Group]:
+        """The groups, in the order in which they are sent, as the last step left them."""
+        self._end_scaled_step()
+        return self._groups
+
+    @groups.setter
+    def groups(self, groups: list[Group]) -> None:
+        self._groups = groups
+
+    @property
+    def sample(self) -> Sample | None:
+        """A sample of what is unsent, as the last step left it, while somebody wants to know how long it waits."""
+        self._end_scaled_step()
+        return self._sample
+
+    @sample.setter
+    def sample(self, sample: Sample | None) -> None:
+        self._sample = sample
+
+    @property
     def _within_a_step(self) -> bool:
         return self._step is not None and bool(self._step.buckets)
 
@@ -83,6 +109,7 @@ class GradientExchange(Exchange):
         del state
         step = self._step
         if step is None or step.has_arrived:
+            self._end_scaled_step()
             step = self._step = Step(self.groups, self._queues, self._lanes, self._scaler)
             step.in_place = self._next_in_place
         pending = PendingBucket(bucket)
@@ -117,6 +144,11 @@ class GradientExchange(Exchange):
         if self._stream:
             self._stream.wait_stream(torch.cuda.current_stream())
         step.take_in(bucket, self._group_of)
+
+    def take_record(self) -> GradientRecord | None:
+        """End the recording, and return the record if there is one, the last step included."""
+        self._end_scaled_step()
+        return super().take_record()
 
     # - sums of DDP's own buckets
 
@@ -156,7 +188,7 @@ class GradientExchange(Exchange):
         with self._lock:
             step.buckets.remove(bucket)
             if step.has_arrived and not step.buckets:
-                for group in self.groups:
+                for group in self._groups:
                     group.end_dense_step()
                 self._finish(step)
         return bucket.buffer
@@ -165,6 +197,8 @@ class GradientExchange(Exchange):
         """End the issuing threads; returns whether no message is under way.  What is unsent stays readable."""
         if self._used is not None:
             self._used.close()
+        if self.error is None:
+            self._end_scaled_step()
         return super().close()
 
     # - what lanes do
@@ -187,7 +221,7 @@ class GradientExchange(Exchange):
 
     def _average(self, step: Step, lane: Lane, index: int) -> None:
         taken_up, start_ns, waited_ns = self.timeline.now(), time.perf_counter_ns(), lane.network_ns
-        group, compressor = self.groups[index], self.compressors[index]
+        group, compressor = self._groups[index], self.compressors[index]
         if step.loss_scale:
             step.loss_scale.keep(group)
         arrived = [step.gradients.pop(parameter) for parameter in group.parameters]
@@ -196,7 +230,7 @@ class GradientExchange(Exchange):
             bucket.wait()
         with self._new_in(step, group, gradients) as new:
             compressor.accumulate(group, new, self.size, 1 / self._node.local_size if self._node else 1.0)
-            for notes in (self.sample, self._record):
+            for notes in (self._sample, self._record):
                 if notes is not None:
                     notes.before(group)
             total = lane.run(take_step(compressor, group, lane.comm), partial(group.make_way, gradients))
@@ -227,27 +261,42 @@ class GradientExchange(Exchange):
         """End a step with a loss scale: as it is, or undone if a rank found a gradient that is not finite."""
         del lane
         assert step.loss_scale is not None
-        undo = bool(step.overflowed.wait())
+        overflowed = step.overflowed.wait()
         for average in step.averages:
             average.result()  # raises the error of another lane
         if self.error is not None:
             return
-        if undo:
-            step.loss_scale.undo()
         for bucket in step.buckets:
-            step.loss_scale.give_back(bucket.buffer, undo)
-        step.loss_scale.end_step()
+            step.loss_scale.give_back(bucket.buffer, overflowed)
         step.averages.clear()
         with self._lock:
-            self._finish(step, undo)
+            self._finish(step, HostCopy(overflowed))
             step.give_back()
 
-    def _finish(self, step: Step, undone: bool = False) -> None:
-        if step.in_place and self.sample is not None:
-            self.sample.end_dense_step()
-        for notes in () if step.in_place or undone else (self.sample, self._record):
+    def _end_scaled_step(self) -> None:
+        """Undo the last step if a rank overflowed in it; on a device the host knows that only after the step."""
+        if self._unsettled is not None:
+            (loss_scale, overflowed), self._unsettled = self._unsettled, None
+            undone = bool(overflowed.read())
+            self.on_lanes(lambda lane: self._note_end(loss_scale, undone), lanes=1)
+
+    def _note_end(self, loss_scale: LossScale | None, undone: bool) -> None:
+        if loss_scale is not None:
+            if undone:
+                loss_scale.undo()
+            loss_scale.end_step()
+        for notes in () if undone else (self._sample, self._record):
             if notes is not None:
                 notes.end_step()
+
+    def _finish(self, step: Step, overflowed: HostCopy | None = None) -> None:
+        if step.in_place and self._sample is not None:
+            self._sample.end_dense_step()
+        if overflowed is not None and self._knows_later:
+            assert step.loss_scale is not None
+            self._unsettled = step.loss_scale, overflowed
+        elif not step.in_place:
+            self._note_end(step.loss_scale, overflowed is not None and bool(overflowed.read()))
         self.nothing_unsent = all(map(self.sums_in_place, self.compressors))
         self.last = step.report()
         self.timeline.end_backward()
