@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse import kernels
+from lightning_sparse.kernels.host_copy import HostCopy
 from lightning_sparse.selection.sparse import Sparse, clear
 from lightning_sparse.selection.streams import draw
 
@@ -55,7 +56,7 @@ class Group:
     weights: Sequence[Tensor] | None = field(default=None, repr=False)
     _sparse: bool = field(default=False, repr=False)  # the total of the last step was
     _made_way: bool = field(default=False, repr=False)
-    _on_host: dict[str, tuple[Tensor, Tensor, "torch.cuda.Event"]] = field(default_factory=dict, repr=False)
+    _on_host: dict[str, HostCopy] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self.shapes = [p.shape for p in self.parameters]
@@ -131,24 +132,17 @@ class Group:
     def send_to_host(self, key: str, x: Tensor) -> None:
         """Keep ``x`` in memory under ``key``, for the host to read in the next step with :meth:`take_from_host`."""
         self.memory[key] = x
-        if x.device.type == "cuda":
-            host = torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record(torch.cuda.current_stream(x.device))
-            self._on_host[key] = x, host, arrived
+        self._on_host[key] = HostCopy(x)
 
     def take_from_host(self, key: str) -> Tensor | None:
         """What was kept under ``key``, where the host can read it, if anything was; it is kept no longer.
 
         A step after :meth:`send_to_host` it has long arrived, so that nobody waits for what the device is doing now.
         """
-        kept = self.memory.pop(key, None)
-        x, host, arrived = self._on_host.pop(key, (None, None, None))
-        if kept is None or x is not kept:  # resumed, or undone
+        kept, copied = self.memory.pop(key, None), self._on_host.pop(key, None)
+        if kept is None or copied is None or copied.of is not kept:  # resumed, or undone
             return kept
-        assert arrived is not None
-        arrived.synchronize()
-        return host
+        return copied.read()
 
     def draw(self, seed: int) -> int:
         """A random integer of this step in [0, 2**63), the same on every rank."""

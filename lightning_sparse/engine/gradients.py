@@ -15,17 +15,18 @@ from torch.futures import Future
 from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.lane import Lane
 from lightning_sparse.engine.pending_bucket import PendingBucket
+from lightning_sparse.engine.scaled_steps import ScaledSteps
 from lightning_sparse.engine.step import Step
 from lightning_sparse.engine.unused_parameters import UsedParameters
+from lightning_sparse.kernels.host_copy import HostCopy
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.network.torch_comm import TorchComm, explained
 
 
-class GradientExchange(Exchange):
+class GradientExchange(ScaledSteps):
     """Averages the gradients DDP hands over, in groups of our own, and keeps what was not sent.
 
     DDP's bucketing only decides when gradients reach us: its buckets change their members after the first step.  Ours
@@ -83,6 +84,7 @@ class GradientExchange(Exchange):
         del state
         step = self._step
         if step is None or step.has_arrived:
+            self._end_scaled_step()
             step = self._step = Step(self.groups, self._queues, self._lanes, self._scaler)
             step.in_place = self._next_in_place
         pending = PendingBucket(bucket)
@@ -162,7 +164,7 @@ class GradientExchange(Exchange):
         with self._lock:
             step.buckets.remove(bucket)
             if step.has_arrived and not step.buckets:
-                for group in self.groups:
+                for group in self._groups:
                     group.end_dense_step()
                 self._finish(step)
         return bucket.buffer
@@ -171,6 +173,8 @@ class GradientExchange(Exchange):
         """End the issuing threads; returns whether no message is under way.  What is unsent stays readable."""
         if self._used is not None:
             self._used.close()
+        if self.error is None:
+            self._end_scaled_step()
         return super().close()
 
     # - what lanes do
@@ -193,7 +197,7 @@ class GradientExchange(Exchange):
 
     def _average(self, step: Step, lane: Lane, index: int) -> None:
         taken_up, start_ns, waited_ns = self.timeline.now(), time.perf_counter_ns(), lane.network_ns
-        group, compressor = self.groups[index], self.compressors[index]
+        group, compressor = self._groups[index], self.compressors[index]
         if step.loss_scale:
             step.loss_scale.keep(group)
         arrived = [step.gradients.pop(parameter) for parameter in group.parameters]
@@ -202,7 +206,7 @@ class GradientExchange(Exchange):
             bucket.wait()
         with self._new_in(step, group, gradients) as new:
             compressor.accumulate(group, new, self.size, 1 / self._node.local_size if self._node else 1.0)
-            for notes in (self.sample, self._record):
+            for notes in (self._sample, self._record):
                 if notes is not None:
                     notes.before(group)
             total = lane.run(take_step(compressor, group, lane.comm), partial(group.make_way, gradients))
@@ -233,27 +237,23 @@ class GradientExchange(Exchange):
         """End a step with a loss scale: as it is, or undone if a rank found a gradient that is not finite."""
         del lane
         assert step.loss_scale is not None
-        undo = bool(step.overflowed.wait())
+        overflowed = step.overflowed.wait()
         for average in step.averages:
             average.result()  # raises the error of another lane
         if self.error is not None:
             return
-        if undo:
-            step.loss_scale.undo()
         for bucket in step.buckets:
-            step.loss_scale.give_back(bucket.buffer, undo)
-        step.loss_scale.end_step()
+            step.loss_scale.give_back(bucket.buffer, overflowed)
         step.averages.clear()
         with self._lock:
-            self._finish(step, undo)
+            self._finish(step, HostCopy(overflowed))
             step.give_back()
 
-    def _finish(self, step: Step, undone: bool = False) -> None:
-        if step.in_place and self.sample is not None:
-            self.sample.end_dense_step()
-        for notes in () if step.in_place or undone else (self.sample, self._record):
-            if notes is not None:
-                notes.end_step()
+    def _finish(self, step: Step, overflowed: HostCopy | None = None) -> None:
+        if step.in_place and self._sample is not None:
+            self._sample.end_dense_step()
+        if not step.in_place:
+            self._end_if_known(step.loss_scale, overflowed)
         self.nothing_unsent = all(map(self.sums_in_place, self.compressors))
         self.last = step.report()
         self.timeline.end_backward()

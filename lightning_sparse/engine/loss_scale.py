@@ -38,12 +38,14 @@ class LossScale:
         """Keep a group's state, to be called before its gradients are added."""
         self._before.append((group, group.snapshot()))
 
-    def give_back(self, buffer: Tensor, undone: bool) -> None:
-        """Scale a bucket of means, in place, or fill it with infinities, which every rank's scaler finds."""
-        if undone:
-            buffer.fill_(torch.inf)
-        else:
-            buffer.mul_(self._scale)
+    def give_back(self, buffer: Tensor, overflowed: Tensor) -> None:
+        """Scale a bucket of means, in place, or fill it with infinities, which every rank's scaler finds.
+
+        Args:
+            buffer: [n].
+            overflowed: [1], how many ranks found a gradient that is not finite; nobody looks at it.
+        """
+        buffer.mul_(self._scale).masked_fill_(overflowed > 0, torch.inf)
 
     def undo(self) -> None:
         """Set all groups to what was kept."""

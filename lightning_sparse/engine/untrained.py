@@ -80,7 +80,7 @@ class Comparison:
     def begin(self, lane: Lane) -> None:
         """Tell the other ranks; to be called on every rank."""
         self.untrained.begin()
-        row = torch.cat([torch.tensor([self._set]), self.untrained.changed()]).to(self._device)
+        row = torch.cat([torch.tensor([self._set]), self.untrained.changed()]).to(self._device, non_blocking=True)
         self._set = 0
         self.under_way = lane.submit(lambda: lane.comm.all_gather(row).wait())
 

@@ -43,4 +43,9 @@ def halves(values: Tensor) -> tuple[Tensor, Tensor]:
 
 def viewed(payload: Tensor, dtype: torch.dtype) -> Tensor:
     """``payload`` [n * itemsize] uint8 as [n] of ``dtype``: a view, or a copy where it does not start on a multiple."""
-    return (payload.clone() if payload.storage_offset() % dtype.itemsize else payload).view(dtype)
+    return (payload if can_be_viewed(payload, dtype) else payload.clone()).view(dtype)
+
+
+def can_be_viewed(payload: Tensor, dtype: torch.dtype) -> bool:
+    """Whether ``payload`` uint8 starts where a value of ``dtype`` may."""
+    return payload.storage_offset() % dtype.itemsize == 0

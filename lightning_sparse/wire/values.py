@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sparse.kernels.blocks import viewed
+from lightning_sparse.kernels.blocks import can_be_viewed, viewed
 
 RUN = 2**17  # values worked on together on a CPU, so that they stay in a core's cache
 
@@ -83,7 +83,7 @@ class Float(ValueFormat):
             scratch = scratch_for(values)
             for part, written in runs(values, rounded):
                 self._take(part, written, scratch[: part.numel()])
-        if rounded.data_ptr() != out.data_ptr():
+        if not can_be_viewed(out, self.dtype):
             out.copy_(rounded.view(torch.uint8))
 
     def _take(self, values: Tensor, written: Tensor, scratch: Tensor) -> None:

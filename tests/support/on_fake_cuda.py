@@ -1,0 +1,112 @@
+"""Steps of one rank of four on a fake device: its exchange, NCCL in fake, and a backward that hands over buckets."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lightning_sparse as ls
+from lightning_sparse.compressors.rounded import Rounded
+from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.engine.gradients import GradientExchange
+from lightning_sparse.engine.groups import lay_out, lay_out_fragments
+from lightning_sparse.engine.local_exchange import LocalExchange
+from lightning_sparse.engine.local_steps import LocalSteps
+from lightning_sparse.engine.pending_bucket import gradients_of
+from lightning_sparse.wire import wire_format
+from tests.support.fake_cuda import DEVICE, FakeCuda
+from tests.support.fake_nccl import FakeNccl
+
+SIZE = 4
+SHAPES = {"first": (300, 70), "bias": (11,), "norm": (64,), "last": (64, 80), "one": (1,)}
+
+#: Every compressor, with the settings that take another way through it.
+COMPRESSORS: list[ls.Compressor] = [
+    ls.Dense(), ls.MiCRO(density=0.01), ls.MiCRO(balance=False), ls.SketchFusion(), ls.SketchFusion(momentum=0.5),
+    ls.SketchFusion(exact=False), ls.SkipReduce(), ls.SkipReduce(rotation="random", skip=0.25), ls.TopK(),
+    ls.RandomK(), ls.LowRank(), ls.ImportancePruning(givers=2), ls.ImportancePruning(rule="fixed", threshold=1.0),
+    ls.ImportancePruning(rule="adaptive"), ls.OkTopk(evaluate_every=2, repartition_every=3),
+    ls.MomentumCorrection(0.9, ls.TopK(density=0.5)), Rounded(ls.TopK(), "int8"),
+]  # fmt: skip
+
+
+class Bucket:
+    """Takes the place of DDP's ``GradBucket``, with gradients that backward has just written."""
+
+    def __init__(self, parameters: Sequence[Tensor], last: bool = True) -> None:
+        self._parameters, self._last = list(parameters), last
+        self._buffer = torch.empty(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=DEVICE)
+
+    def fill(self) -> "Bucket":
+        self._buffer.fill_(1.0)
+        return self
+
+    def buffer(self) -> Tensor:
+        return self._buffer
+
+    def parameters(self) -> list[Tensor]:
+        return self._parameters
+
+    def is_last(self) -> bool:
+        return self._last
+
+
+@contextmanager
+def on_fake_cuda(cuda: FakeCuda | None = None, size: int = SIZE) -> Iterator[tuple[FakeCuda, FakeNccl]]:
+    """A fake device and fake NCCL, while it is entered."""
+    with (cuda or FakeCuda()).entered() as device:
+        nccl = FakeNccl(size=size)
+        with nccl.in_place():
+            yield device, nccl
+
+
+def parameters(shapes: Any = None, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Parameters by name, of shapes that kernels can and cannot take aligned."""
+    return {n: torch.empty(s, device=DEVICE, dtype=dtype) for n, s in (shapes or SHAPES).items()}
+
+
+def gradients(
+    nccl: FakeNccl, of: dict[str, Tensor], compressor: ls.Compressor, wire_dtype: str = "float32", **options: Any
+) -> GradientExchange:
+    """An exchange of gradients, as it is on NCCL."""
+    groups = lay_out(of, compressor, "bucket", options.pop("bucket_bytes", 50_000))
+    return GradientExchange(groups, [nccl.comm(wire_format(wire_dtype))], threaded=False, **options)
+
+
+def local_steps(
+    nccl: FakeNccl, of: dict[str, Tensor], compressor: ls.Compressor, wire_dtype: str = "float32", **options: Any
+) -> LocalExchange:
+    """An exchange with local steps, as it is on NCCL."""
+    settings = LocalSteps(2, **options)
+    groups, fragments = lay_out_fragments(of, compressor, "bucket", settings.parts, 50_000)
+    comms = [nccl.comm(wire_format(wire_dtype))]
+    return LocalExchange(groups, fragments, comms, threaded=False, settings=settings, compressor=compressor)
+
+
+class Training:
+    """A rank's training: DDP's buckets, and an optimizer that reads gradients and writes weights."""
+
+    def __init__(self, exchange: Exchange, of: dict[str, Tensor], buckets: int = 2) -> None:
+        self.exchange, self._parameters = exchange, list(of.values())
+        backward = self._parameters[::-1]
+        cut = -(-len(backward) // buckets)
+        parts = [backward[i : i + cut] for i in range(0, len(backward), cut)]
+        self._buckets = [Bucket(part, part is parts[-1]) for part in parts]
+
+    def step(self) -> None:
+        """A forward, a backward and an optimizer's step, all on the default stream."""
+        FakeCuda.now().begin_step()
+        self.exchange.between_steps()
+        for p in self._parameters:
+            p.sum()  # forward reads all weights
+        self.exchange.end_forward()
+        self.exchange.timeline.begin_backward()
+        futures = [self.exchange.hook(None, bucket.fill()) for bucket in self._buckets]  # type: ignore[arg-type]
+        averaged = [future.wait() for future in futures]
+        with torch.no_grad():
+            for bucket, mean in zip(self._buckets, averaged, strict=True):
+                for p, gradient in gradients_of(mean, bucket.parameters()):
+                    p.add_(gradient, alpha=-0.1)
+        self.exchange.end_step()
