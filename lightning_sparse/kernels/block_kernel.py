@@ -87,7 +87,8 @@ def _give(
     row, width, byte, place, k = _tile(n, BITS, BLOCK, ROWS)
     inside = place < width
     scale = tl.load(scales + row, mask=row < blocks, other=0.0)
-    code = tl.load(codes + row * (BLOCK * BITS // 8) + byte, mask=inside, other=0).to(tl.int32)
+    exists = byte < (width * BITS + 7) // 8  # of the pointers' shape: Triton 3.2 broadcasts no mask
+    code = tl.load(codes + row * (BLOCK * BITS // 8) + byte, mask=exists, other=0).to(tl.int32)
     if BITS == 1:
         multiple = 1 - 2 * ((code >> (7 - k)) & 1)
     elif BITS == 4:

@@ -366,6 +366,8 @@ def _guards() -> Any:
 
 def unavailable_reason() -> str | None:
     """Why no device can be faked here, if so."""
+    if torch.backends.cuda.is_built():
+        return "needs a build of PyTorch for CPUs: one for CUDA asks for a device even of fake tensors"
     try:
         return None if _guards()[META] else "this build of PyTorch has no guard for the meta device"
     except (OSError, ValueError) as error:

@@ -8,7 +8,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch import callbacks as of_lightning
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -214,6 +215,7 @@ def set_quarter(run: L.Trainer) -> None:
         p.data.fill_(0.25)
 
 
+@pytest.mark.skipif(not hasattr(of_lightning, "EMAWeightAveraging"), reason="since Lightning 2.6")
 def test_evaluations_checkpoints_and_callbacks_see_the_average_and_what_they_set_stays(
     ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -235,7 +237,7 @@ def _look_and_set(rank: int, size: int, path: Path) -> dict[str, Tensor]:
     trainer("ddp", size, max_epochs=3).fit(Physics(), data(6, size), ckpt_path=path / "last.ckpt")
     trainer(local(), size, callbacks=[Does("on_train_end", set_quarter)], **options).fit(best, data(5, size))
     trainer(local(), size, **options).fit(plain, data(5, size))
-    trainer(local(), size, callbacks=[EMAWeightAveraging(decay=0.5)], **options).fit(ema, data(5, size))
+    trainer(local(), size, callbacks=[of_lightning.EMAWeightAveraging(decay=0.5)], **options).fit(ema, data(5, size))
     return {
         "validated": torch.cat(physics.validated),
         "trained": trained,

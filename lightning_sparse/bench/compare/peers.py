@@ -21,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.auto.policy import CANDIDATES, NAMES, Auto
 from lightning_sparse.checks import check_whole, is_number
@@ -37,7 +38,9 @@ RATE = "lr"  # the option of every strategy that says at which learning rate it 
 
 # Of every strategy: the ranks start from the same seed, so the model need not be sent around before each fit; and a
 # rank that waits for one that is gone must give up while somebody is watching.
-_COMMON: dict[str, Any] = {"init_sync": False, "timeout": timedelta(minutes=10)}
+_COMMON: dict[str, Any] = {"timeout": timedelta(minutes=10)}
+if "init_sync" in inspect.signature(DistributedDataParallel).parameters:  # since PyTorch 2.7
+    _COMMON["init_sync"] = False
 _ONE_BUCKET_MB = 2**20
 _POWERSGD_START = 2  # the least PyTorch allows
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW, Muon, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from lightning_sparse.bench.compare.byte_lm import Task, byte_lm
 from lightning_sparse.bench.compare.models import ByteGPT, Classifier
@@ -79,7 +79,9 @@ def _muon(model: nn.Module) -> list[Optimizer]:
         raise ValueError("--optimizer muon must be given with --task byte_lm, whose blocks have matrices; got another")
     matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p not in set(matrices)]
-    muon = Muon(matrices, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw")
+    if not hasattr(torch.optim, "Muon"):
+        raise ValueError(f"--optimizer muon must be given with PyTorch 2.9 or newer; got PyTorch {torch.__version__}.")
+    muon = torch.optim.Muon(matrices, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw")
     return [muon, AdamW(others, weight_decay=WEIGHT_DECAY)]
 
 

@@ -124,7 +124,7 @@ def test_real_ranks_end_with_the_same_average(ranks: Ranks) -> None:
             assert torch.equal(p, of_real[name]), (strategy, name)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "muon" or hasattr(torch.optim, "Muon")])
 @pytest.mark.parametrize("strategy", ["ddp", "sparse_dense:local_steps=2:wire_dtype=int4"])
 def test_optimizers_learn(optimizer: str, strategy: str) -> None:
     options, trained = options_of(strategy), model()
