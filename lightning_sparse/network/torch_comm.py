@@ -121,7 +121,7 @@ class TorchComm(Comm):
     @explained()
     def _all_gather(self, x: Tensor, out: Tensor) -> Pending:
         if self._nccl:
-            return Works([dist.all_gather(list(out), x, group=self._group, async_op=True)], out, x)
+            return Works([dist.all_gather_into_tensor(out, x, group=self._group, async_op=True)], out, x)
         out[self.rank].copy_(x)
         return Works(self._to_others([(by, x, out[self._far(-by)]) for by in range(1, self.size)], tag=1), out, x)
 
