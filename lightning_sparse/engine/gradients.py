@@ -124,6 +124,7 @@ class GradientExchange(Exchange):
         if last and step.loss_scale:  # beside the last groups' messages, so that nobody waits for it
             if self._node:
                 self._node.sum_inside(step.loss_scale.overflowed).wait()
+                self._lanes[0].wait_for_caller()
             self._submit(step, 0, self._ask_for_overflow)
         averages = [
             self._submit(step, lane, partial(self._average, index=index))

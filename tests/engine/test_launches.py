@@ -70,4 +70,4 @@ def test_a_cpu_has_short_segments_as_before() -> None:
     network.run([two_hop_sum(torch.ones(n), comm) for comm in network.comms])
     step = 256 * (SEGMENT_BYTES // INT4.nbytes(256))
     assert {comm.messages for comm in network.comms} == {2 * -(-(n // size) // step)}
-    assert step == 1_016_064
+    assert step == 1_016_576
