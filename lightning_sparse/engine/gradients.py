@@ -63,7 +63,9 @@ class GradientExchange(Exchange):
         self._scaler = scaler
         self._lock = threading.Lock()  # around what several lanes change
         self._step: Step | None = None  # the last one that has begun
-        self._unsettled: tuple[LossScale, HostCopy] | None = None  # the last step, until it is known if it overflowed
+        self._unsettled: tuple[LossScale | None, HostCopy] | None = (
+            None  # the last step, until it is known how it ended
+        )
         super().__init__(groups, comms, threaded=threaded)
         self._used = UsedParameters(self._group_of) if may_be_unused else None
         self._knows_later = self.device.type != "cpu"  # if a rank overflowed, not before the step is given back
@@ -125,7 +127,7 @@ class GradientExchange(Exchange):
             if self._node:
                 self._node.sum_inside(step.loss_scale.overflowed).wait()
                 self._lanes[0].wait_for_caller()
-            self._submit(step, 0, self._ask_for_overflow)
+            self._submit(step, 0, Step.ask_for_overflow)
         averages = [
             self._submit(step, lane, partial(self._average, index=index))
             for lane, index in (step.take_complete() if last or not self._deferred else ())
@@ -254,13 +256,8 @@ class GradientExchange(Exchange):
             return nullcontext(gradients)
         return self._used.new_in(group, gradients, step.loss_scale.unscale if step.loss_scale else lambda mean: mean)
 
-    def _ask_for_overflow(self, step: Step, lane: Lane) -> None:
-        assert step.loss_scale is not None
-        step.overflowed = lane.comm.all_reduce(step.loss_scale.overflowed)
-
-    def _settle(self, step: Step, lane: Lane) -> None:
+    def _settle(self, step: Step, _: Lane) -> None:
         """End a step with a loss scale: as it is, or undone if a rank found a gradient that is not finite."""
-        del lane
         assert step.loss_scale is not None
         overflowed = step.overflowed.wait()
         for average in step.averages:
@@ -283,9 +280,7 @@ class GradientExchange(Exchange):
 
     def _note_end(self, loss_scale: LossScale | None, undone: bool) -> None:
         if loss_scale is not None:
-            if undone:
-                loss_scale.undo()
-            loss_scale.end_step()
+            loss_scale.end_step(undone)
         for notes in () if undone else (self._sample, self._record):
             if notes is not None:
                 notes.end_step()
@@ -294,7 +289,6 @@ class GradientExchange(Exchange):
         if step.in_place and self._sample is not None:
             self._sample.end_dense_step()
         if overflowed is not None and self._knows_later:
-            assert step.loss_scale is not None
             self._unsettled = step.loss_scale, overflowed
         elif not step.in_place:
             self._note_end(step.loss_scale, overflowed is not None and bool(overflowed.read()))
