@@ -100,7 +100,7 @@ class GradientExchange(ScaledSteps):
             if self._node:
                 with torch.cuda.stream(self._stream):
                     self._node.sum_inside(step.loss_scale.overflowed).wait()
-            self._submit(step, 0, self._ask_for_overflow)
+            self._submit(step, 0, Step.ask_for_overflow)
         averages = [
             self._submit(step, lane, partial(self._average, index=index))
             for lane, index in (step.take_complete() if last or not self._deferred else ())
@@ -229,13 +229,8 @@ class GradientExchange(ScaledSteps):
             return nullcontext(gradients)
         return self._used.new_in(group, gradients, step.loss_scale.unscale if step.loss_scale else lambda mean: mean)
 
-    def _ask_for_overflow(self, step: Step, lane: Lane) -> None:
-        assert step.loss_scale is not None
-        step.overflowed = lane.comm.all_reduce(step.loss_scale.overflowed)
-
-    def _settle(self, step: Step, lane: Lane) -> None:
+    def _settle(self, step: Step, _: Lane) -> None:
         """End a step with a loss scale: as it is, or undone if a rank found a gradient that is not finite."""
-        del lane
         assert step.loss_scale is not None
         overflowed = step.overflowed.wait()
         for average in step.averages:

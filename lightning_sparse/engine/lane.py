@@ -57,6 +57,16 @@ class Lane:
         self._inbox.put((work, self._stream, result))
         return result
 
+    def wait_for_caller(self) -> None:
+        """Have this lane do nothing more before what the caller's stream is given so far is done."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
+    def have_caller_wait(self) -> None:
+        """Have the caller's stream do nothing more before what this lane is given so far is done."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
     def close(self, within_a_step: bool = False) -> bool:
         """End the thread and release the ranks; returns whether that was possible.
 

@@ -5,7 +5,6 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_sparse.compressors import Compressor
@@ -52,8 +51,6 @@ class LocalState(Exchange):
 
     def _end_comparison(self) -> None:
         """Average what has changed, too, starting from the mean over the ranks."""
-        if self._stream:  # on which the ranks told each other
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
         for replica in self._replicas_of(self._comparison.end()):
             own = replica.average.clone()
             replica.average.copy_(self.ask(lambda comm, own=own: comm.all_reduce(own)) / self.size)  # type: ignore[misc]

@@ -47,11 +47,11 @@ class LossScale:
         """
         buffer.mul_(self._scale).masked_fill_(overflowed > 0, torch.inf)
 
-    def undo(self) -> None:
-        """Set all groups to what was kept."""
-        for group, before in self._before:
-            group.restore(before)
+    def end_step(self, undone: bool) -> None:
+        """Forget what was kept; if the step is ``undone``, set all groups to it.
 
-    def end_step(self) -> None:
-        """Forget what was kept; the scale itself stays until another stream has read it."""
+        The scale itself stays until another stream has read it.
+        """
+        for group, before in self._before if undone else ():
+            group.restore(before)
         self._before.clear()

@@ -64,9 +64,7 @@ class ScaledSteps(Exchange):
 
     def _note_end(self, loss_scale: LossScale | None, undone: bool) -> None:
         if loss_scale is not None:
-            if undone:
-                loss_scale.undo()
-            loss_scale.end_step()
+            loss_scale.end_step(undone)
         for notes in () if undone else (self._sample, self._record):
             if notes is not None:
                 notes.end_step()

@@ -67,6 +67,11 @@ class Step:
             while queue and not self._arriving[queue[0]]:
                 yield lane, queue.popleft()
 
+    def ask_for_overflow(self, lane: Lane) -> None:
+        """Launch the message that says how many ranks found a gradient that is not finite."""
+        assert self.loss_scale is not None
+        self.overflowed = lane.comm.all_reduce(self.loss_scale.overflowed)
+
     def count_averaged(self, buckets: Sequence[PendingBucket]) -> None:
         """Count one group as averaged, with a parameter in each of ``buckets``, some perhaps named twice."""
         self.averaging -= 1

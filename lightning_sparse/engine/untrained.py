@@ -67,6 +67,7 @@ class Comparison:
         self.untrained, self._device = untrained, device
         self._set = 0  # a checksum of averages that somebody has set since the ranks have compared it
         self.under_way: LaneFuture[Tensor] | None = None  # [P, 1 + k] int64
+        self._sent: tuple[Lane, Tensor] | None = None  # what is under way, whose memory must stay, and where
 
     @property
     def is_needed(self) -> bool:
@@ -81,7 +82,8 @@ class Comparison:
         """Tell the other ranks; to be called on every rank."""
         self.untrained.begin()
         row = torch.cat([torch.tensor([self._set]), self.untrained.changed()]).to(self._device, non_blocking=True)
-        self._set = 0
+        self._set, self._sent = 0, (lane, row)
+        lane.wait_for_caller()
         self.under_way = lane.submit(lambda: lane.comm.all_gather(row).wait())
 
     def end(self) -> list[str]:
@@ -92,7 +94,10 @@ class Comparison:
         """
         if self.under_way is None:
             return []
-        rows, self.under_way = self.under_way.result().cpu(), None
+        result, self.under_way = self.under_way.result(), None
+        if self._sent is not None:
+            self._sent[0].have_caller_wait()
+        rows, self._sent = result.cpu(), None
         if len(parties := ranks_having(rows[:, 0].tolist())) > 1:
             raise RuntimeError(
                 "Weights that are set while the parameters hold the average of all ranks must be set on every rank, to "

@@ -8,7 +8,7 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
-from lightning_sparse.kernels.blocks import BELOW_ONE, BLOCK, SCALE_BITS, TINY, scales_and_codes
+from lightning_sparse.kernels.blocks import BELOW_ONE, BLOCK, SCALE_BITS, TINY, can_be_viewed, scales_and_codes
 from lightning_sparse.kernels.launch import launch
 
 ROWS = 8  # blocks a program works on
@@ -18,14 +18,53 @@ NEAREST = 1.5 * 2.0**23  # a float32 of up to 22 bits that this is added to and 
 def take_blocks(values: Tensor, out: Tensor, bits: int) -> None:
     """As :func:`lightning_sparse.kernels.reference.take_blocks`."""
     blocks = triton.cdiv(values.numel(), BLOCK)
-    scales = values.new_empty(blocks)  # in the message they may not be aligned
-    share = 1 / max(1, (1 << bits - 1) - 1)
+    head, codes = out[: 4 * blocks], out[4 * blocks :]
+    scales = head.view(values.dtype) if can_be_viewed(head, values.dtype) else values.new_empty(blocks)
+    grid = (triton.cdiv(blocks, ROWS),)
     launch(
-        _take, (triton.cdiv(blocks, ROWS),), values, scales, out[4 * blocks :], values.numel(), blocks,
-        SHARE=share, NEAREST=NEAREST, BELOW_ONE=BELOW_ONE, SCALE_BITS=SCALE_BITS, TINY=TINY,
-        BITS=bits, BLOCK=BLOCK, ROWS=ROWS,
+        _take, grid, values, scales, codes, values.numel(), blocks, BITS=bits, BLOCK=BLOCK, ROWS=ROWS, **_numbers(bits)
+    )
+    if not can_be_viewed(head, values.dtype):
+        head.copy_(scales.view(out.dtype))
+
+
+def take_rows(
+    values: Tensor, out: Tensor, bits: int, width: int, start: int, length: int, rotation: int, first: int, count: int
+) -> None:
+    """As :func:`lightning_sparse.kernels.reference.take_rows`."""
+    size, row_bytes = out.shape
+    launch(
+        _take_rows, (_programs(length), count), values, out.view(values.dtype), out, values.numel(), row_bytes, size,
+        width, start, length, rotation, first, BITS=bits, BLOCK=BLOCK, ROWS=ROWS, **_numbers(bits),
     )  # fmt: skip
-    out[: 4 * blocks].copy_(scales.view(out.dtype))
+
+
+def read_rows(payloads: Tensor, out: Tensor, bits: int, width: int, start: int, length: int, rotation: int) -> None:
+    """As :func:`lightning_sparse.kernels.reference.read_rows`."""
+    size, row_bytes = payloads.shape
+    launch(
+        _read_rows, (_programs(length), size), payloads.view(out.dtype), payloads, out, out.numel(), row_bytes, size,
+        width, start, length, rotation, BITS=bits, BLOCK=BLOCK, ROWS=ROWS,
+    )  # fmt: skip
+
+
+def add_rows(payloads: Tensor, out: Tensor, bits: int, first: int, step: int, count: int, onto: bool) -> None:
+    """As :func:`lightning_sparse.kernels.reference.add_rows`."""
+    size, row_bytes = payloads.shape
+    launch(
+        _add_rows, (_programs(out.numel()),), payloads.view(out.dtype), payloads, out, out.numel(), row_bytes, size,
+        first % size, step % size, count, ONTO=onto, BITS=bits, BLOCK=BLOCK, ROWS=ROWS,
+    )  # fmt: skip
+
+
+def _programs(n: int) -> int:
+    """How many work on ``n`` values."""
+    return int(triton.cdiv(triton.cdiv(n, BLOCK), ROWS))
+
+
+def _numbers(bits: int) -> dict[str, float]:
+    share = 1 / max(1, (1 << bits - 1) - 1)
+    return {"SHARE": share, "NEAREST": NEAREST, "BELOW_ONE": BELOW_ONE, "SCALE_BITS": SCALE_BITS, "TINY": TINY}
 
 
 def read_blocks(payload: Tensor, out: Tensor, bits: int) -> None:
@@ -80,14 +119,86 @@ def _take(
 
 
 @triton.jit
+def _take_rows(
+    values: tl.tensor, scales: tl.tensor, codes: tl.tensor, total: tl.tensor, row_bytes: tl.tensor, size: tl.tensor,
+    width: tl.tensor, start: tl.tensor, length: tl.tensor, rotation: tl.tensor, first: tl.tensor,
+    SHARE: tl.constexpr, NEAREST: tl.constexpr, BELOW_ONE: tl.constexpr, SCALE_BITS: tl.constexpr, TINY: tl.constexpr,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+) -> None:  # fmt: skip
+    owner = (first + tl.program_id(1)) % size
+    begin, n, blocks, head = _segment(owner, total, row_bytes, size, width, start, length, rotation, BLOCK)
+    _take(
+        values + begin, scales + head // 4, codes + head + 4 * blocks, n, blocks,
+        SHARE, NEAREST, BELOW_ONE, SCALE_BITS, TINY, BITS, BLOCK, ROWS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _read_rows(
+    scales: tl.tensor, codes: tl.tensor, out: tl.tensor, total: tl.tensor, row_bytes: tl.tensor, size: tl.tensor,
+    width: tl.tensor, start: tl.tensor, length: tl.tensor, rotation: tl.tensor,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+) -> None:  # fmt: skip
+    owner = tl.program_id(1)
+    begin, n, blocks, head = _segment(owner, total, row_bytes, size, width, start, length, rotation, BLOCK)
+    _give(scales + head // 4, codes + head + 4 * blocks, out + begin, n, blocks, False, BITS, BLOCK, ROWS)
+
+
+@triton.jit
+def _segment(
+    owner: tl.tensor, total: tl.tensor, row_bytes: tl.tensor, size: tl.tensor, width: tl.tensor, start: tl.tensor,
+    length: tl.tensor, rotation: tl.tensor, BLOCK: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Where a rank's segment begins among all values, its values, its blocks, and where its row of bytes begins."""
+    begin = ((owner + rotation) % size).to(tl.int64) * width + start
+    n = tl.maximum(tl.minimum(begin + length, total) - begin, 0)
+    return begin, n, (n + BLOCK - 1) // BLOCK, owner.to(tl.int64) * row_bytes
+
+
+@triton.jit
+def _add_rows(
+    scales: tl.tensor, codes: tl.tensor, out: tl.tensor, n: tl.tensor, row_bytes: tl.tensor, size: tl.tensor,
+    first: tl.tensor, step: tl.tensor, count: tl.tensor,
+    ONTO: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+) -> None:  # fmt: skip
+    row, width, byte, place, k = _tile(n, BITS, BLOCK, ROWS)
+    inside = place < width
+    blocks = (n + BLOCK - 1) // BLOCK
+    at = out + row * BLOCK + place
+    head = first.to(tl.int64) * row_bytes
+    if ONTO:
+        value = tl.load(at, mask=inside, other=0.0)
+        value += _read(scales + head // 4, codes + head + 4 * blocks, row, width, byte, k, blocks, BITS, BLOCK)
+    else:
+        value = _read(scales + head // 4, codes + head + 4 * blocks, row, width, byte, k, blocks, BITS, BLOCK)
+    for i in range(1, count):
+        head = ((first + i * step) % size).to(tl.int64) * row_bytes
+        value += _read(scales + head // 4, codes + head + 4 * blocks, row, width, byte, k, blocks, BITS, BLOCK)
+    tl.store(at, value, mask=inside)
+
+
+@triton.jit
 def _give(
     scales: tl.tensor, codes: tl.tensor, out: tl.tensor, n: tl.tensor, blocks: tl.tensor,
     ONTO: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
     row, width, byte, place, k = _tile(n, BITS, BLOCK, ROWS)
     inside = place < width
+    value = _read(scales, codes, row, width, byte, k, blocks, BITS, BLOCK)
+    at = out + row * BLOCK + place
+    if ONTO:
+        value += tl.load(at, mask=inside, other=0.0)
+    tl.store(at, value, mask=inside)
+
+
+@triton.jit
+def _read(
+    scales: tl.tensor, codes: tl.tensor, row: tl.tensor, width: tl.tensor, byte: tl.tensor, k: tl.tensor,
+    blocks: tl.tensor, BITS: tl.constexpr, BLOCK: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The values of a tile."""
     scale = tl.load(scales + row, mask=row < blocks, other=0.0)
-    exists = byte < (width * BITS + 7) // 8  # of the pointers' shape: Triton 3.2 broadcasts no mask
+    exists = byte < (width * BITS + 7) // 8  # of the shape of the pointers: Triton 3.2 broadcasts no mask
     code = tl.load(codes + row * (BLOCK * BITS // 8) + byte, mask=exists, other=0).to(tl.int32)
     if BITS == 1:
         multiple = 1 - 2 * ((code >> (7 - k)) & 1)
@@ -95,11 +206,7 @@ def _give(
         multiple = (((code >> (4 * k)) + 8 * k) & 15) - 8
     else:
         multiple = ((code + 128) & 255) - 128
-    value = multiple.to(tl.float32) * scale
-    at = out + row * BLOCK + place
-    if ONTO:
-        value += tl.load(at, mask=inside, other=0.0)
-    tl.store(at, value, mask=inside)
+    return multiple.to(tl.float32) * scale
 
 
 @triton.jit

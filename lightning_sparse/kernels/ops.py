@@ -67,6 +67,19 @@ read_blocks = _operator(
 add_blocks = _operator(
     reference.add_blocks, "block_kernel", ("out",), "(Tensor payload, Tensor(a!) out, int bits) -> ()"
 )
+take_rows = _operator(
+    reference.take_rows, "block_kernel", ("values", "out"),
+    "(Tensor(a!) values, Tensor(b!) out, int bits, int width, int start, int length, int rotation, int first, "
+    "int count) -> ()",
+)  # fmt: skip
+read_rows = _operator(
+    reference.read_rows, "block_kernel", ("out",),
+    "(Tensor payloads, Tensor(a!) out, int bits, int width, int start, int length, int rotation) -> ()",
+)  # fmt: skip
+add_rows = _operator(
+    reference.add_rows, "block_kernel", ("out",),
+    "(Tensor payloads, Tensor(a!) out, int bits, int first, int step, int count, bool onto) -> ()",
+)  # fmt: skip
 
 
 @select.register_fake  # type: ignore[untyped-decorator]

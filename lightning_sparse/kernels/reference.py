@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.kernels.blocks import BELOW_ONE, BLOCK, SCALE_BITS, TINY, halves, in_blocks, scales_and_codes
+from lightning_sparse.kernels.cut import Cut
 
 BLOCK_BITS = 16  # of an index that the block16 format writes out
 MAGNITUDE = 0x7FFFFFFF  # the bits of a float32 but for its sign: as an integer they rise with the magnitude
@@ -118,6 +119,43 @@ def add_blocks(payload: Tensor, out: Tensor, bits: int) -> None:
     values = torch.empty_like(out)
     read_blocks(payload, values, bits)
     out.add_(values)
+
+
+def take_rows(
+    values: Tensor, out: Tensor, bits: int, width: int, start: int, length: int, rotation: int, first: int, count: int
+) -> None:
+    """:func:`take_blocks` of the segments of ``count`` ranks, from ``first`` on, into their rows of ``out`` [P, bytes].
+
+    What lies behind a segment's bytes in its row is left as it is.  The others say which: as of :class:`Cut`.
+    """
+    cut = Cut(len(out), width, start, length, rotation)
+    for i in range(count):
+        owner = (first + i) % cut.size
+        own = cut.of(values, owner)
+        take_blocks(own, out[owner, : block_bytes(own.numel(), bits)], bits)
+
+
+def read_rows(payloads: Tensor, out: Tensor, bits: int, width: int, start: int, length: int, rotation: int) -> None:
+    """:func:`read_blocks` of the row of each rank in ``payloads`` [P, bytes] into its segment of ``out`` [n]."""
+    cut = Cut(len(payloads), width, start, length, rotation)
+    for owner, payload in enumerate(payloads):
+        own = cut.of(out, owner)
+        read_blocks(payload[: block_bytes(own.numel(), bits)], own, bits)
+
+
+def add_rows(payloads: Tensor, out: Tensor, bits: int, first: int, step: int, count: int, onto: bool) -> None:
+    """Add ``count`` rows of ``payloads`` [P, bytes] to ``out`` [n], every ``step``-th from ``first`` on, modulo P.
+
+    They are added in this order; ``onto=False`` sets ``out`` to their sum.
+    """
+    for i in range(count):
+        payload = payloads[(first + i * step) % len(payloads), : block_bytes(out.numel(), bits)]
+        (add_blocks if onto or i else read_blocks)(payload, out, bits)
+
+
+def block_bytes(n: int, bits: int) -> int:
+    """Bytes of ``n`` values in blocks."""
+    return 4 * _blocks(n, BLOCK) + _blocks(n * bits, 8)
 
 
 def _scales(part: Tensor, bits: int) -> Tensor:

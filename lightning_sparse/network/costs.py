@@ -2,6 +2,7 @@
 
 HOP_BYTES = 8 * 1024  # until a link is measured
 SEGMENT_BYTES = 512 * 1024  # long messages are sent in segments: one is on the wire while another is being added
+DEVICE_SEGMENT_BYTES = 32 * 2**20  # likewise where a device adds them, of which a launch takes some 5 µs of the host
 
 SIZES = [2**k for k in range(6, 36)]  # bytes: the sizes for which `ways` asks
 WAYS = {"one_hop": "to all ranks in one hop", "two_hops": "in two hops", "backend": "by the backend's all-reduce"}

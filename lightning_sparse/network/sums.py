@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from lightning_sparse import kernels, selection
+from lightning_sparse.kernels.cut import Cut
 from lightning_sparse.network.comm import Comm, Pending, Rounds
-from lightning_sparse.network.costs import SEGMENT_BYTES
+from lightning_sparse.network.costs import DEVICE_SEGMENT_BYTES, SEGMENT_BYTES
 from lightning_sparse.wire import BLOCK, Selection
 
 
@@ -63,14 +64,16 @@ def sum_selected(chosen: Selection, values: Tensor, room: int, comm: Comm) -> Ro
 
 def one_hop_sum(values: Tensor, comm: Comm) -> Rounds[Tensor]:
     """The sum of ``values`` [n] over all ranks, [n] float32: each rank sends everybody all, and adds what it gets."""
-    payload = comm.buffer("leaving", comm.wire_dtype.nbytes(values.numel()), torch.uint8, values.device)
-    comm.wire_dtype.take(values, payload)
+    used = comm.wire_dtype.nbytes(values.numel())
+    spare = -used % 4 if kernels.used_for(values) else 0  # a device reads the scales of all rows where they lie
+    payload = comm.buffer("leaving", used + spare, torch.uint8, values.device)
+    comm.wire_dtype.take(values, payload[:used])
+    if spare:
+        payload[used:] = 0
     total = comm.buffer("total", values.numel(), torch.float32, values.device)
     rows = comm.buffer("arriving", comm.size * payload.numel(), torch.uint8, values.device).view(comm.size, -1)
     payloads = yield comm.all_gather(payload, out=rows)
-    comm.wire_dtype.read(payloads[0], total)
-    for other in payloads[1:]:
-        comm.wire_dtype.add(other, total)
+    comm.wire_dtype.add_rows(payloads, total, 0, 1, comm.size, onto=False)
     return total
 
 
@@ -111,50 +114,40 @@ class _Slices:
     def __init__(self, values: Tensor, comm: Comm, skip: int, rotation: int) -> None:
         self._values, self._comm, self._format, self._rotation = values, comm, comm.wire_dtype, rotation
         self._width = -(-values.numel() // comm.size)  # elements of a slice
-        self._step = BLOCK * max(1, SEGMENT_BYTES // self._format.nbytes(BLOCK))  # of a segment: whole blocks
+        segment_bytes = SEGMENT_BYTES if values.device.type == "cpu" else DEVICE_SEGMENT_BYTES
+        self._step = BLOCK * max(1, segment_bytes // self._format.nbytes(BLOCK))  # of a segment: whole blocks
         self.starts = range(0, self._width, self._step)  # of the segments of a slice
         self.by = range(1, comm.size - skip)  # how far on the owners are to whom this rank contributes
 
     def send(self, start: int) -> Pending:
         """Send the owners their segment."""
         comm, leaving = self._comm, self._rows("leaving", start, self._comm.size)
-        for by in self.by:
-            owner = (comm.rank + by) % comm.size
-            self._take(self._segment(self._values, owner, start), leaving[owner])
+        self._format.take_rows(self._values, leaving, self._cut(start), (comm.rank + 1) % comm.size, len(self.by))
         return comm.all_to_all(leaving, out=self._rows("arriving", start, comm.size), by=self.by)
 
     def add(self, start: int, payloads: Tensor) -> None:
         """Add what arrived, [P, bytes], to this rank's own segment."""
-        own = self._segment(self._values, self._comm.rank, start)
-        for by in self.by:
-            payload = payloads[(self._comm.rank - by) % self._comm.size]
-            self._format.add(payload[: self._format.nbytes(own.numel())], own)
+        own = self._cut(start).of(self._values, self._comm.rank)
+        self._format.add_rows(payloads, own, self._comm.rank - 1, -1, len(self.by))
 
     def finish(self, start: int) -> Pending:
         """Send everybody this rank's own segment."""
-        leaving = self._rows("finished", start, 1)[0]
-        self._take(self._segment(self._values, self._comm.rank, start), leaving)
+        leaving, own = self._rows("finished", start, 1)[0], self._cut(start).of(self._values, self._comm.rank)
+        used = self._format.nbytes(own.numel())
+        self._format.take(own, leaving[:used])
+        if used < leaving.numel():
+            leaving[used:] = 0
         return self._comm.all_gather(leaving, out=self._rows("gathered", start, self._comm.size))
 
     def read(self, start: int, payloads: Tensor, total: Tensor) -> None:
         """Set a segment of each slice of ``total`` [n] to what its owner sent, [P, bytes]."""
-        for owner, payload in enumerate(payloads):
-            place = self._segment(total, owner, start)
-            self._format.read(payload[: self._format.nbytes(place.numel())], place)
+        self._format.read_rows(payloads, total, self._cut(start))
 
-    def _segment(self, flat: Tensor, owner: int, start: int) -> Tensor:
-        """A segment of the slice of ``flat`` [n] that rank ``owner`` owns; shorter, or empty, where ``flat`` ends."""
-        label = (owner + self._rotation) % self._comm.size
-        first, end = label * self._width + start, (label + 1) * self._width
-        return flat[min(first, flat.numel()) : min(first + self._step, end, flat.numel())]
+    def _cut(self, start: int) -> Cut:
+        """The segment of each slice that begins at ``start``."""
+        return Cut(self._comm.size, self._width, start, min(self._step, self._width - start), self._rotation)
 
     def _rows(self, name: str, start: int, count: int) -> Tensor:
         """Room for a segment from or for each of ``count`` ranks, [count, bytes]."""
         words = -(-self._format.nbytes(min(self._step, self._width - start)) // 4)  # of 4 bytes, as scales are read
         return self._comm.buffer(name, count * 4 * words, torch.uint8, self._values.device).view(count, -1)
-
-    def _take(self, values: Tensor, payload: Tensor) -> None:
-        """Move ``values`` [m] into the first bytes of ``payload``, and zeros into the others."""
-        used = self._format.nbytes(values.numel())
-        self._format.take(values, payload[:used])
-        payload[used:] = 0

@@ -148,7 +148,7 @@ class TorchComm(Comm):
             host, arriving = self._to_host(x), self._on_host(out)
             return _Staged(self._all_gather(host, arriving), [(out, arriving)], out)
         if self.uses_nccl(x.device):
-            return Works([dist.all_gather(list(out), x, group=self._group, async_op=True)], out, x)
+            return Works([dist.all_gather_into_tensor(out, x, group=self._group, async_op=True)], out, x)
         out[self.rank].copy_(x)
         return Works(self._to_others([(by, x, out[self._far(-by)]) for by in range(1, self.size)], tag=1), out, x)
 

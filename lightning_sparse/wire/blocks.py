@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_sparse.kernels import ops
 from lightning_sparse.kernels.blocks import BELOW_ONE, BLOCK, SCALE_BITS, TINY, halves, in_blocks, scales_and_codes
+from lightning_sparse.kernels.cut import Cut
 from lightning_sparse.wire.values import RUN, ValueFormat
 
 # The signs in a byte, the first in its highest bit: [256, 8] float32, 1 or -1.
@@ -58,6 +59,29 @@ class Blocks(ValueFormat):
             return
         for part, scale, code, scratch in self._runs(out, *scales_and_codes(payload, out.numel())):
             part.addcmul_(self._multiples(code, scratch), scale)  # exact products: it rounds once, fused or not
+
+    def take_rows(self, values: Tensor, out: Tensor, cut: Cut, first: int, count: int) -> None:
+        """Move segments of ``values`` into rows of ``out``; see :meth:`ValueFormat.take_rows`."""
+        if values.device.type == "cpu":
+            super().take_rows(values, out, cut, first, count)
+            return
+        if cut.size * cut.width > values.numel() or self.nbytes(cut.length) < out.shape[1]:
+            out.zero_()  # of which not all is written to
+        ops.take_rows(values, out, self.bits, cut.width, cut.start, cut.length, cut.rotation, first, count)
+
+    def read_rows(self, payloads: Tensor, out: Tensor, cut: Cut) -> None:
+        """Set segments of ``out`` to what rows of ``payloads`` say."""
+        if out.device.type == "cpu":
+            super().read_rows(payloads, out, cut)
+        else:
+            ops.read_rows(payloads, out, self.bits, cut.width, cut.start, cut.length, cut.rotation)
+
+    def add_rows(self, payloads: Tensor, out: Tensor, first: int, step: int, count: int, onto: bool = True) -> None:
+        """Add rows of ``payloads`` to ``out``; see :meth:`ValueFormat.add_rows`."""
+        if out.device.type == "cpu":
+            super().add_rows(payloads, out, first, step, count, onto)
+        else:
+            ops.add_rows(payloads, out, self.bits, first, step, count, onto)
 
     @abstractmethod
     def _take(self, part: Tensor, scale: Tensor, code: Tensor, scratch: Tensor) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.kernels.blocks import can_be_viewed, viewed
+from lightning_sparse.kernels.cut import Cut
 
 RUN = 2**17  # values worked on together on a CPU, so that they stay in a core's cache
 
@@ -39,6 +40,39 @@ class ValueFormat(ABC):
     @abstractmethod
     def add(self, payload: Tensor, out: Tensor) -> None:
         """Add to ``out`` [n] float32 the values in ``payload`` [nbytes(n)] uint8, as :meth:`read` gives them."""
+
+    def take_rows(self, values: Tensor, out: Tensor, cut: Cut, first: int, count: int) -> None:
+        """Move the segments of ``values`` [n] that ``count`` ranks own, from ``first`` on, into their rows of ``out``.
+
+        Args:
+            values: as :meth:`take` has them.
+            out: [P, bytes] uint8, each row as long as a whole segment takes, or up to 3 bytes longer.  What a rank's
+                segment does not fill becomes zeros.
+            cut: says which segments.
+            first: a rank.
+            count: of ranks, at most P.
+        """
+        for i in range(count):
+            owner = (first + i) % cut.size
+            own = cut.of(values, owner)
+            self.take(own, out[owner, : self.nbytes(own.numel())])
+            if self.nbytes(own.numel()) < out.shape[1]:
+                out[owner, self.nbytes(own.numel()) :] = 0
+
+    def read_rows(self, payloads: Tensor, out: Tensor, cut: Cut) -> None:
+        """Set the segment of ``out`` [n] that each rank owns to what its row of ``payloads`` [P, bytes] says."""
+        for owner, payload in enumerate(payloads):
+            own = cut.of(out, owner)
+            self.read(payload[: self.nbytes(own.numel())], own)
+
+    def add_rows(self, payloads: Tensor, out: Tensor, first: int, step: int, count: int, onto: bool = True) -> None:
+        """Add ``count`` rows of ``payloads`` [P, bytes] to ``out`` [m], every ``step``-th from ``first`` on, modulo P.
+
+        They are added in this order; ``onto=False`` sets ``out`` to their sum.
+        """
+        for i in range(count):
+            payload = payloads[(first + i * step) % len(payloads), : self.nbytes(out.numel())]
+            (self.add if onto or i else self.read)(payload, out)
 
     @property
     def lossless(self) -> bool:

@@ -19,13 +19,11 @@ from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.groups import make_groups, pieces_of
 from lightning_sparse.engine.lr_factor import EVERY
 from lightning_sparse.kernels import select
-from lightning_sparse.network.node_comm import NodeComm
-from lightning_sparse.network.process_groups import ProcessGroups
-from lightning_sparse.wire import WIRE_DTYPES, wire_format
+from lightning_sparse.wire import WIRE_DTYPES
 from tests.support.buckets import Bucket
 from tests.support.fake_cuda import DEVICE, unavailable_reason
 from tests.support.fake_nccl import FakeNccl
-from tests.support.on_fake_cuda import COMPRESSORS, Training, gradients, local_steps, on_fake_cuda, parameters
+from tests.support.on_fake_cuda import COMPRESSORS, Training, gradients, local_steps, nodes, on_fake_cuda, parameters
 
 STEPS = 8
 FOUND = 52.0  # elements in each message that arrives, as the host is told: as many as MiCRO(density=0.01) meant
@@ -132,25 +130,7 @@ def test_nobody_waits_for_what_may_be_unused() -> None:
 
 @pytest.mark.parametrize("leader", [True, False])
 def test_nobody_waits_with_nodes(leader: bool) -> None:
-    class Node:
-        """What an exchange asks of ``ProcessGroups``."""
-
-        local_size = 2
-        nccl = True
-
-        def __init__(self, nccl: FakeNccl) -> None:
-            self._inside = nccl.comm()
-
-        sum_inside = ProcessGroups.sum_inside
-
-    def make(nccl: FakeNccl, of: dict[str, Tensor]) -> Exchange:
-        form = wire_format("int4")
-        comm = NodeComm(0, 4, nccl.comm(form) if leader else None, nccl.comm(form), form)
-        groups = make_groups(of, ls.TopK(), [pieces_of(of, ls.TopK())])
-        node: Any = Node(nccl)
-        return GradientExchange(groups, [comm], threaded=False, node=node, scaler=Scaler())  # type: ignore[arg-type]
-
-    assert not set().union(*waits(make))
+    assert not set().union(*waits(lambda nccl, of: nodes(nccl, of, leader, scaler=Scaler())))
 
 
 def test_nobody_waits_to_watch_what_is_unsent_or_to_time_a_step() -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from lightning_sparse import kernels
 from lightning_sparse.bench import kernels as bench
 from lightning_sparse.kernels import ops, reference
+from lightning_sparse.kernels.cut import Cut
 from lightning_sparse.selection.host import SMALLEST, above
 from lightning_sparse.selection.sketch import CountSketch, hashes
 from lightning_sparse.selection.threshold import NEAR
@@ -190,7 +191,57 @@ def compare_blocks(device: torch.device, values: Tensor, bits: int) -> None:
         assert on_device[[0, -1]].tolist() == [1, 1]
 
 
-CHECKS = [check_select, check_scatter, check_sketch, check_indices, check_damaged_indices, check_blocks]
+def check_rows(device: torch.device) -> None:
+    for form in (INT8, INT4, SIGN):
+        for n, size in ((0, 2), (1, 2), (5, 4), (257, 3), (1000, 4), (4097, 3), (8192, 2), (9000, 5)):
+            width = -(-n // size)
+            for start, length in {(0, width), (0, min(width, 512)), (512, min(width - 512, 1024))}:
+                if length > 0:
+                    compare_rows(device, draw(n), form, Cut(size, width, start, length, rotation=n % size))
+
+
+def compare_rows(device: torch.device, values: Tensor, form: Any, cut: Cut) -> None:
+    """With the formats on a CPU, which go from row to row."""
+    n, row_bytes = values.numel(), 4 * -(-form.nbytes(cut.length) // 4)
+    first, count = cut.size - 1, max(1, cut.size - 1)
+    kept, rows = values.clone(), torch.zeros(cut.size, row_bytes, dtype=torch.uint8)
+    reference.take_rows(kept, rows, form.bits, cut.width, cut.start, cut.length, cut.rotation, first, count)
+    if form.bits > 1:  # means of a block are summed in another order
+        for ours, theirs in zip(taken(values, form, cut, row_bytes, first, count), (kept, rows), strict=True):
+            same(ours, theirs)
+    ours, written = values.to(device, copy=True), torch.zeros_like(rows, device=device)
+    ops.take_rows(ours, written, form.bits, cut.width, cut.start, cut.length, cut.rotation, first, count)
+    same(ours, kept)
+    same(written, rows)
+
+    read, read_there = torch.ones(n), torch.ones(n + 2, device=device)
+    form.read_rows(rows, read, cut)
+    ops.read_rows(written, read_there[1:-1], form.bits, cut.width, cut.start, cut.length, cut.rotation)
+    same(read_there[1:-1], read)
+    assert read_there[[0, -1]].tolist() == [1, 1]
+
+    whole = torch.stack([torch.zeros(row_bytes, dtype=torch.uint8) for _ in range(cut.size)])
+    for row in whole:
+        form.take(draw(cut.length), row[: form.nbytes(cut.length)])
+    for onto in (True, False):
+        for step in (1, -1):
+            added, added_there = torch.ones(cut.length), torch.ones(cut.length, device=device)
+            form.add_rows(whole, added, first, step, count, onto)
+            ops.add_rows(whole.to(device), added_there, form.bits, first, step, count, onto)
+            same(added_there, added)
+
+
+def taken(values: Tensor, form: Any, cut: Cut, row_bytes: int, first: int, count: int) -> Iterator[Tensor]:
+    kept, rows = values.clone(), torch.full((cut.size, row_bytes), 7, dtype=torch.uint8)
+    form.take_rows(kept, rows, cut, first, count)
+    for i in set(range(cut.size)) - {(first + i) % cut.size for i in range(count)}:
+        assert (rows[i] == 7).all()
+        rows[i] = 0
+    yield kept
+    yield rows
+
+
+CHECKS = [check_select, check_scatter, check_sketch, check_indices, check_damaged_indices, check_blocks, check_rows]
 every_check = pytest.mark.parametrize("check", CHECKS)
 
 

@@ -51,7 +51,7 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
-        self.made_by.host_waits(_place(), self.made_by.moment(self))
+        self.made_by.host_waits(place(), self.made_by.moment(self))
 
 
 class Event:
@@ -71,10 +71,10 @@ class Event:
         return True
 
     def synchronize(self) -> None:
-        self.made_by.host_waits(_place(), self.moment)
+        self.made_by.host_waits(place(), self.moment)
 
     def elapsed_time(self, other: "Event") -> float:
-        self.made_by.host_waits(_place(), other.moment)
+        self.made_by.host_waits(place(), other.moment)
         return 1.0
 
 
@@ -165,11 +165,17 @@ class FakeCuda:
 
     def look(self, x: Tensor) -> None:
         """Have the host wait for ``x``, which it looks at or copies."""
-        self.host_waits(_place(), self.moment(self.stream))
+        self.host_waits(place(), self.moment(self.stream))
 
     def seen(self, dtype: torch.dtype) -> Any:
         """What the host is told that it sees."""
         return bool(self.sees) if dtype == torch.bool else int(self.sees) if not dtype.is_floating_point else self.sees
+
+    def allocate(self, x: Tensor) -> None:
+        """Note that ``x``, if it is new, was allocated for the current stream."""
+
+    def host_reads(self, x: Tensor) -> None:
+        """Note that the host reads ``x``, which lies on the host."""
 
     def touch(self, name: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
         """Note an operation on the current stream."""
@@ -212,7 +218,7 @@ class FakeCuda:
         in_place = {
             "Stream": Stream, "Event": Event, "stream": self.on, "current_stream": lambda device=None: self.stream,
             "default_stream": lambda device=None: self.default, "device_of": lambda x: nullcontext(),
-            "synchronize": lambda device=None: self.host_waits(_place(), self.moment(self.stream)),
+            "synchronize": lambda device=None: self.host_waits(place(), self.moment(self.stream)),
         }  # fmt: skip
         for name, fake in in_place.items():
             yield mock.patch.object(torch.cuda, name, fake)
@@ -235,7 +241,7 @@ def _generator(device: object = None) -> torch.Generator:
     return _Generator() if torch.device(device or "cpu").type == "cuda" else _REAL()  # type: ignore[arg-type]
 
 
-def _place() -> str:
+def place() -> str:
     """Which function of the library is at work: ``engine/step.py report``."""
     frame = sys._getframe()
     while frame is not None:
@@ -279,19 +285,27 @@ class _Operations(TorchDispatchMode):
             func = torch.ops.aten.masked_select.default
             args = args[0], args[1][0]
         if func in LOOKS:
-            if args[0].device.type == "cuda":
-                self._cuda.look(args[0])
+            (self._cuda.look if args[0].device.type == "cuda" else self._cuda.host_reads)(args[0])
             return LOOKS[func](self._cuda, *args)
         result = func(*args, **kwargs)
-        self._note_copies(func, args, kwargs, result)
-        read, written = _accesses(func, args, kwargs, result)
-        if on_device(read) or on_device(written):
-            name = str(func)
-            packet = name.rpartition(".")[0]
-            if not (func.is_view or name in VIEWS or packet in NOT_LAUNCHED):
-                self._cuda.launch(name)
-                self._cuda.touch(name, read, written)
+        self._note(func, args, kwargs, result)
         return result
+
+    def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Note what an operation does, which came to ``result``."""
+        name = str(func)
+        if func.is_view or name in VIEWS:
+            return
+        read, written = _accesses(func, args, kwargs, result)
+        for x in written:
+            self._cuda.allocate(x)
+        if not (on_device(read) or on_device(written)):
+            for x in read:
+                self._cuda.host_reads(x)
+        elif name.rpartition(".")[0] not in NOT_LAUNCHED:
+            self._cuda.launch(name)
+            self._cuda.touch(name, read, written)
+            self._note_copies(func, args, kwargs, result)
 
     def _note_copies(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Note that the host waits in a copy between it and the device that does not say it must not."""

@@ -15,6 +15,8 @@ from lightning_sparse.engine.groups import lay_out, lay_out_fragments
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.engine.pending_bucket import gradients_of
+from lightning_sparse.network.node_comm import NodeComm
+from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.wire import wire_format
 from tests.support.fake_cuda import DEVICE, FakeCuda
 from tests.support.fake_nccl import FakeNccl
@@ -83,6 +85,26 @@ def local_steps(
     groups, fragments = lay_out_fragments(of, compressor, "bucket", settings.parts, 50_000)
     comms = [nccl.comm(wire_format(wire_dtype))]
     return LocalExchange(groups, fragments, comms, threaded=False, settings=settings, compressor=compressor)
+
+
+class Node:
+    """What an exchange asks of ``ProcessGroups``, of two ranks a node."""
+
+    local_size = 2
+    nccl = True
+
+    def __init__(self, nccl: FakeNccl) -> None:
+        self._inside = nccl.comm()
+
+    sum_inside = ProcessGroups.sum_inside
+
+
+def nodes(nccl: FakeNccl, of: dict[str, Tensor], leader: bool, **options: Any) -> GradientExchange:
+    """An exchange of gradients among four nodes, as it is on NCCL, on a ``leader`` of one or on another rank."""
+    form = wire_format("int4")
+    comm = NodeComm(0, SIZE, nccl.comm(form) if leader else None, nccl.comm(form), form)
+    groups, node = lay_out(of, ls.TopK(), "bucket", 50_000), Node(nccl)
+    return GradientExchange(groups, [comm], threaded=False, node=node, **options)  # type: ignore[arg-type]
 
 
 class Training:

@@ -1,0 +1,73 @@
+"""How much a step launches on a device: each launch takes some 5 µs of backward's thread, whatever its size."""
+
+import pytest
+import torch
+
+import lightning_sparse as ls
+from lightning_sparse.network.costs import DEVICE_SEGMENT_BYTES, SEGMENT_BYTES
+from lightning_sparse.network.simulated import SimNetwork
+from lightning_sparse.network.sums import two_hop_sum
+from lightning_sparse.wire import INT4, wire_format
+from tests.support.fake_cuda import unavailable_reason
+from tests.support.on_fake_cuda import Training, gradients, on_fake_cuda, parameters
+
+LAYERS = 80
+BUCKETS = 40  # of DDP
+
+reason = unavailable_reason()
+on_a_fake_device = pytest.mark.skipif(reason is not None, reason=reason or "")
+
+
+def launched(n: int, layers: int, wire_dtype: str, compressor: ls.Compressor, size: int = 4) -> tuple[int, int, int]:
+    """Launches of a step's exchange, messages among them, and groups, for ``n`` elements in ``layers`` parameters."""
+    with on_fake_cuda(size=size) as (cuda, nccl):
+        of = parameters({f"layer {i}": (n // layers,) for i in range(layers)})
+        exchange = gradients(nccl, of, compressor, wire_dtype, bucket_bytes=25 * 2**20)
+        training = Training(exchange, of, min(layers, BUCKETS))
+        training.step()
+        cuda.launched.clear()
+        nccl.messages = 0
+        training.step()
+        of_training = 2 * layers + min(layers, BUCKETS)  # forward, optimizer, and what fills the buckets
+        return cuda.launches - of_training, nccl.messages, len(exchange.groups)
+
+
+@on_a_fake_device
+@pytest.mark.parametrize("layers", [1, LAYERS])
+@pytest.mark.parametrize("n", [10**6, 10**8, 10**9])
+@pytest.mark.parametrize(
+    ("wire_dtype", "most"), [("float32", 3), ("bfloat16", 24), ("float16", 28), ("int8", 8), ("int4", 8), ("sign", 8)]
+)
+def test_a_dense_step_launches_little(wire_dtype: str, most: int, n: int, layers: int) -> None:
+    """At most so much for every 32 MiB of what a rank owns of a group, and two for each parameter."""
+    count, messages, groups = launched(n, layers, wire_dtype, ls.Dense())
+    own_bytes = wire_format(wire_dtype).nbytes(n // 4)
+    segments = max(groups, -(-own_bytes // DEVICE_SEGMENT_BYTES) if wire_dtype != "float32" else 1)
+    assert count <= most * segments + 2 * layers
+    assert messages <= 2 * segments
+
+
+@on_a_fake_device
+@pytest.mark.parametrize("compressor", [ls.SkipReduce(), ls.LowRank()], ids=repr)
+def test_a_compressed_step_launches_little(compressor: ls.Compressor) -> None:
+    count, messages, groups = launched(10**9, LAYERS, "int4", compressor)
+    assert count <= 10 * groups + 2 * LAYERS
+    assert messages <= 2 * groups
+
+
+@on_a_fake_device
+def test_more_ranks_launch_no_more() -> None:
+    four, many = (launched(10**8, LAYERS, "int4", ls.Dense(), size) for size in (4, 64))
+    assert (
+        many[0] <= four[0] + 2 * four[2]
+    )  # where the last slice is shorter, its row and that of its owner are cleared
+    assert many[1:] == four[1:]
+
+
+def test_a_cpu_has_short_segments_as_before() -> None:
+    size, n = 4, 4 * 10**6
+    network = SimNetwork(size, INT4)
+    network.run([two_hop_sum(torch.ones(n), comm) for comm in network.comms])
+    step = 256 * (SEGMENT_BYTES // INT4.nbytes(256))
+    assert {comm.messages for comm in network.comms} == {2 * -(-(n // size) // step)}
+    assert step == 1_016_576
