@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -66,12 +65,12 @@ def make_exchange(
             f"local_group={groups.local_size} cannot be combined with find_unused_parameters=True: ranks of a node "
             "may use different parameters, and only one may keep what is unsent of them. Leave one of them out."
         )
-    comms, threaded = groups.comms(wire_format(way.wire_dtype)), not groups.nccl
+    comms = groups.comms(wire_format(way.wire_dtype), beside_ddp=way.local is not None)
     if way.local is None:
         return GradientExchange(
             lay_out(parameters, way.compressor, way.fusion, way.bucket_bytes),
             comms,
-            threaded=threaded,
+            threaded=not groups.nccl,
             node=groups if groups.local_size > 1 else None,
             may_be_unused=ddp.find_unused_parameters,
             scaler=scaler,
@@ -82,7 +81,7 @@ def make_exchange(
         laid_out,
         fragments,
         comms,
-        threaded=threaded,
+        threaded=not groups.nccl,
         settings=way.local,
         warmup_steps=way.warmup_steps,
         untrained=untrained_of(ddp.module, ddp.parameters_to_ignore),
@@ -113,6 +112,10 @@ def averaged_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
                 f"parameter {name} must be float32, bfloat16 or float16; got {parameter.dtype}. Convert it or freeze "
                 "it: gradients are averaged and kept in float32."
             )
-        if parameter.device.type == "cuda" and "nccl" not in str(dist.get_backend()):
-            raise ValueError(f"on CUDA the process group must be NCCL; got {dist.get_backend()}.")
+    devices = dict.fromkeys(str(parameter.device) for parameter in parameters.values())
+    if len(devices) > 1:
+        raise ValueError(
+            f"all trained parameters must lie on one device; got {', '.join(devices)}. Give each rank one device: of "
+            "a model that is split over several, groups and messages would mix them."
+        )
     return parameters

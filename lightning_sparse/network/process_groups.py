@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_sparse.network.carrier import Carrier, carrier_of
 from lightning_sparse.network.comm import Comm, Pending
 from lightning_sparse.network.node_comm import NodeComm
 from lightning_sparse.network.torch_comm import TorchComm
@@ -17,7 +18,7 @@ LANES = 2  # over Gloo; one sends while the other adds
 
 
 class ProcessGroups:
-    """A process group for each lane of an exchange; see [Note: who issues messages].
+    """A process group for each lane of an exchange; see [Note: who issues messages] and [Note: one order of launches].
 
     With ``local_size`` L > 1 the ranks [0, L), [L, 2L), ... are nodes: their links are fast, so they average their
     gradients densely, and a node then acts as one rank towards the others.  What crosses between nodes is sent by the
@@ -25,13 +26,34 @@ class ProcessGroups:
 
     They are made when an exchange takes them, so that nothing is left of one that is refused.
 
+    [Note: one order of launches] Over NCCL a process group is a communicator of the device.  Two messages on different
+    communicators may each hold the place on a device that the other needs, and so hang, unless every rank launches
+    them in the same order, best of all one after the other (NVIDIA/nccl, issues 195 and 522).  So:
+
+    - No thread of ours launches.  The main thread does, and in a backward, while it waits, the thread that calls our
+      hook; what they do, and so the order of launches, is the program's, the same on every rank.
+    - All that an engine launches within a step, whatever the communicator, is launched on its one stream, and what
+      follows on this stream waits for the message: the sum inside a node, the messages between leaders, and those that
+      pass them on are one after the other.  Only of what a compressor launches before it yields may a message be passed
+      on while the next one is between leaders; inside a node no rank waits for another node, so that it ends.
+    - Gradients are averaged on DDP's own communicator, where there are no nodes: what DDP and the user launch there in
+      the meantime comes before or after.
+    - Local steps, whose messages are under way during the next forward and backward, have one beside it: on DDP's, a
+      ``log(..., sync_dist=True)`` would wait for all of them.  They are launched before a forward that trains, or when
+      a step is settled; so first ours, then what DDP (buffers) and the user launch in that step.
+    - Between two steps the main thread launches one message after another, on DDP's communicator or the leaders' own.
+
+    What is then in flight at once on a device is a message of ours and one of DDP's or the user's, such as those of
+    local steps and a log, or of ``SyncBatchNorm`` in a backward over nodes.  The host launches them in one order; with
+    ``NCCL_LAUNCH_ORDER_IMPLICIT=1`` (NCCL 2.26) the device follows it too.
+
     Args:
         ddp: whose ranks.
         timeout: of messages; None is PyTorch's, 30 minutes.
         local_size: L, ranks of a node.
 
     Raises:
-        ValueError: L does not divide the number of ranks.
+        ValueError: L does not divide the number of ranks, or nothing known carries tensors of the device of ``ddp``.
     """
 
     def __init__(self, ddp: DistributedDataParallel, timeout: timedelta | None = None, local_size: int = 1) -> None:
@@ -42,7 +64,8 @@ class ProcessGroups:
                 "1 for none."
             )
         self.local_size = local_size
-        self.nccl = dist.get_backend(ddp.process_group) == "nccl"
+        self.device = ddp.device
+        self.nccl = carrier_of(ddp.process_group, self.device) is Carrier.NCCL
         self._timeout = timeout
         self._ddp_group = ddp.process_group
         self._nodes = [ranks[i : i + local_size] for i in range(0, len(ranks), local_size)]
@@ -51,17 +74,24 @@ class ProcessGroups:
         self._inside: TorchComm | None = None  # this node, for backward's thread
         self._leaders: dist.ProcessGroup | None = None  # for the main thread
 
-    def comms(self, wire_dtype: ValueFormat) -> list[Comm]:
-        """The ranks, or the nodes, once for each lane.  Makes the groups: to be called on every rank, at once."""
-        if self.local_size == 1 and self.nccl:  # several would need one order of launching, which DDP's hook has
-            return [TorchComm(self._ddp_group, wire_dtype)]
-        if self.local_size == 1:  # over Gloo others may use DDP's group from the main thread
+    def comms(self, wire_dtype: ValueFormat, beside_ddp: bool = False) -> list[Comm]:
+        """The ranks, or the nodes, once for each lane.  Makes the groups: to be called on every rank, at once.
+
+        Args:
+            wire_dtype: of values on the wire.
+            beside_ddp: messages are under way while DDP sends its own.
+        """
+        lanes_needed = 1 if self.nccl else LANES
+        if self.local_size == 1 and self.nccl and not beside_ddp:
+            return [TorchComm(self._ddp_group, wire_dtype, self.device)]
+        if self.local_size == 1:  # over Gloo always: others may use DDP's group from the main thread
             everyone = [rank for node in self._nodes for rank in node]
-            lanes = self._made or [self._new(everyone) for _ in range(LANES)]  # also those of an engine that has ended
-            return [TorchComm(group, wire_dtype) for group in lanes]
-        leaders = [self._between(self._new_leaders()) for _ in range(1 if self.nccl else LANES)]
+            kept = self._made  # of an engine that has ended
+            lanes = kept or [self._new(everyone) for _ in range(lanes_needed)]
+            return [TorchComm(group, wire_dtype, self.device) for group in lanes]
+        leaders = [self._between(self._new_leaders()) for _ in range(lanes_needed)]
         inside = [self._new_inside() for _ in leaders]
-        self._inside = self._new_inside()
+        self._inside = inside[0] if self.nccl else self._new_inside()
         nodes = len(self._nodes)
         return [NodeComm(self._node, nodes, *lane, wire_dtype) for lane in zip(leaders, inside, strict=True)]
 
@@ -72,7 +102,7 @@ class ProcessGroups:
         To be entered on every rank; also after :meth:`close`.
         """
         if self.local_size == 1:
-            yield TorchComm(self._ddp_group)
+            yield TorchComm(self._ddp_group, device=self.device)
             return
         self._leaders = self._leaders or self._new_leaders()
         yield self._between(self._leaders)
@@ -90,12 +120,16 @@ class ProcessGroups:
                 dist.destroy_process_group(group)
 
     def sum_inside(self, x: Tensor) -> Pending:
-        """Sum over the ranks of this node, in place: for backward's thread, where there are nodes."""
+        """Sum over the ranks of this node, in place: for backward's thread, where there are nodes.
+
+        Over NCCL to be launched on the stream of the lane.
+        """
         assert self._inside is not None  # the exchange has taken its groups
         return self._inside.all_reduce(x)
 
     def _new(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._timeout)
+        backend = dist.get_backend(self._ddp_group)  # the default group's may be another
+        group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._timeout, backend=backend)
         self._made.append(group)
         return group
 
@@ -103,7 +137,8 @@ class ProcessGroups:
         return self._new([node[0] for node in self._nodes])
 
     def _between(self, leaders: dist.ProcessGroup) -> TorchComm | None:
-        return TorchComm(leaders) if dist.get_rank() == self._nodes[self._node][0] else None
+        return TorchComm(leaders, device=self.device) if dist.get_rank() == self._nodes[self._node][0] else None
 
     def _new_inside(self) -> TorchComm:
-        return TorchComm([self._new(node) for node in self._nodes][self._node])  # every rank makes them all
+        every = [self._new(node) for node in self._nodes]  # every rank makes them all
+        return TorchComm(every[self._node], device=self.device)

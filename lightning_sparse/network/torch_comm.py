@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_sparse.network.carrier import Carrier, carrier_of
 from lightning_sparse.network.comm import Comm, Pending
 from lightning_sparse.wire import FLOAT32, ValueFormat
 
@@ -63,15 +64,23 @@ class Works(Pending):
 class TorchComm(Comm):
     """The ranks of a torch.distributed process group, over Gloo or NCCL.
 
-    On NCCL ``wait`` makes the current CUDA stream wait, not the host.
+    Which of them carries a message is asked of the group, for the device of the message.  On NCCL ``wait`` makes the
+    current CUDA stream wait, not the host.
+
+    Args:
+        group: the ranks.
+        wire_dtype: of values on the wire.
+        device: of most messages: over NCCL the backend sums them.  None: the way of a sum is chosen by its length.
     """
 
-    def __init__(self, group: dist.ProcessGroup, wire_dtype: ValueFormat = FLOAT32) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, wire_dtype: ValueFormat = FLOAT32, device: torch.device | None = None
+    ) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), wire_dtype)
         self._groups = [group]  # none once it is released
         self._global = dist.get_process_group_ranks(group)
-        self._nccl = dist.get_backend(group) == "nccl"
-        self.costs.by_backend = self._nccl
+        self._carriers: dict[str, Carrier] = {}  # by kind of device
+        self.costs.by_backend = device is not None and self._over_nccl(device)
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -120,7 +129,7 @@ class TorchComm(Comm):
 
     @explained()
     def _all_gather(self, x: Tensor, out: Tensor) -> Pending:
-        if self._nccl:
+        if self._over_nccl(x.device):
             return Works([dist.all_gather(list(out), x, group=self._group, async_op=True)], out, x)
         out[self.rank].copy_(x)
         return Works(self._to_others([(by, x, out[self._far(-by)]) for by in range(1, self.size)], tag=1), out, x)
@@ -152,11 +161,17 @@ class TorchComm(Comm):
             (dist.irecv, arriving, self._global[self._far(-by)]) for by, _, arriving in rows
         ]
         calls += [(dist.isend, leaving, self._global[self._far(by)]) for by, leaving, _ in rows]
-        if self._nccl:
+        if calls and self._over_nccl(calls[0][1].device):
             each = [dist.P2POp(call, x, other, self._group) for call, x, other in calls]
-            return list(dist.batch_isend_irecv(each)) if each else []
+            return list(dist.batch_isend_irecv(each))
         works = [call(x, other, self._group, tag) for call, x, other in calls]
         return [work for work in works if work is not None]  # None only on a rank outside the group
+
+    def _over_nccl(self, device: torch.device) -> bool:
+        """Whether NCCL carries tensors of ``device``; a ValueError if nothing known does."""
+        if device.type not in self._carriers:
+            self._carriers[device.type] = carrier_of(self._group, device)
+        return self._carriers[device.type] is Carrier.NCCL
 
     def _far(self, by: int) -> int:
         """The rank ``by`` further on."""
