@@ -134,7 +134,7 @@ class Group:
         if x.device.type == "cuda":
             host = torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
             arrived = torch.cuda.Event()
-            arrived.record()
+            arrived.record(torch.cuda.current_stream(x.device))
             self._on_host[key] = x, host, arrived
 
     def take_from_host(self, key: str) -> Tensor | None:

@@ -51,7 +51,7 @@ class Exchange(Around, ABC):
 
     Stepping is as fast only while hooks follow each other; a thread goes on where none is called.  On NCCL, where
     waiting blocks a stream and not the host, and several communicators need one order of launching, there is one lane,
-    and its issuer is the caller of the hook, on a stream of our own.
+    and its issuer is the caller of the hook, on a stream of our own; see [Note: one order of launches].
     """
 
     may_sum_in_place = False  # sums may depend on DDP's buckets, which a checkpoint does not keep
@@ -161,11 +161,11 @@ class Exchange(Around, ABC):
         What it sends is not counted as a step's.
         """
         if self._stream:
-            self._stream.wait_stream(torch.cuda.current_stream())
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
         results = [lane.submit(partial(work, lane)) for lane in self._lanes[:lanes]]
         wait(results)
         if self._stream:
-            torch.cuda.current_stream().wait_stream(self._stream)
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
         return [result.result() for result in results]
 
     @property

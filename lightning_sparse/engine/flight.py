@@ -39,7 +39,7 @@ class Flight:
         """Have each lane average those of ``replicas`` in its queue, over ``size`` ranks, in this order."""
         self.replicas = list(replicas)
         if self._stream:
-            self._stream.wait_stream(torch.cuda.current_stream())
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         for lane, queue in zip(self._lanes, queues, strict=True):
             for i in queue:
                 self.launch(lane, partial(_average, self.replicas[i], size))
@@ -53,7 +53,7 @@ class Flight:
         start_ns = time.perf_counter_ns()
         wait(self._works)
         if self._stream:
-            torch.cuda.current_stream().wait_stream(self._stream)
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         return time.perf_counter_ns() - start_ns
 
     def _unless_failed(self, work: Callable[[Lane], None], lane: Lane) -> None:

@@ -96,7 +96,8 @@ class GradientExchange(Exchange):
         last = step.has_arrived
         if last and step.loss_scale:  # beside the last groups' messages, so that nobody waits for it
             if self._node:
-                self._node.sum_inside(step.loss_scale.overflowed).wait()
+                with torch.cuda.stream(self._stream):
+                    self._node.sum_inside(step.loss_scale.overflowed).wait()
             self._submit(step, 0, self._ask_for_overflow)
         averages = [
             self._submit(step, lane, partial(self._average, index=index))
@@ -112,10 +113,11 @@ class GradientExchange(Exchange):
         self.timeline.arrive(bucket.parameters)
         if step.loss_scale:
             step.loss_scale.take_in(bucket.buffer)
-        if self._node and bucket.buffer.numel():
-            bucket.summed = self._node.sum_inside(bucket.buffer)
         if self._stream:
-            self._stream.wait_stream(torch.cuda.current_stream())
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        if self._node and bucket.buffer.numel():
+            with torch.cuda.stream(self._stream):  # see [Note: one order of launches]
+                bucket.summed = self._node.sum_inside(bucket.buffer)
         step.take_in(bucket, self._group_of)
 
     # - sums of DDP's own buckets

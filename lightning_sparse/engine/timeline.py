@@ -42,17 +42,17 @@ class Timeline:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._device = device
         self._began = self._ended = self.now()
         self._arrived: dict[Tensor, Moment] = {}
         self._averaged: dict[Tensor, tuple[Moment, Moment, float]] = {}  # first parameter -> taken up, averaged, busy
 
     def now(self) -> Moment:
         """This moment."""
-        if not self._cuda:
+        if self._device.type != "cuda":
             return time.perf_counter_ns()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def begin_backward(self) -> None:

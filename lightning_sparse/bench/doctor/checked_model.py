@@ -104,7 +104,7 @@ class CheckedModel(Classifier):
     def _unsent(self) -> dict[str, Tensor]:
         """What this rank has not sent of each parameter, in float64 and of its shape; zeros where nothing is kept."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize()  # groups are averaged on a stream of their own
+            torch.cuda.synchronize(self.device)  # groups are averaged on a stream of their own
         unsent = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in self.named_parameters()}
         for group in self._exchange.groups if self._exchange else ():
             for name, parameter, slot in zip(group.names, group.parameters, group.slots(group.unsent), strict=True):
