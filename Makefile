@@ -12,21 +12,22 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
+CONSTRAINTS ?= constraints.txt
 
 .PHONY: setup demo bench test programs docs results lint types check dist format clean
 
 setup: $(VENV)/.ready
 
 # What users install, which is all that the demo needs.
-$(VENV)/.demo: pyproject.toml constraints.txt
+$(VENV)/.demo: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else "lightning_sparse needs Python 3.10 or newer; this is " + sys.version.split()[0] + ". Choose another: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --constraint constraints.txt --editable .
+	$(BIN)/python -m pip install --constraint $(CONSTRAINTS) --editable .
 	touch $@
 
 # Tests, documentation and tools.
 $(VENV)/.ready: $(VENV)/.demo
-	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --constraint $(CONSTRAINTS) --editable ".[dev]"
 	touch $@
 
 demo: $(VENV)/.demo
