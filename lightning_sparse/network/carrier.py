@@ -44,6 +44,15 @@ def carrier_of(group: dist.ProcessGroup, device: torch.device) -> Carrier:
     return needed
 
 
+def nccl_here() -> str:
+    """Say which NCCL this PyTorch has, as "2.27.3, by the backend nccl"; "" if it has none."""
+    if not (dist.is_available() and dist.is_nccl_available()):
+        return ""
+    found = torch.cuda.nccl.version()  # asks the library, and no device
+    number = ".".join(map(str, found)) if isinstance(found, tuple) else str(found)
+    return f"{number}, by the backend {dist.Backend.default_device_backend_map['cuda']}"
+
+
 def backends_of(group: dist.ProcessGroup, device: torch.device) -> list[str]:
     """Return the names of what carries tensors of ``device`` in ``group``: as it was made, then as it calls itself."""
     names = []

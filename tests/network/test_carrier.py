@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.engine.build import averaged_parameters
+from lightning_sparse.network.carrier import nccl_here
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.network.torch_comm import TorchComm
 from lightning_sparse.wire import FLOAT32
@@ -165,3 +166,12 @@ def train_in(rank: int, size: int, backend: str | None) -> Tensor:
 def test_a_group_without_a_name_trains_to_the_same_bits(ranks: Ranks, backend: str | None) -> None:
     plain = ranks.run(train_in, 2, "gloo")
     assert all(map(torch.equal, ranks.run(train_in, 2, backend), plain))
+
+
+def test_which_nccl_there_is_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    assert nccl_here() == ""
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+    monkeypatch.setitem(dist.Backend.default_device_backend_map, "cuda", "nccl2")
+    assert nccl_here() == "2.27.3, by the backend nccl2"

@@ -20,6 +20,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from lightning_sparse.__about__ import __version__
 from lightning_sparse.bench.compare.place import Place, interfaces
 from lightning_sparse.kernels.ops import HAS_TRITON
+from lightning_sparse.network.carrier import nccl_here
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.torch_comm import TorchComm
 
@@ -39,7 +40,7 @@ class Host:
     cores: int  # that this process may use
     load: float  # programs that ran on average in the last minute
     devices: list[str]  # names of CUDA devices
-    nccl: bool  # whether PyTorch has NCCL
+    nccl: str  # its version and PyTorch's backend; "" if PyTorch has none
     triton: bool
     interfaces: dict[str, str]  # name -> IPv4 address
     own_address: str  # that the host's name leads to; "" if it leads nowhere
@@ -63,7 +64,7 @@ class Host:
             cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
             load=os.getloadavg()[0],
             devices=[torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-            nccl=dist.is_available() and dist.is_nccl_available(),
+            nccl=nccl_here(),
             triton=HAS_TRITON,
             interfaces=interfaces(),
             own_address=own_address,

@@ -28,7 +28,7 @@ def surroundings(found: Surroundings, place: Place | None, emulate: str, cannot_
     rows = {
         "versions": ", ".join(f"{name} {number}" for name, number in first.versions.items()),
         "machine": f"{first.system}, {first.cores} cores, {first.load:.1f} programs running",
-        "devices": f"{kinds}: ranks train on CUDA, over NCCL"
+        "devices": f"{kinds}: ranks train on CUDA, over NCCL {first.nccl or '(missing)'}"
         if kinds
         else "no CUDA device: ranks train on the CPU, over Gloo",
         "kernels": triton if kinds else "NumPy's and PyTorch's, on the CPU",

@@ -28,7 +28,7 @@ HOST = Host(
     cores=2,
     load=0.5,
     devices=[],
-    nccl=False,
+    nccl="",
     triton=False,
     interfaces={"lo": "127.0.0.1", "eth0": "10.0.0.1", "ib0": "10.1.0.1"},
     own_address="10.0.0.1",
@@ -51,7 +51,7 @@ def test_two_good_hosts_have_nothing_wrong() -> None:
         ({"versions": {"torch": "2.6.0", "lightning": "2.6.1"}}, "torch must be of one version on every host; got one"),
         ({"versions": {**HOST.versions, "lightning": "2.6.2"}}, "two: lightning 2.6.2 was withdrawn"),
         ({"devices": ["H100"]}, "two: PyTorch must have NCCL"),
-        ({"devices": ["H100"], "nccl": True}, "as many CUDA devices; got one 0, two 1"),
+        ({"devices": ["H100"], "nccl": "2.27.3"}, "as many CUDA devices; got one 0, two 1"),
         ({"gloo": "eth1"}, "GLOO_SOCKET_IFNAME must be one of lo, eth0, ib0; got 'eth1'"),
         ({"nccl_interface": "mlx"}, "NCCL_SOCKET_IFNAME must be how one of lo, eth0, ib0 begins; got 'mlx'"),
         ({"own_address": "127.0.1.1"}, "export GLOO_SOCKET_IFNAME=eth0 on it before training"),
@@ -99,9 +99,10 @@ def test_the_screen_names_the_slowest_link() -> None:
 
 @pytest.mark.parametrize("gpus", [[], ["H100"] * 8])
 def test_the_screen_says_what_will_be_used(gpus: list[str]) -> None:
-    host = replace(HOST, devices=gpus, nccl=bool(gpus), triton=True)
+    host = replace(HOST, devices=gpus, nccl="2.27.3, by the backend nccl" if gpus else "", triton=True)
     text = text_of(screen.surroundings(Surroundings([host], []), None, "", "no"))
-    assert ("over Gloo" in text, "8 x H100: ranks train on CUDA, over NCCL" in text) == (not gpus, bool(gpus))
+    named = "8 x H100: ranks train on CUDA, over NCCL 2.27.3, by the backend nccl"
+    assert ("over Gloo" in text, named in " ".join(text.split())) == (not gpus, bool(gpus))
 
 
 # --- one device
