@@ -57,6 +57,11 @@ class Lane:
         self._inbox.put((work, self._stream, result))
         return result
 
+    def to_host(self, x: Tensor) -> Tensor:
+        """Return what was made on this lane, in the host's memory: its stream, and no other, knows when it is there."""
+        with torch.cuda.stream(self._stream):
+            return x.cpu()
+
     def close(self, within_a_step: bool = False) -> bool:
         """End the thread and release the ranks; returns whether that was possible.
 

@@ -203,8 +203,6 @@ class LocalExchange(Exchange):
 
     def _end_comparison(self) -> None:
         """Average what has changed, too, starting from the mean over the ranks."""
-        if self._stream:  # on which the ranks told each other
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
         for replica in self._replicas_of(self._comparison.end()):
             own = replica.average.clone()
             replica.average.copy_(self.ask(lambda comm, own=own: comm.all_reduce(own)) / self.size)  # type: ignore[misc]

@@ -78,6 +78,7 @@ class Comparison:
         self.untrained.begin()
         row = torch.cat([torch.tensor([self._set]), self.untrained.changed()]).to(self._device)
         self._set = 0
+        self._to_host = lane.to_host
         self.under_way = lane.submit(lambda: lane.comm.all_gather(row).wait())
 
     def end(self) -> list[str]:
@@ -88,7 +89,7 @@ class Comparison:
         """
         if self.under_way is None:
             return []
-        rows, self.under_way = self.under_way.result().cpu(), None
+        rows, self.under_way = self._to_host(self.under_way.result()), None
         if len(parties := ranks_having(rows[:, 0].tolist())) > 1:
             raise RuntimeError(
                 "Weights that are set while the parameters hold the average of all ranks must be set on every rank, to "
