@@ -27,7 +27,7 @@ from lightning_sparse.engine.build import averaged_parameters
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.groups import BUCKET_BYTES, not_carried
 from lightning_sparse.engine.local_steps import LocalSteps
-from lightning_sparse.engine.unsupported import check_first_synchronised, check_not_capturing, check_reducer
+from lightning_sparse.engine.unsupported import check_may_begin
 from lightning_sparse.fusion.layer_fusion import LayerFusion
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.network.torch_comm import TorchComm, world
@@ -87,8 +87,7 @@ class SparseHook:
             bucket_bytes=bucket_bytes,
         )
         groups = process_groups or ProcessGroups(ddp)
-        ranks = TorchComm(ddp.process_group, device=ddp.device)
-        options.agree(ddp.module, ranks, groups.local_size, ddp.find_unused_parameters, scaler)
+        options.agree(ddp.module, TorchComm(ddp.process_group), groups.local_size, ddp.find_unused_parameters, scaler)
         self._put_on(ddp, options, scaler, groups, may_be_local=False, evaluates=lambda module: not module.training)
 
     @classmethod
@@ -128,7 +127,6 @@ class SparseHook:
         may_be_local: bool,
         evaluates: Callable[[nn.Module], bool],
     ) -> None:
-        check_reducer(ddp)
         parameters = averaged_parameters(ddp)
         self._evaluates = evaluates
         self._as_saved = options.as_saved
@@ -174,11 +172,7 @@ class SparseHook:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(self, module: nn.Module, *_: object) -> None:
         """Between two steps: the time to measure, and to change groups.  Every rank passes here as often."""
-        if self.exchange.error is not None:
-            raise self.exchange.error
-        check_not_capturing()
-        if (ddp := self._ddp()) is not None:
-            check_first_synchronised(ddp)
+        check_may_begin(self._ddp(), self.exchange.error)
         self._warn_if_nothing_is_saved()
         thawed = [name for name, parameter in self._frozen if parameter.requires_grad]
         if thawed and dist.get_world_size() > 1 and torch.is_grad_enabled():

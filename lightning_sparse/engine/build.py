@@ -13,6 +13,7 @@ from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.groups import BUCKET_BYTES, lay_out, lay_out_fragments
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.engine.local_steps import LocalSteps
+from lightning_sparse.engine.unsupported import check_reducer
 from lightning_sparse.engine.untrained import untrained_of
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.wire import wire_format
@@ -93,8 +94,9 @@ def averaged_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
     """The parameters that ``ddp`` averages, by name, in the order of definition.
 
     Raises:
-        ValueError: if one of them cannot be averaged.
+        ValueError: if one of them cannot be averaged, or ``ddp`` hands none of them over in a bucket.
     """
+    check_reducer(ddp)
     for name, child in ddp.module.named_modules():
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse and child.weight.requires_grad:
             raise ValueError(

@@ -31,7 +31,16 @@ def check_not_capturing() -> None:
         )
 
 
-def check_first_synchronised(ddp: DistributedDataParallel) -> None:
+def check_may_begin(ddp: DistributedDataParallel | None, error: BaseException | None) -> None:
+    """Raise what keeps a forward of ``ddp`` from beginning: the ``error`` of a step before, or what cannot work."""
+    if error is not None:
+        raise error
+    check_not_capturing()
+    if ddp is not None:
+        _check_first_synchronised(ddp)
+
+
+def _check_first_synchronised(ddp: DistributedDataParallel) -> None:
     """Raise a RuntimeError if the first backward of a static graph is not to be synchronised: DDP learns it there."""
     is_first = not getattr(ddp, "_static_graph_delay_allreduce_enqueued", True)
     if ddp.static_graph and is_first and not ddp.require_backward_grad_sync and torch.is_grad_enabled():

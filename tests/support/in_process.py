@@ -231,7 +231,7 @@ class ThreadDDP(nn.Module):
         self.module = module
         self.process_group = group
         self.device = torch.device("cpu")
-        self.find_unused_parameters = False
+        self.find_unused_parameters = self.static_graph = False
         self.parameters_to_ignore: set[str] = set()
         self.broadcast_buffers = self.require_backward_grad_sync = self.require_forward_param_sync = True
         self.backwards = 0
