@@ -13,10 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers "fake"
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
+from lightning_sparse.engine.lane import Lane
+from lightning_sparse.engine.untrained import Comparison, Untrained
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.network.torch_comm import TorchComm
 from lightning_sparse.wire import FLOAT32
@@ -245,3 +247,33 @@ def same_backend(rank: int, size: int) -> tuple[str, str]:
 
 def test_lanes_have_the_backend_of_ddps_group_and_not_of_the_default_one(ranks: Ranks) -> None:
     assert ranks.run(same_backend, 2, gloo=True) == [("gloo", "fake")] * 2
+
+
+def told(rank: int, size: int) -> tuple[list[str], list[str]]:
+    """On which stream what ranks told each other is read, where it is read at once; and on which it was gathered."""
+    streams, read = Streams(), []
+    ordinary = torch.Tensor.cpu
+
+    def cpu(x: Tensor) -> Tensor:
+        read.append(streams.current_stream("any").name)
+        return ordinary(x)
+
+    lane: Any = Lane(TorchComm(dist.group.WORLD), False, streams.ours)  # type: ignore[arg-type]
+    frozen = torch.ones(3)
+    comparison = Comparison(Untrained({"frozen": lambda: frozen}), torch.device("cpu"))
+    comparison.untrained.begin()
+    frozen += rank  # on the second rank only
+    with (
+        patch.object(torch.cuda, "stream", streams.stream),
+        patch.object(torch.cuda, "current_stream", streams.current_stream),
+        patch.object(torch.Tensor, "cpu", cpu),
+    ):
+        comparison.begin(lane)
+        read.clear()
+        changed = comparison.end()
+    return changed, read
+
+
+def test_what_ranks_told_each_other_is_read_on_the_stream_it_came_on(ranks: Ranks) -> None:
+    """Another stream does not wait for the message: it would read what was there before."""
+    assert ranks.run(told, 2, gloo=True) == [(["frozen"], ["ours"])] * 2
