@@ -27,6 +27,7 @@ from lightning_sparse.engine.build import averaged_parameters
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.groups import BUCKET_BYTES, not_carried
 from lightning_sparse.engine.local_steps import LocalSteps
+from lightning_sparse.engine.unsupported import check_may_begin
 from lightning_sparse.fusion.layer_fusion import LayerFusion
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.network.torch_comm import TorchComm, world
@@ -171,7 +172,7 @@ class SparseHook:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(self, module: nn.Module, *_: object) -> None:
         """Between two steps: the time to measure, and to change groups.  Every rank passes here as often."""
-        self.exchange.check_forward()
+        check_may_begin(self._ddp(), self.exchange.error)
         self._warn_if_nothing_is_saved()
         thawed = [name for name, parameter in self._frozen if parameter.requires_grad]
         if thawed and dist.get_world_size() > 1 and torch.is_grad_enabled():

@@ -20,6 +20,7 @@ from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.groups import BUCKET_BYTES
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.engine.optimizers import Optimizers
+from lightning_sparse.engine.unsupported import check_not_capturing
 from lightning_sparse.fusion.layer_fusion import LayerFusion
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.process_groups import ProcessGroups
@@ -83,6 +84,7 @@ class Switch:
 
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
         """DDP's communication hook."""
+        check_not_capturing()
         return self.exchange.hook(state, bucket)
 
     def close(self) -> bool:

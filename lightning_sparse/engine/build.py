@@ -13,6 +13,7 @@ from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.groups import BUCKET_BYTES, lay_out, lay_out_fragments
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.engine.local_steps import LocalSteps
+from lightning_sparse.engine.unsupported import check_reducer
 from lightning_sparse.engine.untrained import untrained_of
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.wire import wire_format
@@ -65,13 +66,12 @@ def make_exchange(
             f"local_group={groups.local_size} cannot be combined with find_unused_parameters=True: ranks of a node "
             "may use different parameters, and only one may keep what is unsent of them. Leave one of them out."
         )
-    comms = groups.comms(wire_format(way.wire_dtype), beside_forward=way.local is not None)
-    threaded = not groups.nccl
+    comms = groups.comms(wire_format(way.wire_dtype), beside_ddp=way.local is not None)
     if way.local is None:
         return GradientExchange(
             lay_out(parameters, way.compressor, way.fusion, way.bucket_bytes),
             comms,
-            threaded=threaded,
+            threaded=not groups.nccl,
             node=groups if groups.local_size > 1 else None,
             may_be_unused=ddp.find_unused_parameters,
             scaler=scaler,
@@ -82,7 +82,7 @@ def make_exchange(
         laid_out,
         fragments,
         comms,
-        threaded=threaded,
+        threaded=not groups.nccl,
         settings=way.local,
         warmup_steps=way.warmup_steps,
         untrained=untrained_of(ddp.module, ddp.parameters_to_ignore),
@@ -96,11 +96,7 @@ def averaged_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
     Raises:
         ValueError: if one of them cannot be averaged, or gradients are not handed over in buckets.
     """
-    if getattr(ddp, "_use_python_reducer", False):
-        raise ValueError(
-            "torch._dynamo.config.optimize_ddp must not be 'python_reducer', which hands over no buckets of gradients; "
-            "got it. Set it to True, PyTorch's default, before DDP is set up."
-        )
+    check_reducer(ddp)
     for name, child in ddp.module.named_modules():
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse and child.weight.requires_grad:
             raise ValueError(

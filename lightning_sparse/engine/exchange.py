@@ -97,17 +97,6 @@ class Exchange(Around, ABC):
         """The step that the groups' compressors are at; 0 where there are no groups."""
         return self.groups[0].step if self.groups else 0
 
-    def check_forward(self) -> None:
-        """Raise what a lane has raised, or a RuntimeError within the capture of a CUDA graph."""
-        if self.error is not None:
-            raise self.error
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "a training step must not be captured whole in a CUDA graph, since what is sent changes from step to "
-                "step; got a forward within a capture. Capture layers alone, with torch.cuda.make_graphed_callables or "
-                "torch.compile(mode='reduce-overhead')."
-            )
-
     # - what others may ask for, between two steps, on every rank
 
     def defer(self, deferred: bool) -> None:

@@ -1,5 +1,6 @@
 """One of DDP's buckets: where its gradients lie, and the future that gives it back."""
 
+import threading
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -17,6 +18,7 @@ class PendingBucket:
         self.buffer: Tensor = bucket.buffer()
         self.parameters: list[Tensor] = bucket.parameters()
         self.summed: Pending | None = None  # its sum over this rank's node, under way
+        self._waiting = threading.Lock()
         self.missing = len(self.parameters)  # parameters whose mean is not in the buffer yet
         device = self.buffer.device
         self.future: Future[Tensor] = Future(devices=None if device.type == "cpu" else [device])
@@ -27,8 +29,10 @@ class PendingBucket:
 
     def wait(self) -> None:
         """Wait until its gradients may be read."""
-        if self.summed is not None:
-            self.summed.wait()
+        with self._waiting:  # lanes may have a group each in it
+            if self.summed is not None:
+                self.summed.wait()
+                self.summed = None  # a message is waited for once: over Gloo the second time would not end
 
     def give_back(self) -> None:
         """Let backward go on."""

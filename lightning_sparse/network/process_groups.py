@@ -50,7 +50,7 @@ class ProcessGroups:
         local_size: L, ranks of a node.
 
     Raises:
-        ValueError: L does not divide the number of ranks.
+        ValueError: L does not divide the number of ranks, or nothing known carries tensors of the device of ``ddp``.
     """
 
     def __init__(self, ddp: DistributedDataParallel, timeout: timedelta | None = None, local_size: int = 1) -> None:
@@ -70,21 +70,21 @@ class ProcessGroups:
         self._inside: TorchComm | None = None  # this node, for backward's thread
         self._leaders: dist.ProcessGroup | None = None  # for the main thread
 
-    def comms(self, wire_dtype: ValueFormat, beside_forward: bool = False) -> list[Comm]:
+    def comms(self, wire_dtype: ValueFormat, beside_ddp: bool = False) -> list[Comm]:
         """The ranks, or the nodes, once for each lane.  Makes the groups: to be called on every rank, at once.
 
         Args:
             wire_dtype: of values on the wire.
-            beside_forward: what is sent may be under way in a forward, where others use DDP's group.
+            beside_ddp: what is sent may be under way while DDP and others send on DDP's group.
         """
-        comms = self._comms(wire_dtype, beside_forward)
+        comms = self._comms(wire_dtype, beside_ddp)
         for comm in comms:
             comm.costs.by_backend = self.nccl
         return comms
 
-    def _comms(self, wire_dtype: ValueFormat, beside_forward: bool) -> list[Comm]:
+    def _comms(self, wire_dtype: ValueFormat, beside_ddp: bool) -> list[Comm]:
         lanes = 1 if self.nccl else LANES  # several would need one order of launching on NCCL
-        if self.local_size == 1 and self.nccl and not beside_forward:
+        if self.local_size == 1 and self.nccl and not beside_ddp:
             return [TorchComm(self._ddp_group, wire_dtype)]
         if self.local_size == 1:  # over Gloo others may use DDP's group from the main thread
             everyone = [rank for node in self._nodes for rank in node]
@@ -92,7 +92,7 @@ class ProcessGroups:
             return [TorchComm(group, wire_dtype) for group in groups]
         leaders = [self._between(self._new_leaders()) for _ in range(lanes)]
         inside = [self._new_inside() for _ in leaders]
-        self._inside = self._new_inside()
+        self._inside = inside[0] if self.nccl else self._new_inside()
         nodes = len(self._nodes)
         return [NodeComm(self._node, nodes, *lane, wire_dtype) for lane in zip(leaders, inside, strict=True)]
 
@@ -121,7 +121,10 @@ class ProcessGroups:
                 dist.destroy_process_group(group)
 
     def sum_inside(self, x: Tensor) -> Pending:
-        """Sum over the ranks of this node, in place: for backward's thread, where there are nodes."""
+        """Sum over the ranks of this node, in place: for backward's thread, where there are nodes.
+
+        Over NCCL to be launched on the stream of the lane.
+        """
         assert self._inside is not None  # the exchange has taken its groups
         return self._inside.all_reduce(x)
 

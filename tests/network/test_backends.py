@@ -1,6 +1,5 @@
 """Which backend carries a tensor is asked of the process group, whatever the user has called it."""
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -82,34 +81,8 @@ def test_on_nccl_there_is_one_lane_and_local_steps_have_their_own_communicator(
     assert len(ProcessGroups(ddp).comms(FLOAT32)) == LANES
     monkeypatch.setattr(process_groups, "carries_by_nccl", lambda *_: True)
     (of_gradients,) = ProcessGroups(ddp).comms(FLOAT32)
-    (of_local_steps,) = ProcessGroups(ddp).comms(FLOAT32, beside_forward=True)
+    (of_local_steps,) = ProcessGroups(ddp).comms(FLOAT32, beside_ddp=True)
     assert of_gradients._group is everyone
     assert of_local_steps._group is not everyone
     assert of_gradients.costs.by_backend
     assert of_local_steps.costs.by_backend
-
-
-def test_every_stream_is_asked_of_a_device() -> None:
-    """The current device may be another than that of the gradients, in plain PyTorch without ``set_device``."""
-    package = Path(ls.__file__).parent
-    asked = re.compile(r"current_stream\(\)|\.record\(\)|cuda\.synchronize\(\)")
-    bare = [str(path) for path in package.rglob("*.py") if asked.search(path.read_text())]
-    assert not bare
-
-
-def test_gradients_that_come_without_buckets_are_refused(one_rank: None) -> None:
-    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
-        ddp = DistributedDataParallel(nn.Linear(3, 2))
-    with pytest.raises(ValueError, match="optimize_ddp must not be 'python_reducer'"):
-        ls.SparseHook(ddp, "sparse_dense")
-
-
-def test_a_step_within_a_cuda_graph_is_refused(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    ddp = DistributedDataParallel(nn.Linear(3, 2))
-    hook = ls.SparseHook(ddp, "sparse_dense")
-    monkeypatch.setattr(hook.exchange, "device", CUDA)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="must not be captured whole in a CUDA graph"):
-        ddp(torch.ones(1, 3))
-    monkeypatch.undo()
-    hook.close()

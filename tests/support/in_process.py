@@ -142,7 +142,10 @@ class ThreadGroup:
 class ThreadComm(SimComm):
     """One thread of a process group; takes the place of :class:`TorchComm`."""
 
-    def __init__(self, group: ThreadGroup, wire_dtype: ValueFormat = FLOAT32) -> None:
+    def __init__(
+        self, group: ThreadGroup, wire_dtype: ValueFormat = FLOAT32, device: torch.device | None = None
+    ) -> None:
+        del device
         super().__init__(group.meeting, group.rank, wire_dtype, HOP_BYTES)
 
     def gather(self, x: Tensor) -> Tensor:
@@ -165,7 +168,7 @@ class ThreadGroups:
         self._ddp_group = group
         self._made: list[ThreadGroup] = []
 
-    def comms(self, wire_dtype: ValueFormat, beside_forward: bool = False) -> list[Comm]:
+    def comms(self, wire_dtype: ValueFormat, beside_ddp: bool = False) -> list[Comm]:
         """The ranks, once for each lane."""
         self._made = self._made or [self._ddp_group.network.group(self._ddp_group.rank) for _ in range(LANES)]
         return [ThreadComm(group, wire_dtype) for group in self._made]
@@ -226,7 +229,8 @@ class ThreadDDP(nn.Module):
         super().__init__()
         self.module = module
         self.process_group = group
-        self.find_unused_parameters = False
+        self.device = torch.device("cpu")
+        self.find_unused_parameters = self.static_graph = False
         self.parameters_to_ignore: set[str] = set()
         self.broadcast_buffers = self.require_backward_grad_sync = self.require_forward_param_sync = True
         self.backwards = 0

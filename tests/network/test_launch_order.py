@@ -1,0 +1,231 @@
+"""The order in which messages are launched where NCCL carries them: what real ranks do over Gloo, by NCCL's rules."""
+
+import ast
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from graphlib import TopologicalSorter
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_sparse as ls
+from lightning_sparse.network.process_groups import ProcessGroups
+from lightning_sparse.network.torch_comm import TorchComm
+from tests.support.models import batch, small
+from tests.support.processes import Ranks
+
+PACKAGE = Path(ls.__file__).parent
+STEPS = 4
+MESSAGES = ("_all_reduce", "_all_gather", "_broadcast", "_shift", "_all_to_all")
+
+
+class Streams:
+    """Takes the place of CUDA's streams: which one is current in a thread, and which waits for which."""
+
+    class Stream:
+        """A stream that runs nothing."""
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+            self.device = torch.device("cuda", 1)
+
+        def wait_stream(self, other: "Streams.Stream") -> None:
+            """Do nothing: on the CPU all is done at once."""
+
+    def __init__(self) -> None:
+        self._now = threading.local()
+        self.unnamed = 0  # times that a current stream was asked for without a device
+        self.default, self.ours = self.Stream("default"), self.Stream("ours")
+
+    @contextmanager
+    def stream(self, stream: "Streams.Stream | None") -> Iterator[None]:
+        """Make a stream current, or do nothing."""
+        before = self.current_stream("any")
+        self._now.stream = stream or before
+        try:
+            yield
+        finally:
+            self._now.stream = before
+
+    def current_stream(self, device: Any = None) -> "Streams.Stream":
+        """The current one of a device."""
+        self.unnamed += device is None
+        now: Streams.Stream = getattr(self._now, "stream", self.default)
+        return now
+
+
+class Launches:
+    """What a rank launches: on which communicator, which stream and by which thread, in order."""
+
+    def __init__(self, streams: Streams) -> None:
+        self.seen: list[tuple[str, str, bool]] = []
+        self._streams = streams
+        self._within = 0
+
+    def note(self, comm: TorchComm) -> None:
+        """Note one message."""
+        stream = self._streams.current_stream("any").name
+        self.seen.append((comm._group.group_name, stream, threading.current_thread().name == "lightning_sparse"))
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record within."""
+        with all_started([patch.object(TorchComm, name, self._noting(name)) for name in MESSAGES]):
+            yield
+
+    def _noting(self, name: str) -> Any:
+        ordinary = getattr(TorchComm, name)
+
+        def launch(comm: TorchComm, *args: Any, **kwargs: Any) -> Any:
+            if comm.size > 1 and not self._within:  # a sum may be an all-gather
+                self.note(comm)
+            self._within += 1
+            try:
+                return ordinary(comm, *args, **kwargs)
+            finally:
+                self._within -= 1
+
+        return launch
+
+
+@contextmanager
+def all_started(patches: list[Any]) -> Iterator[None]:
+    """All of them."""
+    for each in patches:
+        each.start()
+    try:
+        yield
+    finally:
+        for each in patches:
+            each.stop()
+
+
+def train(rank: int, size: int, compressor: str, local_size: int, local_steps: int, scales: bool) -> dict[str, Any]:
+    """Four steps by NCCL's rules, with a user's log in each, over Gloo."""
+    streams = Streams()
+    launches = Launches(streams)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if scales else None
+    ddp = DistributedDataParallel(small().net, bucket_cap_mb=1e-4)
+    groups = ProcessGroups(ddp, local_size=local_size)
+    groups.nccl = True
+    hook = ls.SparseHook(
+        ddp, compressor, fusion="none", process_groups=groups, local_steps=local_steps, scaler=scaler
+    )  # fmt: skip
+    exchange: Any = hook.exchange
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    exchange._stream = streams.ours
+    for lane in exchange._lanes:
+        lane._stream = streams.ours
+    if local_steps:
+        exchange._flight._stream = streams.ours
+    with (
+        launches.recorded(),
+        patch.object(torch.cuda, "stream", streams.stream),
+        patch.object(torch.cuda, "current_stream", streams.current_stream),
+    ):
+        for step in range(STEPS):
+            x, y = batch(step, rank)
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(ddp(x), y)
+            TorchComm(ddp.process_group).all_reduce(loss.detach().clone()).wait()  # log(..., sync_dist=True)
+            (scaler.scale(loss) if scaler else loss).backward()
+            optimizer.step()
+        hook.show_average()
+    ours = [group for lane in exchange._lanes for group in communicators(lane.comm)]
+    hook.close()
+    return {"launches": launches.seen, "ddp": ddp.process_group.group_name, "ours": ours, "unnamed": streams.unnamed}
+
+
+def communicators(comm: Any) -> list[str]:
+    """The names of the process groups under a lane's comm."""
+    if isinstance(comm, TorchComm):
+        return [comm._group.group_name]
+    return [name for each in (comm._between, comm._inside) if each for name in communicators(each)]
+
+
+def train_all(rank: int, size: int) -> list[dict[str, Any]]:
+    """Each of the cases."""
+    return [train(rank, size, *case) for case in CASES.values()]
+
+
+CASES = {
+    "gradients": ("micro", 1, 0, False),
+    "dense": ("sparse_dense", 1, 0, False),
+    "nodes": ("micro", 2, 0, False),
+    "nodes, several messages at once": ("sketch_fusion", 2, 0, False),
+    "nodes, loss scale": ("ok_topk", 2, 0, True),
+    "local steps": ("skip_reduce", 1, 2, False),
+}
+
+
+@pytest.fixture(scope="module")
+def every(ranks: Ranks) -> list[list[dict[str, Any]]]:
+    """What each of four ranks has launched in each case."""
+    return ranks.run(train_all, 4, gloo=True)
+
+
+@pytest.fixture(params=CASES)
+def trained(request: pytest.FixtureRequest, every: list[list[dict[str, Any]]]) -> tuple[str, list[dict[str, Any]]]:
+    """What each rank has launched in one case."""
+    return request.param, [each[list(CASES).index(request.param)] for each in every]
+
+
+def test_every_rank_launches_on_all_communicators_in_one_order(trained: tuple[str, list[dict[str, Any]]]) -> None:
+    """There is an order of all messages, of all communicators, that each rank keeps to with those it takes part in."""
+    before: dict[tuple[str, int], set[tuple[str, int]]] = {}
+    members: dict[str, set[int]] = {}
+    for each in trained[1]:
+        counts: dict[str, int] = {}
+        last: tuple[str, int] | None = None
+        for group, _, _ in each["launches"]:
+            number = counts[group] = counts.get(group, 0) + 1
+            before.setdefault((group, number), set()).update([last] if last else [])
+            last = group, number
+        for group, number in counts.items():
+            members.setdefault(group, set()).add(number)
+    assert list(TopologicalSorter(before).static_order())
+    assert all(len(numbers) == 1 for numbers in members.values())  # each rank takes part in all of a group's
+    assert len(members) == {"nodes": 4, "local": 2}.get(trained[0][:5], 1)
+
+
+def test_what_an_engine_launches_is_launched_on_its_one_stream(trained: tuple[str, list[dict[str, Any]]]) -> None:
+    """So that one message of several communicators is in flight at a time, and no thread of ours launches."""
+    for each in trained[1]:
+        streams = {stream for group, stream, _ in each["launches"] if group != each["ddp"]}
+        assert streams <= {"ours"}
+        assert not any(by_thread for _, _, by_thread in each["launches"])
+        logs = [stream for group, stream, _ in each["launches"] if group == each["ddp"]].count("default")
+        assert logs == STEPS
+
+
+def test_only_local_steps_and_nodes_have_communicators_beside_ddps(
+    trained: tuple[str, list[dict[str, Any]]],
+) -> None:
+    """A log on DDP's would wait for all that local steps have under way."""
+    beside = trained[0].startswith(("nodes", "local"))
+    for each in trained[1]:
+        assert (each["ddp"] in each["ours"]) == (not beside)
+
+
+def test_the_current_stream_asked_for_is_that_of_the_models_device(
+    trained: tuple[str, list[dict[str, Any]]],
+) -> None:
+    """Without ``set_device`` another device is the current one of the main thread."""
+    assert not any(each["unnamed"] for each in trained[1])
+
+
+def test_no_line_asks_for_a_stream_or_waits_for_a_device_without_naming_it() -> None:
+    unnamed = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.args:
+                said = ast.unparse(node.func)
+                if said in ("torch.cuda.current_stream", "torch.cuda.synchronize") or node.func.attr == "record":
+                    unnamed.append(f"{path.name}:{node.lineno}: {said}")
+    assert unnamed == []
