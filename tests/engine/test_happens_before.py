@@ -19,7 +19,16 @@ from tests.engine.test_nobody_waits import Scaler
 from tests.support.fake_cuda import DEVICE, Event, Stream, place, unavailable_reason
 from tests.support.fake_nccl import FakeNccl, Work
 from tests.support.happens_before import HappensBefore
-from tests.support.on_fake_cuda import COMPRESSORS, Training, gradients, local_steps, nodes, on_fake_cuda, parameters
+from tests.support.on_fake_cuda import (
+    COMPRESSORS,
+    Training,
+    gradients,
+    local_steps,
+    nodes,
+    on_fake_cuda,
+    parameters,
+    watched,
+)
 
 reason = unavailable_reason()
 pytestmark = pytest.mark.skipif(reason is not None, reason=reason or "")
@@ -74,13 +83,6 @@ def test_a_step_whose_sums_lie_in_ddp_s_buckets_is_ordered() -> None:
 
 
 def test_a_step_that_is_watched_and_recorded_is_ordered() -> None:
-    def make(nccl: FakeNccl, of: dict[str, Tensor]) -> Exchange:
-        exchange = gradients(nccl, of, ls.TopK(), "int4")
-        exchange.watch_unsent()
-        exchange.record_gradients(1000)
-        exchange.defer(True)
-        return exchange
-
     def look(exchange: GradientExchange, nccl: FakeNccl, of: dict[str, Tensor]) -> None:
         assert exchange.sample is not None
         exchange.sample.waiting()
@@ -88,7 +90,7 @@ def test_a_step_that_is_watched_and_recorded_is_ordered() -> None:
         exchange.delivered()
         exchange.unsent_norm()
 
-    assert unordered(make, between=look) == []
+    assert unordered(watched, between=look) == []
 
 
 def test_other_groups_and_a_checkpoint_are_ordered() -> None:

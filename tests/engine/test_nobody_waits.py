@@ -23,7 +23,16 @@ from lightning_sparse.wire import WIRE_DTYPES
 from tests.support.buckets import Bucket
 from tests.support.fake_cuda import DEVICE, unavailable_reason
 from tests.support.fake_nccl import FakeNccl
-from tests.support.on_fake_cuda import COMPRESSORS, Training, gradients, local_steps, nodes, on_fake_cuda, parameters
+from tests.support.on_fake_cuda import (
+    COMPRESSORS,
+    Training,
+    gradients,
+    local_steps,
+    nodes,
+    on_fake_cuda,
+    parameters,
+    watched,
+)
 
 STEPS = 8
 FOUND = 52.0  # elements in each message that arrives, as the host is told: as many as MiCRO(density=0.01) meant
@@ -134,14 +143,7 @@ def test_nobody_waits_with_nodes(leader: bool) -> None:
 
 
 def test_nobody_waits_to_watch_what_is_unsent_or_to_time_a_step() -> None:
-    def make(nccl: FakeNccl, of: dict[str, Tensor]) -> Exchange:
-        exchange = gradients(nccl, of, ls.TopK(), "int4")
-        exchange.watch_unsent()
-        exchange.record_gradients(1000)
-        exchange.defer(True)
-        return exchange
-
-    assert not set().union(*waits(make))
+    assert not set().union(*waits(watched))
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -107,6 +107,15 @@ def nodes(nccl: FakeNccl, of: dict[str, Tensor], leader: bool, **options: Any) -
     return GradientExchange(groups, [comm], threaded=False, node=node, **options)  # type: ignore[arg-type]
 
 
+def watched(nccl: FakeNccl, of: dict[str, Tensor]) -> GradientExchange:
+    """An exchange of gradients that somebody watches, records and times."""
+    exchange = gradients(nccl, of, ls.TopK(), "int4")
+    exchange.watch_unsent()
+    exchange.record_gradients(1000)
+    exchange.defer(True)
+    return exchange
+
+
 class Training:
     """A rank's training: DDP's buckets, and an optimizer that reads gradients and writes weights."""
 
