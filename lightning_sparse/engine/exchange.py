@@ -17,7 +17,7 @@ from lightning_sparse.engine.around import Around
 from lightning_sparse.engine.compression_error import delivered
 from lightning_sparse.engine.gradient_record import GradientRecord
 from lightning_sparse.engine.groups import carry_over
-from lightning_sparse.engine.lane import Lane, spread
+from lightning_sparse.engine.lane import Lane, have_caller_wait, spread, wait_for_caller
 from lightning_sparse.engine.sample import Sample
 from lightning_sparse.engine.step import Report
 from lightning_sparse.engine.timeline import Timeline
@@ -50,8 +50,9 @@ class Exchange(Around, ABC):
     =================================================================  ================  =================
 
     Stepping is as fast only while hooks follow each other; a thread goes on where none is called.  On NCCL, where
-    waiting blocks a stream and not the host, there is one lane, and its issuer is the caller of the hook, on a stream
-    of our own.  See [Note: one order of launches].
+    waiting blocks a stream and not the host, the issuer is the caller of the hook, and both lanes are on one
+    communicator: each has a stream of its own, so that one compresses while the other waits for a message.
+    See [Note: one order of launches].
     """
 
     may_sum_in_place = False  # sums may depend on DDP's buckets, which a checkpoint does not keep
@@ -68,8 +69,7 @@ class Exchange(Around, ABC):
         self.timeline = Timeline(self.device)
         self._record: GradientRecord | None = None  # while somebody wants one
         self._deferred = False
-        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self._lanes = [Lane(comm, threaded, self._stream) for comm in comms]
+        self._lanes = [Lane(comm, threaded, self.device) for comm in comms]
         self.lay_out(groups)
 
     def lay_out(self, groups: Sequence[tuple[Group, Compressor]]) -> None:
@@ -160,12 +160,10 @@ class Exchange(Around, ABC):
 
         What it sends is not counted as a step's.
         """
-        if self._stream:
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        wait_for_caller(self._lanes)
         results = [lane.submit(partial(work, lane)) for lane in self._lanes[:lanes]]
         wait(results)
-        if self._stream:
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        have_caller_wait(self._lanes)
         return [result.result() for result in results]
 
     @property

@@ -6,9 +6,7 @@ from concurrent.futures import Future as LaneFuture
 from concurrent.futures import wait
 from functools import partial
 
-import torch
-
-from lightning_sparse.engine.lane import Lane, spent
+from lightning_sparse.engine.lane import Lane, have_caller_wait, spent, wait_for_caller
 from lightning_sparse.engine.replica import Replica
 
 
@@ -17,17 +15,16 @@ class Flight:
 
     Args:
         lanes: that carry it.
-        stream: on which they work; None is the issuer's current one.
 
     Attributes:
         error: the first failure of a lane.
     """
 
-    def __init__(self, lanes: Sequence[Lane], stream: torch.cuda.Stream | None) -> None:
+    def __init__(self, lanes: Sequence[Lane]) -> None:
         self.error: BaseException | None = None
         self.replicas: list[Replica] = []
         self.spent_before = spent(lanes)
-        self._lanes, self._stream = lanes, stream
+        self._lanes = lanes
         self._works: list[LaneFuture[None]] = []
 
     @property
@@ -38,8 +35,7 @@ class Flight:
     def send(self, replicas: Sequence[Replica], queues: Sequence[Sequence[int]], size: int) -> None:
         """Have each lane average those of ``replicas`` in its queue, over ``size`` ranks, in this order."""
         self.replicas = list(replicas)
-        if self._stream:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        wait_for_caller(self._lanes)
         for lane, queue in zip(self._lanes, queues, strict=True):
             for i in queue:
                 self.launch(lane, partial(_average, self.replicas[i], size))
@@ -52,8 +48,7 @@ class Flight:
         """Wait until all has arrived; returns for how many nanoseconds."""
         start_ns = time.perf_counter_ns()
         wait(self._works)
-        if self._stream:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        have_caller_wait(self._lanes)
         return time.perf_counter_ns() - start_ns
 
     def _unless_failed(self, work: Callable[[Lane], None], lane: Lane) -> None:

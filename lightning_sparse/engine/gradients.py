@@ -15,7 +15,7 @@ from torch.futures import Future
 from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.engine.lane import Lane
+from lightning_sparse.engine.lane import Lane, have_caller_wait, wait_for_caller
 from lightning_sparse.engine.pending_bucket import PendingBucket
 from lightning_sparse.engine.scaled_steps import ScaledSteps
 from lightning_sparse.engine.step import Step
@@ -98,7 +98,7 @@ class GradientExchange(ScaledSteps):
         last = step.has_arrived
         if last and step.loss_scale:  # beside the last groups' messages, so that nobody waits for it
             if self._node:
-                with torch.cuda.stream(self._stream):
+                with torch.cuda.stream(self._lanes[0].stream):
                     self._node.sum_inside(step.loss_scale.overflowed).wait()
             self._submit(step, 0, Step.ask_for_overflow)
         averages = [
@@ -115,10 +115,9 @@ class GradientExchange(ScaledSteps):
         self.timeline.arrive(bucket.parameters)
         if step.loss_scale:
             step.loss_scale.take_in(bucket.buffer)
-        if self._stream:
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        wait_for_caller(self._lanes)
         if self._node and bucket.buffer.numel():
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self._lanes[0].stream):
                 bucket.summed = self._node.sum_inside(bucket.buffer)
                 if self._node.nccl:  # one message after the other: see [Note: who issues messages]
                     bucket.wait()
@@ -215,6 +214,7 @@ class GradientExchange(ScaledSteps):
         self.timeline.average(group, taken_up, busy_ns / 1e9)
         with self._lock:
             step.count_averaged(buckets)
+            have_caller_wait(self._lanes)  # a bucket may have groups of several
             if step.loss_scale:  # then `_settle` gives back all
                 return
             if not step.averaging:
@@ -235,6 +235,7 @@ class GradientExchange(ScaledSteps):
         overflowed = step.overflowed.wait()
         for average in step.averages:
             average.result()  # raises the error of another lane
+        have_caller_wait(self._lanes)
         if self.error is not None:
             return
         for bucket in step.buckets:

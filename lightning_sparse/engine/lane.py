@@ -24,13 +24,17 @@ class Lane:
     Args:
         comm: the ranks; nobody else may launch messages on it.
         threaded: give the lane a thread of its own.
-        stream: on which the work is done; None is the issuer's current one.
+        device: of what is sent.
+
+    Attributes:
+        stream: on which the work is done; None on the CPU.
     """
 
-    def __init__(self, comm: Comm, threaded: bool, stream: torch.cuda.Stream | None = None) -> None:
+    def __init__(self, comm: Comm, threaded: bool, device: torch.device | None = None) -> None:
         self.comm = comm
         self.compress_ns = self.network_ns = 0
-        self._stream = stream
+        on_device = device is not None and device.type == "cuda"
+        self.stream = torch.cuda.Stream(device) if on_device else None
         self._inbox: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
         self._threaded = threaded
         self._thread: threading.Thread | None = None  # started with its first work; a daemon, which no exit waits for
@@ -49,23 +53,23 @@ class Lane:
             )
         result: Future[T] = Future()
         if not self._threaded:
-            _do(work, self._stream, result)
+            _do(work, self.stream, result)
             return result
         if self._thread is None:
             self._thread = threading.Thread(target=_serve, args=(self._inbox,), name="lightning_sparse", daemon=True)
             self._thread.start()
-        self._inbox.put((work, self._stream, result))
+        self._inbox.put((work, self.stream, result))
         return result
 
     def wait_for_caller(self) -> None:
         """Have this lane do nothing more before what the caller's stream is given so far is done."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
 
     def have_caller_wait(self) -> None:
         """Have the caller's stream do nothing more before what this lane is given so far is done."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        if self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
     def close(self, within_a_step: bool = False) -> bool:
         """End the thread and release the ranks; returns whether that was possible.
@@ -121,6 +125,18 @@ def _do(work: Callable[[], T], stream: torch.cuda.Stream | None, result: Future[
             result.set_result(work())
     except BaseException as error:  # whatever it is, backward must hear of it, not wait
         result.set_exception(error)
+
+
+def wait_for_caller(lanes: Sequence[Lane]) -> None:
+    """Have all ``lanes`` wait for the caller's stream, as :meth:`Lane.wait_for_caller`."""
+    for lane in lanes:
+        lane.wait_for_caller()
+
+
+def have_caller_wait(lanes: Sequence[Lane]) -> None:
+    """Have the caller's stream wait for all ``lanes``, as :meth:`Lane.have_caller_wait`."""
+    for lane in lanes:
+        lane.have_caller_wait()
 
 
 def spent(lanes: Sequence[Lane]) -> list[int]:

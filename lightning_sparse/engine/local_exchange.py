@@ -60,7 +60,7 @@ class LocalExchange(LocalState):
         self._phases = Phases()
         self._warmup_steps = warmup_steps
         self._exchanged = 0  # the last step after which groups were taken up
-        self._flight = Flight(self._lanes, self._stream)
+        self._flight = Flight(self._lanes)
 
     # - a step
 
@@ -199,7 +199,7 @@ class LocalExchange(LocalState):
 
     def abandon(self) -> None:
         self._flight.wait()
-        self._flight, self._comparison.under_way = Flight(self._lanes, self._stream), None
+        self._flight, self._comparison.under_way = Flight(self._lanes), None
 
     def unpack(self, steps: int | None, names: Collection[str], averages: Mapping[str, Tensor], late: bool) -> None:
         """Go on after ``steps`` (None: from nothing), with own weights as :meth:`Weights.restore` takes them."""
@@ -228,7 +228,7 @@ class LocalExchange(LocalState):
     def _send(self) -> None:
         """Take up the groups whose turn it is and have the lanes average them."""
         step = self._exchanged = self.steps
-        self._flight = Flight(self._lanes, self._stream)
+        self._flight = Flight(self._lanes)
         due = [i for i, replica in enumerate(self.weights.replicas) if replica.is_due(step, self._warmup_steps)]
         for i in due:
             self.weights.replicas[i].take_up(self.size)
@@ -255,5 +255,5 @@ class LocalExchange(LocalState):
             self.sample.end_step()
         averaged = [replica.group for replica in flight.replicas]
         self.last = Report.of(self.groups, averaged, self._lanes, flight.spent_before, waited_ns)
-        self._flight = Flight(self._lanes, self._stream)
+        self._flight = Flight(self._lanes)
         self._end_comparison()

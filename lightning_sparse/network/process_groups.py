@@ -32,9 +32,9 @@ class ProcessGroups:
 
     - No thread of ours launches.  The main thread does, and in a backward, while it waits, the thread that calls our
       hook; the order of launches is the program's, the same on every rank.
-    - All that an engine launches within a step, whatever the communicator, is launched on its one stream, and what
-      follows on this stream waits for the message: the sum inside a node, the messages between leaders, and those that
-      pass them on are one after the other.
+    - Where there are nodes, all that an engine launches within a step, whatever the communicator, is launched on one
+      stream, and what follows on this stream waits for the message: the sum inside a node, the messages between
+      leaders, and those that pass them on are one after the other.  Without nodes there is one communicator.
     - Gradients are averaged on DDP's own communicator, where there are no nodes: what DDP and the user launch there in
       the meantime comes before or after.
     - Local steps, whose messages are under way during the next forward and backward, have one beside it: on DDP's, a
@@ -61,7 +61,8 @@ class ProcessGroups:
                 "1 for none."
             )
         self.local_size = local_size
-        self.nccl = carries_by_nccl(ddp.process_group, next(ddp.parameters()).device)
+        device = next(ddp.parameters()).device
+        self.nccl, self._on_cpu = carries_by_nccl(ddp.process_group, device), device.type == "cpu"
         self._timeout = timeout
         self._ddp_group = ddp.process_group
         self._nodes = [ranks[i : i + local_size] for i in range(0, len(ranks), local_size)]
@@ -83,14 +84,13 @@ class ProcessGroups:
         return comms
 
     def _comms(self, wire_dtype: ValueFormat, beside_ddp: bool) -> list[Comm]:
-        lanes = 1 if self.nccl else LANES  # several would need one order of launching on NCCL
         if self.local_size == 1 and self.nccl and not beside_ddp:
-            return [TorchComm(self._ddp_group, wire_dtype)]
+            return [TorchComm(self._ddp_group, wire_dtype) for _ in range(LANES)]
         if self.local_size == 1:  # over Gloo others may use DDP's group from the main thread
             everyone = [rank for node in self._nodes for rank in node]
-            groups = self._made or [self._new(everyone) for _ in range(lanes)]  # also those of an engine that has ended
-            return [TorchComm(group, wire_dtype) for group in groups]
-        leaders = [self._between(self._new_leaders()) for _ in range(lanes)]
+            made = self._made or [self._new(everyone) for _ in range(1 if self.nccl else LANES)]
+            return [TorchComm(group, wire_dtype) for group in (made * LANES)[:LANES]]
+        leaders = [self._between(self._new_leaders()) for _ in range(LANES if self._on_cpu else 1)]
         inside = [self._new_inside() for _ in leaders]
         self._inside = inside[0] if self.nccl else self._new_inside()
         nodes = len(self._nodes)

@@ -72,7 +72,7 @@ def test_a_group_without_a_backend_for_the_device_is_refused(started: Any) -> No
         carries_by_nccl(started("cpu:gloo"), CUDA)
 
 
-def test_on_nccl_there_is_one_lane_and_local_steps_have_their_own_communicator(
+def test_on_nccl_there_is_one_communicator_and_local_steps_have_their_own(
     started: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A user's messages in a forward, as of ``log(sync_dist=True)``, do not wait for what is under way beside it."""
@@ -80,9 +80,9 @@ def test_on_nccl_there_is_one_lane_and_local_steps_have_their_own_communicator(
     ddp = DistributedDataParallel(nn.Linear(3, 2))
     assert len(ProcessGroups(ddp).comms(FLOAT32)) == LANES
     monkeypatch.setattr(process_groups, "carries_by_nccl", lambda *_: True)
-    (of_gradients,) = ProcessGroups(ddp).comms(FLOAT32)
-    (of_local_steps,) = ProcessGroups(ddp).comms(FLOAT32, beside_ddp=True)
-    assert of_gradients._group is everyone
-    assert of_local_steps._group is not everyone
-    assert of_gradients.costs.by_backend
-    assert of_local_steps.costs.by_backend
+    of_gradients = ProcessGroups(ddp).comms(FLOAT32)
+    of_local_steps = ProcessGroups(ddp).comms(FLOAT32, beside_ddp=True)
+    assert {each._group for each in of_gradients} == {everyone}
+    assert len({each._group for each in of_local_steps}) == 1
+    assert of_local_steps[0]._group is not everyone
+    assert all(each.costs.by_backend for each in (*of_gradients, *of_local_steps))

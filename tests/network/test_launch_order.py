@@ -113,17 +113,14 @@ def train(rank: int, size: int, compressor: str, local_size: int, local_steps: i
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if scales else None
     ddp = DistributedDataParallel(small().net, bucket_cap_mb=1e-4)
     groups = ProcessGroups(ddp, local_size=local_size)
-    groups.nccl = True
+    groups.nccl, groups._on_cpu = True, False
     hook = ls.SparseHook(
         ddp, compressor, fusion="none", process_groups=groups, local_steps=local_steps, scaler=scaler
     )  # fmt: skip
     exchange: Any = hook.exchange
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
-    exchange._stream = streams.ours
     for lane in exchange._lanes:
-        lane._stream = streams.ours
-    if local_steps:
-        exchange._flight._stream = streams.ours
+        lane.stream = streams.ours
     with (
         launches.recorded(),
         patch.object(torch.cuda, "stream", streams.stream),
@@ -194,8 +191,8 @@ def test_every_rank_launches_on_all_communicators_in_one_order(trained: tuple[st
     assert len(members) == {"nodes": 4, "local": 2}.get(trained[0][:5], 1)
 
 
-def test_what_an_engine_launches_is_launched_on_its_one_stream(trained: tuple[str, list[dict[str, Any]]]) -> None:
-    """So that one message of several communicators is in flight at a time, and no thread of ours launches."""
+def test_what_an_engine_launches_is_launched_on_a_stream_of_its_own(trained: tuple[str, list[dict[str, Any]]]) -> None:
+    """Beside DDP's and the user's; and no thread of ours launches."""
     for each in trained[1]:
         streams = {stream for group, stream, _ in each["launches"] if group != each["ddp"]}
         assert streams <= {"ours"}

@@ -32,10 +32,15 @@ class FakeNccl:
 
     def comm(self, wire_dtype: ValueFormat = FLOAT32) -> TorchComm:
         """All ranks, as an exchange sees them, on a group of their own."""
+        return self.comms(1, wire_dtype)[0]
+
+    def comms(self, lanes: int, wire_dtype: ValueFormat = FLOAT32) -> list[TorchComm]:
+        """All ranks once for each lane, on one group."""
         group: Any = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(name=lambda: "nccl"))
-        comm = TorchComm(group, wire_dtype)
-        comm.costs.by_backend = True
-        return comm
+        comms = [TorchComm(group, wire_dtype) for _ in range(lanes)]
+        for comm in comms:
+            comm.costs.by_backend = True
+        return comms
 
     def in_place(self) -> Any:
         """Put this in the place of ``torch.distributed``."""

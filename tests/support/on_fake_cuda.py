@@ -16,7 +16,7 @@ from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.engine.pending_bucket import gradients_of
 from lightning_sparse.network.node_comm import NodeComm
-from lightning_sparse.network.process_groups import ProcessGroups
+from lightning_sparse.network.process_groups import LANES, ProcessGroups
 from lightning_sparse.wire import wire_format
 from tests.support.fake_cuda import DEVICE, FakeCuda
 from tests.support.fake_nccl import FakeNccl
@@ -74,7 +74,7 @@ def gradients(
 ) -> GradientExchange:
     """An exchange of gradients, as it is on NCCL."""
     groups = lay_out(of, compressor, "bucket", options.pop("bucket_bytes", 50_000))
-    return GradientExchange(groups, [nccl.comm(wire_format(wire_dtype))], threaded=False, **options)
+    return GradientExchange(groups, nccl.comms(LANES, wire_format(wire_dtype)), threaded=False, **options)
 
 
 def local_steps(
@@ -82,8 +82,8 @@ def local_steps(
 ) -> LocalExchange:
     """An exchange with local steps, as it is on NCCL."""
     settings = LocalSteps(2, **options)
-    groups, fragments = lay_out_fragments(of, compressor, "bucket", settings.parts, 50_000)
-    comms = [nccl.comm(wire_format(wire_dtype))]
+    groups, fragments = lay_out_fragments(of, compressor, "bucket", settings.parts, 2_000)
+    comms = nccl.comms(LANES, wire_format(wire_dtype))
     return LocalExchange(groups, fragments, comms, threaded=False, settings=settings, compressor=compressor)
 
 
@@ -103,13 +103,13 @@ def nodes(nccl: FakeNccl, of: dict[str, Tensor], leader: bool, **options: Any) -
     """An exchange of gradients among four nodes, as it is on NCCL, on a ``leader`` of one or on another rank."""
     form = wire_format("int4")
     comm = NodeComm(0, SIZE, nccl.comm(form) if leader else None, nccl.comm(form), form)
-    groups, node = lay_out(of, ls.TopK(), "bucket", 50_000), Node(nccl)
+    groups, node = lay_out(of, ls.TopK(), "bucket", 2_000), Node(nccl)
     return GradientExchange(groups, [comm], threaded=False, node=node, **options)  # type: ignore[arg-type]
 
 
 def watched(nccl: FakeNccl, of: dict[str, Tensor]) -> GradientExchange:
     """An exchange of gradients that somebody watches, records and times."""
-    exchange = gradients(nccl, of, ls.TopK(), "int4")
+    exchange = gradients(nccl, of, ls.TopK(), "int4", bucket_bytes=2_000)
     exchange.watch_unsent()
     exchange.record_gradients(1000)
     exchange.defer(True)
