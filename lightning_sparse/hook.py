@@ -273,7 +273,7 @@ class SparseHook:
             RuntimeError: on every rank, if they were not given the same.
         """
         saved = checkpoint.read(state, self.exchange, self._ranks)
-        self.exchange.abandon()
+        self.exchange.abandon(is_loaded)
         if saved is not None:
             self._course.resume(saved.plan, saved.steps)
         checkpoint.restore(self.exchange, saved, self._as_saved, self._parts(optimizers, is_loaded))

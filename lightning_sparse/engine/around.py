@@ -63,8 +63,11 @@ class Around:
     def adopt(self, groups: Iterable[Collection[str]]) -> None:
         """Average what no optimizer trains of each of ``groups``, starting from what it is on every rank."""
 
-    def abandon(self) -> None:
-        """Wait for messages under way, and drop what they bring: another state takes the place of this one."""
+    def abandon(self, is_loaded: bool) -> None:
+        """Wait for messages under way, and drop what they bring: another state takes the place of this one.
+
+        If the model ``is_loaded``, what it holds is the average, of which nothing is unsent.
+        """
 
     @property
     def not_averaged(self) -> Mapping[str, Tensor]:

@@ -197,9 +197,12 @@ class LocalExchange(LocalState):
 
     # - checkpoints
 
-    def abandon(self) -> None:
+    def abandon(self, is_loaded: bool) -> None:
         self._flight.wait()
         self._flight, self._comparison.under_way = Flight(self._lanes), None
+        if is_loaded:
+            self.weights.restart()
+            self._phases.restart()
 
     def unpack(self, steps: int | None, names: Collection[str], averages: Mapping[str, Tensor], late: bool) -> None:
         """Go on after ``steps`` (None: from nothing), with own weights as :meth:`Weights.restore` takes them."""

@@ -131,6 +131,13 @@ class Weights:
             group.unsent, group.memory = replica.saved(self.own(replica))
             yield group
 
+    def restart(self) -> None:
+        """Take what the parameters hold for the average, of which nothing is unsent."""
+        self._held, self._late = [[None] * len(each.group.names) for each in self.replicas], False
+        for replica in self.replicas:
+            for place, tensor in enumerate(replica.tensors()):
+                replica.start_from(place, tensor)
+
     def restore(self, names: Collection[str], averages: Mapping[str, Tensor], late: bool) -> None:
         """Hold this rank's own weights, which lie in ``unsent``, while the parameters hold x̄, or will.
 

@@ -751,6 +751,27 @@ def test_weights_in_half_precision_stay_as_they_are_when_a_layer_is_frozen() -> 
     state.teardown()
 
 
+@pytest.mark.parametrize("shown", [True, False])
+def test_what_is_loaded_stays_where_local_steps_end_or_change(shown: bool) -> None:
+    """Also where it is what the average is already, so that it cannot be told from nothing having been loaded."""
+    state = AnyOrder(SETUPS["changes"])
+    state.save()
+    state.begin_local_steps(number=1)
+    state.train(steps=1)
+    if shown:
+        state.validate(gradients=True)
+    state.load(fresh=False)
+    state.begin_local_steps(number=1)
+    state.train(steps=1)
+    state.save()
+    state.change_local_steps(number=0)
+    state.train(steps=1)
+    if shown:
+        state.validate(gradients=True)
+    state.load(fresh=False)
+    state.teardown()
+
+
 def test_a_teacher_that_moved_before_the_number_of_local_steps_changed_is_averaged_when_they_end() -> None:
     state = AnyOrder(SETUPS["changes of three ranks"])
     state.train(steps=2)
