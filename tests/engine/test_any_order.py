@@ -790,7 +790,7 @@ def test_a_checkpoint_can_be_loaded_while_messages_are_under_way(name: str, monk
     average = flight._average
 
     def late(*args: Any) -> None:
-        time.sleep(0.1)
+        time.sleep(0.02)
         average(*args)
 
     monkeypatch.setattr(flight, "_average", late)

@@ -181,12 +181,12 @@ def test_a_frozen_sparse_embedding_is_allowed(ranks: Ranks) -> None:
 def test_two_optimizers_taking_turns_lose_nothing_in_many_steps(ranks: Ranks) -> None:
     """While one network learns the other has no gradient, which DDP must look for."""
     names = [*SPARSE, "importance", "sketch_fusion", "ok_topk"]
-    case = Case(models.Gan, {"max_steps": 60}, UNUSED, batches=30)
+    case = Case(models.Gan, {"max_steps": 32}, UNUSED, batches=16)
     results = ranks.run(train, 2, case, names)
     for name, outcomes in zip(names, zip(*results, strict=True), strict=True):
         check_replicas(outcomes)
         check_law(outcomes, 1e-4)
-        assert len(outcomes[0].lost) == 30
+        assert len(outcomes[0].lost) == 16
         assert outcomes[0].kept > 0.1, name
 
 
@@ -198,11 +198,11 @@ def test_layers_used_by_turns_lose_nothing_in_many_steps(
 
     DDP throws the mean of a parameter away that no rank used: what was sent of it then would be lost.
     """
-    case = Case(models.Heads, {"accumulate_grad_batches": 2, "max_steps": 30}, UNUSED | options, batches=60)
+    case = Case(models.Heads, {"accumulate_grad_batches": 2, "max_steps": 16}, UNUSED | options, batches=32)
     for name, *outcomes in zip(names, *ranks.run(train, 3, case, names), strict=True):
         check_replicas(outcomes)
         check_law(outcomes, 1e-4)
-        assert len(outcomes[0].lost) == 30, name
+        assert len(outcomes[0].lost) == 16, name
 
 
 def unfreeze(rank: int, size: int, name: str) -> str:
