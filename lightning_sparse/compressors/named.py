@@ -43,8 +43,8 @@ def by_name(compressor: object, names: Iterable[str] = COMPRESSORS) -> Compresso
         return compressor
     if compressor == "sparse_auto" or type(compressor).__name__ == "Auto":
         raise ValueError(
-            f"compressor must average gradients by itself; got {compressor!r}, which chooses among such. Put what you "
-            "want around its candidates and its start: Auto([MomentumCorrection(0.9, MiCRO())], start=Dense())."
+            "compressor must average gradients by itself; got sparse_auto, which chooses among such. Put what you want "
+            "around its candidates and its start: Auto([MomentumCorrection(0.9, MiCRO())], start=Dense())."
         )
     if isinstance(compressor, str):
         if compressor in COMPRESSORS:
@@ -53,6 +53,7 @@ def by_name(compressor: object, names: Iterable[str] = COMPRESSORS) -> Compresso
             f"compressor must be one of {', '.join(names)}; got {compressor!r}.{did_you_mean(compressor, names)} For "
             "settings of its own give an instance, such as SkipReduce(skip=0.5)."
         )
+    hint = f" Write {compressor.__name__}(...)." if isinstance(compressor, type) else ""
     raise TypeError(
-        f"compressor must be a name ({', '.join(names)}) or an instance of a Compressor; got {compressor!r}."
+        f"compressor must be a name ({', '.join(names)}) or an instance of a Compressor; got {compressor!r}.{hint}"
     )
