@@ -251,14 +251,13 @@ class SparseHook:
         """
         check_one_of("residuals", residuals, RESIDUALS[:2])
         self.show_average()
-        return self.saved(residuals, optimizers)
+        return self.saved(residuals, optimizers, keep_means=False)
 
-    def saved(self, residuals: str, optimizers: Sequence[Optimizer] = ()) -> dict[str, Any]:
-        """As :meth:`state_dict`, at any time: parameters stay as they are, and a step that is open stays open."""
-        plan = self._course.state()
-        parts = self._parts(optimizers)
+    def saved(self, residuals: str, optimizers: Sequence[Optimizer] = (), keep_means: bool = True) -> dict[str, Any]:
+        """As :meth:`state_dict`, at any time: parameters stay as they are; an open step stays open, and is made again."""
+        how = self._as_saved, self._course.state(), self._parts(optimizers), keep_means
         with self._groups.leaders() as leaders:
-            return checkpoint.gather(self.exchange, residuals, leaders, self._as_saved, plan, parts).to_dict()
+            return checkpoint.gather(self.exchange, residuals, leaders, *how).to_dict()
 
     def load_state_dict(
         self, state: Mapping[str, Any] | None, optimizers: Sequence[Optimizer] = (), is_loaded: bool = False

@@ -57,7 +57,6 @@ class Course:
     def between_steps(self) -> None:
         """Do what is due before a forward that trains: send, measure, change groups or the engine."""
         switch = self.switch
-        switch.optimizers.unscale()
         if not switch.exchange.is_half_made:
             switch.exchange.settle()
             if switch.exchange.steps != self._seen:  # else gradients are being accumulated

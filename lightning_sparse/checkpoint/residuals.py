@@ -25,6 +25,7 @@ def gather(
     compressor: str,
     plan: Mapping[str, Any],
     parts: Parts,
+    keep_means: bool,
 ) -> State:
     """Return the state of all ranks, complete on rank 0.
 
@@ -37,6 +38,7 @@ def gather(
         compressor: what was given to average with, as text.
         plan: of LayerFusion.
         parts: that differ between ranks.
+        keep_means: whether the step will be made again if it is saved before its optimizer has stepped.
     """
 
     def rows(x: Tensor) -> Tensor:  # [*s] -> [P, *s] on the first rank, [0, *s] elsewhere
@@ -59,7 +61,8 @@ def gather(
     if exchange.takes_local_steps:
         assert leaders is not None  # there are no nodes
         kept = gather_local(exchange, leaders, rows if residuals == "per_rank" else None, parts)
-    return State(residuals, exchange.size, steps_of(exchange), unsent, groups, compressor, plan, kept)
+    steps, means = steps_of(exchange), exchange.due_means if keep_means else {}
+    return State(residuals, exchange.size, steps, unsent, groups, compressor, plan, kept, means)
 
 
 def steps_of(exchange: Exchange) -> int:
@@ -112,6 +115,7 @@ def restore(exchange: Exchange, state: State | None, compressor: str, parts: Par
     new = list(zip(exchange.groups, exchange.compressors, strict=True))
     shapes = {(name, shape) for group in saved for name, shape in zip(group.names, group.shapes, strict=True)}
     carry_over(saved, new)
+    exchange.hand_back({} if state is None else state.means)
     if exchange.may_sum_in_place:
         exchange.ask_for_unsent()
     if exchange.takes_local_steps:

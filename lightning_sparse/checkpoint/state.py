@@ -36,8 +36,9 @@ def _is_local(value: object) -> bool:
     if not isinstance(value, Mapping) or not value:
         return value == {}
     states = value.get("optimizers")
-    single = {"squares": value.get("squares")} | {key: value[key] for key in ("sampled", "scaler") if key in value}
-    named = [value.get("checksums"), value.get("seen"), value.get("averages", {}), value.get("buffers", {})]
+    single = {key: value[key] for key in ("sampled", "scaler") if key in value}
+    named = [value.get(key) for key in ("checksums", "seen", "moments")]
+    named += [value.get(key, {}) for key in ("averages", "buffers")]
     return is_list(states) and all(map(_is_tensors, [*states, *named])) and _is_tensors(single)
 
 
@@ -66,8 +67,10 @@ class State:
     compressor: str = _entry("a string", lambda x: isinstance(x, str))
     plan: Mapping[str, Any] = _entry("a dictionary whose groups are lists of names", _is_plan)
     #: With local steps, of each optimizer the tensors [P, *shape], or their means, by parameter and name, in
-    #: "optimizers", and what the learning rate's factor is measured with, in "squares"; else empty.
+    #: "optimizers", and what is known of second moments, in "moments"; else empty.
     local: Mapping[str, Any] = field(default_factory=dict)
+    #: Of a step whose optimizer had not stepped the mean of each gradient, [*shape] float32; else empty.
+    means: Mapping[str, Tensor] = field(default_factory=dict)
     checksum: Any = None  # one of what all ranks share, then one of each rank's rows; None: taken out by hand
 
     @classmethod
@@ -86,11 +89,12 @@ class State:
                 raise ValueError(f"{name} must be {rule['must']}; got {_shown(saved[name])}")
         if not _is_local(local := saved.get("local", {})):
             raise ValueError(
-                "local must have lists of tensors in 'optimizers', tensors in 'checksums' and 'seen', "
-                "and one in 'squares'; "
+                "local must have lists of tensors in 'optimizers', and tensors in 'checksums', 'seen' and 'moments'; "
                 f"got {_shown(local)}. A version before 0.1.0 may have written it, whose files cannot be read"
             )
-        state = cls(**{name: saved[name] for name in SCHEMA}, local=local, checksum=saved.get("checksum"))
+        if not _is_tensors(means := saved.get("means", {})):
+            raise ValueError(f"means must be a dictionary of tensors by name; got {_shown(means)}")
+        state = cls(**{name: saved[name] for name in SCHEMA}, local=local, means=means, checksum=saved.get("checksum"))
         rows = state.rows_of(rank, size)
         for wrong in chain(state._wrong(rows), state._altered(rows)):
             raise ValueError(wrong)
@@ -136,8 +140,8 @@ class State:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what goes into a file, with the checksums of what is in it."""
-        local = {"local": self.local} if self.local else {}
-        return {name: getattr(self, name) for name in SCHEMA} | local | {"checksum": self.checksums()}
+        further = {key: x for key, x in (("local", self.local), ("means", self.means)) if x}
+        return {name: getattr(self, name) for name in SCHEMA} | further | {"checksum": self.checksums()}
 
     @property
     def optimizers(self) -> Sequence[Mapping[str, Tensor]]:
@@ -150,6 +154,7 @@ class State:
         kept = {name: getattr(self, name) for name in (*SCHEMA, "checksum")}
         kept["groups"] = [(group["names"], sorted(group["memory"])) for group in self.groups]
         kept["unsent"] = {name: list(x.shape) for name, x in self.unsent.items()}
+        kept["means"] = sorted(self.means)
         kept["local"] = [sorted(tensors) for tensors in self.optimizers] + list(self.local)
         return {f"checkpoint: {name}": value for name, value in kept.items()}
 
@@ -180,7 +185,8 @@ class State:
             rows += [self.optimizers] if self.local else []
             rows += [tensors for _, tensors in self._of_ranks()[len(self.optimizers) :] if tensors]
             return _crc(rows, 0, lambda x: x[of : of + 1])
-        shared = _crc([self.local["averages"]], 0, lambda x: x) if "averages" in self.local else 0
+        every = [*([self.local["averages"]] if "averages" in self.local else []), *([self.means] if self.means else [])]
+        shared = _crc(every, 0, lambda x: x) if every else 0
         return shared ^ _crc(everything, 0, (lambda x: x) if of == "all" else (lambda x: f"{x.dtype} {list(x.shape)}"))
 
 
@@ -208,7 +214,7 @@ def mean_used(x: Tensor, rows: range) -> Tensor:
 
 def nbytes(saved: Mapping[str, Any]) -> int:
     """The bytes of all tensors in what :meth:`State.to_dict` returned on this rank."""
-    kept = [saved["unsent"], *(group["memory"] for group in saved["groups"])]
+    kept = [saved["unsent"], saved.get("means", {}), *(group["memory"] for group in saved["groups"])]
     kept += saved.get("local", {}).get("optimizers", [])
     tensors = [x for each in kept for x in each.values()]
     return sum(x.nbytes for x in tensors)

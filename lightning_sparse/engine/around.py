@@ -21,16 +21,14 @@ class Around:
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Make ready for a step of ``optimizer``, which is one of these parameters."""
 
-    def after_optimizer_step(self) -> None:
-        """Note that an optimizer of these parameters has stepped."""
+    def before_update(self, optimizer: Optimizer) -> None:
+        """Make ready for what ``optimizer`` does with the gradients that it now has, in a step that has begun."""
+
+    def after_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Note that ``optimizer`` has stepped."""
 
     def end_step(self) -> None:
         """Note that an optimizer has stepped, or skipped a step; to be called on every rank."""
-
-    @property
-    def lr_factor_now(self) -> float | None:
-        """What the optimizers' learning rates are multiplied by, if by anything."""
-        return None
 
     @property
     def within_step(self) -> bool:
@@ -56,6 +54,14 @@ class Around:
     def shared(self) -> Mapping[Tensor, Tensor]:
         """Likewise by parameter, the same on all ranks."""
         return {}
+
+    @property
+    def due_means(self) -> Mapping[str, Tensor]:
+        """Means of gradients by name that were handed back, and no optimizer has taken yet."""
+        return {}
+
+    def hand_back(self, means: Mapping[str, Tensor]) -> None:
+        """Have the next backward hand back these ``means``, which a checkpoint has kept."""
 
     def merge(self) -> None:
         """Have every rank hold the mean of all ranks' own weights, of which nothing is unsent."""

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future as LaneFuture
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported at run time only
 from torch.futures import Future
+from torch.optim import Optimizer
 
 from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.lane import Lane, have_caller_wait, wait_for_caller
+from lightning_sparse.engine.means import Means
 from lightning_sparse.engine.pending_bucket import PendingBucket
 from lightning_sparse.engine.scaled_steps import ScaledSteps
 from lightning_sparse.engine.step import Step
@@ -58,6 +60,7 @@ class GradientExchange(ScaledSteps):
         self.may_sum_in_place = may_sum_in_place
         self._node = node
         self._scaler = scaler
+        self._means = Means(scaler)
         self._lock = threading.Lock()  # around what several lanes change
         self._step: Step | None = None  # the last one that has begun
         super().__init__(groups, comms, threaded=threaded)
@@ -73,7 +76,28 @@ class GradientExchange(ScaledSteps):
         self.nothing_unsent = False
 
     def between_steps(self) -> None:
-        """Nothing: a step ends with its backward."""
+        """Nothing but to note it: a step ends with its backward."""
+        self._means.are_due = False
+
+    end_step = between_steps
+
+    def after_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Note that means are in the weights."""
+        del optimizer
+        self._means.are_due = False
+
+    @property
+    def due_means(self) -> Mapping[str, Tensor]:
+        """The means of the last step by name, while no optimizer has taken them."""
+        return self._means.due(self._named)
+
+    def hand_back(self, means: Mapping[str, Tensor]) -> None:
+        """Have the next backward hand back ``means`` by name."""
+        self._means.resume(means, self._named)
+
+    @property
+    def _named(self) -> dict[str, Tensor]:
+        return {name: p for group in self.groups for name, p in zip(group.names, group.parameters, strict=True)}
 
     @property
     def _within_a_step(self) -> bool:
@@ -82,6 +106,10 @@ class GradientExchange(ScaledSteps):
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
         """DDP's communication hook: takes a bucket of gradients, gives back a future of the same bucket averaged."""
         del state
+        if self._means.hand_back(bucket):
+            future: Future[Tensor] = Future(devices=[self.device] if self.device.type == "cuda" else None)
+            future.set_result(bucket.buffer())
+            return future
         step = self._step
         if step is None or step.has_arrived:
             self._end_scaled_step()
@@ -256,3 +284,4 @@ class GradientExchange(ScaledSteps):
         if self._used is not None:
             self._used.end_step()
         self.steps += 1
+        self._means.are_due = True

@@ -17,11 +17,10 @@ from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.flight import Flight
 from lightning_sparse.engine.local_state import LocalState
 from lightning_sparse.engine.local_steps import LocalSteps
-from lightning_sparse.engine.lr_factor import EVERY
 from lightning_sparse.engine.optimizers import why_not_alone
-from lightning_sparse.engine.pending_bucket import gradients_of
 from lightning_sparse.engine.phases import Phase, Phases
 from lightning_sparse.engine.replica import Find
+from lightning_sparse.engine.second_moments import EVERY
 from lightning_sparse.engine.step import Report
 from lightning_sparse.network.comm import Comm
 
@@ -97,8 +96,6 @@ class LocalExchange(LocalState):
         """DDP's communication hook: gives every rank its own gradients back."""
         del state
         self._phases.check_backward()
-        if (self.steps + 1) % EVERY == 0:
-            self.lr_factor.take_in(gradients_of(bucket.buffer(), bucket.parameters()))
         if bucket.is_last():
             self._phases.backward(self.weights.versions())
         future: Future[Tensor] = Future(devices=[self.device] if self.device.type == "cuda" else None)
@@ -119,15 +116,15 @@ class LocalExchange(LocalState):
         self._hide()
         self._phases.begin_optimizer()
 
-    def after_optimizer_step(self) -> None:
+    def before_update(self, optimizer: Optimizer) -> None:
+        self.mean_moments.before_update(optimizer)
+
+    def after_optimizer_step(self, optimizer: Optimizer) -> None:
+        self.mean_moments.after_update(optimizer)
         self._phases.end_optimizer()
 
-    @property
-    def lr_factor_now(self) -> float | None:
-        return self.lr_factor.value if self.settings.lr_factor == "measured" else None
-
     def metrics(self) -> dict[str, float]:
-        return {"sparse/lr_factor": self.lr_factor.value}
+        return {"sparse/lr_factor": float(self.moments.lr_factor)} if self.moments.is_known else {}
 
     def end_step(self) -> None:
         self._phases.end_step()
@@ -238,10 +235,11 @@ class LocalExchange(LocalState):
             if self.sample is not None:
                 self.sample.before(self.groups[i])
         queues = [[due.index(i) for i in queue] for queue in self._queues_of(due)]
-        comparing = step % EVERY == 0 and self.lr_factor.take_up()
+        if comparing := self.moments.is_due(step):
+            self.moments.take_up()
         self._flight.send([self.weights.replicas[i] for i in due], queues, self.size)
         if comparing:
-            self._flight.launch(self._lanes[0], self.lr_factor.compare)
+            self._flight.launch(self._lanes[0], self.moments.compare)
         if step % EVERY == 0:
             self._comparison.begin(self._lanes[0])
 
@@ -253,7 +251,7 @@ class LocalExchange(LocalState):
             raise self.error
         for replica in flight.replicas:
             replica.apply()
-        self.lr_factor.read(self.size)
+        self.moments.read(self.size)
         if self.sample is not None:
             self.sample.end_step()
         averaged = [replica.group for replica in flight.replicas]

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.group import Group
+from lightning_sparse.engine.adam import MeanMoments
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.local_steps import LocalSteps
-from lightning_sparse.engine.lr_factor import LrFactor
 from lightning_sparse.engine.replica import Find, Replica
+from lightning_sparse.engine.second_moments import SecondMoments
 from lightning_sparse.engine.untrained import Comparison, Untrained, replicas_of
 from lightning_sparse.engine.weights import Weights
 from lightning_sparse.network.comm import Comm
@@ -37,7 +38,8 @@ class LocalState(Exchange):
         self.settings = settings
         of = zip(groups, fragments, strict=True)
         self.weights = Weights([Replica(group, c, fragment, settings) for (group, c), fragment in of])
-        self.lr_factor = LrFactor(self.groups)
+        self.moments = SecondMoments(self.groups if settings.second_moments == "mean" else ())
+        self.mean_moments = MeanMoments(self.moments)
         self.untrained = Untrained(untrained)  # and not averaged so far
         self._comparison = Comparison(self.untrained, self.device)
         self._compressor = compressor
@@ -46,6 +48,8 @@ class LocalState(Exchange):
         super().take_over(before, memories)
         assert isinstance(before, LocalState)
         self.untrained.resume(before.untrained.seen)
+        if before.settings.second_moments == self.settings.second_moments:
+            self.moments, self.mean_moments = before.moments, before.mean_moments
 
     # - what no optimizer trains
 
@@ -78,11 +82,11 @@ class LocalState(Exchange):
 
     @property
     def sampled(self) -> Tensor | None:
-        return self.lr_factor.sampled
+        return self.moments.sampled
 
     def state(self) -> dict[str, Any]:
         return {
-            "squares": self.lr_factor.squares,
+            "moments": self.mean_moments.state(),
             "checksums": self.weights.checksums(),
             "seen": {name: x.cpu() for name, x in self.untrained.seen.items()},
             "averages": self.weights.averages_beyond_parameters(),
@@ -90,7 +94,7 @@ class LocalState(Exchange):
 
     def resume(self, state: Mapping[str, Any], sampled: Tensor | None) -> None:
         self.untrained.resume(state["seen"])
-        self.lr_factor.resume(state["squares"], sampled, self.size)
+        self.mean_moments.resume(state["moments"], sampled, self.size)
 
     @property
     def averages(self) -> Mapping[str, Tensor]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from lightning_sparse.checks import check_one_of, check_whole, is_number
 
-LR_FACTORS = ("off", "measured")
+SECOND_MOMENTS = ("mean", "own")
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class LocalSteps:
             None: where H is above 1.
         outer_rate: of the outer step: x̄ moves by so many times the mean.
         outer_momentum: of the outer step, Nesterov's; DiLoCo takes 0.9, with an ``outer_rate`` of 0.7.
-        lr_factor: "measured" multiplies the optimizers' learning rate by the measured factor by which a step of an
-            optimizer that normalises, such as Adam, is shorter with the gradient of one rank than with the mean; "off"
-            only logs it.
+        second_moments: "mean": each rank's Adam divides by the second moment of the mean gradient, as that of plain DDP
+            does, and not by that of one rank's gradient, which is up to P times as large; "own": it does not.
+            Optimizers without such are left alone.
 
     Raises:
         ValueError: for a setting out of range, with the value and what is allowed.
@@ -37,7 +37,7 @@ class LocalSteps:
     overlap: bool | None = None
     outer_rate: float = 1.0
     outer_momentum: float = 0.0
-    lr_factor: str = "off"
+    second_moments: str = "mean"
 
     def __post_init__(self) -> None:
         check_whole("local_steps", self.steps, 1, "Or give 0 to average gradients.")
@@ -54,7 +54,7 @@ class LocalSteps:
             raise ValueError(f"LocalSteps: outer_rate must be above 0; got {self.outer_rate!r}.")
         if not (is_number(self.outer_momentum) and 0 <= self.outer_momentum < 1):
             raise ValueError(f"LocalSteps: outer_momentum must be at least 0 and below 1; got {self.outer_momentum!r}.")
-        check_one_of("LocalSteps: lr_factor", self.lr_factor, LR_FACTORS)
+        check_one_of("LocalSteps: second_moments", self.second_moments, SECOND_MOMENTS)
 
     @classmethod
     def of(cls, given: "int | LocalSteps") -> "LocalSteps | None":

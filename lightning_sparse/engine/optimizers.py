@@ -30,7 +30,6 @@ class Optimizers:
     def __init__(self, parameters: Collection[Tensor], around: Callable[[], Around | None]) -> None:
         self._parameters, self._around = set(parameters), around
         self._seen: list[weakref.ref[Optimizer]] = []
-        self._scaled: dict[int, tuple[dict[str, Any], Any, Any, Optimizer]] = {}  # group, rate, scaled rate, by whom
         own = weakref.ref(self)
 
         def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
@@ -56,13 +55,6 @@ class Optimizers:
         """Notice nothing any more."""
         for handle in self._handles:
             handle.remove()
-        self.unscale()
-
-    def unscale(self) -> None:
-        """Give every learning rate back what it was, also after a step that has raised."""
-        for group, rate, scaled, _ in self._scaled.values():
-            _give_back(group, rate, scaled)
-        self._scaled.clear()
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
         return any(p in self._parameters for group in optimizer.param_groups for p in group["params"])
@@ -74,49 +66,28 @@ class Optimizers:
         self.note(optimizer)
         around.before_optimizer_step(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if around.lr_factor_now is None:
-            return None
         if closure is None:
-            self._scale(optimizer, around.lr_factor_now)
+            around.before_update(optimizer)
             return None
 
-        def closure_then_scale(*given: Any, **named: Any) -> Any:
-            """Have the closure see, and set, the learning rate as it is without the factor, which may change in it."""
+        def closure_then_update(*given: Any, **named: Any) -> Any:
+            """Wait for the gradients that the closure sets."""
             loss = closure(*given, **named)
-            self._scale(optimizer, around.lr_factor_now)
+            if (now := self._around()) is not None:
+                now.before_update(optimizer)
             return loss
 
         if len(args) > 1:
-            return (args[0], closure_then_scale, *args[2:]), kwargs
-        return args, kwargs | {"closure": closure_then_scale}
-
-    def _scale(self, optimizer: Optimizer, factor: float | None) -> None:
-        """Multiply rates that no optimizer around this one, or in it, has multiplied already."""
-        if factor is None:  # local steps have ended meanwhile
-            return
-        for group in optimizer.param_groups:
-            if id(group) not in self._scaled:
-                rate = group["lr"]
-                group["lr"] = scaled = rate * factor
-                self._scaled[id(group)] = group, rate, scaled, optimizer
+            return (args[0], closure_then_update, *args[2:]), kwargs
+        return args, kwargs | {"closure": closure_then_update}
 
     def _after(self, optimizer: Optimizer) -> None:
         around = self._around()
-        if around is None or not self._is_ours(optimizer):
-            return
-        around.after_optimizer_step()
-        for key, (group, rate, scaled, by) in list(self._scaled.items()):
-            if by is optimizer:
-                _give_back(group, rate, scaled)
-                del self._scaled[key]
+        if around is not None and self._is_ours(optimizer):
+            around.after_optimizer_step(optimizer)
 
 
 def why_not_alone(optimizer: Optimizer) -> str:
     """Return why a rank cannot take a step of ``optimizer`` of its own; empty if it can."""
     reasons = (NOT_ALONE.get(kind.__name__, "") for kind in type(optimizer).__mro__)
     return next((reason for reason in reasons if reason), "")
-
-
-def _give_back(group: dict[str, Any], rate: Any, scaled: Any) -> None:
-    if group["lr"] is scaled:  # else somebody has set another meanwhile
-        group["lr"] = rate

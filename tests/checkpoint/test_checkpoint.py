@@ -66,6 +66,36 @@ def look() -> Does:
     return Does("on_train_start", lambda run: unsent(run.strategy))
 
 
+WITHIN = {
+    "on_before_zero_grad": {},
+    "on_before_backward": {},
+    "on_after_backward": {"gradient_clip_val": 0.05},
+    "on_before_optimizer_step": {},
+}
+
+
+def save_within(rank: int, size: int, folder: str) -> list[tuple[str, list[Tensor]]]:
+    """What trainings come to that saved within a step, and those that go on from there."""
+    found = []
+    for hook, options in WITHIN.items():
+        for name, wire in (("micro", "float32"), ("low_rank", "float32"), ("sparse_dense", "int4")):
+            path, ends = f"{folder}/{hook}{name}.ckpt", []
+            saves = Does(hook, lambda run, path=path: run.global_step == 5 and run.save_checkpoint(path))
+            for resumes in (False, True):
+                strategy, model = ls.SparseDDPStrategy(name, wire_dtype=wire), small(optimizer="adam")
+                run = trainer(strategy, size, max_steps=9, callbacks=[] if resumes else [saves], **options)
+                run.fit(model, data(5, size), ckpt_path=path if resumes else None)
+                ends.append(torch.cat([weights(model), *(x.flatten() for x in unsent(strategy).values())]))
+            found.append((f"{hook} {name}", ends))
+    return found
+
+
+def test_a_step_that_is_saved_before_its_optimizer_is_made_again(ranks: Ranks, tmp_path: Path) -> None:
+    for found in ranks.run(save_within, 2, str(tmp_path)):
+        for case, (straight, resumed) in found:
+            assert torch.equal(straight, resumed), case
+
+
 def resume_elsewhere(rank: int, size: int, path: str) -> tuple[dict[str, Tensor], Tensor]:
     """What is unsent before the first of three more steps, and the weights after them."""
     start, model = look(), small(optimizer="adam")

@@ -63,7 +63,11 @@ class Setup:
     def exact(self) -> bool:
         ways = [Candidate(self.compressor, self.wire), *self.candidates]
         dense = all(isinstance(each.compressor, ls.Dense) and each.wire_dtype == "float32" for each in ways)
-        return dense and self.dtype == torch.float32 and (self.local is None or self.local.lr_factor == "off")
+        return (
+            dense
+            and self.dtype == torch.float32
+            and (self.local is None or self.optimizer == "sgd" or self.local.second_moments == "own")
+        )
 
     @property
     def loses_nothing(self) -> bool:
@@ -96,7 +100,7 @@ SETUPS = {
     "local steps, sign": Setup(size=3, wire="sign", local=HALF, optimizer="adamw"),
     "local steps, micro": Setup(MICRO, 2, "int4", replace(HALF, outer_momentum=0.5), "adamw"),
     "half precision": Setup(dtype=torch.bfloat16, local=HALF, optimizer="adamw", teacher=True),
-    "the learning rate's factor": Setup(local=replace(HALF, lr_factor="measured"), optimizer="adamw"),
+    "own second moments": Setup(local=replace(HALF, second_moments="own"), optimizer="adamw"),
     "changes": Setup(candidates=(Candidate(ls.Dense(), "float32", 1), Candidate(ls.Dense(), "float32", 2))),
     "changes of three ranks": Setup(
         size=3, optimizer="adamw", teacher=True,
@@ -784,7 +788,9 @@ def test_a_teacher_that_moved_before_the_number_of_local_steps_changed_is_averag
     state.teardown()
 
 
-@pytest.mark.parametrize("name", ["one local step", "local steps, micro", "the learning rate's factor"])
+@pytest.mark.parametrize(
+    "name", ["one local step", "local steps, micro", "own second moments", "three local steps, all at once"]
+)
 def test_a_checkpoint_can_be_loaded_while_messages_are_under_way(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What they bring must not get into the weights that were loaded."""
     average = flight._average

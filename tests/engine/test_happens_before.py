@@ -14,7 +14,7 @@ from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.groups import lay_out
 from lightning_sparse.engine.local_exchange import LocalExchange
-from lightning_sparse.engine.lr_factor import EVERY
+from lightning_sparse.engine.second_moments import EVERY
 from tests.engine.test_nobody_waits import Scaler
 from tests.support.fake_cuda import DEVICE, Event, Stream, place, unavailable_reason
 from tests.support.fake_nccl import FakeNccl, Work

@@ -17,7 +17,7 @@ from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.groups import make_groups, pieces_of
-from lightning_sparse.engine.lr_factor import EVERY
+from lightning_sparse.engine.second_moments import EVERY
 from lightning_sparse.kernels import select
 from lightning_sparse.wire import WIRE_DTYPES
 from tests.support.buckets import Bucket
@@ -41,7 +41,6 @@ FOUND = 52.0  # elements in each message that arrives, as the host is told: as m
 MAY_WAIT = {
     "compressors/micro.py reduce": "`micro`, in the first step and where its threshold was lost",
     "compressors/momentum.py _shrunk": "`MomentumCorrection(clip_norm=...)`, in every step",
-    "engine/lr_factor.py read": "with local steps, every 10 steps, the factor of the learning rates",
     "engine/untrained.py end": "with local steps, every 10 steps, what no optimizer trains",
     "engine/weights.py _take_over": "with local steps, where the average was shown, whether somebody changed it",
     "kernels/host_copy.py read": "between two steps, whoever asks what is unsent after a step with a loss scale",

@@ -15,10 +15,11 @@ from lightning_sparse.compressors import Dense
 from lightning_sparse.compressors.dense import Exact
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.compressors.lockstep import take_steps
+from lightning_sparse.engine.adam import MeanMoments
 from lightning_sparse.engine.compression_error import CompressionError
 from lightning_sparse.engine.groups import lay_out, lay_out_fragments
-from lightning_sparse.engine.lr_factor import EVERY, LrFactor
 from lightning_sparse.engine.replica import Replica
+from lightning_sparse.engine.second_moments import SecondMoments
 from lightning_sparse.engine.untrained import untrained_of
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.options import Options
@@ -52,12 +53,16 @@ def _backward(model: LightningModule, batch: tuple[Tensor, ...]) -> None:
     loss_of(model, batch).backward()
 
 
-def _take_optimizer_steps(optimizers: Sequence[Optimizer], rate: float) -> None:
+def _take_optimizer_steps(optimizers: Sequence[Optimizer], rate: float, moments: MeanMoments | None = None) -> None:
     """Take a step of each optimizer, at this learning rate."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = rate
+        if moments:
+            moments.before_update(optimizer)
         optimizer.step()
+        if moments:
+            moments.after_update(optimizer)
 
 
 class Replicas:
@@ -96,8 +101,7 @@ class Replicas:
 class LocalReplicas:
     """P ranks that average weights, each with a model and optimizers of its own; ``model`` is their average x̄.
 
-    As :class:`Replicas`.  The factor of their steps is compared where it is applied only: on so small a model its
-    sample counts among bytes.
+    As :class:`Replicas`.
     """
 
     judged_by: CompressionError | None = None
@@ -109,7 +113,11 @@ class LocalReplicas:
         self._models = [deepcopy(model) for _ in range(ranks)]
         self._optimizers = [OPTIMIZERS[optimizer](each) for each in self._models]
         own = [self._replicas_of(each, options) for each in self._models]  # [P][groups]
-        self._factors = [LrFactor([each.group for each in of_rank]) for of_rank in own]
+        compared = self._settings.second_moments == "mean"
+        self._moments = [
+            SecondMoments([x.group for x in of_rank if not x.is_untrained and compared]) for of_rank in own
+        ]
+        self._mean_moments = [MeanMoments(each) for each in self._moments]
         self._replicas = list(zip(*own, strict=True))  # [groups][P]
         self._steps = 0
         self._due: list[tuple[Replica, ...]] = []  # exchanged, and not applied yet
@@ -127,12 +135,10 @@ class LocalReplicas:
         """Learn from a batch on each rank, at a learning rate."""
         if self._settings.overlaps and self._steps:
             self._exchange()
-        ranks = zip(self._models, self._optimizers, self._factors, batches, strict=True)
-        for model, optimizers, factor, batch in ranks:
+        ranks = zip(self._models, self._optimizers, self._mean_moments, batches, strict=True)
+        for model, optimizers, moments, batch in ranks:
             _backward(model, batch)
-            if (self._steps + 1) % EVERY == 0:
-                factor.take_in((p, p.grad) for p in model.parameters() if p.grad is not None)
-            _take_optimizer_steps(optimizers, rate * factor.value)
+            _take_optimizer_steps(optimizers, rate, moments)
         self._steps += 1
         if not self._settings.overlaps:
             self._exchange()
@@ -158,10 +164,10 @@ class LocalReplicas:
             total = take_steps(ranks[0].compressor, [replica.group for replica in ranks], self.network)
             for replica in ranks:
                 replica.move(total, size)
-        if self._settings.lr_factor == "measured" and step % EVERY == 0:
-            for factor in self._factors:
-                factor.take_up()
-            self.network.run([factor.sum_up(comm) for factor, comm in zip(self._factors, comms, strict=True)])
+        if self._moments[0].is_due(step):
+            for moments in self._moments:
+                moments.take_up()
+            self.network.run([moments.sum_up(comm) for moments, comm in zip(self._moments, comms, strict=True)])
 
     @torch.no_grad()
     def _apply(self) -> None:
@@ -172,6 +178,6 @@ class LocalReplicas:
                 replica.apply()
             for name, average in zip(ranks[0].group.names, ranks[0].averages(), strict=True):
                 shared[name].copy_(average)
-        for factor in self._factors:
-            factor.read(self.network.size)
+        for moments in self._moments:
+            moments.read(self.network.size)
         self._due = []

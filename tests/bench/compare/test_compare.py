@@ -55,7 +55,7 @@ def test_local_steps_and_learning_rates() -> None:
     assert (ours.learning_rate, diloco.learning_rate, ddp.learning_rate) == (2e-3, None, 1)
     strategy = diloco.build()
     assert isinstance(strategy, SparseDDPStrategy)
-    outer = LocalSteps(100, fragments=1, overlap=False, outer_rate=0.7, outer_momentum=0.9)
+    outer = LocalSteps(100, 1, False, outer_rate=0.7, outer_momentum=0.9, second_moments="own")
     assert (strategy.compressor, strategy.options.local) == (Dense(), outer)
     assert strategy.options.wire_dtype == "float32"
 

@@ -56,7 +56,7 @@ def test_averaging_all_weights_each_step_is_averaging_gradients() -> None:
 def test_an_outer_step_of_all_weights_every_h_steps_is_diloco() -> None:
     """Algorithm 1 of Douillard et al. (2023): inner AdamW, and Nesterov's SGD on the mean of what the ranks moved."""
     shared, own = model(), model()
-    settings = LocalSteps(4, fragments=1, overlap=False, outer_rate=0.7, outer_momentum=0.9)
+    settings = LocalSteps(4, 1, False, outer_rate=0.7, outer_momentum=0.9, second_moments="own")
     replicas = LocalReplicas(own, Options.of(Dense(), "bucket", local_steps=settings), RANKS)
     ranks = [deepcopy(shared) for _ in range(RANKS)]
     inner = [torch.optim.AdamW(each.parameters(), 1e-3, weight_decay=WEIGHT_DECAY) for each in ranks]
@@ -112,7 +112,7 @@ def test_real_ranks_end_with_the_same_average(ranks: Ranks) -> None:
         "sparse_dense:local_steps=2:wire_dtype=int4",
         "sparse_dense:local_steps=3:wire_dtype=sign",
         "micro:density=0.1:local_steps=2:warmup_steps=3",
-        "sparse_dense:local_steps=2:lr_factor=measured",
+        "sparse_dense:local_steps=2:second_moments=own",
     ]
     shared = ranks.run(real, 2, strategies, 14)[0]
     for strategy, of_real in zip(strategies, shared, strict=True):

@@ -1,0 +1,203 @@
+"""What part of the squares of one rank's gradient the mean gradient has: by row and column, from small sketches.
+
+Adam divides by the root of a mean of squares.  A rank's gradient is the mean gradient and the noise of one rank, so
+its squares are up to P times as large as the mean's, more in some rows and columns of a matrix than in others.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.engine.lane import Lane
+from lightning_sparse.network.comm import Comm, Rounds
+from lightning_sparse.selection.streams import draw
+
+EVERY = 10  # steps from one look at the gradients to the next
+EARLY = 20  # looks, the first ones, that follow each other in every step
+DECAY = 0.95  # of means over looks, once there were 20
+LONGEST = 65_536  # elements of a vector that has a square for each; a longer one has one square for all
+SEED = 2018  # of the signs
+
+
+class _Place:
+    """Where the sketch of a parameter lies among all, [m]: of a matrix a number for each row, then for each column."""
+
+    def __init__(self, parameter: Tensor, start: int) -> None:
+        n, rows = parameter.numel(), parameter.shape[0] if parameter.dim() else 1
+        self.is_matrix = 1 < rows < n
+        self.shape = (rows, n // rows) if self.is_matrix else (1, n)
+        self.is_long = not self.is_matrix and n > LONGEST
+        middle = start + (rows if self.is_matrix else 1 if self.is_long else n)
+        self.rows = slice(start, middle)
+        self.columns = slice(middle, middle + (n // rows if self.is_matrix else 0))
+        self.all = slice(start, self.columns.stop)
+
+    def sketch(self, gradient: Tensor, signs: Tensor, out: Tensor) -> None:
+        """Set ``out`` [m] here to sums of ``gradient`` with random ``signs`` [m] along rows and along columns."""
+        matrix = gradient.reshape(self.shape).float()
+        if self.is_matrix:
+            out[self.rows] = matrix @ signs[self.columns]
+            out[self.columns] = signs[self.rows] @ matrix
+        else:
+            out[self.rows] = matrix[0].mean() if self.is_long else matrix[0]
+
+    def share(self, squares: Tensor, least: float) -> Tensor:
+        """The part of each element [rows, columns], from ``least`` to 1; or for a vector [1, n], for a long one [1, 1].
+
+        Args:
+            squares: [2, m], of the mean gradient's sketch and of the ranks'.
+            least: 1/P, what is left of noise.
+        """
+        rows, columns = (squares[:, each] for each in (self.rows, self.columns))
+        share = _part(rows, least)
+        if not self.is_matrix:
+            return share[None]
+        return torch.outer(share, _part(columns, least) / _part(rows.sum(1), least)).clamp_(least, 1.0)
+
+
+class SecondMoments:
+    """Compares the squares of the mean gradient with those of the ranks' gradients, now and then.
+
+    At a look each rank sums its gradient of a matrix [r, c] along rows and along columns with random signs, the same on
+    all ranks.  The expected square of such a sum is the sum of the squares, also that of the mean over the ranks.  So
+    r + c sums and their squares tell of each row and column what part of its squares the mean gradient has.  That of an
+    element is that of its row times that of its column over that of the matrix, as Adafactor factors second moments
+    (Shazeer and Stern, ICML 2018, section 3).  Vectors are compared element by element.
+
+    Args:
+        groups: of the parameters.
+
+    Attributes:
+        squares: means over looks, the same on every rank: of the mean gradient's sketch and of the ranks', [2, m].
+        looks: that have been begun.
+    """
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._places: dict[Tensor, _Place] = {}
+        end = 0
+        named = sorted(item for group in groups for item in zip(group.names, group.parameters, strict=True))
+        for parameter in (p for _, p in named if p.numel()):  # in an order that no grouping changes
+            self._places[parameter] = _Place(parameter, end)
+            end = self._places[parameter].all.stop
+        self._device = next(iter(self._places)).device if self._places else torch.device("cpu")
+        self.squares = torch.zeros(2, end, device=self._device)
+        self.looks = 0
+        self._compared = 0  # looks whose sums are in ``squares``
+        self._least = 1.0  # 1/P, once ranks have been compared
+        self._signs: Tensor | None = None  # [m], of the look that is being made ready
+        self._sketch: Tensor | None = None  # [m], of this rank's gradients for that look
+        self._seen: set[Tensor] = set()  # parameters whose gradients are in it
+        self._sent: Tensor | None = None  # [m], what is being compared
+        self._sums: Tensor | None = None  # [2, m] over the ranks, until they are read
+
+    def __contains__(self, parameter: Tensor) -> bool:
+        return parameter in self._places
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._places)
+
+    def look(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Sketch the first gradient of ``parameter`` since the last look."""
+        if parameter in self._seen:
+            return
+        if self._signs is None:
+            generator = torch.Generator(self._device).manual_seed(draw(SEED, self.looks))
+            shape = self.squares.shape[1:]
+            self._signs = torch.randint(0, 2, shape, generator=generator, device=self._device).float() * 2 - 1
+        if self._sketch is None:
+            self._sketch = torch.zeros_like(self._signs)
+        self._seen.add(parameter)
+        self._places[parameter].sketch(gradient, self._signs, self._sketch)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether ranks have been compared."""
+        return self._compared > 0
+
+    def share(self, parameter: Tensor, squares: Tensor) -> Tensor:
+        """What part of its squares the mean gradient has by these ``squares``, to be broadcast to [rows, columns]."""
+        return self._places[parameter].share(squares, self._least)
+
+    def shape(self, parameter: Tensor) -> tuple[int, int]:
+        """The [rows, columns] as which ``parameter`` is taken."""
+        return self._places[parameter].shape
+
+    @property
+    def lr_factor(self) -> Tensor:
+        """By how much shorter a step is that divides by the root of a rank's squares, from 1 to the root of P."""
+        shares = [place.share(self.squares, self._least).mean() * p.numel() for p, place in self._places.items()]
+        return (torch.stack(shares).sum() / sum(p.numel() for p in self._places)).rsqrt()
+
+    # - the ranks' messages
+
+    def is_due(self, step: int) -> bool:
+        """Whether ranks compare after ``step``."""
+        return bool(self._places) and (self.looks < EARLY or step % EVERY == 0)
+
+    @property
+    def sampled(self) -> Tensor | None:
+        """This rank's sketch [m] that is to be compared, or is being compared; None if there is none."""
+        return self._sketch if self._sent is None else self._sent
+
+    def take_up(self) -> None:
+        """Have ready what :meth:`sum_up` sends."""
+        sketch = torch.zeros_like(self.squares[0]) if self._sketch is None else self._sketch
+        self._sent, self._sketch, self._signs = sketch.nan_to_num(0.0, 0.0, 0.0), None, None
+        self._seen.clear()
+        self.looks += 1
+
+    def sum_up(self, comm: Comm) -> Rounds:
+        """Compare the ranks' gradients; to be run to its end, on every rank; returns their sum and that of squares."""
+        assert self._sent is not None
+        self._sums = yield comm.all_reduce(torch.stack([self._sent, self._sent.square()]))
+        return self._sums
+
+    def compare(self, lane: Lane) -> None:
+        """Run :meth:`sum_up` on ``lane``."""
+        lane.run(self.sum_up(lane.comm))
+
+    def read(self, size: int) -> None:
+        """Take in what was summed up over ``size`` ranks, if anything was since the last time."""
+        if self._sums is None:
+            return
+        mean, square = self._sums / size
+        self._least, self._compared = 1 / size, self._compared + 1
+        decay = min(DECAY, 1 - 1 / self._compared)
+        self.squares = self.squares * decay + torch.stack([mean.square(), square]) * (1 - decay)
+        self._sums = self._sent = None
+
+    # - checkpoints
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps, the same on every rank; a look under way will be begun again."""
+        return {"squares": self.squares, "looks": torch.tensor(self._compared)}
+
+    def resume(self, state: Mapping[str, Tensor], sampled: Tensor | None, size: int) -> bool:
+        """Go on from a checkpoint of ``size`` ranks, if it is of these parameters; returns whether it is."""
+        if state["squares"].shape != self.squares.shape:
+            return False
+        self.squares = state["squares"].to(self._device, copy=True)
+        self.looks = self._compared = int(state["looks"])
+        self._least, self._sent, self._sums, self._signs = 1 / size, None, None, None
+        self._sketch = None if sampled is None else sampled.to(self._device, copy=True)
+        self._seen = {p for p, place in self._places.items() if sampled is not None and bool(sampled[place.all].any())}
+        return True
+
+    def gathered(self, parts: Mapping[Tensor, Tensor]) -> Tensor:
+        """Put ``parts`` [2, m] of each parameter, of its own place in them, into one [2, m]; NaN of all others."""
+        found = torch.full_like(self.squares, float("nan"))
+        for parameter, part in parts.items():
+            found[:, self._places[parameter].all] = part[:, self._places[parameter].all]
+        return found
+
+    def has(self, parameter: Tensor, squares: Tensor) -> bool:
+        """Whether ``squares``, as :meth:`gathered` returned them, are of this parameter too."""
+        return not bool(squares[:, self._places[parameter].all].isnan().any())
+
+
+def _part(squares: Tensor, least: float) -> Tensor:
+    """The first of ``squares`` [2, *s] over the second; 1 where nothing is known."""
+    of_mean, of_ranks = squares
+    return torch.where(of_ranks > 0, of_mean / of_ranks, 1.0).nan_to_num(1.0).clamp(least, 1.0)

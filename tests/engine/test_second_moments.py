@@ -1,0 +1,276 @@
+"""What part of its squares the mean gradient has, and Adam that divides by them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import NAdam, Optimizer, RAdam
+
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.engine.adam import STATE, MeanMoments, squares_of
+from lightning_sparse.engine.second_moments import EARLY, EVERY, LONGEST, SecondMoments
+from lightning_sparse.network.simulated import SimNetwork
+
+RANKS = 4
+
+
+def moments_of(*shapes: tuple[int, ...], ranks: int = RANKS) -> tuple[list[list[nn.Parameter]], list[SecondMoments]]:
+    """Parameters of these shapes on each rank, and what knows of their squares."""
+    parameters = [[nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(ranks)]
+    names = tuple(map(str, range(len(shapes))))
+    return parameters, [SecondMoments([Group(0, names, tuple(own))]) for own in parameters]
+
+
+def compare(moments: list[SecondMoments]) -> None:
+    """Have all ranks compare what they have looked at."""
+    network = SimNetwork(len(moments))
+    for each in moments:
+        each.take_up()
+    network.run([each.sum_up(comm) for each, comm in zip(moments, network.comms, strict=True)])
+    for each in moments:
+        each.read(len(moments))
+
+
+def share_of(moments: SecondMoments, parameter: Tensor) -> Tensor:
+    assert moments.is_known
+    return moments.share(parameter, moments.squares)
+
+
+def learn(parameters: list[list[nn.Parameter]], moments: list[SecondMoments], signal: Tensor, noise: Tensor) -> None:
+    """Have ranks compare 400 gradients of the first parameter: a ``signal`` that all have, and ``noise`` of each."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(400):
+        common = torch.randn(signal.shape, generator=generator) * signal
+        for own, each in zip(parameters, moments, strict=True):
+            each.look(own[0], common + torch.randn(signal.shape, generator=generator) * noise)
+        compare(moments)
+
+
+@pytest.mark.parametrize("shape", [(40, 30), (40, 5, 3, 2), (64,), (), (1, 50), (50, 1), (LONGEST + 1,)], ids=str)
+def test_the_share_of_signal_and_noise_is_found(shape: tuple[int, ...]) -> None:
+    parameters, moments = moments_of(shape)
+    learn(parameters, moments, torch.ones(shape), torch.full(shape, 2.0))
+    share = share_of(moments[0], parameters[0][0])
+    assert share.mean() == pytest.approx((1 + 4 / RANKS) / (1 + 4), rel=0.15)
+    assert share.broadcast_to(moments[0].shape(parameters[0][0])).numel() == parameters[0][0].numel()
+    assert float(moments[0].lr_factor) == pytest.approx(2.5**0.5, rel=0.1)
+    for other in moments[1:]:
+        assert torch.equal(other.squares, moments[0].squares)
+
+
+def test_rows_and_columns_have_shares_of_their_own() -> None:
+    parameters, moments = moments_of((20, 30))
+    noise = torch.ones(20, 30)
+    noise[:10] = 3.0
+    learn(parameters, moments, torch.ones(20, 30), noise)
+    share = share_of(moments[0], parameters[0][0])
+    assert share[:10].mean() == pytest.approx((1 + 9 / RANKS) / 10, rel=0.2)
+    assert share[10:].mean() == pytest.approx((1 + 1 / RANKS) / 2, rel=0.2)
+
+
+def test_gradients_without_noise_and_with_nothing_else_are_the_ends() -> None:
+    for signal, noise, expected in ((1.0, 0.0, 1.0), (0.0, 1.0, 1.2 / RANKS)):  # no share is below the least
+        parameters, moments = moments_of((30, 30))
+        learn(parameters, moments, torch.full((30, 30), signal), torch.full((30, 30), noise))
+        share = share_of(moments[0], parameters[0][0])
+        assert share.mean() == pytest.approx(expected, rel=0.15)
+        assert share.amin() >= 1 / RANKS
+        assert share.amax() <= 1.0
+
+
+def test_ranks_compare_in_every_early_step_and_then_in_every_tenth() -> None:
+    _, (moments,) = moments_of((3, 3), ranks=1)
+    due = []
+    for step in range(1, EARLY + 2 * EVERY + 1):
+        if moments.is_due(step):
+            due.append(step)
+            compare([moments])
+    assert due == [*range(1, EARLY + 1), EARLY + EVERY, EARLY + 2 * EVERY]
+    assert not moments_of((0, 3), ranks=1)[1][0].is_due(1)
+
+
+def test_the_first_gradient_since_the_last_look_counts_and_one_that_is_not_finite_does_not() -> None:
+    parameters, moments = moments_of((2, 2), (3,), ranks=1)
+    (matrix, vector), (own,) = parameters[0], moments
+    own.look(vector, torch.tensor([1.0, float("inf"), float("nan")]))
+    own.look(vector, torch.full((3,), 7.0))
+    compare(moments)
+    assert own.squares[1].tolist() == [0, 0, 0, 0, 1, 0, 0]
+    assert share_of(own, matrix).tolist() == [[1, 1], [1, 1]]
+    assert share_of(own, vector).tolist() == [[1, 1, 1]]
+
+
+def test_what_is_known_goes_on_from_a_checkpoint_and_in_other_groups() -> None:
+    parameters, moments = moments_of((4, 3), (5,))
+    for step in range(3):
+        for rank, (own, each) in enumerate(zip(parameters, moments, strict=True)):
+            for p in own:
+                each.look(p, torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + rank)))
+        if step < 2:
+            compare(moments)
+    again = []
+    for own, each in zip(parameters, moments, strict=True):
+        resumed = SecondMoments([Group(0, ("1",), (own[1],)), Group(1, ("0",), (own[0],))])
+        assert resumed.resume(each.state(), each.sampled, RANKS)
+        again.append(resumed)
+    for ranks in (moments, again):
+        for own, each in zip(parameters, ranks, strict=True):
+            each.look(own[0], torch.zeros(4, 3))  # has been looked at
+        compare(ranks)
+    for p in parameters[0]:
+        assert torch.equal(share_of(moments[0], p), share_of(again[0], p))
+    assert [each[0].looks for each in (moments, again)] == [3, 3]
+
+
+# - Adam
+
+
+class Fixed(SecondMoments):
+    """In which the mean gradient has this part of the squares."""
+
+    is_known = True
+    part = 0.25
+
+    def __init__(self, groups: list[Group]) -> None:
+        super().__init__(groups)
+        self.parts: dict[int, float] = {}  # by the squares that are known
+
+    def share(self, parameter: Tensor, squares: Tensor) -> Tensor:
+        own = bool((squares == 1).all())  # not lowered yet
+        part = self.parts.setdefault(id(squares), self.part)
+        return torch.full(self.shape(parameter), 1.0 if own else part)
+
+
+ADAMS: dict[str, Callable[[list[Tensor]], Optimizer]] = {
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1),
+    "adam with decay": lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.5),
+    "adam, the most, with decay": lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.5, maximize=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, betas=(0.9, 0.95)),
+    "adamw, fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "adamw, foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "adamw, rate in a tensor": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1)),
+    "amsgrad": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),
+    "nadam": lambda p: NAdam(p, lr=0.1, weight_decay=0.5, decoupled_weight_decay=True),
+    "radam": lambda p: RAdam(p, lr=0.1, weight_decay=0.5),
+}
+
+
+@pytest.mark.parametrize("make", ADAMS.values(), ids=ADAMS)
+def test_adam_sees_the_squares_of_the_mean_gradient(make: Callable[[list[Tensor]], Optimizer]) -> None:
+    p = nn.Parameter(torch.randn(6, 5, 2, generator=torch.Generator().manual_seed(0)))
+    optimizer, moments = make([p]), MeanMoments(Fixed([Group(0, ("p",), (p,))]))
+    (group,), expected = optimizer.param_groups, torch.zeros(p.shape)
+    beta, kind = group["betas"][1], squares_of(optimizer)
+    for step in range(8):
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
+        squared = -p.grad if group["maximize"] and kind == "with decay" else p.grad
+        if kind == "with decay":
+            squared = squared + group["weight_decay"] * p.detach()
+        expected = beta * expected + (1 - beta) * squared.square()
+        moments.before_update(optimizer)
+        optimizer.step()
+        moments.after_update(optimizer)
+        part = Fixed.part if step else 1.0  # before its first step an optimizer has no state to change
+        torch.testing.assert_close(optimizer.state[p][STATE], part * expected, rtol=1e-4, atol=1e-9)
+
+
+def test_squares_from_before_local_steps_stay_and_later_ones_follow_what_is_known() -> None:
+    for taken_up in (False, True):
+        p = nn.Parameter(torch.ones(4, 3))
+        known = Fixed([Group(0, ("p",), (p,))])
+        optimizer, moments = torch.optim.AdamW([p]), MeanMoments(known)
+
+        def step(moments: MeanMoments | None, optimizer: Optimizer = optimizer, p: nn.Parameter = p) -> None:
+            p.grad = torch.ones(4, 3)
+            if moments:
+                moments.before_update(optimizer)
+            optimizer.step()
+            if moments:
+                moments.after_update(optimizer)
+
+        step(moments if taken_up else None)  # otherwise with averaged gradients
+        for _ in range(9):
+            step(moments)
+        own = 1 - 0.999**10
+        expected = own * known.part if taken_up else 0.999**9 * 0.001 + (1 - 0.999**9) * known.part
+        assert optimizer.state[p][STATE].unique().tolist() == pytest.approx([expected], rel=1e-4)
+        known.part, known.squares = 0.5, known.squares.clone()  # ranks have compared
+        step(moments)
+        if taken_up:
+            assert optimizer.state[p][STATE].unique().tolist() == pytest.approx([(1 - 0.999**11) * 0.5], rel=1e-4)
+
+
+OTHERS: dict[str, Callable[[list[Tensor]], Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
+}
+
+
+class AnotherAdam(torch.optim.Adam):
+    """Whose squares have a decay of their own, under the same name."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for state in self.state.values():
+            state[STATE].mul_(0.5)
+        return loss
+
+
+@pytest.mark.parametrize("make", [*OTHERS.values(), AnotherAdam], ids=[*OTHERS, "another"])
+def test_optimizers_that_keep_no_such_squares_are_left_alone(make: Callable[[list[Tensor]], Optimizer]) -> None:
+    ends = []
+    for watched in (False, True):
+        p = nn.Parameter(torch.ones(6, 5))
+        optimizer, moments = make([p]), MeanMoments(Fixed([Group(0, ("p",), (p,))]))
+        for step in range(3):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
+            if watched:
+                moments.before_update(optimizer)
+            optimizer.step()
+            moments.after_update(optimizer)
+        ends.append(p.detach())
+    assert squares_of(optimizer) == ""
+    assert torch.equal(*ends)
+
+
+def test_an_outlier_a_skipped_step_and_an_optimizer_around_another_do_no_harm() -> None:
+    p = nn.Parameter(torch.ones(3, 3))
+    inner, moments = torch.optim.AdamW([p], lr=0.1), MeanMoments(Fixed([Group(0, ("p",), (p,))]))
+    outer = Optimizer([p], {})
+    outer.state = inner.state
+    for gradient in (1e-3, 1e6, 1e-3, 1e-3):
+        for first in (1e3, 1.0):
+            p.grad = torch.full((3, 3), gradient * first)
+            moments.before_update(outer)
+            moments.before_update(inner)  # as a closure that is asked twice
+        inner.step()
+        moments.after_update(inner)
+        moments.after_update(outer)
+        assert p.isfinite().all()
+    expected = inner.state[p][STATE].clone()
+    p.grad = torch.tensor([[float("inf"), 1e9, 1.0]] * 3)
+    inner.found_inf = torch.ones(())  # type: ignore[attr-defined]
+    moments.before_update(inner)  # and then a gradient scaler has a fused step do nothing
+    moments.after_update(inner)
+    assert torch.equal(inner.state[p][STATE], expected)
+
+
+def test_a_gradient_that_a_fused_optimizer_is_to_unscale_is_unscaled() -> None:
+    ends = []
+    for scale in (None, 1024.0):
+        p = nn.Parameter(torch.ones(4, 4))
+        known = Fixed([Group(0, ("p",), (p,))])
+        optimizer, moments = torch.optim.AdamW([p], fused=True), MeanMoments(known)
+        for step in range(3):
+            p.grad = torch.randn(4, 4, generator=torch.Generator().manual_seed(step)) * (scale or 1.0)
+            optimizer.grad_scale = None if scale is None else torch.tensor(scale)  # type: ignore[attr-defined]
+            optimizer.found_inf = None if scale is None else torch.tensor(0.0)  # type: ignore[attr-defined]
+            moments.before_update(optimizer)
+            optimizer.step()
+            moments.after_update(optimizer)
+        ends.append(optimizer.state[p][STATE])
+    torch.testing.assert_close(*ends)
