@@ -254,7 +254,7 @@ class SparseHook:
         return self.saved(residuals, optimizers, keep_means=False)
 
     def saved(self, residuals: str, optimizers: Sequence[Optimizer] = (), keep_means: bool = True) -> dict[str, Any]:
-        """As :meth:`state_dict`, at any time: parameters stay as they are; an open step stays open, and is made again."""
+        """As :meth:`state_dict`, at any time: parameters stay as they are; an open step stays so, and is made again."""
         how = self._as_saved, self._course.state(), self._parts(optimizers), keep_means
         with self._groups.leaders() as leaders:
             return checkpoint.gather(self.exchange, residuals, leaders, *how).to_dict()

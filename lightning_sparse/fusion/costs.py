@@ -24,6 +24,7 @@ SIZES = (2**8, 2**16, 2**20, 2**22)  # Elements of the groups that are tried.
 RUNS = 3  # Runs of each, after one that is not timed: then thresholds are known.
 LONG_S = 0.1  # Seconds: larger groups that would take longer follow from the link and the processor.
 SLOW_S = 0.02  # Seconds of a message that is timed once: there, runs differ little beside it.
+IMMEASURABLE = 1e-11  # Seconds for a byte, or less, of a link whose rate cannot be told: 800 Gbit/s.
 MOST_LATENCY_BYTES = 2**26  # The most bytes that a link is taken to carry in its latency.
 POOL = 1_000_003  # Elements after which made-up gradients repeat.
 
@@ -83,9 +84,10 @@ def measure_link(exchange: Exchange) -> Link:
     s_per_byte = max((many_s - some_s) / (many - some), 0.0) * many / sent_bytes
     link = Link(latency_s, s_per_byte, all_reduce_s)
     exchange.set_latencies(link.carries(link.latency_s), link.carries(link.all_reduce_s))
+    rate = f"carries {8e-6 / s_per_byte:,.0f} Mbit/s" if s_per_byte > IMMEASURABLE else "is too fast to be measured"
     rank_zero_info(
         f"LayerFusion: a message takes {1e3 * link.latency_s:.2f} ms, an all-reduce of the backend "
-        f"{1e3 * link.all_reduce_s:.2f} ms; the link carries {8e-6 / max(link.s_per_byte, 1e-12):,.0f} Mbit/s."
+        f"{1e3 * link.all_reduce_s:.2f} ms; the link {rate}."
     )
     return link
 

@@ -113,10 +113,8 @@ class LocalReplicas:
         self._models = [deepcopy(model) for _ in range(ranks)]
         self._optimizers = [OPTIMIZERS[optimizer](each) for each in self._models]
         own = [self._replicas_of(each, options) for each in self._models]  # [P][groups]
-        compared = self._settings.second_moments == "mean"
-        self._moments = [
-            SecondMoments([x.group for x in of_rank if not x.is_untrained and compared]) for of_rank in own
-        ]
+        trained = [[x.group for x in of_rank if not x.is_untrained] for of_rank in own]
+        self._moments = [SecondMoments(x if self._settings.second_moments == "mean" else ()) for x in trained]
         self._mean_moments = [MeanMoments(each) for each in self._moments]
         self._replicas = list(zip(*own, strict=True))  # [groups][P]
         self._steps = 0
