@@ -83,7 +83,7 @@ def make_exchange(
         fragments,
         comms,
         threaded=not groups.nccl,
-        settings=way.local,
+        settings=way.local.led(way.compressor, way.wire_dtype),
         warmup_steps=way.warmup_steps,
         untrained=untrained_of(ddp.module, ddp.parameters_to_ignore),
         compressor=way.compressor,

@@ -19,6 +19,7 @@ from lightning_sparse.engine.local_state import LocalState
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.engine.optimizers import why_not_alone
 from lightning_sparse.engine.phases import Phase, Phases
+from lightning_sparse.engine.rates import Rates
 from lightning_sparse.engine.replica import Find
 from lightning_sparse.engine.second_moments import EVERY
 from lightning_sparse.engine.step import Report
@@ -57,6 +58,7 @@ class LocalExchange(LocalState):
     ) -> None:
         super().__init__(groups, fragments, comms, threaded, settings, untrained or {}, compressor or Exact())
         self._phases = Phases()
+        self._rates = Rates(settings.lead or 1.0)
         self._warmup_steps = warmup_steps
         self._exchanged = 0  # the last step after which groups were taken up
         self._flight = Flight(self._lanes)
@@ -80,6 +82,7 @@ class LocalExchange(LocalState):
         return self._phases.is_half_made(self.weights.versions())
 
     def between_steps(self) -> None:
+        self._rates.give_back()
         half_made = self.is_half_made
         if not half_made:
             self.settle()
@@ -118,8 +121,10 @@ class LocalExchange(LocalState):
 
     def before_update(self, optimizer: Optimizer) -> None:
         self.mean_moments.before_update(optimizer)
+        self._rates.scale(optimizer)
 
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
+        self._rates.give_back(optimizer)
         self.mean_moments.after_update(optimizer)
         self._phases.end_optimizer()
 
@@ -216,6 +221,7 @@ class LocalExchange(LocalState):
 
     def close(self) -> bool:
         self._phases.end()  # what is due cannot be sent any more
+        self._rates.give_back()
         return super().close()
 
     # - messages

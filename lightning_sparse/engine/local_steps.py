@@ -1,10 +1,12 @@
 """Local steps: each rank takes its own optimizer steps, and what the ranks share is the average of their weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_sparse.checks import check_one_of, check_whole, is_number
+from lightning_sparse.compressors import Compressor, Dense, Rounded
 
 SECOND_MOMENTS = ("mean", "own")
+LEAD = 1 / 0.7  # where all is sent in four bits or more; docs/benchmarks/2026-11-24-local-steps-loss.md
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,9 @@ class LocalSteps:
             None: where H is above 1.
         outer_rate: of the outer step: x̄ moves by so many times the mean.
         outer_momentum: of the outer step, Nesterov's; DiLoCo takes 0.9, with an ``outer_rate`` of 0.7.
+        lead: each rank's own steps are so many times as long as its optimizer says, and x̄ moves by their mean at its
+            length: ranks look ahead of x̄.  None: 1.43 where all that is unsent is sent in four bits or more and the
+            outer step is the default; else 1.
         second_moments: "mean": each rank's Adam divides by the second moment of the mean gradient, as that of plain DDP
             does, and not by that of one rank's gradient, which is up to P times as large; "own": it does not.
             Optimizers without such are left alone.
@@ -37,6 +42,7 @@ class LocalSteps:
     overlap: bool | None = None
     outer_rate: float = 1.0
     outer_momentum: float = 0.0
+    lead: float | None = None
     second_moments: str = "mean"
 
     def __post_init__(self) -> None:
@@ -54,6 +60,8 @@ class LocalSteps:
             raise ValueError(f"LocalSteps: outer_rate must be above 0; got {self.outer_rate!r}.")
         if not (is_number(self.outer_momentum) and 0 <= self.outer_momentum < 1):
             raise ValueError(f"LocalSteps: outer_momentum must be at least 0 and below 1; got {self.outer_momentum!r}.")
+        if self.lead is not None and not (is_number(self.lead) and 1 <= self.lead < float("inf")):
+            raise ValueError(f"LocalSteps: lead must be at least 1, or None; got {self.lead!r}.")
         check_one_of("LocalSteps: second_moments", self.second_moments, SECOND_MOMENTS)
 
     @classmethod
@@ -67,6 +75,15 @@ class LocalSteps:
             return given
         check_whole("local_steps", given, 0, "Give H, the steps in which every weight travels once, or LocalSteps(H).")
         return cls(int(given)) if given else None
+
+    def led(self, compressor: Compressor, wire_dtype: str) -> "LocalSteps":
+        """Return the settings with the lead that suits what ``compressor`` sends, if none is given."""
+        if self.lead is not None:
+            return self
+        if isinstance(compressor, Rounded):
+            wire_dtype, compressor = compressor.wire_dtype, compressor.wrapped
+        sends_all = isinstance(compressor, Dense) and wire_dtype != "sign"
+        return replace(self, lead=LEAD if sends_all and self.outer_rate == 1 and not self.outer_momentum else 1.0)
 
     @property
     def parts(self) -> int:

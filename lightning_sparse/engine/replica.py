@@ -45,7 +45,7 @@ class Replica:
         self.group, self.compressor, self.fragment = group, compressor, fragment
         dtypes = {p.dtype for p in group.parameters}
         self.average = group.unsent.to(torch.float64 if torch.float64 in dtypes else torch.float32, copy=True)
-        self._settings = replace(settings, outer_rate=1.0, outer_momentum=0.0) if find else settings
+        self._settings = replace(settings, outer_rate=1.0, outer_momentum=0.0, lead=1.0) if find else settings
         self._find = find
         self._own: list[Tensor] = []  # the weights when they were taken up
         self._set_meanwhile: set[int] = set()  # places of parameters whose x̄ was set since then
@@ -131,7 +131,7 @@ class Replica:
     @torch.no_grad()
     def move(self, total: Tensor | Sparse, size: int) -> None:
         """Note that x̄ is to move by the mean over ``size`` ranks, or by the outer step that it calls for."""
-        rate, momentum = self._settings.outer_rate, self._settings.outer_momentum
+        rate, momentum = self._settings.outer_rate / (self._settings.lead or 1.0), self._settings.outer_momentum
         if isinstance(total, Sparse) and not momentum:
             self._next = Sparse(total.index.clone(), total.values / size * rate), None
             return

@@ -138,8 +138,9 @@ class SecondMoments:
 
     @property
     def sampled(self) -> Tensor | None:
-        """This rank's sketch [m] that is to be compared, or is being compared; None if there is none."""
-        return self._sketch if self._sent is None else self._sent
+        """This rank's sketch [m] that is to be compared, or is being compared: zeros if it has none; None of nothing."""
+        sketch = self._sketch if self._sent is None else self._sent
+        return torch.zeros_like(self.squares[0]) if sketch is None and self._places else sketch
 
     def take_up(self) -> None:
         """Have ready what :meth:`sum_up` sends."""

@@ -63,17 +63,14 @@ class Setup:
     def exact(self) -> bool:
         ways = [Candidate(self.compressor, self.wire), *self.candidates]
         dense = all(isinstance(each.compressor, ls.Dense) and each.wire_dtype == "float32" for each in ways)
-        return (
-            dense
-            and self.dtype == torch.float32
-            and (self.local is None or self.optimizer == "sgd" or self.local.second_moments == "own")
-        )
+        own = self.local is None or self.optimizer == "sgd" or self.local.second_moments == "own"
+        return dense and own and self.dtype == torch.float32 and (self.local is None or self.local.lead is None)
 
     @property
     def loses_nothing(self) -> bool:
         """Whether weights move by what optimizers do: not by outer steps, nor by what half precision cannot hold."""
-        outer = (self.local.outer_rate, self.local.outer_momentum) if self.local else (1.0, 0.0)
-        return outer == (1.0, 0.0) and self.dtype == torch.float32
+        outer = (self.local.outer_rate, self.local.outer_momentum, self.local.lead or 1) if self.local else (1, 0, 1)
+        return outer == (1, 0, 1) and self.dtype == torch.float32
 
     def options(self) -> Options:
         if self.candidates:
@@ -100,6 +97,7 @@ SETUPS = {
     "local steps, sign": Setup(size=3, wire="sign", local=HALF, optimizer="adamw"),
     "local steps, micro": Setup(MICRO, 2, "int4", replace(HALF, outer_momentum=0.5), "adamw"),
     "half precision": Setup(dtype=torch.bfloat16, local=HALF, optimizer="adamw", teacher=True),
+    "ahead": Setup(size=3, local=replace(HALF, lead=1.5), optimizer="adamw"),
     "own second moments": Setup(local=replace(HALF, second_moments="own"), optimizer="adamw"),
     "changes": Setup(candidates=(Candidate(ls.Dense(), "float32", 1), Candidate(ls.Dense(), "float32", 2))),
     "changes of three ranks": Setup(
@@ -115,6 +113,7 @@ SETUPS = {
 @pytest.fixture(autouse=True)
 def _in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_sparse.hook.TorchComm", ThreadComm)
+    monkeypatch.setattr("lightning_sparse.engine.local_steps.LEAD", 1.0)  # but where a setup has one
     logging.disable(logging.INFO)
     monkeypatch.setattr("lightning_sparse.auto.course.StepClock.__call__", lambda _: math.nan)  # nothing goes by time
 

@@ -98,7 +98,7 @@ def test_a_step_that_is_watched_and_recorded_is_ordered() -> None:
 def test_other_groups_and_a_checkpoint_are_ordered() -> None:
     def other_plan(exchange: GradientExchange, nccl: FakeNccl, of: dict[str, Tensor]) -> None:
         for kept in ("per_rank", "mean"):
-            residuals.gather(exchange, kept, nccl.comm(), "TopK()", {}, Parts((), None, torch.nn.Module(), False))
+            residuals.gather(exchange, kept, nccl.comm(), "TopK()", {}, Parts((), None, torch.nn.Module(), False), True)
         groups = lay_out(of, ls.TopK(), "none" if len(exchange.groups) < len(of) else "bucket")
         exchange.lay_out(groups)
 

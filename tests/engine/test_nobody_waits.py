@@ -173,7 +173,7 @@ def test_who_asks_between_steps_waits_as_the_documentation_says() -> None:
         exchange.timeline.group_times(exchange.groups)
         comm = nccl.comm()
         for kept in ("per_rank", "mean"):
-            residuals.gather(exchange, kept, comm, "TopK()", {}, Parts((), None, torch.nn.Module(), False))
+            residuals.gather(exchange, kept, comm, "TopK()", {}, Parts((), None, torch.nn.Module(), False), True)
         assert set(cuda.waits) <= set(MAY_WAIT)
         cuda.waits.clear()
         training.step()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import lightning_sparse as ls
+from lightning_sparse.engine.local_steps import LEAD
 from tests.support.local_steps import CHOSEN, Causal, all_of, auto, exchange_of, follow, local
 from tests.support.models import Does, Small, data, flat, small, trainer, weights
 from tests.support.processes import Ranks
@@ -309,8 +310,9 @@ class Optimized(Small):
 
 def test_optimizers_around_others_and_rates_set_in_a_step(ranks: Ranks) -> None:
     first, second = ranks.run(_optimize, 2)
-    for rates, least, after, settled in (first, second):
-        assert set(rates) == {0.01}
+    for rates, rate, least, after, settled in (first, second):
+        assert set(rates) == {0.01 * LEAD}  # and 0.01 wherever somebody else looks
+        assert rate == 0.01
         assert least >= 0
         assert (after, settled) == (0.02, 25)
 
@@ -326,7 +328,7 @@ def _optimize(rank: int, size: int) -> Any:
     assert isinstance(optimizer, Sharp)
     after = sets.trainer.optimizers[0].param_groups[0]["lr"]
     least = min(float(state["exp_avg_sq"].min()) for state in optimizer.base.state.values())
-    return optimizer.rates, least, after, exchange_of(run).steps
+    return optimizer.rates, optimizer.param_groups[0]["lr"], least, after, exchange_of(run).steps
 
 
 def test_optimizers_that_a_rank_cannot_step_alone_are_refused_and_keep_sparse_auto_from_local_steps(

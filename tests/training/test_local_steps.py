@@ -78,7 +78,7 @@ def test_the_law_holds_over_real_processes(ranks: Ranks) -> None:
 
 
 def _watched(rank: int, size: int) -> list[Any]:
-    """Of each group's turn what was unsent before, after, how x̄ moved, and the largest weight."""
+    """Of each group's turn what was unsent before, after, how x̄ moved by the steps' length, and the largest weight."""
     turns: list[Any] = []
     take_up, apply = Replica.take_up, Replica.apply
     shared: dict[Replica, tuple[Tensor, Tensor]] = {}
@@ -90,7 +90,8 @@ def _watched(rank: int, size: int) -> list[Any]:
     def after(self: Replica) -> None:
         apply(self)
         residual, average = shared.pop(self)
-        turns.append((residual, self.group.unsent.clone(), self.average - average, average.abs().max()))
+        moved = (self.average - average) * (self._settings.lead or 1.0)
+        turns.append((residual, self.group.unsent.clone(), moved, average.abs().max()))
 
     Replica.take_up, Replica.apply = before, after  # type: ignore[method-assign]
     for model, compressor, wire in ((Small, "sparse_dense", "float32"), (Gan, ls.MiCRO(density=0.1), "int4")):

@@ -110,9 +110,7 @@ def diloco(
     *, steps: int = 16, outer_rate: float = 0.7, outer_momentum: float = 0.9, **ddp_kwargs: Any
 ) -> SparseDDPStrategy:
     """DiLoCo (Douillard et al., 2023), which is a setting of this project's local steps; float32 on the wire."""
-    settings = LocalSteps(
-        steps, fragments=1, overlap=False, outer_rate=outer_rate, outer_momentum=outer_momentum, second_moments="own"
-    )
+    settings = LocalSteps(steps, 1, False, outer_rate, outer_momentum, second_moments="own")
     return SparseDDPStrategy(Dense(), local_steps=settings, **ddp_kwargs)
 
 

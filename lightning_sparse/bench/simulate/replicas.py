@@ -109,7 +109,8 @@ class LocalReplicas:
     def __init__(self, model: LightningModule, options: Options, ranks: int, optimizer: str = "adamw") -> None:
         assert options.local is not None
         self.network = SimNetwork(ranks, wire_format(options.wire_dtype))
-        self._average, self._settings, self._warmup_steps = model, options.local, options.warmup_steps
+        self._settings = options.local.led(options.averaging, str(options.wire_dtype))
+        self._average, self._warmup_steps = model, options.warmup_steps
         self._models = [deepcopy(model) for _ in range(ranks)]
         self._optimizers = [OPTIMIZERS[optimizer](each) for each in self._models]
         own = [self._replicas_of(each, options) for each in self._models]  # [P][groups]
@@ -136,7 +137,7 @@ class LocalReplicas:
         ranks = zip(self._models, self._optimizers, self._mean_moments, batches, strict=True)
         for model, optimizers, moments, batch in ranks:
             _backward(model, batch)
-            _take_optimizer_steps(optimizers, rate, moments)
+            _take_optimizer_steps(optimizers, rate * (self._settings.lead or 1.0), moments)
         self._steps += 1
         if not self._settings.overlaps:
             self._exchange()
