@@ -168,6 +168,8 @@ class LocalExchange(LocalState):
             if not self.settings.overlaps:
                 self._send()
             self._receive()
+            if not self.settings.overlaps:
+                self.moments.read(self.size)
             if self.steps == 1:
                 self.compare()
 
@@ -234,6 +236,7 @@ class LocalExchange(LocalState):
     def _send(self) -> None:
         """Take up the groups whose turn it is and have the lanes average them."""
         step = self._exchanged = self.steps
+        self.moments.read(self.size)  # here, wherever what it reads was received
         self._flight = Flight(self._lanes)
         due = [i for i, replica in enumerate(self.weights.replicas) if replica.is_due(step, self._warmup_steps)]
         for i in due:
@@ -257,7 +260,7 @@ class LocalExchange(LocalState):
             raise self.error
         for replica in flight.replicas:
             replica.apply()
-        self.moments.read(self.size)
+        self.moments.receive()
         if self.sample is not None:
             self.sample.end_step()
         averaged = [replica.group for replica in flight.replicas]

@@ -85,6 +85,7 @@ class LocalState(Exchange):
         return self.moments.sampled
 
     def state(self) -> dict[str, Any]:
+        self.moments.read(self.size)
         return {
             "moments": self.mean_moments.state(),
             "checksums": self.weights.checksums(),

@@ -1,10 +1,9 @@
 """A step that is saved after its backward and before its optimizer: the means are in no weights yet, nor unsent."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported at run time only
 
 from lightning_sparse.engine.pending_bucket import gradients_of
 
@@ -37,13 +36,13 @@ class Means:
         """Have the next backward hand back these ``means``, whatever gradients it has."""
         self._saved = {p: means[name] for name, p in parameters.items() if name in means}
 
-    def hand_back(self, bucket: GradBucket) -> bool:
-        """Set ``bucket`` to the means of the step that was saved, if one was; returns whether it was."""
+    def hand_back(self, buffer: Tensor, parameters: Sequence[Tensor], is_last: bool) -> bool:
+        """Set the bucket ``buffer`` to means of the step that was saved, if one was; returns whether it was."""
         if not self._saved:
             return False
-        for parameter, gradient in gradients_of(bucket.buffer(), bucket.parameters()):
+        for parameter, gradient in gradients_of(buffer, parameters):
             mean = self._saved.get(parameter)
             gradient.zero_() if mean is None else gradient.copy_(mean * self._scale)
-        if bucket.is_last():
+        if is_last:
             self._saved, self.are_due = {}, True
         return True

@@ -12,7 +12,9 @@ from torch import Tensor
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.lane import Lane
 from lightning_sparse.network.comm import Comm, Rounds
+from lightning_sparse.network.sums import sum_values
 from lightning_sparse.selection.streams import draw
+from lightning_sparse.wire import BFLOAT16
 
 EVERY = 10  # steps from one look at the gradients to the next
 EARLY = 20  # looks, the first ones, that follow each other in every step
@@ -90,7 +92,8 @@ class SecondMoments:
         self._sketch: Tensor | None = None  # [m], of this rank's gradients for that look
         self._seen: set[Tensor] = set()  # parameters whose gradients are in it
         self._sent: Tensor | None = None  # [m], what is being compared
-        self._sums: Tensor | None = None  # [2, m] over the ranks, until they are read
+        self._sums: Tensor | None = None  # [2, m] over the ranks, once they have arrived
+        self._received: Tensor | None = None  # these, until they are read
 
     def __contains__(self, parameter: Tensor) -> bool:
         return parameter in self._places
@@ -138,7 +141,7 @@ class SecondMoments:
 
     @property
     def sampled(self) -> Tensor | None:
-        """This rank's sketch [m] that is to be compared, or is being compared: zeros if it has none; None of nothing."""
+        """This rank's sketch [m] that is to be compared, or is being compared; zeros if none is, None of nothing."""
         sketch = self._sketch if self._sent is None else self._sent
         return torch.zeros_like(self.squares[0]) if sketch is None and self._places else sketch
 
@@ -150,24 +153,29 @@ class SecondMoments:
         self.looks += 1
 
     def sum_up(self, comm: Comm) -> Rounds:
-        """Compare the ranks' gradients; to be run to its end, on every rank; returns their sum and that of squares."""
+        """Compare the ranks' gradients in bfloat16; to be run to its end, on every rank; returns sums [2 m]."""
         assert self._sent is not None
-        self._sums = yield comm.all_reduce(torch.stack([self._sent, self._sent.square()]))
+        sums = yield from sum_values(torch.cat([self._sent, self._sent.square()]), comm.in_format(BFLOAT16))
+        self._sums = sums.view(2, -1).clone()
         return self._sums
 
     def compare(self, lane: Lane) -> None:
         """Run :meth:`sum_up` on ``lane``."""
         lane.run(self.sum_up(lane.comm))
 
+    def receive(self) -> None:
+        """Note that what was launched has arrived."""
+        self._received, self._sums = self._sums, None
+
     def read(self, size: int) -> None:
-        """Take in what was summed up over ``size`` ranks, if anything was since the last time."""
-        if self._sums is None:
+        """Go by what was received of ``size`` ranks from now on, if anything was since the last time."""
+        if self._received is None:
             return
-        mean, square = self._sums / size
+        mean, square = self._received / size
         self._least, self._compared = 1 / size, self._compared + 1
         decay = min(DECAY, 1 - 1 / self._compared)
         self.squares = self.squares * decay + torch.stack([mean.square(), square]) * (1 - decay)
-        self._sums = self._sent = None
+        self._received = self._sent = None
 
     # - checkpoints
 
@@ -181,7 +189,7 @@ class SecondMoments:
             return False
         self.squares = state["squares"].to(self._device, copy=True)
         self.looks = self._compared = int(state["looks"])
-        self._least, self._sent, self._sums, self._signs = 1 / size, None, None, None
+        self._least, self._sent, self._sums, self._received, self._signs = 1 / size, None, None, None, None
         self._sketch = None if sampled is None else sampled.to(self._device, copy=True)
         self._seen = {p for p, place in self._places.items() if sampled is not None and bool(sampled[place.all].any())}
         return True

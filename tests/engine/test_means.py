@@ -4,14 +4,6 @@ import torch
 from torch import nn
 
 from lightning_sparse.engine.means import Means
-from tests.support.buckets import Bucket
-
-
-class Last(Bucket):
-    """The last of a backward."""
-
-    def is_last(self) -> bool:
-        return True
 
 
 def test_means_are_kept_and_handed_back_with_and_without_a_loss_scale() -> None:
@@ -26,10 +18,11 @@ def test_means_are_kept_and_handed_back_with_and_without_a_loss_scale() -> None:
     assert scaled.tolist() == [1.0, 2.0, float("inf")]
     scaler.unscale_(torch.optim.SGD([p]))
     assert torch.equal(means.due({"p": p})["p"], scaled)
-    bucket = Last([p, other := nn.Parameter(torch.ones(2))])
-    assert not again.hand_back(bucket)
+    bucket = [p, other := nn.Parameter(torch.ones(2))]
+    buffer = torch.full((5,), 7.0)
+    assert not again.hand_back(buffer, bucket, True)
     again.resume({"p": scaled, "gone": scaled}, {"p": p, "other": other})
-    assert again.hand_back(bucket)
-    assert bucket.buffer().tolist() == [1024.0, 2048.0, float("inf"), 0.0, 0.0]
+    assert again.hand_back(buffer, bucket, True)
+    assert buffer.tolist() == [1024.0, 2048.0, float("inf"), 0.0, 0.0]
     assert again.are_due
-    assert not again.hand_back(bucket)
+    assert not again.hand_back(buffer, bucket, True)

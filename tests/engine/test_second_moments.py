@@ -30,6 +30,7 @@ def compare(moments: list[SecondMoments]) -> None:
         each.take_up()
     network.run([each.sum_up(comm) for each, comm in zip(moments, network.comms, strict=True)])
     for each in moments:
+        each.receive()
         each.read(len(moments))
 
 

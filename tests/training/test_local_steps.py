@@ -127,7 +127,7 @@ def _fit_twice(rank: int, size: int, path: Path) -> Any:
 
 def test_adam_divides_by_its_own_second_moment_for_equal_gradients_and_by_a_pth_for_noise(ranks: Ranks) -> None:
     (equal, noise), *others = ranks.run(_noisy, 4, gloo=True)
-    assert equal == pytest.approx((1.0, 1.0))
+    assert equal == pytest.approx((1.0, 1.0), rel=5e-3)  # compared in bfloat16
     assert 1.8 < noise[0] <= 2.0
     assert 0.25 < noise[1] < 0.35
     assert [each[1][0] for each in others] == [noise[0]] * 3

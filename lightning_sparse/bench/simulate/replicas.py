@@ -178,5 +178,6 @@ class LocalReplicas:
             for name, average in zip(ranks[0].group.names, ranks[0].averages(), strict=True):
                 shared[name].copy_(average)
         for moments in self._moments:
+            moments.receive()
             moments.read(self.network.size)
         self._due = []
