@@ -106,7 +106,8 @@ class GradientExchange(ScaledSteps):
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
         """DDP's communication hook: takes a bucket of gradients, gives back a future of the same bucket averaged."""
         del state
-        if self._means.hand_back(bucket.buffer(), bucket.parameters(), bucket.is_last()):
+        if self._means.are_saved:
+            self._means.hand_back(bucket.buffer(), bucket.parameters(), bucket.is_last())
             future: Future[Tensor] = Future(devices=[self.device] if self.device.type == "cuda" else None)
             future.set_result(bucket.buffer())
             return future

@@ -36,13 +36,15 @@ class Means:
         """Have the next backward hand back these ``means``, whatever gradients it has."""
         self._saved = {p: means[name] for name, p in parameters.items() if name in means}
 
-    def hand_back(self, buffer: Tensor, parameters: Sequence[Tensor], is_last: bool) -> bool:
-        """Set the bucket ``buffer`` to means of the step that was saved, if one was; returns whether it was."""
-        if not self._saved:
-            return False
+    @property
+    def are_saved(self) -> bool:
+        """Whether the next backward is of a step that was saved."""
+        return bool(self._saved)
+
+    def hand_back(self, buffer: Tensor, parameters: Sequence[Tensor], is_last: bool) -> None:
+        """Set the bucket ``buffer`` to the means of the step that was saved."""
         for parameter, gradient in gradients_of(buffer, parameters):
             mean = self._saved.get(parameter)
             gradient.zero_() if mean is None else gradient.copy_(mean * self._scale)
         if is_last:
             self._saved, self.are_due = {}, True
-        return True
