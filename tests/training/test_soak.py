@@ -71,15 +71,17 @@ class Account:
     def lost(self, size: int) -> float:
         """The largest element lost, relative to the largest there was; the model then holds what ranks share."""
         exchange, names = self.hook.exchange, [name for name, _ in self.model.named_parameters()]
+        ahead = 1.0
         self.hook.show_average()
         if isinstance(exchange, LocalExchange):
             self.handed_out = flat([exchange.averages[name] for name in names])
             residual = flat([exchange.own[name] for name in names]) - self.handed_out
+            ahead = exchange.settings.lead or 1.0  # an optimizer's steps are so many times as long as x̄'s
         else:
             residual = flat([unsent(self.hook)[name] for name in names])
         sent = self.handed_in - residual
         dist.all_reduce(sent)
-        return float((sent - size * self.handed_out).abs().max() / self.handed_out.abs().max())
+        return float((sent - size * ahead * self.handed_out).abs().max() / self.handed_out.abs().max())
 
 
 def resident_bytes() -> int:
