@@ -49,8 +49,8 @@ class SparseHook:
         compressor: a name in ``COMPRESSORS``, for its defaults, or an instance.
         fusion: which parameters travel together, as for ``SparseDDPStrategy``; for "layer" and "none" make ``ddp`` with
             a small ``bucket_cap_mb``, such as 1, since its buckets decide when gradients arrive.
-        wire_dtype: of values on the wire: "float32", "bfloat16", "float16", "int8", "int4" or "sign"; rounding errors
-            are carried over to the next step.  None: "int4" where elements are selected, else "float32".
+        wire_dtype: of values on the wire: "float32", "bfloat16", "float16", "int8", "int4", "int2" or "sign"; rounding
+            errors are carried over to the next step.  None: "int4" where elements are selected, else "float32".
         warmup_steps: dense steps before the compressor starts.
         scaler: the ``torch.amp.GradScaler`` that scales the loss, if there is one.
         local_steps: H, or :class:`LocalSteps`: exchange what the optimizers did, not gradients.

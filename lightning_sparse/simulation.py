@@ -39,7 +39,7 @@ def simulate(
         compressor: an instance, or a name in ``COMPRESSORS``.
         gradients: [T, P, n] floating point: of each step, on each rank.
         weights: [n], the parameters' values, for compressors that look at them; zeros if not given.
-        wire_dtype: of values on the wire: "float32", "bfloat16", "float16", "int8", "int4" or "sign".
+        wire_dtype: of values on the wire: "float32", "bfloat16", "float16", "int8", "int4", "int2" or "sign".
 
     Raises:
         ValueError: for shapes that do not fit, an unknown compressor or an unknown ``wire_dtype``.

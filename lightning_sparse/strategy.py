@@ -256,8 +256,8 @@ class SparseDDPStrategy(SparseMixin, DDPStrategy):
         fusion: which parameters travel together.  "layer": LayerFusion, groups of 25 MiB in backward order until the
             first steps have been measured, then the fastest; "bucket": groups of ``bucket_cap_mb`` (25) MiB; "none":
             one group a layer; or a list with a shell-style pattern of parameter names for each group.
-        wire_dtype: of values on the wire: "float32", "bfloat16", "float16", "int8", "int4" or "sign"; rounding errors
-            are carried over to the next step.  None: "int4" where elements are selected, else "float32".
+        wire_dtype: of values on the wire: "float32", "bfloat16", "float16", "int8", "int4", "int2" or "sign"; rounding
+            errors are carried over to the next step.  None: "int4" where elements are selected, else "float32".
         warmup_steps: dense steps before the compressor starts.
         residuals: what a checkpoint keeps of the gradient not yet sent.  "per_rank": all of it, to resume bit for bit
             on the same number of ranks; "mean": one mean over the ranks; "none".

@@ -283,7 +283,10 @@ def test_what_is_no_option_or_of_another_kind_is_refused_by_the_parser(
         ("=mikro", "invalid strategy name: `strategy='mikro'`"),
         (".compressor=mikro", "compressor must be one of skip_reduce, micro, importance"),
         (".compressor.density=5", "MiCRO: density must be above 0 and at most 1; got 5.0."),
-        (".wire_dtype=int2", "wire_dtype must be one of float32, bfloat16, float16, int8, int4, sign; got 'int2'."),
+        (
+            ".wire_dtype=int3",
+            "wire_dtype must be one of float32, bfloat16, float16, int8, int4, int2, sign; got 'int3'.",
+        ),
     ],
 )
 def test_what_is_out_of_range_is_told_with_what_is_allowed(configure: Configure, argument: str, message: str) -> None:

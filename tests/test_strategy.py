@@ -57,7 +57,10 @@ for trainer, strategy in mixed:
     [
         ({"compressor": "gzip"}, "compressor must be one of skip_reduce, "),
         ({"fusion": "all"}, "fusion must be one of layer, bucket, none, or a list of patterns; got 'all'"),
-        ({"wire_dtype": "int2"}, "wire_dtype must be one of float32, bfloat16, float16, int8, int4, sign; got 'int2'."),
+        (
+            {"wire_dtype": "int3"},
+            "wire_dtype must be one of float32, bfloat16, float16, int8, int4, int2, sign; got 'int3'.",
+        ),
         ({"warmup_steps": -1}, "warmup_steps must be an integer of at least 0; got -1."),
         ({"residuals": "all"}, "residuals must be one of per_rank, mean, none; got 'all'."),
         ({"skip_all_reduce_unused_params": True}, "skip_all_reduce_unused_params=True is not supported"),

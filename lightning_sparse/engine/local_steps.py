@@ -6,7 +6,7 @@ from lightning_sparse.checks import check_one_of, check_whole, is_number
 from lightning_sparse.compressors import Compressor, Dense, Rounded
 
 SECOND_MOMENTS = ("mean", "own")
-LEAD = 1 / 0.7  # where all is sent in four bits or more; docs/benchmarks/2026-11-24-local-steps-loss.md
+LEAD = 1 / 0.7  # where all is sent in two bits or more; docs/benchmarks/2026-11-24-local-steps-loss.md
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class LocalSteps:
         outer_rate: of the outer step: x̄ moves by so many times the mean.
         outer_momentum: of the outer step, Nesterov's; DiLoCo takes 0.9, with an ``outer_rate`` of 0.7.
         lead: each rank's own steps are so many times as long as its optimizer says, and x̄ moves by their mean at its
-            length: ranks look ahead of x̄.  None: 1.43 where all that is unsent is sent in four bits or more and the
+            length: ranks look ahead of x̄.  None: 1.43 where all that is unsent is sent in two bits or more and the
             outer step is the default; else 1.
         second_moments: "mean": each rank's Adam divides by the second moment of the mean gradient, as that of plain DDP
             does, and not by that of one rank's gradient, which is up to P times as large; "own": it does not.

@@ -8,7 +8,15 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
-from lightning_sparse.kernels.blocks import BELOW_ONE, BLOCK, SCALE_BITS, TINY, can_be_viewed, scales_and_codes
+from lightning_sparse.kernels.blocks import (
+    BELOW_ONE,
+    BLOCK,
+    MOST_SCALE,
+    SCALE_BITS,
+    TINY,
+    can_be_viewed,
+    scales_and_codes,
+)
 from lightning_sparse.kernels.launch import launch
 
 ROWS = 8  # blocks a program works on
@@ -64,7 +72,14 @@ def _programs(n: int) -> int:
 
 def _numbers(bits: int) -> dict[str, float]:
     share = 1 / max(1, (1 << bits - 1) - 1)
-    return {"SHARE": share, "NEAREST": NEAREST, "BELOW_ONE": BELOW_ONE, "SCALE_BITS": SCALE_BITS, "TINY": TINY}
+    return {
+        "SHARE": share,
+        "NEAREST": NEAREST,
+        "BELOW_ONE": BELOW_ONE,
+        "SCALE_BITS": SCALE_BITS,
+        "TINY": TINY,
+        "MOST_SCALE": MOST_SCALE,
+    }
 
 
 def read_blocks(payload: Tensor, out: Tensor, bits: int) -> None:
@@ -87,7 +102,7 @@ def _start_give(payload: Tensor, out: Tensor, bits: int, onto: bool) -> None:
 def _take(
     values: tl.tensor, scales: tl.tensor, codes: tl.tensor, n: tl.tensor, blocks: tl.tensor,
     SHARE: tl.constexpr, NEAREST: tl.constexpr, BELOW_ONE: tl.constexpr, SCALE_BITS: tl.constexpr, TINY: tl.constexpr,
-    BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    MOST_SCALE: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
     row, width, byte, place, k = _tile(n, BITS, BLOCK, ROWS)
     inside = place < width
@@ -96,6 +111,12 @@ def _take(
     if BITS == 1:
         total = tl.sum(tl.sum(tl.abs(value).to(tl.float64), axis=2), axis=1)
         scale = (total[:, None, None] * (1.0 / width.to(tl.float64))).to(tl.float32)
+    elif BITS == 2:
+        wide = value.to(tl.float64)
+        total = tl.sum(tl.sum(wide * wide, axis=2), axis=1)
+        scale = (tl.sqrt(total[:, None, None]) * (1.0 / tl.sqrt(width.to(tl.float64)))).to(tl.float32)
+        scale = tl.where((scale > MOST_SCALE) & (scale < float("inf")), MOST_SCALE, scale)
+        scale = tl.where(scale <= 4 * TINY, 0.0, scale)
     else:  # as integers magnitudes are ordered as they are, and NaN is above all
         largest = tl.max(tl.max(bits & 0x7FFFFFFF, axis=2), axis=1)
         scale = largest.to(tl.float32, bitcast=True)[:, None, None] * SHARE
@@ -105,6 +126,12 @@ def _take(
         scale = tl.where(scale <= TINY, 0.0, scale)
         multiple = tl.where(bits < 0, -1.0, 1.0)
         digit = (bits < 0).to(tl.int32) << (7 - k)
+    elif BITS == 2:
+        level = tl.floor(value * tl.div_rn(1.0, scale))
+        level = tl.where(level == level, level, 0.0)
+        level = tl.minimum(tl.maximum(level, -2.0), 1.0)
+        multiple = level + 0.5
+        digit = (level.to(tl.int32) + 2) << (2 * k)
     else:
         multiple = (value * (tl.div_rn(1.0, scale) * BELOW_ONE) + NEAREST) - NEAREST
         multiple = tl.where(multiple == multiple, multiple, 0.0)
@@ -123,13 +150,13 @@ def _take_rows(
     values: tl.tensor, scales: tl.tensor, codes: tl.tensor, total: tl.tensor, row_bytes: tl.tensor, size: tl.tensor,
     width: tl.tensor, start: tl.tensor, length: tl.tensor, rotation: tl.tensor, first: tl.tensor,
     SHARE: tl.constexpr, NEAREST: tl.constexpr, BELOW_ONE: tl.constexpr, SCALE_BITS: tl.constexpr, TINY: tl.constexpr,
-    BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    MOST_SCALE: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
     owner = (first + tl.program_id(1)) % size
     begin, n, blocks, head = _segment(owner, total, row_bytes, size, width, start, length, rotation, BLOCK)
     _take(
         values + begin, scales + head // 4, codes + head + 4 * blocks, n, blocks,
-        SHARE, NEAREST, BELOW_ONE, SCALE_BITS, TINY, BITS, BLOCK, ROWS,
+        SHARE, NEAREST, BELOW_ONE, SCALE_BITS, TINY, MOST_SCALE, BITS, BLOCK, ROWS,
     )  # fmt: skip
 
 
@@ -202,6 +229,8 @@ def _read(
     code = tl.load(codes + row * (BLOCK * BITS // 8) + byte, mask=exists, other=0).to(tl.int32)
     if BITS == 1:
         multiple = 1 - 2 * ((code >> (7 - k)) & 1)
+    elif BITS == 2:
+        multiple = ((code >> (2 * k)) & 3).to(tl.float32) - 1.5
     elif BITS == 4:
         multiple = (((code >> (4 * k)) + 8 * k) & 15) - 8
     else:

@@ -9,6 +9,7 @@ BLOCK = 256  # values that share a scale, where they do; messages are cut into s
 TINY = torch.finfo(torch.float32).tiny
 # Scales have 17 bits of mantissa, so that a step of up to 7 bits times its scale is exact in float32.
 SCALE_BITS = ~0x7F
+MOST_SCALE = 2.0**127  # of 2 bits, of which one and a half are still finite
 # A little less than one: the nearest step is then never further from zero than the value allows, see wire.blocks.Steps.
 BELOW_ONE = 1 - 2.0**-21
 

@@ -4,10 +4,21 @@ Nothing here waits for the device, so counts and thresholds are tensors [] on it
 :mod:`lightning_sparse.kernels` describe arguments and results.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
-from lightning_sparse.kernels.blocks import BELOW_ONE, BLOCK, SCALE_BITS, TINY, halves, in_blocks, scales_and_codes
+from lightning_sparse.kernels.blocks import (
+    BELOW_ONE,
+    BLOCK,
+    MOST_SCALE,
+    SCALE_BITS,
+    TINY,
+    halves,
+    in_blocks,
+    scales_and_codes,
+)
 from lightning_sparse.kernels.cut import Cut
 
 BLOCK_BITS = 16  # of an index that the block16 format writes out
@@ -100,6 +111,8 @@ def take_blocks(values: Tensor, out: Tensor, bits: int) -> None:
         scale.copy_(_scales(part, bits))
         if bits == 1:
             multiples = torch.where(part.signbit(), -1.0, 1.0)
+        elif bits == 2:
+            multiples = (part * scale.reciprocal()).floor().nan_to_num(0.0).clamp(-2, 1) + 0.5
         else:
             multiples = (part * (scale.reciprocal() * BELOW_ONE)).round().nan_to_num(0.0)
         code.copy_(_written(multiples, bits))
@@ -161,12 +174,17 @@ def block_bytes(n: int, bits: int) -> int:
 def _scales(part: Tensor, bits: int) -> Tensor:
     """The scales of ``part`` [b, width], [b, 1], rounded as they may be sent."""
     magnitudes = part.abs()
-    if bits > 1:
+    if bits == 2:
+        squares = magnitudes.double().square().sum(1, keepdim=True)
+        scales = (squares.sqrt() * (1 / math.sqrt(part.shape[1]))).float()
+        scales = torch.where((scales > MOST_SCALE) & scales.isfinite(), MOST_SCALE, scales)
+        scales = torch.where(scales <= 4 * TINY, 0.0, scales)
+    elif bits > 1:
         scales = (magnitudes.amax(1, keepdim=True) * (1 / ((1 << bits - 1) - 1))).clamp(min=TINY)
     else:  # in float64, where the order of a sum hardly matters
         scales = (magnitudes.sum(1, keepdim=True, dtype=torch.float64) * (1 / part.shape[1])).float()
     scales = (scales.view(torch.int32) & SCALE_BITS).view(torch.float32)
-    return scales if bits > 1 else torch.where(scales <= TINY, 0.0, scales)
+    return torch.where(scales <= TINY, 0.0, scales) if bits == 1 else scales
 
 
 def _written(multiples: Tensor, bits: int) -> Tensor:
@@ -177,6 +195,9 @@ def _written(multiples: Tensor, bits: int) -> Tensor:
     if bits == 1:
         negative = torch.nn.functional.pad((multiples < 0).to(torch.uint8), (0, -width % 8)).view(b, -(-width // 8), 8)
         return (negative << _shifts(multiples)).sum(2, dtype=torch.uint8)
+    if bits == 2:
+        fours = torch.nn.functional.pad((multiples + 1.5).to(torch.uint8), (0, -width % 4)).view(b, -(-width // 4), 4)
+        return (fours << _shifts(multiples, 2)).sum(2, dtype=torch.uint8)
     low, high = halves(torch.nn.functional.pad(multiples, (0, width % 2)))
     return (low + 16 * high + 8).to(torch.int8).view(torch.uint8)
 
@@ -185,12 +206,16 @@ def _multiples(code: Tensor, bits: int) -> Tensor:
     """What :func:`_written` wrote to ``code`` [b, bytes]: [b, 8 / bits * bytes] float32."""
     if bits == 1:
         return 1 - 2 * ((code[:, :, None] >> _shifts(code)) & 1).flatten(1).float()
+    if bits == 2:
+        return ((code[:, :, None] >> _shifts(code, 2)) & 3).flatten(1).float() - 1.5
     signed = code.contiguous().view(torch.int8)
     return signed.float() if bits == 8 else torch.cat([(code & 15).float() - 8, (signed >> 4).float()], 1)
 
 
-def _shifts(x: Tensor) -> Tensor:
-    return torch.arange(7, -1, -1, dtype=torch.uint8, device=x.device)
+def _shifts(x: Tensor, bits: int = 1) -> Tensor:
+    """By how much each value of a byte is shifted: signs from the highest bit down, levels from the lowest up."""
+    down = torch.arange(7, -1, -1, dtype=torch.uint8, device=x.device)
+    return down if bits == 1 else torch.arange(0, 8, bits, dtype=torch.uint8, device=x.device)
 
 
 def sections(payload: Tensor, n: int) -> tuple[Tensor, Tensor]:

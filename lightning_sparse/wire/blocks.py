@@ -1,9 +1,10 @@
-"""Values of few bits, in blocks that share a scale: int8, int4 and sign.
+"""Values of few bits, in blocks that share a scale: int8, int4, int2 and sign.
 
 This file is for CPUs: it works in runs that stay in a core's cache, and reads and writes values once.  On other devices
 the operators of :mod:`lightning_sparse.kernels` read and write the same bytes.
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,12 +14,23 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.kernels import ops
-from lightning_sparse.kernels.blocks import BELOW_ONE, BLOCK, SCALE_BITS, TINY, halves, in_blocks, scales_and_codes
+from lightning_sparse.kernels.blocks import (
+    BELOW_ONE,
+    BLOCK,
+    MOST_SCALE,
+    SCALE_BITS,
+    TINY,
+    halves,
+    in_blocks,
+    scales_and_codes,
+)
 from lightning_sparse.kernels.cut import Cut
 from lightning_sparse.wire.values import RUN, ValueFormat
 
 # The signs in a byte, the first in its highest bit: [256, 8] float32, 1 or -1.
 SIGNS = 1 - 2 * np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).astype(np.float32)
+# The multiples in a byte, the first in its lowest bits: [256, 4] float32, from -1.5 to 1.5.
+LEVELS = ((np.arange(256)[:, None] >> np.arange(0, 8, 2)) % 4 - 1.5).astype(np.float32)
 
 
 class Blocks(ValueFormat):
@@ -166,3 +178,29 @@ class Sign(Blocks):
         signs = scratch.numpy().reshape(*code.shape, 8)
         np.take(SIGNS, code.numpy(), axis=0, out=signs, mode="clip")  # "raise" would copy
         return scratch
+
+
+@dataclass(frozen=True)
+class Levels(Blocks):
+    """Values as the nearest of four levels, -1.5, -0.5, 0.5 and 1.5 times the root mean square of their block.
+
+    Of a normal distribution that is about the best that four evenly spaced levels can do.  Rounding errors are as
+    :class:`Sign`'s.  A block whose root mean square is not above four times the smallest normal float32 waits.
+    """
+
+    name: str = "int2"
+    bits: int = 2
+
+    def _take(self, part: Tensor, scale: Tensor, code: Tensor, scratch: Tensor) -> None:
+        norm = torch.linalg.vector_norm(part, dim=1, keepdim=True, dtype=torch.float64)
+        scale.copy_(norm.mul_(1 / math.sqrt(part.shape[1])))
+        scale.masked_fill_((scale > MOST_SCALE) & scale.isfinite(), MOST_SCALE)
+        torch.threshold_(scale, 4 * TINY, 0.0).view(torch.int32).bitwise_and_(SCALE_BITS)
+        steps = torch.mul(part, scale.reciprocal(), out=scratch).floor_().nan_to_num_(0.0).clamp_(-2, 1).add_(2)
+        whole = torch.nn.functional.pad(steps.to(torch.uint8), (0, -part.shape[1] % 4))
+        fours = whole.view(*code.shape, 4).numpy()
+        code.numpy()[:] = fours[..., 0] | fours[..., 1] << 2 | fours[..., 2] << 4 | fours[..., 3] << 6
+        part.addcmul_(steps.sub_(1.5), scale, value=-1)
+
+    def _multiples(self, code: Tensor, scratch: Tensor) -> Tensor:
+        return scratch.copy_(torch.from_numpy(LEVELS[code.numpy()]).flatten(1)[:, : scratch.shape[1]])

@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_sparse.wire.blocks import Sign, Steps
+from lightning_sparse.wire.blocks import Levels, Sign, Steps
 from lightning_sparse.wire.values import Float, ValueFormat
 
 FLOAT32 = Float("float32", torch.float32)
@@ -10,10 +10,11 @@ BFLOAT16 = Float("bfloat16", torch.bfloat16)
 FLOAT16 = Float("float16", torch.float16)
 INT8 = Steps("int8", 8)
 INT4 = Steps("int4", 4)
+INT2 = Levels("int2")
 SIGN = Sign("sign")
 
 #: Name -> format: what ``wire_dtype`` may be.
-WIRE_DTYPES: dict[str, ValueFormat] = {f.name: f for f in (FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, SIGN)}
+WIRE_DTYPES: dict[str, ValueFormat] = {f.name: f for f in (FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, INT2, SIGN)}
 _ALSO = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 
 

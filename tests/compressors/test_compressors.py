@@ -120,8 +120,8 @@ def test_a_setting_that_cannot_be_is_refused(kind: type[ls.Compressor], name: st
         (lambda: simulate("skip_reduce", torch.ones(1, 1)), "gradients must be [steps, ranks, elements]"),
         (lambda: simulate("skip_reduce", torch.ones(1, 2, 3), torch.ones(4)), "weights must be [n] = [3]"),
         (
-            lambda: simulate("skip_reduce", torch.ones(1, 2, 3), wire_dtype="int2"),
-            "wire_dtype must be one of float32, bfloat16, float16, int8, int4, sign; got 'int2'",
+            lambda: simulate("skip_reduce", torch.ones(1, 2, 3), wire_dtype="int3"),
+            "wire_dtype must be one of float32, bfloat16, float16, int8, int4, int2, sign; got 'int3'",
         ),
     ],
 )

@@ -22,6 +22,7 @@ from lightning_sparse.wire import (
     FLOAT16,
     FLOAT32,
     INDEX_FORMATS,
+    INT2,
     INT4,
     INT8,
     SIGN,
@@ -63,7 +64,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     ("size", "wire_dtype"),
     [
         (1, "float32"), (1, "int8"), (2, "bfloat16"), (3, "float32"), (3, "float16"), (4, "int8"), (2, "int4"),
-        (3, "sign"),
+        (3, "int2"), (3, "sign"),
     ],
 )  # fmt: skip
 def test_nothing_is_lost(on_device: None, compressor: ls.Compressor, size: int, wire_dtype: str) -> None:
@@ -257,7 +258,7 @@ def test_messages_are_those_of_a_cpu(dtype: ValueFormat | None, capacity: int) -
     (read,) = device.unpack(layout, message[None])
     assert torch.equal(read.index, found.index)
     assert [read.count, read.seen, read.near, read.intact] == [index.numel(), selection.seen, selection.near, 1]
-    if dtype not in (None, SIGN):
+    if dtype not in (None, INT2, SIGN):
         assert torch.equal(found.values[: index.numel()], left)
         assert torch.equal(read.values[: index.numel()], layout.unpack(expected).values)
         assert not read.values[index.numel() :].any()

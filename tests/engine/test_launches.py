@@ -36,7 +36,8 @@ def launched(n: int, layers: int, wire_dtype: str, compressor: ls.Compressor, si
 @pytest.mark.parametrize("layers", [1, LAYERS])
 @pytest.mark.parametrize("n", [10**6, 10**8, 10**9])
 @pytest.mark.parametrize(
-    ("wire_dtype", "most"), [("float32", 3), ("bfloat16", 24), ("float16", 28), ("int8", 8), ("int4", 8), ("sign", 8)]
+    ("wire_dtype", "most"),
+    [("float32", 3), ("bfloat16", 24), ("float16", 28), ("int8", 8), ("int4", 8), ("int2", 8), ("sign", 8)],
 )
 def test_a_dense_step_launches_little(wire_dtype: str, most: int, n: int, layers: int) -> None:
     """At most so much for every 32 MiB of what a rank owns of a group, and two for each parameter."""

@@ -26,7 +26,7 @@ from lightning_sparse.kernels.cut import Cut
 from lightning_sparse.selection.host import SMALLEST, above
 from lightning_sparse.selection.sketch import CountSketch, hashes
 from lightning_sparse.selection.threshold import NEAR
-from lightning_sparse.wire import INDEX_FORMATS, INT4, INT8, SIGN, CorruptMessage
+from lightning_sparse.wire import INDEX_FORMATS, INT2, INT4, INT8, SIGN, CorruptMessage
 from tests.support.wire import draw, encoded, random_set, sets
 
 BLOCK16 = INDEX_FORMATS["block16"]
@@ -154,7 +154,7 @@ def check_damaged_indices(device: torch.device) -> None:
 
 
 def check_blocks(device: torch.device) -> None:
-    for form in (INT8, INT4, SIGN):
+    for form in (INT8, INT4, INT2, SIGN):
         for n in (0, 1, 2, 7, 256, 257, 1000, 4097):
             x = draw(n)
             for values in (x, *vectors(n), 1e-39 * x, 1e34 * x, torch.full((n,), 3e38)):
@@ -163,7 +163,7 @@ def check_blocks(device: torch.device) -> None:
 
 def compare_blocks(device: torch.device, values: Tensor, bits: int) -> None:
     """With the reference; and, where all is finite, that with the formats, whose means are summed in another order."""
-    (form,) = (form for form in (INT8, INT4, SIGN) if form.bits == bits)
+    (form,) = (form for form in (INT8, INT4, INT2, SIGN) if form.bits == bits)
     n, nbytes = values.numel(), form.nbytes(values.numel())
     expected, kept = (values.clone() for _ in range(2))
     payload, written = (torch.full((nbytes + 1,), 7, dtype=torch.uint8)[1:] for _ in range(2))  # not aligned
@@ -192,7 +192,7 @@ def compare_blocks(device: torch.device, values: Tensor, bits: int) -> None:
 
 
 def check_rows(device: torch.device) -> None:
-    for form in (INT8, INT4, SIGN):
+    for form in (INT8, INT4, INT2, SIGN):
         for n, size in ((0, 2), (1, 2), (5, 4), (257, 3), (1000, 4), (4097, 3), (8192, 2), (9000, 5)):
             width = -(-n // size)
             for start, length in {(0, width), (0, min(width, 512)), (512, min(width - 512, 1024))}:
@@ -282,7 +282,7 @@ def test_a_large_vector_on_a_cuda_device() -> None:
     values = torch.randn(index.numel(), generator=rng())
     compare_scatter(device, index, values, torch.tensor(index.numel()), torch.empty(n))
     compare_indices(device, index, n, index.numel() + 1000)
-    for form in (INT8, INT4, SIGN):
+    for form in (INT8, INT4, INT2, SIGN):
         compare_blocks(device, x, form.bits)
     sketch = CountSketch(5, n // 25, seed=1)
     hashed = hashes(sketch, n, device)
@@ -312,7 +312,7 @@ def test_nothing_waits_for_the_device(functions: Any) -> None:
         functions.sketch_encode(x, *turns, table)
         functions.sketch_estimate(table, *turns, torch.empty_like(x))
         hashes(sketch, 5000, x.device)
-        for form in (INT8, INT4, SIGN):
+        for form in (INT8, INT4, INT2, SIGN):
             coded = torch.empty(form.nbytes(5000), dtype=torch.uint8, device="cuda")
             where = (form.bits,) if functions is reference else ()
             (functions.take_blocks if where else form.take)(x, coded, *where)

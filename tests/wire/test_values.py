@@ -16,6 +16,7 @@ from lightning_sparse.wire import (
     BLOCK,
     FLOAT16,
     FLOAT32,
+    INT2,
     INT4,
     INT8,
     SIGN,
@@ -44,7 +45,7 @@ def assert_nothing_lost(values: torch.Tensor, form: ValueFormat) -> None:
     arrived, kept = travel(values, form)
     assert torch.isfinite(arrived).all()
     error = (arrived.double() + kept.double() - values.double()).abs()
-    rounded_once = (values.abs() > 65504) & (form == FLOAT16) | (form == SIGN)  # the rest, to float32
+    rounded_once = (values.abs() > 65504) & (form == FLOAT16) | (form in (SIGN, INT2))  # the rest, to float32
     largest = torch.maximum(values.abs(), arrived.abs()).double()
     assert (error <= rounded_once * largest * 2.0**-24).all()  # elsewhere exactly
 
@@ -132,6 +133,15 @@ def test_a_sign_arrives_as_the_mean_magnitude_of_its_block() -> None:
         assert torch.allclose(there, block.abs().mean() * torch.where(block < 0, -1.0, 1.0), rtol=2e-5)
 
 
+def test_a_level_arrives_as_the_nearest_of_four_multiples_of_its_blocks_root_mean_square() -> None:
+    values, levels = draw(700), torch.tensor([-1.5, -0.5, 0.5, 1.5])
+    for block, there in zip(values.split(BLOCK), travel(values, INT2)[0].split(BLOCK), strict=True):
+        near = levels * block.square().mean().sqrt()
+        expected = near[(block[:, None] - near).abs().argmin(1)]
+        boundary = (block[:, None] - near).abs().sort(1).values.diff(dim=1)[:, 0] < 1e-4 * near[-1]
+        assert torch.allclose(there[~boundary], expected[~boundary], rtol=2e-5)
+
+
 @pytest.mark.parametrize(("form", "times"), [(INT8, 4), (INT4, 8)], ids=str)
 def test_steps_send_the_rest_later(form: ValueFormat, times: int) -> None:
     """The remainders shrink by 14 or 254 a step, so there is nothing left for rounding at random to put right."""
@@ -149,7 +159,8 @@ def test_bytes_of_values(count: int) -> None:
     scales = 4 * -(-count // 256)
     assert {name: form.nbytes(count) for name, form in WIRE_DTYPES.items()} == {
         "float32": 4 * count, "bfloat16": 2 * count, "float16": 2 * count,
-        "int8": count + scales, "int4": -(-count // 2) + scales, "sign": -(-count // 8) + scales,
+        "int8": count + scales, "int4": -(-count // 2) + scales, "int2": -(-count // 4) + scales,
+        "sign": -(-count // 8) + scales,
     }  # fmt: skip
 
 
@@ -158,9 +169,9 @@ def test_a_format_has_its_usual_names(given: object) -> None:
     assert wire_format(given) is BFLOAT16
 
 
-@pytest.mark.parametrize("given", ["int2", "", None, 4, torch.int64, ["int8"]])
+@pytest.mark.parametrize("given", ["int3", "", None, 4, torch.int64, ["int8"]])
 def test_what_is_not_a_format_is_refused(given: object) -> None:
-    with pytest.raises(ValueError, match=r"wire_dtype must be one of float32, .*, int4, sign; got"):
+    with pytest.raises(ValueError, match=r"wire_dtype must be one of float32, .*, int4, int2, sign; got"):
         wire_format(given)
 
 
