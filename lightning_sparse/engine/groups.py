@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_sparse.checks import is_names, matches
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.engine.replica import ROUNDING
+from lightning_sparse.engine.replica import ASIDE
 
 FUSIONS = ("layer", "bucket", "none")
 BUCKET_BYTES = 25 * 2**20  # of float32 gradient in a group, as in DDP's default buckets
@@ -190,7 +190,7 @@ def carry_over(old: Sequence[Group], new: Sequence[tuple[Group, Compressor]], me
     last_use = {id(part[0]): number for number, parts in enumerate(parts_of) for part in parts if part}
     for number, ((group, compressor), parts) in enumerate(zip(new, parts_of, strict=True)):
         group.step = max((giver.step for giver in old), default=0)
-        group.memory = _memory(group, compressor, parts) if memories else _of_each_element(group, parts, (ROUNDING,))
+        group.memory = _memory(group, compressor, parts) if memories else _of_each_element(group, parts, (ASIDE,))
         _take(group.slots(group.unsent), parts, lambda giver: giver.unsent)
         for giver in old:
             if last_use.get(id(giver)) == number:
@@ -211,7 +211,7 @@ def _memory(group: Group, compressor: Compressor, parts: Sequence[Part | None]) 
         if part:
             elements[id(part[0])] += size
     memory = compressor.carry([(givers[key], n) for key, n in elements.items()])
-    return memory | _of_each_element(group, parts, (*compressor.per_element, ROUNDING))
+    return memory | _of_each_element(group, parts, (*compressor.per_element, ASIDE))
 
 
 def _of_each_element(group: Group, parts: Sequence[Part | None], keys: Sequence[str]) -> dict[str, Tensor]:

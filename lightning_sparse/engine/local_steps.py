@@ -29,6 +29,9 @@ class LocalSteps:
         lead: each rank's own steps are so many times as long as its optimizer says, and x̄ moves by their mean at its
             length: ranks look ahead of x̄.  None: 1.43 where all that is unsent is sent in two bits or more and the
             outer step is the default; else 1.
+        error_decay: None: what is unsent stays in a rank's own weights.  A number: it waits beside them, so that each
+            rank goes on from x̄, and from one exchange of a weight to the next so much of it is left: 1 keeps all, as
+            the law says; below 1, as 0.95 in SparseLoCo (arXiv 2508.15706), the rest is given up.
         second_moments: "mean": each rank's Adam divides by the second moment of the mean gradient, as that of plain DDP
             does, and not by that of one rank's gradient, which is up to P times as large; "own": it does not.
             Optimizers without such are left alone.
@@ -43,6 +46,7 @@ class LocalSteps:
     outer_rate: float = 1.0
     outer_momentum: float = 0.0
     lead: float | None = None
+    error_decay: float | None = None
     second_moments: str = "mean"
 
     def __post_init__(self) -> None:
@@ -62,6 +66,8 @@ class LocalSteps:
             raise ValueError(f"LocalSteps: outer_momentum must be at least 0 and below 1; got {self.outer_momentum!r}.")
         if self.lead is not None and not (is_number(self.lead) and 1 <= self.lead < float("inf")):
             raise ValueError(f"LocalSteps: lead must be at least 1, or None; got {self.lead!r}.")
+        if self.error_decay is not None and not (is_number(self.error_decay) and 0 <= self.error_decay <= 1):
+            raise ValueError(f"LocalSteps: error_decay must be from 0 to 1, or None; got {self.error_decay!r}.")
         check_one_of("LocalSteps: second_moments", self.second_moments, SECOND_MOMENTS)
 
     @classmethod

@@ -15,7 +15,7 @@ from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.selection.sparse import Sparse, dense
 
 #: What a replica remembers beside its compressor, as a checkpoint names it.
-VELOCITY, ROUNDING, EXACT = "outer velocity", "rounding", "float64"
+VELOCITY, ASIDE, EXACT = "outer velocity", "aside", "exact"
 HALVES = {torch.bfloat16, torch.float16}  # in which parameters hold neither x_r nor x̄ exactly
 
 Find = Callable[[], Tensor]
@@ -47,14 +47,16 @@ class Replica:
         self.average = group.unsent.to(torch.float64 if torch.float64 in dtypes else torch.float32, copy=True)
         self._settings = replace(settings, outer_rate=1.0, outer_momentum=0.0, lead=1.0) if find else settings
         self._find = find
+        self._warms_up = False
         self._own: list[Tensor] = []  # the weights when they were taken up
         self._set_meanwhile: set[int] = set()  # places of parameters whose x̄ was set since then
         self._left_out: Tensor | None = None  # [n] bool, of what no optimizer trains, elements that are not averaged
         self._velocity: Tensor | None = None  # of the outer step [n]
         self._next: tuple[Tensor | Sparse, Tensor | None] | None = None  # x̄ or what it moves by; and the velocity
         self._memory: Mapping[str, Tensor] | None = None  # the compressor's, when the group was taken up
-        # What parameters in half precision cannot hold of x̄ + unsent: part of what is unsent.
-        self._rounding = torch.zeros_like(group.unsent) if dtypes & HALVES else None
+        self._decay = None if find else settings.error_decay
+        # [n], what is unsent and not in the weights: what half precision cannot hold of them, or all with error_decay.
+        self._aside = torch.zeros_like(self.average) if dtypes & HALVES or self._decay is not None else None
         for i, tensor in enumerate(self.tensors()):
             self.start_from(i, tensor)
 
@@ -72,12 +74,12 @@ class Replica:
         slots = self.group.slots(self.average)
         return [slot.view(shape) for slot, shape in zip(slots, self.group.shapes, strict=True)]
 
-    def start_from(self, place: int, average: Tensor, keep_rounding: bool = False) -> None:
-        """Set the average of the parameter at ``place``, of which nothing is unsent then, but for its rounding."""
+    def start_from(self, place: int, average: Tensor, keep_aside: bool = False) -> None:
+        """Set the average of the parameter at ``place``, of which nothing is unsent then, but for what is aside."""
         self.averages()[place].copy_(average.detach())
         self._set_meanwhile.add(place)
-        if self._rounding is not None and not keep_rounding:
-            self.group.slots(self._rounding)[place].zero_()
+        if self._aside is not None and not keep_aside:
+            self.group.slots(self._aside)[place].zero_()
 
     def start_anew(self) -> None:
         """Set this rank's weights to the average, of which nothing is unsent then."""
@@ -88,6 +90,7 @@ class Replica:
     def is_due(self, step: int, warmup_steps: int = 0) -> bool:
         """Whether the group travels after ``step``; if so, it then knows which of its turns that is."""
         turn = self._settings.turn(self.fragment, step, warmup_steps)
+        self._warms_up = step <= warmup_steps
         if turn is not None:
             self.group.step = turn
         return turn is not None
@@ -98,7 +101,7 @@ class Replica:
         for weights, slot in zip(own, self.group.slots(flat), strict=True):
             slot.view(weights.shape).copy_(weights.detach())
         flat -= self.average
-        return flat if self._rounding is None else flat.add_(self._rounding)
+        return flat if self._aside is None else flat.add_(self._aside)
 
     @torch.no_grad()
     def take_up(self, size: int) -> None:
@@ -130,10 +133,14 @@ class Replica:
 
     @torch.no_grad()
     def move(self, total: Tensor | Sparse, size: int) -> None:
-        """Note that x̄ is to move by the mean over ``size`` ranks, or by the outer step that it calls for."""
-        rate, momentum = self._settings.outer_rate / (self._settings.lead or 1.0), self._settings.outer_momentum
+        """Note that x̄ is to move by the mean over ``size`` ranks, or by the outer step that it calls for.
+
+        In the warm-up there is no outer step: one after every step would add up.
+        """
+        outer = (1.0, 0.0) if self._warms_up else (self._settings.outer_rate, self._settings.outer_momentum)
+        rate, momentum = outer[0] / (self._settings.lead or 1.0), outer[1]
         if isinstance(total, Sparse) and not momentum:
-            self._next = Sparse(total.index.clone(), total.values / size * rate), None
+            self._next = Sparse(total.index.clone(), (total.values / size * rate).to(self.average.dtype)), None
             return
         mean, velocity = dense(total, self.group.n) / size, self._velocity
         if self._find and isinstance(self.compressor, Exact):
@@ -180,16 +187,20 @@ class Replica:
         self._own, self._next, self._left_out, self._memory, self.group.weights = [], None, None, None, None
 
     def _set(self, place: int, parameter: Tensor, own: Tensor, average: Tensor, unsent: Tensor) -> None:
-        if parameter.dtype == torch.float32 and self._left_out is None:
+        if parameter.dtype == torch.float32 and self._left_out is None and self._aside is None:
             parameter.sub_(own).add_(average).add_(unsent)
             return
-        exact = (parameter.to(average.dtype) - own.to(average.dtype)) + average + unsent
+        exact = (parameter.to(average.dtype) - own.to(average.dtype)) + average
+        if self._decay is None:
+            exact += unsent
         if self._left_out is not None:
             left_out = self.group.slots(self._left_out)[place].view(own.shape)
             exact = torch.where(left_out, parameter.to(average.dtype), exact)
         parameter.copy_(exact)
-        if self._rounding is not None:
-            self.group.slots(self._rounding)[place].view(own.shape).copy_(exact - parameter.detach().float())
+        if self._aside is not None:
+            rounding = exact - parameter.detach().to(exact.dtype)
+            aside = rounding if self._decay is None else rounding + unsent * self._decay
+            self.group.slots(self._aside)[place].view(own.shape).copy_(aside)
 
     # - checkpoints
 
@@ -200,26 +211,32 @@ class Replica:
         """
         flat = torch.cat([weights.detach().reshape(-1) for weights in own])
         memory = dict(self.group.memory if self._memory is None else self._memory)
-        kept = {VELOCITY: self._velocity, ROUNDING: self._rounding}
+        kept = {VELOCITY: self._velocity, ASIDE: self._aside}
         memory |= {key: x.clone() for key, x in kept.items() if x is not None}
-        if flat.dtype == torch.float64:
+        if flat.dtype == torch.float64 or self._decay is not None:
             memory[EXACT] = flat
-        return flat.float() if self._rounding is None else flat.float() + self._rounding, memory
+        return (flat if self._aside is None else flat.to(self.average.dtype) + self._aside).float(), memory
 
     def restore(self, flat: Tensor) -> list[Tensor]:
-        """This rank's own weights as :meth:`saved` has them; takes what is remembered out of the group's memory."""
+        """This rank's own weights as :meth:`saved` has them; takes what is remembered out of the group's memory.
+
+        Where unsent waits aside, and nothing says what of ``flat`` did so, as on another number of ranks, all does.
+        """
         self._end()
         memory = self.group.memory
         self._velocity = memory.pop(VELOCITY, None)
-        rounding, exact = memory.pop(ROUNDING, None), memory.pop(EXACT, None)
-        dtypes = [p.dtype for p in self.group.parameters]
+        aside, exact = memory.pop(ASIDE, None), memory.pop(EXACT, None)
         if self.average.dtype == torch.float64:  # float32 that is that of x̄ has nothing more to say
-            same = flat == self.average.float()
-            flat = torch.where(same, self.average, flat.double()) if exact is None else exact
-        if self._rounding is not None and rounding is not None:
-            flat, self._rounding = flat - rounding, rounding
-        shapes = zip(self.group.slots(flat), self.group.shapes, dtypes, strict=True)
-        own = [slot.view(shape).to(dtype, copy=True) for slot, shape, dtype in shapes]
-        if self._rounding is not None and rounding is None:
-            self._rounding = flat - torch.cat([x.reshape(-1).float() for x in own])
+            flat = torch.where(flat == self.average.float(), self.average, flat.double())
+        if exact is not None:
+            flat = exact.to(self.average.dtype) + (0.0 if aside is None else aside)
+        weights = flat
+        if self._aside is not None and aside is not None:
+            weights = flat - aside if exact is None else exact
+        elif self._decay is not None:
+            weights = self.average
+        slots = zip(self.group.slots(weights), self.group.shapes, self.group.parameters, strict=True)
+        own = [slot.view(shape).to(p.dtype, copy=True) for slot, shape, p in slots]
+        if self._aside is not None:
+            self._aside = flat - torch.cat([x.reshape(-1).to(flat.dtype) for x in own]) if aside is None else aside
         return own

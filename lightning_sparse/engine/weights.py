@@ -67,7 +67,7 @@ class Weights:
     def _take_over(self, replica: Replica, held: list[Tensor | None]) -> None:
         for place, (p, average) in enumerate(zip(replica.tensors(), replica.averages(), strict=True)):
             if not torch.equal(as_integers(p), as_integers(average.to(p.dtype))):  # whoever changed it, and how
-                replica.start_from(place, p, keep_rounding=self._late)
+                replica.start_from(place, p, keep_aside=self._late)
                 held[place] = held[place] if self._late else None
                 self.set_by_others = not self._late or self.set_by_others
 
@@ -155,6 +155,9 @@ class Weights:
             replica.start_from(place, averages.get(name, tensor))
         own = replica.restore(group.unsent.clone())
         group.unsent.zero_()
+        for place, (name, average) in enumerate(zip(group.names, replica.averages(), strict=True)):
+            if name not in names:
+                replica.start_from(place, average)
         return [weights if name in names else None for name, weights in zip(group.names, own, strict=True)]
 
 

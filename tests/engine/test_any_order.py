@@ -68,9 +68,10 @@ class Setup:
 
     @property
     def loses_nothing(self) -> bool:
-        """Whether weights move by what optimizers do: not by outer steps, nor by what half precision cannot hold."""
+        """Whether weights hold what optimizers do: no outer step, nothing aside as what half precision cannot hold."""
         outer = (self.local.outer_rate, self.local.outer_momentum, self.local.lead or 1) if self.local else (1, 0, 1)
-        return outer == (1, 0, 1) and self.dtype == torch.float32
+        in_weights = self.local is None or self.local.error_decay is None
+        return outer == (1, 0, 1) and in_weights and self.dtype == torch.float32
 
     def options(self) -> Options:
         if self.candidates:
@@ -98,6 +99,7 @@ SETUPS = {
     "local steps, micro": Setup(MICRO, 2, "int4", replace(HALF, outer_momentum=0.5), "adamw"),
     "half precision": Setup(dtype=torch.bfloat16, local=HALF, optimizer="adamw", teacher=True),
     "ahead": Setup(size=3, local=replace(HALF, lead=1.5), optimizer="adamw"),
+    "aside": Setup(ls.TopK(density=0.2), 3, "int2", replace(HALF, error_decay=1.0), "adamw", teacher=True),
     "own second moments": Setup(local=replace(HALF, second_moments="own"), optimizer="adamw"),
     "changes": Setup(candidates=(Candidate(ls.Dense(), "float32", 1), Candidate(ls.Dense(), "float32", 2))),
     "changes of three ranks": Setup(

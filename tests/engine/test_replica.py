@@ -87,7 +87,7 @@ class Trained:
         for each in turn:
             assert same_bits(each.average, turn[0].average)
             own = torch.cat([p.flatten().double() for p in each.group.parameters])
-            held = own if each._rounding is None else own + each._rounding
+            held = own if each._aside is None else own + each._aside
             assert (held - each.average - each.group.unsent).abs().max() < 1e-6
 
 
@@ -194,6 +194,7 @@ def test_frozen_parameters_and_buffers_that_a_checkpoint_keeps_are_watched() -> 
         ({"steps": 4, "fragments": 5}, "fragments must be at most steps, 4, since one travels at a time; got 5"),
         ({"steps": 4, "outer_momentum": 1.0}, "outer_momentum must be at least 0 and below 1; got 1.0"),
         ({"steps": 4, "outer_rate": 0}, "outer_rate must be above 0; got 0"),
+        ({"steps": 4, "error_decay": 1.5}, "error_decay must be from 0 to 1, or None; got 1.5"),
         ({"steps": 4, "overlap": 1}, "overlap must be True, False or None; got 1"),
         ({"steps": 4, "second_moments": "all"}, "second_moments must be one of mean, own; got 'all'"),
     ],
@@ -214,6 +215,54 @@ def test_bad_settings(given: Any, error: str) -> None:
 def test_what_cannot_be_combined(options: Any, error: str) -> None:
     with pytest.raises(ValueError, match=error):
         ls.SparseDDPStrategy(local_steps=2, **options)
+
+
+@pytest.mark.parametrize("compressor", EVERY_COMPRESSOR)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_nothing_is_lost_of_what_waits_aside_and_weights_are_the_average(compressor: ls.Compressor, dtype: Any) -> None:
+    trained = Trained(compressor, ls.LocalSteps(1, error_decay=1.0), 2, "int4", dtype)
+    for number in range(1, 5):
+        trained.step(number)
+    for replica in trained.replicas[0][:-1]:
+        assert torch.equal(torch.cat([x.flatten() for x in replica.tensors()]), replica.average.to(dtype))
+
+
+def test_sparse_loco_is_the_papers() -> None:
+    """Of x̄ and of errors, from arXiv 2508.15706: error e <- 0.95 e + change, the top k of it is sent and taken out."""
+    settings = ls.LocalSteps(1, error_decay=0.95, lead=1)
+    trained = Trained(ls.TopK(density=0.1), settings, 2, "float32", torch.float32)
+    replicas = [of_rank[0] for of_rank in trained.replicas]
+    average, n = replicas[0].average.clone(), replicas[0].group.n
+    errors = torch.zeros(2, n)
+    for _ in range(5):
+        total = torch.zeros(n)
+        for rank, replica in enumerate(replicas):
+            for p in replica.group.parameters:
+                p += torch.randn(p.shape) * 0.01
+            change = torch.cat([p.flatten() for p in replica.group.parameters]) - average
+            errors[rank] = 0.95 * errors[rank] + change
+            top = errors[rank].abs().topk(round(0.1 * n)).indices
+            total[top] += errors[rank][top]
+            errors[rank][top] = 0
+        average += total / 2
+        exchanged(replicas, trained.network)
+        for rank, replica in enumerate(replicas):
+            assert torch.allclose(replica.average, average, atol=1e-6)
+            assert torch.allclose(replica.unsent(replica.tensors()), 0.95 * errors[rank], atol=1e-6)
+
+
+def test_a_warm_up_takes_no_outer_step() -> None:
+    settings = ls.LocalSteps(2, outer_rate=0.7, outer_momentum=0.9, lead=1)
+    trained = Trained(ls.Dense(), settings, 2, "float32", torch.float32)
+    replicas = [of_rank[0] for of_rank in trained.replicas]
+    for step in range(1, 4):
+        for replica in replicas:
+            assert replica.is_due(step, warmup_steps=3)
+            for p in replica.group.parameters:
+                p += torch.randn(p.shape) * 0.01
+        own = [torch.cat([p.flatten() for p in replica.group.parameters]) for replica in replicas]
+        exchanged(replicas, trained.network)
+        assert torch.allclose(replicas[0].average, (own[0] + own[1]) / 2, atol=1e-6)
 
 
 def test_the_outer_step_is_nesterovs() -> None:

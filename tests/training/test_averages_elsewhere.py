@@ -473,7 +473,7 @@ def test_sharpness_aware_minimisation_by_hand_leaves_no_trace_in_the_weights(pla
 def test_evaluations_between_backward_and_step_or_on_one_rank_alone_change_nothing(plain: list[Found]) -> None:
     for found in plain:
         ordinary = found.ends["ordinary"]
-        # Sums in another order: where the last bit takes a value to another level of int4, a few elements differ by one.
+        # Sums in another order: the last bit may take a value to another level of int4.
         difference = (found.ends["evaluated within"].average - ordinary.average).abs()
         assert float(difference.quantile(0.98)) < 1e-5
         assert torch.equal(found.ends["evaluated by one"].average, ordinary.average)

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.auto.policy import CANDIDATES, NAMES, Auto
 from lightning_sparse.checks import check_whole, is_number
-from lightning_sparse.compressors import COMPRESSORS, Dense, MiCRO
+from lightning_sparse.compressors import COMPRESSORS, Dense, MiCRO, TopK
 from lightning_sparse.compressors.named import did_you_mean
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.network.costs import traffic
@@ -114,6 +114,14 @@ def diloco(
     return SparseDDPStrategy(Dense(), local_steps=settings, **ddp_kwargs)
 
 
+def sparse_loco(
+    *, steps: int = 16, density: float = 0.03, error_decay: float = 0.95, **ddp_kwargs: Any
+) -> SparseDDPStrategy:
+    """SparseLoCo (Sarfi et al., arXiv 2508.15706), likewise: each rank's largest changes in two bits; errors decay."""
+    settings = LocalSteps(steps, 1, False, lead=1, error_decay=error_decay, second_moments="own")
+    return SparseDDPStrategy(TopK(density), wire_dtype="int2", local_steps=settings, **ddp_kwargs)
+
+
 def send_nothing(state: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
     """A hook that leaves each rank its own gradient: the time of a step without a network."""
     del state
@@ -151,6 +159,11 @@ PEERS: dict[str, tuple[Callable[..., DDPStrategy], str]] = {
         diloco,
         "DiLoCo with this project's local steps: all weights every 16 steps, or `steps`, in float32 and waited for; "
         "outer Nesterov momentum 0.9, rate 0.7",
+    ),
+    "sparse_loco": (
+        sparse_loco,
+        "SparseLoCo with this project's local steps: every 16 steps, or `steps`, the 3 %, or `density`, of the "
+        "weights that a rank changed most, in int2 and waited for; what is unsent decays by 0.95, or `error_decay`",
     ),
     NO_COMMUNICATION: (
         partial(Peer, send_nothing, bytes_each=0),

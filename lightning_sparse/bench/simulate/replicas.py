@@ -26,6 +26,7 @@ from lightning_sparse.options import Options
 from lightning_sparse.strategy import SparseDDPStrategy
 from lightning_sparse.wire import wire_format
 
+SIMULATED = "ddp", "diloco", "sparse_loco"  # of the peers: what this project's local steps can do
 Batches = Sequence[tuple[Tensor, ...]]  # one for each rank
 
 
@@ -38,8 +39,10 @@ def options_of(strategy: str) -> Options:
     if strategy == "ddp":
         return Options.of(Dense(), "bucket")
     if not isinstance(built, SparseDDPStrategy):
-        peers = ", ".join(name for name in PEERS if name not in ("ddp", "diloco"))
-        raise ValueError(f"strategies to simulate must be ddp, diloco or this project's, not {peers}; got {strategy!r}")
+        peers = ", ".join(name for name in PEERS if name not in SIMULATED)
+        raise ValueError(
+            f"strategies to simulate must be {', '.join(SIMULATED)} or this project's, not {peers}; got {strategy!r}"
+        )
     if built.options.policy:
         raise ValueError(f"a strategy to simulate must not be one that chooses by time; got {strategy!r}")
     if built.options.local_group != 1:
@@ -148,10 +151,9 @@ class LocalReplicas:
 
     @torch.no_grad()
     def _drift(self) -> Tensor:
-        """How far each rank's weights are from the average, [P, n]."""
-        models = (self._average, *self._models)
-        average, *own = (torch.cat([p.reshape(-1) for p in model.parameters()]) for model in models)
-        return torch.stack(own) - average
+        """What each rank has not sent, [P, n]."""
+        trained = [ranks for ranks in self._replicas if not ranks[0].is_untrained]
+        return torch.cat([torch.stack([x.unsent(x.tensors()).float() for x in ranks]) for ranks in trained], 1)
 
     def _exchange(self) -> None:
         """Take up the groups whose turn it is after the last step, and average them."""

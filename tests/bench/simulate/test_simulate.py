@@ -160,7 +160,7 @@ def test_spread_and_distance_are_over_seeds() -> None:
         ({"learning_rates": "1e-3,0"}, "--learning-rates must be numbers above 0, .*; got '1e-3,0'"),
         ({"seeds": "0,-1"}, "--seeds must be numbers of at least 0, .*; got '0,-1'"),
         ({"strategies": "ddp,mikro"}, "the name must be one of .*; got 'mikro'"),
-        ({"strategies": "powersgd_1"}, "must be ddp, diloco or this project's, not .*; got 'powersgd_1'"),
+        ({"strategies": "powersgd_1"}, "must be ddp, diloco, sparse_loco or this project's, not .*; got 'powersgd_1'"),
         ({"strategies": "sparse_auto"}, "chooses by time; got 'sparse_auto'"),
         ({"strategies": "micro:local_group=2"}, "local_group must be 1, .*; got 'micro:local_group=2'"),
     ],
