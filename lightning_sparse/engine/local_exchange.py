@@ -89,7 +89,7 @@ class LocalExchange(LocalState):
             self._hide()
             self.untrained.begin()
         self._phases.begin_forward(half_made)
-        if not half_made and self.settings.overlaps and self._exchanged < self.steps:
+        if not half_made and self.settings.overlap and self._exchanged < self.steps:
             self._send()
 
     def end_forward(self) -> None:
@@ -165,10 +165,10 @@ class LocalExchange(LocalState):
         self.timeline.end_backward()
         with torch.inference_mode(False):
             self._hide()
-            if not self.settings.overlaps:
+            if not self.settings.overlap:
                 self._send()
             self._receive()
-            if not self.settings.overlaps:
+            if not self.settings.overlap:
                 self.moments.read(self.size)
             if self.steps == 1:
                 self.compare()

@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, replace
 
-from lightning_sparse.checks import check_one_of, check_whole, is_number
+from lightning_sparse.checks import check_one_of, check_switch, check_whole, is_number
 from lightning_sparse.compressors import Compressor, Dense, Rounded
 
 SECOND_MOMENTS = ("mean", "own")
-LEAD = 1 / 0.7  # where all is sent in two bits or more; docs/benchmarks/2026-11-24-local-steps-loss.md
+# How far ranks look ahead where what is unsent arrives soon, and up to how many steps that is; in one bit it is one.
+LEAD, MOST_AHEAD = 1 / 0.7, 4  # docs/benchmarks/2026-11-24-local-steps-loss.md
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,12 @@ class LocalSteps:
             the H steps.  None: H, so that a part travels in every step (Streaming DiLoCo, arXiv 2501.18512); 1:
             everything every H steps (DiLoCo, arXiv 2311.08105).
         overlap: exchange beside the next step's forward and backward, and apply the result after its optimizer step.
-            None: where H is above 1.
+            False: wait for it after each step.
         outer_rate: of the outer step: x̄ moves by so many times the mean.
         outer_momentum: of the outer step, Nesterov's; DiLoCo takes 0.9, with an ``outer_rate`` of 0.7.
         lead: each rank's own steps are so many times as long as its optimizer says, and x̄ moves by their mean at its
-            length: ranks look ahead of x̄.  None: 1.43 where all that is unsent is sent in two bits or more and the
-            outer step is the default; else 1.
+            length: ranks look ahead of x̄.  None: 1.43 where all that is unsent is sent within four steps, in one bit
+            in each, beside the next, and no other setting is changed; else 1.
         error_decay: None: what is unsent stays in a rank's own weights.  A number: it waits beside them, so that each
             rank goes on from x̄, and from one exchange of a weight to the next so much of it is left: 1 keeps all, as
             the law says; below 1, as 0.95 in SparseLoCo (arXiv 2508.15706), the rest is given up.
@@ -42,7 +43,7 @@ class LocalSteps:
 
     steps: int
     fragments: int | None = None
-    overlap: bool | None = None
+    overlap: bool = True
     outer_rate: float = 1.0
     outer_momentum: float = 0.0
     lead: float | None = None
@@ -58,8 +59,7 @@ class LocalSteps:
                     f"LocalSteps: fragments must be at most steps, {self.steps}, since one travels at a time; got "
                     f"{self.fragments}."
                 )
-        if not isinstance(self.overlap, bool | None):
-            raise ValueError(f"LocalSteps: overlap must be True, False or None; got {self.overlap!r}.")
+        check_switch(self, "overlap")
         if not (is_number(self.outer_rate) and 0 < self.outer_rate < float("inf")):
             raise ValueError(f"LocalSteps: outer_rate must be above 0; got {self.outer_rate!r}.")
         if not (is_number(self.outer_momentum) and 0 <= self.outer_momentum < 1):
@@ -88,18 +88,14 @@ class LocalSteps:
             return self
         if isinstance(compressor, Rounded):
             wire_dtype, compressor = compressor.wire_dtype, compressor.wrapped
-        sends_all = isinstance(compressor, Dense) and wire_dtype != "sign"
-        return replace(self, lead=LEAD if sends_all and self.outer_rate == 1 and not self.outer_momentum else 1.0)
+        soon = isinstance(compressor, Dense) and self.steps <= (1 if wire_dtype == "sign" else MOST_AHEAD)
+        in_time = soon and self.overlap and self.error_decay is None
+        return replace(self, lead=LEAD if in_time and self.outer_rate == 1 and not self.outer_momentum else 1.0)
 
     @property
     def parts(self) -> int:
         """The number of fragments."""
         return self.fragments or self.steps
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether an exchange runs beside the next step."""
-        return self.steps > 1 if self.overlap is None else self.overlap
 
     def is_turn(self, fragment: int, step: int) -> bool:
         """Whether ``fragment`` travels after ``step``, of which the first is 1."""

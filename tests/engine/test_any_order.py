@@ -87,8 +87,8 @@ SETUPS = {
     "gradients of three ranks": Setup(size=3, optimizer="adamw", teacher=True),
     "gradients, top_k": Setup(ls.TopK(density=0.2), optimizer="adamw"),
     "gradients, micro": Setup(MICRO, 3, "int4"),
-    "one local step": Setup(local=ls.LocalSteps(1)),
-    "one local step, overlapping": Setup(size=3, local=ls.LocalSteps(1, overlap=True), teacher=True),
+    "one local step": Setup(size=3, local=ls.LocalSteps(1), teacher=True),
+    "one local step, waiting": Setup(local=ls.LocalSteps(1, overlap=False)),
     "two local steps": Setup(local=HALF, optimizer="adamw", teacher=True),
     "two local steps of three ranks": Setup(size=3, local=HALF),
     "two local steps, waiting": Setup(local=replace(HALF, overlap=False), teacher=True),
@@ -790,7 +790,7 @@ def test_a_teacher_that_moved_before_the_number_of_local_steps_changed_is_averag
 
 
 @pytest.mark.parametrize(
-    "name", ["one local step", "local steps, micro", "own second moments", "three local steps, all at once"]
+    "name", ["one local step, waiting", "local steps, micro", "own second moments", "three local steps, all at once"]
 )
 def test_a_checkpoint_can_be_loaded_while_messages_are_under_way(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What they bring must not get into the weights that were loaded."""
@@ -824,7 +824,7 @@ def test_weights_may_be_set_twice_where_a_rank_has_skipped_its_optimizer_between
     state.teardown()
 
 
-@pytest.mark.parametrize("name", ["one local step, overlapping", "outer momentum", "local steps, micro"])
+@pytest.mark.parametrize("name", ["one local step", "outer momentum", "local steps, micro"])
 def test_weights_can_be_set_while_messages_are_under_way(name: str) -> None:
     """As after a forward that raised: what they bring of these weights is dropped."""
     state = AnyOrder(SETUPS[name])

@@ -195,7 +195,7 @@ def test_frozen_parameters_and_buffers_that_a_checkpoint_keeps_are_watched() -> 
         ({"steps": 4, "outer_momentum": 1.0}, "outer_momentum must be at least 0 and below 1; got 1.0"),
         ({"steps": 4, "outer_rate": 0}, "outer_rate must be above 0; got 0"),
         ({"steps": 4, "error_decay": 1.5}, "error_decay must be from 0 to 1, or None; got 1.5"),
-        ({"steps": 4, "overlap": 1}, "overlap must be True, False or None; got 1"),
+        ({"steps": 4, "overlap": 1}, "overlap must be True or False; got 1"),
         ({"steps": 4, "second_moments": "all"}, "second_moments must be one of mean, own; got 'all'"),
     ],
 )

@@ -187,7 +187,7 @@ class Plain:
         self._has_trained = True
         if self.local is None:
             self._send_buffers()
-        elif self.local.overlaps and self._exchanged < self.steps:
+        elif self.local.overlap and self._exchanged < self.steps:
             self._take_up()
         losses = [model.train()(batch(rank, number).double()) for rank, model in enumerate(self.models)]
         self._sends_buffers = sync
@@ -263,14 +263,14 @@ class Plain:
             return
         self.counted, self.steps = False, self.steps + 1
         self.hide()
-        if not self.local.overlaps:
+        if not self.local.overlap:
             self._take_up()
         self._land()
         self.adopt()
 
     def _take_up(self) -> None:
         self._exchanged = self.steps
-        self.sent = self.local.overlaps
+        self.sent = self.local.overlap
         turns = {**self.fragments(), **self.turns}
         for name in self.average:
             if name in turns and self.local.turn(turns[name], self.steps) is not None:

@@ -26,7 +26,7 @@ def test_one_local_step_of_sgd_is_an_averaged_gradient(ranks: Ranks, size: int) 
 
 def _train_plainly(rank: int, size: int) -> tuple[Tensor, Tensor]:
     results = []
-    for local_steps in (0, 1):
+    for local_steps in (0, ls.LocalSteps(1, overlap=False)):
         model = small()
         ddp = DistributedDataParallel(model.net)
         hook = ls.SparseHook(ddp, "sparse_dense", local_steps=local_steps)

@@ -51,7 +51,7 @@ class Probe(Callback):
         known = isinstance(outputs, Mapping) and "loss" in outputs  # not with manual optimisation
         loss = float(outputs["loss"]) if known else math.nan  # waits for the device
         exchange = trainer.strategy.exchange if isinstance(trainer.strategy, SparseDDPStrategy) else None
-        if isinstance(exchange, LocalExchange) and not exchange.settings.overlaps:
+        if isinstance(exchange, LocalExchange) and not exchange.settings.overlap:
             exchange.settle()  # now and not before the next forward: it belongs to this step
         end_s = time.perf_counter()
         wire = self._read()

@@ -135,14 +135,14 @@ class LocalReplicas:
 
     def step(self, batches: Batches, rate: float) -> None:
         """Learn from a batch on each rank, at a learning rate."""
-        if self._settings.overlaps and self._steps:
+        if self._settings.overlap and self._steps:
             self._exchange()
         ranks = zip(self._models, self._optimizers, self._mean_moments, batches, strict=True)
         for model, optimizers, moments, batch in ranks:
             _backward(model, batch)
             _take_optimizer_steps(optimizers, rate * (self._settings.lead or 1.0), moments)
         self._steps += 1
-        if not self._settings.overlaps:
+        if not self._settings.overlap:
             self._exchange()
         before = self._drift()
         self._apply()

@@ -44,7 +44,7 @@ def test_averaging_all_weights_each_step_is_averaging_gradients() -> None:
     """What SGD does, with or without momentum, is linear in the gradients, so the mean of the ranks' steps is the step
     of the mean gradient; and every step starts from x̄ on every rank."""
     dense, local = model(), model()
-    options = Options.of(Dense(), "bucket", local_steps=LocalSteps(1))
+    options = Options.of(Dense(), "bucket", local_steps=LocalSteps(1, overlap=False))
     replicas = Replicas(dense, options_of("ddp"), RANKS, "sgd"), LocalReplicas(local, options, RANKS, "sgd")
     for step in range(20):
         for each in replicas:

@@ -239,7 +239,7 @@ def test_what_a_strategy_delivers_is_written_down() -> None:
 
 
 def test_all_weights_averaged_every_step_are_late_by_nothing() -> None:
-    found = train(Run("sparse_dense:local_steps=1", 3, 5, 1e-3, 0))
+    found = train(Run("sparse_dense:local_steps=1:overlap=false", 3, 5, 1e-3, 0))
     assert found.delivered == pytest.approx(1, abs=1e-6)
     assert found.age == pytest.approx(0, abs=1e-3)
 
