@@ -6,8 +6,9 @@ from lightning_sparse.checks import check_one_of, check_switch, check_whole, is_
 from lightning_sparse.compressors import Compressor, Dense, Rounded
 
 SECOND_MOMENTS = ("mean", "own")
-# How far ranks look ahead where what is unsent arrives soon, and up to how many steps that is; in one bit it is one.
-LEAD, MOST_AHEAD = 1 / 0.7, 4  # docs/benchmarks/2026-11-24-local-steps-loss.md
+# How far ranks look ahead where what is unsent arrives soon, and in one bit, which arrives later, of several steps;
+# and up to how many steps.  docs/benchmarks/2026-11-24-local-steps-loss.md
+LEAD, LEAD_OF_SIGNS, MOST_AHEAD = 1 / 0.7, 1.25, 4
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,8 @@ class LocalSteps:
         outer_rate: of the outer step: x̄ moves by so many times the mean.
         outer_momentum: of the outer step, Nesterov's; DiLoCo takes 0.9, with an ``outer_rate`` of 0.7.
         lead: each rank's own steps are so many times as long as its optimizer says, and x̄ moves by their mean at its
-            length: ranks look ahead of x̄.  None: 1.43 where all that is unsent is sent within four steps, in one bit
-            in each, beside the next, and no other setting is changed; else 1.
+            length: ranks look ahead of x̄.  None: 1.43 where all weights travel within four steps, beside the next,
+            and no other setting is changed, or 1.25 in one bit and more than one step; else 1.
         error_decay: None: what is unsent stays in a rank's own weights.  A number: it waits beside them, so that each
             rank goes on from x̄, and from one exchange of a weight to the next so much of it is left: 1 keeps all, as
             the law says; below 1, as 0.95 in SparseLoCo (arXiv 2508.15706), the rest is given up.
@@ -88,9 +89,10 @@ class LocalSteps:
             return self
         if isinstance(compressor, Rounded):
             wire_dtype, compressor = compressor.wire_dtype, compressor.wrapped
-        soon = isinstance(compressor, Dense) and self.steps <= (1 if wire_dtype == "sign" else MOST_AHEAD)
-        in_time = soon and self.overlap and self.error_decay is None
-        return replace(self, lead=LEAD if in_time and self.outer_rate == 1 and not self.outer_momentum else 1.0)
+        soon = isinstance(compressor, Dense) and self.steps <= MOST_AHEAD and self.overlap
+        if not soon or self.error_decay is not None or self.outer_rate != 1 or self.outer_momentum:
+            return replace(self, lead=1.0)
+        return replace(self, lead=LEAD_OF_SIGNS if wire_dtype == "sign" and self.steps > 1 else LEAD)
 
     @property
     def parts(self) -> int:

@@ -115,7 +115,8 @@ SETUPS = {
 @pytest.fixture(autouse=True)
 def _in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_sparse.hook.TorchComm", ThreadComm)
-    monkeypatch.setattr("lightning_sparse.engine.local_steps.LEAD", 1.0)  # but where a setup has one
+    for name in ("LEAD", "LEAD_OF_SIGNS"):  # but where a setup has one
+        monkeypatch.setattr(f"lightning_sparse.engine.local_steps.{name}", 1.0)
     logging.disable(logging.INFO)
     monkeypatch.setattr("lightning_sparse.auto.course.StepClock.__call__", lambda _: math.nan)  # nothing goes by time
 

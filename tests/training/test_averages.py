@@ -110,7 +110,8 @@ def test_a_teacher_is_the_average_of_the_teachers(ranks: Ranks) -> None:
 
 def _distill(rank: int, size: int) -> tuple[Tensor, Tensor]:
     found = []
-    for strategy in (local(steps=1, wire_dtype="float32"), "ddp"):
+    waiting = ls.LocalSteps(1, overlap=False)
+    for strategy in (local(steps=waiting, wire_dtype="float32"), "ddp"):
         torch.manual_seed(0)
         model = Distilled()
         model.optimizer = "sgd"

@@ -26,7 +26,6 @@ from lightning_sparse.options import Options
 from lightning_sparse.strategy import SparseDDPStrategy
 from lightning_sparse.wire import wire_format
 
-SIMULATED = "ddp", "diloco", "sparse_loco"  # of the peers: what this project's local steps can do
 Batches = Sequence[tuple[Tensor, ...]]  # one for each rank
 
 
@@ -39,9 +38,9 @@ def options_of(strategy: str) -> Options:
     if strategy == "ddp":
         return Options.of(Dense(), "bucket")
     if not isinstance(built, SparseDDPStrategy):
-        peers = ", ".join(name for name in PEERS if name not in SIMULATED)
+        peers = ", ".join(name for name in PEERS if name not in ("ddp", "diloco", "sparse_loco"))
         raise ValueError(
-            f"strategies to simulate must be {', '.join(SIMULATED)} or this project's, not {peers}; got {strategy!r}"
+            f"strategies to simulate must be ddp, diloco, sparse_loco or this project's, not {peers}; got {strategy!r}"
         )
     if built.options.policy:
         raise ValueError(f"a strategy to simulate must not be one that chooses by time; got {strategy!r}")
