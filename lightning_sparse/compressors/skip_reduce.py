@@ -42,6 +42,7 @@ class SkipReduce(Compressor):
         error_feedback: keep what was left out.  False drops it, as the papers' code does, for replication.
         protect: shell-style patterns (``"*.embedding.*"``) of parameter names that are always summed densely.
         protect_below: parameters with fewer elements than this are always summed densely.
+        whole_below: groups with fewer elements than this are summed whole.
         seed: of the rotation's start or draws; the same on every rank.
     """
 
@@ -51,6 +52,7 @@ class SkipReduce(Compressor):
     error_feedback: bool = True
     protect: tuple[str, ...] = ()
     protect_below: int = 0
+    whole_below: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -64,10 +66,20 @@ class SkipReduce(Compressor):
                 "SkipReduce(divisor='contributors', error_feedback=True) would apply what is kept a second time when "
                 "it is sent; use divisor='world', or error_feedback=False."
             )
-        elements = is_whole(self.protect_below, least=0)
-        check_setting(self, "protect_below", elements, "an integer, at least 0: a number of elements; 0 is none")
+        for name in ("protect_below", "whole_below"):
+            elements = is_whole(getattr(self, name), least=0)
+            check_setting(self, name, elements, "an integer, at least 0: a number of elements; 0 is none")
         check_seed(self, self.seed)
         object.__setattr__(self, "protect", checked_patterns(self, self.protect))
+
+    @classmethod
+    def as_published(cls, skip: float = 0.5, protect: tuple[str, ...] = ()) -> "SkipReduce":
+        """As the authors' code runs it: random rotation, nothing kept, and no step skipped of a bucket below 100,000.
+
+        Theirs are the buckets of DDP, so give the strategy ``fusion="bucket"``; and to ``protect`` what they protect by
+        the size of its bucket, such as the embedding of BERT.
+        """
+        return cls(skip, rotation="random", error_feedback=False, protect=protect, whole_below=100_000)
 
     def steps_skipped(self, size: int) -> int:
         """s: reduce-scatter steps left out among ``size`` ranks."""
@@ -75,7 +87,7 @@ class SkipReduce(Compressor):
 
     def reduce(self, group: Group, comm: Comm) -> Rounds:
         """Sum what the shortened ring would."""
-        skipped = self.steps_skipped(comm.size)
+        skipped = self.steps_skipped(comm.size) if group.n >= self.whole_below else 0
         rotation = self._rotation_now(group, comm.size, skipped)
         total = yield from two_hop_sum(group.unsent, comm, skipped, rotation)
         if not self.error_feedback:

@@ -96,7 +96,7 @@ CANNOT_BE: list[tuple[type[ls.Compressor], str, list[Any]]] = [
     (ls.SketchFusion, "momentum", [1]), (ls.OkTopk, "evaluate_every", [0]), (ls.OkTopk, "repartition_every", [0]),
     (ls.OkTopk, "slack", [0.5]), (ls.MiCRO, "slack", [math.nan]), (ls.MiCRO, "indices", ["zip"]),
     (ls.SkipReduce, "skip", [-0.1, math.nan]), (ls.SkipReduce, "rotation", ["left"]),
-    (ls.SkipReduce, "divisor", ["none"]), (ls.SkipReduce, "protect_below", [-1]),
+    (ls.SkipReduce, "divisor", ["none"]), (ls.SkipReduce, "protect_below", [-1]), (ls.SkipReduce, "whole_below", [0.5]),
     (ls.LowRank, "rank", [0, -1, 1.5, True, "4"]),
 ]  # fmt: skip
 

@@ -113,6 +113,16 @@ def test_protected_parameters_are_dense() -> None:
     assert not torch.equal(simulate(ls.SkipReduce(protect_below=40), given).mean, dense.mean)
 
 
+def test_as_published_small_groups_are_whole_and_of_others_the_rest_is_dropped() -> None:
+    published, free = ls.SkipReduce.as_published(skip=0.5), ls.SkipReduce(0.5, "random", error_feedback=False)
+    for n, expected in ((99_999, ls.SkipReduce(skip=0)), (100_000, free)):
+        given = torch.randn(2, 3, n, generator=torch.Generator().manual_seed(n))
+        result, other = simulate(published, given), simulate(expected, given)
+        assert torch.equal(result.mean, other.mean)
+        assert torch.equal(result.sent_bytes, other.sent_bytes)
+        assert not result.unsent.any()
+
+
 def test_long_vectors_travel_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     given = torch.randn(2, 3, 1000)
     whole = simulate(ls.SkipReduce(), given, wire_dtype="bfloat16")
