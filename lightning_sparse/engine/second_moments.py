@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.lane import Lane
@@ -45,18 +46,15 @@ class _Place:
         else:
             out[self.rows] = matrix[0].mean() if self.is_long else matrix[0]
 
-    def share(self, squares: Tensor, least: float) -> Tensor:
+    def share(self, parts: Tensor, least: float) -> Tensor:
         """The part of each element [rows, columns], from ``least`` to 1; or for a vector [1, n], for a long one [1, 1].
 
         Args:
-            squares: [2, m], of the mean gradient's sketch and of the ranks'.
+            parts: [m], of each number of the sketch, as :meth:`SecondMoments.parts` returns them.
             least: 1/P, what is left of noise.
         """
-        rows, columns = (squares[:, each] for each in (self.rows, self.columns))
-        share = _part(rows, least)
-        if not self.is_matrix:
-            return share[None]
-        return torch.outer(share, _part(columns, least) / _part(rows.sum(1), least)).clamp_(least, 1.0)
+        rows = parts[self.rows]
+        return torch.outer(rows, parts[self.columns]).clamp_(least, 1.0) if self.is_matrix else rows[None]
 
 
 class SecondMoments:
@@ -94,6 +92,7 @@ class SecondMoments:
         self._sent: Tensor | None = None  # [m], what is being compared
         self._sums: Tensor | None = None  # [2, m] over the ranks, once they have arrived
         self._received: Tensor | None = None  # these, until they are read
+        self._parts = WeakTensorKeyDictionary()  # of squares that somebody goes by: launched once, not for each step
 
     def __contains__(self, parameter: Tensor) -> bool:
         return parameter in self._places
@@ -121,7 +120,23 @@ class SecondMoments:
 
     def share(self, parameter: Tensor, squares: Tensor) -> Tensor:
         """What part of its squares the mean gradient has by these ``squares``, to be broadcast to [rows, columns]."""
-        return self._places[parameter].share(squares, self._least)
+        return self._places[parameter].share(self.parts(squares), self._least)
+
+    def parts(self, squares: Tensor) -> Tensor:
+        """Of each number of the sketch [m] the first of ``squares`` [2, m] over the second; of columns relatively.
+
+        That of a column is taken over that of its matrix, so that it is multiplied by that of a row.
+        """
+        if squares not in self._parts:
+            parts = _part(squares, self._least)
+            matrices = [place for place in self._places.values() if place.is_matrix]
+            if matrices:
+                whole = _part(torch.stack([squares[:, each.rows].sum(1) for each in matrices], 1), self._least)
+                for i, each in enumerate(matrices):
+                    parts[each.columns] /= whole[i]
+            self._parts[squares] = parts
+        found: Tensor = self._parts[squares]
+        return found
 
     def shape(self, parameter: Tensor) -> tuple[int, int]:
         """The [rows, columns] as which ``parameter`` is taken."""
@@ -130,7 +145,7 @@ class SecondMoments:
     @property
     def lr_factor(self) -> Tensor:
         """By how much shorter a step is that divides by the root of a rank's squares, from 1 to the root of P."""
-        shares = [place.share(self.squares, self._least).mean() * p.numel() for p, place in self._places.items()]
+        shares = [self.share(p, self.squares).mean() * p.numel() for p in self._places]
         return (torch.stack(shares).sum() / sum(p.numel() for p in self._places)).rsqrt()
 
     # - the ranks' messages
@@ -190,6 +205,7 @@ class SecondMoments:
         self.squares = state["squares"].to(self._device, copy=True)
         self.looks = self._compared = int(state["looks"])
         self._least, self._sent, self._sums, self._received, self._signs = 1 / size, None, None, None, None
+        self._parts.clear()
         self._sketch = None if sampled is None else sampled.to(self._device, copy=True)
         self._seen = {p for p, place in self._places.items() if sampled is not None and bool(sampled[place.all].any())}
         return True

@@ -15,12 +15,14 @@ from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.groups import lay_out
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.engine.second_moments import EVERY
+from lightning_sparse.wire import WIRE_DTYPES
 from tests.engine.test_nobody_waits import Scaler
 from tests.support.fake_cuda import DEVICE, Event, Stream, place, unavailable_reason
 from tests.support.fake_nccl import FakeNccl, Work
 from tests.support.happens_before import HappensBefore
 from tests.support.on_fake_cuda import (
     COMPRESSORS,
+    LOCAL_SETTINGS,
     Training,
     gradients,
     local_steps,
@@ -43,14 +45,14 @@ def nothing(exchange: Any, nccl: FakeNccl, of: dict[str, Tensor]) -> None:
     """Between steps."""
 
 
-def unordered(make: Make, steps: int = 5, between: Between = nothing) -> list[str]:
+def unordered(make: Make, steps: int = 5, between: Between = nothing, adam: bool = False) -> list[str]:
     """Pairs of accesses that nothing orders, in some steps with ``between`` in their middle, and in closing."""
     with on_fake_cuda(HappensBefore()) as (cuda, nccl):
         assert isinstance(cuda, HappensBefore)
         cuda.sees = 5.0
         of = parameters()
         exchange = make(nccl, of)
-        training = Training(exchange, of)
+        training = Training(exchange, of, adam=adam)
         for step in range(steps):
             if step == steps // 2:
                 between(exchange, nccl, of)
@@ -65,6 +67,11 @@ def unordered(make: Make, steps: int = 5, between: Between = nothing) -> list[st
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
 def test_a_step_is_ordered(compressor: ls.Compressor, wire_dtype: str) -> None:
     assert unordered(lambda nccl, of: gradients(nccl, of, compressor, wire_dtype, bucket_bytes=SMALL)) == []
+
+
+@pytest.mark.parametrize("wire_dtype", [str(each) for each in WIRE_DTYPES])
+def test_a_step_in_every_format_is_ordered(wire_dtype: str) -> None:
+    assert unordered(lambda nccl, of: gradients(nccl, of, ls.Dense(), wire_dtype, bucket_bytes=SMALL)) == []
 
 
 def scaled(nccl: FakeNccl, of: dict[str, Tensor]) -> Exchange:
@@ -138,13 +145,29 @@ def test_local_steps_are_ordered(compressor: ls.Compressor, overlap: bool) -> No
     def make(nccl: FakeNccl, of: dict[str, Tensor]) -> Exchange:
         return watching(local_steps(nccl, of, compressor, "int4", overlap=overlap, outer_momentum=0.5))
 
-    def evaluate(exchange: LocalExchange, nccl: FakeNccl, of: dict[str, Tensor]) -> None:
-        exchange.show_average()
-        for p in of.values():
-            p.sum()
-        exchange.compare()
-
     assert unordered(make, 2 * EVERY + 3, evaluate) == []
+
+
+def evaluate(exchange: LocalExchange, nccl: FakeNccl, of: dict[str, Tensor]) -> None:
+    exchange.show_average()
+    for p in of.values():
+        p.sum()
+    exchange.compare()
+
+
+@pytest.mark.parametrize("wire_dtype", ["int2", "sign"])
+@pytest.mark.parametrize("settings", LOCAL_SETTINGS, ids=repr)
+def test_local_steps_with_adam_are_ordered(settings: dict[str, Any], wire_dtype: str) -> None:
+    """Before each of its steps the second moments of the ranks' gradients are looked at, and after it compared."""
+
+    def make(nccl: FakeNccl, of: dict[str, Tensor]) -> Exchange:
+        return local_steps(nccl, of, ls.Dense(), wire_dtype, **settings)
+
+    def evaluate_and_save(exchange: LocalExchange, nccl: FakeNccl, of: dict[str, Tensor]) -> None:
+        exchange.state()
+        evaluate(exchange, nccl, of)
+
+    assert unordered(make, 7, evaluate_and_save, adam=True) == []
 
 
 def watching(exchange: LocalExchange) -> LocalExchange:

@@ -1,15 +1,18 @@
 """How much a step launches on a device: each launch takes some 5 µs of backward's thread, whatever its size."""
 
+from typing import Any
+
 import pytest
 import torch
 
 import lightning_sparse as ls
+from lightning_sparse.engine.second_moments import EARLY
 from lightning_sparse.network.costs import DEVICE_SEGMENT_BYTES, SEGMENT_BYTES
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.network.sums import two_hop_sum
 from lightning_sparse.wire import INT4, wire_format
 from tests.support.fake_cuda import unavailable_reason
-from tests.support.on_fake_cuda import Training, gradients, on_fake_cuda, parameters
+from tests.support.on_fake_cuda import Training, gradients, local_steps, on_fake_cuda, parameters
 
 LAYERS = 80
 BUCKETS = 40  # of DDP
@@ -54,6 +57,29 @@ def test_a_compressed_step_launches_little(compressor: ls.Compressor) -> None:
     count, messages, groups = launched(10**9, LAYERS, "int4", compressor)
     assert count <= 10 * groups + 2 * LAYERS
     assert messages <= 2 * groups
+
+
+def launched_with_adam(settings: dict[str, Any], layers: int) -> tuple[int, int]:
+    """Launches of a step with local steps and Adam: the most while ranks compare in each, and the fewest after that."""
+    with on_fake_cuda() as (cuda, nccl):
+        of = parameters({f"layer {i}": (1000, 1000) for i in range(layers)})
+        training = Training(local_steps(nccl, of, ls.Dense(), "int4", **settings), of, adam=True)
+        counts = []
+        for _ in range(EARLY + 8):
+            cuda.launched.clear()
+            training.step()
+            counts.append(cuda.launches)
+        return max(counts[:EARLY]), min(counts[EARLY:])
+
+
+@on_a_fake_device
+def test_second_moments_launch_little() -> None:
+    """At most 8 operations for each matrix, and 30 in the first 20 steps, in which ranks compare them each time."""
+    layers = 8
+    early, later = launched_with_adam({}, layers)
+    own_early, own_later = launched_with_adam({"second_moments": "own"}, layers)
+    assert later - own_later <= 8 * layers
+    assert early - own_early <= 30 * layers + 30
 
 
 @on_a_fake_device

@@ -25,6 +25,7 @@ from tests.support.fake_cuda import DEVICE, unavailable_reason
 from tests.support.fake_nccl import FakeNccl
 from tests.support.on_fake_cuda import (
     COMPRESSORS,
+    LOCAL_SETTINGS,
     Training,
     gradients,
     local_steps,
@@ -47,6 +48,7 @@ MAY_WAIT = {
     "engine/sample.py waiting": "who asks how long gradients wait",
     "engine/exchange.py delivered": "who asks how long gradients wait",
     "engine/exchange.py unsent_norm": "who asks how long gradients wait",
+    "engine/local_exchange.py metrics": "by how much Adam's steps are shorter",
     "engine/timeline.py _since_backward_began": "who asks when groups were averaged",
     "network/torch_comm.py gather": "a checkpoint",
     "network/torch_comm.py mean": "a checkpoint",
@@ -65,12 +67,14 @@ class Scaler:
         return x * torch.full((), 8.0, device=DEVICE)
 
 
-def waits(make: Make, steps: int = STEPS, shapes: Any = None, dtype: torch.dtype = torch.float32) -> list[set[str]]:
+def waits(
+    make: Make, steps: int = STEPS, shapes: Any = None, dtype: torch.dtype = torch.float32, adam: bool = False
+) -> list[set[str]]:
     """Where the host waits, in each step of a training."""
     with on_fake_cuda() as (cuda, nccl):
         cuda.sees = FOUND
         of = parameters(shapes, dtype)
-        training = Training(make(nccl, of), of)
+        training = Training(make(nccl, of), of, adam=adam)
         found = []
         for _ in range(steps):
             cuda.waits.clear()
@@ -155,6 +159,36 @@ def test_local_steps_wait_every_ten_steps(compressor: ls.Compressor, overlap: bo
         found = [step - {"compressors/micro.py reduce"} for step in found]
     assert set().union(*found) <= looking
     assert sum(bool(step) for step in found) <= 2 * 2  # of 23: one to send, the next to read what arrived
+
+
+@pytest.mark.parametrize("wire_dtype", [str(each) for each in WIRE_DTYPES])
+def test_local_steps_in_every_format_wait_no_more_with_adam(wire_dtype: str) -> None:
+    """Whose second moments are compared after each of these steps."""
+    found = waits(lambda nccl, of: local_steps(nccl, of, ls.Dense(), wire_dtype), EVERY - 1, adam=True)
+    assert set().union(*found) == set()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("settings", LOCAL_SETTINGS, ids=repr)
+def test_no_setting_of_local_steps_waits_more(settings: dict[str, Any], dtype: torch.dtype) -> None:
+    def make(nccl: FakeNccl, of: dict[str, Tensor]) -> Exchange:
+        return local_steps(nccl, of, ls.Dense(), "int4", **settings)
+
+    first, *others = waits(make, EVERY - 1, dtype=dtype, adam=True)
+    assert first <= {"engine/weights.py _take_over"}  # a training begins with the average shown
+    assert set().union(*others) == set()
+
+
+def test_who_asks_how_much_shorter_adams_steps_are_waits() -> None:
+    with on_fake_cuda() as (cuda, nccl):
+        of = parameters()
+        exchange = local_steps(nccl, of, ls.Dense())
+        training = Training(exchange, of, adam=True)
+        for _ in range(3):
+            training.step()
+        cuda.waits.clear()
+        assert exchange.metrics()
+        assert set(cuda.waits) == {"engine/local_exchange.py metrics"}
 
 
 def test_who_asks_between_steps_waits_as_the_documentation_says() -> None:

@@ -14,6 +14,7 @@ from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.groups import lay_out, lay_out_fragments
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.engine.local_steps import LocalSteps
+from lightning_sparse.engine.optimizers import Optimizers
 from lightning_sparse.engine.pending_bucket import gradients_of
 from lightning_sparse.network.node_comm import NodeComm
 from lightning_sparse.network.process_groups import LANES, ProcessGroups
@@ -31,6 +32,11 @@ COMPRESSORS: list[ls.Compressor] = [
     ls.RandomK(), ls.LowRank(), ls.ImportancePruning(givers=2), ls.ImportancePruning(rule="fixed", threshold=1.0),
     ls.ImportancePruning(rule="adaptive"), ls.OkTopk(evaluate_every=2, repartition_every=3),
     ls.MomentumCorrection(0.9, ls.TopK(density=0.5)), Rounded(ls.TopK(), "int8"),
+]  # fmt: skip
+
+#: Settings of local steps that take another way through them.
+LOCAL_SETTINGS: list[dict[str, Any]] = [
+    {"lead": 1.4}, {"error_decay": 0.95}, {"second_moments": "own"}, {"outer_momentum": 0.9, "overlap": False},
 ]  # fmt: skip
 
 
@@ -117,10 +123,19 @@ def watched(nccl: FakeNccl, of: dict[str, Tensor]) -> GradientExchange:
 
 
 class Training:
-    """A rank's training: DDP's buckets, and an optimizer that reads gradients and writes weights."""
+    """A rank's training: DDP's buckets, and an optimizer that reads gradients and writes weights.
 
-    def __init__(self, exchange: Exchange, of: dict[str, Tensor], buckets: int = 2) -> None:
+    Args:
+        exchange: of the rank.
+        of: the parameters.
+        buckets: of DDP.
+        adam: have PyTorch's Adam step, and not a plain product.
+    """
+
+    def __init__(self, exchange: Exchange, of: dict[str, Tensor], buckets: int = 2, adam: bool = False) -> None:
         self.exchange, self._parameters = exchange, list(of.values())
+        self._adam = torch.optim.Adam(self._parameters, weight_decay=0.1) if adam else None
+        self._optimizers = Optimizers(self._parameters, lambda: self.exchange)
         backward = self._parameters[::-1]
         cut = -(-len(backward) // buckets)
         parts = [backward[i : i + cut] for i in range(0, len(backward), cut)]
@@ -139,5 +154,10 @@ class Training:
         with torch.no_grad():
             for bucket, mean in zip(self._buckets, averaged, strict=True):
                 for p, gradient in gradients_of(mean, bucket.parameters()):
-                    p.add_(gradient, alpha=-0.1)
+                    if self._adam is None:
+                        p.add_(gradient, alpha=-0.1)
+                    else:
+                        p.grad = gradient
+        if self._adam is not None:
+            self._adam.step()
         self.exchange.end_step()
