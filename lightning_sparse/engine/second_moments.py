@@ -5,6 +5,7 @@ its squares are up to P times as large as the mean's, more in some rows and colu
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import EllipsisType
 
 import torch
 from torch import Tensor
@@ -21,7 +22,10 @@ EVERY = 10  # steps from one look at the gradients to the next
 EARLY = 20  # looks, the first ones, that follow each other in every step
 DECAY = 0.95  # of means over looks, once there were 20
 LONGEST = 65_536  # elements of a vector that has a square for each; a longer one has one square for all
+BLOCK = 2**16  # elements that a CPU works on at once
 SEED = 2018  # of the signs
+
+Block = slice | EllipsisType  # of rows, or all
 
 
 class _Place:
@@ -46,15 +50,23 @@ class _Place:
         else:
             out[self.rows] = matrix[0].mean() if self.is_long else matrix[0]
 
-    def share(self, parts: Tensor, least: float) -> Tensor:
+    def share(self, parts: Tensor, least: float, block: Block = ...) -> Tensor:
         """The part of each element [rows, columns], from ``least`` to 1; or for a vector [1, n], for a long one [1, 1].
 
         Args:
             parts: [m], of each number of the sketch, as :meth:`SecondMoments.parts` returns them.
             least: 1/P, what is left of noise.
+            block: of the rows.
         """
         rows = parts[self.rows]
-        return torch.outer(rows, parts[self.columns]).clamp_(least, 1.0) if self.is_matrix else rows[None]
+        if not self.is_matrix:
+            return rows[None]
+        return torch.outer(rows[block], parts[self.columns]).clamp_(least, 1.0)
+
+    def blocks(self) -> Iterator[Block]:
+        """Cut the rows of a matrix into blocks that a CPU works on in its cache."""
+        step = max(1, BLOCK // self.shape[1])
+        yield from (slice(row, row + step) for row in range(0, self.shape[0], step)) if self.is_matrix else (...,)
 
 
 class SecondMoments:
@@ -118,9 +130,13 @@ class SecondMoments:
         """Whether ranks have been compared."""
         return self._compared > 0
 
-    def share(self, parameter: Tensor, squares: Tensor) -> Tensor:
+    def share(self, parameter: Tensor, squares: Tensor, block: Block = ...) -> Tensor:
         """What part of its squares the mean gradient has by these ``squares``, to be broadcast to [rows, columns]."""
-        return self._places[parameter].share(self.parts(squares), self._least)
+        return self._places[parameter].share(self.parts(squares), self._least, block)
+
+    def blocks(self, parameter: Tensor) -> Iterator[Block]:
+        """What of ``parameter`` is best worked on at once: blocks of its first dimension, or all of it."""
+        return iter((...,)) if self._device.type != "cpu" else self._places[parameter].blocks()
 
     def parts(self, squares: Tensor) -> Tensor:
         """Of each number of the sketch [m] the first of ``squares`` [2, m] over the second; of columns relatively.
@@ -137,10 +153,6 @@ class SecondMoments:
             self._parts[squares] = parts
         found: Tensor = self._parts[squares]
         return found
-
-    def shape(self, parameter: Tensor) -> tuple[int, int]:
-        """The [rows, columns] as which ``parameter`` is taken."""
-        return self._places[parameter].shape
 
     @property
     def lr_factor(self) -> Tensor:

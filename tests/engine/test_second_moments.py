@@ -10,7 +10,7 @@ from torch.optim import NAdam, Optimizer, RAdam
 
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.adam import STATE, MeanMoments, squares_of
-from lightning_sparse.engine.second_moments import EARLY, EVERY, LONGEST, SecondMoments
+from lightning_sparse.engine.second_moments import EARLY, EVERY, LONGEST, Block, SecondMoments
 from lightning_sparse.network.simulated import SimNetwork
 
 RANKS = 4
@@ -55,7 +55,7 @@ def test_the_share_of_signal_and_noise_is_found(shape: tuple[int, ...]) -> None:
     learn(parameters, moments, torch.ones(shape), torch.full(shape, 2.0))
     share = share_of(moments[0], parameters[0][0])
     assert share.mean() == pytest.approx((1 + 4 / RANKS) / (1 + 4), rel=0.15)
-    assert share.broadcast_to(moments[0].shape(parameters[0][0])).numel() == parameters[0][0].numel()
+    assert share.broadcast_to(moments[0]._places[parameters[0][0]].shape).numel() == parameters[0][0].numel()
     assert float(moments[0].lr_factor) == pytest.approx(2.5**0.5, rel=0.1)
     for other in moments[1:]:
         assert torch.equal(other.squares, moments[0].squares)
@@ -138,10 +138,10 @@ class Fixed(SecondMoments):
         super().__init__(groups)
         self.parts: dict[int, float] = {}  # by the squares that are known
 
-    def share(self, parameter: Tensor, squares: Tensor) -> Tensor:
+    def share(self, parameter: Tensor, squares: Tensor, block: Block = ...) -> Tensor:
         own = bool((squares == 1).all())  # not lowered yet
         part = self.parts.setdefault(id(squares), self.part)
-        return torch.full(self.shape(parameter), 1.0 if own else part)
+        return torch.full(self._places[parameter].shape, 1.0 if own else part)[block]
 
 
 ADAMS: dict[str, Callable[[list[Tensor]], Optimizer]] = {
@@ -156,6 +156,27 @@ ADAMS: dict[str, Callable[[list[Tensor]], Optimizer]] = {
     "nadam": lambda p: NAdam(p, lr=0.1, weight_decay=0.5, decoupled_weight_decay=True),
     "radam": lambda p: RAdam(p, lr=0.1, weight_decay=0.5),
 }
+
+
+@pytest.mark.parametrize("shape", [(6, 5, 2), (7,), (5, 1), ()])
+def test_in_blocks_it_is_as_in_one(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows that are another number than blocks have, and in any order of memory."""
+    found = []
+    for elements in (1, 25, 2**16):
+        monkeypatch.setattr("lightning_sparse.engine.second_moments.BLOCK", elements)
+        generator = torch.Generator().manual_seed(0)
+        p = nn.Parameter(torch.randn(shape, generator=generator))
+        moments = SecondMoments([Group(0, ("p",), (p,))])
+        optimizer, mean_moments = torch.optim.AdamW([p]), MeanMoments(moments)
+        for _ in range(4):
+            p.grad = torch.randn(shape, generator=generator).mT.contiguous().mT if p.dim() > 1 else torch.ones(shape)
+            mean_moments.before_update(optimizer)
+            optimizer.step()
+            mean_moments.after_update(optimizer)
+            moments.squares, moments._compared = torch.rand(moments.squares.shape, generator=generator), 1
+        found.append(optimizer.state[p][STATE])
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 @pytest.mark.parametrize("make", ADAMS.values(), ids=ADAMS)
