@@ -29,7 +29,7 @@ class MeanMoments:
     before local steps is that of the mean gradient already.  Optimizers that keep no such v are left alone.
 
     Args:
-        moments: what is known of the squares; looks at the gradients of all optimizers.
+        moments: what is known of the squares; looks at the gradients of such optimizers.
     """
 
     def __init__(self, moments: SecondMoments) -> None:
@@ -47,12 +47,10 @@ class MeanMoments:
             self._kinds[optimizer] = squares_of(optimizer)
         kind = self._kinds[optimizer]
         for group, p in _with_gradients(optimizer):
-            if p not in self._moments:
+            if not kind or p not in self._moments:
                 continue
             gradient = _squared(optimizer, group, p, kind)
             self._moments.look(p, gradient)
-            if not kind:
-                continue
             v = optimizer.state[p].get(STATE) if p in optimizer.state else None
             if v is None:  # it begins as this rank's own
                 self._by[p] = self._own

@@ -20,6 +20,7 @@ from lightning_sparse.wire import BFLOAT16
 
 EVERY = 10  # steps from one look at the gradients to the next
 EARLY = 20  # looks, the first ones, that follow each other in every step
+RARELY = 10 * EVERY  # steps from one to the next where all that ranks had to compare was zero
 DECAY = 0.95  # of means over looks, once there were 20
 LONGEST = 65_536  # elements of a vector that has a square for each; a longer one has one square for all
 BLOCK = 2**16  # elements that a CPU works on at once
@@ -163,8 +164,10 @@ class SecondMoments:
     # - the ranks' messages
 
     def is_due(self, step: int) -> bool:
-        """Whether ranks compare after ``step``."""
-        return bool(self._places) and (self.looks < EARLY or step % EVERY == 0)
+        """Whether ranks compare after ``step``: hardly ever where no optimizer of any rank divides by such."""
+        if not self._places or self.looks < EARLY:
+            return bool(self._places)
+        return step % RARELY == 0 or (step % EVERY == 0 and bool(self.squares[1].any()))
 
     @property
     def sampled(self) -> Tensor | None:
