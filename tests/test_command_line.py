@@ -54,7 +54,7 @@ KINDS = [options.Advise, options.Bench, options.Doctor, options.Scale, options.S
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_field_is_an_option_and_each_command_has_its_function(kind: type[options.Options]) -> None:
+def test_each_field_is_an_option_and_each_command_has_its_function(kind: type[options.Command]) -> None:
     name = kind.__name__.lower()
     given = vars(options.parser().parse_args([name, *(["mlp_1m"] if kind is options.Advise else [])]))
     assert given.pop("name") == name

@@ -1,6 +1,7 @@
 """Who may import what, and how long things may get: the structure, held by a test."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,17 @@ def test_a_file_imports_only_layers_below_its_own(file: str) -> None:
         other = rest.split(".")[0]
         if package == "lightning_sparse" and (PACKAGE / other).exists() | (PACKAGE / f"{other}.py").exists() and rest:
             assert other == own or layer(other) < layer(own) or layer(other) == layer(own) >= layer("doors"), name
+
+
+def test_an_engine_is_asked_by_methods() -> None:
+    """Nobody asks which of the two it is, and nobody sets an attribute of it from outside."""
+    for file in FILES:
+        for node in ast.walk(ast.parse((PACKAGE / file).read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
+                assert not re.search("(Local|Gradient)Exchange", ast.unparse(node.args[1])), (file, node.lineno)
+            if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    assert not re.search(r"exchange\.\w+$", ast.unparse(target)), (file, node.lineno)
 
 
 @pytest.mark.parametrize("file", FILES)

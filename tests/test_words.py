@@ -1,6 +1,8 @@
 """One word for each thing, the field's where there is one: words that were ours alone stay away."""
 
+import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -27,3 +29,10 @@ def test_there_is_one_word_for_each_thing(word: str) -> None:
         if re.search(rf"\b({word})\b", STORED.sub("", line), re.IGNORECASE)
     ]
     assert not found, f"say {INSTEAD[word]!r} in place of {word!r}"
+
+
+def test_a_class_has_its_name_to_itself() -> None:
+    doors = ["SparseDDPStrategy"]  # one of each Lightning package, and of Fabric
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "lightning_sparse").rglob("*.py")]
+    names = Counter(node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
+    assert [name for name, times in names.items() if times > 1] == doors

@@ -21,7 +21,7 @@ def _option(help: str, default: Any = MISSING, **settings: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Command:
     """A command: the first line says what it does, the rest is the description that its ``--help`` shows."""
 
     command: str = ""  # as it was typed, for those who write it down; no option
@@ -34,14 +34,14 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _OnCluster(Options):
+class _OnCluster(Command):
     interface: str | None = _option(
         "network interface to use and to count on a real cluster (default: the one towards rank 0)", None
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Written(Options):
+class _Written(Command):
     output: Path = _option("(%(default)s)", Path("bench-results"), metavar="DIR")  # noqa: RUF009
 
 

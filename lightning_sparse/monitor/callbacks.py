@@ -21,7 +21,7 @@ from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.fusion.layer_fusion import LayerFusion
 from lightning_sparse.fusion.model import Plan
 from lightning_sparse.monitor.pictures import draw, require_matplotlib
-from lightning_sparse.monitor.record import Point, Run, Selected, Sums, measure, measure_parts
+from lightning_sparse.monitor.record import Notes, Point, Selected, Sums, measure, measure_parts
 from lightning_sparse.monitor.tables import epoch_table, percent, plan_table, starvation, summary
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class CompressionMonitor(Callback):
         self._start()
 
     def _start(self) -> None:
-        self._run = Run()
+        self._notes = Notes()
         self._epoch = Sums()
         self._last: dict[str, float] = {}  # values logged last
         self._exchanged = 0  # the exchange's count of steps after the last backward
@@ -112,7 +112,7 @@ class CompressionMonitor(Callback):
             return
         self._rank = exchange.rank
         self._exchanged = self._logged = exchange.steps
-        self._run.cuda = exchange.device.type == "cuda"
+        self._notes.cuda = exchange.device.type == "cuda"
         exchange.watch_unsent()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -137,7 +137,7 @@ class CompressionMonitor(Callback):
         self._exchanged = exchange.steps
         self._steps += 1
         self._epoch.add(exchange.last)
-        self._run.sums.add(exchange.last)
+        self._notes.sums.add(exchange.last)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, *args: Any, **kwargs: Any
@@ -150,7 +150,7 @@ class CompressionMonitor(Callback):
         batch_s = now_s - (self._batch_ended_s or now_s)
         self._batch_ended_s = now_s
         self._step_s += batch_s
-        self._run.sums.ms_step += 1e3 * batch_s
+        self._notes.sums.ms_step += 1e3 * batch_s
         if not self._steps:
             return  # gradients are being accumulated
         self._follow_plan(_fusion(trainer))
@@ -169,24 +169,24 @@ class CompressionMonitor(Callback):
         if self._exchanged != self._logged:
             self._log(trainer, pl_module, exchange)
         if self.table and trainer.is_global_zero:
-            get_console().print(epoch_table(trainer.current_epoch, self._run, self._epoch, self._last))
-            if starving := starvation(self._run.waiting, self._run.selects):
+            get_console().print(epoch_table(trainer.current_epoch, self._notes, self._epoch, self._last))
+            if starving := starvation(self._notes.waiting, self._notes.selects):
                 get_console().print(starving)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Sum up."""
-        run = self._run
+        notes = self._notes
         save = self._save_picture and not trainer.fast_dev_run  # type: ignore[attr-defined]  # set by a connector
         folder = (trainer.log_dir or trainer.default_root_dir) if save else ""  # asks every rank
-        if not run.points or not trainer.is_global_zero:
+        if not notes.points or not trainer.is_global_zero:
             return
         if self.summary:
-            get_console().print(summary(run))
+            get_console().print(summary(notes))
         try:
             if os.getpid() != self._pid:
-                self._letter.write_text(run.to_json())
+                self._letter.write_text(notes.to_json())
             if save:
-                _save(run, folder)
+                _save(notes, folder)
         except OSError as error:  # no reason for a training to fail
             rank_zero_warn(f"CompressionMonitor could not save what it noted: {error}")
 
@@ -207,34 +207,34 @@ class CompressionMonitor(Callback):
             ModuleNotFoundError: matplotlib is not installed.
             ValueError: nothing was logged.
         """
-        run = self._run
-        if not run.points:
+        notes = self._notes
+        if not notes.points:
             with suppress(FileNotFoundError):
-                run = Run.from_json(self._letter.read_text())
-        if not run.points:
+                notes = Notes.from_json(self._letter.read_text())
+        if not notes.points:
             raise ValueError(
                 "CompressionMonitor has nothing to plot: no step was logged. Train first, with a strategy of "
                 "lightning_sparse and this monitor among the Trainer's callbacks."
             )
-        figure = draw(run)
+        figure = draw(notes)
         if path is not None and self._rank == 0:
             figure.savefig(path, bbox_inches="tight")
         return figure
 
     def _follow_plan(self, fusion: LayerFusion | None) -> None:
         """Note how long steps took that followed a plan; not the one before which it was made."""
-        plan, run = fusion.plan if fusion else None, self._run
+        plan, notes = fusion.plan if fusion else None, self._notes
         if plan is not self._plan:
             self._plan, self._plan_shown = plan, False
-            run.expected_step_s, run.expected_span_s = (plan.step_s, plan.span_s) if plan else (None, None)
-            run.planned_s = []
+            notes.expected_step_s, notes.expected_span_s = (plan.step_s, plan.span_s) if plan else (None, None)
+            notes.planned_s = []
         elif plan is not None:
-            run.note_planned(self._step_s / self._steps)
+            notes.note_planned(self._step_s / self._steps)
 
     def _log(self, trainer: Trainer, module: LightningModule, exchange: Exchange) -> None:
         assert exchange.sample is not None
         self._logged = exchange.steps
-        self._run.waiting = waiting = exchange.sample.waiting()
+        self._notes.waiting = waiting = exchange.sample.waiting()
         self._last = measure(exchange, waiting)
         self._note(exchange, trainer.accumulate_grad_batches)
         own = self._last | (measure_parts(exchange, waiting) if self.per_group else {})
@@ -249,28 +249,28 @@ class CompressionMonitor(Callback):
             logger.log_metrics(metrics, step=self._step)
         fusion = _fusion(trainer)
         if self.table and self.per_group and fusion and fusion.plan and not self._plan_shown:
-            self._plan_shown = len(self._run.planned_s) >= STEPS_BEFORE_PLAN
+            self._plan_shown = len(self._notes.planned_s) >= STEPS_BEFORE_PLAN
             if self._plan_shown:
                 get_console().print(plan_table(fusion.plan, fusion.measured()))
 
     def _note(self, exchange: Exchange, batches: int) -> None:
         """Keep what pictures show; the loss is of one of ``batches`` a step was accumulated from, divided by them."""
-        run, loss = self._run, self._loss
-        run.note(
+        notes, loss = self._notes, self._loss
+        notes.note(
             Point(
                 step=self._step,
                 seconds=time.perf_counter() - self._began_s,
-                sent_bytes=run.sums.sent_bytes,
+                sent_bytes=notes.sums.sent_bytes,
                 loss=float(loss) * batches if isinstance(loss, torch.Tensor) and loss.numel() == 1 else math.nan,
                 threshold_error=self._last["sparse/threshold_error"],
                 unsent_norm=self._last["sparse/unsent_norm"],
                 ms_wait=self._last["sparse/ms_wait"],
             )
         )
-        run.note_groups([Selected.of(group) for group in exchange.groups])
+        notes.note_groups([Selected.of(group) for group in exchange.groups])
         times = exchange.timeline.group_times(exchange.groups)
-        if len(times) == len(run.groups) and all(math.isfinite(t.ready_s) and t.start_s >= 0 for t in times):
-            run.times = times  # known, and since the last backward began
+        if len(times) == len(notes.groups) and all(math.isfinite(t.ready_s) and t.start_s >= 0 for t in times):
+            notes.times = times  # known, and since the last backward began
 
 
 def _exchange(trainer: Trainer) -> Exchange | None:
@@ -281,9 +281,9 @@ def _fusion(trainer: Trainer) -> LayerFusion | None:
     return getattr(trainer.strategy, "layer_fusion", None)
 
 
-def _save(run: Run, folder: str) -> None:
+def _save(notes: Notes, folder: str) -> None:
     files, path = get_filesystem(folder), os.path.join(folder, PICTURE)
     files.makedirs(folder, exist_ok=True)
     with files.open(path, "wb") as file:
-        draw(run).savefig(file, format="png", bbox_inches="tight")
+        draw(notes).savefig(file, format="png", bbox_inches="tight")
     rank_zero_info(f"CompressionMonitor: a picture of the training is in {path}")

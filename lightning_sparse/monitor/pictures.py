@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_sparse.engine.sample import STARVING, Waiting
 from lightning_sparse.engine.timeline import GroupTime
 from lightning_sparse.fusion.model import Plan
-from lightning_sparse.monitor.record import Run, Selected
+from lightning_sparse.monitor.record import Notes, Selected
 from lightning_sparse.monitor.tables import UNITS, WORTH_SHOWING, longest_waiting, of_dense
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def require_matplotlib() -> None:
         )
 
 
-def draw(run: Run) -> "Figure":
+def draw(notes: Notes) -> "Figure":
     """Draw the loss of a training and what it sent, and of the rest what means something for its strategy.
 
     The figure shows itself where it is the last expression of a notebook's cell.
@@ -41,22 +41,22 @@ def draw(run: Run) -> "Figure":
     from matplotlib import rc_context
 
     with rc_context({"axes.titlelocation": "left", "axes.titlesize": "medium", "font.size": 9}):
-        figure = _draw(run)
+        figure = _draw(notes)
     # A notebook that has not imported pyplot does not know how to show a Figure; IPython asks the object itself.
     figure._repr_png_ = partial(_png, figure)  # type: ignore[attr-defined]
     return figure
 
 
-def _draw(run: Run) -> "Figure":
+def _draw(notes: Notes) -> "Figure":
     from matplotlib.figure import Figure  # without pyplot: no display, no state
 
-    rows = _panels(run)
+    rows = _panels(notes)
     figure = Figure(figsize=(10, 0.6 + sum(height for height, _ in rows)), dpi=96, layout="constrained")
     names: Any = [
         [name for name, _ in panels] * (3 - len(panels)) for _, panels in rows
     ]  # a single one is twice as wide
     axes = figure.subplot_mosaic(names, height_ratios=[height for height, _ in rows])
-    sums = run.sums
+    sums = notes.sums
     figure.suptitle(f"{sums.steps:,} steps: rank 0 sent {of_dense(sums)}")
     for _, panels in rows:
         for name, draw_panel in panels:
@@ -70,25 +70,25 @@ def _draw(run: Run) -> "Figure":
 Panel = tuple[str, Callable[[Any], None]]  # a name, and what draws it on a matplotlib axis
 
 
-def _panels(run: Run) -> list[tuple[float, list[Panel]]]:
+def _panels(notes: Notes) -> list[tuple[float, list[Panel]]]:
     """Return the rows of the figure, each a height in inches and one or two panels, without those that are empty."""
-    waiting = longest_waiting(run.waiting)[:MOST_DRAWN]
-    waits = run.selects and any(each.oldest >= WORTH_SHOWING for each in waiting)
-    groups = 1.2 + 0.2 * min(max(len(run.groups), LEAST_ROWS), MOST_LABELS)
+    waiting = longest_waiting(notes.waiting)[:MOST_DRAWN]
+    waits = notes.selects and any(each.oldest >= WORTH_SHOWING for each in waiting)
+    groups = 1.2 + 0.2 * min(max(len(notes.groups), LEAST_ROWS), MOST_LABELS)
     rows: list[tuple[float, list[tuple[bool, str, Callable[[Any], None]]]]] = [
-        (2.3, [(True, "loss", partial(_draw_loss, run)), (True, "bytes", partial(_draw_bytes, run))]),
+        (2.3, [(True, "loss", partial(_draw_loss, notes)), (True, "bytes", partial(_draw_bytes, notes))]),
         (
             1.7,
             [
-                (any(point.unsent_norm for point in run.points), "norm", partial(_draw_norm, run)),
-                (run.selects, "error", partial(_draw_error, run)),
+                (any(point.unsent_norm for point in notes.points), "norm", partial(_draw_norm, notes)),
+                (notes.selects, "error", partial(_draw_error, notes)),
             ],
         ),
         (
             groups,
             [
-                (run.selects, "density", partial(_draw_density, groups=run.groups)),
-                (bool(run.times), "step", partial(_draw_step, run)),
+                (notes.selects, "density", partial(_draw_density, groups=notes.groups)),
+                (bool(notes.times), "step", partial(_draw_step, notes)),
             ],
         ),
         (
@@ -109,10 +109,10 @@ def _png(figure: "Figure") -> bytes:
     return file.getvalue()
 
 
-def _draw_loss(run: Run, axis: Any) -> None:
+def _draw_loss(notes: Notes, axis: Any) -> None:
     """Draw the loss of single batches, and its moving mean over a twentieth of the points."""
-    known = [point for point in run.points if isfinite(point.loss)]
-    last_s = max(point.seconds for point in run.points)
+    known = [point for point in notes.points if isfinite(point.loss)]
+    last_s = max(point.seconds for point in notes.points)
     axis.set(title="training loss", xlabel="seconds since training began", xlim=(0, 1.02 * last_s or 1))
     if not known:
         axis.text(0.5, 0.5, "training_step returned no loss", ha="center", transform=axis.transAxes)
@@ -126,13 +126,13 @@ def _draw_loss(run: Run, axis: Any) -> None:
         axis.plot(seconds, means, color="tab:blue", lw=1.5)
 
 
-def _draw_bytes(run: Run, axis: Any) -> None:
+def _draw_bytes(notes: Notes, axis: Any) -> None:
     """Draw what rank 0 has sent by each step, below what dense DDP would have sent."""
-    sums, last = run.sums, run.points[-1].step + 1
+    sums, last = notes.sums, notes.points[-1].step + 1
     first = max(last - sums.steps, 0)  # where a training was resumed
-    steps = [first, *(point.step + 1 for point in run.points)]
+    steps = [first, *(point.step + 1 for point in notes.points)]
     dense = [(step - first) * sums.dense_bytes / max(sums.steps, 1) for step in steps]
-    sent = [0, *(point.sent_bytes for point in run.points)]
+    sent = [0, *(point.sent_bytes for point in notes.points)]
     unit = next((unit for unit in ("GB", "MB", "kB") if max(dense) >= UNITS[unit]), "kB")
     axis.plot(steps, [each / UNITS[unit] for each in dense], color="tab:gray", ls="--", lw=1.2, label="dense DDP")
     axis.plot(steps, [each / UNITS[unit] for each in sent], color="tab:blue", lw=1.5, label="this training")
@@ -140,15 +140,15 @@ def _draw_bytes(run: Run, axis: Any) -> None:
     axis.legend(loc="upper left", fontsize="small", frameon=False)
 
 
-def _draw_norm(run: Run, axis: Any) -> None:
-    steps = [point.step for point in run.points]
-    axis.plot(steps, [point.unsent_norm for point in run.points], color="tab:purple", lw=1)
+def _draw_norm(notes: Notes, axis: Any) -> None:
+    steps = [point.step for point in notes.points]
+    axis.plot(steps, [point.unsent_norm for point in notes.points], color="tab:purple", lw=1)
     axis.set(title="gradient kept for later steps", xlabel="step", ylabel="norm", ylim=(0, None))
 
 
-def _draw_error(run: Run, axis: Any) -> None:
-    steps = [point.step for point in run.points]
-    axis.plot(steps, [100 * point.threshold_error for point in run.points], color="tab:red", lw=1)
+def _draw_error(notes: Notes, axis: Any) -> None:
+    steps = [point.step for point in notes.points]
+    axis.plot(steps, [100 * point.threshold_error for point in notes.points], color="tab:red", lw=1)
     axis.set(title="how far from the number of elements asked for", xlabel="step", ylabel="%", ylim=(0, None))
 
 
@@ -166,12 +166,12 @@ def _draw_density(axis: Any, groups: Sequence[Selected]) -> None:
         _legend_above(axis)
 
 
-def _draw_step(run: Run, axis: Any) -> None:
+def _draw_step(notes: Notes, axis: Any) -> None:
     """Draw the groups of the last logged step, and when LayerFusion expected it to end."""
     axis.set(title="one step", xlabel="ms since the backward pass began")
-    _draw_times(axis, run.times)
-    if run.expected_span_s is not None:
-        axis.axvline(1e3 * run.expected_span_s, color="tab:red", ls="--", lw=1, label="expected")
+    _draw_times(axis, notes.times)
+    if notes.expected_span_s is not None:
+        axis.axvline(1e3 * notes.expected_span_s, color="tab:red", ls="--", lw=1, label="expected")
     _legend_above(axis)
 
 

@@ -68,7 +68,7 @@ class Selected:
 
 
 @dataclass
-class Run:
+class Notes:
     """Notes of a training on this rank.
 
     Attributes:
@@ -136,7 +136,7 @@ class Run:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> "Run":
+    def from_json(cls, text: str) -> "Notes":
         """Return what :meth:`to_json` wrote."""
         kept = json.loads(text)
         return cls(

@@ -11,7 +11,7 @@ from rich.table import Column, Table
 from lightning_sparse.engine.sample import STARVING, Waiting
 from lightning_sparse.engine.timeline import GroupTime
 from lightning_sparse.fusion.model import Plan
-from lightning_sparse.monitor.record import Run, Sums
+from lightning_sparse.monitor.record import Notes, Sums
 
 BOTTLENECK = 0.1  # share of a step spent waiting from which the network is called one
 STARVES = 0.05  # share of a parameter's elements that starve from which the parameter is said to
@@ -19,15 +19,15 @@ WORTH_SHOWING = 2  # steps that a gradient must have waited
 MOST_WAITING = 3  # parameters in the summary, those whose gradients wait longest
 
 
-def epoch_table(number: int, run: Run, sums: Sums, last: Mapping[str, float]) -> Table:
-    """Show means over the steps of epoch ``number`` of ``run``, and what was logged of its ``last`` step."""
+def epoch_table(number: int, notes: Notes, sums: Sums, last: Mapping[str, float]) -> Table:
+    """Show means over the steps of epoch ``number`` of ``notes``, and what was logged of its ``last`` step."""
     steps = max(sums.steps, 1)
     cells = {
         "sent": human_bytes(sums.sent_bytes / steps),
         "dense\nDDP": human_bytes(sums.dense_bytes / steps),
         "sent\nof it": percent(sums.sent_bytes, sums.dense_bytes),
     }
-    if run.selects:
+    if notes.selects:
         cells |= {
             "elements\nupdated": f"{last['sparse/density']:.2%}",
             "off what was\nasked for": f"{last['sparse/threshold_error']:.1%}",
@@ -48,9 +48,9 @@ def epoch_table(number: int, run: Run, sums: Sums, last: Mapping[str, float]) ->
     return table
 
 
-def summary(run: Run) -> Group:
+def summary(notes: Notes) -> Group:
     """Say what to do, and show in a few lines why."""
-    sums, steps = run.sums, max(run.sums.steps, 1)
+    sums, steps = notes.sums, max(notes.sums.steps, 1)
     table = Table(
         "",
         Column("a step", justify="right"),
@@ -65,24 +65,25 @@ def summary(run: Run) -> Group:
     table.add_row("saved", human_bytes(saved / steps), human_bytes(saved) + share)
     ms_step = sums.ms_step / steps
     table.add_row("time", f"{ms_step:.1f} ms", f"{sums.ms_step / 1e3:.1f} s")
-    for name, ms in (("  compressing", sums.ms_compress / steps), ("  waiting for the network", run.ms_wait())):
+    for name, ms in (("  compressing", sums.ms_compress / steps), ("  waiting for the network", notes.ms_wait())):
         table.add_row(name, f"{ms:.1f} ms", f"{ms / ms_step:.1%} of it" if ms_step else "")
-    if run.expected_step_s is not None and run.planned_s:
-        table.add_row("expected by LayerFusion", f"{1e3 * run.expected_step_s:.1f} ms", "")
-        table.add_row("  measured", f"{1e3 * median(run.planned_s):.1f} ms", f"median of {len(run.planned_s)} steps")
-    first = [line for line in (verdict(run), starvation(run.waiting, run.selects)) if line]
+    if notes.expected_step_s is not None and notes.planned_s:
+        table.add_row("expected by LayerFusion", f"{1e3 * notes.expected_step_s:.1f} ms", "")
+        planned_s = notes.planned_s
+        table.add_row("  measured", f"{1e3 * median(planned_s):.1f} ms", f"median of {len(planned_s)} steps")
+    first = [line for line in (verdict(notes), starvation(notes.waiting, notes.selects)) if line]
     last = []
-    if run.selects:
-        errors = [point.threshold_error for point in run.points]
+    if notes.selects:
+        errors = [point.threshold_error for point in notes.points]
         figures = f"{errors[0]:.1%} first, {median(errors):.1%} median, {errors[-1]:.1%} last"
         last = [f"Elements updated, off the number asked for: {figures}."]
     padded = [[Padding(line, (0, 2)) for line in lines] for lines in (first, last)]
-    return Group("", *padded[0], table, *_waiting_table(run), *padded[1])
+    return Group("", *padded[0], table, *_waiting_table(notes), *padded[1])
 
 
-def _waiting_table(run: Run) -> list[Table]:
+def _waiting_table(notes: Notes) -> list[Table]:
     """Show the parameters whose gradients wait longest, if any wait while others travel."""
-    if not run.selects or all(each.oldest < WORTH_SHOWING for each in run.waiting):
+    if not notes.selects or all(each.oldest < WORTH_SHOWING for each in notes.waiting):
         return []
     headings = ("longest", "kept / own\ngradient", "waits\ntoo long")
     table = Table(
@@ -90,7 +91,7 @@ def _waiting_table(run: Run) -> list[Table]:
         *(Column(heading, justify="right", no_wrap=True) for heading in headings),
         box=box.SIMPLE_HEAD,
     )
-    for each in longest_waiting(run.waiting)[:MOST_WAITING]:
+    for each in longest_waiting(notes.waiting)[:MOST_WAITING]:
         cells = f"{each.oldest:,} steps", f"{each.unsent_over_gradient:.3g}", f"{each.starving:.0%}"
         table.add_row(each.name, *cells)
     return [table]
@@ -118,23 +119,21 @@ def starvation(waiting: Sequence[Waiting], selects: bool) -> str:
     )
 
 
-def verdict(run: Run) -> str:
+def verdict(notes: Notes) -> str:
     """Say what to do about the time of a step, with the figures it follows from."""
-    steps = max(run.sums.steps, 1)
-    ms_step = run.sums.ms_step / steps
-    if not run.sums.dense_bytes or not ms_step:
+    sums, steps = notes.sums, max(notes.sums.steps, 1)
+    ms_step = sums.ms_step / steps
+    if not sums.dense_bytes or not ms_step:
         return "Use strategy='auto', or start more ranks: there was nobody to send to."
-    share = run.ms_wait() / ms_step
-    waited = f"training waited {share:.1%} of a step ({run.ms_wait():.1f} of {ms_step:.1f} ms)"
+    share = notes.ms_wait() / ms_step
+    waited = f"training waited {share:.1%} of a step ({notes.ms_wait():.1f} of {ms_step:.1f} ms)"
     if share < BOTTLENECK:
         return (
             "Keep these settings, or send more for the sake of the loss: the network was not your bottleneck, "
             f"{waited} for means of gradients."
         )
-    if run.sums.ms_compress > run.sums.ms_network and not run.cuda:  # on CUDA the host's clock cannot tell them apart
-        costs = (
-            f"compressing took {run.sums.ms_compress / steps:.1f} ms and messages {run.sums.ms_network / steps:.1f} ms"
-        )
+    if sums.ms_compress > sums.ms_network and not notes.cuda:  # on CUDA the host's clock cannot tell them apart
+        costs = f"compressing took {sums.ms_compress / steps:.1f} ms and messages {sums.ms_network / steps:.1f} ms"
         return (
             f"Compress with less work, as 'sparse_dense' with wire_dtype='int4' does: compression was your bottleneck, "
             f"{waited} and {costs}."

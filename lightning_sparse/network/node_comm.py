@@ -6,7 +6,6 @@ from torch import Tensor
 
 from lightning_sparse.network.comm import Comm, Pending
 from lightning_sparse.network.torch_comm import TorchComm
-from lightning_sparse.wire import ValueFormat
 
 
 class NodeComm(Comm):
@@ -20,13 +19,10 @@ class NodeComm(Comm):
         nodes: P.
         between: the leaders, on a leader; None on the other ranks.
         inside: the ranks of this node, of which the first is the leader.
-        wire_dtype: of values on the wire.
     """
 
-    def __init__(
-        self, node: int, nodes: int, between: TorchComm | None, inside: TorchComm, wire_dtype: ValueFormat
-    ) -> None:
-        super().__init__(node, nodes, wire_dtype)
+    def __init__(self, node: int, nodes: int, between: TorchComm | None, inside: TorchComm) -> None:
+        super().__init__(node, nodes)
         self._between, self._inside = between, inside
 
     def release(self) -> None:

@@ -78,23 +78,22 @@ class ProcessGroups:
             wire_dtype: of values on the wire.
             beside_ddp: what is sent may be under way while DDP and others send on DDP's group.
         """
-        comms = self._comms(wire_dtype, beside_ddp)
+        comms = [comm.in_format(wire_dtype) for comm in self._comms(beside_ddp)]
         for comm in comms:
             comm.costs.by_backend = self.nccl
         return comms
 
-    def _comms(self, wire_dtype: ValueFormat, beside_ddp: bool) -> list[Comm]:
+    def _comms(self, beside_ddp: bool) -> Sequence[Comm]:
         if self.local_size == 1 and self.nccl and not beside_ddp:
-            return [TorchComm(self._ddp_group, wire_dtype) for _ in range(LANES)]
+            return [TorchComm(self._ddp_group) for _ in range(LANES)]
         if self.local_size == 1:  # over Gloo others may use DDP's group from the main thread
             everyone = [rank for node in self._nodes for rank in node]
             made = self._made or [self._new(everyone) for _ in range(1 if self.nccl else LANES)]
-            return [TorchComm(group, wire_dtype) for group in (made * LANES)[:LANES]]
+            return [TorchComm(group) for group in (made * LANES)[:LANES]]
         leaders = [self._between(self._new_leaders()) for _ in range(LANES if self._on_cpu else 1)]
         inside = [self._new_inside() for _ in leaders]
         self._inside = inside[0] if self.nccl else self._new_inside()
-        nodes = len(self._nodes)
-        return [NodeComm(self._node, nodes, *lane, wire_dtype) for lane in zip(leaders, inside, strict=True)]
+        return [NodeComm(self._node, len(self._nodes), *lane) for lane in zip(leaders, inside, strict=True)]
 
     @contextmanager
     def leaders(self) -> Iterator[TorchComm | None]:

@@ -1,6 +1,5 @@
 """How sparse_auto chooses: predicted steps, candidates tried on gradients, and which is taken."""
 
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -21,6 +20,7 @@ from lightning_sparse.fusion.costs import Link
 from lightning_sparse.fusion.planner import Calibration, Measured
 from lightning_sparse.network.comm import Comm, Pending
 from lightning_sparse.network.simulated import SimNetwork
+from tests.support.ticking import ticking
 
 DENSE = ls.Candidate(ls.Dense())
 LAYERS = {"a": torch.empty(1024, 64), "b": torch.empty(1024, 512)}
@@ -58,12 +58,6 @@ def test_every_candidate_can_be_tried_and_what_it_keeps_is_bounded(gradients: Te
         found = try_on(candidate, gradients, torch.zeros(2000))
         assert 0 < found.delivered <= 1, candidate
         assert 0 <= found.staleness < 25, candidate
-
-
-def ticking() -> Callable[[], float]:
-    """A clock that goes on by a tenth of a millisecond whenever somebody looks at it."""
-    looks = itertools.count()
-    return lambda: next(looks) * 1e-4
 
 
 def forecaster(link: Link, at_work: ls.Compressor | None = None) -> Forecaster:

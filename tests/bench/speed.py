@@ -8,8 +8,8 @@ import pytest
 
 from lightning_sparse.bench.cluster import Cluster
 from lightning_sparse.fusion.model import Cost, StepModel
-from tests.bench.cluster.test_cluster import MBIT, emulated, ping, transfer
 from tests.support import monitored as test_monitor
+from tests.support.hosts import MBIT, emulated, ping, transfer
 
 MB = 1_000_000
 

@@ -22,7 +22,7 @@ from lightning_sparse.engine.sample import Waiting
 from lightning_sparse.engine.timeline import GroupTime
 from lightning_sparse.fusion.model import Cost, Plan, StepModel
 from lightning_sparse.monitor.pictures import draw, draw_timeline
-from lightning_sparse.monitor.record import MOST_POINTS, MOST_STEPS, Point, Run, Selected, Sums
+from lightning_sparse.monitor.record import MOST_POINTS, MOST_STEPS, Notes, Point, Selected, Sums
 from lightning_sparse.monitor.tables import BOTTLENECK, human_bytes, summary, verdict
 from tests.support.monitored import Training, Unread, quiet
 
@@ -90,7 +90,7 @@ def test_accumulated_batches_are_one_step_and_a_batch_may_be_two() -> None:
     assert training.loggers[0].rows == []
     training.batch(loss=0.5)  # Lightning has divided it by two
     training.batch(steps=2)  # two optimizers
-    run = training.monitor._run
+    run = training.monitor._notes
     assert (run.sums.steps, run.sums.sent_bytes) == (3, 300)
     assert [(point.step, point.sent_bytes, point.loss) for point in run.points] == [(0, 100, 1.0), (1, 300, 2.0)]
 
@@ -109,7 +109,7 @@ def test_the_time_of_a_step_leaves_out_validation_and_counts_loading(monkeypatch
     training.batch()
     clock.now += 3
     training.batch()
-    assert training.monitor._run.sums.ms_step == 4000  # 1 s for the second batch, 3 s for the last
+    assert training.monitor._notes.sums.ms_step == 4000  # 1 s for the second batch, 3 s for the last
 
 
 def test_training_resumed_within_an_epoch_is_counted() -> None:
@@ -120,16 +120,16 @@ def test_training_resumed_within_an_epoch_is_counted() -> None:
     for _ in range(3):
         training.batch()
     training.end()
-    assert training.monitor._run.sums.steps == 3
-    assert [point.step for point in training.monitor._run.points] == [9]
+    assert training.monitor._notes.sums.steps == 3
+    assert [point.step for point in training.monitor._notes.points] == [9]
 
 
 def test_each_fit_is_counted_anew() -> None:
     monitor = quiet()
     Training(monitor).run(20)
     Training(monitor).run(10)
-    assert monitor._run.sums.steps == 10
-    assert len(monitor._run.points) == 2
+    assert monitor._notes.sums.steps == 10
+    assert len(monitor._notes.points) == 2
 
 
 def test_the_monitor_says_when_there_is_nothing_to_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,7 +154,7 @@ def points(count: int) -> list[Point]:
 
 @pytest.mark.parametrize("count", [0, 1, MOST_POINTS, MOST_POINTS + 1, 5 * MOST_POINTS + 3])
 def test_points_are_thinned_evenly_and_keep_both_ends(count: int) -> None:
-    run = Run()
+    run = Notes()
     for point in points(count):
         run.note(point)
         assert len(run.points) <= MOST_POINTS
@@ -167,14 +167,14 @@ def test_points_are_thinned_evenly_and_keep_both_ends(count: int) -> None:
 
 
 def test_times_of_planned_steps_are_bounded_too() -> None:
-    run = Run()
+    run = Notes()
     for i in range(MOST_STEPS + 5):
         run.note_planned(i)
     assert run.planned_s == list(range(5, MOST_STEPS + 5))
 
 
 def test_picks_add_up_until_there_are_other_groups() -> None:
-    run = Run()
+    run = Notes()
     for _ in range(2):
         run.note_groups([Selected("a", 10, 2, 1, 1), Selected("b", 10, 4, 2, 1)])
     assert [(g.picked, g.target, g.steps) for g in run.groups] == [(4, 2, 2), (8, 4, 2)]
@@ -182,9 +182,9 @@ def test_picks_add_up_until_there_are_other_groups() -> None:
     assert run.groups == [Selected("a … b", 20, 5, 3, 1)]
 
 
-def example(groups: int = 3, count: int = 40, losses: Sequence[float] | None = None, selects: bool = True) -> Run:
+def example(groups: int = 3, count: int = 40, losses: Sequence[float] | None = None, selects: bool = True) -> Notes:
     """A training of ``count`` logged steps."""
-    run = Run(Sums(400, 10**8, 10**10, 4000.0, 12000.0, 16000.0, 80000.0), expected_step_s=0.18, expected_span_s=0.1)
+    run = Notes(Sums(400, 10**8, 10**10, 4000.0, 12000.0, 16000.0, 80000.0), expected_step_s=0.18, expected_span_s=0.1)
     for point in points(count):
         run.note(point._replace(loss=losses[point.step]) if losses else point)
     for _ in range(count):
@@ -198,9 +198,9 @@ def example(groups: int = 3, count: int = 40, losses: Sequence[float] | None = N
     return run
 
 
-@pytest.mark.parametrize("run", [Run(), example(), example(count=MOST_POINTS + 10)])
-def test_what_was_noted_survives_its_letter_to_the_parent_process(run: Run) -> None:
-    again = Run.from_json(run.to_json())
+@pytest.mark.parametrize("run", [Notes(), example(), example(count=MOST_POINTS + 10)])
+def test_what_was_noted_survives_its_letter_to_the_parent_process(run: Notes) -> None:
+    again = Notes.from_json(run.to_json())
     assert again == run
 
 
@@ -219,7 +219,7 @@ def test_the_summary_says_what_was_saved_and_fits_in_80_columns() -> None:
     for figure in ("100.00 MB", "10.00 GB", "9.90 GB (99.0%)", "200.0 ms", "10.0 ms", "5.0%", "40.0 ms", "20.0%",
                    "180.0 ms", "median of 1 steps", "10.0% first, 10.0% median, 10.0% last"):  # fmt: skip
         assert figure in " ".join(text.split()), text
-    assert "expected" not in printed(summary(Run(Sums(400, 1, 1, 1.0, 1.0, 1.0, 1.0))))
+    assert "expected" not in printed(summary(Notes(Sums(400, 1, 1, 1.0, 1.0, 1.0, 1.0))))
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_the_summary_says_what_was_saved_and_fits_in_80_columns() -> None:
     ],
 )  # fmt: skip
 def test_the_verdict_follows_from_the_wait(sums: Sums, cuda: bool, says: str) -> None:
-    run = Run(sums, cuda=cuda)
+    run = Notes(sums, cuda=cuda)
     if cuda:
         run.note(points(1)[0]._replace(ms_wait=50.0))  # as the device saw it
     assert re.match(says, verdict(run)), verdict(run)
@@ -241,9 +241,9 @@ def test_the_verdict_follows_from_the_wait(sums: Sums, cuda: bool, says: str) ->
 
 def test_the_verdict_turns_at_the_limit_it_names() -> None:
     sums = Sums(1, 1, 1, 0.0, 1.0, 1000 * BOTTLENECK - 1, 1000.0)
-    assert "was not" in verdict(Run(sums))
+    assert "was not" in verdict(Notes(sums))
     sums.ms_wait += 2
-    assert "was your" in verdict(Run(sums))
+    assert "was your" in verdict(Notes(sums))
 
 
 def test_the_table_of_an_epoch_and_the_summary_are_printed(
@@ -311,7 +311,7 @@ def test_steps_that_follow_a_plan_are_compared_with_it(capsys: pytest.CaptureFix
         if batch == 8:
             fusion.plan = plan()
         training.batch()
-    run = training.monitor._run
+    run = training.monitor._notes
     assert len(run.planned_s) == 11  # not the step before which the plan was made: it waited for that
     assert run.expected_step_s == fusion.plan.step_s
     assert capsys.readouterr().out.count("expected (and measured)") == 1
@@ -370,10 +370,10 @@ def test_panels_that_would_say_nothing_are_left_out() -> None:
 
 @pytest.mark.parametrize(
     "run",
-    [example(groups=1, count=1), example(groups=120), example(losses=[float("nan")] * 40), Run(points=points(2))],
+    [example(groups=1, count=1), example(groups=120), example(losses=[float("nan")] * 40), Notes(points=points(2))],
     ids=["one of each", "many groups", "no loss", "no groups"],
 )
-def test_odd_trainings_can_be_drawn_without_a_warning(run: Run) -> None:
+def test_odd_trainings_can_be_drawn_without_a_warning(run: Notes) -> None:
     assert drawn(draw(run))
     assert len(draw(run)._repr_png_()) > 10_000  # type: ignore[attr-defined]
 
@@ -428,7 +428,7 @@ def test_what_a_child_process_noted_is_plotted_by_its_parent(monkeypatch: pytest
     other_pid = monitor._pid + 1
     monkeypatch.setattr(os, "getpid", lambda: other_pid)
     Training(child).run(12)
-    assert monitor._run.points == []
+    assert monitor._notes.points == []
     assert len(drawn(monitor.plot())) >= 5
     letter = monitor._letter
     assert letter.exists()

@@ -57,23 +57,23 @@ def log(rank: int, size: int, folder: str) -> dict[str, Any]:
     )
     model = Scheduled()
     run.validate(model, data(2, size), verbose=False)
-    before = len(monitor._run.points)
+    before = len(monitor._notes.points)
     run.fit(model, data(6, size), data(2, size))
-    first = [point.step for point in monitor._run.points]
+    first = [point.step for point in monitor._notes.points]
     run.fit_loop.max_epochs = 3
     run.fit(model, data(6, size), data(2, size))
     metrics = {key: float(value) for key, value in run.callback_metrics.items()}
-    own = monitor._run.sums
+    own = monitor._notes.sums
     assert run.strategy.exchange is not None  # type: ignore[attr-defined]
     return {
-        "points": (before, first, [point.step for point in monitor._run.points]),
-        "losses": [point.loss for point in monitor._run.points],
+        "points": (before, first, [point.step for point in monitor._notes.points]),
+        "losses": [point.loss for point in monitor._notes.points],
         "metrics": metrics,
         "own": monitor._last,
         "acted": (stopping.best_score.item(), stopping.wait_count, run.optimizers[0].param_groups[0]["lr"]),
         "sums": (own.steps, own.sent_bytes, own.dense_bytes),
         "sent": [lane.comm.sent_bytes for lane in run.strategy.exchange._lanes],  # type: ignore[attr-defined]
-        "times": len(monitor._run.times),
+        "times": len(monitor._notes.times),
     }
 
 
@@ -147,15 +147,15 @@ def variants(rank: int, size: int, folder: str) -> dict[str, Any]:
     monitor = ls.CompressionMonitor()
     run = trainer("skip_reduce", size, max_epochs=2, log_every_n_steps=5, callbacks=[monitor])
     run.fit(small(), data(10, size), ckpt_path=f"{folder}/step=6.ckpt")
-    found["resumed"] = [point.step for point in monitor._run.points], monitor._run.sums.steps
+    found["resumed"] = [point.step for point in monitor._notes.points], monitor._notes.sums.steps
 
     monitor = ls.CompressionMonitor(table=False)
     run = trainer("skip_reduce", size, max_epochs=1, log_every_n_steps=2, callbacks=[monitor])
     run.fit(TwoOptimizers(), data(5, size))
     sent = sum(lane.comm.sent_bytes for lane in run.strategy.exchange._lanes)  # type: ignore[attr-defined]
-    asked = ASKED * len(monitor._run.points)
-    found["two optimizers"] = monitor._run.sums.steps, monitor._run.sums.sent_bytes + asked == sent
-    found["losses"] = [point.loss == point.loss for point in monitor._run.points]
+    asked = ASKED * len(monitor._notes.points)
+    found["two optimizers"] = monitor._notes.sums.steps, monitor._notes.sums.sent_bytes + asked == sent
+    found["losses"] = [point.loss == point.loss for point in monitor._notes.points]
 
     monitor = ls.CompressionMonitor(plot=True)
     run = trainer("ddp", size, max_steps=2, callbacks=[monitor], default_root_dir=folder)

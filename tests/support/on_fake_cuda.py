@@ -107,8 +107,7 @@ class Node:
 
 def nodes(nccl: FakeNccl, of: dict[str, Tensor], leader: bool, **options: Any) -> GradientExchange:
     """An exchange of gradients among four nodes, as it is on NCCL, on a ``leader`` of one or on another rank."""
-    form = wire_format("int4")
-    comm = NodeComm(0, SIZE, nccl.comm(form) if leader else None, nccl.comm(form), form)
+    comm = NodeComm(0, SIZE, nccl.comm() if leader else None, nccl.comm()).in_format(wire_format("int4"))
     groups, node = lay_out(of, ls.TopK(), "bucket", 2_000), Node(nccl)
     return GradientExchange(groups, [comm], threaded=False, node=node, **options)  # type: ignore[arg-type]
 

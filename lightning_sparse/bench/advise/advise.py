@@ -5,11 +5,9 @@ import multiprocessing
 import os
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from itertools import pairwise
-from statistics import median
 from typing import Any
 
 import torch
@@ -34,14 +32,14 @@ from lightning_sparse.bench.output import known, new_table, say
 from lightning_sparse.cli.options import Advise
 from lightning_sparse.compressors import Dense
 from lightning_sparse.engine.compression_error import LOCAL
-from lightning_sparse.engine.gradient_record import GradientRecord
 from lightning_sparse.fusion.costs import Link
 from lightning_sparse.fusion.planner import Measured
-from lightning_sparse.fusion.steps import STEPS_MEASURED
+from lightning_sparse.fusion.steps import STEPS_MEASURED, PassCounts, Passes, measure_steps
 from lightning_sparse.monitor.tables import human_bytes
 from lightning_sparse.strategy import SparseDDPStrategy
 
-STEPS = 8  # of a model that trains alone, of which the first half is not timed
+COUNTS = PassCounts(settling=3, beside=3, apart=2)  # steps of a model that trains alone
+STEPS = sum(COUNTS)
 BUSY = 1.5  # programs for each core, this one among them
 
 
@@ -102,12 +100,12 @@ def _in_one_process(model: str, cluster: ClusterSpec) -> list[Advice]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Lightning's, about workers and sizes: not what was asked
         trainer.fit(module, **workload.fit_arguments())
-    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     assert profile.record is not None
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     gradients = profile.record.gradients()
     # One rank's gradients stand for all ranks': each has those of another step.
     of_ranks = torch.stack([gradients.roll(rank, 0) for rank in range(min(cluster.hosts, len(gradients)))])
-    return advices(parameters, profile.measured(parameters), cluster, of_ranks, profile.record.weights())
+    return advices(parameters, profile.measured, cluster, of_ranks, profile.record.weights())
 
 
 def advices(
@@ -131,41 +129,31 @@ def advices(
 
 
 class _Profile(Callback):
-    """Notes when gradients arrive, and how long a step and its backward take."""
-
-    def __init__(self) -> None:
-        self.record: GradientRecord | None = None
-        self._arrivals: list[list[float]] = []  # of each step's gradients
-        self._ends: list[float] = []  # of steps
+    """Measures steps as LayerFusion does, and records gradients meanwhile."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record gradients from now on."""
-        del pl_module
+        """Begin."""
         assert isinstance(trainer.strategy, SparseDDPStrategy)
         assert trainer.strategy.exchange is not None
         self._exchange = trainer.strategy.exchange
         self._exchange.record_gradients(ELEMENTS // STEPS)
+        parameters = {name: p for name, p in pl_module.named_parameters() if p.requires_grad}
+        self._passes = self._measure(measure_steps(self._exchange, parameters, COUNTS))
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        """Note the step."""
-        del trainer, args
-        arrival_s = self._exchange.timeline.arrival_s
-        self._arrivals.append([arrival_s(p) for p in pl_module.parameters() if p.requires_grad])
-        self._ends.append(time.perf_counter())
+    def on_train_batch_start(self, *args: Any) -> None:
+        """Note what is known of the last step."""
+        del args
+        next(self._passes)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep the record."""
-        del trainer, pl_module
+    def on_train_end(self, *args: Any) -> None:
+        """Keep what was measured and recorded."""
+        del args
+        next(self._passes)
         self.record = self._exchange.take_record()
 
-    def measured(self, names: Iterable[str]) -> Measured:
-        """The medians of the second half."""
-        arrivals = self._arrivals[STEPS // 2 :]
-        steps = [end - start for start, end in pairwise(self._ends[STEPS // 2 - 1 :])]
-        spans = [max(each) for each in arrivals]
-        rest_s = median(step - span for step, span in zip(steps, spans, strict=True))
-        medians = [median(each) for each in zip(*arrivals, strict=True)]
-        return Measured(medians[::-1], median(spans), max(rest_s, 0.0), [list(names)])
+    def _measure(self, passes: Passes[Measured]) -> Passes[None]:
+        self.measured = yield from passes
+        yield
 
 
 # - what is said

@@ -11,7 +11,6 @@ from lightning.pytorch.strategies import Strategy
 from lightning_sparse.bench.compare.peers import Peer
 from lightning_sparse.bench.compare.place import read_sent
 from lightning_sparse.bench.compare.records import MeasuredStep
-from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.engine.step import Report
 from lightning_sparse.strategy import SparseDDPStrategy
 
@@ -50,9 +49,10 @@ class Probe(Callback):
         del pl_module, args
         known = isinstance(outputs, Mapping) and "loss" in outputs  # not with manual optimisation
         loss = float(outputs["loss"]) if known else math.nan  # waits for the device
-        exchange = trainer.strategy.exchange if isinstance(trainer.strategy, SparseDDPStrategy) else None
-        if isinstance(exchange, LocalExchange) and not exchange.settings.overlap:
-            exchange.settle()  # now and not before the next forward: it belongs to this step
+        if isinstance(trainer.strategy, SparseDDPStrategy):
+            local, exchange = trainer.strategy.options.local, trainer.strategy.exchange
+            if exchange and local and not local.overlap:
+                exchange.settle()  # now and not before the next forward: it belongs to this step
         end_s = time.perf_counter()
         wire = self._read()
         report, counted_bytes = _reported(trainer.strategy)

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_sparse.bench.compare.models import Classifier
 from lightning_sparse.bench.compare.peers import Peer
 from lightning_sparse.engine.exchange import Exchange
-from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.monitor.replicas import check_replicas
 from lightning_sparse.network.torch_comm import world
 
@@ -56,7 +55,7 @@ class CheckedModel(Classifier):
 
     def on_after_backward(self) -> None:
         """Check what has been averaged."""
-        if not self._averages or isinstance(self._exchange, LocalExchange):
+        if not self._averages or (self._exchange and self._exchange.takes_local_steps):
             return
         after, parameters = self._unsent(), dict(self.named_parameters())
         before = {name: self._before[name] + self._gradients[name].double() for name in parameters}

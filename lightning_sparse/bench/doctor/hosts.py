@@ -19,6 +19,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from lightning_sparse.__about__ import __version__
 from lightning_sparse.bench.compare.place import Place, interfaces
+from lightning_sparse.fusion.costs import Link
 from lightning_sparse.kernels.ops import HAS_TRITON
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.torch_comm import TorchComm
@@ -87,16 +88,11 @@ def reach(address: str, port: int, timeout_s: float = 5.0) -> str:
 
 
 @dataclass(frozen=True)
-class Link:
-    """The way to a host from the one before it."""
-
-    latency_s: float  # of a short message; over Gloo that is the way there and back: the receiver says it is ready
-    bytes_per_s: float
-
-
-@dataclass(frozen=True)
 class Surroundings:
-    """Every host, and the link to each from the one before it, the last before the first; no link for one host."""
+    """Every host, and the link to each from the one before it, the last before the first; no link for one host.
+
+    Over Gloo the latency of a short message is the way there and back: the receiver says that it is ready.
+    """
 
     hosts: list[Host]
     links: list[Link]
@@ -151,7 +147,7 @@ def measure(comm: Comm) -> Link:
         nbytes *= 4
         own_s = _seconds(comm, nbytes)
         longest_s = max(_of_all(comm, own_s))
-    return Link(latency_s, nbytes / max(own_s - latency_s, 1e-9))
+    return Link(latency_s, max(own_s - latency_s, 1e-9) / nbytes)
 
 
 def _seconds(comm: Comm, nbytes: int, runs: int = 1) -> float:

@@ -7,8 +7,9 @@ from rich.table import Column, Table
 
 from lightning_sparse.bench.compare.place import Place
 from lightning_sparse.bench.compare.records import Round
-from lightning_sparse.bench.doctor.hosts import Host, Link, Surroundings
+from lightning_sparse.bench.doctor.hosts import Host, Surroundings
 from lightning_sparse.bench.output import new_table
+from lightning_sparse.fusion.costs import Link
 from lightning_sparse.monitor.tables import human_bytes
 
 STEPS = 10  # of each strategy
@@ -68,14 +69,14 @@ def _link(found: Surroundings) -> str:
     if not found.links:
         return "not measured: one host. Start doctor with torchrun or srun on all, or --emulate 2x100mbit"
     hosts = [f"{host.name} ({number})" for number, host in enumerate(found.hosts)]
-    slowest = min(range(len(hosts)), key=lambda i: found.links[i].bytes_per_s)
+    slowest = max(range(len(hosts)), key=lambda i: found.links[i].s_per_byte)
     latest = max(each.latency_s for each in found.links)
     words = f"{_rate(found.links[slowest])} at least, a short message takes {1e3 * latest:.1f} ms at most (over Gloo)"
     return f"{words}; slowest from {hosts[slowest - 1]} to {hosts[slowest]}" if len(hosts) > 2 else words
 
 
 def _rate(link: Link) -> str:
-    mbit = 8 * link.bytes_per_s / 1e6
+    mbit = 8e-6 / link.s_per_byte
     return f"{mbit / 1e3:.2f} Gbit/s" if mbit >= 1000 else f"{mbit:.0f} Mbit/s"
 
 

@@ -1,8 +1,6 @@
 """What to expect of each strategy, and what to use."""
 
-import itertools
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,6 +20,7 @@ from lightning_sparse.cli import main
 from lightning_sparse.fusion.costs import Link
 from lightning_sparse.fusion.planner import Measured
 from tests.conftest import emulated
+from tests.support.ticking import ticking
 
 
 def forecast(candidate: ls.Candidate, step_s: float, delivered: float) -> Forecast:
@@ -75,12 +74,6 @@ def test_python_and_yaml_to_paste_mean_the_same(candidate: ls.Candidate, tmp_pat
     assert built.options == parsed.trainer.strategy.options
     assert built.options.compressor == candidate.compressor
     assert built.options.wire_dtype == candidate.wire_dtype
-
-
-def ticking() -> Callable[[], float]:
-    """A clock that goes on by a tenth of a millisecond whenever somebody looks at it, whatever else runs here."""
-    looks = itertools.count()
-    return lambda: next(looks) * 1e-4
 
 
 @pytest.mark.parametrize("link", ["4x100mbit", "4xunlimited"])

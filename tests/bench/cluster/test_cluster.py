@@ -15,12 +15,9 @@ from pathlib import Path
 import pytest
 
 from lightning_sparse.bench.cluster import Cluster, ClusterError, namespaces, network, parse_rate
-from tests import conftest
+from tests.support.hosts import GBIT, LONG_S, MBIT, emulated, ping, transfer
 
-GBIT, MBIT = 10**9, 10**6
-LONG_S = 60  # that ends what hangs
 SWITCH = -1  # where the bridges are, in place of a host
-emulated = conftest.emulated(2 * LONG_S)
 
 
 def left(cluster: Cluster) -> list[str]:
@@ -327,49 +324,6 @@ def test_run_kills_all_when_the_time_is_up() -> None:
 
 # --- rates and counters
 
-RECEIVE = """
-import socket, sys
-with socket.create_server((sys.argv[1], 5000)) as server:
-    server.settimeout(60)
-    link, _ = server.accept()
-    with link:
-        left = int(sys.argv[2])
-        while left:
-            left -= len(link.recv(min(left, 1 << 20)))
-        link.sendall(b"w")
-        while link.recv(1 << 20):
-            pass
-        link.sendall(b"k")
-"""
-SEND = """
-import socket, sys, time
-address, size, first = sys.argv[1], *map(int, sys.argv[2:])
-for _ in range(3000):
-    try:
-        link = socket.create_connection((address, 5000), timeout=60)
-        break
-    except ConnectionRefusedError:
-        time.sleep(0.02)
-with link:
-    link.sendall(bytes(first))
-    assert link.recv(1) == b"w"
-    start = time.perf_counter()
-    link.sendall(bytes(size))
-    link.shutdown(socket.SHUT_WR)
-    assert link.recv(1) == b"k"
-    print(time.perf_counter() - start)
-"""
-
-
-def transfer(cluster: Cluster, source: int, target: int, payload_bytes: int, first_bytes: int = 0) -> float:
-    """Send bytes from one host to another over TCP, ``first_bytes`` ahead; returns payload bits per second."""
-    commands = [["true"]] * cluster.hosts
-    commands[target] = [sys.executable, "-S", "-c", RECEIVE, cluster.address(target), str(first_bytes)]
-    sizes = [str(payload_bytes), str(first_bytes)]
-    commands[source] = [sys.executable, "-S", "-c", SEND, cluster.address(target), *sizes]
-    seconds = float(cluster.run(commands, timeout_s=LONG_S)[source].stdout)
-    return payload_bytes * 8 / seconds
-
 
 def limits(cluster: Cluster, host: int = SWITCH) -> dict[str, int]:
     """The rate of each limited interface, as the kernel reports it."""
@@ -412,29 +366,6 @@ def test_the_kernel_counts_what_was_transferred() -> None:
 
 
 # --- delays
-
-# Sends its address to the one given, which sends it back.
-PING = """
-import socket, struct, sys, time
-with socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP) as link:
-    link.settimeout(60)
-    times = []
-    for i in range(int(sys.argv[2])):
-        start = time.perf_counter()
-        link.sendto(struct.pack(">BBHHH", 8, 0, 0xFFFF - 0x800 - i, 0, i), (sys.argv[1], 0))
-        while link.recv(100)[20] != 0:
-            pass
-        times.append(time.perf_counter() - start)
-        time.sleep(0.02)
-    print(*times)
-"""
-
-
-def ping(cluster: Cluster, source: int, target: int, times: int = 1) -> list[float]:
-    """Seconds of each round trip between two hosts, the first one's exchange of addresses left out."""
-    commands = [["true"]] * cluster.hosts
-    commands[source] = [sys.executable, "-S", "-c", PING, cluster.address(target), str(1 + times)]
-    return [float(s) for s in cluster.run(commands, timeout_s=LONG_S)[source].stdout.split()][1:]
 
 
 @emulated

@@ -16,9 +16,10 @@ from torch.optim import SGD
 from lightning_sparse.bench.compare.place import Place
 from lightning_sparse.bench.compare.records import Round
 from lightning_sparse.bench.doctor import doctor, screen
-from lightning_sparse.bench.doctor.hosts import Host, Link, Surroundings, reach
+from lightning_sparse.bench.doctor.hosts import Host, Surroundings, reach
 from lightning_sparse.cli import main
 from lightning_sparse.compressors.group import Group
+from lightning_sparse.fusion.costs import Link
 from tests import conftest
 
 HOST = Host(
@@ -89,7 +90,7 @@ def text_of(table: object) -> str:
 
 def test_the_screen_names_the_slowest_link() -> None:
     hosts = [replace(HOST, name=name) for name in ("a", "b", "c")]
-    links = [Link(0.001, 12.5e6), Link(0.002, 1.25e6), Link(0.001, 12.5e6)]
+    links = [Link(0.001, 8e-8), Link(0.002, 8e-7), Link(0.001, 8e-8)]
     place = Place(0, 0, 6, 2, "10.0.0.1", 29500, True, "eth0")
     text = text_of(screen.surroundings(Surroundings(hosts, links), place, "", None))
     assert "10 Mbit/s at least" in text
@@ -194,7 +195,7 @@ def test_an_emulated_cluster_is_measured_and_checked(
     assert main(["doctor", "--emulate", "2x50mbit+10ms"]) == 0
     assert "micro" in capsys.readouterr().out
     for link in found[0].links:
-        assert 30e6 < 8 * link.bytes_per_s < 53e6
+        assert 30e6 < 8 / link.s_per_byte < 53e6
         assert 0.01 < link.latency_s < 0.08
 
 
@@ -204,5 +205,5 @@ def test_a_cluster_of_one_host_is_refused(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_what_ranks_write_is_read_back() -> None:
-    surroundings = Surroundings([HOST], [Link(0.1, 2.0)])
+    surroundings = Surroundings([HOST], [Link(0.1, 0.5, 0.2)])
     assert Surroundings.from_json(asdict(surroundings)) == surroundings
