@@ -20,7 +20,7 @@ import lightning_sparse as ls
 from lightning_sparse.kernels import select
 from lightning_sparse.wire import WIRE_DTYPES
 from tests.support.fake_cuda import DEVICE, FakeCuda, kernel_modules
-from tests.support.on_fake_cuda import COMPRESSORS, Training, gradients, on_fake_cuda, parameters
+from tests.support.on_fake_cuda import COMPRESSORS, Training, gradients, local_steps, on_fake_cuda, parameters
 
 TARGETS = ("cuda:80", "cuda:90", "hip:gfx942")
 STEPS = 2  # in which every kernel of a compressor is launched
@@ -83,6 +83,12 @@ def launch_all(cuda: FakeCuda) -> None:
             _train(cuda, compressor, str(wire_dtype), torch.float32)
         for dtype in (torch.bfloat16, torch.float16):
             _train(cuda, compressor, "float32", dtype)
+    for wire_dtype in WIRE_DTYPES:
+        with on_fake_cuda(cuda) as (_, nccl):
+            of = parameters(LARGE)
+            training = Training(local_steps(nccl, of, ls.Dense(), str(wire_dtype), error_decay=0.95), of, adam=True)
+            for _ in range(STEPS + 1):  # the exchange of a step is applied after the next
+                training.step()
     with cuda.entered():  # no strategy has a kernel add gradients, so far
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             for n in (1, 1000, 4096):

@@ -72,6 +72,14 @@ def test_a_group_without_a_backend_for_the_device_is_refused(started: Any) -> No
         carries_by_nccl(started("cpu:gloo"), CUDA)
 
 
+def test_another_backend_beside_gloo_is_refused_with_its_name(started: Any) -> None:
+    pytest.importorskip("torch.testing._internal.distributed.fake_pg")  # registers it for any type of device
+    group = started("cpu:gloo,cuda:fake")
+    assert not carries_by_nccl(group, CPU)
+    with pytest.raises(ValueError, match="tensors on cuda must be gloo or nccl; got fake"):
+        carries_by_nccl(group, CUDA)
+
+
 def test_on_nccl_there_is_one_communicator_and_local_steps_have_their_own(
     started: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

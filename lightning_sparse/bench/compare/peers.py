@@ -202,7 +202,11 @@ class Contender:
     def _build_sparse(self, kind: type[Any], options: dict[str, str]) -> SparseDDPStrategy:
         """Make one of ours: options are the compressor's, the strategy's and those of local steps."""
         of_compressor = {f.name: f.default for f in fields(kind)}
-        of_strategy = {*inspect.signature(SparseDDPStrategy).parameters, "gradient_as_bucket_view"}
+        of_strategy = {
+            *inspect.signature(SparseDDPStrategy).parameters,
+            "gradient_as_bucket_view",
+            "process_group_backend",
+        }
         of_local_steps = {f.name for f in fields(LocalSteps)} - {"steps"}
         self._check(options, [*of_compressor, *sorted((of_strategy | of_local_steps) - {"compressor", "ddp_kwargs"})])
         lists = {key for key, default in of_compressor.items() if isinstance(default, tuple)}

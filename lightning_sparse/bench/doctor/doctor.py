@@ -30,12 +30,18 @@ from lightning_sparse.bench.output import say
 from lightning_sparse.cli.options import Doctor
 from lightning_sparse.compressors import COMPRESSORS
 from lightning_sparse.kernels.ops import HAS_TRITON
-from lightning_sparse.simulation import simulate
+from lightning_sparse.simulation import Simulated, simulate
+from lightning_sparse.wire import WIRE_DTYPES
 
 MODEL = "lightning_sparse.bench.doctor.checked_model:CheckedModel"
 STRATEGIES = ("ddp", *NAMES, "sparse_dense:local_steps=4")
-CPU_RANKS = 2  # that check on one machine
+FEW = ("ddp", "micro", "sparse_dense:local_steps=4")  # on the CPU, where there are CUDA devices to train on
+OVER_GLOO = tuple(
+    f"{each}:process_group_backend=gloo" for each in ("micro", "sparse_dense:wire_dtype=int4", FEW[-1])
+)  # on CUDA tensors, through pinned memory
+CPU_RANKS = 2  # that check on one machine, and on one device
 RANKS, ELEMENTS = 4, 100_000  # of each compressor among simulated ranks on a CUDA device
+MOST_OTHERS = 1e-3  # the part of a mean's elements that may differ from the CPU's by more than rounding
 
 Found = Generator[Surroundings | Round, None, None]
 
@@ -80,7 +86,7 @@ def _show(console: Console, emulate: str, place: Place | None) -> list[str]:
             console.print(screen.strategies(checked, title))
         wrong += [f"{each.strategy} failed: {each.error}" for each in checked if each.error]
     if hosts and hosts[0].devices:
-        wrong += conserves(torch.device("cuda"))
+        wrong += conserves(torch.device("cuda")) + codes_as_the_cpu(torch.device("cuda"))
         if HAS_TRITON:
             say(console, f"Kernels, {kernels.ELEMENTS:,} elements on {torch.cuda.get_device_name()}")
             console.print(kernels.measure(kernels.ELEMENTS))
@@ -98,9 +104,12 @@ def _examinations(emulate: str, place: Place | None) -> list[tuple[str, Found]]:
         title = f"{screen.counted(place.size, 'rank')} on {screen.counted(place.hosts, 'host')}"
         return [(title, examine(plan("auto"), place))]
     cuda = torch.cuda.device_count()  # asks the driver's library, and not CUDA, after which nothing may be forked
-    found = [(f"{CPU_RANKS} ranks of this machine, Gloo on the CPU", here(plan("cpu"), CPU_RANKS))]
+    on_cpu = plan("cpu", FEW if cuda else STRATEGIES)
+    found = [(f"{CPU_RANKS} ranks of this machine, Gloo on the CPU", here(on_cpu, CPU_RANKS))]
     if cuda:
         found.append((f"{screen.counted(cuda, 'rank')} of this machine, NCCL on CUDA", here(plan("cuda"), cuda)))
+        over_gloo = here(plan("cuda", OVER_GLOO), CPU_RANKS, on_one_device=True)
+        found.append((f"{CPU_RANKS} ranks on one device, Gloo on CUDA", over_gloo))
     return found
 
 
@@ -133,6 +142,28 @@ def conserves(device: torch.device) -> list[str]:
     return wrong
 
 
+def codes_as_the_cpu(device: torch.device) -> list[str]:
+    """Simulate three steps of every format among four ranks on ``device`` and on the CPU; say where means differ."""
+    gradients = torch.randn(3, RANKS, ELEMENTS // 4, generator=torch.Generator().manual_seed(0))
+    wrong = []
+    for wire_dtype in map(str, WIRE_DTYPES):
+        try:
+            ours = simulate("sparse_dense", gradients.to(device), wire_dtype=wire_dtype)
+        except Exception as error:
+            wrong.append(f"{wire_dtype} failed on {device}: {type(error).__name__}: {error}")
+            continue
+        part = others(ours, simulate("sparse_dense", gradients, wire_dtype=wire_dtype))
+        if not part <= MOST_OTHERS:
+            wrong.append(f"{wire_dtype} on {device}: {part:.1%} of the means differ from the CPU's. Please report.")
+    return wrong
+
+
+def others(ours: Simulated, on_cpu: Simulated) -> float:
+    """Return the part of the means' elements that differ by more than what is rounded another way."""
+    apart = (ours.mean.cpu() - on_cpu.mean).abs() / on_cpu.mean.abs().max()
+    return float((~(apart <= TOLERANCE)).float().mean())
+
+
 # - ranks
 
 
@@ -149,11 +180,13 @@ def examine(schedule: Schedule, place: Place) -> Found:
     yield from worker.take_turns(schedule, place)
 
 
-def here(schedule: Schedule, size: int) -> Found:
-    """Examine this machine, with ``size`` ranks on it."""
+def here(schedule: Schedule, size: int, on_one_device: bool = False) -> Found:
+    """Examine this machine, with ``size`` ranks on it, each on a device of its own unless all are ``on_one_device``."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    places = [Place(r, r, size, size, "127.0.0.1", port, store_is_there=False, interface="lo") for r in range(size)]
+    on_host = 1 if on_one_device else size  # each rank is then a host of its own, on its first device
+    ways = "127.0.0.1", port, False, "lo"
+    places = [Place(rank, rank % on_host, size, on_host, *ways) for rank in range(size)]
     fork = multiprocessing.get_context("fork")
     others = [fork.Process(target=_follow, args=(schedule, place)) for place in places[1:]]
     for other in others:

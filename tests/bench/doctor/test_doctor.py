@@ -15,11 +15,13 @@ from torch.optim import SGD
 
 from lightning_sparse.bench.compare.place import Place
 from lightning_sparse.bench.compare.records import Round
+from lightning_sparse.bench.compare.schedule import Schedule
 from lightning_sparse.bench.doctor import doctor, screen
 from lightning_sparse.bench.doctor.hosts import Host, Surroundings, reach
 from lightning_sparse.cli import main
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.fusion.costs import Link
+from lightning_sparse.simulation import Simulated, simulate
 from tests import conftest
 
 HOST = Host(
@@ -36,7 +38,7 @@ HOST = Host(
     gloo="",
     nccl_interface="",
 )
-FEW = ("ddp", "micro", "sparse_dense:local_steps=4")
+FEW = doctor.FEW
 
 
 # --- findings
@@ -114,6 +116,59 @@ def test_compressors_conserve_on_a_device_among_simulated_ranks(monkeypatch: pyt
     assert "micro on cpu: gradient was lost or made up" in " ".join(doctor.conserves(torch.device("cpu")))
 
 
+def test_each_format_codes_on_a_device_as_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "ELEMENTS", 4_000)
+    monkeypatch.setattr(doctor, "WIRE_DTYPES", ("float16", "int2"))
+    assert doctor.codes_as_the_cpu(torch.device("cpu")) == []
+    monkeypatch.setattr(doctor, "simulate", one_that_rounds_another_way())
+    assert "int2 on cpu: 1.0% of the means differ from the CPU's" in " ".join(
+        doctor.codes_as_the_cpu(torch.device("cpu"))
+    )
+
+
+def one_that_rounds_another_way() -> Callable[..., Simulated]:
+    """Have one element in a hundred be rounded to another level in int2, the first time."""
+    seen: set[str] = set()
+
+    def simulated(name: str, gradients: torch.Tensor, *, wire_dtype: str) -> Simulated:
+        result = simulate(name, gradients, wire_dtype=wire_dtype)
+        if wire_dtype == "int2" and wire_dtype not in seen:
+            result.mean[:, ::100] += 0.5
+        seen.add(wire_dtype)
+        return result
+
+    return simulated
+
+
+@pytest.mark.parametrize("devices", [0, 1, 8])
+def test_what_is_examined_is_all_that_remains_for_the_devices_there_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], devices: int
+) -> None:
+    """On ranks in fake: Gloo on the CPU, NCCL on each device, Gloo on one; then compressors, formats and kernels."""
+    done: list[Any] = []
+
+    def here(schedule: Schedule, size: int, on_one_device: bool = False) -> Any:
+        yield Surroundings([replace(HOST, devices=["H100"] * devices, nccl="2.27.5", triton=True)], [])
+        done.append((schedule.accelerator, schedule.strategies, size, on_one_device))
+        yield Round("", schedule.strategies, 0, size, 0, None, "")
+
+    for name in ("conserves", "codes_as_the_cpu"):
+        monkeypatch.setattr(doctor, name, lambda device, name=name: done.append((name, str(device))) or [])
+    monkeypatch.setattr(doctor.kernels, "measure", lambda n: done.append("kernels"))
+    monkeypatch.setattr(doctor, "HAS_TRITON", True)
+    monkeypatch.setattr(doctor, "here", here)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
+    assert main(["doctor"]) == 0
+    assert "Nothing is wrong." in capsys.readouterr().out
+    few, over_gloo, every = (",".join(each) for each in (FEW, doctor.OVER_GLOO, doctor.STRATEGIES))
+    on_devices = [
+        ("cpu", few, 2, False), ("cuda", every, devices, False), ("cuda", over_gloo, 2, True),
+        ("conserves", "cuda"), ("codes_as_the_cpu", "cuda"), "kernels",
+    ]  # fmt: skip
+    assert done == (on_devices if devices else [("cpu", every, 2, False)])
+
+
 # --- real ranks
 
 
@@ -141,11 +196,10 @@ def drift(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SGD, "step", own)
 
 
-def checked(strategies: tuple[str, ...]) -> dict[str, str]:
+def checked(strategies: tuple[str, ...], on_one_device: bool = False) -> dict[str, str]:
     """The error of each strategy, "" where there was none."""
-    first, *rounds = doctor.here(doctor.plan("cpu", strategies), 2)
+    first, *rounds = doctor.here(doctor.plan("cpu", strategies), 2, on_one_device)
     assert isinstance(first, Surroundings)
-    assert first.links == []
     assert all(isinstance(each, Round) for each in rounds)
     return {each.strategy: each.error for each in rounds if isinstance(each, Round)}
 
@@ -153,6 +207,12 @@ def checked(strategies: tuple[str, ...]) -> dict[str, str]:
 @pytest.mark.processes
 def test_strategies_that_are_right_pass_on_real_ranks() -> None:
     assert not any(checked(FEW).values())
+
+
+@pytest.mark.processes
+def test_ranks_on_one_device_find_each_other_over_gloo() -> None:
+    errors = checked(doctor.OVER_GLOO[1:2], on_one_device=True)
+    assert errors == {"no_communication": "", doctor.OVER_GLOO[1]: ""}
 
 
 @pytest.mark.processes
