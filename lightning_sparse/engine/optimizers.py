@@ -82,7 +82,8 @@ class Optimizers:
             self._forget_update(optimizer)
             around.after_update(optimizer)
         self._updating[optimizer] = [handle := optimizer.register_step_post_hook(self._has_stepped)]
-        optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # before others, which may set rates
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(handle.id, last=False)  # before others, which may set rates
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._updating[optimizer].append(optimizer.register_step_pre_hook(self._before_update))  # after others
