@@ -73,7 +73,12 @@ class ShowsAverage(_Base):
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Take a step, which ends it for local steps, also where a gradient scaler has skipped it."""
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        try:
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        except BaseException:
+            if self.exchange is not None:
+                self.exchange.after_update()  # before a callback saves the optimizer
+            raise
         if self.exchange is not None:
             self.exchange.end_step()
         return output

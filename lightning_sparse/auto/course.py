@@ -17,7 +17,7 @@ from lightning_sparse.auto.switch import Switch
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.build import Way
 from lightning_sparse.engine.exchange import Exchange
-from lightning_sparse.engine.optimizers import why_not_alone
+from lightning_sparse.engine.optimizers import why_not_ahead, why_not_alone
 from lightning_sparse.fusion.costs import Link, NoClock, measure_link
 from lightning_sparse.fusion.layer_fusion import check_clock
 from lightning_sparse.fusion.planner import Layout, Measured
@@ -65,7 +65,7 @@ class Course:
         switch.exchange.between_steps()
 
     def _pass(self) -> None:
-        if self.chooser and any(map(why_not_alone, self.switch.optimizers.seen)):
+        if self.chooser and any(why_not_alone(each) or why_not_ahead(each) for each in self.switch.optimizers.seen):
             self.chooser.forbid_local_steps()
         if self._is_choosing != self._is_to_choose or not same(self._at_work, self._at_work_now):
             self._start()  # a warm-up has ended, or a rung of it

@@ -88,7 +88,8 @@ class MeanMoments:
         return {**self._moments.state(), "lowered by": self._moments.gathered(known)}
 
     def resume(self, state: Mapping[str, Tensor], sampled: Tensor | None, size: int) -> None:
-        """Go on from a checkpoint of ``size`` ranks."""
+        """Go on from a checkpoint of ``size`` ranks; if it is of other parameters, what v is counts as the mean's."""
+        self._by = {}
         if self._moments.resume(state, sampled, size):
             by = state["lowered by"].to(self._moments.squares.device)
             same = torch.equal(by, self._moments.squares)

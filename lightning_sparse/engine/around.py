@@ -24,6 +24,9 @@ class Around:
     def before_update(self, optimizer: Optimizer) -> None:
         """Make ready for what ``optimizer`` does with the gradients that it now has, in a step that has begun."""
 
+    def after_update(self, optimizer: Optimizer | None = None, stepped: bool = False) -> None:
+        """Have ``optimizer`` (None: each) be as between two steps: it has ``stepped``, or raised, or asks a closure."""
+
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         """Note that ``optimizer`` has stepped."""
 

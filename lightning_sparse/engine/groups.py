@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_sparse.checks import is_names, matches
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.engine.replica import ASIDE
+from lightning_sparse.engine.replica import ASIDE, EXACT
 
 FUSIONS = ("layer", "bucket", "none")
 BUCKET_BYTES = 25 * 2**20  # of float32 gradient in a group, as in DDP's default buckets
@@ -190,7 +190,7 @@ def carry_over(old: Sequence[Group], new: Sequence[tuple[Group, Compressor]], me
     last_use = {id(part[0]): number for number, parts in enumerate(parts_of) for part in parts if part}
     for number, ((group, compressor), parts) in enumerate(zip(new, parts_of, strict=True)):
         group.step = max((giver.step for giver in old), default=0)
-        group.memory = _memory(group, compressor, parts) if memories else _of_each_element(group, parts, (ASIDE,))
+        group.memory = _memory(group, compressor, parts) if memories else _of_each_element(group, parts, (ASIDE, EXACT))
         _take(group.slots(group.unsent), parts, lambda giver: giver.unsent)
         for giver in old:
             if last_use.get(id(giver)) == number:
@@ -211,17 +211,22 @@ def _memory(group: Group, compressor: Compressor, parts: Sequence[Part | None]) 
         if part:
             elements[id(part[0])] += size
     memory = compressor.carry([(givers[key], n) for key, n in elements.items()])
-    return memory | _of_each_element(group, parts, (*compressor.per_element, ASIDE))
+    return memory | _of_each_element(group, parts, (*compressor.per_element, ASIDE, EXACT))
 
 
 def _of_each_element(group: Group, parts: Sequence[Part | None], keys: Sequence[str]) -> dict[str, Tensor]:
     """What is remembered under ``keys`` of each element, wherever a part of it was before."""
     memory: dict[str, Tensor] = {}
     for key in keys:
-        if any(part and key in part[0].memory for part in parts):
-            memory[key] = torch.empty_like(group.unsent)
-            _take(group.slots(memory[key]), parts, lambda giver, key=key: giver.memory.get(key))  # type: ignore[misc]
+        if kept := [part[0].memory[key].dtype for part in parts if part and key in part[0].memory]:
+            memory[key] = torch.empty_like(group.unsent, dtype=max(kept, key=lambda dtype: dtype.itemsize))
+            _take(group.slots(memory[key]), parts, lambda giver, key=key: _remembered(giver, key))  # type: ignore[misc]
     return memory
+
+
+def _remembered(group: Group, key: str) -> Tensor | None:
+    """What ``group`` has under ``key``; of exact weights, if it needs none of its own, what is in ``unsent``."""
+    return group.memory.get(key, group.unsent if key == EXACT else None)
 
 
 def _take(slots: Sequence[Tensor], parts: Sequence[Part | None], kept: Callable[[Group], Tensor | None]) -> None:

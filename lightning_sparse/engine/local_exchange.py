@@ -17,7 +17,7 @@ from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.flight import Flight
 from lightning_sparse.engine.local_state import LocalState
 from lightning_sparse.engine.local_steps import LocalSteps
-from lightning_sparse.engine.optimizers import why_not_alone
+from lightning_sparse.engine.optimizers import why_not_ahead, why_not_alone
 from lightning_sparse.engine.phases import Phase, Phases
 from lightning_sparse.engine.rates import Rates
 from lightning_sparse.engine.replica import Find
@@ -116,12 +116,20 @@ class LocalExchange(LocalState):
                 f"local_steps cannot be combined with {type(optimizer).__name__}, which {reason}. Give another "
                 "optimizer, or leave out local_steps."
             )
+        if self._rates.factor != 1 and (reason := why_not_ahead(optimizer)):
+            raise ValueError(
+                "local_steps looks ahead by multiplying learning rates, which does not work with "
+                f"{type(optimizer).__name__}: it {reason}. Give local_steps=LocalSteps({self.settings.steps}, lead=1)."
+            )
         self._hide()
         self._phases.begin_optimizer()
 
     def before_update(self, optimizer: Optimizer) -> None:
         self.mean_moments.before_update(optimizer)
         self._rates.scale(optimizer)
+
+    def after_update(self, optimizer: Optimizer | None = None, stepped: bool = False) -> None:
+        self._rates.give_back(optimizer, stepped)
 
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         self._rates.give_back(optimizer)
@@ -175,7 +183,7 @@ class LocalExchange(LocalState):
 
     def count_from(self, steps: int) -> None:
         super().count_from(steps)
-        self._exchanged = steps
+        self._exchanged = max(steps - 1, 0)  # as after a resume, so that both go on alike to the last bit
 
     @torch.no_grad()
     def merge(self) -> None:

@@ -48,8 +48,9 @@ class LocalState(Exchange):
         super().take_over(before, memories)
         assert isinstance(before, LocalState)
         self.untrained.resume(before.untrained.seen)
-        if before.settings.second_moments == self.settings.second_moments:
-            self.moments, self.mean_moments = before.moments, before.mean_moments
+        if set(before.moments) == set(self.moments):  # else, as where a layer is frozen, they are compared anew
+            before.moments.read(self.size)
+            self.mean_moments.resume(before.mean_moments.state(), before.sampled, self.size)
 
     # - what no optimizer trains
 

@@ -1,13 +1,15 @@
 """The optimizers of a module: which they are, and what is to be done around their steps."""
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
+from lightning_sparse.checks import is_number
 from lightning_sparse.engine.around import Around
 
 #: Optimizers of which a rank cannot take a step of its own, by the name of a class, and why.
@@ -15,6 +17,9 @@ NOT_ALONE = {
     "LBFGS": "evaluates the model as often as a rank's own loss asks for, so that ranks would wait for each other",
     "ZeroRedundancyOptimizer": "has each rank step a part of the parameters, with that rank's own gradient",
 }
+
+#: Optimizers whose steps a longer learning rate does not make longer, and why.
+NOT_AHEAD = {"Rprop": "goes by its learning rate in the first step alone"}
 
 Step = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of an optimizer's step
 
@@ -30,6 +35,8 @@ class Optimizers:
     def __init__(self, parameters: Collection[Tensor], around: Callable[[], Around | None]) -> None:
         self._parameters, self._around = set(parameters), around
         self._seen: list[weakref.ref[Optimizer]] = []
+        #: Hooks around the updates that are under way.
+        self._updating: weakref.WeakKeyDictionary[Optimizer, list[RemovableHandle]] = weakref.WeakKeyDictionary()
         own = weakref.ref(self)
 
         def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
@@ -53,7 +60,13 @@ class Optimizers:
 
     def close(self) -> None:
         """Notice nothing any more."""
+        for optimizer in list(self._updating):
+            self._forget_update(optimizer)
         for handle in self._handles:
+            handle.remove()
+
+    def _forget_update(self, optimizer: Optimizer) -> None:
+        for handle in self._updating.pop(optimizer, ()):
             handle.remove()
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
@@ -65,23 +78,39 @@ class Optimizers:
             return None
         self.note(optimizer)
         around.before_optimizer_step(optimizer)
+        if optimizer in self._updating:  # it has raised, or is a subclass that calls its class's step
+            self._forget_update(optimizer)
+            around.after_update(optimizer)
+        self._updating[optimizer] = [handle := optimizer.register_step_post_hook(self._has_stepped)]
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(handle.id, last=False)  # before others, which may set rates
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            around.before_update(optimizer)
+            self._updating[optimizer].append(optimizer.register_step_pre_hook(self._before_update))  # after others
             return None
 
         def closure_then_update(*given: Any, **named: Any) -> Any:
-            """Wait for the gradients that the closure sets."""
-            loss = closure(*given, **named)
+            """Have the closure see the optimizer as it is between two steps; wait for the gradients that it sets."""
             if (now := self._around()) is not None:
-                now.before_update(optimizer)
+                now.after_update(optimizer)
+            loss = closure(*given, **named)
+            self._before_update(optimizer)
             return loss
 
         if len(args) > 1:
             return (args[0], closure_then_update, *args[2:]), kwargs
         return args, kwargs | {"closure": closure_then_update}
 
+    def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
+        if (around := self._around()) is not None:
+            around.before_update(optimizer)
+
+    def _has_stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        if (around := self._around()) is not None:
+            around.after_update(optimizer, stepped=True)
+
     def _after(self, optimizer: Optimizer) -> None:
+        self._forget_update(optimizer)
         around = self._around()
         if around is not None and self._is_ours(optimizer):
             around.after_optimizer_step(optimizer)
@@ -89,5 +118,15 @@ class Optimizers:
 
 def why_not_alone(optimizer: Optimizer) -> str:
     """Return why a rank cannot take a step of ``optimizer`` of its own; empty if it can."""
-    reasons = (NOT_ALONE.get(kind.__name__, "") for kind in type(optimizer).__mro__)
-    return next((reason for reason in reasons if reason), "")
+    return _reason(optimizer, NOT_ALONE)
+
+
+def why_not_ahead(optimizer: Optimizer) -> str:
+    """Return why a longer learning rate does not make a step of ``optimizer`` longer; empty if it does."""
+    if any(not (isinstance(rate := group.get("lr"), Tensor) or is_number(rate)) for group in optimizer.param_groups):
+        return "has no number as its learning rate (lr)"
+    return _reason(optimizer, NOT_AHEAD)
+
+
+def _reason(optimizer: Optimizer, reasons: Mapping[str, str]) -> str:
+    return next((reasons[kind.__name__] for kind in type(optimizer).__mro__ if kind.__name__ in reasons), "")

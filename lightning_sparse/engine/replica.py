@@ -54,7 +54,7 @@ class Replica:
         self._velocity: Tensor | None = None  # of the outer step [n]
         self._next: tuple[Tensor | Sparse, Tensor | None] | None = None  # x̄ or what it moves by; and the velocity
         self._memory: Mapping[str, Tensor] | None = None  # the compressor's, when the group was taken up
-        self._decay = None if find else settings.error_decay
+        self._decay = None if find and isinstance(compressor, Exact) else settings.error_decay
         # [n], what is unsent and not in the weights: what half precision cannot hold of them, or all with error_decay.
         self._aside = torch.zeros_like(self.average) if dtypes & HALVES or self._decay is not None else None
         for i, tensor in enumerate(self.tensors()):
@@ -198,7 +198,7 @@ class Replica:
             exact = torch.where(left_out, parameter.to(average.dtype), exact)
         parameter.copy_(exact)
         if self._aside is not None:
-            rounding = exact - parameter.detach().to(exact.dtype)
+            rounding = (exact - parameter.detach().to(exact.dtype)).nan_to_num(0.0, 0.0, 0.0)  # infinity has none
             aside = rounding if self._decay is None else rounding + unsent * self._decay
             self.group.slots(self._aside)[place].view(own.shape).copy_(aside)
 

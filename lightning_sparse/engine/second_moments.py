@@ -214,16 +214,16 @@ class SecondMoments:
         return {"squares": self.squares, "looks": torch.tensor(self._compared)}
 
     def resume(self, state: Mapping[str, Tensor], sampled: Tensor | None, size: int) -> bool:
-        """Go on from a checkpoint of ``size`` ranks, if it is of these parameters; returns whether it is."""
-        if state["squares"].shape != self.squares.shape:
-            return False
-        self.squares = state["squares"].to(self._device, copy=True)
-        self.looks = self._compared = int(state["looks"])
+        """Go on from a checkpoint of ``size`` ranks; returns whether it is of these parameters: else it begins anew."""
+        fits = state["squares"].shape == self.squares.shape
+        self.squares = state["squares"].to(self._device, copy=True) if fits else torch.zeros_like(self.squares)
+        self.looks = self._compared = int(state["looks"]) if fits else 0
         self._least, self._sent, self._sums, self._received, self._signs = 1 / size, None, None, None, None
         self._parts.clear()
+        sampled = sampled if fits else None
         self._sketch = None if sampled is None else sampled.to(self._device, copy=True)
         self._seen = {p for p, place in self._places.items() if sampled is not None and bool(sampled[place.all].any())}
-        return True
+        return fits
 
     def gathered(self, parts: Mapping[Tensor, Tensor]) -> Tensor:
         """Put ``parts`` [2, m] of each parameter, of its own place in them, into one [2, m]; NaN of all others."""

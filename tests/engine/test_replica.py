@@ -139,6 +139,16 @@ def test_what_is_not_finite_on_a_rank_stays_each_ranks_own_until_it_is_finite_on
     assert same_bits(replicas[0].average, replicas[1].average)
 
 
+def test_what_is_not_finite_in_half_precision_is_averaged_again_once_it_is_finite() -> None:
+    modules = [Statistics().bfloat16(), Statistics().bfloat16()]
+    replicas = [statistics_of(module, ls.LocalSteps(2), 0, "running_mean") for module in modules]
+    modules[0].running_mean[0] = torch.inf
+    exchanged(replicas)
+    modules[0].running_mean[0] = 3.0
+    exchanged(replicas)
+    assert [module.running_mean.tolist() for module in modules] == [[2.0] + [1.0] * 6] * 2
+
+
 def test_counters_in_float64_count_on_beyond_what_float32_holds() -> None:
     modules = [Statistics(), Statistics()]
     replicas = [statistics_of(module, ls.LocalSteps(2), 0, "count") for module in modules]

@@ -126,6 +126,9 @@ def test_what_is_known_goes_on_from_a_checkpoint_and_in_other_groups() -> None:
     for p in parameters[0]:
         assert torch.equal(share_of(moments[0], p), share_of(again[0], p))
     assert [each[0].looks for each in (moments, again)] == [3, 3]
+    (_, (other, *_)) = moments_of((4, 3), (6,))
+    assert not again[0].resume(other.state(), None, RANKS)
+    assert not again[0].is_known  # nor goes by what it knew before
 
 
 # - Adam

@@ -133,7 +133,7 @@ class Plain:
 
     def begin(self, local: "ls.LocalSteps | None") -> None:
         """Start with gradients or with local steps, from weights that are the same on every rank."""
-        self.local, self.counted, self._exchanged = local, False, self.steps
+        self.local, self.counted, self._exchanged = local, False, max(self.steps - 1, 0)
         self.under_way, self.sent, self._velocity, self._has_trained = {}, False, {}, False
         self.average, self.held = {}, [None for _ in self.models]
         if local is not None:
@@ -406,7 +406,7 @@ class Plain:
     def _go_on_with(self, own: Sequence[Weights], average: Weights, velocity: Weights) -> None:
         self.average |= copied(average)
         self.held = [self._now(rank) | copied(of_rank) for rank, of_rank in enumerate(own)]
-        self._velocity, self._exchanged = copied(velocity), max(self.steps - 1, 0)
+        self._velocity = copied(velocity)
 
     def merge(self) -> None:
         """Change to averaged gradients, from the mean of all weights and of the optimizers' states."""

@@ -332,6 +332,39 @@ def _optimize(rank: int, size: int) -> Any:
     return optimizer.rates, optimizer.param_groups[0]["lr"], least, after, exchange_of(run).steps
 
 
+class Raises(torch.optim.AdamW):
+    """Raises in its third step."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        closure()
+        if self.state and self.state[self.param_groups[0]["params"][0]]["step"] == 2:
+            raise ArithmeticError
+        super().step()
+
+
+class SeesRate(L.Callback):
+    """Looks at the learning rate where a training raises, as a checkpoint does."""
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self.rate = trainer.optimizers[0].param_groups[0]["lr"]
+
+
+def test_a_step_that_raises_leaves_the_rate_and_optimizers_that_cannot_lead_are_refused(ranks: Ranks) -> None:
+    for rate, said in ranks.run(_raise, 2):
+        assert rate == 0.01
+        assert "goes by its learning rate in the first step alone. Give local_steps=LocalSteps(2, lead=1)." in said
+
+
+def _raise(rank: int, size: int) -> Any:
+    sees = SeesRate()
+    run = trainer(local(steps=2), size, max_steps=5, callbacks=[sees])
+    with pytest.raises(ArithmeticError):
+        run.fit(Optimized(lambda parameters: Raises(parameters, lr=0.01)), data(5, size))
+    with pytest.raises(ValueError, match="local_steps looks ahead by multiplying") as caught:
+        trainer(local(steps=2), size, max_steps=2).fit(Optimized(torch.optim.Rprop), data(2, size))
+    return sees.rate, str(caught.value)
+
+
 def test_optimizers_that_a_rank_cannot_step_alone_are_refused_and_keep_sparse_auto_from_local_steps(
     ranks: Ranks,
 ) -> None:

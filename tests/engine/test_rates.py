@@ -1,0 +1,137 @@
+"""Learning rates that are longer for an update, and that nobody sees but the optimizer."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import ExponentialLR
+
+from lightning_sparse.engine.around import Around
+from lightning_sparse.engine.optimizers import Optimizers, why_not_ahead
+from lightning_sparse.engine.rates import Rates
+
+LEAD = 1.5
+
+
+class Ahead(Around):
+    """Local steps of which only the rates are there."""
+
+    def __init__(self) -> None:
+        self._rates = Rates(LEAD)
+
+    def before_update(self, optimizer: Optimizer) -> None:
+        self._rates.scale(optimizer)
+
+    def after_update(self, optimizer: Optimizer | None = None, stepped: bool = False) -> None:
+        self._rates.give_back(optimizer, stepped)
+
+
+class Wrapper(Optimizer):
+    """Around another optimizer, with whose groups it sets rates; asks its closure twice, as SAM does."""
+
+    def __init__(self, base: Optimizer, first: bool, sets: Callable[[float], float]) -> None:
+        self.base, self.first, self.sets = base, first, sets
+        super().__init__(base.param_groups, base.defaults)
+        self.param_groups = base.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for _ in range(2):
+            closure()
+        for first in (True, False):
+            if first is not self.first:
+                self.base.step()
+            else:
+                self.param_groups[0]["lr"] = self.sets(self.param_groups[0]["lr"])
+
+
+@pytest.fixture
+def parameter() -> Iterator[Tensor]:
+    p = nn.Parameter(torch.zeros(()))
+    around = Ahead()
+    optimizers = Optimizers([p], lambda: around)
+    yield p
+    optimizers.close()
+
+
+def step(optimizer: Optimizer, p: Tensor, with_closure: bool = False) -> float:
+    """A step with a gradient of -1; returns how far it went."""
+
+    def closure() -> None:
+        seen.append(optimizer.param_groups[0]["lr"])
+        p.grad = -torch.ones(())
+
+    seen: list[float] = []
+    before = float(p.detach())
+    if with_closure:
+        optimizer.step(closure)  # type: ignore[arg-type]
+    else:
+        closure()
+        optimizer.step()
+    assert set(seen) <= {1.0, 0.5, 0.25}
+    return float(p.detach()) - before
+
+
+@pytest.mark.parametrize("with_closure", [True, False])
+@pytest.mark.parametrize("hook", ["register_step_pre_hook", "register_step_post_hook"])
+def test_a_schedule_in_a_hook_of_the_optimizer_sees_rates_as_they_are(
+    hook: str, with_closure: bool, parameter: Tensor
+) -> None:
+    optimizer = SGD([parameter], lr=1.0)
+    schedule = ExponentialLR(optimizer, 0.5)
+    getattr(optimizer, hook)(lambda *_: schedule.step())
+    rates = [0.5, 0.25] if "pre" in hook else [1.0, 0.5]
+    assert [step(optimizer, parameter, with_closure) for _ in range(2)] == [LEAD * rate for rate in rates]
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_a_rate_that_an_optimizer_around_another_sets_is_the_next_ones(parameter: Tensor) -> None:
+    after = Wrapper(SGD([parameter], lr=1.0), False, lambda rate: rate / 2)
+    assert [step(after, parameter, True) for _ in range(3)] == [LEAD, LEAD / 2, LEAD / 4]
+    before = Wrapper(SGD([parameter], lr=1.0), True, lambda _: 0.5)
+    assert [step(before, parameter, True) for _ in range(2)] == [LEAD / 2, LEAD / 2]
+    assert before.param_groups[0]["lr"] == 0.5
+
+
+class Calls(SGD):
+    """Steps by its class's."""
+
+    raises = False
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.raises:
+            raise ArithmeticError
+        super().step(closure)
+
+
+def test_a_subclass_steps_once_as_far_and_so_does_one_that_has_raised(parameter: Tensor) -> None:
+    optimizer = Calls([parameter], lr=1.0)
+    assert [step(optimizer, parameter, c) for c in (True, False, True)] == [LEAD] * 3
+    optimizer.raises = True
+    with pytest.raises(ArithmeticError):
+        step(optimizer, parameter)
+    optimizer.raises, optimizer.param_groups[0]["lr"] = False, 1.0
+    assert [step(optimizer, parameter, c) for c in (True, False)] == [LEAD] * 2
+
+
+class Own(SGD):
+    """Makes its next rate of its last."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.param_groups[0]["lr"] *= 2
+
+
+def test_an_optimizer_that_changes_its_own_rate_is_told_what_to_do(parameter: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"Own has changed its own within its step, from 1.5 to 3.0. Give .*lead=1"):
+        step(Own([parameter], lr=1.0), parameter)
+
+
+def test_optimizers_whose_steps_a_rate_does_not_make_longer(parameter: Tensor) -> None:
+    optimizer = SGD([parameter], lr=1.0)
+    assert why_not_ahead(optimizer) == ""
+    optimizer.param_groups[0]["lr"] = None
+    assert why_not_ahead(optimizer) == "has no number as its learning rate (lr)"
+    assert "in the first step alone" in why_not_ahead(torch.optim.Rprop([parameter]))
