@@ -76,7 +76,7 @@ def test_another_backend_beside_gloo_is_refused_with_its_name(started: Any) -> N
     pytest.importorskip("torch.testing._internal.distributed.fake_pg")  # registers it for any type of device
     group = started("cpu:gloo,cuda:fake")
     assert not carries_by_nccl(group, CPU)
-    with pytest.raises(ValueError, match="tensors on cuda.* got .*fake"):
+    with pytest.raises(ValueError, match=r"tensors on cuda.* got .*fake"):
         carries_by_nccl(group, CUDA)
 
 
