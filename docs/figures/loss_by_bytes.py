@@ -19,7 +19,8 @@ from lightning_sparse.bench.simulate.results import Result, read
 from lightning_sparse.bench.simulate.task import TASKS
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-RESULTS = [f"2026-11-22-{name}.jsonl" for name in ("loss", "local-steps-loss", "accuracy")]
+LOCAL = "2026-11-24-local-steps-loss.jsonl"  # with local steps as they are now; in the others they are as they were
+RESULTS = [*(f"2026-11-22-{name}.jsonl" for name in ("loss", "local-steps-loss", "accuracy")), LOCAL]
 FIGURE, PAGE = BENCHMARKS / "2026-11-22-accuracy.svg", BENCHMARKS / "2026-11-22-accuracy.md"
 START, END = "<!-- written by docs/figures/loss_by_bytes.py -->\n", "<!-- end of what is written -->"
 RANKS = 4
@@ -52,6 +53,7 @@ LABELS = {
     "low_rank:rank=1": "rank 1",
     "sparse_dense:local_steps=2:wire_dtype=int4": "1/2 int4",
     "sparse_dense:local_steps=3:wire_dtype=sign": "1/3 sign",
+    "sparse_dense:local_steps=1:wire_dtype=sign": "1/1 sign",
     "sparse_dense:local_steps=16:wire_dtype=int4": "1/16 int4",
 }
 #: Task -> where labels stand beside their points, in points to the right and above; none where they would overlap.
@@ -198,9 +200,14 @@ def _percent(part: float, digits: int) -> str:
     return f"{round(100 * part, digits) + 0.0:.{digits}f} %"  # never -0.0
 
 
-def of_tasks() -> dict[str, tuple[dict[str, Point], Point]]:
-    """For each task all strategies on four ranks, and one rank alone."""
-    results = [result for name in RESULTS for result in read(BENCHMARKS / name).values()]
+def of_tasks(local_as_now: bool = True) -> dict[str, tuple[dict[str, Point], Point]]:
+    """For each task all strategies on four ranks, and one rank alone; local steps as they are now, or were before."""
+    results = [
+        result
+        for name in RESULTS
+        for result in read(BENCHMARKS / name).values()
+        if (name == LOCAL) == local_as_now or (name != LOCAL and "local_steps" not in result.run.strategy)
+    ]
     found = {}
     for task, kind in TASKS.items():
         usual = (task, kind.optimizer, kind.steps)

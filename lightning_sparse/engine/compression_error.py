@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 #: What local steps leave unsent counts so much: a rank's own weights have its own steps at once, only others' are late.
-LOCAL = 0.2
+#: Of gradients, what costs the same loss is 0.06 to 0.4 times as much: docs/benchmarks/2026-11-24-local-steps-loss.md.
+LOCAL = 0.1
 
 
 def delivered(unsent: float, left: float) -> float:
