@@ -68,8 +68,9 @@ BESIDE = {
         "1 % float32": (-10, 6),
         "rank 4": (7, -9),
         "rank 1": (9, -3),
-        "1/2 int4": (-38, -8),
-        "1/3 sign": (-38, -8),
+        "1/2 int4": (-44, -13),
+        "1/3 sign": (-40, -8),
+        "1/1 sign": (-40, 4),
         "1/16 int4": (-18, 6),
     },
     "digits": {
@@ -206,7 +207,8 @@ def of_tasks(local_as_now: bool = True) -> dict[str, tuple[dict[str, Point], Poi
         result
         for name in RESULTS
         for result in read(BENCHMARKS / name).values()
-        if (name == LOCAL) == local_as_now or (name != LOCAL and "local_steps" not in result.run.strategy)
+        if "lead=" not in result.run.strategy
+        and ((name == LOCAL) == local_as_now or (name != LOCAL and "local_steps" not in result.run.strategy))
     ]
     found = {}
     for task, kind in TASKS.items():
