@@ -234,7 +234,7 @@ def test_the_exit_status_says_whether_anything_is_wrong(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     short = doctor.plan("cpu", ("ddp", "micro"))
-    monkeypatch.setattr(doctor, "plan", lambda accelerator: short)
+    monkeypatch.setattr(doctor, "plan", lambda *_: short)
     assert main(["doctor"]) == 0
     assert "Nothing is wrong." in capsys.readouterr().out
     forget(monkeypatch)
@@ -248,7 +248,7 @@ def test_an_emulated_cluster_is_measured_and_checked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     short = doctor.plan("cpu", ("micro",))
-    monkeypatch.setattr(doctor, "plan", lambda accelerator: short)
+    monkeypatch.setattr(doctor, "plan", lambda *_: short)
     found: list[Surroundings] = []
     show = screen.surroundings
     monkeypatch.setattr(screen, "surroundings", lambda each, *others: found.append(each) or show(each, *others))
