@@ -107,11 +107,11 @@ class PostLocalSGD(Peer):
 
 
 def diloco(
-    *, steps: int = 16, outer_rate: float = 0.7, outer_momentum: float = 0.9, **ddp_kwargs: Any
+    *, steps: int = 16, outer_rate: float = 0.7, outer_momentum: float = 0.9, start: int = 0, **ddp_kwargs: Any
 ) -> SparseDDPStrategy:
     """DiLoCo (Douillard et al., 2023), which is a setting of this project's local steps; float32 on the wire."""
     settings = LocalSteps(steps, 1, False, outer_rate, outer_momentum, second_moments="own")
-    return SparseDDPStrategy(Dense(), local_steps=settings, **ddp_kwargs)
+    return SparseDDPStrategy(Dense(), local_steps=settings, warmup_steps=start, **ddp_kwargs)
 
 
 def sparse_loco(
@@ -158,7 +158,8 @@ PEERS: dict[str, tuple[Callable[..., DDPStrategy], str]] = {
     "diloco": (
         diloco,
         "DiLoCo with this project's local steps: all weights every 16 steps, or `steps`, in float32 and waited for; "
-        "outer Nesterov momentum 0.9, rate 0.7",
+        "outer Nesterov momentum 0.9, rate 0.7, or `outer_momentum`, `outer_rate`; all weights are averaged after each "
+        "of the first `start` steps, none if not given",
     ),
     "sparse_loco": (
         sparse_loco,

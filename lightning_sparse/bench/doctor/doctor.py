@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Generator
 from contextlib import closing
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -107,8 +108,10 @@ def _examinations(emulate: str, place: Place | None) -> list[tuple[str, Found]]:
     on_cpu = plan("cpu", FEW if cuda else STRATEGIES)
     found = [(f"{CPU_RANKS} ranks of this machine, Gloo on the CPU", here(on_cpu, CPU_RANKS))]
     if cuda:
-        found.append((f"{screen.counted(cuda, 'rank')} of this machine, NCCL on CUDA", here(plan("cuda"), cuda)))
-        over_gloo = here(plan("cuda", OVER_GLOO), CPU_RANKS, on_one_device=True)
+        found.append(
+            (f"{screen.counted(cuda, 'rank')} of this machine, NCCL on CUDA", here(plan("cuda"), cuda, "spawn"))
+        )
+        over_gloo = here(plan("cuda", OVER_GLOO), CPU_RANKS, "spawn", on_one_device=True)
         found.append((f"{CPU_RANKS} ranks on one device, Gloo on CUDA", over_gloo))
     return found
 
@@ -180,15 +183,22 @@ def examine(schedule: Schedule, place: Place) -> Found:
     yield from worker.take_turns(schedule, place)
 
 
-def here(schedule: Schedule, size: int, on_one_device: bool = False) -> Found:
-    """Examine this machine, with ``size`` ranks on it, each on a device of its own unless all are ``on_one_device``."""
+def here(schedule: Schedule, size: int, start: str = "fork", on_one_device: bool = False) -> Found:
+    """Examine this machine, with ``size`` ranks on it, each on a device of its own unless all are ``on_one_device``.
+
+    Args:
+        schedule: what to try.
+        size: P; this process is rank 0.
+        start: how others start: "fork", where nothing has been tried yet, or "spawn", as after CUDA has been used.
+        on_one_device: all of them.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     on_host = 1 if on_one_device else size  # each rank is then a host of its own, on its first device
     ways = "127.0.0.1", port, False, "lo"
     places = [Place(rank, rank % on_host, size, on_host, *ways) for rank in range(size)]
-    fork = multiprocessing.get_context("fork")
-    others = [fork.Process(target=_follow, args=(schedule, place)) for place in places[1:]]
+    started: Any = multiprocessing.get_context(start)
+    others = [started.Process(target=_follow, args=(schedule, place)) for place in places[1:]]
     for other in others:
         other.start()
     try:

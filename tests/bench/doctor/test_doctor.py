@@ -144,12 +144,15 @@ def one_that_rounds_another_way() -> Callable[..., Simulated]:
 def test_what_is_examined_is_all_that_remains_for_the_devices_there_are(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], devices: int
 ) -> None:
-    """On ranks in fake: Gloo on the CPU, NCCL on each device, Gloo on one; then compressors, formats and kernels."""
+    """On ranks in fake: Gloo on the CPU, NCCL on each device, Gloo on one; then compressors, formats and kernels.
+
+    Nobody forks where a rank may have used a device.
+    """
     done: list[Any] = []
 
-    def here(schedule: Schedule, size: int, on_one_device: bool = False) -> Any:
+    def here(schedule: Schedule, size: int, start: str = "fork", on_one_device: bool = False) -> Any:
         yield Surroundings([replace(HOST, devices=["H100"] * devices, nccl="2.27.5", triton=True)], [])
-        done.append((schedule.accelerator, schedule.strategies, size, on_one_device))
+        done.append((schedule.accelerator, schedule.strategies, size, start, on_one_device))
         yield Round("", schedule.strategies, 0, size, 0, None, "")
 
     for name in ("conserves", "codes_as_the_cpu"):
@@ -163,10 +166,10 @@ def test_what_is_examined_is_all_that_remains_for_the_devices_there_are(
     assert "Nothing is wrong." in capsys.readouterr().out
     few, over_gloo, every = (",".join(each) for each in (FEW, doctor.OVER_GLOO, doctor.STRATEGIES))
     on_devices = [
-        ("cpu", few, 2, False), ("cuda", every, devices, False), ("cuda", over_gloo, 2, True),
+        ("cpu", few, 2, "fork", False), ("cuda", every, devices, "spawn", False), ("cuda", over_gloo, 2, "spawn", True),
         ("conserves", "cuda"), ("codes_as_the_cpu", "cuda"), "kernels",
     ]  # fmt: skip
-    assert done == (on_devices if devices else [("cpu", every, 2, False)])
+    assert done == (on_devices if devices else [("cpu", every, 2, "fork", False)])
 
 
 # --- real ranks
@@ -196,9 +199,9 @@ def drift(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SGD, "step", own)
 
 
-def checked(strategies: tuple[str, ...], on_one_device: bool = False) -> dict[str, str]:
+def checked(strategies: tuple[str, ...], *how: Any) -> dict[str, str]:
     """The error of each strategy, "" where there was none."""
-    first, *rounds = doctor.here(doctor.plan("cpu", strategies), 2, on_one_device)
+    first, *rounds = doctor.here(doctor.plan("cpu", strategies), 2, *how)
     assert isinstance(first, Surroundings)
     assert all(isinstance(each, Round) for each in rounds)
     return {each.strategy: each.error for each in rounds if isinstance(each, Round)}
@@ -211,7 +214,7 @@ def test_strategies_that_are_right_pass_on_real_ranks() -> None:
 
 @pytest.mark.processes
 def test_ranks_on_one_device_find_each_other_over_gloo() -> None:
-    errors = checked(doctor.OVER_GLOO[1:2], on_one_device=True)
+    errors = checked(doctor.OVER_GLOO[1:2], "spawn", True)
     assert errors == {"no_communication": "", doctor.OVER_GLOO[1]: ""}
 
 
