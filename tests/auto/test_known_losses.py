@@ -46,4 +46,5 @@ def test_wrappers_formats_and_local_steps() -> None:
     assert said(ls.Dense(), wire_dtype="sign").startswith("a dense sum in wire_dtype='sign' ended 29 %")
     assert said(Rounded(ls.Dense(), "sign")) == said(ls.Dense(), wire_dtype="sign")
     assert said(ls.Dense(), local_steps=1) == ""
-    assert said(ls.Dense(), local_steps=3).startswith("local_steps=2 ended 5 %")
+    assert said(ls.Dense(), local_steps=15) == ""
+    assert said(ls.Dense(), local_steps=20).startswith("local_steps=16 ended 13 %")
