@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Generator
 from contextlib import closing
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -188,29 +189,50 @@ def here(schedule: Schedule, size: int, start: str = "fork", on_one_device: bool
 
     Args:
         schedule: what to try.
-        size: P; this process is rank 0.
-        start: how others start: "fork", where nothing has been tried yet, or "spawn", as after CUDA has been used.
+        size: P, each rank in a process of its own.
+        start: how these start: "fork", where no thread or device has been used yet, or "spawn".
         on_one_device: all of them.
+
+    Raises:
+        RuntimeError: if the ranks do not find each other, or rank 0 dies.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     on_host = 1 if on_one_device else size  # each rank is then a host of its own, on its first device
     ways = "127.0.0.1", port, False, "lo"
     places = [Place(rank, rank % on_host, size, on_host, *ways) for rank in range(size)]
-    started: Any = multiprocessing.get_context(start)
-    others = [started.Process(target=_follow, args=(schedule, place)) for place in places[1:]]
-    for other in others:
-        other.start()
+    context: Any = multiprocessing.get_context(start)
+    receiving, sending = context.Pipe(duplex=False)
+    ranks = [context.Process(target=_follow, args=(schedule, place, sending)) for place in places]
+    for rank in ranks:
+        rank.start()
+    sending.close()  # ours, so that the end of the ranks is the end of the pipe
     try:
-        yield from examine(schedule, places[0])
+        while (found := receiving.recv()) is not None:
+            if isinstance(found, Exception):
+                raise found
+            yield found
+    except EOFError:
+        raise RuntimeError("the ranks ended before all was examined; what they wrote says why.") from None
     finally:
-        for other in others:
-            other.join(5)
-            other.kill()
+        for rank in ranks:
+            rank.join(5)
+            rank.kill()
 
 
-def _follow(schedule: Schedule, place: Place) -> None:
-    list(examine(schedule, place))
+def _follow(schedule: Schedule, place: Place, found: Connection) -> None:
+    """Examine, and let rank 0 send what was ``found``, or the error, and then None."""
+    if place.rank:
+        found.close()
+    try:
+        for each in examine(schedule, place):
+            found.send(each)
+    except Exception as error:
+        if place.rank:
+            raise
+        found.send(error)
+    if place.rank == 0:
+        found.send(None)
 
 
 def emulated(schedule: Schedule, cluster: str) -> Found:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from lightning_sparse.compressors.group import Group
 from lightning_sparse.fusion.costs import Link
 from lightning_sparse.simulation import Simulated, simulate
 from tests import conftest
+from tests.support.processes import Ranks
 
 HOST = Host(
     name="one",
@@ -212,9 +214,14 @@ def test_strategies_that_are_right_pass_on_real_ranks() -> None:
     assert not any(checked(FEW).values())
 
 
-@pytest.mark.processes
-def test_ranks_on_one_device_find_each_other_over_gloo() -> None:
-    errors = checked(doctor.OVER_GLOO[1:2], "spawn", True)
+def checked_after_threads_were_used() -> dict[str, str]:
+    torch.set_num_threads(2)
+    torch.ones(512, 512) @ torch.ones(512, 512)  # after which a forked process would wait for threads that it lacks
+    return checked(doctor.OVER_GLOO[1:2], "spawn", True)
+
+
+def test_ranks_on_one_device_find_each_other_over_gloo_where_threads_were_used(ranks: Ranks, tmp_path: Path) -> None:
+    errors = ranks.apart(checked_after_threads_were_used, tmp_path / "output")
     assert errors == {"no_communication": "", doctor.OVER_GLOO[1]: ""}
 
 
