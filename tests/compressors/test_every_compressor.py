@@ -29,18 +29,15 @@ every_size_and_wire = pytest.mark.parametrize(
 
 @every_compressor
 @every_size_and_wire
-def test_nothing_is_lost(compressor: ls.Compressor, size: int, wire_dtype: str) -> None:
+def test_nothing_is_lost_and_the_same_run_twice_gives_the_same_bits(
+    compressor: ls.Compressor, size: int, wire_dtype: str
+) -> None:
     given = normal(5, size, 203)
-    result = simulate(compressor, given, wire_dtype=wire_dtype)
-    assert_nothing_lost(given, result.mean, result.unsent)
-
-
-@every_compressor
-@every_size_and_wire
-def test_the_same_run_twice_gives_the_same_bits(compressor: ls.Compressor, size: int, wire_dtype: str) -> None:
-    first, second = (simulate(compressor, normal(4, size, 101), wire_dtype=wire_dtype) for _ in range(2))
+    first, second = (simulate(compressor, given, wire_dtype=wire_dtype) for _ in range(2))
+    assert_nothing_lost(given, first.mean, first.unsent)
     for field in dataclasses.fields(first):
         assert torch.equal(getattr(first, field.name), getattr(second, field.name)), field.name
+    assert size > 1 or not first.sent_bytes.any()
 
 
 @every_compressor
@@ -52,12 +49,6 @@ def test_every_rank_launches_the_same_messages_whatever_its_data(compressor: ls.
     given[:, -1] *= 1e6
     sent = simulate(compressor, given).sent_bytes
     assert (sent == sent[:, :1]).all()
-
-
-@every_compressor
-def test_one_rank_sends_nothing_and_keeps_to_the_law(compressor: ls.Compressor) -> None:
-    result = simulate(compressor, normal(3, 1, 50))
-    assert not result.sent_bytes.any()
 
 
 @pytest.mark.parametrize("density", [1e-4, 0.5])
@@ -79,7 +70,7 @@ def test_zero_gradients_stay_zero(compressor: ls.Compressor, size: int) -> None:
 
 
 @every_compressor
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_gradient_followed_by_zeros_is_delivered(compressor: ls.Compressor, size: int) -> None:
     if compressor == ls.SkipReduce(rotation="static"):
         pytest.skip("a static rotation never sends a rank's skipped slices: its documented price")
@@ -92,7 +83,7 @@ def test_a_gradient_followed_by_zeros_is_delivered(compressor: ls.Compressor, si
 
 
 @every_compressor
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 3])
 def test_half_precision_on_the_wire_sends_fewer_bytes(compressor: ls.Compressor, size: int) -> None:
     """And nothing but values is halved: indices keep their size."""
     given = normal(2, size, 2**17)  # so many that sums take two hops in either

@@ -18,7 +18,7 @@ from tests.support.simulated import SimulatedRanks, layered
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_words_sent_stay_below_six_k(size: int) -> None:
     """In the paper's format, 32-bit indices and values: 6 k (P-1)/P words a step between evaluations, k measured."""
-    n = 50_000
+    n = 20_000
     run = SimulatedRanks(ls.OkTopk(density=0.02, indices="int32"), size, n)
     words, picked = torch.zeros(size), 0
     for step, gradient in enumerate(layered(n, size, 64)):
@@ -50,14 +50,13 @@ def test_regions_receive_as_much_under_skewed_scales() -> None:
 
 
 def test_density_is_held() -> None:
-    run = SimulatedRanks(ls.OkTopk(density=0.01), 4, 50_000)
-    picked = torch.tensor([run.step(g).index.numel() / 500 for g in layered(50_000, 4, 160)])
+    run = SimulatedRanks(ls.OkTopk(density=0.01), 4, 30_000)
+    picked = torch.tensor([run.step(g).index.numel() / 300 for g in layered(30_000, 4, 160)])
     assert (picked[50:].unfold(0, 100, 1).mean(1) - 1).abs().max() < 0.05
     assert (picked[50:] - 1).abs().mean() < 0.10
 
 
-@pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize("factor", [0.01, 1e-4])
+@pytest.mark.parametrize(("factor", "on_device"), [(0.01, True), (1e-4, False), (1e-4, True)])
 def test_steps_go_on_after_a_lasting_fall_of_the_gradient(
     monkeypatch: pytest.MonkeyPatch, factor: float, on_device: bool
 ) -> None:

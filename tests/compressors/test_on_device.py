@@ -4,6 +4,7 @@ nothing but shapes: whoever looked at data there would fail.
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -16,14 +17,10 @@ from lightning_sparse.compressors.group import Group
 from lightning_sparse.network.comm import Comm, Pending
 from lightning_sparse.selection import device
 from lightning_sparse.selection.sparse import Sparse
-from lightning_sparse.selection.threshold import ThresholdController
 from lightning_sparse.simulation import simulate
 from lightning_sparse.wire import (
-    FLOAT16,
-    FLOAT32,
     INDEX_FORMATS,
     INT2,
-    INT4,
     INT8,
     SIGN,
     WIRE_DTYPES,
@@ -52,6 +49,8 @@ COMPRESSORS = [
     pytest.param(ls.OkTopk(density=0.05, slack=1.0, repartition_every=1), id="ok_topk-full"),
 ]
 every_compressor = pytest.mark.parametrize("compressor", COMPRESSORS)
+ESTIMATES = ls.SketchFusion(exact=False)  # lose what they miss by: its documented price
+EXACT: list[Any] = [each.values[0] for each in COMPRESSORS if each.values[0] != ESTIMATES]
 
 
 @pytest.fixture
@@ -59,17 +58,20 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "used_for", lambda x: True)
 
 
-@every_compressor
+RANKS_AND_WIRES = [
+    (1, "float32"), (1, "int8"), (2, "bfloat16"), (3, "float32"), (3, "float16"), (4, "int8"), (2, "int4"),
+    (3, "int2"), (3, "sign"),
+]  # fmt: skip
+OF_EACH = [RANKS_AND_WIRES[i % 9 :] + RANKS_AND_WIRES[: i % 9] for i, _ in enumerate(EXACT)]
+
+
 @pytest.mark.parametrize(
-    ("size", "wire_dtype"),
-    [
-        (1, "float32"), (1, "int8"), (2, "bfloat16"), (3, "float32"), (3, "float16"), (4, "int8"), (2, "int4"),
-        (3, "int2"), (3, "sign"),
-    ],
-)  # fmt: skip
+    ("compressor", "size", "wire_dtype"),
+    [(compressor, *each[at]) for compressor, each in zip(EXACT, OF_EACH, strict=True) for at in (0, 4)],
+    ids=repr,
+)
 def test_nothing_is_lost(on_device: None, compressor: ls.Compressor, size: int, wire_dtype: str) -> None:
-    if compressor == ls.SketchFusion(exact=False):
-        pytest.skip("estimates lose what they miss by: its documented price")
+    """With each compressor of two ways of ranks and formats, and each such way with two or three compressors."""
     for n in (1, 5, 203):
         given = normal(5, size, n)
         result = simulate(compressor, given, wire_dtype=wire_dtype)
@@ -81,13 +83,12 @@ def test_nothing_is_lost(on_device: None, compressor: ls.Compressor, size: int, 
 
 
 @every_compressor
-@pytest.mark.parametrize("size", [1, 3])
-def test_zeros_stay_zero_and_what_is_unsent_is_delivered(on_device: None, compressor: ls.Compressor, size: int) -> None:
-    given = torch.zeros(60, size, 6)
+def test_zeros_stay_zero_and_what_is_unsent_is_delivered(on_device: None, compressor: ls.Compressor) -> None:
+    given = torch.zeros(40, 3, 6)
     assert not simulate(compressor, given[:3]).mean.any()
-    given[0] = normal(1, size, 6)[0]
+    given[0] = normal(1, 3, 6)[0]
     result = simulate(compressor, given)
-    if compressor != ls.SketchFusion(exact=False):
+    if compressor != ESTIMATES:
         assert torch.allclose(result.mean.sum(0), given[0].mean(0), atol=1e-5)
     assert result.unsent.abs().max() < 1e-6
 
@@ -120,8 +121,8 @@ def test_what_is_sent_is_what_is_sent_on_a_cpu(
 @pytest.mark.parametrize("compressor", [ls.OkTopk(density=0.05), ls.OkTopk(slack=1.0)], ids=repr)
 def test_ok_topk_finds_about_what_it_finds_on_a_cpu(monkeypatch: pytest.MonkeyPatch, compressor: ls.OkTopk) -> None:
     """Through a jump of the scale, which turns what was found before into noise."""
-    n = 50_000
-    given = torch.stack(list(layered(n, 4, 90, jumps={60: 10.0})))
+    n = 20_000
+    given = torch.stack(list(layered(n, 4, 60, jumps={40: 10.0})))
     expected = simulate(compressor, given)
     monkeypatch.setattr(kernels, "used_for", lambda x: True)
     result = simulate(compressor, given)
@@ -314,12 +315,6 @@ def test_the_largest_go_first(n: int, threshold: float) -> None:
         assert x[index].isnan().any()
 
 
-def test_nobody_waits_to_hand_back_a_sparse_mean() -> None:
-    group = Group(0, ("a", "b"), (torch.empty(30, 7, device="meta"), torch.empty(11, device="meta")))
-    total = Sparse(torch.empty(9, dtype=torch.int64, device="meta"), torch.empty(9, device="meta"))
-    group.hand_back(total, [torch.empty(p.shape, device="meta") for p in group.parameters], 3)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_sparse_mean_is_handed_back(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     group = Group(0, ("a", "b", "c"), (torch.zeros(50, 7), torch.zeros(0), torch.zeros(3, 2, 5, 5)))
@@ -361,36 +356,6 @@ class _Arrived(Pending):
         self.wait = lambda: result  # type: ignore[method-assign]
 
     def wait(self) -> Tensor: ...  # type: ignore[empty-body]
-
-
-@pytest.mark.parametrize(
-    "compressor",
-    [
-        ls.MiCRO(density=0.01), ls.SketchFusion(), ls.SketchFusion(momentum=0.5), ls.SketchFusion(exact=False),
-        ls.SkipReduce(), ls.Dense(), ls.TopK(), ls.MomentumCorrection(0.9, ls.TopK(density=0.5)),
-        ls.ImportancePruning(givers=2), ls.ImportancePruning(rule="fixed", threshold=1.0),
-        ls.ImportancePruning(rule="adaptive"), ls.OkTopk(evaluate_every=2, repartition_every=3),
-        ls.OkTopk(density=0.5, evaluate_every=1, repartition_every=1),
-    ],
-    ids=repr,
-)  # fmt: skip
-@pytest.mark.parametrize("wire_dtype", [FLOAT32, FLOAT16, INT8, INT4])
-def test_nobody_looks_at_a_device_s_data(compressor: ls.Compressor, wire_dtype: ValueFormat) -> None:
-    group = Group(0, ("a", "b"), (torch.empty(300, 7, device="meta"), torch.empty(11, device="meta")))
-    if isinstance(compressor, ls.MiCRO):
-        group.memory["held"] = ThresholdController(0.1).state()  # in the first step the threshold is waited for
-    comm = Shapes(1, 4, wire_dtype)
-    for step in range(7):
-        gradients = [torch.empty(p.shape, device="meta") for p in group.parameters]
-        compressor.accumulate(group, gradients, 4)
-        total = finish(take_step(compressor, group, comm))
-        group.hand_back(total, gradients, 4)
-        for key, x in group.memory.items():  # what has arrived at the host by the next step
-            if key in ("report", "thresholds"):
-                full = isinstance(compressor, ls.OkTopk) and step > 3
-                counts = [5, 900, 999, 900, 1] if full else [5, 5, 6, 5, 1]
-                report = {"report": counts, "thresholds": [1.0, 1.0, 21.0, 25.0]}
-                group.memory[key] = torch.tensor(report[key]).to(x.dtype).expand(x.shape)
 
 
 @pytest.mark.cuda

@@ -33,7 +33,7 @@ def test_hops_in_a_row(compressor: ls.Compressor, far: int, near: int) -> None:
     for hop_bytes, expected in ((10**9, far), (1, near)):
         network, hops = SimNetwork(size, wire_format("int4"), hop_bytes), [0]
         ranks = SimulatedRanks(compressor, size, (50, 100), network=network)
-        for gradients in layered(5000, size, 24):
+        for gradients in layered(5000, size, 16):
             ranks.step(gradients)
             assert len({comm.hops for comm in network.comms}) == 1
             hops.append(network.comms[0].hops)

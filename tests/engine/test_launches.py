@@ -14,8 +14,8 @@ from lightning_sparse.wire import INT4, wire_format
 from tests.support.fake_cuda import unavailable_reason
 from tests.support.on_fake_cuda import Training, gradients, local_steps, on_fake_cuda, parameters
 
-LAYERS = 80
-BUCKETS = 40  # of DDP
+LAYERS = 20
+BUCKETS = 10  # of DDP
 
 reason = unavailable_reason()
 on_a_fake_device = pytest.mark.skipif(reason is not None, reason=reason or "")
@@ -36,8 +36,7 @@ def launched(n: int, layers: int, wire_dtype: str, compressor: ls.Compressor, si
 
 
 @on_a_fake_device
-@pytest.mark.parametrize("layers", [1, LAYERS])
-@pytest.mark.parametrize("n", [10**6, 10**8, 10**9])
+@pytest.mark.parametrize(("n", "layers"), [(10**6, 1), (10**8, LAYERS), (10**9, 1)])
 @pytest.mark.parametrize(
     ("wire_dtype", "most"),
     [("float32", 3), ("bfloat16", 24), ("float16", 28), ("int8", 8), ("int4", 8), ("int2", 8), ("sign", 8)],
@@ -75,7 +74,7 @@ def launched_with_adam(settings: dict[str, Any], layers: int) -> tuple[int, int]
 @on_a_fake_device
 def test_second_moments_launch_little() -> None:
     """At most 8 operations for each matrix, and 30 in the first 20 steps, in which ranks compare them each time."""
-    layers = 8
+    layers = 3
     early, later = launched_with_adam({}, layers)
     own_early, own_later = launched_with_adam({"second_moments": "own"}, layers)
     assert later - own_later <= 8 * layers

@@ -1,7 +1,8 @@
-"""No step of a training waits for the device, but where ``docs/gpu.md`` says so: on a fake device, of which nothing is
-known but shapes, every look at data is noted.
+"""No step of a training waits for the device, but where ``docs/gpu.md`` says so, and what its streams do to the same
+memory is ordered: on a fake device, of which nothing is known but shapes, every look at data and every access is noted.
 """
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.groups import make_groups, pieces_of
+from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.engine.second_moments import EVERY
 from lightning_sparse.kernels import select
 from lightning_sparse.wire import WIRE_DTYPES
@@ -26,16 +28,20 @@ from tests.support.fake_nccl import FakeNccl
 from tests.support.on_fake_cuda import (
     COMPRESSORS,
     LOCAL_SETTINGS,
+    SMALL,
+    Make,
+    Scaler,
     Training,
+    evaluate,
     gradients,
     local_steps,
     nodes,
     on_fake_cuda,
     parameters,
+    train,
     watched,
 )
 
-STEPS = 8
 FOUND = 52.0  # elements in each message that arrives, as the host is told: as many as MiCRO(density=0.01) meant
 
 #: Where the host may wait for the device: the function that does, and what docs/gpu.md says of it.
@@ -54,33 +60,20 @@ MAY_WAIT = {
     "network/torch_comm.py mean": "a checkpoint",
 }
 
+EVERY_TEN_STEPS = {place for place, why in MAY_WAIT.items() if why.startswith("with local steps, every 10 steps")}
+AFTER_THE_AVERAGE = {place for place, why in MAY_WAIT.items() if "where the average was shown" in why}
+
+FORMATS = [str(each) for each in WIRE_DTYPES]
+
 reason = unavailable_reason()
 pytestmark = pytest.mark.skipif(reason is not None, reason=reason or "")
 
-Make = Callable[[FakeNccl, dict[str, Tensor]], Exchange]
 
-
-class Scaler:
-    """Takes the place of a ``GradScaler``, which is none where there is no CUDA."""
-
-    def scale(self, x: Tensor) -> Tensor:
-        return x * torch.full((), 8.0, device=DEVICE)
-
-
-def waits(
-    make: Make, steps: int = STEPS, shapes: Any = None, dtype: torch.dtype = torch.float32, adam: bool = False
-) -> list[set[str]]:
-    """Where the host waits, in each step of a training."""
-    with on_fake_cuda() as (cuda, nccl):
-        cuda.sees = FOUND
-        of = parameters(shapes, dtype)
-        training = Training(make(nccl, of), of, adam=adam)
-        found = []
-        for _ in range(steps):
-            cuda.waits.clear()
-            training.step()
-            found.append(set(cuda.waits))
-        return found
+def waits(make: Make, *arguments: Any, **options: Any) -> list[set[str]]:
+    """Where the host waits, in each step of a training in which everything is ordered."""
+    found, unordered = train(make, *arguments, **options)
+    assert unordered == []
+    return found
 
 
 def test_a_look_at_data_is_noted() -> None:
@@ -101,19 +94,37 @@ def test_a_look_at_data_is_noted() -> None:
         assert cuda.waits == []
 
 
-@pytest.mark.parametrize("wire_dtype", [str(each) for each in WIRE_DTYPES])
-@pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
+# Each compressor in a format, so that each format is of sums and of messages of elements.
+IN_FORMATS = [
+    *zip(COMPRESSORS, itertools.cycle(FORMATS), strict=False),
+    *[(ls.Dense(), wire_dtype) for wire_dtype in FORMATS[1:]],
+]
+
+
+@pytest.mark.parametrize(("compressor", "wire_dtype"), IN_FORMATS, ids=repr)
 def test_nobody_waits_in_a_step(compressor: ls.Compressor, wire_dtype: str) -> None:
-    first, *others = waits(lambda nccl, of: gradients(nccl, of, compressor, wire_dtype))
-    may = {"compressors/micro.py reduce"} if isinstance(compressor, ls.MiCRO) else set()
-    assert first <= may
-    if compressor == ls.MiCRO(density=0.01):
-        may = set()  # the threshold is not lost: as many are found as were meant
-    assert set().union(*others) <= may
+    found = waits(lambda nccl, of: gradients(nccl, of, compressor, wire_dtype, bucket_bytes=SMALL))
+    assert set().union(*found) <= may_wait(compressor)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("compressor", [ls.Dense(), ls.TopK(), ls.LowRank(), ls.SkipReduce()], ids=repr)
+def may_wait(compressor: ls.Compressor) -> set[str]:
+    return {"compressors/micro.py reduce"} if isinstance(compressor, ls.MiCRO) else set()
+
+
+def test_micro_waits_in_its_first_step_alone_while_its_threshold_holds() -> None:
+    first, *others = waits(lambda nccl, of: gradients(nccl, of, ls.MiCRO(density=0.01), "int4"), sees=FOUND)
+    assert first == may_wait(ls.MiCRO())
+    assert not set().union(*others)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "dtype"),
+    [
+        (ls.Dense(), torch.bfloat16), (ls.TopK(), torch.float16), (ls.LowRank(), torch.bfloat16),
+        (ls.SkipReduce(), torch.float16),
+    ],
+    ids=repr,
+)  # fmt: skip
 def test_nobody_waits_with_parameters_in_half_precision(compressor: ls.Compressor, dtype: torch.dtype) -> None:
     assert not set().union(*waits(lambda nccl, of: gradients(nccl, of, compressor, "int4"), dtype=dtype))
 
@@ -121,14 +132,18 @@ def test_nobody_waits_with_parameters_in_half_precision(compressor: ls.Compresso
 @pytest.mark.parametrize("wire_dtype", ["float32", "int4"])
 def test_nobody_waits_for_sums_in_one_hop_two_hops_and_many_segments(wire_dtype: str) -> None:
     shapes = {"small": (100,), "middle": (100, 1000), "large": (3000, 3000)}
-    assert not set().union(*waits(lambda nccl, of: gradients(nccl, of, ls.Dense(), wire_dtype), 3, shapes))
+    assert not set().union(*waits(lambda nccl, of: gradients(nccl, of, ls.Dense(), wire_dtype), 3, shapes=shapes))
 
 
-@pytest.mark.parametrize("compressor", [ls.Dense(), ls.TopK(), ls.LowRank(), ls.MiCRO(density=0.01)], ids=repr)
+@pytest.mark.parametrize(
+    "compressor",
+    [ls.Dense(), ls.LowRank(), ls.MiCRO(density=0.01), ls.MomentumCorrection(0.9, ls.TopK())],
+    ids=repr,
+)
 def test_nobody_waits_with_a_loss_scale(compressor: ls.Compressor) -> None:
-    first, *others = waits(lambda nccl, of: gradients(nccl, of, compressor, "int4", scaler=Scaler()))
-    assert first <= {"compressors/micro.py reduce"}
-    assert not set().union(*others) - ({"compressors/micro.py reduce"} if isinstance(compressor, ls.MiCRO) else set())
+    """Also in a step that is undone: the host sees that each has overflowed."""
+    found = waits(lambda nccl, of: gradients(nccl, of, compressor, "int4", scaler=Scaler(), bucket_bytes=SMALL))
+    assert set().union(*found) <= may_wait(compressor)
 
 
 def test_nobody_waits_for_what_may_be_unused() -> None:
@@ -145,38 +160,68 @@ def test_nobody_waits_with_nodes(leader: bool) -> None:
     assert not set().union(*waits(lambda nccl, of: nodes(nccl, of, leader, scaler=Scaler())))
 
 
-def test_nobody_waits_to_watch_what_is_unsent_or_to_time_a_step() -> None:
-    assert not set().union(*waits(watched))
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("compressor", [ls.Dense(), ls.TopK(), ls.LowRank(), ls.MiCRO(density=0.01)], ids=repr)
-def test_local_steps_wait_every_ten_steps(compressor: ls.Compressor, overlap: bool) -> None:
-    found = waits(lambda nccl, of: local_steps(nccl, of, compressor, "int4", overlap=overlap), 2 * EVERY + 3)
-    looking = {place for place, why in MAY_WAIT.items() if why.startswith("with local steps, every 10 steps")}
-    if isinstance(compressor, ls.MiCRO):
-        looking.add("compressors/micro.py reduce")
-        found = [step - {"compressors/micro.py reduce"} for step in found]
-    assert set().union(*found) <= looking
-    assert sum(bool(step) for step in found) <= 2 * 2  # of 23: one to send, the next to read what arrived
-
-
-@pytest.mark.parametrize("wire_dtype", [str(each) for each in WIRE_DTYPES])
-def test_local_steps_in_every_format_wait_no_more_with_adam(wire_dtype: str) -> None:
-    """Whose second moments are compared after each of these steps."""
-    found = waits(lambda nccl, of: local_steps(nccl, of, ls.Dense(), wire_dtype), EVERY - 1, adam=True)
-    assert set().union(*found) == set()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("settings", LOCAL_SETTINGS, ids=repr)
-def test_no_setting_of_local_steps_waits_more(settings: dict[str, Any], dtype: torch.dtype) -> None:
+def test_nobody_waits_to_sum_in_ddp_s_buckets() -> None:
     def make(nccl: FakeNccl, of: dict[str, Tensor]) -> Exchange:
-        return local_steps(nccl, of, ls.Dense(), "int4", **settings)
+        exchange = gradients(nccl, of, ls.Dense(), may_sum_in_place=True)
+        exchange.nothing_unsent = True
+        return exchange
 
-    first, *others = waits(make, EVERY - 1, dtype=dtype, adam=True)
-    assert first <= {"engine/weights.py _take_over"}  # a training begins with the average shown
-    assert set().union(*others) == set()
+    assert not set().union(*waits(make))
+
+
+def test_nobody_waits_to_watch_what_is_unsent_or_to_time_a_step() -> None:
+    def look(exchange: GradientExchange, nccl: FakeNccl, of: dict[str, Tensor]) -> None:
+        assert exchange.sample is not None
+        exchange.sample.waiting()
+        exchange.sample.age()
+        exchange.delivered()
+        exchange.unsent_norm()
+
+    assert not set().union(*waits(watched, between=look))
+
+
+@pytest.mark.parametrize(
+    ("compressor", "overlap"),
+    [(ls.Dense(), True), (ls.Dense(), False), (ls.TopK(), True), (ls.LowRank(), False), (ls.MiCRO(), True)],
+    ids=repr,
+)
+def test_local_steps_wait_every_ten_steps(compressor: ls.Compressor, overlap: bool) -> None:
+    def make(nccl: FakeNccl, of: dict[str, Tensor]) -> Exchange:
+        return local_steps(nccl, of, compressor, "int4", overlap=overlap, outer_momentum=0.5)
+
+    found = [step - may_wait(compressor) for step in waits(make, EVERY + 3)]
+    assert set().union(*found) == EVERY_TEN_STEPS
+    assert sum(bool(step) for step in found) <= 2  # of 13: one to send, the next to read what arrived
+
+
+ADAM = [
+    *[({}, wire_dtype, torch.float32) for wire_dtype in FORMATS],
+    *[
+        (settings, wire_dtype, dtype)
+        for settings in LOCAL_SETTINGS
+        for wire_dtype, dtype in (("int2", torch.float32), ("sign", torch.bfloat16))
+    ],
+]
+
+
+@pytest.mark.parametrize(("settings", "wire_dtype", "dtype"), ADAM, ids=repr)
+def test_local_steps_in_every_format_and_setting_wait_no_more_with_adam(
+    settings: dict[str, Any], wire_dtype: str, dtype: torch.dtype
+) -> None:
+    """Whose second moments are looked at before and compared after each of these steps."""
+
+    def make(nccl: FakeNccl, of: dict[str, Tensor]) -> Exchange:
+        return local_steps(nccl, of, ls.Dense(), wire_dtype, **settings)
+
+    def evaluate_and_save(exchange: LocalExchange, nccl: FakeNccl, of: dict[str, Tensor]) -> None:
+        exchange.state()
+        evaluate(exchange, nccl, of)
+
+    steps = 7 if settings else 5
+    found = waits(make, steps, evaluate_and_save, dtype=dtype, adam=True)
+    shown = [found.pop(steps // 2), found.pop(0)]  # a training begins with the average shown
+    assert set().union(*shown) <= AFTER_THE_AVERAGE
+    assert set().union(*found) == set()
 
 
 def test_who_asks_how_much_shorter_adams_steps_are_waits() -> None:

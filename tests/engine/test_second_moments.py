@@ -40,9 +40,9 @@ def share_of(moments: SecondMoments, parameter: Tensor) -> Tensor:
 
 
 def learn(parameters: list[list[nn.Parameter]], moments: list[SecondMoments], signal: Tensor, noise: Tensor) -> None:
-    """Have ranks compare 400 gradients of the first parameter: a ``signal`` that all have, and ``noise`` of each."""
+    """Have ranks compare 200 gradients of the first parameter: a ``signal`` that all have, and ``noise`` of each."""
     generator = torch.Generator().manual_seed(0)
-    for _ in range(400):
+    for _ in range(200):
         common = torch.randn(signal.shape, generator=generator) * signal
         for own, each in zip(parameters, moments, strict=True):
             each.look(own[0], common + torch.randn(signal.shape, generator=generator) * noise)

@@ -374,8 +374,9 @@ def test_panels_that_would_say_nothing_are_left_out() -> None:
     ids=["one of each", "many groups", "no loss", "no groups"],
 )
 def test_odd_trainings_can_be_drawn_without_a_warning(run: Notes) -> None:
-    assert drawn(draw(run))
-    assert len(draw(run)._repr_png_()) > 10_000  # type: ignore[attr-defined]
+    figure = draw(run)
+    assert drawn(figure)
+    assert len(figure._repr_png_()) > 10_000  # type: ignore[attr-defined]
 
 
 def test_plot_returns_a_figure_that_shows_itself_and_saves_it(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ A subclass may note more of each operation.
 import ctypes
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from importlib import import_module
@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lightning_sparse.kernels import ops
 
@@ -273,8 +272,7 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = tree_leaves((args, kwargs))
-        if not any(isinstance(x, FakeTensor) or (isinstance(x, torch.device) and x.type == "cuda") for x in given):
+        if not _fake(args) and not _fake(kwargs.values()):
             with unset_fake_temporarily():  # all on the host, where there is data
                 return func(*args, **kwargs)
         if func.namespace == "prim":
@@ -285,7 +283,7 @@ class _Operations(TorchDispatchMode):
             func = torch.ops.aten.masked_select.default
             args = args[0], args[1][0]
         if func in LOOKS:
-            (self._cuda.look if args[0].device.type == "cuda" else self._cuda.host_reads)(args[0])
+            (self._cuda.look if place_of(args[0]) == "cuda" else self._cuda.host_reads)(args[0])
             return LOOKS[func](self._cuda, *args)
         result = func(*args, **kwargs)
         self._note(func, args, kwargs, result)
@@ -311,10 +309,10 @@ class _Operations(TorchDispatchMode):
         """Note that the host waits in a copy between it and the device that does not say it must not."""
         aten = torch.ops.aten
         if func is aten.copy_.default:
-            devices = args[0].device.type, args[1].device.type
+            devices = place_of(args[0]), place_of(args[1])
             beside = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
         elif func is aten._to_copy.default:
-            devices, beside = (args[0].device.type, result.device.type), kwargs.get("non_blocking", False)
+            devices, beside = (place_of(args[0]), place_of(result)), kwargs.get("non_blocking", False)
         else:
             return
         if not beside and set(devices) == {"cpu", "cuda"}:
@@ -341,6 +339,16 @@ def _accesses(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[list[Tens
     return read, written
 
 
+def _fake(given: Iterable[Any]) -> bool:
+    """Whether any of what an operation is given lies on the device, or is to."""
+    for x in given:
+        if isinstance(x, FakeTensor) or (isinstance(x, torch.device) and x.type == "cuda"):
+            return True
+        if isinstance(x, list | tuple) and _fake(x):
+            return True
+    return False
+
+
 def _tensors(x: Any) -> Iterator[Tensor]:
     if isinstance(x, Tensor):
         yield x
@@ -350,7 +358,12 @@ def _tensors(x: Any) -> Iterator[Tensor]:
 
 
 def on_device(tensors: Sequence[Tensor]) -> bool:
-    return any(x.device.type == "cuda" for x in tensors)
+    return any(place_of(x) == "cuda" for x in tensors)
+
+
+def place_of(x: Tensor) -> str:
+    """Where ``x`` lies, which a fake tensor would go through all modes to say."""
+    return (x.fake_device if isinstance(x, FakeTensor) else x.device).type
 
 
 @contextmanager

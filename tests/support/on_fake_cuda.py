@@ -1,6 +1,6 @@
-"""Steps of one rank of four on a fake device: its exchange, NCCL in fake, and a backward that hands over buckets."""
+"""Steps of one rank of three on a fake device: its exchange, NCCL in fake, and a backward that hands over buckets."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,8 +21,10 @@ from lightning_sparse.network.process_groups import LANES, ProcessGroups
 from lightning_sparse.wire import wire_format
 from tests.support.fake_cuda import DEVICE, FakeCuda
 from tests.support.fake_nccl import FakeNccl
+from tests.support.happens_before import HappensBefore
 
-SIZE = 4
+SIZE = 3
+SMALL = 2_000  # bytes of a group: a bucket of DDP has groups of both lanes
 SHAPES = {"first": (300, 70), "bias": (11,), "norm": (64,), "last": (64, 80), "one": (1,)}
 
 #: Every compressor, with the settings that take another way through it.
@@ -38,6 +40,17 @@ COMPRESSORS: list[ls.Compressor] = [
 LOCAL_SETTINGS: list[dict[str, Any]] = [
     {"lead": 1.4}, {"error_decay": 0.95}, {"second_moments": "own"}, {"outer_momentum": 0.9, "overlap": False},
 ]  # fmt: skip
+
+
+Make = Callable[[FakeNccl, dict[str, Tensor]], Exchange]
+Between = Callable[[Any, FakeNccl, dict[str, Tensor]], None]
+
+
+class Scaler:
+    """Takes the place of a ``GradScaler``, which is none where there is no CUDA."""
+
+    def scale(self, x: Tensor) -> Tensor:
+        return x * torch.full((), 8.0, device=DEVICE)
 
 
 class Bucket:
@@ -88,9 +101,17 @@ def local_steps(
 ) -> LocalExchange:
     """An exchange with local steps, as it is on NCCL."""
     settings = LocalSteps(2, **options)
-    groups, fragments = lay_out_fragments(of, compressor, "bucket", settings.parts, 2_000)
+    groups, fragments = lay_out_fragments(of, compressor, "bucket", settings.parts, SMALL)
     comms = nccl.comms(LANES, wire_format(wire_dtype))
     return LocalExchange(groups, fragments, comms, threaded=False, settings=settings, compressor=compressor)
+
+
+def watching(exchange: LocalExchange) -> LocalExchange:
+    """Have an exchange tell other ranks of a tensor that no optimizer trains."""
+    running = torch.zeros(8, device=DEVICE)
+    exchange.untrained.watched["running mean"] = lambda: running
+    exchange.untrained.begin()
+    return exchange
 
 
 class Node:
@@ -106,15 +127,15 @@ class Node:
 
 
 def nodes(nccl: FakeNccl, of: dict[str, Tensor], leader: bool, **options: Any) -> GradientExchange:
-    """An exchange of gradients among four nodes, as it is on NCCL, on a ``leader`` of one or on another rank."""
+    """An exchange of gradients among three nodes, as it is on NCCL, on a ``leader`` of one or on another rank."""
     comm = NodeComm(0, SIZE, nccl.comm() if leader else None, nccl.comm()).in_format(wire_format("int4"))
-    groups, node = lay_out(of, ls.TopK(), "bucket", 2_000), Node(nccl)
+    groups, node = lay_out(of, ls.TopK(), "bucket", SMALL), Node(nccl)
     return GradientExchange(groups, [comm], threaded=False, node=node, **options)  # type: ignore[arg-type]
 
 
 def watched(nccl: FakeNccl, of: dict[str, Tensor]) -> GradientExchange:
     """An exchange of gradients that somebody watches, records and times."""
-    exchange = gradients(nccl, of, ls.TopK(), "int4", bucket_bytes=2_000)
+    exchange = gradients(nccl, of, ls.TopK(), "int4", bucket_bytes=SMALL)
     exchange.watch_unsent()
     exchange.record_gradients(1000)
     exchange.defer(True)
@@ -160,3 +181,53 @@ class Training:
         if self._adam is not None:
             self._adam.step()
         self.exchange.end_step()
+
+
+def nothing(exchange: Any, nccl: FakeNccl, of: dict[str, Tensor]) -> None:
+    """Between steps."""
+
+
+def evaluate(exchange: LocalExchange, nccl: FakeNccl, of: dict[str, Tensor]) -> None:
+    """Show the average, compute with it, and compare what no optimizer trains."""
+    exchange.show_average()
+    for p in of.values():
+        p.sum()
+    exchange.compare()
+
+
+def train(
+    make: Make,
+    steps: int = 5,
+    between: Between = nothing,
+    shapes: Any = None,
+    dtype: torch.dtype = torch.float32,
+    adam: bool = False,
+    sees: float = 5.0,
+) -> tuple[list[set[str]], list[str]]:
+    """Where the host waits in each step of a training, and pairs of accesses that nothing orders.
+
+    Args:
+        make: the exchange.
+        steps: of the training, after half of which, and after the last, there is ``between``.
+        between: two steps.
+        shapes: of the parameters.
+        dtype: of the parameters.
+        adam: have PyTorch's Adam step.
+        sees: what the host is told where it looks at data.
+    """
+    with on_fake_cuda(HappensBefore()) as (cuda, nccl):
+        assert isinstance(cuda, HappensBefore)
+        cuda.sees = sees
+        of = parameters(shapes, dtype)
+        exchange = make(nccl, of)
+        training, waits = Training(exchange, of, adam=adam), []
+        for step in range(steps):
+            if step == steps // 2:
+                between(exchange, nccl, of)
+            cuda.waits.clear()
+            training.step()
+            waits.append(set(cuda.waits))
+        between(exchange, nccl, of)
+        exchange.close()
+        assert cuda.accesses > 20 * steps
+        return waits, cuda.unordered

@@ -249,7 +249,7 @@ def test_a_sum_loses_nothing_whichever_way_it_goes(form: ValueFormat, size: int,
     [
         (100_000, 5_000, FLOAT32, 1, 1, 3 * 20_000),  # few bytes: all to all
         (100_000, 250_000, FLOAT32, 2, 2, 1_500_000),  # to who adds, and back
-        (100_000, 25_000_000, FLOAT32, 1, 6, 150_000_000),  # many: the backend's
+        (1_000, 250_000, FLOAT32, 1, 6, 1_500_000),  # many: the backend's
         (0, 5_000, FLOAT32, 1, 6, 30_000),  # without latency the backend copies least
         (100_000, 5_000, INT4, 1, 1, 3 * INT4.nbytes(5_000)),
         (0, 5_000, INT4, 2, 2, 6 * 4 * -(-INT4.nbytes(1250) // 4)),
