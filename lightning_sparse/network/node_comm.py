@@ -26,7 +26,6 @@ class NodeComm(Comm):
         self._between, self._inside = between, inside
 
     def release(self) -> None:
-        """Forget both process groups too."""
         super().release()
         self._inside.release()
         if self._between:

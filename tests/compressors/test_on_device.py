@@ -379,7 +379,7 @@ def test_nobody_looks_at_a_device_s_data(compressor: ls.Compressor, wire_dtype: 
     group = Group(0, ("a", "b"), (torch.empty(300, 7, device="meta"), torch.empty(11, device="meta")))
     if isinstance(compressor, ls.MiCRO):
         group.memory["held"] = ThresholdController(0.1).state()  # in the first step the threshold is waited for
-    comm = Shapes(1, 4, wire_dtype)
+    comm = Shapes(1, 4).in_format(wire_dtype)
     for step in range(7):
         gradients = [torch.empty(p.shape, device="meta") for p in group.parameters]
         compressor.accumulate(group, gradients, 4)
