@@ -56,12 +56,7 @@ class Untrained:
 
 
 class Comparison:
-    """What ranks tell each other from time to time: which of ``untrained`` have changed, and averages that were set.
-
-    Args:
-        untrained: what no optimizer trains.
-        device: where messages lie.
-    """
+    """What ranks tell each other from time to time: which of ``untrained`` have changed, and averages that were set."""
 
     def __init__(self, untrained: Untrained, device: torch.device) -> None:
         self.untrained, self._device = untrained, device
