@@ -25,7 +25,6 @@ class LearningRate(Callback):
         self._rate, self._schedule = rate, schedule
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Set the largest rates."""
         del pl_module
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         for group in groups:
@@ -33,7 +32,6 @@ class LearningRate(Callback):
         self._largest = [(group, group["lr"]) for group in groups]
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
-        """Set the rates of a step."""
         del args
         if self._schedule is not None:
             for group, largest in self._largest:
@@ -64,7 +62,6 @@ class Judge(Callback):
         self._sends = False  # has sent anything yet
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        """Evaluate if it is time to."""
         del args
         steps = self._probe.steps
         last_one = len(steps) == trainer.max_steps
