@@ -128,12 +128,10 @@ class Weights:
                 replica.start_from(place, tensor)
 
     def restore(self, names: Collection[str], averages: Mapping[str, Tensor], late: bool) -> None:
-        """Hold this rank's own weights, which lie in ``unsent``, while the parameters hold x̄, or will.
+        """Hold this rank's own weights of ``names``, which lie in ``unsent``, while the parameters hold x̄, or will.
 
-        Args:
-            names: of parameters whose own weights are there; nothing is unsent of others.
-            averages: x̄ of those that the parameters cannot hold exactly, in half precision.
-            late: x̄ is not in the parameters yet; else what they hold later, if it is anything else, is set by others.
+        ``averages`` are x̄ of those that the parameters cannot hold exactly, in half precision.  If ``late``, x̄ is not
+        in the parameters yet; else what they hold later, if it is anything else, is set by others.
         """
         self._held, self._late = [self._restored(replica, names, averages) for replica in self.replicas], late
 

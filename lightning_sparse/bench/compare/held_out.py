@@ -46,12 +46,8 @@ class Judge(Callback):
     or with no communication its own.  A strategy that does not send in every step is judged after steps in which it
     did, when its ranks share a model.  The ranks agree on every decision, since they make it from the same numbers.
 
-    Args:
-        probe: whose last step gets the loss, and whose clock stands still meanwhile.
-        data: [N, ...], the same on every rank.
-        lowest: loss at which training ends; it ends too where the loss is not finite.
-        seconds: of training after which it ends; None: with the trainer's last step.
-        least: steps before it may end.
+    The clock of the probe stands still meanwhile.  A training ends after ``least`` steps at the earliest: at the
+    ``lowest`` loss, where the loss is not finite, and after so many ``seconds``, if not with the trainer's last step.
     """
 
     def __init__(self, probe: Probe, data: Tensor, lowest: float, seconds: float | None, least: int) -> None:
