@@ -67,7 +67,6 @@ class SparseDDPStrategy(DDPStrategy):
         return [hook for each in self._hooks if (hook := each()) is not None]
 
     def setup_module(self, module: Module) -> DistributedDataParallel:
-        """Wrap ``module`` in DDP, with our hook."""
         scaler = getattr(self.precision, "scaler", None)
         ddp, hook = SparseHook.around(self, module, scaler, partial(super().setup_module, module))
         for known in self._optimizers:
@@ -103,7 +102,6 @@ class SparseDDPStrategy(DDPStrategy):
         return rest
 
     def teardown(self) -> None:
-        """End the hooks' threads."""
         for hook in self.hooks:
             hook.close()
         super().teardown()

@@ -96,11 +96,7 @@ class SparseHook:
     ) -> "tuple[DistributedDataParallel, SparseHook]":
         """Return the DDP that ``wrap`` makes of ``module``, once all ranks agree on the options, and a hook on it.
 
-        Args:
-            strategy: of Lightning or Fabric, with ``options``, that knows whether a model is being evaluated.
-            module: that is trained.
-            scaler: the ``torch.amp.GradScaler`` that scales the loss, if there is one.
-            wrap: returns the DDP.
+        The ``strategy``, Lightning's or Fabric's, has ``options`` and knows whether a model is being evaluated.
         """
         options: Options = strategy.options
         local_size = strategy.num_processes if isinstance(options.local_group, str) else options.local_group
@@ -156,17 +152,14 @@ class SparseHook:
 
     @property
     def exchange(self) -> Exchange:
-        """The engine in use."""
         return self._course.switch.exchange
 
     @property
     def layer_fusion(self) -> LayerFusion | None:
-        """The planner of its groups, if there is one."""
         return self._course.switch.layer_fusion
 
     @property
     def chooser(self) -> Chooser | None:
-        """What chooses with ``sparse_auto``."""
         return self._course.chooser
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -47,17 +47,14 @@ class ShowsAverage(_Base):
             callbacks.insert(0, BeforeCallbacks())
 
     def on_validation_start(self) -> None:
-        """Validate the average."""
         self.show_average()
         super().on_validation_start()
 
     def on_test_start(self) -> None:
-        """Test the average."""
         self.show_average()
         super().on_test_start()
 
     def on_predict_start(self) -> None:
-        """Predict with the average."""
         self.show_average()
         super().on_predict_start()
 
@@ -112,14 +109,12 @@ class BeforeCallbacks(Callback):
     """
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        """Show the average to callbacks that average weights over time."""
         kinds = {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}  # type: ignore[attr-defined]
         exchange = getattr(trainer.strategy, "exchange", None)
         if kinds & WEIGHT_AVERAGING and exchange is not None and not exchange.within_step:
             exchange.show_average()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show the average."""
         if isinstance(trainer.strategy, ShowsAverage):
             trainer.strategy.show_average()
 
@@ -142,7 +137,6 @@ class _Called(nn.Module):
         self._function = function
 
     def forward(self) -> Any:
-        """Call the function."""
         return self._function()
 
 

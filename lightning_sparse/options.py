@@ -156,12 +156,7 @@ class Options:
     def agree(self, module: nn.Module, comm: Comm, local_size: int, unused: object, scaler: object) -> None:
         """Go on only if every rank has these options and such a ``module``; to be called on every rank.
 
-        Args:
-            module: whose gradients are averaged.
-            comm: the ranks.
-            local_size: what ``local_group`` is here, in ranks.
-            unused: DDP's ``find_unused_parameters``.
-            scaler: the gradient scaler, if there is one.
+        In ranks ``local_group`` is ``local_size`` here; ``unused`` is DDP's ``find_unused_parameters``.
 
         Raises:
             RuntimeError: on every rank, with the values that differ.
@@ -173,9 +168,7 @@ class Options:
     def beside_ddp(self, kwargs: Mapping[str, Any], init: Callable[..., None]) -> tuple["Options", dict[str, Any]]:
         """Return these options and DDP's arguments, each with the bucket size that suits the other.
 
-        Args:
-            kwargs: for ``init``, which hands on to DDP what is not its own.
-            init: of Lightning's or Fabric's DDPStrategy.
+        Those are for ``init`` of Lightning's or Fabric's DDPStrategy, which hands on to DDP what is not its own.
 
         Raises:
             ValueError: for an argument of DDP that is not supported, or out of range.

@@ -38,7 +38,7 @@ MAY_IMPORT_LIGHTNING = {
 }
 MAY_IMPORT_DISTRIBUTED = {
     "network/",
-    "engine/pending_bucket.py",
+    "engine/step.py",
     "engine/exchange.py",
     "engine/gradients.py",
     "engine/local_exchange.py",

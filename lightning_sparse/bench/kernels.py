@@ -50,10 +50,9 @@ def _calls(n: int, device: torch.device) -> dict[str, tuple[Call, int]]:
     """For each kernel a call, and the least bytes it must read and write."""
     block16 = INDEX_FORMATS["block16"]
     unsent, out = torch.randn(2, n, device=device)
-    gradient = 1e-6 * torch.randn(n, device=device)  # so small that after many steps as many are selected
     threshold = torch.tensor(2.5758, device=device)  # which 1 % of a normal distribution reach
     capacity = max(1, round(1.25 * DENSITY * n))
-    found = kernels.select(unsent, gradient, threshold, capacity)
+    found = kernels.select(unsent, threshold, capacity)
     index, count, selected = found.index, found.count, int(found.count)
     values = torch.randn(capacity, device=device)
     payload = torch.empty(block16.nbytes(n, capacity), dtype=torch.uint8, device=device)
@@ -62,7 +61,7 @@ def _calls(n: int, device: torch.device) -> dict[str, tuple[Call, int]]:
     hashed, table = hashes(sketch, n, device), torch.empty(ROWS, sketch.columns, device=device)
     sketched, coded = 4 * (n + table.numel()), payload.numel()
     calls: dict[str, tuple[Call, int]] = {
-        "select": (lambda: kernels.select(unsent, gradient, threshold, capacity), 12 * n + 8 * capacity),
+        "select": (lambda: kernels.select(unsent, threshold, capacity), 4 * n + 8 * capacity),
         "scatter": (lambda: kernels.scatter(index, values, count, 3, out), 4 * n + 12 * selected),
         "sketch_encode": (lambda: kernels.sketch_encode(unsent, hashed, table), sketched),
         "sketch_estimate": (lambda: kernels.sketch_estimate(table, hashed, out), sketched),

@@ -22,23 +22,15 @@ SCALER = ("scale", "_growth_tracker")  # what of a GradScaler's state changes fr
 
 @dataclass(frozen=True)
 class Parts:
-    """What of a training, beside its model, differs between ranks with local steps.
-
-    Args:
-        optimizers: whose states do.
-        scaler: of the loss, which each rank scales by itself, if there is one.
-        module: that is trained, some of whose buffers do.
-        is_loaded: its weights are from the checkpoint already, where one is read.
-    """
+    """What of a training, beside its model, differs between ranks with local steps."""
 
     optimizers: Sequence[Optimizer]
-    scaler: "torch.amp.GradScaler | None"
-    module: nn.Module
-    is_loaded: bool
+    scaler: "torch.amp.GradScaler | None"  # each rank scales its loss by itself
+    module: nn.Module  # some of its buffers differ
+    is_loaded: bool  # its weights are from the checkpoint already, where one is read
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Parameters and buffers of the module by name."""
         named = chain(self.module.named_parameters(), self.module.named_buffers())
         return {name.replace("_orig_mod.", ""): x for name, x in named}
 

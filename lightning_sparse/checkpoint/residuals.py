@@ -20,25 +20,16 @@ from lightning_sparse.network.torch_comm import TorchComm
 
 def gather(
     exchange: Exchange,
-    residuals: str,
-    leaders: TorchComm | None,
-    compressor: str,
-    plan: Mapping[str, Any],
+    residuals: str,  # "per_rank" or "mean"
+    leaders: TorchComm | None,  # the ranks, or with nodes the first of each; None on the others, for which it speaks
+    compressor: str,  # what was given to average with, as text
+    plan: Mapping[str, Any],  # of LayerFusion
     parts: Parts,
-    keep_means: bool,
+    keep_means: bool,  # the step will be made again if it is saved before its optimizer has stepped
 ) -> State:
     """Return the state of all ranks, complete on rank 0.
 
     Called on every rank; one parameter at a time, so that rank 0 never holds a second copy.
-
-    Args:
-        exchange: whose state.
-        residuals: "per_rank" or "mean".
-        leaders: the ranks, or with nodes the first of each; None on the others, for which that one speaks.
-        compressor: what was given to average with, as text.
-        plan: of LayerFusion.
-        parts: that differ between ranks.
-        keep_means: whether the step will be made again if it is saved before its optimizer has stepped.
     """
 
     def rows(x: Tensor) -> Tensor:  # [*s] -> [P, *s] on the first rank, [0, *s] elsewhere

@@ -1,6 +1,7 @@
 """A group: parameters whose gradients are sent together, and what this rank has not sent of them."""
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 
 import torch
@@ -10,15 +11,6 @@ from lightning_sparse import kernels
 from lightning_sparse.kernels.host_copy import HostCopy
 from lightning_sparse.selection.sparse import Sparse, clear
 from lightning_sparse.selection.streams import draw
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """What a step changes in a group."""
-
-    unsent: Tensor
-    memory: dict[str, Tensor]
-    step: int
 
 
 @dataclass
@@ -79,11 +71,13 @@ class Group:
             if gradient is not None:
                 slot.view(gradient.shape).add_(gradient, alpha=scale)
 
-    def snapshot(self) -> Snapshot:
-        """A copy of what a step changes."""
-        return Snapshot(self.unsent.clone(), {key: kept.clone() for key, kept in self.memory.items()}, self.step)
+    def snapshot(self) -> "Group":
+        """The group as it is, with a copy of what a step changes."""
+        now = copy(self)
+        now.unsent, now.memory = self.unsent.clone(), {key: kept.clone() for key, kept in self.memory.items()}
+        return now
 
-    def restore(self, before: Snapshot) -> None:
+    def restore(self, before: "Group") -> None:
         """Undo what happened since ``before``."""
         self.unsent.copy_(before.unsent)
         self.memory, self.step = before.memory, before.step

@@ -128,6 +128,5 @@ class ImportancePruning(Compressor):
         return sampled_threshold(importance, wanted)
 
     def is_dense(self, name: str, elements: int) -> bool:
-        """Whether ``protect`` exempts this parameter."""
         del elements
         return matches(name, self.protect)

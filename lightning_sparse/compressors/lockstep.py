@@ -11,18 +11,9 @@ from lightning_sparse.selection.sparse import Sparse, dense
 
 
 def take_steps(compressor: Compressor, groups: Sequence[Group], network: SimNetwork) -> Tensor | Sparse:
-    """Sum what the ranks send in one step of one group, message by message.  P = ranks, n = elements.
+    """Sum what the ranks send in one step of one group, [P], message by message; returns the total [n] of all ranks.
 
-    Before it the rows of [P, n], which are ``unsent`` of each rank's group, hold what the ranks have not sent; after it
-    what they keep.
-
-    Args:
-        compressor: decides what is sent.
-        groups: [P], the same parameters on every rank.
-        network: of P ranks.
-
-    Returns:
-        The total of all ranks, [n] or those of its elements that were sent; the mean gradient is a P-th of it.
+    Before it ``unsent`` of each rank's group holds what the rank has not sent; after it what it keeps.
 
     Raises:
         AssertionError: if the ranks launch different messages, or end with different totals.

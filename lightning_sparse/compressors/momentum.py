@@ -54,7 +54,6 @@ class MomentumCorrection(Wrapper):
 
     @property
     def per_element(self) -> tuple[str, ...]:
-        """The velocities, and the keys that the wrapped compressor names."""
         return ("velocity", *self.wrapped.per_element)
 
     def accumulate(self, group: Group, gradients: Sequence[Tensor | None], size: int, scale: float = 1.0) -> None:
@@ -83,14 +82,12 @@ class MomentumCorrection(Wrapper):
         return [self]  # the last that was active
 
     def active(self, step: int) -> Compressor:
-        """Return the correction around what is active in the wrapped compressor."""
         latest, wrapped = self._latest[0], self.wrapped.active(step)
         if latest.compressor is not wrapped:
             latest = self._latest[0] = replace(self, compressor=wrapped)
         return latest
 
     def dense_variant(self) -> Compressor:
-        """Return dense sums of velocities."""
         return replace(self, compressor=self.wrapped.dense_variant())
 
 

@@ -21,14 +21,11 @@ class Rounded(Wrapper):
         object.__setattr__(self, "wire_dtype", wire_format(self.wire_dtype).name)
 
     def reduce(self, group: Group, comm: Comm) -> Rounds:
-        """Sum as the wrapped compressor does, in this format."""
         return self.wrapped.reduce(group, comm.in_format(wire_format(self.wire_dtype)))
 
     @property
     def default_wire_dtype(self) -> str:
-        """The same format."""
         return self.wire_dtype
 
     def dense_variant(self) -> Compressor:
-        """Return dense sums in the same format."""
         return Rounded(self.wrapped.dense_variant(), self.wire_dtype)

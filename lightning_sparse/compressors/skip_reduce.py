@@ -104,5 +104,4 @@ class SkipReduce(Compressor):
         return 0
 
     def is_dense(self, name: str, elements: int) -> bool:
-        """Whether ``protect`` or ``protect_below`` exempts this parameter (selective SkipReduce)."""
         return elements < self.protect_below or matches(name, self.protect)

@@ -28,7 +28,6 @@ class Warmup(Wrapper):
         return self._dense if step < self.steps else self.wrapped.active(step)
 
     def compresses(self, step: int) -> bool:
-        """Whether the dense steps are over and the wrapped compressor compresses."""
         return step >= self.steps and super().compresses(step)
 
 
@@ -64,7 +63,6 @@ class DensityLadder(Wrapper):
         return [self._at(density) for density in self.densities if density > own]
 
     def active(self, step: int) -> Compressor:
-        """Return the compressor with the density of ``step``."""
         rung = step // self.steps if self.steps else len(self._rungs)
         return self._rungs[rung] if rung < len(self._rungs) else self.wrapped
 

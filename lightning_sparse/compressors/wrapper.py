@@ -27,7 +27,6 @@ class Wrapper(Compressor):
 
     @property
     def wrapped(self) -> Compressor:
-        """The other compressor."""
         assert isinstance(self.compressor, Compressor)
         return self.compressor
 

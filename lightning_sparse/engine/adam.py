@@ -27,9 +27,6 @@ class MeanMoments:
 
     so that v is, after each step, s times what the rank's own would be.  Between the two it may be negative.  A v from
     before local steps is that of the mean gradient already.  Optimizers that keep no such v are left alone.
-
-    Args:
-        moments: what is known of the squares; looks at the gradients of such optimizers.
     """
 
     def __init__(self, moments: SecondMoments) -> None:
@@ -79,11 +76,9 @@ class MeanMoments:
             v.clamp_(min=0.0)
 
     def after_update(self, optimizer: Optimizer) -> None:
-        """Note that ``optimizer`` has stepped."""
         self._stepping = {p: by for p, by in self._stepping.items() if by() not in (optimizer, None)}
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps, the same on every rank."""
         known = {p: by for p, by in self._by.items() if by is not None}
         return {**self._moments.state(), "lowered by": self._moments.gathered(known)}
 

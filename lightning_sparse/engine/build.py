@@ -21,25 +21,15 @@ from lightning_sparse.wire import wire_format
 
 @dataclass(frozen=True)
 class Way:
-    """How an engine averages.
-
-    Attributes:
-        compressor: what averages.
-        fusion: which parameters share a group at first, as :func:`~lightning_sparse.engine.groups.fuse` takes it.
-        wire_dtype: of values on the wire.
-        warmup_steps: dense steps first.
-        bucket_bytes: of float32 gradient in a group.
-        local: settings of local steps; None where gradients are averaged.
-        may_sum_in_place: whether sums may depend on DDP's buckets, which a checkpoint does not keep.
-    """
+    """How an engine averages."""
 
     compressor: Compressor
-    fusion: str | Sequence[str]
+    fusion: str | Sequence[str]  # which parameters share a group at first, as ``engine.groups.fuse`` takes it
     wire_dtype: str
-    warmup_steps: int = 0
-    bucket_bytes: int = BUCKET_BYTES
-    local: LocalSteps | None = None
-    may_sum_in_place: bool = False
+    warmup_steps: int = 0  # dense steps first
+    bucket_bytes: int = BUCKET_BYTES  # of float32 gradient in a group
+    local: LocalSteps | None = None  # None where gradients are averaged
+    may_sum_in_place: bool = False  # sums may depend on DDP's buckets, which a checkpoint does not keep
 
 
 def make_exchange(
@@ -50,13 +40,6 @@ def make_exchange(
     scaler: torch.amp.GradScaler | None,
 ) -> Exchange:
     """Return the engine that averages in this way: gradients, or with local steps what optimizers did.
-
-    Args:
-        ddp: that trains.
-        parameters: of it, by name.
-        way: how.
-        groups: to send over.
-        scaler: what scales the loss, if anything does.
 
     Raises:
         ValueError: if nodes and parameters that may be unused are combined.

@@ -232,6 +232,5 @@ class Exchange(Around, ABC):
         )
 
     def unsent_norm(self) -> float:
-        """Euclidean norm of all this rank has not sent."""
         norms = [self.unsent_of(group).norm() for group in self.groups]
         return float(torch.stack(norms).norm()) if norms else 0.0

@@ -11,17 +11,10 @@ from lightning_sparse.engine.replica import Replica
 
 
 class Flight:
-    """The exchange of replicas after one step.
-
-    Args:
-        lanes: that carry it.
-
-    Attributes:
-        error: the first failure of a lane.
-    """
+    """The exchange of replicas after one step, on ``lanes``."""
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
-        self.error: BaseException | None = None
+        self.error: BaseException | None = None  # the first failure of a lane
         self.replicas: list[Replica] = []
         self.spent_before = spent(lanes)
         self._lanes = lanes

@@ -13,11 +13,9 @@ RUN = 256  # neighbours that are taken together
 
 
 class GradientRecord:
-    """The gradients of the last steps at elements spread evenly over all groups, which must stay as they are.
+    """The gradients of the last steps at ``elements`` spread evenly over all groups, which must stay as they are.
 
-    Args:
-        groups: of the exchange that fills it.
-        elements: in all, at most, but at least one of each group that has any.
+    There are so many in all, at most, but at least one of each group that has any.
     """
 
     def __init__(self, groups: Sequence[Group], elements: int) -> None:

@@ -18,9 +18,8 @@ from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.lane import Lane, have_caller_wait, wait_for_caller
 from lightning_sparse.engine.means import Means
-from lightning_sparse.engine.pending_bucket import PendingBucket
 from lightning_sparse.engine.scaled_steps import ScaledSteps
-from lightning_sparse.engine.step import Step
+from lightning_sparse.engine.step import PendingBucket, Step
 from lightning_sparse.engine.unused_parameters import UsedParameters
 from lightning_sparse.kernels.host_copy import HostCopy
 from lightning_sparse.network.comm import Comm
@@ -37,13 +36,11 @@ class GradientExchange(ScaledSteps):
     plain DDP does it: sooner by the copies into groups, but from three ranks on in an order that changes with buckets.
 
     Args:
-        groups: each group and what averages it, in the order in which they are sent.
-        comms: the ranks, once for each lane; nobody else may launch messages on them.
-        threaded: give each lane a thread of its own; see [Note: who issues messages].
+        groups: as for :class:`Exchange`; and so ``comms`` and ``threaded``.
         node: of this rank, if there are nodes: then ``comms`` are of nodes, and one averages its ranks' gradients.
         may_be_unused: some parameters may get no gradient in a step (DDP's ``find_unused_parameters``).
         scaler: what scales the loss, if anything does.
-        may_sum_in_place: sums may depend on DDP's buckets, which a checkpoint does not keep.
+        may_sum_in_place: see :class:`Exchange`.
     """
 
     def __init__(
@@ -67,7 +64,6 @@ class GradientExchange(ScaledSteps):
         self._used = UsedParameters(self._group_of) if may_be_unused else None
 
     def lay_out(self, groups: Sequence[tuple[Group, Compressor]]) -> None:
-        """Average in ``groups`` from now on, in their order.  To be called between two steps, on every rank."""
         super().lay_out(groups)
         self._group_of = {p: group for group in self.groups for p in group.parameters}
         self._queues = self._queues_of(range(len(self.groups)))
@@ -76,23 +72,19 @@ class GradientExchange(ScaledSteps):
         self.nothing_unsent = False
 
     def between_steps(self) -> None:
-        """Nothing but to note it: a step ends with its backward."""
-        self._means.are_due = False
+        self._means.are_due = False  # a step ends with its backward
 
     end_step = between_steps
 
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Note that means are in the weights."""
         del optimizer
         self._means.are_due = False
 
     @property
     def due_means(self) -> Mapping[str, Tensor]:
-        """The means of the last step by name, while no optimizer has taken them."""
         return self._means.due(self._named)
 
     def hand_back(self, means: Mapping[str, Tensor]) -> None:
-        """Have the next backward hand back ``means`` by name."""
         self._means.resume(means, self._named)
 
     @property
@@ -104,9 +96,8 @@ class GradientExchange(ScaledSteps):
         return self._step is not None and bool(self._step.buckets)
 
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
-        """DDP's communication hook: takes a bucket of gradients, gives back a future of the same bucket averaged."""
         del state
-        if self._means.are_saved:
+        if self._means.saved:
             self._means.hand_back(bucket.buffer(), bucket.parameters(), bucket.is_last())
             future: Future[Tensor] = Future(devices=[self.device] if self.device.type == "cuda" else None)
             future.set_result(bucket.buffer())
@@ -155,7 +146,6 @@ class GradientExchange(ScaledSteps):
     # - sums of DDP's own buckets
 
     def sums_in_place(self, compressor: Compressor) -> bool:
-        """Whether what ``compressor`` averages is summed where DDP has it, not in groups, once nothing is unsent."""
         comm = self._lanes[0].comm
         if type(compressor) is not Dense or not self._in_float32 or not isinstance(comm, TorchComm):
             return False
@@ -198,7 +188,6 @@ class GradientExchange(ScaledSteps):
         return bucket.buffer
 
     def close(self) -> bool:
-        """End the issuing threads; returns whether no message is under way.  What is unsent stays readable."""
         if self._used is not None:
             self._used.close()
         if self.error is None:

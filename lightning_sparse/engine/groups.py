@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
@@ -27,7 +27,6 @@ class Piece:
 
     @property
     def layer(self) -> str:
-        """The name of the module it belongs to."""
         return self.name.rpartition(".")[0]
 
 
@@ -97,16 +96,6 @@ def pieces_of(parameters: Mapping[str, Tensor], compressor: Compressor) -> list[
     """Return the pieces of ``parameters``, given in the order of definition, in that of backward."""
     backward = reversed(list(parameters.items()))
     return [Piece(name, p.numel(), compressor.is_dense(name, p.numel())) for name, p in backward]
-
-
-def cut_apart(groups: Sequence[Sequence[Piece]], dense_up_to: int) -> list[list[Piece]]:
-    """Cut each group in two: what is compressed, if it has more than ``dense_up_to`` elements, and what is dense."""
-    found = []
-    for group in groups:
-        small = sum(piece.elements for piece in group if not piece.dense) <= dense_up_to
-        pieces = [replace(piece, dense=piece.dense or small) for piece in group]
-        found += [[piece for piece in pieces if piece.dense == dense] for dense in (False, True)]
-    return [group for group in found if group]
 
 
 def make_groups(

@@ -19,15 +19,9 @@ PATIENCE_S = 2  # for a thread with nothing to do to end
 
 
 class Lane:
-    """One process group and its issuer: whoever submits work, or a thread that runs it in order.
+    """One process group and its issuer: whoever submits work, or if ``threaded`` a thread that runs it in order.
 
-    Args:
-        comm: the ranks; nobody else may launch messages on it.
-        threaded: give the lane a thread of its own.
-        device: of what is sent.
-
-    Attributes:
-        stream: on which the work is done; None on the CPU.
+    Nobody else may launch messages on ``comm``.  Work is done on ``stream``, which is None on the CPU.
     """
 
     def __init__(self, comm: Comm, threaded: bool, device: torch.device | None = None) -> None:

@@ -1,7 +1,5 @@
 """Averages what the ranks' optimizers did, a fragment of the weights at a time."""
 
-# ruff: noqa: D102  # Exchange and Around say what each of their methods does
-
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -34,10 +32,8 @@ class LocalExchange(LocalState):
     changes when a step is settled, and never in between.
 
     Args:
-        groups: each group and what averages it, in the order in which they are sent.
+        groups: as for :class:`Exchange`; and so ``comms`` and ``threaded``.
         fragments: the fragment of each group.
-        comms: the ranks, once for each lane; nobody else may launch messages on them.
-        threaded: give each lane a thread of its own; see [Note: who issues messages].
         settings: of local steps.
         warmup_steps: in which every group travels.
         untrained: tensors of the module that no optimizer trains, to be averaged if they change.

@@ -1,7 +1,5 @@
 """What of a training with local steps is averaged, seen from outside, and kept in a checkpoint."""
 
-# ruff: noqa: D102  # Exchange and Around say what each of their methods does
-
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lightning_sparse.compressors.group import Group, Snapshot
+from lightning_sparse.compressors.group import Group
 
 
 class LossScale:
@@ -13,16 +13,12 @@ class LossScale:
     unsent.  A step in which a gradient of any rank is not finite is undone on all: what is unsent and what compressors
     keep is as before it, and every rank's scaler finds infinities and skips the step.  That takes one more copy of all
     that is unsent.
-
-    Args:
-        scaler: the one that scales the loss.
-        device: of the gradients.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler, device: torch.device) -> None:
         self.overflowed = torch.zeros(1, device=device)  # above 0 once a gradient of this step was not finite
         self._scale: Tensor = scaler.scale(torch.ones((), device=device))
-        self._before: list[tuple[Group, Snapshot]] = []
+        self._before: list[tuple[Group, Group]] = []
 
     def take_in(self, buffer: Tensor) -> None:
         """Unscale a bucket of gradients, in place; zeros where they are not finite: the step will be undone."""
@@ -41,9 +37,7 @@ class LossScale:
     def give_back(self, buffer: Tensor, overflowed: Tensor) -> None:
         """Scale a bucket of means, in place, or fill it with infinities, which every rank's scaler finds.
 
-        Args:
-            buffer: [n].
-            overflowed: [1], how many ranks found a gradient that is not finite; nobody looks at it.
+        ``overflowed`` [1] is how many ranks found a gradient that is not finite; nobody looks at it.
         """
         buffer.mul_(self._scale).masked_fill_(overflowed > 0, torch.inf)
 

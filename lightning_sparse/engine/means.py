@@ -5,20 +5,16 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lightning_sparse.engine.pending_bucket import gradients_of
+from lightning_sparse.engine.step import gradients_of
 
 
 class Means:
-    """The means of the last backward, while no optimizer has stepped: a resume makes that step again, and gets them.
-
-    Args:
-        scaler: what scales the loss, if anything does.
-    """
+    """The means of the last backward, while no optimizer has stepped: a resume makes that step again, and gets them."""
 
     def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
         self.are_due = False  # a backward has ended, and no optimizer has stepped since
         self._scaler = scaler
-        self._saved: dict[Tensor, Tensor] = {}  # of a step that was saved, to be handed back
+        self.saved: dict[Tensor, Tensor] = {}  # of a step that was saved, to be handed back
 
     @property
     def _scale(self) -> float:
@@ -34,17 +30,12 @@ class Means:
 
     def resume(self, means: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
         """Have the next backward hand back these ``means``, whatever gradients it has."""
-        self._saved = {p: means[name] for name, p in parameters.items() if name in means}
-
-    @property
-    def are_saved(self) -> bool:
-        """Whether the next backward is of a step that was saved."""
-        return bool(self._saved)
+        self.saved = {p: means[name] for name, p in parameters.items() if name in means}
 
     def hand_back(self, buffer: Tensor, parameters: Sequence[Tensor], is_last: bool) -> None:
         """Set the bucket ``buffer`` to the means of the step that was saved."""
         for parameter, gradient in gradients_of(buffer, parameters):
-            mean = self._saved.get(parameter)
+            mean = self.saved.get(parameter)
             gradient.zero_() if mean is None else gradient.copy_(mean * self._scale)
         if is_last:
-            self._saved, self.are_due = {}, True
+            self.saved, self.are_due = {}, True

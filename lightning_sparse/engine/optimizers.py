@@ -25,12 +25,7 @@ Step = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of an optimizer's
 
 
 class Optimizers:
-    """Notices each step of every optimizer of these parameters, in this process.
-
-    Args:
-        parameters: of a module.
-        around: what is done around their steps; asked anew at each.
-    """
+    """Notices each step of every optimizer of these parameters, in this process; ``around`` is asked anew at each."""
 
     def __init__(self, parameters: Collection[Tensor], around: Callable[[], Around | None]) -> None:
         self._parameters, self._around = set(parameters), around
@@ -54,7 +49,6 @@ class Optimizers:
         return [optimizer for each in self._seen if (optimizer := each()) is not None]
 
     def note(self, optimizer: Optimizer) -> None:
-        """Count ``optimizer`` among those seen."""
         if not any(optimizer is known for known in self.seen):
             self._seen.append(weakref.ref(optimizer))
 

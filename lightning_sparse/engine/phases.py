@@ -28,15 +28,11 @@ class Phases:
 
     A step is open from the first forward that trains to the end of the optimizer's step.  It counts if a backward has
     been in it that DDP synchronises, whatever the optimizers did, so that ranks count alike.
-
-    Attributes:
-        now: the phase.
-        backwards: that were synchronised since the last step was settled.
     """
 
     def __init__(self) -> None:
         self.now = Phase.SHOWN
-        self.backwards = 0
+        self.backwards = 0  # that were synchronised since the last step was settled
         self._in_forward = False
         self._stepped = False  # an optimizer has, since the last backward
         self._versions: Sequence[int] = ()  # of the parameters, after the last backward
@@ -84,7 +80,6 @@ class Phases:
             self.now = Phase.STEP
 
     def end_optimizer(self) -> None:
-        """Leave an optimizer's step, on this rank."""
         self._in_optimizer, self._stepped, self._knows_optimizers = False, True, True
 
     def end_step(self) -> None:
@@ -105,20 +100,16 @@ class Phases:
             )
 
     def show(self) -> None:
-        """Have the parameters hold the average."""
         if self.now is not Phase.ENDED:
             self.now = Phase.SHOWN
 
     def settle(self) -> None:
-        """Note that all backwards so far have been dealt with."""
         self.backwards, self._has_settled = 0, True
 
     def end(self) -> None:
-        """End for good."""
         self.now, self._in_forward, self.backwards = Phase.ENDED, False, 0
 
     def restart(self) -> None:
-        """Go on from a checkpoint."""
         self.now, self.backwards = Phase.SHOWN, 0
 
     def is_half_made(self, versions: Sequence[int]) -> bool:

@@ -6,14 +6,7 @@ from torch.optim import Optimizer
 
 
 class Rates:
-    """Multiplies the learning rates of optimizers for their updates.
-
-    Args:
-        factor: by which.
-
-    Attributes:
-        factor: likewise.
-    """
+    """Multiplies the learning rates of optimizers by ``factor`` for their updates."""
 
     def __init__(self, factor: float) -> None:
         self.factor = factor

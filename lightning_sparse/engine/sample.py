@@ -26,23 +26,16 @@ class Waiting:
     """What is unsent of one parameter on this rank, judged by a sample of its elements.
 
     An element waits from the first step that leaves some of its gradient unsent until the next step that sends it.
-
-    Attributes:
-        name: of the parameter.
-        elements: that it has.
-        oldest: steps that the sampled element that waits longest has waited; 0 where nothing is unsent.
-        unsent_over_gradient: Euclidean norm of what is unsent over that of this rank's gradient, a mean over about 100
-            steps; 0 where nothing is unsent, inf where its gradient has been zero throughout.
-        turn: steps from one sending of an element to the next, the mean over all parameters and about 10 steps.
-        starving: fraction of the elements that have waited for more than ``STARVING * turn`` steps.
     """
 
-    name: str
-    elements: int
-    oldest: int
+    name: str  # of the parameter
+    elements: int  # that it has
+    oldest: int  # steps that the sampled element that waits longest has waited; 0 where nothing is unsent
+    #: Euclidean norm of what is unsent over that of this rank's gradient, a mean over about 100 steps; 0 where nothing
+    #: is unsent, inf where its gradient has been zero throughout.
     unsent_over_gradient: float
-    turn: float
-    starving: float
+    turn: float  # steps from one sending of an element to the next, the mean over all parameters and about 10 steps
+    starving: float  # fraction of the elements that have waited for more than ``STARVING * turn`` steps
 
 
 class Sample:
@@ -125,8 +118,7 @@ class Sample:
     def unsent_and_left(self, left_of: Callable[[Group, Tensor], Tensor]) -> Tensor:
         """What was unsent before the last step's messages, and is left of it: [2, m], whose squared sums are estimates.
 
-        Args:
-            left_of: returns what is unsent of a group now, all of it, at some places.
+        ``left_of`` returns what is unsent of a group now, all of it, at some places.
         """
         groups = zip(self._groups, self._places, strict=True)
         left = torch.cat([self._left[:0], *(left_of(group, places) for group, places in groups)])

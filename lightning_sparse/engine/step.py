@@ -1,30 +1,67 @@
-"""One step of one rank: what has arrived of it, what is not given back yet, and in the end what it cost."""
+"""One step of one rank: DDP's buckets of it until they are given back, and in the end what it cost."""
 
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future as LaneFuture
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported at run time only
+from torch.futures import Future
 
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.lane import Lane, spent
 from lightning_sparse.engine.loss_scale import LossScale
-from lightning_sparse.engine.pending_bucket import PendingBucket
 from lightning_sparse.network.comm import Pending
 from lightning_sparse.network.costs import traffic
+
+
+class PendingBucket:
+    """A bucket handed over, until it is given back averaged."""
+
+    def __init__(self, bucket: GradBucket) -> None:
+        self.buffer: Tensor = bucket.buffer()
+        self.parameters: list[Tensor] = bucket.parameters()
+        self.summed: Pending | None = None  # its sum over this rank's node, under way
+        self._waiting = threading.Lock()
+        self.missing = len(self.parameters)  # parameters whose mean is not in the buffer yet
+        device = self.buffer.device
+        self.future: Future[Tensor] = Future(devices=None if device.type == "cpu" else [device])
+
+    def gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each parameter and its gradient, a view of the buffer."""
+        return gradients_of(self.buffer, self.parameters)
+
+    def wait(self) -> None:
+        """Wait until its gradients may be read."""
+        with self._waiting:  # lanes may have a group each in it
+            if self.summed is not None:
+                self.summed.wait()
+                self.summed = None  # a message is waited for once: over Gloo the second time would not end
+
+    def give_back(self) -> None:
+        self.future.set_result(self.buffer)
+
+
+def gradients_of(buffer: Tensor, parameters: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each parameter and its gradient's place in a bucket, as a view of the parameter's shape and memory order."""
+    offset = buffer.storage_offset()
+    for parameter in parameters:
+        dense = parameter.numel() == 1 + sum(
+            (s - 1) * st for s, st in zip(parameter.shape, parameter.stride(), strict=True)
+        )
+        stride = parameter.stride() if dense else torch.empty(parameter.shape, device="meta").stride()
+        yield parameter, buffer.as_strided(parameter.shape, stride, offset)
+        offset += parameter.numel()
 
 
 class Step:
     """All that belongs to one step, from its first bucket to its last mean.
 
-    Args:
-        groups: of parameters, in the order in which they are sent.
-        queues: for each lane, the groups that are sent on it, in this order.
-        lanes: on which they are.
-        scaler: what scales the loss, if anything does.
+    The ``groups`` are in the order in which they are sent; ``queues`` say for each of ``lanes`` which of them.
     """
 
     def __init__(
@@ -40,7 +77,7 @@ class Step:
         self.averaging = len(groups)  # groups not averaged yet
         self.loss_scale = LossScale(scaler, groups[0].unsent.device) if scaler is not None else None
         self.overflowed: Pending  # with a loss scale, and how many ranks found a gradient that is not finite
-        self.averages: list[Future[None]] = []  # with a loss scale
+        self.averages: list[LaneFuture[None]] = []  # with a loss scale
         self.in_place = False  # DDP's buckets are summed where they lie
         self._arriving = [len(group.parameters) for group in groups]  # parameters not handed over yet
         self._queues = [deque(queue) for queue in queues]
@@ -50,11 +87,9 @@ class Step:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether all gradients have been handed over."""
         return not any(self._arriving)
 
     def take_in(self, bucket: PendingBucket, group_of: dict[Tensor, Group]) -> None:
-        """Note what has arrived."""
         self._handed_over_ns = time.perf_counter_ns()
         for parameter in bucket.parameters:
             self._arriving[group_of[parameter].index] -= 1
@@ -85,13 +120,11 @@ class Step:
             done.give_back()
 
     def fail(self, error: BaseException) -> None:
-        """Let backward have ``error`` in place of all buckets."""
         for waiting in self.buckets:
             waiting.future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it wrongly
         self.buckets.clear()
 
     def report(self) -> "Report":
-        """Return what the step, which has just ended, cost and did."""
         waited_ns = time.perf_counter_ns() - self._handed_over_ns
         return Report.of(self.groups, self.groups, self._lanes, self._spent_before, waited_ns)
 
@@ -120,14 +153,9 @@ class Report:
         spent_before: Sequence[int],
         waited_ns: int,
     ) -> "Report":
-        """Return what a step cost.
+        """Return what a step cost that ``averaged`` some of ``every`` group, and for which training waited.
 
-        Args:
-            every: group of the gradient.
-            averaged: groups, of them, in this step.
-            lanes: on which they travelled.
-            spent_before: on the lanes when the step began, as :func:`spent` returns it.
-            waited_ns: nanoseconds that training waited.
+        ``spent_before`` is what :func:`spent` returned when the step began.
         """
         pairs = zip(spent(lanes), spent_before or [0, 0, 0], strict=True)
         sent_bytes, compress_ns, network_ns = (now - before for now, before in pairs)

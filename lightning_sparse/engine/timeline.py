@@ -48,7 +48,6 @@ class Timeline:
         self._averaged: dict[Tensor, tuple[Moment, Moment, float]] = {}  # first parameter -> taken up, averaged, busy
 
     def now(self) -> Moment:
-        """This moment."""
         if self._device.type != "cuda":
             return time.perf_counter_ns()
         event = torch.cuda.Event(enable_timing=True)
@@ -56,7 +55,6 @@ class Timeline:
         return event
 
     def begin_backward(self) -> None:
-        """Note the start of backward."""
         self._began = self.now()
 
     def end_backward(self) -> None:

@@ -22,11 +22,7 @@ class Untrained:
 
     A teacher that follows the student, a target network, running statistics: with averaged gradients they are the same
     on every rank by themselves, with local steps they are not.  Backbones, masks and tables never change, and cost
-    nothing here but a look at them.
-
-    Args:
-        found: how to find each tensor, by name: frozen parameters, and buffers that a checkpoint keeps, of floating
-            point all of them, which nobody averages.
+    nothing here but a look at them.  They are frozen parameters, and floating-point buffers that are saved.
     """
 
     def __init__(self, found: Mapping[str, Find]) -> None:
@@ -56,12 +52,7 @@ class Untrained:
 
 
 class Comparison:
-    """What ranks tell each other from time to time: which of ``untrained`` have changed, and averages that were set.
-
-    Args:
-        untrained: what no optimizer trains.
-        device: where messages lie.
-    """
+    """What ranks tell each other from time to time: which of ``untrained`` have changed, and averages that were set."""
 
     def __init__(self, untrained: Untrained, device: torch.device) -> None:
         self.untrained, self._device = untrained, device

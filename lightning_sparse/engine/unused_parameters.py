@@ -34,12 +34,8 @@ class UsedParameters:
     ) -> Iterator[list[Tensor | None]]:
         """Yield what a step adds to each gradient; None where a parameter got none: its unsent part is laid aside.
 
-        At the end, when the means are in their place, put back what was laid aside, and earlier means.
-
-        Args:
-            group: whose step it is.
-            gradients: of each parameter, its ``.grad`` as DDP's bucket holds it.
-            unscale: takes the loss scale out of an earlier mean, which has not been taken in.
+        At the end, when the means are in their place, put back what was laid aside, and earlier means.  ``gradients``
+        are as DDP's bucket holds them; ``unscale`` takes the loss scale out of an earlier mean.
         """
         laid_aside: list[tuple[Tensor, Tensor]] = []  # slots emptied for this step, and what they held
         earlier: list[tuple[Tensor, Tensor]] = []  # gradients, and the means to be added to theirs
@@ -62,12 +58,10 @@ class UsedParameters:
             place.add_(kept)
 
     def end_step(self) -> None:
-        """Forget the step."""
         self._used.clear()
         self._earlier.clear()
 
     def close(self) -> None:
-        """Note nothing any more."""
         for handle in self._handles:
             handle.remove()
 

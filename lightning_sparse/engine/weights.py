@@ -16,25 +16,17 @@ class Weights:
 
     Weights that somebody else sets while the average is shown, such as a loaded checkpoint, are the new average, of
     which nothing is unsent.
-
-    Args:
-        replicas: of all groups.
-
-    Attributes:
-        replicas: likewise, and those that were added.
-        set_by_others: whether somebody has set the average; whoever looks resets it.
     """
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self.replicas = list(replicas)
         # While the average is shown, of each parameter this rank's own weights; None where they are the average.
         self._held: list[list[Tensor | None]] | None = [[None] * len(each.group.names) for each in self.replicas]
-        self.set_by_others = False
+        self.set_by_others = False  # somebody has set the average; whoever looks resets it
         self._late = False  # what is held is from a checkpoint, whose average is not in the parameters yet
 
     @property
     def shown(self) -> bool:
-        """Whether the parameters hold the average."""
         return self._held is not None
 
     def add(self, replica: Replica) -> None:
@@ -44,13 +36,11 @@ class Weights:
             self._held.append(_show(replica))
 
     def show(self) -> None:
-        """Have the parameters hold the average."""
         if self._held is None:
             self._held = [_show(replica) for replica in self.replicas]
 
     @torch.no_grad()
     def hide(self) -> None:
-        """Have the parameters hold this rank's own weights."""
         self.take_over()
         for replica, held in zip(self.replicas, self._held or [], strict=False):
             for p, own in zip(replica.tensors(), held, strict=True):
@@ -72,7 +62,6 @@ class Weights:
                 self.set_by_others = not self._late or self.set_by_others
 
     def own(self, replica: Replica) -> list[Tensor]:
-        """This rank's own weights of each parameter."""
         if self._held is None:
             return replica.tensors()
         held = self._held[self.replicas.index(replica)]
@@ -139,12 +128,10 @@ class Weights:
                 replica.start_from(place, tensor)
 
     def restore(self, names: Collection[str], averages: Mapping[str, Tensor], late: bool) -> None:
-        """Hold this rank's own weights, which lie in ``unsent``, while the parameters hold x̄, or will.
+        """Hold this rank's own weights of ``names``, which lie in ``unsent``, while the parameters hold x̄, or will.
 
-        Args:
-            names: of parameters whose own weights are there; nothing is unsent of others.
-            averages: x̄ of those that the parameters cannot hold exactly, in half precision.
-            late: x̄ is not in the parameters yet; else what they hold later, if it is anything else, is set by others.
+        ``averages`` are x̄ of those that the parameters cannot hold exactly, in half precision.  If ``late``, x̄ is not
+        in the parameters yet; else what they hold later, if it is anything else, is set by others.
         """
         self._held, self._late = [self._restored(replica, names, averages) for replica in self.replicas], late
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.kernels import ops
-from lightning_sparse.kernels.reference import block16_bytes
+from lightning_sparse.kernels.blocks import block16_bytes
 
 
 @dataclass(frozen=True)
@@ -35,30 +35,32 @@ class Hashes:
     offsets: Tensor
     signs: Tensor
 
+    def encode(self, x: Tensor, out: Tensor) -> Tensor:
+        return sketch_encode(x, self, out)
+
+    def estimate(self, table: Tensor, out: Tensor) -> Tensor:
+        return sketch_estimate(table, self, out)
+
 
 def used_for(x: Tensor) -> bool:
     """Whether work on ``x`` is left to these kernels: not on a CPU, where counts are known without waiting."""
     return x.device.type != "cpu"
 
 
-def select(unsent: Tensor, gradient: Tensor | None, threshold: Tensor, capacity: int, near: float = 1.0) -> Found:
-    """Add ``gradient`` to ``unsent``, then find the elements of ``unsent`` whose magnitude is at least ``threshold``.
+def select(x: Tensor, threshold: Tensor, capacity: int, near: float = 1.0) -> Found:
+    """Find the elements of ``x`` whose magnitude is at least ``threshold``.
 
     Never zeros, whatever the threshold; always NaN.  Where more than ``capacity`` are found, the *first* are returned,
     not the largest; ``seen`` is larger then.
 
     Args:
-        unsent: [n] float32, changed in place.
-        gradient: of n elements, any shape and floating-point dtype; None to add nothing.
+        x: [n] float32.
         threshold: [] float32 or float64.  NaN is reached by all but zeros.
         capacity: indices there is room for.
         near: elements that reach so many times the threshold are counted too.
     """
-    _check("unsent", unsent, torch.float32, 1)
-    if gradient is not None and gradient.numel() != unsent.numel():
-        raise ValueError(f"gradient has {gradient.numel()} elements, unsent {unsent.numel()}; they must be as many.")
-    flat = None if gradient is None else gradient.reshape(-1)
-    index, (seen, nearly) = ops.select(unsent, flat, threshold.to(torch.float32), near, capacity)
+    _check("x", x, torch.float32, 1)
+    index, (seen, nearly) = ops.select(x, threshold.to(torch.float32), near, capacity)
     return Found(index, seen, nearly, seen.clamp(max=capacity))
 
 

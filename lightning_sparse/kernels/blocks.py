@@ -1,4 +1,7 @@
-"""How values of few bits lie in bytes: in blocks that share a scale, first all scales, then the multiples of them."""
+"""How values of few bits and indices lie in bytes: in blocks.
+
+Blocks of values share a scale: first come all scales, then the multiples of them.
+"""
 
 from collections.abc import Iterator
 
@@ -12,6 +15,17 @@ SCALE_BITS = ~0x7F
 MOST_SCALE = 2.0**127  # of 2 bits, of which one and a half are still finite
 # A little less than one: the nearest step is then never further from zero than the value allows, see wire.blocks.Steps.
 BELOW_ONE = 1 - 2.0**-21
+BLOCK_BITS = 16  # of an index that the block16 format writes out
+
+
+def block_bytes(n: int, bits: int) -> int:
+    """Bytes of ``n`` values in blocks, those of their scales included."""
+    return 4 * -(-n // BLOCK) + -(-n * bits // 8)
+
+
+def block16_bytes(n: int, capacity: int) -> int:
+    """Bytes of at most ``capacity`` indices below ``n``."""
+    return 4 * -(-n >> BLOCK_BITS) + 2 * capacity
 
 
 def in_blocks(

@@ -10,19 +10,12 @@ class Cut:
     """The same segment of each of P slices of a vector [n].
 
     With labels L = (rank + rotation) mod P, the rank with label c owns slice c.
-
-    Args:
-        size: P.
-        width: elements of a slice; the last ones may be shorter, or empty, where the vector ends.
-        start: of the segment in its slice.
-        length: elements of the segment, at most ``width - start``.
-        rotation: see above.
     """
 
-    size: int
-    width: int
-    start: int
-    length: int
+    size: int  # P
+    width: int  # elements of a slice; the last ones may be shorter, or empty, where the vector ends
+    start: int  # of the segment in its slice
+    length: int  # elements of the segment, at most ``width - start``
     rotation: int = 0
 
     def of(self, flat: Tensor, owner: int) -> Tensor:

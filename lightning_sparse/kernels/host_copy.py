@@ -5,10 +5,9 @@ from torch import Tensor
 
 
 class HostCopy:
-    """A copy of a tensor for the host, made beside the device's work; of a tensor on the CPU it is that tensor.
+    """A copy of ``x`` for the host, made beside the device's work; of a tensor on the CPU it is that tensor.
 
-    Args:
-        x: what is copied.  It must not change before what is launched on the current stream now is done.
+    It must not change before what is launched on the current stream now is done.
     """
 
     def __init__(self, x: Tensor) -> None:

@@ -5,8 +5,9 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
+from lightning_sparse.kernels.blocks import BLOCK_BITS
 from lightning_sparse.kernels.launch import launch
-from lightning_sparse.kernels.reference import BLOCK_BITS, borders, plausible, sections
+from lightning_sparse.kernels.reference import borders, plausible, sections
 
 BLOCK = 1024  # bytes, or indices, a program works on
 

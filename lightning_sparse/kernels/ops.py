@@ -35,9 +35,8 @@ def _operator(plain: Callable[..., Any], module: str, mutates: Iterable[str], sc
 
 
 select = _operator(
-    reference.select, "select_kernel", ("unsent",),
-    "(Tensor(a!) unsent, Tensor? gradient, Tensor threshold, float near, int capacity) -> (Tensor, Tensor)",
-)  # fmt: skip
+    reference.select, "select_kernel", (), "(Tensor x, Tensor threshold, float near, int capacity) -> (Tensor, Tensor)"
+)
 scatter = _operator(
     reference.scatter, "scatter_kernel", ("out",),
     "(Tensor index, Tensor values, Tensor count, int size, Tensor(a!) out) -> ()",
@@ -83,8 +82,8 @@ add_rows = _operator(
 
 
 @select.register_fake  # type: ignore[untyped-decorator]
-def _(unsent: Tensor, gradient: Tensor | None, threshold: Tensor, near: float, capacity: int) -> tuple[Tensor, Tensor]:
-    return unsent.new_empty(capacity, dtype=torch.int64), unsent.new_empty(2, dtype=torch.int64)
+def _(x: Tensor, threshold: Tensor, near: float, capacity: int) -> tuple[Tensor, Tensor]:
+    return x.new_empty(capacity, dtype=torch.int64), x.new_empty(2, dtype=torch.int64)
 
 
 @decode_indices.register_fake  # type: ignore[untyped-decorator]

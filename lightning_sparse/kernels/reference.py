@@ -12,29 +12,27 @@ from torch import Tensor
 from lightning_sparse.kernels.blocks import (
     BELOW_ONE,
     BLOCK,
+    BLOCK_BITS,
     MOST_SCALE,
     SCALE_BITS,
     TINY,
+    block16_bytes,
+    block_bytes,
     halves,
     in_blocks,
     scales_and_codes,
 )
 from lightning_sparse.kernels.cut import Cut
 
-BLOCK_BITS = 16  # of an index that the block16 format writes out
 MAGNITUDE = 0x7FFFFFFF  # the bits of a float32 but for its sign: as an integer they rise with the magnitude
 
 
-def select(
-    unsent: Tensor, gradient: Tensor | None, threshold: Tensor, near: float, capacity: int
-) -> tuple[Tensor, Tensor]:
-    """``unsent`` [n] += ``gradient`` [n]; then index [capacity] of what reaches ``threshold``, and two counts, [2].
+def select(x: Tensor, threshold: Tensor, near: float, capacity: int) -> tuple[Tensor, Tensor]:
+    """Index [capacity] of what of ``x`` [n] reaches ``threshold``, and two counts, [2].
 
     They are of elements that reach it, and of those that reach ``near`` times as much.
     """
-    if gradient is not None:
-        unsent.add_(gradient)
-    magnitude = unsent.view(torch.int32) & MAGNITUDE
+    magnitude = x.view(torch.int32) & MAGNITUDE
     reached = magnitude >= _least(threshold)
     nearly = magnitude >= _least(near * threshold)
     return _compact(reached, capacity), torch.stack([reached.sum(), nearly.sum()])
@@ -166,11 +164,6 @@ def add_rows(payloads: Tensor, out: Tensor, bits: int, first: int, step: int, co
         (add_blocks if onto or i else read_blocks)(payload, out, bits)
 
 
-def block_bytes(n: int, bits: int) -> int:
-    """Bytes of ``n`` values in blocks."""
-    return 4 * _blocks(n, BLOCK) + _blocks(n * bits, 8)
-
-
 def _scales(part: Tensor, bits: int) -> Tensor:
     """The scales of ``part`` [b, width], [b, 1], rounded as they may be sent."""
     magnitudes = part.abs()
@@ -220,7 +213,7 @@ def _shifts(x: Tensor, bits: int = 1) -> Tensor:
 
 def sections(payload: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """Split a block16 payload: how many indices each block announces, [blocks] int64, and the bytes of low bits."""
-    head = 4 * _blocks(n, 1 << BLOCK_BITS)
+    head = block16_bytes(n, 0)
     return payload[:head].clone().view(torch.int32).long(), payload[head:]  # clone: a payload may start anywhere
 
 
@@ -235,20 +228,11 @@ def borders(index: Tensor, count: Tensor, n: int, step: int) -> Tensor:
     Returns:
         [ceil(n / step) + 1] int64: where the indices of each block of ``step`` elements begin, and where the last end.
     """
-    blocks = _blocks(n, step)
+    blocks = -(-n // step)
     meant = torch.arange(index.numel(), device=index.device) < count
     return torch.searchsorted(
         torch.where(meant, index, blocks * step), torch.arange(blocks + 1, device=index.device) * step
     )
-
-
-def block16_bytes(n: int, capacity: int) -> int:
-    """Bytes of at most ``capacity`` indices below ``n``."""
-    return 4 * _blocks(n, 1 << BLOCK_BITS) + 2 * capacity
-
-
-def _blocks(n: int, step: int) -> int:
-    return -(-n // step)
 
 
 def median(rows: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-decorators
-"""Accumulate, select and compact: one pass over the gradient, one over a bit an element.
+"""Select and compact: one pass over the vector, one over a bit an element.
 
-The first kernel adds, and writes a bit for each element that is selected and two counts for each block; ``cumsum``
-tells where each block's indices begin; the second kernel writes them there.  No atomics, so every run is the same.
+The first kernel writes a bit for each element that is selected and two counts for each block; ``cumsum`` tells where
+each block's indices begin; the second kernel writes them there.  No atomics, so every run is the same.
 """
 
 import torch
@@ -16,19 +16,14 @@ BLOCK = 4096  # elements a program works on
 WORD = 32  # of them share an int32, a bit each
 
 
-def select(
-    unsent: Tensor, gradient: Tensor | None, threshold: Tensor, near: float, capacity: int
-) -> tuple[Tensor, Tensor]:
+def select(x: Tensor, threshold: Tensor, near: float, capacity: int) -> tuple[Tensor, Tensor]:
     """As :func:`lightning_sparse.kernels.reference.select`."""
-    n = unsent.numel()
+    n = x.numel()
     blocks = triton.cdiv(n, BLOCK)
-    bits = unsent.new_empty(blocks * BLOCK // WORD, dtype=torch.int32)
-    counts = unsent.new_empty((2, blocks), dtype=torch.int32)  # that reach the threshold, and that nearly do
-    index = unsent.new_full((capacity,), n, dtype=torch.int64)
-    launch(
-        _mark, (blocks,), unsent, unsent if gradient is None else gradient, threshold, bits, counts, n,
-        NEAR=near, ADD=gradient is not None, WORDS=BLOCK // WORD, WORD=WORD, num_warps=8,
-    )  # fmt: skip
+    bits = x.new_empty(blocks * BLOCK // WORD, dtype=torch.int32)
+    counts = x.new_empty((2, blocks), dtype=torch.int32)  # that reach the threshold, and that nearly do
+    index = x.new_full((capacity,), n, dtype=torch.int64)
+    launch(_mark, (blocks,), x, threshold, bits, counts, n, NEAR=near, WORDS=BLOCK // WORD, WORD=WORD, num_warps=8)
     begins = counts[0].cumsum(0) - counts[0]
     launch(_compact, (blocks,), bits, begins, index, capacity, WORDS=BLOCK // WORD, WORD=WORD, num_warps=8)
     return index, counts.sum(1)
@@ -36,18 +31,15 @@ def select(
 
 @triton.jit
 def _mark(
-    unsent: tl.tensor, gradient: tl.tensor, threshold: tl.tensor, bits: tl.tensor, counts: tl.tensor, n: tl.tensor,
-    NEAR: tl.constexpr, ADD: tl.constexpr, WORDS: tl.constexpr, WORD: tl.constexpr,
+    x: tl.tensor, threshold: tl.tensor, bits: tl.tensor, counts: tl.tensor, n: tl.tensor,
+    NEAR: tl.constexpr, WORDS: tl.constexpr, WORD: tl.constexpr,
 ) -> None:  # fmt: skip
     block = tl.program_id(0)
     word = block.to(tl.int64) * WORDS + tl.arange(0, WORDS)
     lane = tl.arange(0, WORD)[None, :]
     element = word[:, None] * WORD + lane  # [WORDS, WORD]
     inside = element < n
-    value = tl.load(unsent + element, mask=inside, other=0.0)  # beyond the end: zeros, which are never selected
-    if ADD:
-        value += tl.load(gradient + element, mask=inside, other=0.0).to(tl.float32)
-        tl.store(unsent + element, value, mask=inside)
+    value = tl.load(x + element, mask=inside, other=0.0)  # beyond the end: zeros, which are never selected
     magnitude = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     limit = tl.load(threshold)
     reached = (magnitude >= _least(limit)).to(tl.int32)

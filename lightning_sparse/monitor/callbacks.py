@@ -101,7 +101,6 @@ class CompressionMonitor(Callback):
         self._batch_ended_s: float | None = None  # end of the batch before; None if something else came between
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start counting."""
         self._start()
         exchange = _exchange(trainer)
         if exchange is None:
@@ -116,7 +115,6 @@ class CompressionMonitor(Callback):
         exchange.watch_unsent()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start a row of the table."""
         self._epoch = Sums()
         self._batch_ended_s = None
 
@@ -125,7 +123,6 @@ class CompressionMonitor(Callback):
         self._batch_ended_s = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        """Start the clock where it was stopped."""
         if self._batch_ended_s is None:
             self._batch_ended_s = time.perf_counter()
 
@@ -162,7 +159,6 @@ class CompressionMonitor(Callback):
             self._log(trainer, pl_module, exchange)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the epoch's last step and print the table."""
         exchange = _exchange(trainer)
         if exchange is None or not self._epoch.steps:
             return
@@ -174,7 +170,6 @@ class CompressionMonitor(Callback):
                 get_console().print(starving)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Sum up."""
         notes = self._notes
         save = self._save_picture and not trainer.fast_dev_run  # type: ignore[attr-defined]  # set by a connector
         folder = (trainer.log_dir or trainer.default_root_dir) if save else ""  # asks every rank

@@ -28,7 +28,6 @@ class CompressionRatio(Metric):
         self.add_state("sent_bytes", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, dense_bytes: float, sent_bytes: float) -> None:
-        """Add the bytes of a step."""
         self.dense_bytes += dense_bytes
         self.sent_bytes += sent_bytes
 

@@ -207,12 +207,7 @@ def _shortened(name: str) -> str:
 
 
 def draw_timeline(plan: Plan, measured: Sequence[GroupTime], path: str | Path) -> None:
-    """Draw backward, and each group's compression and communication, expected above and measured below.
-
-    Args:
-        plan: what was expected.
-        measured: the groups of a step; none to draw what was expected alone.
-        path: of the picture, whose ending says its kind: ``.svg``, ``.png``, ...
+    """Draw backward, and each group's compression and communication, expected above and ``measured``, if any, below.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.

@@ -31,7 +31,6 @@ class Sums:
     ms_step: float = 0.0  # from the end of the batch before to the end of the batch, data loading included
 
     def add(self, report: Report) -> None:
-        """Count a step."""
         self.steps += 1
         for name in ("sent_bytes", "dense_bytes", "ms_compress", "ms_network", "ms_wait"):
             setattr(self, name, getattr(self, name) + getattr(report, name))
@@ -69,35 +68,21 @@ class Selected:
 
 @dataclass
 class Notes:
-    """Notes of a training on this rank.
+    """Notes of a training on this rank."""
 
-    Attributes:
-        sums: over all steps.
-        points: the first and the last logged step, and steps evenly spaced between them; at most ``MOST_POINTS``.
-        stride: logged steps from one point to the next.
-        logged: the number of logged steps.
-        selects: whether a group updated fewer than all of its elements, as was meant.
-        groups: in the order in which they are sent, since there are these groups.
-        times: of the same groups in the last logged step whose times are known.
-        waiting: what was unsent of each parameter after the last logged step.
-        expected_step_s: seconds of a step by LayerFusion's plan; None without one.
-        expected_span_s: the part of it from the start of backward to the last mean.
-        planned_s: seconds of the last steps that followed the plan, at most ``MOST_STEPS``.
-        cuda: whether steps ran on a GPU, of which the host's clock knows little.
-    """
-
-    sums: Sums = field(default_factory=Sums)
+    sums: Sums = field(default_factory=Sums)  # over all steps
+    #: The first and the last logged step, and steps evenly spaced between them; at most ``MOST_POINTS``.
     points: list[Point] = field(default_factory=list)
-    stride: int = 1
-    logged: int = 0
-    selects: bool = False
-    groups: list[Selected] = field(default_factory=list)
-    times: list[GroupTime] = field(default_factory=list)
-    waiting: list[Waiting] = field(default_factory=list)
-    expected_step_s: float | None = None
-    expected_span_s: float | None = None
-    planned_s: list[float] = field(default_factory=list)
-    cuda: bool = False
+    stride: int = 1  # logged steps from one point to the next
+    logged: int = 0  # the number of logged steps
+    selects: bool = False  # a group updated fewer than all of its elements, as was meant
+    groups: list[Selected] = field(default_factory=list)  # as they are sent, since there are these groups
+    times: list[GroupTime] = field(default_factory=list)  # of the same groups in the last logged step with known times
+    waiting: list[Waiting] = field(default_factory=list)  # what was unsent of each parameter after the last logged step
+    expected_step_s: float | None = None  # seconds of a step by LayerFusion's plan; None without one
+    expected_span_s: float | None = None  # the part of it from the start of backward to the last mean
+    planned_s: list[float] = field(default_factory=list)  # seconds of the last steps that followed the plan
+    cuda: bool = False  # steps ran on a GPU, of which the host's clock knows little
 
     def note(self, point: Point) -> None:
         """Add the last logged step; drop every other one when there are too many."""
@@ -122,7 +107,6 @@ class Notes:
             group.steps += new.steps
 
     def note_planned(self, seconds: float) -> None:
-        """Keep how long a step took that followed the plan."""
         self.planned_s = [*self.planned_s, seconds][-MOST_STEPS:]
 
     def ms_wait(self) -> float:
@@ -132,12 +116,10 @@ class Notes:
         return self.sums.ms_wait / max(self.sums.steps, 1)
 
     def to_json(self) -> str:
-        """Return all notes as text."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "Notes":
-        """Return what :meth:`to_json` wrote."""
         kept = json.loads(text)
         return cls(
             **kept

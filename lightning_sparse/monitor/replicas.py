@@ -41,12 +41,10 @@ class ReplicaCheck(Callback):
         self._checked = trainer.global_step
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        """Check, if it is time."""
         if trainer.global_step - self._checked >= self.every_n_steps:
             self._check(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check a last time."""
         self._check(trainer, pl_module)
 
     def _check(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -21,13 +21,8 @@ MOST_NAMED = 8  # differences, or ranks, that an error names
 def agree(settings: Mapping[str, object], comm: Comm, device: torch.device) -> None:
     """Go on only if every rank was given the same settings; to be called on every rank, at once.
 
-    All ranks send the digest of the settings they were given, 32 bytes, and only where these differ the whole.
-
-    Args:
-        settings: what must be the same on every rank, by a name the user knows; values are compared by
-            :func:`~lightning_sparse.settings.as_text`.
-        comm: the ranks.
-        device: where messages lie.
+    All ranks send the digest of the settings they were given, 32 bytes, and only where these differ the whole.  Names
+    are those the user knows; values are compared by :func:`~lightning_sparse.settings.as_text`.
 
     Raises:
         RuntimeError: on every rank, with the values that differ and the ranks that have them.

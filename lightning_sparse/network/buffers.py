@@ -24,13 +24,10 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        """Memory all of them take."""
         return sum(kept.numel() for kept in self._kept.values())
 
     def reuse(self) -> None:
-        """End all loans."""
         self._lent.clear()
 
     def free(self) -> None:
-        """Give the memory back."""
         self._kept.clear()

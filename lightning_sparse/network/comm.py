@@ -47,7 +47,6 @@ class Meter:
     messages: int = 0
 
     def count(self, sent_bytes: int) -> None:
-        """Count a message."""
         self.sent_bytes += sent_bytes
         self.messages += 1
 
@@ -64,13 +63,13 @@ class Comm(ABC):
         costs: what sums go by.
     """
 
-    def __init__(self, rank: int, size: int, wire_dtype: ValueFormat = FLOAT32) -> None:
+    def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
         self.buffers = Buffers()
         self.costs = Costs(size)
         self._meter = Meter()
-        self._wire_dtype = wire_dtype
+        self._wire_dtype: ValueFormat = FLOAT32
 
     @property
     def wire_dtype(self) -> ValueFormat:
@@ -90,7 +89,6 @@ class Comm(ABC):
 
     @property
     def messages(self) -> int:
-        """Messages launched since the start."""
         return self._meter.messages
 
     def buffer(self, name: str, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -52,11 +52,9 @@ class Costs:
         self.by_backend = False
 
     def of(self, way: str, payload_bytes: int) -> float:
-        """The time of a sum of ``payload_bytes`` from each rank, in bytes that a link carries meanwhile.
+        """The time of a sum of ``payload_bytes`` on the wire from each rank, in bytes that a link carries meanwhile.
 
-        Args:
-            way: "one_hop" (to everybody, who adds), "two_hops" (to who adds that slice) or "backend" (round a ring).
-            payload_bytes: on the wire.
+        Ways are "one_hop" (to everybody, who adds), "two_hops" (to who adds that slice) and "backend" (round a ring).
         """
         if way == "one_hop":
             return self.hop_bytes + (self.size - 1) * payload_bytes

@@ -14,11 +14,7 @@ class NodeComm(Comm):
     Every rank of a node runs the same compressor on the same data, so what it hands over is what its leader does; the
     ``rank`` and ``size`` a compressor sees are of nodes.  ``sent_bytes`` are the node's, on each of its ranks.
 
-    Args:
-        node: which of ``nodes`` this is.
-        nodes: P.
-        between: the leaders, on a leader; None on the other ranks.
-        inside: the ranks of this node, of which the first is the leader.
+    ``between`` are the leaders, on a leader, and ``inside`` the ranks of this node, of which the first is the leader.
     """
 
     def __init__(self, node: int, nodes: int, between: TorchComm | None, inside: TorchComm) -> None:
@@ -26,7 +22,6 @@ class NodeComm(Comm):
         self._between, self._inside = between, inside
 
     def release(self) -> None:
-        """Forget both process groups too."""
         super().release()
         self._inside.release()
         if self._between:

@@ -74,9 +74,7 @@ class ProcessGroups:
     def comms(self, wire_dtype: ValueFormat, beside_ddp: bool = False) -> list[Comm]:
         """The ranks, or the nodes, once for each lane.  Makes the groups: to be called on every rank, at once.
 
-        Args:
-            wire_dtype: of values on the wire.
-            beside_ddp: what is sent may be under way while DDP and others send on DDP's group.
+        ``beside_ddp``: what is sent may be under way while DDP and others send on DDP's group.
         """
         comms = [comm.in_format(wire_dtype) for comm in self._comms(beside_ddp)]
         for comm in comms:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -28,7 +29,6 @@ class _Part(Pending):
 
     @property
     def rank(self) -> int:
-        """Whose part it is."""
         return self.comm.rank
 
     def __str__(self) -> str:
@@ -59,8 +59,8 @@ class _SimMeter(Meter):
 class SimComm(Comm):
     """One rank of a :class:`SimNetwork`."""
 
-    def __init__(self, network: "SimNetwork", rank: int, wire_dtype: ValueFormat, hop_bytes: int) -> None:
-        super().__init__(rank, network.size, wire_dtype)
+    def __init__(self, network: "SimNetwork", rank: int, hop_bytes: int) -> None:
+        super().__init__(rank, network.size)
         self.costs = Costs(network.size, hop_bytes)
         self._meter: _SimMeter = _SimMeter()
         self._network = network
@@ -71,7 +71,6 @@ class SimComm(Comm):
         return self._meter.hops
 
     def arrived(self, part: _Part) -> Tensor:
-        """The result of a message this rank has waited for."""
         self._meter.hops = max(self.hops, part.hops)
         return self._network.deliver(part)
 
@@ -126,7 +125,7 @@ class SimNetwork:
         self.size, self.checks = size, checks
         self.launched = [0] * size  # messages, by rank
         self._messages: dict[int, _Message] = {}  # under way, by number
-        self.comms = [SimComm(self, rank, wire_dtype, hop_bytes) for rank in range(size)]
+        self.comms = [SimComm(self, rank, hop_bytes).in_format(wire_dtype) for rank in range(size)]
 
     def run(self, ranks: Sequence[Rounds]) -> list[Tensor | Sparse]:
         """Run one generator a rank to its end, each to its next yield in turn; returns what each returned.
@@ -179,7 +178,8 @@ class SimNetwork:
             arrived = message.parts[(part.rank - part.by[0]) % self.size].given
         else:
             if message.result is None:
-                message.result = _combined(part.kind, [message.parts[rank].given for rank in range(self.size)])
+                given = [message.parts[rank].given for rank in range(self.size)]
+                message.result = torch.stack(given) if part.kind == "all_gather" else reduce(torch.add, given)
             arrived = message.result
         return part.result.copy_(arrived)
 
@@ -189,16 +189,6 @@ class SimNetwork:
         if len(set(texts.values())) > 1:
             each = "; ".join(f"rank {rank}: {text}" for rank, text in texts.items())
             raise AssertionError(f"ranks disagree on message {number}, where real processes hang: {each}")
-
-
-def _combined(kind: str, given: Sequence[Tensor]) -> Tensor:
-    """The result of an all-gather or an all-reduce of ``given``, added in the order of the ranks."""
-    if kind == "all_gather":
-        return torch.stack(list(given))
-    total = given[0].clone()
-    for other in given[1:]:
-        total += other
-    return total
 
 
 def _spoil(result: Tensor) -> None:

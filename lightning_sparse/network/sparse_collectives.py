@@ -15,11 +15,7 @@ from lightning_sparse.wire import MessageLayout, Selection
 def gather(own: Selection, layout: MessageLayout, comm: Comm, widths: Sequence[int] = ()) -> Rounds[list[Selection]]:
     """What each rank selected, in their order.  Values in ``own`` keep the rounding errors.
 
-    Args:
-        own: what this rank selected.
-        layout: of the messages.
-        comm: the ranks.
-        widths: [P], elements of the vector that each rank selected from; layout.n if not given.
+    Each selected from a vector of ``widths`` [P] elements, or of layout.n.
     """
     on = selection.on(own.index)
     message = comm.buffer("message", layout.nbytes, torch.uint8, own.index.device)
@@ -50,12 +46,8 @@ def reduce_scatter(
 ) -> Rounds[tuple[Tensor | Sparse, list[Selection]]]:
     """The sum over all ranks of their ``parts[r]``, on rank r, and what the others sent for it.
 
-    Args:
-        parts: [P], what this rank contributes to each region; indices count from its start.  Values keep the rounding
-            errors.
-        layout: of the messages; n is the widest region.
-        width: elements of this rank's region.
-        comm: the ranks.
+    ``parts`` [P] are what this rank contributes to each region; indices count from its start, values keep the rounding
+    errors.  This rank's region has ``width`` elements, the widest layout.n.
     """
     own, on = parts[comm.rank], selection.on(parts[0].index)
     rows = [

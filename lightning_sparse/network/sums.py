@@ -131,7 +131,6 @@ class _Slices:
         self._format.add_rows(payloads, own, self._comm.rank - 1, -1, len(self.by))
 
     def finish(self, start: int) -> Pending:
-        """Send everybody this rank's own segment."""
         leaving, own = self._rows("finished", start, 1)[0], self._cut(start).of(self._values, self._comm.rank)
         used = self._format.nbytes(own.numel())
         self._format.take(own, leaving[:used])

@@ -10,7 +10,6 @@ from torch.futures import Future
 
 from lightning_sparse.network.backends import carries_by_nccl
 from lightning_sparse.network.comm import Comm, Pending
-from lightning_sparse.wire import FLOAT32, ValueFormat
 
 
 @contextmanager
@@ -44,16 +43,11 @@ class _Added(Pending):
 
 
 class _Staged(Pending):
-    """A message of copies in the host's memory, whose result is copied to where it belongs once it has arrived.
-
-    Args:
-        pending: of the copies.
-        places: each part of the result, and where it is in the host's memory.
-        result: what the message returns.
-    """
+    """A message of copies in the host's memory, whose result is copied to where it belongs once it has arrived."""
 
     def __init__(self, pending: Pending, places: Sequence[tuple[Tensor, Tensor]], result: Tensor) -> None:
-        self._pending, self._places, self._result = pending, places, result
+        self._pending, self._result = pending, result
+        self._places = places  # each part of the result, and where it is in the host's memory
 
     def wait(self) -> Tensor:
         self._pending.wait()
@@ -70,11 +64,6 @@ class Works(Pending):
 
     @explained()
     def wait(self) -> Tensor:
-        """Wait for all.
-
-        Raises:
-            RuntimeError: another rank is gone, or did not come in time.
-        """
         for work in self._works:
             work.wait()
         return self._result
@@ -87,8 +76,8 @@ class TorchComm(Comm):
     pinned memory of the host: whoever launches a message waits until it is copied there.
     """
 
-    def __init__(self, group: dist.ProcessGroup, wire_dtype: ValueFormat = FLOAT32) -> None:
-        super().__init__(dist.get_rank(group), dist.get_world_size(group), wire_dtype)
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group))
         self._groups = [group]  # none once it is released
         self._global = dist.get_process_group_ranks(group)
         self._by_nccl: dict[str, bool] = {}  # by type of device, as far as it is known
@@ -197,7 +186,6 @@ class TorchComm(Comm):
         return [work for work in works if work is not None]  # None only on a rank outside the group
 
     def uses_nccl(self, device: torch.device) -> bool:
-        """Whether tensors on ``device`` are sent over NCCL."""
         if device.type not in self._by_nccl:
             self._by_nccl[device.type] = carries_by_nccl(self._group, device)
         return self._by_nccl[device.type]

@@ -40,7 +40,7 @@ def largest_first(x: Tensor, threshold: Tensor, capacity: int) -> Selection:
     They are the largest of all, unless more than twice ``capacity`` (and more than ``AMONG``) were found.
     """
     n = x.numel()
-    found = kernels.select(x, None, threshold, min(n, max(2 * capacity, AMONG)), NEAR)
+    found = kernels.select(x, threshold, min(n, max(2 * capacity, AMONG)), NEAR)
     if n <= capacity:
         index = torch.cat([found.index, found.index.new_full((capacity - n,), n)])
     else:

@@ -71,24 +71,9 @@ class CountSketch:
             start += length
 
 
-def coder(sketch: CountSketch, x: Tensor) -> "CountSketch | DeviceSketch":
+def coder(sketch: CountSketch, x: Tensor) -> CountSketch | kernels.Hashes:
     """What encodes vectors like ``x`` [n] with the hashes of ``sketch``."""
-    return DeviceSketch(sketch, x.numel(), x.device) if kernels.used_for(x) else sketch
-
-
-class DeviceSketch:
-    """``sketch`` for vectors of ``n`` elements on a device: the methods of :class:`CountSketch`, and the same bits."""
-
-    def __init__(self, sketch: CountSketch, n: int, device: torch.device) -> None:
-        self._hashed = hashes(sketch, n, device)
-
-    def encode(self, x: Tensor, out: Tensor) -> Tensor:
-        """See :func:`sketch_encode`."""
-        return kernels.sketch_encode(x, self._hashed, out)
-
-    def estimate(self, table: Tensor, out: Tensor) -> Tensor:
-        """See :func:`sketch_estimate`."""
-        return kernels.sketch_estimate(table, self._hashed, out)
+    return hashes(sketch, x.numel(), x.device) if kernels.used_for(x) else sketch
 
 
 def hashes(sketch: CountSketch, n: int, device: torch.device | None = None) -> kernels.Hashes:

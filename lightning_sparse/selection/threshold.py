@@ -33,13 +33,9 @@ class ThresholdController:
     was_blind: bool = False  # so that it is evaluated anew; see :meth:`blind`
 
     def after(self, picked: int, target: int, seen: int, near: int) -> "ThresholdController":
-        """The threshold of the next step.
+        """The threshold of the next step after one that sent ``picked`` elements where ``target`` were meant.
 
-        Args:
-            picked: elements sent in this step.
-            target: elements that should have been.
-            seen: elements that reached the threshold, where messages had room for all of them.
-            near: elements there that reached ``NEAR`` times the threshold.
+        Where messages had room for all, ``seen`` reached the threshold, and ``near`` reached ``NEAR`` times as much.
         """
         steepness = math.log(max(near, 1) / max(seen, 1)) / -math.log(NEAR)  # -d log(count) / d log(threshold)
         miss = _bounded(math.log(max(picked, 0.5) / target) / max(steepness, 1.0), WIDEST_MISS)
@@ -49,11 +45,8 @@ class ThresholdController:
     def following(self, messages: Sequence[Sequence[int]], target: int) -> "ThresholdController | None":
         """The threshold of the next step, from the headers of all messages; None where it is better evaluated anew.
 
+        They say of each message how many elements were sent, seen and near; ``target`` should have been sent in all.
         Where there was no room for all that was seen, what was seen does not say how many a lower one would send.
-
-        Args:
-            messages: of each how many elements were sent, seen and near.
-            target: elements that should have been sent in all.
         """
         sent, seen, near = ([message[i] for message in messages] for i in range(3))
         if self.lost(len(seen) * min(seen), sum(near), target):

@@ -20,6 +20,7 @@ from lightning_sparse.kernels.blocks import (
     MOST_SCALE,
     SCALE_BITS,
     TINY,
+    block_bytes,
     halves,
     in_blocks,
     scales_and_codes,
@@ -42,11 +43,9 @@ class Blocks(ValueFormat):
     bits: int
 
     def nbytes(self, count: int) -> int:
-        """Bytes of ``count`` values, those of their scales included."""
-        return 4 * -(-count // BLOCK) + -(-count * self.bits // 8)
+        return block_bytes(count, self.bits)
 
     def take(self, values: Tensor, out: Tensor) -> None:
-        """Move ``values`` onto the wire; see :meth:`ValueFormat.take`."""
         if values.device.type != "cpu":
             ops.take_blocks(values, out, self.bits)
             return
@@ -57,7 +56,6 @@ class Blocks(ValueFormat):
         head.copy_(scales.view(torch.uint8))
 
     def read(self, payload: Tensor, out: Tensor) -> None:
-        """Set ``out`` to the values in ``payload``."""
         if out.device.type != "cpu":
             ops.read_blocks(payload, out, self.bits)
             return
@@ -65,7 +63,6 @@ class Blocks(ValueFormat):
             torch.mul(self._multiples(code, scratch), scale, out=part)
 
     def add(self, payload: Tensor, out: Tensor) -> None:
-        """Add the values in ``payload`` to ``out``."""
         if out.device.type != "cpu":
             ops.add_blocks(payload, out, self.bits)
             return
@@ -73,7 +70,6 @@ class Blocks(ValueFormat):
             part.addcmul_(self._multiples(code, scratch), scale)  # exact products: it rounds once, fused or not
 
     def take_rows(self, values: Tensor, out: Tensor, cut: Cut, first: int, count: int) -> None:
-        """Move segments of ``values`` into rows of ``out``; see :meth:`ValueFormat.take_rows`."""
         if values.device.type == "cpu":
             super().take_rows(values, out, cut, first, count)
             return
@@ -82,14 +78,12 @@ class Blocks(ValueFormat):
         ops.take_rows(values, out, self.bits, cut.width, cut.start, cut.length, cut.rotation, first, count)
 
     def read_rows(self, payloads: Tensor, out: Tensor, cut: Cut) -> None:
-        """Set segments of ``out`` to what rows of ``payloads`` say."""
         if out.device.type == "cpu":
             super().read_rows(payloads, out, cut)
         else:
             ops.read_rows(payloads, out, self.bits, cut.width, cut.start, cut.length, cut.rotation)
 
     def add_rows(self, payloads: Tensor, out: Tensor, first: int, step: int, count: int, onto: bool = True) -> None:
-        """Add rows of ``payloads`` to ``out``; see :meth:`ValueFormat.add_rows`."""
         if out.device.type == "cpu":
             super().add_rows(payloads, out, first, step, count, onto)
         else:
@@ -117,14 +111,10 @@ class Steps(Blocks):
     Rounding errors are exact: the nearest step to a value is 0 or within a factor of 2 of it, so that float32 holds
     the difference; a step is at least the smallest normal float32.  Of 4 bits, each byte holds the steps of a value of
     the block's first half, plus 8, and above them those of one of its second half.
-
-    Args:
-        name: of the format.
-        bits: of a value, 8 or 4.
     """
 
     name: str
-    bits: int
+    bits: int  # of a value, 8 or 4
 
     @property
     def most(self) -> int:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_sparse.kernels.reference import BLOCK_BITS, block16_bytes
+from lightning_sparse.kernels.blocks import BLOCK_BITS, block16_bytes
 
 Bytes = NDArray[np.uint8]
 Indices = NDArray[np.int64]
@@ -108,7 +108,6 @@ class Int32(IndexFormat):
     ns_per_index = 1.0
 
     def nbytes(self, n: int, capacity: int) -> int:
-        """4 bytes an index."""
         return 4 * capacity
 
     def _write(self, index: Indices, n: int, capacity: int, out: Bytes) -> None:
@@ -127,7 +126,6 @@ class Block16(IndexFormat):
     ns_per_index = 2.0
 
     def nbytes(self, n: int, capacity: int) -> int:
-        """4 bytes a block, 2 bytes an index."""
         return block16_bytes(n, capacity)
 
     def _write(self, index: Indices, n: int, capacity: int, out: Bytes) -> None:
@@ -157,7 +155,6 @@ class Bitmap(IndexFormat):
     ns_per_element = 1.0
 
     def nbytes(self, n: int, capacity: int) -> int:
-        """1 bit an element."""
         return _folded_bytes(n, 1)
 
     def _write(self, index: Indices, n: int, capacity: int, out: Bytes) -> None:

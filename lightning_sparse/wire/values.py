@@ -85,14 +85,10 @@ class ValueFormat(ABC):
 
 @dataclass(frozen=True)
 class Float(ValueFormat):
-    """Floating-point values of another type.
+    """Floating-point values of another type: float32, bfloat16 or float16.
 
     A value beyond the range of float16, infinity too, is sent as the largest it can carry; the rest, rounded to
     float32, stays.  What is not finite arrives so.
-
-    Args:
-        name: of the type.
-        dtype: float32, bfloat16 or float16.
     """
 
     name: str
@@ -100,15 +96,12 @@ class Float(ValueFormat):
 
     @property
     def lossless(self) -> bool:
-        """Whether the type is float32."""
         return self.dtype == torch.float32
 
     def nbytes(self, count: int) -> int:
-        """Bytes of ``count`` values."""
         return count * self.dtype.itemsize
 
     def take(self, values: Tensor, out: Tensor) -> None:
-        """Move ``values`` onto the wire; see :meth:`ValueFormat.take`."""
         rounded = viewed(out, self.dtype)
         if self.lossless:
             rounded.copy_(values)
@@ -129,11 +122,9 @@ class Float(ValueFormat):
         values.sub_(scratch.copy_(written))  # 5 times as fast as subtracting another type
 
     def read(self, payload: Tensor, out: Tensor) -> None:
-        """Set ``out`` to the values in ``payload``."""
         out.copy_(viewed(payload, self.dtype))
 
     def add(self, payload: Tensor, out: Tensor) -> None:
-        """Add the values in ``payload`` to ``out``."""
         written = viewed(payload, self.dtype)
         if self.lossless:
             out.add_(written)

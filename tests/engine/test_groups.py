@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import lightning_sparse as ls
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.engine.groups import FUSIONS, Piece, carry_over, cut_apart, fuse, lay_out, make_groups
+from lightning_sparse.engine.groups import FUSIONS, Piece, carry_over, fuse, lay_out, make_groups
 from lightning_sparse.engine.lane import spread
 from lightning_sparse.selection.threshold import ThresholdController
 from tests.support.fuzz import LARGE, fuzzed
@@ -60,14 +60,6 @@ def test_protected_parameters_get_dense_groups() -> None:
     skip = ls.SkipReduce(protect=["*.bias"])
     groups = {group.names: used for group, used in lay_out(dict(model.named_parameters()), skip, "bucket")}
     assert groups == {("1.weight", "0.weight"): skip, ("1.bias", "0.bias"): ls.Dense()}
-
-
-def test_small_groups_are_made_whole() -> None:
-    a, b, bias = Piece("a", 100), Piece("b", 20), Piece("bias", 5, dense=True)
-    assert cut_apart([[a, bias], [b]], 0) == [[a], [bias], [b]]
-    assert cut_apart([[a, bias], [b]], 20) == [[a], [bias], [Piece("b", 20, dense=True)]]
-    assert cut_apart([[b, bias]], 20) == [[Piece("b", 20, dense=True), bias]]
-    assert cut_apart([[]], 20) == []
 
 
 def test_an_unknown_fusion_names_what_is_allowed() -> None:

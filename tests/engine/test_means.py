@@ -20,9 +20,9 @@ def test_means_are_kept_and_handed_back_with_and_without_a_loss_scale() -> None:
     assert torch.equal(means.due({"p": p})["p"], scaled)
     bucket = [p, other := nn.Parameter(torch.ones(2))]
     buffer = torch.full((5,), 7.0)
-    assert not again.are_saved
+    assert not again.saved
     again.resume({"p": scaled, "gone": scaled}, {"p": p, "other": other})
     again.hand_back(buffer, bucket, True)
     assert buffer.tolist() == [1024.0, 2048.0, float("inf"), 0.0, 0.0]
     assert again.are_due
-    assert not again.are_saved
+    assert not again.saved

@@ -89,7 +89,7 @@ def test_a_look_at_data_is_noted() -> None:
     with on_fake_cuda() as (cuda, _):
         x = torch.ones(3, device=DEVICE)
         torch.ones(3).to(DEVICE, non_blocking=True)
-        select(x, None, x.sum(), 3).index.clamp(max=2)
+        select(x, x.sum(), 3).index.clamp(max=2)
         torch.empty(3).copy_(x, non_blocking=True)
         assert cuda.waits == []
 

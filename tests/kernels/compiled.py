@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 import lightning_sparse as ls
-from lightning_sparse.kernels import select
 from lightning_sparse.wire import WIRE_DTYPES
-from tests.support.fake_cuda import DEVICE, FakeCuda, kernel_modules
+from tests.support.fake_cuda import FakeCuda, kernel_modules
 from tests.support.on_fake_cuda import COMPRESSORS, Training, gradients, local_steps, on_fake_cuda, parameters
 
 TARGETS = ("cuda:80", "cuda:90", "hip:gfx942")
@@ -89,11 +88,6 @@ def launch_all(cuda: FakeCuda) -> None:
             training = Training(local_steps(nccl, of, ls.Dense(), str(wire_dtype), error_decay=0.95), of, adam=True)
             for _ in range(STEPS + 1):  # the exchange of a step is applied after the next
                 training.step()
-    with cuda.entered():  # no strategy has a kernel add gradients, so far
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            for n in (1, 1000, 4096):
-                x, threshold = torch.empty(n, device=DEVICE), torch.empty((), device=DEVICE)
-                select(x, x.to(dtype), threshold, 100)
 
 
 def _train(cuda: FakeCuda, compressor: ls.Compressor, wire_dtype: str, dtype: torch.dtype) -> None:

@@ -37,7 +37,7 @@ def run_real(
     """What `simulate` does, on this rank of real ones: totals [T, n], unsent [n], sent bytes [T] of each job."""
     results = []
     for compressor, gradients, wire_dtype in jobs:
-        comm = TorchComm(dist.group.WORLD, wire_format(wire_dtype))
+        comm = TorchComm(dist.group.WORLD).in_format(wire_format(wire_dtype))
         lane = Lane(comm, threaded=False)
         group = Group(0, ("gradient",), (torch.zeros(gradients.shape[2]),))
         totals, sent = [], []
@@ -86,7 +86,7 @@ def send_much(rank: int, size: int, jobs: list[tuple[ls.Compressor, str]], n: in
     """Bytes that this rank sent in each job, by our count and by the kernel's."""
     results = []
     for compressor, wire in jobs:
-        lane = Lane(TorchComm(dist.group.WORLD, wire_format(wire)), threaded=False)
+        lane = Lane(TorchComm(dist.group.WORLD).in_format(wire_format(wire)), threaded=False)
         group = Group(0, ("gradient",), (torch.zeros(n),))
         generator = torch.Generator().manual_seed(rank)
         dist.barrier()
@@ -121,7 +121,7 @@ def test_counted_bytes_are_the_kernels(ranks: Ranks) -> None:
 
 def bytes_a_pick(rank: int, size: int, compressor: ls.Compressor, wire: str) -> float:
     """Bytes this rank sent by the kernel's count, over elements updated, once thresholds have settled."""
-    lane = Lane(TorchComm(dist.group.WORLD, wire_format(wire)), threaded=False)
+    lane = Lane(TorchComm(dist.group.WORLD).in_format(wire_format(wire)), threaded=False)
     lane.comm.costs.hop_bytes = 1  # sums in as few bytes as can be
     group = Group(0, ("gradient",), (torch.zeros(400_000),))
     generator = torch.Generator().manual_seed(rank)

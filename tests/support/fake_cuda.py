@@ -222,7 +222,7 @@ class FakeCuda:
         for name, fake in in_place.items():
             yield mock.patch.object(torch.cuda, name, fake)
         yield mock.patch.object(torch, "Generator", _generator)
-        for module in ("pending_bucket", "local_exchange"):
+        for module in ("step", "local_exchange"):
             yield mock.patch.object(import_module(f"lightning_sparse.engine.{module}"), "Future", Future)
         yield _launching(self)
 

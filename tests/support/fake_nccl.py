@@ -37,7 +37,7 @@ class FakeNccl:
     def comms(self, lanes: int, wire_dtype: ValueFormat = FLOAT32) -> list[TorchComm]:
         """All ranks once for each lane, on one group."""
         group: Any = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(name=lambda: "nccl"))
-        comms = [TorchComm(group, wire_dtype) for _ in range(lanes)]
+        comms = [TorchComm(group).in_format(wire_dtype) for _ in range(lanes)]
         for comm in comms:
             comm.costs.by_backend = True
         return comms

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
-from lightning_sparse.engine.pending_bucket import gradients_of
+from lightning_sparse.engine.step import gradients_of
 from lightning_sparse.network.comm import Comm, Pending
 from lightning_sparse.network.costs import HOP_BYTES
 from lightning_sparse.network.process_groups import LANES
 from lightning_sparse.network.simulated import SimComm, SimNetwork
-from lightning_sparse.wire import FLOAT32, ValueFormat
+from lightning_sparse.wire import ValueFormat
 
 T = TypeVar("T")
 
@@ -142,11 +142,8 @@ class ThreadGroup:
 class ThreadComm(SimComm):
     """One thread of a process group; takes the place of :class:`TorchComm`."""
 
-    def __init__(
-        self, group: ThreadGroup, wire_dtype: ValueFormat = FLOAT32, device: torch.device | None = None
-    ) -> None:
-        del device
-        super().__init__(group.meeting, group.rank, wire_dtype, HOP_BYTES)
+    def __init__(self, group: ThreadGroup) -> None:
+        super().__init__(group.meeting, group.rank, HOP_BYTES)
 
     def gather(self, x: Tensor) -> Tensor:
         """Return what every rank handed over, [n] -> [P, n] on the first rank; [0, n] on the others."""
@@ -171,7 +168,7 @@ class ThreadGroups:
     def comms(self, wire_dtype: ValueFormat, beside_ddp: bool = False) -> list[Comm]:
         """The ranks, once for each lane."""
         self._made = self._made or [self._ddp_group.network.group(self._ddp_group.rank) for _ in range(LANES)]
-        return [ThreadComm(group, wire_dtype) for group in self._made]
+        return [ThreadComm(group).in_format(wire_dtype) for group in self._made]
 
     @contextmanager
     def leaders(self) -> Iterator[ThreadComm]:

@@ -15,7 +15,7 @@ from lightning_sparse.engine.groups import lay_out, lay_out_fragments
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.engine.optimizers import Optimizers
-from lightning_sparse.engine.pending_bucket import gradients_of
+from lightning_sparse.engine.step import gradients_of
 from lightning_sparse.network.node_comm import NodeComm
 from lightning_sparse.network.process_groups import LANES, ProcessGroups
 from lightning_sparse.wire import wire_format

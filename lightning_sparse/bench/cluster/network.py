@@ -38,16 +38,13 @@ class Network:
 
     @property
     def switch(self) -> str:
-        """The namespace of the bridges."""
         return self.namespaces.paths[0]
 
     @property
     def hosts(self) -> list[str]:
-        """The namespaces of the hosts."""
         return self.namespaces.paths[1:]
 
     def build(self) -> None:
-        """Make namespaces, bridges and links."""
         self.namespaces.add()
         several, numbers = len(self._spec.groups) > 1, count()
         if several:
@@ -97,7 +94,6 @@ class Network:
         self._ip(self.switch, "link", "set", interface, "master", bridge, "addrgenmode", "none", "up")
 
     def _limit(self, namespace: str, interface: str, link: LinkSpec) -> None:
-        """Limit what an interface sends."""
         if link.rate_bits_per_s is None:
             return
         bucket_bytes = max(_LEAST_BUCKET_BYTES, round(link.rate_bits_per_s / 8 * _BUCKET_S))

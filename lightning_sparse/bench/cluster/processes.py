@@ -31,7 +31,6 @@ class Cluster:
 
     @property
     def hosts(self) -> int:
-        """Number of hosts."""
         return self.spec.hosts
 
     def __enter__(self) -> "Cluster":
@@ -49,7 +48,6 @@ class Cluster:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Remove the cluster."""
         self.close()
 
     def close(self) -> None:

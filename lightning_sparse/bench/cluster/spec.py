@@ -40,7 +40,6 @@ class ClusterSpec:
 
     @property
     def hosts(self) -> int:
-        """Number of hosts."""
         return len(self._links)
 
     @property
@@ -67,7 +66,6 @@ class ClusterSpec:
         return min(round(4 * rate_bits_per_s / 8 * (2 * self.longest_delay_s + _QUEUES_S)), 2**30)
 
     def delay_s(self, source: int, target: int) -> float:
-        """Seconds from a host to another, one way."""
         group = [number for number, links in enumerate(self.groups) for _ in links]
         between = self.trunk.delay_s if group[source] != group[target] else 0.0
         return (self._links[source].delay_s + self._links[target].delay_s) / 2 + between

@@ -25,7 +25,6 @@ class LearningRate(Callback):
         self._rate, self._schedule = rate, schedule
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Set the largest rates."""
         del pl_module
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         for group in groups:
@@ -33,7 +32,6 @@ class LearningRate(Callback):
         self._largest = [(group, group["lr"]) for group in groups]
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
-        """Set the rates of a step."""
         del args
         if self._schedule is not None:
             for group, largest in self._largest:
@@ -48,12 +46,8 @@ class Judge(Callback):
     or with no communication its own.  A strategy that does not send in every step is judged after steps in which it
     did, when its ranks share a model.  The ranks agree on every decision, since they make it from the same numbers.
 
-    Args:
-        probe: whose last step gets the loss, and whose clock stands still meanwhile.
-        data: [N, ...], the same on every rank.
-        lowest: loss at which training ends; it ends too where the loss is not finite.
-        seconds: of training after which it ends; None: with the trainer's last step.
-        least: steps before it may end.
+    The clock of the probe stands still meanwhile.  A training ends after ``least`` steps at the earliest: at the
+    ``lowest`` loss, where the loss is not finite, and after so many ``seconds``, if not with the trainer's last step.
     """
 
     def __init__(self, probe: Probe, data: Tensor, lowest: float, seconds: float | None, least: int) -> None:
@@ -64,7 +58,6 @@ class Judge(Callback):
         self._sends = False  # has sent anything yet
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        """Evaluate if it is time to."""
         del args
         steps = self._probe.steps
         last_one = len(steps) == trainer.max_steps

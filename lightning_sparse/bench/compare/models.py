@@ -26,7 +26,6 @@ class Classifier(LightningModule):
         return cross_entropy(self.layers(images), labels)
 
     def configure_optimizers(self) -> Optimizer:
-        """SGD with momentum."""
         return SGD(self.parameters(), lr=self.learning_rate, momentum=0.9)
 
 
@@ -61,5 +60,4 @@ class ByteGPT(LightningModule):
         return cross_entropy(self.head(self.blocks(x, mask, is_causal=True)).flatten(0, 1), tokens[:, 1:].flatten())
 
     def configure_optimizers(self) -> Optimizer:
-        """AdamW."""
         return AdamW(self.parameters(), lr=self.learning_rate)

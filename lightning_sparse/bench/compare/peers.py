@@ -244,7 +244,6 @@ class Contender:
         raise ValueError(f"strategy {self.spec!r}: {RATE}, the learning rate, must be above 0; got {given!r}")
 
     def at(self, rate: float) -> "Contender":
-        """Return it with this learning rate."""
         return replace(self, spec=f"{self.spec}:{RATE}={rate}")
 
 

@@ -35,7 +35,6 @@ class Place:
 
     @property
     def hosts(self) -> int:
-        """Number of hosts."""
         return self.size // self.local_size
 
     @classmethod

@@ -31,7 +31,6 @@ class Probe(Callback):
         self._wire: tuple[int, int] | None = None  # bytes and packets the kernel had counted then
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Watch for gradients."""
         del trainer
         for parameter in pl_module.parameters():
             if parameter.requires_grad:
@@ -45,7 +44,6 @@ class Probe(Callback):
         self._backward_s = time.perf_counter()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any) -> None:
-        """Add the step."""
         del pl_module, args
         known = isinstance(outputs, Mapping) and "loss" in outputs  # not with manual optimisation
         loss = float(outputs["loss"]) if known else math.nan  # waits for the device

@@ -44,7 +44,6 @@ class Schedule:
         return [row.at(rate) for rate in self.learning_rates] or [row]
 
     def seed(self, number: int) -> int:
-        """Return the seed of a round."""
         return self.seeds[number % len(self.seeds)] if self.seeds else number
 
     def at_best_rate(self, row: Contender, rounds: Sequence[Round]) -> Contender:

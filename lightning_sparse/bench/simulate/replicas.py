@@ -96,7 +96,6 @@ class Replicas:
         _take_optimizer_steps(self._optimizers, rate)
 
     def _unsent(self) -> Tensor:
-        """What each rank has not sent, [P, n]."""
         return torch.stack([torch.cat([group.unsent for group, _ in groups]) for groups in self._groups])
 
 
