@@ -161,23 +161,16 @@ class _Profile(Callback):
 
 def table(advices: Sequence[Advice], title: str) -> Table:
     """Show DDP first, then what is soonest at a loss; the one to use in bold."""
-    result = new_table(title, "strategy", "step", "s to ddp's loss", "likely", "delivered", "stale", "sends")
+    result = new_table(title, "strategy", "step", "to loss", "delivered", "stale", "sends")
     result.add_column("waits for")
     result.columns[0].no_wrap = True
+    result.caption = f"to loss: seconds to what ddp reaches in {STEPS_OF_DDP:,} steps"
     ddp, *others = advices
     for a in [ddp, *sorted(others, key=lambda a: (a.seconds, a.step_s))]:
         name = f"[bold]{a.name}[/bold]" if a.chosen else a.name
-        to_loss, likely = f"{STEPS_OF_DDP * a.seconds:.0f}", "{:.0f} to {:.0f}".format(*of_ddp(a.likely_s))
-        cells = (to_loss, "" if a is ddp else likely) if a.more_steps else ("-", "-")
-        result.add_row(
-            name,
-            f"{1e3 * a.step_s:.0f} ms",
-            *cells,
-            known(a.delivered, "{:.0%}".format),
-            known(a.staleness, "{:.1f}".format),
-            human_bytes(a.sent_bytes),
-            a.limit,
-        )
+        to_loss = f"{STEPS_OF_DDP * a.seconds:.0f} s" if a.more_steps else "-"
+        delivered, stale = known(a.delivered, "{:.0%}".format), known(a.staleness, "{:.1f}".format)
+        result.add_row(name, f"{1e3 * a.step_s:.0f} ms", to_loss, delivered, stale, human_bytes(a.sent_bytes), a.limit)
     return result
 
 
