@@ -1,7 +1,7 @@
-"""Chooses among candidates: of those whose steps are about as short as the shortest, the one with the least error."""
+"""Chooses among candidates the one that is expected to be soonest at a loss: seconds a step, times steps."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -9,6 +9,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_sparse.auto.forecast import Forecast, Forecaster
+from lightning_sparse.auto.more_steps import likely, loss_above
 from lightning_sparse.auto.policy import Auto, Candidate
 from lightning_sparse.auto.trial import try_on
 from lightning_sparse.compressors import Compressor, Dense
@@ -19,29 +20,34 @@ from lightning_sparse.fusion.planner import Calibration, Measured
 from lightning_sparse.settings import same
 
 EXACT = Candidate(Dense())  # It has no error, so that others need not be looked at where its messages cost nothing.
-CHEAP = 0.5  # Part of a step that sends nothing: where EXACT's messages take no longer, it is tried before others.
-OVERHEAD = 1.1  # A step of any candidate is at least so many times as long as one that sends nothing.
-UNMEASURED = 1.25  # A step that was not measured counts as so many times as long as expected, beside measured ones.
+NOISE = 0.05  # Part by which the seconds of two candidates must differ to tell which is sooner.
 MOST_TRIED = 4  # Candidates whose steps are measured; then one of these is taken.
-MAY_BE_SHORT = 0.5  # Part by which forecasts may exceed the shortest and be tried all the same: they are not exact.
 ELEMENTS = 2**15  # Elements of all ranks together on which candidates are tried.
-
-
-def about_as_short(forecasts: Sequence[Forecast], tolerance: float) -> list[Forecast]:
-    """Those whose steps are at most ``tolerance`` longer than the shortest."""
-    shortest_s = min(forecast.step_s for forecast in forecasts)
-    return [forecast for forecast in forecasts if forecast.step_s <= (1 + tolerance) * shortest_s]
 
 
 def tried(forecast: Forecast, gradients: Tensor, weights: Tensor) -> Forecast:
     """Return ``forecast`` with what its candidate delivers of ``gradients`` [P, T, m], and after how many steps."""
+    if forecast.candidate == EXACT:
+        return replace(forecast, delivered=1.0, staleness=0.0)
     found = try_on(forecast.candidate, gradients, weights)
     return replace(forecast, delivered=found.delivered, staleness=found.staleness)
 
 
-def least_error(forecasts: Sequence[Forecast]) -> Forecast:
-    """The one with the smallest compression error, of equals the first."""
-    return min(forecasts, key=lambda forecast: forecast.error)
+def soonest(
+    forecasts: Sequence[Forecast], at_most: float | None = None, measured: Container[Candidate] = ()
+) -> Forecast:
+    """Return which is expected to be soonest at a loss; of those that noise does not tell apart the least loss.
+
+    Args:
+        forecasts: at least one, tried.
+        at_most: as of :class:`Auto`; where none loses so little, that which loses least.
+        measured: candidates whose steps were, which take precedence within noise.
+    """
+    least = min(forecasts, key=lambda f: f.more_steps)
+    allowed = [f for f in forecasts if at_most is None or loss_above(f.more_steps) <= at_most] or [least]
+    limit_s = (1 + NOISE) * min(f.seconds for f in allowed)
+    close = [f for f in allowed if f.seconds <= limit_s]
+    return min([f for f in close if f.candidate in measured] or close, key=lambda f: f.more_steps)
 
 
 def _shared(
@@ -114,9 +120,11 @@ class Chooser:
         cheap = [c for c in self._candidates if isinstance(c.compressor, Dense)]  # to look at
         others = [c for c in self._candidates if c not in cheap]
         self._ahead = [each for each in (cheap, others) if each]
-        if EXACT in cheap and self._forecaster.in_place_s <= CHEAP * self._forecaster.computing_s:
-            self.forecasts = [replace(self._forecaster.forecast(EXACT), delivered=1.0, staleness=0.0)]
-            return self._announced(self.forecasts[0], 1)
+        if EXACT in cheap and math.isfinite(self._forecaster.in_place_s):
+            exact = self._forecaster.forecast(EXACT)
+            if self._is_hidden(exact.step_s):
+                self.forecasts = [replace(exact, delivered=1.0, staleness=0.0)]
+                return self._announced(self.forecasts[0])
         return self._take_best(exchange)
 
     def note(self, exchange: Exchange, step_s: float) -> Candidate:
@@ -146,7 +154,7 @@ class Chooser:
         self._weights = record.weights()
 
     def _look_at(self, exchange: Exchange, candidates: Sequence[Candidate]) -> None:
-        """Predict the step of each of ``candidates``, and try on gradients those that may be chosen."""
+        """Predict the step of each of ``candidates``."""
         self._look_closer(exchange)
         looked_at = {f.candidate for f in self.forecasts}
         new = _shared(exchange, [c for c in candidates if c not in looked_at], self._forecaster.forecast)
@@ -154,11 +162,16 @@ class Chooser:
         for forecast in new:
             if forecast.candidate in self._step_s:
                 self._correct(forecast.candidate)
+
+    def _try(self, exchange: Exchange, candidates: Sequence[Candidate]) -> None:
+        """Try ``candidates`` on gradients."""
         expected = {f.candidate: f for f in self.forecasts}
-        short = about_as_short(self.forecasts, MAY_BE_SHORT)
-        worth_trying = [f.candidate for f in short if f.delivered is None]
-        found = _shared(exchange, worth_trying, lambda c: tried(expected[c], self._gradients, self._weights))
+        found = _shared(exchange, candidates, lambda c: tried(expected[c], self._gradients, self._weights))
         self.forecasts = list((expected | {f.candidate: f for f in found}).values())
+
+    def _is_hidden(self, seconds: float) -> bool:
+        """Whether no candidate can be sooner by more than noise, since a step that sends nothing takes as long."""
+        return seconds <= (1 + NOISE) * self._forecaster.computing_s
 
     def _correct(self, measured: Candidate) -> None:
         """Expect of ``measured`` the step that it took, and of others of its kind accordingly.
@@ -178,40 +191,47 @@ class Chooser:
 
         self.forecasts = [corrected(f) for f in self.forecasts]
 
-    def _as_known(self, forecast: Forecast) -> Forecast:
-        """Return ``forecast`` as it counts beside measured steps; local steps are known once some were measured."""
-        candidate = forecast.candidate
-        if candidate in self._step_s or (candidate.local_steps and any(each.local_steps for each in self._step_s)):
-            return forecast
-        return replace(forecast, step_s=UNMEASURED * forecast.step_s)
-
     def _take_best(self, exchange: Exchange) -> Candidate:
-        """Choose by what is known, after looking at more candidates while steps might be shorter.
+        """Choose by what is known, after looking at more candidates while one might be sooner.
 
         Once many have been measured, one of these is taken.
         """
         while True:
             known = [f for f in self.forecasts if f.candidate in self._step_s]
-            among = known if len(known) >= MOST_TRIED else self.forecasts
-            short = about_as_short([self._as_known(f) for f in among], self._auto.tolerance) if among else []
-            hidden_s = (1 + self._auto.tolerance) * OVERHEAD * self._forecaster.computing_s
-            if not self._ahead or (short and least_error(short).step_s <= UNMEASURED * hidden_s):
-                break
-            self._look_at(exchange, self._ahead.pop(0))
-        best = least_error(short).candidate
-        return self._announced(next(f for f in among if f.candidate == best), len(short))
+            among = [f for f in (known if len(known) >= MOST_TRIED else self.forecasts) if f.delivered is not None]
+            best = soonest(among, self._auto.at_most, self._step_s) if among else None
+            best_s = best.seconds if best else math.inf
+            to_try = [f.candidate for f in self.forecasts if f.delivered is None and f.step_s < best_s]
+            if to_try:
+                self._try(exchange, to_try)
+            elif best and (not self._ahead or self._is_hidden(best_s)):
+                return self._announced(best)
+            else:
+                self._look_at(exchange, self._ahead.pop(0))
 
-    def _announced(self, best: Forecast, among: int) -> Candidate:
-        """Choose ``best``, of so many with about such a step."""
+    def _announced(self, best: Forecast) -> Candidate:
+        """Choose ``best``."""
         self.chosen = best
         takes = "takes" if best.candidate in self._step_s else "is expected to take"
+        least, most = (1e3 * best.step_s * more for more in likely(best.more_steps))
         rank_zero_info(
             f"sparse_auto: training goes on with {best.candidate}, whose step {takes} {1e3 * best.step_s:.0f} ms; one "
-            f"that sends next to nothing would take {1e3 * self._forecaster.computing_s:.0f} ms. Of the {among} "
-            "candidates with the shortest steps it has the smallest compression error: a step delivers "
-            f"{best.delivered or 0:.0%} of what is unsent, and a gradient is {best.staleness or 0:.1f} steps stale."
+            f"that sends next to nothing would take {1e3 * self._forecaster.computing_s:.0f} ms. The loss of 1,000 "
+            f"steps of dense training is expected after {1e3 * best.more_steps:,.0f} steps, {1e3 * best.seconds:.0f} s "
+            f"({least:.0f} to {most:.0f}).{self._cost_of_limit(best)}"
         )
         return best.candidate
+
+    def _cost_of_limit(self, best: Forecast) -> str:
+        """Say what ``at_most`` costs in time, if it does."""
+        if self._auto.at_most is None:
+            return ""
+        free = soonest([f for f in self.forecasts if f.delivered is not None], measured=self._step_s)
+        if free.candidate == best.candidate:
+            return ""
+        return (
+            f" Without at_most={self._auto.at_most:g} {free.candidate} would be there after {1e3 * free.seconds:.0f} s."
+        )
 
 
 def _alike(one: Candidate, other: Candidate) -> bool:

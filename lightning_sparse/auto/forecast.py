@@ -9,10 +9,10 @@ from typing import ClassVar
 import numpy as np
 from torch import Tensor
 
+from lightning_sparse.auto import more_steps
 from lightning_sparse.auto.policy import Candidate
 from lightning_sparse.auto.simulated_cost import Now, applying_s, in_place_cost, simulated_cost
 from lightning_sparse.compressors import Compressor, Dense
-from lightning_sparse.engine.compression_error import compression_error
 from lightning_sparse.engine.groups import Piece, cut_into_fragments, pieces_of
 from lightning_sparse.fusion.costs import Link, SizeCost, cost_of
 from lightning_sparse.fusion.model import Cost
@@ -33,6 +33,7 @@ class Forecast:
         buckets_s: seconds of a step in DDP's buckets.
         sent_bytes: of a rank in a step.
         limit: what the step waits for at its end: "backward", "compression" or "network".
+        ranks: P.
         delivered: the part of what is unsent that a step delivers; None until it was tried.
         staleness: steps after which a gradient arrives; None until it was tried.
     """
@@ -42,26 +43,34 @@ class Forecast:
     buckets_s: float
     sent_bytes: float
     limit: str
-    NUMBERS: ClassVar = 6
+    ranks: int
+    NUMBERS: ClassVar = 7
     delivered: float | None = None
     staleness: float | None = None
 
     @property
-    def error(self) -> float:
-        """The compression error, by which candidates are ordered; 1 until it was tried."""
-        return 1.0 if self.delivered is None else compression_error(self.delivered, self.candidate.local_steps > 0)
+    def more_steps(self) -> float:
+        """How many times as many steps as dense training are expected to a loss; infinite until it was tried."""
+        if self.delivered is None or self.staleness is None:
+            return math.inf
+        return more_steps.more_steps(self.delivered, self.staleness, self.ranks, self.candidate.local_steps > 0)
+
+    @property
+    def seconds(self) -> float:
+        """Expected to a loss, for each step that dense training needs: what candidates are chosen by."""
+        return self.step_s * self.more_steps
 
     def numbers(self) -> list[float]:
         """All but the candidate as numbers [NUMBERS], which ranks can exchange."""
         tried = (math.nan if x is None else x for x in (self.delivered, self.staleness))
-        return [self.step_s, self.buckets_s, self.sent_bytes, LIMITS.index(self.limit), *tried]
+        return [self.step_s, self.buckets_s, self.sent_bytes, LIMITS.index(self.limit), self.ranks, *tried]
 
     @classmethod
     def read(cls, candidate: Candidate, numbers: Sequence[float]) -> "Forecast":
         """The inverse of :meth:`numbers`."""
-        step_s, buckets_s, sent_bytes, limit, *tried = numbers
+        step_s, buckets_s, sent_bytes, limit, ranks, *tried = numbers
         delivered, staleness = (None if math.isnan(x) else x for x in tried)
-        return cls(candidate, step_s, buckets_s, sent_bytes, LIMITS[int(limit)], delivered, staleness)
+        return cls(candidate, step_s, buckets_s, sent_bytes, LIMITS[int(limit)], int(ranks), delivered, staleness)
 
 
 class Forecaster:
@@ -119,7 +128,7 @@ class Forecaster:
         plan = best_plan(pieces, kinds, self._measured, self.calibration)
         buckets_s = plan.rest_s + plan.spans[DDP_PLAN]
         step_s = buckets_s if self._in_place(compressor) else plan.step_s
-        return Forecast(candidate, step_s, buckets_s, sent_bytes, plan.limit)
+        return Forecast(candidate, step_s, buckets_s, sent_bytes, plan.limit, self._size)
 
     def _costs(self, compressor: Compressor) -> tuple[list[Piece], Kinds, float]:
         """The pieces of the gradient, what they cost, and the bytes that a rank sends of them in a step."""
@@ -147,7 +156,7 @@ class Forecaster:
         own_s = own_s + self.calibration.offset_s * each_bytes / self._sent_bytes
         step_s = float(np.maximum(own_s, latency_s).mean())
         limit = "network" if (latency_s > own_s).mean() > 0.5 else "backward"
-        return Forecast(candidate, step_s, step_s, float(each_bytes.mean()), limit)
+        return Forecast(candidate, step_s, step_s, float(each_bytes.mean()), limit, self._size)
 
     def _cost(self, compressor: Compressor, elements: int) -> Cost:
         return cost_of(self._simulated(compressor, elements), self._link)

@@ -12,7 +12,6 @@ from lightning_sparse.settings import same
 from lightning_sparse.wire import wire_format
 
 DENSITIES = (0.3, 0.1, 0.05, 0.01)  # Parts of the elements that selecting candidates send.
-TOLERANCE = 0.1  # Part by which a step may be longer than the shortest, for what it delivers.
 
 
 def _check_compressor(what: str, given: object) -> None:
@@ -83,19 +82,20 @@ CANDIDATES = _candidates()
 
 @dataclass(frozen=True)
 class Auto:
-    """Trains with the smallest compression error among the candidates whose steps are about as short as the shortest.
+    """Trains with the candidate that is expected to be soonest at a loss: seconds a step, times the steps it needs.
 
     Until the first steps have been measured, gradients are averaged by ``start``.  Then every candidate's step is
-    predicted from what the link, backward and compressing took, and of those within ``tolerance`` of the shortest the
-    one is taken that delivers most of what is unsent, soonest, on gradients of this training.  When times change, it
-    chooses anew; what is unsent goes along.  Choosing needs ``fusion="layer"``, more than one rank and a gradient worth
-    planning; else ``start`` stays.
+    predicted from what the link, backward and compressing took, and how many more steps than dense training it needs
+    from what it delivers, and when, of gradients of this training.  Of those that differ by no more than noise the one
+    with the smallest loss is taken.  When times change, it chooses anew; what is unsent goes along.  Choosing needs
+    ``fusion="layer"``, more than one rank and a gradient worth planning; else ``start`` stays.
 
     Args:
         candidates: to choose from: each a :class:`Candidate`, or a compressor that averages gradients.
         start: the compressor that averages until one is chosen; dense sums in int4, which cost hardly any loss, and not
             much time on a slow link.
-        tolerance: by what part a step may be longer than the shortest, for what it delivers.
+        at_most: by what part the loss may be expected above dense training's after as many steps: 0.02 for 2 %; None:
+            what is soonest is taken, whatever it loses in a step.
 
     Raises:
         ValueError: for a setting out of range, with the value and what is allowed.
@@ -104,7 +104,7 @@ class Auto:
 
     candidates: tuple[Candidate | Compressor, ...] = CANDIDATES
     start: Compressor = field(default_factory=lambda: Candidate(Dense(), "int4").averaging)
-    tolerance: float = TOLERANCE
+    at_most: float | None = None
 
     def __post_init__(self) -> None:
         if not is_list(self.candidates) or not self.candidates:
@@ -117,8 +117,8 @@ class Auto:
         candidates = tuple(c if isinstance(c, Candidate) else Candidate(c) for c in self.candidates)
         object.__setattr__(self, "candidates", candidates)  # a config file gives a list
         _check_compressor("Auto: start", self.start)
-        if not (is_number(self.tolerance) and 0 <= self.tolerance < float("inf")):
-            raise ValueError(f"Auto: tolerance must be at least 0; got {self.tolerance!r}.")
+        if self.at_most is not None and not (is_number(self.at_most) and 0 <= self.at_most < float("inf")):
+            raise ValueError(f"Auto: at_most must be at least 0, or None; got {self.at_most!r}.")
 
     def __str__(self) -> str:
         return "sparse_auto"

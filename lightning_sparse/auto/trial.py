@@ -10,6 +10,7 @@ from lightning_sparse.engine.compression_error import CompressionError
 from lightning_sparse.network.simulated import SimNetwork
 
 STEPS = 12  # Steps that are tried, with the recorded gradients in turn; the first third is not counted.
+TURNS = 4  # With local steps each fragment travels so often: before it did, nothing of it is known.
 
 
 def try_on(candidate: Candidate, gradients: Tensor, weights: Tensor) -> CompressionError:
@@ -25,10 +26,11 @@ def try_on(candidate: Candidate, gradients: Tensor, weights: Tensor) -> Compress
     """
     size, recorded, m = gradients.shape
     fragments = max(candidate.local_steps, 1)
-    network, found = SimNetwork(size, checks=False), CompressionError(skip=STEPS // 3)
+    steps = max(STEPS, TURNS * candidate.local_steps)
+    network, found = SimNetwork(size, checks=False), CompressionError(skip=steps // 3)
     cut = [[Group(0, ("trial",), (part,)) for _ in range(size)] for part in weights.tensor_split(fragments)]
     unsent, on_the_way = torch.zeros(size, m, device=gradients.device), []
-    for step in range(STEPS):
+    for step in range(steps):
         unsent += gradients[:, step % recorded]
         before, turn = unsent.clone(), step % fragments
         part = unsent.tensor_split(fragments, dim=1)[turn]

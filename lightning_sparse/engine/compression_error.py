@@ -3,10 +3,6 @@
 import torch
 from torch import Tensor
 
-#: What local steps leave unsent counts so much: a rank's own weights have its own steps at once, only others' are late.
-#: Of gradients, what costs the same loss is 0.06 to 0.4 times as much: docs/benchmarks/2026-11-24-local-steps-loss.md.
-LOCAL = 0.1
-
 
 def delivered(unsent: float, left: float) -> float:
     """Return the part that a step delivers, of the squared norms of what is ``unsent`` before it and ``left`` after."""
@@ -60,13 +56,3 @@ class CompressionError:
     def staleness(self) -> float:
         """The steps that a gradient waits before it is delivered; 0 where everything is delivered at once."""
         return self._waited / self._arrived if self._arrived else 0.0
-
-
-def compression_error(delivered: float, local: bool = False) -> float:
-    """Return the part that is not delivered, by which strategies are ordered: the loss they cost grows with it.
-
-    Args:
-        delivered: of :class:`CompressionError`.
-        local: whether the strategy takes local steps.
-    """
-    return (1 - delivered) * (LOCAL if local else 1)

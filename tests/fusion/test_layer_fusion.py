@@ -124,9 +124,9 @@ def compressors_at_work(training: Training) -> set[str]:
 def test_auto_chooses_also_after_a_warmup(
     monkeypatch: pytest.MonkeyPatch, warmup: int, start: ls.Compressor, backwards: int
 ) -> None:
-    monkeypatch.setattr(chooser, "least_error", lambda forecasts: forecasts[-1])
+    monkeypatch.setattr(chooser, "soonest", lambda forecasts, *_, **__: forecasts[-1])
     monkeypatch.setattr(Timeline, "span_s", lambda self: 0.01)
-    auto = ls.Auto((ls.SkipReduce(), ls.Candidate(ls.TopK(density=0.5), "float32")), start=start, tolerance=1e9)
+    auto = ls.Auto((ls.SkipReduce(), ls.Candidate(ls.TopK(density=0.5), "float32")), start=start)
     training = Training(auto, backwards, warmup)
     chosen = [n for n in training.passes(2 * STEPS_MEASURED + 4) if compressors_at_work(training) == {"TopK"}]
     measured_from = -(-warmup // backwards)
@@ -152,12 +152,12 @@ def test_where_auto_would_never_choose_it_is_refused(make: Callable[[], object],
 
 
 def test_candidates_may_have_momentum_as_the_error_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chooser, "least_error", lambda forecasts: forecasts[-1])
+    monkeypatch.setattr(chooser, "soonest", lambda forecasts, *_, **__: forecasts[-1])
     # A Mirror makes no forecasts, so that this rank makes all.
     monkeypatch.setattr(chooser, "_shared", lambda exchange, candidates, forecast: [forecast(c) for c in candidates])
     candidates = tuple(ls.MomentumCorrection(0.9, c) for c in (ls.Dense(), ls.TopK(density=0.5)))
     choices = [ls.Candidate(each, "float32") for each in candidates]
-    training = Training(ls.Auto(choices, start=candidates[0], tolerance=1e9))
+    training = Training(ls.Auto(choices, start=candidates[0]))
     list(training.passes(STEPS_MEASURED + 4))
     assert training.exchange.compressors == [candidates[1]]
 

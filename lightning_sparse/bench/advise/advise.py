@@ -17,9 +17,9 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
-from lightning_sparse.auto.chooser import ELEMENTS, tried
+from lightning_sparse.auto.chooser import ELEMENTS, NOISE, tried
 from lightning_sparse.auto.forecast import Forecaster
-from lightning_sparse.auto.policy import CANDIDATES, TOLERANCE
+from lightning_sparse.auto.policy import CANDIDATES
 from lightning_sparse.auto.simulated_cost import Now
 from lightning_sparse.bench.cluster import ClusterError, ClusterSpec, parse
 from lightning_sparse.bench.compare.advice import Advice, advise_on
@@ -31,7 +31,6 @@ from lightning_sparse.bench.compare.workloads import workload_named
 from lightning_sparse.bench.output import known, new_table, say
 from lightning_sparse.cli.options import Advise
 from lightning_sparse.compressors import Dense
-from lightning_sparse.engine.compression_error import LOCAL
 from lightning_sparse.fusion.costs import Link
 from lightning_sparse.fusion.planner import Measured
 from lightning_sparse.fusion.steps import STEPS_MEASURED, PassCounts, Passes, measure_steps
@@ -40,6 +39,7 @@ from lightning_sparse.strategy import SparseDDPStrategy
 
 COUNTS = PassCounts(settling=3, beside=3, apart=2)  # steps of a model that trains alone
 STEPS = sum(COUNTS)
+STEPS_OF_DDP = 1000  # Whose loss others are expected to reach in so many seconds.
 BUSY = 1.5  # programs for each core, this one among them
 
 
@@ -160,34 +160,49 @@ class _Profile(Callback):
 
 
 def table(advices: Sequence[Advice], title: str) -> Table:
-    """Show DDP first, then the fastest; the one to use in bold."""
-    result = new_table(title, "strategy", "step", "faster", "delivered", "stale", "sends")
+    """Show DDP first, then what is soonest at a loss; the one to use in bold."""
+    result = new_table(title, "strategy", "step", "to loss", "delivered", "stale", "sends")
     result.add_column("waits for")
     result.columns[0].no_wrap = True
+    result.caption = f"to loss: seconds to what ddp reaches in {STEPS_OF_DDP:,} steps"
     ddp, *others = advices
-    for a in [ddp, *sorted(others, key=lambda a: a.step_s)]:
+    for a in [ddp, *sorted(others, key=lambda a: (a.seconds, a.step_s))]:
         name = f"[bold]{a.name}[/bold]" if a.chosen else a.name
-        cells = f"{1e3 * a.step_s:.0f} ms", f"{ddp.step_s / a.step_s:.1f} x", known(a.delivered, "{:.0%}".format)
-        result.add_row(name, *cells, known(a.staleness, "{:.1f}".format), human_bytes(a.sent_bytes), a.limit)
+        to_loss = f"{STEPS_OF_DDP * a.seconds:.0f} s" if a.more_steps else "-"
+        delivered, stale = known(a.delivered, "{:.0%}".format), known(a.staleness, "{:.1f}".format)
+        result.add_row(name, f"{1e3 * a.step_s:.0f} ms", to_loss, delivered, stale, human_bytes(a.sent_bytes), a.limit)
     return result
 
 
+def of_ddp(seconds: Sequence[float]) -> list[float]:
+    """Return ``seconds``, of a step of DDP, for all its steps."""
+    return [STEPS_OF_DDP * each for each in seconds]
+
+
 def words(advices: Sequence[Advice], busy: str = "") -> list[str]:
-    """Write the recommendation, why this one, and what to paste; before them, whether to trust what was measured."""
+    """Write the recommendation, what it is expected to gain and to cost, and what to paste.
+
+    Before them, whether to trust what was measured.
+    """
     ddp, best = advices[0], next(a for a in advices if a.chosen)
     doubt = [busy, ""] if busy else []
-    if ddp.step_s <= (1 + TOLERANCE) * min(a.step_s for a in advices[1:]):
+    ddp_s, best_s = of_ddp([ddp.step_s, best.seconds])
+    if ddp.step_s <= (1 + NOISE) * best.seconds:
         return [
             *doubt,
-            f"Do not compress: no step is expected to be more than {TOLERANCE:.0%} shorter than plain DDP's, "
-            f"{1e3 * ddp.step_s:.0f} ms, which waits for its {ddp.limit}. Use plain DDP:",
+            f"Do not compress: nothing is expected to be at the loss that plain DDP has after {STEPS_OF_DDP:,} steps, "
+            f"{ddp_s:.0f} s, more than {NOISE:.0%} sooner. Its step takes {1e3 * ddp.step_s:.0f} ms and waits for its "
+            f"{ddp.limit}. Use plain DDP:",
             "",
             "    Trainer(strategy='ddp')",
         ]
+    least, most = of_ddp(best.likely_s)
     return [
         *doubt,
-        f"Use sparse_auto, which chooses so by itself: {best.name}, a step of about {1e3 * best.step_s:.0f} ms in "
-        f"place of {1e3 * ddp.step_s:.0f} ms ({ddp.step_s / best.step_s:.1f} times faster). {_why(advices, best)}",
+        f"Use sparse_auto, which chooses so by itself: {best.name}. It is expected to be at the loss that plain DDP "
+        f"has after {STEPS_OF_DDP:,} steps, {ddp_s:.0f} s, in {best_s:.0f} s ({least:.0f} to {most:.0f}): "
+        f"{ddp_s / best_s:.1f} times as soon. A step takes about {1e3 * best.step_s:.0f} ms in place of "
+        f"{1e3 * ddp.step_s:.0f}, and {STEPS_OF_DDP * (best.more_steps or 1):,.0f} steps are needed.",
         "",
         "    import lightning_sparse as ls",
         "    Trainer(strategy='sparse_auto')",
@@ -197,21 +212,6 @@ def words(advices: Sequence[Advice], busy: str = "") -> list[str]:
         "",
         *(f"    {line}" for line in best.yaml.split("\n")),
     ]
-
-
-def _why(advices: Sequence[Advice], best: Advice) -> str:
-    """Say why ``best``, and not the next with a smaller compression error."""
-    short = [a for a in advices if a.about_as_short]
-    why = (
-        f"Of the {len(short)} whose steps are about as short as the shortest it has the smallest compression error: a "
-        f"step delivers {best.delivered or 0:.0%} of what is unsent, and a gradient is {best.staleness or 0:.1f} steps "
-        f"stale. Of local steps the error counts {LOCAL:g} times: a rank's own weights have its own steps at once."
-    )
-    slower = [a for a in advices[1:] if not a.about_as_short and a.error < best.error]
-    if slower:
-        nearest = min(slower, key=lambda a: a.step_s)
-        why += f" With a smaller error, but slower: {nearest.name}, {1e3 * nearest.step_s:.0f} ms a step."
-    return why
 
 
 def busy() -> str:

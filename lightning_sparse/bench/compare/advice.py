@@ -1,12 +1,13 @@
 """Advice on every candidate: what to expect of it, and how to use it."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_sparse.auto.chooser import about_as_short, least_error
+from lightning_sparse.auto.chooser import EXACT, soonest
 from lightning_sparse.auto.forecast import Forecast
-from lightning_sparse.auto.policy import TOLERANCE, Candidate
-from lightning_sparse.compressors import Dense
+from lightning_sparse.auto.more_steps import likely
+from lightning_sparse.auto.policy import Candidate
 
 
 @dataclass(frozen=True)
@@ -19,22 +20,32 @@ class Advice:
     limit: str  # what the step waits for at its end: "backward", "compression" or "network"
     delivered: float | None  # the part of what is unsent that a step delivers, where it was tried
     staleness: float | None  # steps after which a gradient arrives
-    error: float  # the compression error, by which they are ordered
+    more_steps: float | None  # times as many steps as dense training to a loss
     chosen: bool
-    about_as_short: bool  # as the shortest
     python: str = ""  # to paste
     yaml: str = ""
 
+    @property
+    def seconds(self) -> float:
+        """Expected to a loss, for each step that dense training needs; infinite where it was not tried."""
+        return math.inf if self.more_steps is None else self.step_s * self.more_steps
+
+    @property
+    def likely_s(self) -> tuple[float, float]:
+        """The least and the most of them that a task may need."""
+        least, most = likely(self.more_steps or math.inf)
+        return self.step_s * least, self.step_s * most
+
 
 def advise_on(forecasts: Sequence[Forecast]) -> list[Advice]:
-    """Return a row for DDP, and one for each candidate, all of them tried."""
-    dense = next(f for f in forecasts if f.candidate == Candidate(Dense()))
-    short = about_as_short(forecasts, TOLERANCE)
-    chosen = least_error(short)
-    found = [Advice("ddp", dense.buckets_s, dense.sent_bytes, dense.limit, 1.0, 0.0, 0.0, False, False)]
+    """Return a row for DDP, and one for each candidate; those that cannot be soonest were not tried."""
+    dense = next(f for f in forecasts if f.candidate == EXACT)
+    chosen = soonest([f for f in forecasts if f.delivered is not None])
+    found = [Advice("ddp", dense.buckets_s, dense.sent_bytes, dense.limit, 1.0, 0.0, 1.0, False)]
     for f in forecasts:
-        expected = f.step_s, f.sent_bytes, f.limit, f.delivered, f.staleness, f.error
-        found.append(Advice(str(f.candidate), *expected, f is chosen, f in short, *to_paste(f.candidate)))
+        more = None if f.delivered is None else f.more_steps
+        expected = f.step_s, f.sent_bytes, f.limit, f.delivered, f.staleness, more
+        found.append(Advice(str(f.candidate), *expected, f is chosen, *to_paste(f.candidate)))
     return found
 
 

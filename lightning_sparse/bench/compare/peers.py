@@ -23,7 +23,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.auto.policy import CANDIDATES, NAMES, Auto
+from lightning_sparse.auto.policy import NAMES, Auto
 from lightning_sparse.checks import check_whole, is_number
 from lightning_sparse.compressors import COMPRESSORS, Dense, MiCRO, TopK
 from lightning_sparse.compressors.named import did_you_mean
@@ -190,8 +190,8 @@ class Contender:
             known = [key for key, each in inspect.signature(make).parameters.items() if each.kind is each.KEYWORD_ONLY]
             self._check(options, known)
             return make(**{key: _value(text) for key, text in options.items()}, **_COMMON)
-        if name == ADVISE:  # dense steps would take long where the link is slow; every candidate is tried
-            return SparseDDPStrategy(Auto(CANDIDATES[::-1], start=MiCRO(), tolerance=1e9), **_COMMON)
+        if name == ADVISE:  # dense steps would take long where the link is slow
+            return SparseDDPStrategy(Auto(start=MiCRO()), **_COMMON)
         if name not in NAMES:
             known = [*PEERS, *NAMES]
             raise ValueError(

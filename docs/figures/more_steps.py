@@ -1,0 +1,146 @@
+"""Fit how many more steps than dense training strategies need to the same loss, by what they deliver and when.
+
+Run: python docs/figures/more_steps.py; it reads the stored results of lightning-sparse simulate and writes tables
+between the marks in docs/benchmarks/2026-11-24-more-steps.md.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, geometric_mean
+
+from loss_by_bytes import BENCHMARKS
+from scipy.stats import spearmanr
+
+from lightning_sparse.auto.more_steps import OF_STALENESS, OF_UNSENT, more_steps
+from lightning_sparse.bench.simulate.results import Result, read
+
+PAGE = BENCHMARKS / "2026-11-24-more-steps.md"
+GRADIENTS = BENCHMARKS / "2026-11-22-accuracy.jsonl", BENCHMARKS / "2026-11-22-loss.jsonl"
+LOCAL = BENCHMARKS / "2026-11-24-local-steps-loss.jsonl"
+SHORT = BENCHMARKS / "2026-11-22-faithfulness.jsonl"  # what strategies of gradients deliver, in 40 steps
+START, END = "<!-- written by docs/figures/more_steps.py -->\n", "<!-- end of what is written -->"
+LEFT_OUT = ("ddp", "diloco", "lead=", "lr_factor", "second_moments", "fragments", "no_communication")
+
+
+@dataclass(frozen=True)
+class Point:
+    """A strategy on a task: what it delivers and when, and how many times as many steps it needs."""
+
+    task: str
+    name: str
+    ranks: int
+    steps: int
+    delivered: float
+    staleness: float
+    more: float
+
+    @property
+    def local(self) -> bool:
+        """Whether it takes local steps."""
+        return "local_steps" in self.name
+
+    @property
+    def cause(self) -> float:
+        """What the logarithm of ``more`` is proportional to."""
+        return self.ranks * self.staleness if self.local else 1 - self.delivered
+
+
+def steps_to(result: Result, loss: float) -> float:
+    """Steps of a training to a loss, between two evaluations as if the loss fell with the logarithm of the steps."""
+    for (before, high), (after, low) in pairwise(result.curve):
+        if high >= loss >= low and high > low:
+            return math.exp(math.log(before) + math.log(after / before) * (high - loss) / (high - low))
+    return math.inf if result.curve[0][1] > loss else result.curve[0][0]
+
+
+def ratio(result: Result, dense: Result) -> float:
+    """Times as many steps as dense training to what its loss was after a third of the steps, and after a half.
+
+    Where the loss is not reached, as many as there were.
+    """
+    return fmean(min(steps_to(result, loss), result.run.steps) / step for step, loss in dense.curve[1:3])
+
+
+def points() -> list[Point]:
+    """Every strategy at its best learning rate, the mean over seeds that dense training was tried with too."""
+    trained: dict[tuple[str, int, int], dict[str, list[Result]]] = defaultdict(lambda: defaultdict(list))
+    for file in (*GRADIENTS, LOCAL):
+        for result in read(file).values():
+            run, local = result.run, "local_steps" in result.run.strategy
+            if run.ranks > 1 and (run.strategy == "ddp" or local == (file == LOCAL)):
+                trained[run.task, run.ranks, run.steps][run.strategy].append(result)
+    short = {(each.run.task, each.run.strategy): each for each in read(SHORT).values()}
+    found = []
+    for (task, ranks, steps), strategies in trained.items():
+        dense = {each.run.seed: each for each in best(strategies.get("ddp", []))}
+        for name, results in strategies.items():
+            known = [each for each in best(results) if each.run.seed in dense]
+            if not known or any(word in name for word in LEFT_OUT):
+                continue
+            judged = known if "local_steps" in name else [short.get((task, name), known[0])]
+            if any(each.delivered is None for each in judged):
+                continue
+            delivered, staleness = (fmean(getattr(each, of) for each in judged) for of in ("delivered", "age"))
+            more = fmean(ratio(each, dense[each.run.seed]) for each in known)
+            found.append(Point(task, name, ranks, steps, delivered, staleness, more))
+    return found
+
+
+def best(results: Sequence[Result]) -> list[Result]:
+    """Those with the learning rate whose loss was the least with seed 0."""
+    first = [each for each in results if each.run.seed == 0]
+    if not first:
+        return []
+    rate = min(first, key=lambda each: each.loss).run.learning_rate
+    return [each for each in results if each.run.learning_rate == rate]
+
+
+def slope(rows: Sequence[Point]) -> float:
+    """The factor from the cause to the logarithm of ``more``, by least squares."""
+    return sum(row.cause * math.log(row.more) for row in rows) / sum(row.cause**2 for row in rows)
+
+
+def tables(every: Sequence[Point]) -> list[str]:
+    """What was fitted, how it orders a task that it was not fitted on, and every strategy."""
+    tasks = sorted({row.task for row in every})
+    slopes = {
+        (task, local): slope([row for row in every if row.task == task and row.local == local])
+        for task in tasks
+        for local in (False, True)
+    }
+    lines = ["| | " + " | ".join(tasks) + " | taken |", "| --- " * (2 + len(tasks)) + "|"]
+    for local, taken in ((False, OF_UNSENT), (True, OF_STALENESS)):
+        what = "local steps: for ranks x staleness" if local else "gradients: for 1 - `delivered`"
+        lines.append(f"| {what} | {' | '.join(f'{slopes[task, local]:.4g}' for task in tasks)} | {taken:g} |")
+    lines += ["", "| held out | strategies | rank correlation | as taken |", "| --- | --- | --- | --- |"]
+    for task in tasks:
+        rows = [row for row in every if row.task == task]
+        of_others = {
+            local: geometric_mean(slopes[other, local] for other in tasks if other != task) for local in (False, True)
+        }
+        fitted = [row.cause * of_others[row.local] for row in rows]
+        taken = [more_steps(row.delivered, row.staleness, row.ranks, row.local) for row in rows]
+        actual = [row.more for row in rows]
+        cells = (f"{spearmanr(each, actual).statistic:.2f}" for each in (fitted, taken))
+        lines.append(f"| {task} | {len(rows)} | {' | '.join(cells)} |")
+    header = "| strategy | ranks | steps | `delivered` | staleness | times as many steps | expected |"
+    for task in tasks:
+        lines += ["", f"## {task}", "", header, "| --- " * 7 + "|"]
+        for row in sorted((row for row in every if row.task == task), key=lambda row: row.more):
+            expected = more_steps(row.delivered, row.staleness, row.ranks, row.local)
+            cells = f"{row.delivered:.3f} | {row.staleness:.2f} | {row.more:.2f} | {expected:.2f}"
+            lines.append(f"| `{row.name}` | {row.ranks} | {row.steps} | {cells} |")
+    return lines
+
+
+def main() -> None:
+    """Write the tables."""
+    before, _, rest = PAGE.read_text().partition(START)
+    PAGE.write_text(before + START + "\n" + "\n".join(tables(points())) + "\n\n" + END + rest.partition(END)[2])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""How many more steps than dense training a strategy needs to the same loss, by what it delivers and how late.
+
+Fitted on stored trainings of three tasks, which differ: docs/benchmarks/2026-11-24-more-steps.md.
+"""
+
+import math
+
+# The logarithm of how many times as many steps a strategy needs:
+OF_UNSENT = 1.0  # times the part of what is unsent that a step does not deliver, where gradients are averaged
+OF_STALENESS = 0.003  # times staleness, in steps, and ranks, with local steps: of P ranks one's own steps are not late
+APART = 2.5  # On a task this logarithm may be so many times larger or smaller.
+OF_STEPS = 0.3  # That of how many times the loss after equal steps is dense training's is so much of it.
+
+
+def more_steps(delivered: float, staleness: float, ranks: int, local: bool) -> float:
+    """Return how many times as many steps as dense training are expected to the same loss.
+
+    Args:
+        delivered: the part of what is unsent that a step delivers.
+        staleness: steps after which a gradient arrives.
+        ranks: P.
+        local: whether these are local steps.
+    """
+    return math.exp(OF_STALENESS * ranks * staleness if local else OF_UNSENT * (1 - delivered))
+
+
+def likely(more: float) -> tuple[float, float]:
+    """Return the least and the most times as many steps that a task may need where ``more`` are expected."""
+    return more ** (1 / APART), more**APART
+
+
+def loss_above(more: float) -> float:
+    """Return by what part the loss after as many steps is expected above dense training's, which needs fewer."""
+    return math.exp(OF_STEPS * math.log(more)) - 1
