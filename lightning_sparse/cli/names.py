@@ -17,8 +17,8 @@ STRATEGIES = {
     "sparse_topk": "Each rank sends its own k = density * n largest elements (Aji and Heafield, EMNLP 2017): the usual "
     "baseline.",
     "sparse_random_k": "Every rank sends the same k = density * n randomly chosen elements.",
-    "sparse_auto": "Trains with the smallest compression error among the candidates whose steps are about as short as "
-    "the shortest.",
+    "sparse_auto": "Trains with the candidate that is expected to be soonest at a loss: seconds a step, times the "
+    "steps it needs.",
 }
 
 #: Models and data of ``bench`` and ``advise``.

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_sparse import MiCRO
-from lightning_sparse.engine.compression_error import CompressionError, compression_error
+from lightning_sparse.engine.compression_error import CompressionError
 from tests.support.simulated import SimulatedRanks, normal
 
 RANKS, ELEMENTS = 3, 4000
@@ -67,8 +67,3 @@ def of_micro(density: float) -> CompressionError:
         ranks.step(gradients)
         found.step(residual, ranks.unsent)
     return found
-
-
-def test_local_steps_cost_less_for_what_they_leave() -> None:
-    assert compression_error(1.0) == compression_error(1.0, local=True) == 0
-    assert 0 < compression_error(0.5, local=True) < compression_error(0.5)
