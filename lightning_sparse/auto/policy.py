@@ -66,14 +66,15 @@ class Candidate:
     def __str__(self) -> str:
         settings = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
         what = "dense" if isinstance(self.compressor, Dense) else f"{type(self.compressor).__name__}({settings})"
-        local = f"{self.local_steps} local steps, " if self.local_steps else ""
+        local = f"{self.local_steps} local step{'s'[: self.local_steps > 1]}, " if self.local_steps else ""
         return f"{local}{what}, {self.wire_dtype}"
 
 
 def _candidates() -> tuple[Candidate, ...]:
     sums = [Candidate(Dense(), wire_dtype) for wire_dtype in ("float32", "bfloat16", "int8", "int4")]
     selecting = [Candidate(kind(density=d), "int4") for d in DENSITIES for kind in (MiCRO, OkTopk)]
-    local = [Candidate(Dense(), wire_dtype, steps) for steps in (2, 4, 16) for wire_dtype in ("int4", "sign")]
+    formats = {1: ("int2", "sign"), 2: ("int4", "sign"), 4: ("int4", "sign"), 16: ("int4", "sign")}  # by local steps
+    local = [Candidate(Dense(), wire_dtype, steps) for steps in formats for wire_dtype in formats[steps]]
     return (*sums, Candidate(SkipReduce()), *selecting, *local)
 
 

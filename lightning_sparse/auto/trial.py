@@ -16,8 +16,8 @@ TURNS = 4  # With local steps each fragment travels so often: before it did, not
 def try_on(candidate: Candidate, gradients: Tensor, weights: Tensor) -> CompressionError:
     """Run ``candidate`` on simulated ranks, and return its compression error.  P = ranks, T = steps, m = elements.
 
-    Local steps send updates, which are taken to be like gradients; after each step a fragment is exchanged beside the
-    next one.
+    Local steps send updates, which are taken to be like gradients; after each step a fragment, or all of one local
+    step, is exchanged beside the next one.
 
     Args:
         candidate: to try.
@@ -39,7 +39,7 @@ def try_on(candidate: Candidate, gradients: Tensor, weights: Tensor) -> Compress
             group.unsent.copy_(own)
         network.run([take_step(candidate.averaging, g, c) for g, c in zip(groups, network.comms, strict=True)])
         on_the_way.append((part, part - torch.stack([group.unsent for group in groups])))
-        if len(on_the_way) > (fragments > 1):
+        if len(on_the_way) > (candidate.local_steps > 0):
             arriving, sent = on_the_way.pop(0)
             arriving -= sent
         found.step(before, unsent)
