@@ -27,8 +27,6 @@ ELEMENTS = 2**15  # Elements of all ranks together on which candidates are tried
 
 def tried(forecast: Forecast, gradients: Tensor, weights: Tensor) -> Forecast:
     """Return ``forecast`` with what its candidate delivers of ``gradients`` [P, T, m], and after how many steps."""
-    if forecast.candidate == EXACT:
-        return replace(forecast, delivered=1.0, staleness=0.0)
     found = try_on(forecast.candidate, gradients, weights)
     return replace(forecast, delivered=found.delivered, staleness=found.staleness)
 
@@ -123,8 +121,8 @@ class Chooser:
         if EXACT in cheap and math.isfinite(self._forecaster.in_place_s):
             exact = self._forecaster.forecast(EXACT)
             if self._is_hidden(exact.step_s):
-                self.forecasts = [replace(exact, delivered=1.0, staleness=0.0)]
-                return self._announced(self.forecasts[0])
+                self.forecasts = [exact]
+                return self._announced(exact)
         return self._take_best(exchange)
 
     def note(self, exchange: Exchange, step_s: float) -> Candidate:

@@ -128,7 +128,8 @@ class Forecaster:
         plan = best_plan(pieces, kinds, self._measured, self.calibration)
         buckets_s = plan.rest_s + plan.spans[DDP_PLAN]
         step_s = buckets_s if self._in_place(compressor) else plan.step_s
-        return Forecast(candidate, step_s, buckets_s, sent_bytes, plan.limit, self._size)
+        known = (1.0, 0.0) if same(compressor, Dense()) else (None, None)  # all arrives, at once
+        return Forecast(candidate, step_s, buckets_s, sent_bytes, plan.limit, self._size, *known)
 
     def _costs(self, compressor: Compressor) -> tuple[list[Piece], Kinds, float]:
         """The pieces of the gradient, what they cost, and the bytes that a rank sends of them in a step."""

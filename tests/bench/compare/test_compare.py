@@ -355,7 +355,7 @@ def test_emulated_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
         row = rows[name]
         assert row.counted_bytes == pytest.approx(counted, rel=0.001)
         assert row.unexplained is not None
-        assert abs(row.unexplained) < 0.1  # on a busy machine the kernel sends some of it twice
+        assert abs(row.unexplained) < 0.1  # 0.042 was seen on a busy machine, 0.03 is not exceeded on a quiet one
         assert row.wire_bits_per_s is not None
         assert row.loss is not None
     assert rows["skip_reduce"].ms_compress is not None
