@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -123,7 +123,7 @@ class SparseHook:
         may_be_local: bool,
         evaluates: Callable[[nn.Module], bool],
     ) -> None:
-        parameters = averaged_parameters(ddp)
+        parameters = self._parameters_of(ddp)
         self._evaluates = evaluates
         self._as_saved = options.as_saved
         self._groups, self._scaler, self._module, self._steps_before = groups, scaler, ddp.module, 0
@@ -137,7 +137,7 @@ class SparseHook:
             ddp.register_forward_pre_hook(self._before_forward),
             ddp.register_forward_hook(self._after_forward, always_call=True),
         ]
-        ddp.register_comm_hook(None, self._course.switch.hook)
+        self._register(ddp, self._course.switch)
         self._ddp = weakref.ref(ddp)
         ddp.join_hook = self._join_hook  # type: ignore[method-assign]
         weakref.finalize(self, _end, self._course.switch, groups).atexit = False  # for who drops it without close()
@@ -149,6 +149,14 @@ class SparseHook:
         note = "" if options.policy else caution(options.averaging, options.way.wire_dtype, options.local)
         if self.exchange.size > 1 and note:
             rank_zero_info(f"lightning_sparse: {note}")
+
+    @staticmethod
+    def _parameters_of(ddp: DistributedDataParallel) -> Mapping[str, Tensor]:
+        return averaged_parameters(ddp)
+
+    @staticmethod
+    def _register(ddp: DistributedDataParallel, switch: Switch) -> None:
+        ddp.register_comm_hook(None, switch.hook)
 
     @property
     def exchange(self) -> Exchange:

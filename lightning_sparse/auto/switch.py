@@ -17,9 +17,11 @@ from lightning_sparse.checkpoint.optimizers import in_order, set_tensors, tensor
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.build import Way, make_exchange
 from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.groups import BUCKET_BYTES
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.engine.optimizers import Optimizers
+from lightning_sparse.engine.step import PendingBucket
 from lightning_sparse.engine.unsupported import check_not_capturing
 from lightning_sparse.fusion.layer_fusion import LayerFusion
 from lightning_sparse.network.comm import Comm
@@ -86,6 +88,12 @@ class Switch:
         """DDP's communication hook."""
         check_not_capturing()
         return self.exchange.hook(state, bucket)
+
+    def hand_over(self, bucket: PendingBucket) -> Future[Tensor]:
+        """Have gradients averaged that do not come from DDP."""
+        check_not_capturing()
+        assert isinstance(self.exchange, GradientExchange)  # there are no local steps
+        return self.exchange.hand_over(bucket)
 
     def close(self) -> bool:
         """End the engine; returns whether no message is under way."""

@@ -102,12 +102,15 @@ class GradientExchange(ScaledSteps):
             future: Future[Tensor] = Future(devices=[self.device] if self.device.type == "cuda" else None)
             future.set_result(bucket.buffer())
             return future
+        return self.hand_over(PendingBucket(bucket.buffer(), bucket.parameters()))
+
+    def hand_over(self, pending: PendingBucket) -> Future[Tensor]:
+        """Take gradients up; returns a future of them as means."""
         step = self._step
         if step is None or step.has_arrived:
             self._end_scaled_step()
             step = self._step = Step(self.groups, self._queues, self._lanes, self._scaler)
             step.in_place = self._next_in_place
-        pending = PendingBucket(bucket)
         with self._lock:
             if self.error is not None:
                 raise self.error
@@ -133,6 +136,8 @@ class GradientExchange(ScaledSteps):
 
     def _take_in(self, step: Step, bucket: PendingBucket) -> None:
         self.timeline.arrive(bucket.parameters)
+        if self._used is not None:
+            self._used.note(bucket.used)
         if step.loss_scale:
             step.loss_scale.take_in(bucket.buffer)
         wait_for_caller(self._lanes)

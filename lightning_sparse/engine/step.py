@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported at run time only
 from torch.futures import Future
 
 from lightning_sparse.compressors.group import Group
@@ -22,13 +21,14 @@ from lightning_sparse.network.costs import traffic
 class PendingBucket:
     """A bucket handed over, until it is given back averaged."""
 
-    def __init__(self, bucket: GradBucket) -> None:
-        self.buffer: Tensor = bucket.buffer()
-        self.parameters: list[Tensor] = bucket.parameters()
+    used: Sequence[Tensor] = ()  # of the parameters, where nobody else notes that
+
+    def __init__(self, buffer: Tensor, parameters: Sequence[Tensor]) -> None:
+        self.buffer, self.parameters = buffer, parameters
         self.summed: Pending | None = None  # its sum over this rank's node, under way
         self._waiting = threading.Lock()
         self.missing = len(self.parameters)  # parameters whose mean is not in the buffer yet
-        device = self.buffer.device
+        device = buffer.device
         self.future: Future[Tensor] = Future(devices=None if device.type == "cpu" else [device])
 
     def gradients(self) -> Iterator[tuple[Tensor, Tensor]]:

@@ -23,10 +23,16 @@ class UsedParameters:
         self._earlier: dict[Tensor, Tensor] = {}  # parameter -> the mean it had when this backward began
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         for parameter in parameters:
+            if not parameter.requires_grad:  # a shard, which whoever hands it over notes
+                continue
             self._handles += [
                 parameter.register_hook(partial(self._note_earlier, parameter)),
                 parameter.register_post_accumulate_grad_hook(self._used.add),
             ]
+
+    def note(self, parameters: Iterable[Tensor]) -> None:
+        """Note that backward used these."""
+        self._used.update(parameters)
 
     @contextmanager
     def new_in(

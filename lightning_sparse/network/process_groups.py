@@ -48,12 +48,19 @@ class ProcessGroups:
         ddp: whose ranks.
         timeout: of messages; None is PyTorch's, 30 minutes.
         local_size: L, ranks of a node.
+        columns: of ranks that do the same at once, each among themselves, if ``ddp`` is of one of several.
 
     Raises:
         ValueError: L does not divide the number of ranks, or nothing known carries tensors of the device of ``ddp``.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, timeout: timedelta | None = None, local_size: int = 1) -> None:
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        timeout: timedelta | None = None,
+        local_size: int = 1,
+        columns: Sequence[Sequence[int]] = (),
+    ) -> None:
         ranks = dist.get_process_group_ranks(ddp.process_group)
         if local_size < 1 or len(ranks) % local_size:
             raise ValueError(
@@ -65,9 +72,11 @@ class ProcessGroups:
         self.nccl, self._on_cpu = carries_by_nccl(ddp.process_group, device), device.type == "cpu"
         self._timeout = timeout
         self._ddp_group = ddp.process_group
+        self._columns = columns or [ranks]
         self._nodes = [ranks[i : i + local_size] for i in range(0, len(ranks), local_size)]
         self._node = ranks.index(dist.get_rank()) // local_size
         self._made: list[dist.ProcessGroup] = []
+        self._own: list[dist.ProcessGroup] = []  # of all ranks, once for each lane, unless there are nodes
         self._inside: TorchComm | None = None  # this node, for backward's thread
         self._leaders: dist.ProcessGroup | None = None  # for the main thread
 
@@ -85,9 +94,8 @@ class ProcessGroups:
         if self.local_size == 1 and self.nccl and not beside_ddp:
             return [TorchComm(self._ddp_group) for _ in range(LANES)]
         if self.local_size == 1:  # over Gloo others may use DDP's group from the main thread
-            everyone = [rank for node in self._nodes for rank in node]
-            made = self._made or [self._new(everyone) for _ in range(1 if self.nccl else LANES)]
-            return [TorchComm(group) for group in (made * LANES)[:LANES]]
+            self._own = self._own or [self._new_column() for _ in range(1 if self.nccl else LANES)]
+            return [TorchComm(group) for group in (self._own * LANES)[:LANES]]
         leaders = [self._between(self._new_leaders()) for _ in range(LANES if self._on_cpu else 1)]
         inside = [self._new_inside() for _ in leaders]
         self._inside = inside[0] if self.nccl else self._new_inside()
@@ -112,7 +120,7 @@ class ProcessGroups:
 
         Not on NCCL, where that would wait for the other ranks.
         """
-        made, self._made, self._inside, self._leaders = self._made, [], None, None
+        made, self._made, self._own, self._inside, self._leaders = self._made, [], [], None, None
         for group in made if not self.nccl else []:
             with suppress(ValueError):  # it went with the default group
                 dist.destroy_process_group(group)
@@ -130,6 +138,10 @@ class ProcessGroups:
         group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._timeout, backend=backend)
         self._made.append(group)
         return group
+
+    def _new_column(self) -> dist.ProcessGroup:
+        made = {dist.get_rank() in column: self._new(column) for column in self._columns}  # every rank makes them all
+        return made[True]
 
     def _new_leaders(self) -> dist.ProcessGroup:
         return self._new([node[0] for node in self._nodes])

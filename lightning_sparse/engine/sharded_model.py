@@ -1,0 +1,292 @@
+"""A model that FSDP2 shards inside nodes: what each node has reduced is handed to the engine, which averages nodes.
+
+R = replicas of the model, S = shards of each.  Rank r * S + s has shard s of replica r; the R ranks that have the same
+shard are a column, and exchange among themselves.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from lightning_sparse.engine.step import PendingBucket
+
+REPLICATE, SHARD = "replicate", "shard"  # dimensions of the mesh
+
+
+class ShardBucket(PendingBucket):
+    """The gradients of one call of ``fully_shard``: of each parameter this rank's shard, reduced inside the node."""
+
+    def __init__(self, buffer: Tensor, shards: Sequence[Tensor], places: Sequence[Tensor], used: bool) -> None:
+        super().__init__(buffer, shards)
+        self.places = places  # of each shard's gradient, views of ``buffer``
+        self.used = shards if used else ()
+
+    def gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return zip(self.parameters, self.places, strict=True)
+
+
+@dataclass(eq=False)
+class ShardGroup:
+    """What is trained of the parameters of one call of ``fully_shard``."""
+
+    names: list[str]
+    parameters: list[DTensor]
+    shards: list[Tensor]  # of each parameter this rank's, which may be empty
+    fsdp: Any  # FSDP's own group, whose layout of gradients is in no public place
+    #: Elements of each gradient as FSDP reduces it: shards of a parameter are padded to one size.
+    padded_sizes: list[int]
+    is_deferred: bool = False  # .grad has gradients that were reduced inside the node alone
+
+    def places(self, reduced: Tensor) -> list[Tensor]:
+        """The gradient of each shard, of its shape, in what FSDP has reduced."""
+        offsets = [sum(self.padded_sizes[:i]) for i in range(len(self.shards))]
+        return [
+            reduced.as_strided(shard.shape, shard.stride(), reduced.storage_offset() + offset)
+            for shard, offset in zip(self.shards, offsets, strict=True)
+        ]
+
+    def gradients(self) -> list[Tensor | None]:
+        """What is in ``.grad`` of each parameter, this rank's shard of it."""
+        return [p.grad.to_local() if isinstance(p.grad, DTensor) else None for p in self.parameters]
+
+    def set_gradient(self, i: int, gradient: Tensor) -> None:
+        """Have ``.grad`` of a parameter hold this rank's shard ``gradient``."""
+        p, own = self.parameters[i], self.gradients()[i]
+        if own is None:
+            p.grad = as_dtensor(gradient, p)
+        elif own.data_ptr() != gradient.data_ptr():
+            own.copy_(gradient)
+
+
+def as_dtensor(shard: Tensor, like: DTensor) -> DTensor:
+    """This rank's ``shard`` as a part of a tensor that is sharded ``like`` another."""
+    mesh, placements = like.device_mesh, like.placements
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
+class ShardedModel:
+    """What the engine asks of a ``DistributedDataParallel``, of a module whose parameters FSDP2 shards inside nodes.
+
+    FSDP calls a hook with what it has reduced, in backward, as soon as it has: the hook hands this to the engine and
+    does not wait.  Once backward is at its end the means are waited for, and ``.grad`` holds them.  Parameters that a
+    backward does not use keep what is unsent, as with ``find_unused_parameters=True`` of DDP.
+
+    Args:
+        module: after ``fully_shard(..., mesh=mesh["shard"])`` of all that is trained, on its device.
+        mesh: of R x S ranks, with the dimensions "replicate" and "shard".
+
+    Raises:
+        ValueError: a parameter that is trained is not sharded so, or something cannot be averaged behind FSDP's back.
+    """
+
+    find_unused_parameters = True
+    static_graph = broadcast_buffers = False
+    parameters_to_ignore: frozenset[str] = frozenset()
+    join_hook: Any = None
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        self.module, self.mesh = module, mesh
+        self.process_group = mesh[REPLICATE].get_group()
+        self.columns: list[list[int]] = mesh.mesh.t().tolist()
+        self.groups = list(_shard_groups(module, mesh))
+        every = dict(pair for group in self.groups for pair in zip(group.names, group.shards, strict=True))
+        #: What is trained, by name, in the order of definition.
+        self.sharded = {name: p for name, p in _named_parameters(module) if isinstance(p, DTensor) and p.requires_grad}
+        self.shards = {name: every[name] for name in self.sharded}  # this rank's of each
+        self._begin: list[Callable[..., object]] = []
+        self._end: list[Callable[..., object]] = []
+        self._handed_over: list[tuple[ShardGroup, ShardBucket, list[Tensor | None]]] = []  # in this backward
+        self._synchronised()
+
+    def _synchronised(self) -> None:
+        """Have all replicas start from the first one's weights and buffers, as DDP has its ranks."""
+        local = [p.to_local() if isinstance(p, DTensor) else p for p in self.module.parameters()]
+        first = dist.get_process_group_ranks(self.process_group)[0]
+        with torch.no_grad():
+            for x in (*local, *self.module.buffers()):
+                if x.numel():
+                    dist.broadcast(x.detach(), first, group=self.process_group)
+
+    # - as a DistributedDataParallel
+
+    def parameters(self) -> Iterator[Tensor]:
+        """This rank's shards of what is trained."""
+        return iter(self.shards.values())
+
+    def register_forward_pre_hook(self, hook: Callable[..., object]) -> "_Handle":
+        return _Handle(self._begin, hook)
+
+    def register_forward_hook(self, hook: Callable[..., object], always_call: bool) -> "_Handle":
+        del always_call
+        return _Handle(self._end, hook)
+
+    def begin_forward(self) -> None:
+        """To be called before a forward of ``module``."""
+        for hook in self._begin:
+            hook(self.module)
+
+    def end_forward(self) -> None:
+        """To be called after a forward of ``module``."""
+        for hook in self._end:
+            hook(self.module)
+
+    def average_with(self, hand_over: Callable[[PendingBucket], Future[Tensor]]) -> None:
+        """Hand every gradient to ``hand_over`` from now on, which returns a future of the means in its place."""
+        self._hand_over = hand_over
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                group = next((g for g in self.groups if g.fsdp in _fsdp_groups(module)), None)
+                if group is not None:
+                    module.set_all_reduce_hook(partial(self._take, group))
+
+    # - in backward
+
+    def _take(self, group: ShardGroup, reduced: Tensor) -> None:
+        """FSDP's hook: take up what it ``reduced`` inside the node; what it does with it afterwards is set right later.
+
+        That is to add it to ``.grad``, or to have ``.grad`` refer to it.
+        """
+        if not group.fsdp.all_reduce_grads:
+            group.is_deferred = True
+            return
+        if reduced.numel() != sum(group.padded_sizes):
+            raise RuntimeError(
+                "every parameter of a module given to fully_shard must get a gradient in a backward that reaches the "
+                f"module; of {', '.join(group.names[:3])}, ... some got none. Shard the part that may be unused by "
+                "itself, or train with PyTorch 2.13 or newer."
+            )
+        if any(group is other for other, *_ in self._handed_over):  # once more in this backward
+            self._end_backward()
+        if not self._handed_over:
+            Variable._execution_engine.queue_callback(self._end_backward)  # as FSDP does
+        self._pass_on(group, reduced)
+
+    def _pass_on(self, group: ShardGroup, reduced: Tensor | None) -> None:
+        """Hand over what was ``reduced``, and what was deferred; or that nothing was."""
+        before = group.gradients()
+        is_used = reduced is not None or group.is_deferred
+        if reduced is None:
+            buffer = group.shards[0].new_zeros(sum(group.padded_sizes))
+        elif any(x is not None for x in before) or reduced.dtype != group.parameters[0].dtype:
+            buffer = reduced.to(group.parameters[0].dtype, copy=True)
+        else:
+            buffer = reduced  # which is what .grad will refer to
+        places = group.places(buffer)
+        earlier: list[Tensor | None] = [None] * len(places)  # means of a backward before, which are not sent again
+        for i, (place, x) in enumerate(zip(places, before, strict=True)):
+            if x is not None and group.is_deferred:
+                place.add_(x)
+            elif x is not None:
+                earlier[i] = x.clone()
+        group.is_deferred = False
+        bucket = ShardBucket(buffer, group.shards, places, is_used)
+        self._handed_over.append((group, bucket, earlier))
+        self._hand_over(bucket)
+
+    def _end_backward(self) -> None:
+        """Wait for the means, and set ``.grad`` to them."""
+        if not self._handed_over:  # it was called for what came twice
+            return
+        arrived = {id(group) for group, *_ in self._handed_over}
+        for group in self.groups:
+            if id(group) not in arrived:
+                self._pass_on(group, None)
+        handed_over, self._handed_over = self._handed_over, []
+        for group, bucket, earlier in handed_over:
+            bucket.future.wait()
+            if not bucket.used and not bucket.buffer.any():  # on no rank
+                continue
+            for i, (place, mean) in enumerate(zip(bucket.places, earlier, strict=True)):
+                group.set_gradient(i, place if mean is None else place.add_(mean))
+
+
+class _Handle:
+    def __init__(self, hooks: list[Callable[..., object]], hook: Callable[..., object]) -> None:
+        self._hooks, self._hook = hooks, hook
+        hooks.append(hook)
+
+    def remove(self) -> None:
+        if self._hook in self._hooks:
+            self._hooks.remove(self._hook)
+
+
+def _named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, p in module.named_parameters():
+        yield name.replace("_orig_mod.", ""), p
+
+
+def _fsdp_groups(module: FSDPModule) -> list[Any]:
+    """FSDP's groups of the parameters of one call of ``fully_shard``: one, unless their meshes differ."""
+    state: Any = module._get_fsdp_state()
+    groups: list[Any] = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # before PyTorch 2.12
+    return [group for group in groups if group is not None]
+
+
+def _shard_groups(module: nn.Module, mesh: DeviceMesh) -> Iterator[ShardGroup]:
+    """The groups of trained parameters, in the order in which backward reaches their modules."""
+    name_of = {p: name for name, p in _named_parameters(module)}
+    found: dict[int, Any] = {}
+    for name, child in module.named_modules():
+        if isinstance(child, FSDPModule):
+            of_child = _fsdp_groups(child)
+            if len(of_child) > 1:
+                raise ValueError(
+                    f"fully_shard({name or 'the model'}) must make one group of parameters; got {len(of_child)}, from "
+                    "a shard_placement_fn that returns several meshes, of which FSDP calls no hook. Give one mesh."
+                )
+            found.update((id(group), group) for group in of_child)
+            if of_child and hasattr(child, "set_reduce_scatter_unused_params"):  # from PyTorch 2.13 on
+                child.set_reduce_scatter_unused_params(True, recurse=False)
+    sharded: set[Tensor] = set()
+    for fsdp in reversed(found.values()):
+        trained = [each for each in fsdp.fsdp_params if each.sharded_param.requires_grad]
+        parameters = [each.sharded_param for each in trained]
+        sharded.update(parameters)
+        if not trained:
+            continue
+        names = [name_of[p] for p in parameters]
+        _check_group(names, parameters, fsdp, mesh)
+        sizes = [each.padded_sharded_param_size.numel() for each in trained]
+        yield ShardGroup(names, parameters, [p.to_local().detach() for p in parameters], fsdp, sizes)
+    if plain := [name for p, name in name_of.items() if p.requires_grad and p not in sharded]:
+        raise ValueError(
+            f"every parameter that is trained must be sharded; got {', '.join(plain[:3])}"
+            f"{', ...' if len(plain) > 3 else ''} unsharded, which nothing would average. Call fully_shard on the "
+            'module that has them too, at last on the whole model: fully_shard(model, mesh=self.device_mesh["shard"]).'
+        )
+
+
+def _check_group(names: Sequence[str], parameters: Sequence[Any], fsdp: Any, mesh: DeviceMesh) -> None:
+    """Raise a ValueError for what cannot be averaged here."""
+    for name, p in zip(names, parameters, strict=True):
+        if p.device_mesh != mesh[SHARD]:
+            raise ValueError(
+                f'{name} must be sharded over the mesh\'s dimension "shard" alone: fully_shard(module, '
+                f'mesh=self.device_mesh["shard"]); got {p.device_mesh}. What crosses nodes is this strategy\'s to send.'
+            )
+        if getattr(p, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"{name} must have no hook that runs once its gradient is accumulated, since that is before replicas "
+                "have averaged it; got one. Step the optimizer after backward."
+            )
+    if any(each.offload_to_cpu for each in fsdp.fsdp_params):
+        raise ValueError(
+            f"offload_policy must not be CPUOffloadPolicy: what is unsent lies beside the shards; got it for {names[0]}"
+            ". Leave it out."
+        )
+    dtype = fsdp.mp_policy.reduce_dtype or fsdp.mp_policy.param_dtype or parameters[0].dtype
+    if dtype == torch.float16 or parameters[0].dtype == torch.float16:
+        raise ValueError(
+            f"gradients must be reduced in float32 or bfloat16; got float16 for {names[0]}, which FSDP scales before "
+            "and after. Give MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)."
+        )

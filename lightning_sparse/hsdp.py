@@ -1,0 +1,267 @@
+"""The strategy for models that must be sharded: FSDP2 inside nodes, compressed averages between them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_sparse.auto.policy import Auto
+from lightning_sparse.auto.switch import Switch
+from lightning_sparse.checkpoint import sharded as checkpoint
+from lightning_sparse.checkpoint.sharded import KEY
+from lightning_sparse.checkpoint.state import RESIDUALS
+from lightning_sparse.checks import check_one_of, check_whole
+from lightning_sparse.compressors import Compressor
+from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.engine.groups import make_groups, pieces_of
+from lightning_sparse.engine.sharded_model import REPLICATE, SHARD, ShardedModel
+from lightning_sparse.fusion.layer_fusion import LayerFusion
+from lightning_sparse.hook import SparseHook
+from lightning_sparse.network.process_groups import ProcessGroups
+from lightning_sparse.network.torch_comm import world
+from lightning_sparse.options import Options
+
+# The mixin serves lightning and pytorch_lightning, whose classes are unrelated; type checkers see the first.
+if TYPE_CHECKING:
+    _Base = ModelParallelStrategy
+else:
+    _Base = object
+
+
+class ShardedHook(SparseHook):
+    """Averages the shards of a model over its replicas, from now on; to be made on every rank.
+
+    Each call of ``fully_shard`` is a group, or with ``sparse_auto`` LayerFusion makes the groups.
+    """
+
+    def __init__(self, model: ShardedModel, options: Options, timeout: Any) -> None:
+        options.agree(model.module, world(), 1, False, None)
+        self._model = model
+        ddp = cast(DistributedDataParallel, model)  # of which it is all that is needed
+        groups = ProcessGroups(ddp, timeout, columns=model.columns)
+        self._put_on(ddp, options, None, groups, may_be_local=False, evaluates=lambda module: not module.training)
+        if options.policy is None:
+            compressor = self._course.switch.way.compressor
+            piece = {each.name: each for each in pieces_of(model.shards, compressor)}
+            parts = [[piece[n] for n in g.names if piece[n].dense == d] for g in model.groups for d in (False, True)]
+            self.exchange.lay_out(make_groups(model.shards, compressor, [part for part in parts if part]))
+
+    @staticmethod
+    def _parameters_of(ddp: DistributedDataParallel) -> Mapping[str, Tensor]:
+        return cast(ShardedModel, ddp).shards
+
+    @staticmethod
+    def _register(ddp: DistributedDataParallel, switch: Switch) -> None:
+        cast(ShardedModel, ddp).average_with(switch.hand_over)
+
+    def state_dict(self, residuals: str = "per_rank", optimizers: Sequence[Optimizer] = ()) -> dict[str, Any]:
+        """Return what the ranks have not sent, complete on rank 0; to be called on every rank, between two steps."""
+        check_one_of("residuals", residuals, RESIDUALS[:2])
+        return self._gather(residuals, folder=False)[0]
+
+    def load_state_dict(
+        self, state: Mapping[str, Any] | None, optimizers: Sequence[Optimizer] = (), is_loaded: bool = False
+    ) -> None:
+        """Set what this rank has not sent from what :meth:`state_dict` returned on rank 0; None sets it to zero."""
+        self.restore(state, None)
+
+    def save(self, residuals: str, folder: Path) -> dict[str, Any]:
+        """Write what the ranks have not sent beside a distributed checkpoint; returns what its metadata must hold."""
+        said, tensors = self._gather(residuals, folder=True)
+        checkpoint.save(tensors, folder)
+        return said
+
+    def restore(self, said: Mapping[str, Any] | None, folder: Path | None) -> None:
+        """Go on with what was saved, in a distributed checkpoint if it is in a ``folder``."""
+        if said is not None:
+            plans = said["plans"]
+            self._course.resume(plans[self._model.mesh[SHARD].get_local_rank() % len(plans)], said["steps"])
+        checkpoint.restore(said, folder, self.exchange, self._model, self._as_saved)
+
+    def _gather(self, residuals: str, folder: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        return checkpoint.gather(self.exchange, self._model, residuals, self._as_saved, self._course.state(), folder)
+
+
+def options_of(
+    compressor: Compressor | Auto | str, wire_dtype: str | None, warmup_steps: int, residuals: str = "per_rank"
+) -> Options:
+    """The options of a strategy for sharded models, validated."""
+    is_chosen = isinstance(compressor, Auto) or compressor == "sparse_auto"
+    fusion = "layer" if is_chosen else "bucket"
+    return Options.of(compressor, fusion, wire_dtype=wire_dtype, warmup_steps=warmup_steps, residuals=residuals)
+
+
+def mesh_of(replicate: int | str, shard: int | str, nodes: int, devices: int, device: torch.device) -> DeviceMesh:
+    """The mesh of R x S ranks; "auto" is as many nodes, devices of a node, or what the other one leaves.
+
+    Raises:
+        ValueError: R times S is not the number of ranks.
+    """
+    ranks = nodes * devices
+    if replicate == "auto":
+        replicate = nodes if shard == "auto" else ranks // int(shard)
+    shard = ranks // int(replicate) if shard == "auto" else shard
+    if int(replicate) * int(shard) != ranks:
+        raise ValueError(
+            f"replicate_size times shard_size must be the number of ranks, {ranks}; got {replicate} times {shard}. "
+            "Leave out one of them, or both for nodes x devices."
+        )
+    return init_device_mesh(device.type, (int(replicate), int(shard)), mesh_dim_names=(REPLICATE, SHARD))
+
+
+class HSDPMixin(_Base):
+    """The part of :class:`SparseHSDPStrategy` beside ``ModelParallelStrategy``, for both Lightning packages."""
+
+    def __init__(
+        self,
+        compressor: Compressor | Auto | str = "skip_reduce",
+        wire_dtype: str | None = None,
+        warmup_steps: int = 0,
+        residuals: str = "per_rank",
+        replicate_size: int | Literal["auto"] = "auto",
+        shard_size: int | Literal["auto"] = "auto",
+        **kwargs: Any,
+    ) -> None:
+        self.options = options_of(compressor, wire_dtype, warmup_steps, residuals)
+        for name, size in (("replicate_size", replicate_size), ("shard_size", shard_size)):
+            if size != "auto":
+                check_whole(name, size, 1, "Or leave it out.")
+        super().__init__(**kwargs)
+        self._sizes = replicate_size, shard_size
+        self._sharded: ShardedModel | None = None
+        self.hook: ShardedHook | None = None
+
+    @property
+    def compressor(self) -> Compressor | Auto:
+        """The compressor that averages the gradients, or the policy that chooses one."""
+        return self.options.compressor
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """The engine, during fit and afterwards."""
+        return self.hook.exchange if self.hook else None
+
+    @property
+    def layer_fusion(self) -> LayerFusion | None:
+        """The planner of the groups, with ``sparse_auto``."""
+        return self.hook.layer_fusion if self.hook else None
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Every rank has data of its own."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def setup_environment(self) -> None:
+        """Set up as Lightning does, with the mesh of replicas and shards."""
+        super().setup_environment()
+        self._device_mesh = mesh_of(*self._sizes, self.num_nodes, self.num_processes, self.root_device)
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._device_mesh
+
+    def setup(self, trainer: Any) -> None:
+        """Set up model and optimizers, and for a fit put our hook on what was sharded."""
+        super().setup(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            raise ValueError(
+                "precision must be '32-true', 'bf16-mixed' or 'bf16-true'; got '16-mixed', whose loss scale each shard "
+                "would have to know. Give 'bf16-mixed'."
+            )
+        module = self.lightning_module
+        assert module is not None
+        if self.hook is not None:
+            self.hook.close()
+        self._sharded = ShardedModel(module, self.device_mesh)
+        self.hook = ShardedHook(self._sharded, self.options, self._timeout)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._sharded is not None
+        self._sharded.begin_forward()
+        try:
+            return super().training_step(*args, **kwargs)
+        finally:
+            self._sharded.end_forward()
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Backward, with the exchange's own error."""
+        exchange = self.exchange
+        if exchange is not None:
+            exchange.timeline.begin_backward()
+        try:
+            return super().backward(closure_loss, *args, **kwargs)
+        except RuntimeError:
+            if exchange is not None and exchange.error is not None:
+                raise exchange.error from None
+            raise
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Accumulate: reduce gradients inside nodes alone until the last batch of a step."""
+        modules = [module for module in self.lightning_module.modules() if isinstance(module, FSDPModule)]  # type: ignore[union-attr]
+        for module in modules:
+            module.set_requires_all_reduce(False, recurse=False)
+        try:
+            yield
+        finally:
+            for module in modules:
+                module.set_requires_all_reduce(True, recurse=False)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Add what the ranks have not sent to a checkpoint that holds optimizer states.  Called on every rank."""
+        hook = self.hook if "optimizer_states" in checkpoint and self.options.residuals != "none" else None
+        if hook is not None and not self._save_distributed_checkpoint:
+            checkpoint[KEY] = hook.state_dict(self.options.residuals)
+        elif hook is not None:
+            path = Path(self.broadcast(filepath))
+            checkpoint[KEY] = hook.save(self.options.residuals, path)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load weights and optimizers, and for a fit what the ranks had not sent."""
+        loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        said = loaded.pop(KEY, None)
+        path = Path(self.broadcast(checkpoint_path))
+        if self.hook is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:  # type: ignore[union-attr]
+            self.hook.restore(said, path if path.is_dir() else None)
+        return loaded
+
+    def teardown(self) -> None:
+        """End the exchange's threads and process groups; the default group outlives them."""
+        if self.hook is not None:
+            self.hook.close()
+        super().teardown()
+
+
+class SparseHSDPStrategy(HSDPMixin, ModelParallelStrategy):
+    """Trains a model that FSDP2 shards inside each node, and compresses what crosses nodes.
+
+    The mesh has the dimensions "replicate" (R, between nodes) and "shard" (S, inside one).  ``configure_model`` calls
+    ``fully_shard(module, mesh=self.device_mesh["shard"])`` on parts of the model and at last on all of it.  FSDP sums
+    gradients inside the node, and this strategy averages each shard over the R nodes, as ``SparseDDPStrategy`` averages
+    gradients: what a rank does not send of its shard it keeps for later steps.
+
+    Args:
+        compressor: a name in ``COMPRESSORS``, for its defaults, an instance such as ``MiCRO(density=0.05)``, or
+            ``sparse_auto``, which chooses among averaged gradients.
+        wire_dtype: of values between nodes, as for ``SparseDDPStrategy``.
+        warmup_steps: dense steps before the compressor starts.
+        residuals: what a checkpoint keeps of the gradient not yet sent: "per_rank", "mean" over replicas, "none".
+        replicate_size: R; "auto": the nodes.
+        shard_size: S; "auto": the devices of a node.
+        **kwargs: ``save_distributed_checkpoint``, ``process_group_backend`` and ``timeout`` of Lightning's
+            ``ModelParallelStrategy``.
+
+    Raises:
+        ValueError: for an option out of range, with the value and what is allowed; at the start of a fit, for a model
+            that is not sharded so.
+    """
