@@ -162,8 +162,8 @@ class ShardedModel:
         if reduced.numel() != sum(group.padded_sizes):
             raise RuntimeError(
                 "every parameter of a module given to fully_shard must get a gradient in a backward that reaches the "
-                f"module; of {', '.join(group.names[:3])}, ... some got none. Shard the part that may be unused by "
-                "itself, or train with PyTorch 2.13 or newer."
+                f"module; of {', '.join(group.names[:3])}, ... some got none. Call fully_shard on the part that "
+                "may be unused by itself, or from PyTorch 2.13 on set_reduce_scatter_unused_params(True) on the module."
             )
         if any(group is other for other, *_ in self._handed_over):  # once more in this backward
             self._end_backward()
@@ -245,8 +245,6 @@ def _shard_groups(module: nn.Module, mesh: DeviceMesh) -> Iterator[ShardGroup]:
                     "a shard_placement_fn that returns several meshes, of which FSDP calls no hook. Give one mesh."
                 )
             found.update((id(group), group) for group in of_child)
-            if of_child and hasattr(child, "set_reduce_scatter_unused_params"):  # from PyTorch 2.13 on
-                child.set_reduce_scatter_unused_params(True, recurse=False)
     sharded: set[Tensor] = set()
     for fsdp in reversed(found.values()):
         trained = [each for each in fsdp.fsdp_params if each.sharded_param.requires_grad]

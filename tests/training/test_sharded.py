@@ -1,0 +1,274 @@
+"""Models that FSDP2 shards inside nodes: the laws per shard, equality with PyTorch's own sums, resume, and more."""
+
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
+
+import lightning_sparse as ls
+from lightning_sparse.wire import WIRE_DTYPES
+from tests.support.compressors import EVERY_COMPRESSOR
+from tests.support.models import flat
+from tests.support.processes import Ranks
+from tests.support.sharded import Net, Shard, Sharded, backward, mesh
+
+MESHES = ((2, 2), (4, 1), (1, 4))
+
+
+# - as PyTorch
+
+
+def _as_native(rank: int, size: int) -> None:
+    for replicate, shard in MESHES:
+        for batches in (1, 3):
+            native, ours = Sharded(mesh(replicate, shard)), Sharded(mesh(replicate, shard), ls.Dense())
+            for step in range(50 if (replicate, batches) == (2, 1) else 8):
+                native.step(step, batches)
+                ours.step(step, batches)
+            # Of two replicas the sum has one order; of four Gloo adds in another order than our two hops.
+            tolerance = {"rtol": 0.0, "atol": 0.0} if replicate < 4 else {"rtol": 1e-4, "atol": 1e-6}
+            torch.testing.assert_close(ours.weights, native.weights, **tolerance)
+            ours.close()
+
+
+def test_dense_sums_in_float32_are_those_of_native_hsdp(ranks: Ranks) -> None:
+    """Bit for bit on 2x2 and 1x4, with clipping by the global norm, also where gradients are accumulated."""
+    ranks.run(_as_native, 4, gloo=True)
+
+
+# - the laws
+
+
+def _laws(rank: int, size: int) -> list[str]:
+    tried = []
+    every: list[Any] = [(each.values[0], None) for each in EVERY_COMPRESSOR]
+    every += [(each, wire) for wire in WIRE_DTYPES for each in (ls.Dense(), ls.MiCRO(density=0.2))]
+    on = mesh(2, 2)
+    for compressor, wire in every:
+        ours = Sharded(on, compressor, wire_dtype=wire)
+        ours.watch()
+        for step in range(3):
+            before = ours.unsent
+            ours.given.clear()
+            ours.optimizer.zero_grad()
+            backward(ours, step)
+            means = ours.in_order({name: p.grad.to_local() for name, p in ours.sharded.sharded.items()})  # type: ignore[union-attr]
+            owed = ours.column_sum(before + ours.in_order(ours.given))
+            torch.testing.assert_close(
+                2 * means + ours.column_sum(ours.unsent),
+                owed,
+                rtol=1e-4,
+                atol=1e-5,
+                msg=partial(_named, compressor, wire),
+            )
+            assert ours.is_same_in_column(means), f"{compressor} {wire}"
+            ours.optimizer.step()
+        tried.append(f"{compressor} {wire}")
+        ours.close()
+    return tried
+
+
+def _named(compressor: Any, wire: Any, text: str) -> str:
+    return f"{compressor}, {wire}: {text}"
+
+
+def test_nothing_is_lost_of_a_shard_and_replicas_get_equal_means(ranks: Ranks) -> None:
+    assert len(ranks.run(_laws, 4, gloo=True)[0]) == len(EVERY_COMPRESSOR) + 2 * len(WIRE_DTYPES)
+
+
+# - what FSDP2 can do
+
+
+class Tied(Net):
+    """With the head's weights in a block too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0][0].weight = self.blocks[1][0].weight
+
+    def shard(self, fully_shard: Shard) -> None:
+        fully_shard(self)
+
+
+class Checkpointed(Net):
+    """Whose activations are computed once more in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        y: Tensor = self.head(x)
+        return y
+
+
+class Policy(Net):
+    """Sharded with these arguments of ``fully_shard``."""
+
+    def __init__(self, **policy: Any) -> None:
+        super().__init__()
+        self.policy = policy
+
+    def shard(self, fully_shard: Shard) -> None:
+        super().shard(partial(fully_shard, **self.policy))
+
+
+class Compiled(Net):
+    def shard(self, fully_shard: Shard) -> None:
+        for block in self.blocks:
+            block.compile(backend="eager")
+        super().shard(fully_shard)
+
+
+class Frozen(Net):
+    """Of whose blocks biases are trained alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block[0].weight.requires_grad_(False)
+
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+KINDS = {
+    "tied": Tied,
+    "checkpointed": Checkpointed,
+    "mixed": partial(Policy, mp_policy=BF16),
+    "kept unsharded": partial(Policy, reshard_after_forward=False),
+    "compiled": Compiled,
+    "frozen": Frozen,
+}
+
+
+def _kinds(rank: int, size: int) -> None:
+    on = mesh(2, 2)
+    for kind, make in KINDS.items():
+        native, ours = Sharded(on, make=make), Sharded(on, ls.Dense(), make=make)
+        for step in range(4):
+            native.step(step)
+            ours.step(step)
+        assert torch.equal(ours.weights, native.weights), kind
+        ours.close()
+
+
+def test_what_fsdp_can_do_is_done(ranks: Ranks) -> None:
+    ranks.run(_kinds, 4, gloo=True)
+
+
+class Branches(Net):
+    """Some of whose forwards leave out the first block."""
+
+    uses_first = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.blocks[1](self.blocks[0](x) if self.uses_first else x))
+        return y
+
+
+def _partly(rank: int, size: int) -> None:
+    """Replica 0 leaves a block out in even steps, and all do in the last one."""
+    for compressor in (ls.Dense(), ls.MiCRO(density=0.3)):
+        ours = Sharded(mesh(2, 2), compressor, make=Branches)
+        block: Any = ours.module.blocks[0]  # type: ignore[index]
+        for step in range(6):
+            ours.module.uses_first = step < 5 and (rank >= 2 or step % 2 == 1)  # type: ignore[assignment]
+            unsent = ours.unsent
+            backward(ours, step)
+            gradients = [p.grad.to_local() for p in ours.sharded.sharded.values() if p.grad is not None]  # type: ignore[attr-defined]
+            assert ours.is_same_in_column(flat(gradients))
+            assert (block[0].weight.grad is None) == (step == 5)
+            if step == 5:
+                assert (ours.unsent == unsent).sum() >= block[0].weight.to_local().numel()
+            ours.optimizer.step()
+            ours.optimizer.zero_grad()
+        ours.close()
+
+
+def test_parameters_that_some_replicas_do_not_use_keep_what_is_unsent(ranks: Ranks) -> None:
+    ranks.run(_partly, 4, gloo=True)
+
+
+def _twice(rank: int, size: int) -> None:
+    native, ours = Sharded(mesh(2, 2)), Sharded(mesh(2, 2), ls.Dense())
+    for step in range(3):
+        for each in (native, ours):
+            backward(each, step)
+            backward(each, 100 + step)
+            each.optimizer.step()
+            each.optimizer.zero_grad()
+    torch.testing.assert_close(ours.weights, native.weights, rtol=1e-5, atol=1e-6)
+    ours.close()
+
+
+def test_a_second_backward_adds_its_mean_to_the_first(ranks: Ranks) -> None:
+    ranks.run(_twice, 4, gloo=True)
+
+
+# - resume
+
+
+def _goes_on(rank: int, size: int, folder: Path) -> None:
+    for compressor in (ls.MiCRO(density=0.2), ls.LowRank(rank=1), ls.SkipReduce(), ls.SketchFusion(density=0.2)):
+        for to_folder in (True, False):
+            whole, first, second = (Sharded(mesh(2, 2), compressor) for _ in range(3))
+            for step in range(10):
+                whole.step(step)
+            for step in range(5):
+                first.step(step)
+            path = folder / f"{type(compressor).__name__}{to_folder}"
+            said = first.hook.save("per_rank", path) if to_folder else first.hook.state_dict()
+            said = _as_rank_0_says(said)
+            second.module.load_state_dict(first.module.state_dict())
+            second.optimizer.load_state_dict(first.optimizer.state_dict())
+            second.hook.restore(said, path if to_folder else None)
+            for step in range(5, 10):
+                second.step(step)
+            assert torch.equal(second.weights, whole.weights), f"{compressor} {to_folder}"
+            assert torch.equal(second.unsent, whole.unsent), f"{compressor} {to_folder}"
+            for each in (whole, first, second):
+                each.close()
+
+
+def _elsewhere(rank: int, size: int, folder: Path) -> list[str]:
+    said_of: list[str] = []
+    for residuals in ("per_rank", "mean"):
+        for replicate, shard in MESHES:
+            for to_folder in (True, False):
+                first, second = (
+                    Sharded(mesh(2, 2), ls.MiCRO(density=0.1)),
+                    Sharded(mesh(replicate, shard), ls.MiCRO(density=0.1)),
+                )
+                for step in range(5):
+                    first.step(step)
+                path = folder / f"{residuals}{replicate}{to_folder}"
+                said = first.hook.save(residuals, path) if to_folder else first.hook.state_dict(residuals)
+                said = _as_rank_0_says(said)
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    second.hook.restore(said, path if to_folder else None)
+                said_of += [str(each.message) for each in caught]
+                before, after = first.unsent_of_mean(), second.unsent_of_mean()
+                for name, x in before.items():
+                    torch.testing.assert_close(after[name], x, msg=lambda text, name=name: f"{name}: {text}")
+                first.close()
+                second.close()
+    return said_of
+
+
+def _as_rank_0_says(said: dict[str, Any]) -> dict[str, Any]:
+    only: list[Any] = [said]
+    dist.broadcast_object_list(only)
+    return only[0]
+
+
+def test_resumed_on_the_same_mesh_it_goes_on_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(_goes_on, 4, tmp_path, gloo=True)
+
+
+def test_resumed_on_another_mesh_nothing_unsent_of_the_mean_is_lost(ranks: Ranks, tmp_path: Path) -> None:
+    said = ranks.run(_elsewhere, 4, tmp_path, gloo=True)[0]
+    assert any("starts from the mean" in each for each in said)
