@@ -1,11 +1,13 @@
 """The strategy for ``lightning.fabric.Fabric``."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from lightning.fabric.strategies.ddp import DDPStrategy
+from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -13,7 +15,9 @@ from torch.optim import Optimizer
 from lightning_sparse.auto.policy import Auto
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.local_steps import LocalSteps
+from lightning_sparse.engine.sharded_model import ShardedModel
 from lightning_sparse.hook import SparseHook
+from lightning_sparse.hsdp import ShardedHook, mesh_of, options_of
 from lightning_sparse.options import Options
 
 
@@ -100,6 +104,70 @@ class SparseDDPStrategy(DDPStrategy):
         rest = super().load_checkpoint(path, in_order, *args, **kwargs)
         state.update(in_order)
         return rest
+
+    def teardown(self) -> None:
+        for hook in self.hooks:
+            hook.close()
+        super().teardown()
+
+
+class SparseHSDPStrategy(ModelParallelStrategy):
+    """:class:`lightning_sparse.SparseHSDPStrategy` for ``Fabric``.
+
+    Every module that ``fabric.setup`` shards gets a hook, which is in ``hooks`` as long as the module is in use.  To
+    keep what is unsent name it: ``fabric.save(path, {"model": model, "unsent": hook})``, on every rank.
+
+    Args:
+        parallelize_fn: takes a module and the mesh, and returns the module after
+            ``fully_shard(..., mesh=mesh["shard"])`` of its parts and at last of itself.
+        compressor: what averages, as for the Trainer's strategy; and so the others.
+        wire_dtype: of values between nodes; None: as the compressor has it by default.
+        warmup_steps: dense steps first.
+        replicate_size: R; "auto": the nodes.
+        shard_size: S; "auto": the devices of a node.
+        **kwargs: everything else that ``lightning.fabric.strategies.ModelParallelStrategy`` takes.
+
+    Raises:
+        ValueError: for an option out of range, or a model that is not sharded so.
+    """
+
+    def __init__(
+        self,
+        parallelize_fn: Callable[[Any, DeviceMesh], Any],
+        compressor: Compressor | Auto | str = "sparse_auto",
+        wire_dtype: str | None = None,
+        warmup_steps: int = 0,
+        replicate_size: int | Literal["auto"] = "auto",
+        shard_size: int | Literal["auto"] = "auto",
+        **kwargs: Any,
+    ) -> None:
+        self.options = options_of(compressor, wire_dtype, warmup_steps)
+        super().__init__(parallelize_fn, **kwargs)
+        self._sizes = replicate_size, shard_size
+        self._hooks: list[weakref.ref[ShardedHook]] = []
+
+    @property
+    def hooks(self) -> list[ShardedHook]:
+        """Hooks of the modules that were set up and are still in use, in the order of setup."""
+        return [hook for each in self._hooks if (hook := each()) is not None]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Every rank has data of its own."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._device_mesh = mesh_of(*self._sizes, self.num_nodes, self.num_processes, self.root_device)
+
+    def setup_module(self, module: Module) -> Module:
+        module = super().setup_module(module)
+        sharded = ShardedModel(module, self.device_mesh)
+        hook = ShardedHook(sharded, self.options, self._timeout)
+        module.register_forward_pre_hook(lambda *_: sharded.begin_forward(), prepend=True)
+        module.register_forward_hook(lambda *_: sharded.end_forward(), always_call=True)
+        self._hooks.append(weakref.ref(hook))
+        return module
 
     def teardown(self) -> None:
         for hook in self.hooks:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -29,6 +28,8 @@ from lightning_sparse.hook import SparseHook
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.network.torch_comm import world
 from lightning_sparse.options import Options
+
+FITTING = "fit"  # the state of a Trainer, of either package
 
 # The mixin serves lightning and pytorch_lightning, whose classes are unrelated; type checkers see the first.
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ class HSDPMixin(_Base):
 
     def __init__(
         self,
-        compressor: Compressor | Auto | str = "skip_reduce",
+        compressor: Compressor | Auto | str = "sparse_auto",
         wire_dtype: str | None = None,
         warmup_steps: int = 0,
         residuals: str = "per_rank",
@@ -170,7 +171,7 @@ class HSDPMixin(_Base):
     def setup(self, trainer: Any) -> None:
         """Set up model and optimizers, and for a fit put our hook on what was sharded."""
         super().setup(trainer)
-        if trainer.state.fn != TrainerFn.FITTING:
+        if trainer.state.fn != FITTING:
             return
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ValueError(
@@ -231,7 +232,7 @@ class HSDPMixin(_Base):
         loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         said = loaded.pop(KEY, None)
         path = Path(self.broadcast(checkpoint_path))
-        if self.hook is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:  # type: ignore[union-attr]
+        if self.hook is not None and self.lightning_module.trainer.state.fn == FITTING:  # type: ignore[union-attr]
             self.hook.restore(said, path if path.is_dir() else None)
         return loaded
 

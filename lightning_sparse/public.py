@@ -21,6 +21,7 @@ from lightning_sparse.compressors import (
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.hook import SparseHook
+from lightning_sparse.hsdp import SparseHSDPStrategy
 from lightning_sparse.monitor.callbacks import CompressionMonitor
 from lightning_sparse.monitor.metrics import CompressionRatio, ThresholdError
 from lightning_sparse.monitor.replicas import ReplicaCheck
@@ -57,6 +58,7 @@ __all__ = [
     "SkipReduce",
     "Sparse",
     "SparseDDPStrategy",
+    "SparseHSDPStrategy",
     "SparseHook",
     "ThresholdError",
     "TopK",

@@ -4,8 +4,9 @@ from typing import ClassVar
 
 from pytorch_lightning.accelerators import Accelerator
 from pytorch_lightning.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
-from pytorch_lightning.strategies import DDPStrategy
+from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy
 
+from lightning_sparse.hsdp import HSDPMixin
 from lightning_sparse.strategy import SparseMixin
 
 
@@ -14,3 +15,7 @@ class SparseDDPStrategy(SparseMixin, DDPStrategy):  # type: ignore[misc]  # its 
 
     accelerator_class: ClassVar[type] = Accelerator
     torch_io: ClassVar[tuple[type, type]] = (TorchCheckpointIO, AsyncCheckpointIO)
+
+
+class SparseHSDPStrategy(HSDPMixin, ModelParallelStrategy):  # type: ignore[misc]  # as above
+    """:class:`lightning_sparse.SparseHSDPStrategy` for a ``pytorch_lightning`` Trainer."""

@@ -16,9 +16,11 @@ def register() -> None:
     from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
     from lightning_sparse.fabric import SparseDDPStrategy as FabricStrategy
+    from lightning_sparse.hsdp import SparseHSDPStrategy
     from lightning_sparse.strategy import SparseDDPStrategy
 
     _register_names(StrategyRegistry, SparseDDPStrategy)
+    _register_sharded(StrategyRegistry, SparseHSDPStrategy)
     _register_names(STRATEGY_REGISTRY, FabricStrategy)
     if find_spec("pytorch_lightning") is None:
         return
@@ -28,6 +30,7 @@ def register() -> None:
     from lightning_sparse import pytorch_lightning as other
 
     _register_names(OtherRegistry, other.SparseDDPStrategy)
+    _register_sharded(OtherRegistry, other.SparseHSDPStrategy)
     # A strategy given to the other package's Trainer would be refused as "an invalid strategy name".  As a virtual
     # subclass it passes that check, and then says itself what is wrong (SparseMixin.set_world_ranks).
     OtherStrategy.register(SparseDDPStrategy)
@@ -49,3 +52,11 @@ def _register_names(registry: Any, strategy: type) -> None:
                 start_method=start_method,
                 **({"find_unused_parameters": True} if unused else {}),
             )
+
+
+def _register_sharded(registry: Any, strategy: type) -> None:
+    """Register "sparse_hsdp", and for each compressor its name with "_hsdp" behind it."""
+    for name in ("sparse", *NAMES):
+        given = {} if name == "sparse" else {"compressor": name}
+        described = f"FSDP2 inside nodes, {given.get('compressor', 'sparse_auto')} between them."
+        registry.register(f"{name}_hsdp", strategy, description=described, override=True, **given)
