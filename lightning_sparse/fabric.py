@@ -17,7 +17,7 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.engine.sharded_model import ShardedModel
 from lightning_sparse.hook import SparseHook
-from lightning_sparse.hsdp import ShardedHook, mesh_of, options_of
+from lightning_sparse.hsdp import ShardedHook, mesh_of, options_of, sizes_of
 from lightning_sparse.options import Options
 
 
@@ -157,8 +157,9 @@ class SparseHSDPStrategy(ModelParallelStrategy):
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def setup_environment(self) -> None:
+        sizes = sizes_of(*self._sizes, self.num_nodes, self.num_processes)
         super().setup_environment()
-        self._device_mesh = mesh_of(*self._sizes, self.num_nodes, self.num_processes, self.root_device)
+        self._device_mesh = mesh_of(sizes, self.root_device)
 
     def setup_module(self, module: Module) -> Module:
         module = super().setup_module(module)

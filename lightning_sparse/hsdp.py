@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.auto.policy import Auto
 from lightning_sparse.auto.switch import Switch
-from lightning_sparse.checkpoint import sharded as checkpoint
-from lightning_sparse.checkpoint.sharded import KEY
+from lightning_sparse.checkpoint.sharded import KEY, gather, restore, save_tensors
 from lightning_sparse.checkpoint.state import RESIDUALS
 from lightning_sparse.checks import check_one_of, check_whole
 from lightning_sparse.compressors import Compressor
@@ -67,7 +66,7 @@ class ShardedHook(SparseHook):
     def state_dict(self, residuals: str = "per_rank", optimizers: Sequence[Optimizer] = ()) -> dict[str, Any]:
         """Return what the ranks have not sent, complete on rank 0; to be called on every rank, between two steps."""
         check_one_of("residuals", residuals, RESIDUALS[:2])
-        return self._gather(residuals, folder=False)[0]
+        return self.gather(residuals, folder=False)[0]
 
     def load_state_dict(
         self, state: Mapping[str, Any] | None, optimizers: Sequence[Optimizer] = (), is_loaded: bool = False
@@ -75,21 +74,17 @@ class ShardedHook(SparseHook):
         """Set what this rank has not sent from what :meth:`state_dict` returned on rank 0; None sets it to zero."""
         self.restore(state, None)
 
-    def save(self, residuals: str, folder: Path) -> dict[str, Any]:
-        """Write what the ranks have not sent beside a distributed checkpoint; returns what its metadata must hold."""
-        said, tensors = self._gather(residuals, folder=True)
-        checkpoint.save(tensors, folder)
-        return said
+    def gather(self, residuals: str, folder: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What a checkpoint keeps, and tensors to be written beside one that is a ``folder``; see :func:`gather`."""
+        state = self._course.state()
+        return gather(self.exchange, self._model, residuals, self._as_saved, state, folder)
 
     def restore(self, said: Mapping[str, Any] | None, folder: Path | None) -> None:
         """Go on with what was saved, in a distributed checkpoint if it is in a ``folder``."""
         if said is not None:
             plans = said["plans"]
             self._course.resume(plans[self._model.mesh[SHARD].get_local_rank() % len(plans)], said["steps"])
-        checkpoint.restore(said, folder, self.exchange, self._model, self._as_saved)
-
-    def _gather(self, residuals: str, folder: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        return checkpoint.gather(self.exchange, self._model, residuals, self._as_saved, self._course.state(), folder)
+        restore(said, folder, self.exchange, self._model, self._as_saved)
 
 
 def options_of(
@@ -101,8 +96,8 @@ def options_of(
     return Options.of(compressor, fusion, wire_dtype=wire_dtype, warmup_steps=warmup_steps, residuals=residuals)
 
 
-def mesh_of(replicate: int | str, shard: int | str, nodes: int, devices: int, device: torch.device) -> DeviceMesh:
-    """The mesh of R x S ranks; "auto" is as many nodes, devices of a node, or what the other one leaves.
+def sizes_of(replicate: int | str, shard: int | str, nodes: int, devices: int) -> tuple[int, int]:
+    """R and S, of which "auto" is as many nodes, devices of a node, or what the other one leaves.
 
     Raises:
         ValueError: R times S is not the number of ranks.
@@ -110,13 +105,18 @@ def mesh_of(replicate: int | str, shard: int | str, nodes: int, devices: int, de
     ranks = nodes * devices
     if replicate == "auto":
         replicate = nodes if shard == "auto" else ranks // int(shard)
-    shard = ranks // int(replicate) if shard == "auto" else shard
-    if int(replicate) * int(shard) != ranks:
+    sizes = int(replicate), ranks // int(replicate) if shard == "auto" else int(shard)
+    if sizes[0] * sizes[1] != ranks:
         raise ValueError(
-            f"replicate_size times shard_size must be the number of ranks, {ranks}; got {replicate} times {shard}. "
+            f"replicate_size times shard_size must be the number of ranks, {ranks}; got {sizes[0]} times {sizes[1]}. "
             "Leave out one of them, or both for nodes x devices."
         )
-    return init_device_mesh(device.type, (int(replicate), int(shard)), mesh_dim_names=(REPLICATE, SHARD))
+    return sizes
+
+
+def mesh_of(sizes: tuple[int, int], device: torch.device) -> DeviceMesh:
+    """The mesh of R x S ranks."""
+    return init_device_mesh(device.type, sizes, mesh_dim_names=(REPLICATE, SHARD))
 
 
 class HSDPMixin(_Base):
@@ -163,8 +163,9 @@ class HSDPMixin(_Base):
 
     def setup_environment(self) -> None:
         """Set up as Lightning does, with the mesh of replicas and shards."""
+        sizes = sizes_of(*self._sizes, self.num_nodes, self.num_processes)
         super().setup_environment()
-        self._device_mesh = mesh_of(*self._sizes, self.num_nodes, self.num_processes, self.root_device)
+        self._device_mesh = mesh_of(sizes, self.root_device)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
 
@@ -219,13 +220,13 @@ class HSDPMixin(_Base):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Add what the ranks have not sent to a checkpoint that holds optimizer states.  Called on every rank."""
-        hook = self.hook if "optimizer_states" in checkpoint and self.options.residuals != "none" else None
-        if hook is not None and not self._save_distributed_checkpoint:
-            checkpoint[KEY] = hook.state_dict(self.options.residuals)
-        elif hook is not None:
-            path = Path(self.broadcast(filepath))
-            checkpoint[KEY] = hook.save(self.options.residuals, path)
+        tensors: dict[str, Tensor] = {}
+        is_folder, residuals = self._save_distributed_checkpoint, self.options.residuals
+        if self.hook is not None and residuals != "none" and "optimizer_states" in checkpoint:
+            checkpoint[KEY], tensors = self.hook.gather(residuals, is_folder)
         super().save_checkpoint(checkpoint, filepath, storage_options)
+        if tensors:
+            save_tensors(tensors, Path(self.broadcast(filepath)))
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load weights and optimizers, and for a fit what the ranks had not sent."""

@@ -14,7 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_sparse.compressors.group import Group
@@ -75,9 +75,9 @@ def _on_first_rank(
     return {"unsent": rows, "memory": every} if dist.get_rank() == 0 else {}
 
 
-def save(tensors: Mapping[str, Tensor], checkpoint: Path) -> None:
+def save_tensors(tensors: Mapping[str, Tensor], checkpoint: Path) -> None:
     """Write the tensors of a distributed ``checkpoint``.  Called on every rank."""
-    save_tensors(dict(tensors), checkpoint_id=checkpoint / KEY)
+    save(dict(tensors), checkpoint_id=checkpoint / KEY)
 
 
 def restore(
@@ -93,6 +93,11 @@ def restore(
     if said is None:
         lost.append("the checkpoint holds no residuals, so the gradient not yet sent starts from zero")
     else:
+        if checkpoint is not None and not (checkpoint / KEY).is_dir():
+            raise ValueError(
+                f"{checkpoint} must have a folder {KEY} with the gradient not yet sent, which its metadata describes; "
+                "it is missing, so saving was interrupted or the folder was removed. Resume from an older checkpoint."
+            )
         lost += _differences(said, exchange, model, compressor)
         saved = _groups(said, checkpoint, exchange, model, memories=not lost)
     carry_over(saved, list(zip(exchange.groups, exchange.compressors, strict=True)))

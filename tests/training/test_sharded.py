@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import lightning_sparse as ls
+from lightning_sparse.checkpoint.sharded import save_tensors
 from lightning_sparse.wire import WIRE_DTYPES
 from tests.support.compressors import EVERY_COMPRESSOR
 from tests.support.models import flat
@@ -220,8 +221,7 @@ def _goes_on(rank: int, size: int, folder: Path) -> None:
             for step in range(5):
                 first.step(step)
             path = folder / f"{type(compressor).__name__}{to_folder}"
-            said = first.hook.save("per_rank", path) if to_folder else first.hook.state_dict()
-            said = _as_rank_0_says(said)
+            said = _saved(first, "per_rank", path if to_folder else None)
             second.module.load_state_dict(first.module.state_dict())
             second.optimizer.load_state_dict(first.optimizer.state_dict())
             second.hook.restore(said, path if to_folder else None)
@@ -245,8 +245,7 @@ def _elsewhere(rank: int, size: int, folder: Path) -> list[str]:
                 for step in range(5):
                     first.step(step)
                 path = folder / f"{residuals}{replicate}{to_folder}"
-                said = first.hook.save(residuals, path) if to_folder else first.hook.state_dict(residuals)
-                said = _as_rank_0_says(said)
+                said = _saved(first, residuals, path if to_folder else None)
                 with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always")
                     second.hook.restore(said, path if to_folder else None)
@@ -259,7 +258,11 @@ def _elsewhere(rank: int, size: int, folder: Path) -> list[str]:
     return said_of
 
 
-def _as_rank_0_says(said: dict[str, Any]) -> dict[str, Any]:
+def _saved(training: Sharded, residuals: str, folder: Path | None) -> dict[str, Any]:
+    """What rank 0 has of a checkpoint, in a ``folder`` if it is a distributed one."""
+    said, tensors = training.hook.gather(residuals, folder is not None)
+    if folder is not None:
+        save_tensors(tensors, folder)
     only: list[Any] = [said]
     dist.broadcast_object_list(only)
     return only[0]
