@@ -170,6 +170,16 @@ class SparseHSDPStrategy(ModelParallelStrategy):
         self._hooks.append(weakref.ref(hook))
         return module
 
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load; of a folder Lightning puts what was saved of a hook in its place, which the hook then takes up."""
+        given = dict(state) if isinstance(state, dict) else {}
+        rest = super().load_checkpoint(path, state, *args, **kwargs)
+        for key, hook in given.items():
+            if isinstance(hook, ShardedHook) and state[key] is not hook:
+                hook.load_state_dict(state[key])
+                state[key] = hook
+        return rest
+
     def teardown(self) -> None:
         for hook in self.hooks:
             hook.close()

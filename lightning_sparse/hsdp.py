@@ -138,7 +138,7 @@ class HSDPMixin(_Base):
                 check_whole(name, size, 1, "Or leave it out.")
         super().__init__(**kwargs)
         self._sizes = replicate_size, shard_size
-        self._sharded: ShardedModel | None = None
+        self.sharded: ShardedModel | None = None
         self.hook: ShardedHook | None = None
 
     @property
@@ -181,18 +181,21 @@ class HSDPMixin(_Base):
             )
         module = self.lightning_module
         assert module is not None
-        if self.hook is not None:
-            self.hook.close()
-        self._sharded = ShardedModel(module, self.device_mesh)
-        self.hook = ShardedHook(self._sharded, self.options, self._timeout)
+        before, is_same = self.hook, self.sharded is not None and self.sharded.module is module
+        if before is not None:
+            before.close()
+        self.sharded = ShardedModel(module, self.device_mesh)
+        self.hook = ShardedHook(self.sharded, self.options, self._timeout)
+        if before is not None and is_same:
+            self.hook.take_over(before)  # a second fit goes on where the first ended
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._sharded is not None
-        self._sharded.begin_forward()
+        assert self.sharded is not None
+        self.sharded.begin_forward()
         try:
             return super().training_step(*args, **kwargs)
         finally:
-            self._sharded.end_forward()
+            self.sharded.end_forward()
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Backward, with the exchange's own error."""

@@ -34,6 +34,7 @@ MAY_IMPORT_LIGHTNING = {
     "pytorch_lightning.py",
     "registry.py",
     "fabric.py",
+    "hsdp.py",
     "monitor/",
 }
 MAY_IMPORT_DISTRIBUTED = {
@@ -43,7 +44,11 @@ MAY_IMPORT_DISTRIBUTED = {
     "engine/gradients.py",
     "engine/local_exchange.py",
     "engine/build.py",
+    "engine/sharded_model.py",
+    "checkpoint/sharded.py",
     "auto/switch.py",
+    "fabric.py",
+    "hsdp.py",
     "hook.py",
     "options.py",
 }

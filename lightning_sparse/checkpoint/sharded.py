@@ -51,7 +51,7 @@ def gather(
         "compressor": compressor,
         "groups": [list(group.names) for group in exchange.groups],
         "shapes": {name: list(x.shape) for name, x in unsent.items()},
-        "plans": plans[: model.mesh[SHARD].size()],
+        "plans": plans[: model.shard_size],
     }
     if folder:
         tensors: dict[str, Tensor] = {f"unsent/{replica}/{name}": x for name, x in unsent.items()}

@@ -19,7 +19,7 @@ from lightning_sparse.engine.gradient_record import GradientRecord
 from lightning_sparse.engine.groups import carry_over
 from lightning_sparse.engine.lane import Lane, have_caller_wait, spread, wait_for_caller
 from lightning_sparse.engine.sample import Sample
-from lightning_sparse.engine.step import Report
+from lightning_sparse.engine.step import PendingBucket, Report
 from lightning_sparse.engine.timeline import Timeline
 from lightning_sparse.network.comm import Comm, Pending
 
@@ -87,6 +87,10 @@ class Exchange(Around, ABC):
     @abstractmethod
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
         """DDP's communication hook: takes a bucket of gradients, gives back a future of the same bucket."""
+
+    def hand_over(self, bucket: PendingBucket) -> Future[Tensor]:
+        """Take up gradients that are not DDP's; returns a future of the means in their place."""
+        raise NotImplementedError
 
     @abstractmethod
     def between_steps(self) -> None:

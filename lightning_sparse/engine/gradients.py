@@ -104,8 +104,7 @@ class GradientExchange(ScaledSteps):
             return future
         return self.hand_over(PendingBucket(bucket.buffer(), bucket.parameters()))
 
-    def hand_over(self, pending: PendingBucket) -> Future[Tensor]:
-        """Take gradients up; returns a future of them as means."""
+    def hand_over(self, bucket: PendingBucket) -> Future[Tensor]:
         step = self._step
         if step is None or step.has_arrived:
             self._end_scaled_step()
@@ -114,10 +113,10 @@ class GradientExchange(ScaledSteps):
         with self._lock:
             if self.error is not None:
                 raise self.error
-            step.buckets.append(pending)
-        self._take_in(step, pending)
+            step.buckets.append(bucket)
+        self._take_in(step, bucket)
         if step.in_place:
-            return self._sum_in_place(step, pending)
+            return self._sum_in_place(step, bucket)
         last = step.has_arrived
         if last and step.loss_scale:  # beside the last groups' messages, so that nobody waits for it
             if self._node:
@@ -132,7 +131,7 @@ class GradientExchange(ScaledSteps):
             step.averages += averages
         if last and step.loss_scale:
             self._submit(step, 0, self._settle)
-        return pending.future
+        return bucket.future
 
     def _take_in(self, step: Step, bucket: PendingBucket) -> None:
         self.timeline.arrive(bucket.parameters)

@@ -95,7 +95,10 @@ class ShardedModel:
     join_hook: Any = None
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        self.module, self.mesh = module, mesh
+        self.module, self.mesh, self.shard_size = module, mesh, mesh[SHARD].size()
+        for each in module.modules():
+            if isinstance(each, FSDPModule):
+                each.reshard()  # which FSDP leaves out after an evaluation
         self.process_group = mesh[REPLICATE].get_group()
         self.columns: list[list[int]] = mesh.mesh.t().tolist()
         self.groups = list(_shard_groups(module, mesh))

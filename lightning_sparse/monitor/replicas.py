@@ -52,11 +52,15 @@ class ReplicaCheck(Callback):
         if trainer.world_size > 1:
             exchange = getattr(trainer.strategy, "exchange", None)
             shared = exchange.compared() if exchange is not None else {}
-            check_replicas({name: shared.get(p, p) for name, p in pl_module.named_parameters()}, world())
+            own = {name: shared.get(p, p) for name, p in pl_module.named_parameters()}
+            sharded = getattr(trainer.strategy, "sharded", None)  # a model of which ranks have shards
+            check_replicas(sharded.shards if sharded else own, world(), sharded.shard_size if sharded else 1)
 
 
-def check_replicas(parameters: Mapping[str, Tensor], comm: Comm) -> None:
-    """Raise unless all ranks hold the same; to be called on every rank, between two steps.
+def check_replicas(parameters: Mapping[str, Tensor], comm: Comm, shards: int = 1) -> None:
+    """Raise unless all ranks hold the same, or of so many ``shards`` those that have one; to be called on every rank.
+
+    Between two steps.
 
     Raises:
         RuntimeError: on every rank, with the first parameter that differs and the ranks it differs on.
@@ -64,7 +68,7 @@ def check_replicas(parameters: Mapping[str, Tensor], comm: Comm) -> None:
     if not parameters:
         return
     sums = comm.all_gather(torch.stack([checksum(p) for p in parameters.values()])).wait()  # [P, parameters]
-    differs = (sums != sums[0]).any(0)
+    differs = (sums.unflatten(0, (-1, shards)) != sums[:shards]).any(0).any(0)
     if not bool(differs.any()):
         return
     first = int(differs.nonzero()[0])

@@ -13,7 +13,7 @@ from tests.support.fuzz import fuzzed, laid_out
 @fuzzed(150, parameters=st.lists(laid_out(), min_size=1, max_size=4), before=st.integers(0, 5))
 def test_a_bucket_is_cut_into_gradients_that_lie_as_their_parameters_do(parameters: list[Tensor], before: int) -> None:
     bucket = Bucket(parameters, before)
-    pending = PendingBucket(bucket)  # type: ignore[arg-type]
+    pending = PendingBucket(bucket.buffer(), bucket.parameters())
     filled = bucket.memory.clone()
     start = before
     for parameter, gradient in pending.gradients():
@@ -38,7 +38,7 @@ class Once(Pending):
 
 def test_the_sum_over_a_node_is_waited_for_once_however_many_groups_a_bucket_has() -> None:
     """Over Gloo a second time would not end; and a short sum would be added anew, over means already in their place."""
-    pending, message = PendingBucket(Bucket([torch.zeros(2)])), Once()  # type: ignore[arg-type]
+    pending, message = PendingBucket(torch.zeros(2), []), Once()
     pending.summed = message
     pending.wait()
     pending.wait()

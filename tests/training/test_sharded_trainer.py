@@ -1,0 +1,209 @@
+"""Sharded models under a Trainer and under Fabric: names, checkpoints, second fits, what is refused."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import StrategyRegistry
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+
+import lightning_sparse as ls
+from lightning_sparse.fabric import SparseHSDPStrategy as FabricStrategy
+from tests.support.models import Small, batch, data, trainer
+from tests.support.processes import Ranks
+
+Parallelize = Callable[[nn.Module, Any], object]  # shards a net over the mesh of R x S ranks
+
+
+def whole(net: Any, mesh: Any) -> nn.Module:
+    fully_shard(net[0], mesh=mesh["shard"])
+    fully_shard(net, mesh=mesh["shard"])
+    return net  # type: ignore[no-any-return]
+
+
+class ShardedSmall(Small):
+    """Sharded by ``parallelize``."""
+
+    def __init__(self, parallelize: Parallelize = whole) -> None:
+        super().__init__("adam")
+        self.parallelize: Parallelize | None = parallelize
+
+    def configure_model(self) -> None:
+        if self.parallelize is not None:
+            self.parallelize(self.net, self.device_mesh)
+            self.parallelize = None
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        self.log("val", self.training_step(batch, index), sync_dist=True)
+
+
+def fitted(steps: int, strategy: Any = None, module: Any = None, ckpt_path: Any = None, **options: Any) -> L.Trainer:
+    torch.manual_seed(0)
+    strategy = strategy or ls.SparseHSDPStrategy(ls.MiCRO(density=0.2), replicate_size=2)
+    run = trainer(strategy, 4, max_steps=steps, **options)
+    run.fit(module or ShardedSmall(), data(5, 4), data(1, 4), ckpt_path=ckpt_path)
+    return run
+
+
+def weights(module: nn.Module) -> Tensor:
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            each.reshard()  # which FSDP leaves out after an evaluation
+    return torch.cat([p.full_tensor().detach().reshape(-1) for p in module.parameters()])  # type: ignore[attr-defined]
+
+
+# - checkpoints
+
+
+def _resumes(rank: int, size: int, folder: Path) -> None:
+    torch.manual_seed(0)
+    for to_folder in (True, False):
+
+        def strategy(to_folder: bool = to_folder) -> ls.SparseHSDPStrategy:
+            compressor = ls.MiCRO(density=0.2)
+            return ls.SparseHSDPStrategy(compressor, replicate_size=2, save_distributed_checkpoint=to_folder)
+
+        path = folder / str(to_folder)
+        keep = ModelCheckpoint(dirpath=path, every_n_train_steps=5, save_top_k=-1, filename="{step}")
+        through = fitted(10, strategy(), callbacks=[keep, ls.CompressionMonitor()])
+        assert through.strategy.exchange.group_step == 10
+        again = fitted(10, strategy(), ckpt_path=path / "step=5.ckpt")
+        assert torch.equal(weights(again.lightning_module), weights(through.lightning_module))
+        through.validate(through.lightning_module, data(1, 4), ckpt_path=path / "step=5.ckpt", verbose=False)
+
+    with pytest.warns(UserWarning, match="holds no residuals") if rank == 0 else nullcontext():
+        fitted(7, ls.SparseHSDPStrategy("micro", replicate_size=2), ckpt_path=_without_residuals(folder / "False"))
+
+
+def _without_residuals(folder: Path) -> Path:
+    path = folder / "without.ckpt"
+    if dist.get_rank() == 0:
+        saved = torch.load(folder / "step=5.ckpt", weights_only=False)
+        del saved["lightning_sparse_sharded"]
+        torch.save(saved, path)
+    dist.barrier()
+    return path
+
+
+def test_a_checkpoint_in_a_folder_or_a_file_is_gone_on_from_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(_resumes, 4, tmp_path)
+
+
+# - whole trainings
+
+
+def _trainings(rank: int, size: int) -> None:
+    accumulating = fitted(3, accumulate_grad_batches=2, gradient_clip_val=0.1)
+    assert accumulating.strategy.exchange.steps == 3
+    module = ShardedSmall()
+    strategy = ls.SparseHSDPStrategy("sparse_auto", shard_size=2, wire_dtype=None)
+    run = fitted(12, strategy, module, precision="bf16-mixed")
+    before, unsent = weights(module), run.strategy.exchange.unsent_norm()
+    run.fit_loop.epoch_loop.max_steps = 12
+    run.fit(module, data(5, 4))  # takes no step
+    assert run.strategy.exchange.unsent_norm() == unsent
+    run.fit_loop.epoch_loop.max_steps = 15
+    run.fit(module, data(5, 4))
+    after = weights(module)
+    assert not torch.equal(before, after)
+    with torch.no_grad():
+        module.net[4].bias.to_local().add_(float(rank == 3))
+    with pytest.raises(RuntimeError, match=r"net.4.bias, the first of 1 parameters, is not the same on"):
+        run.callbacks[-1].on_train_end(run, module)
+
+
+def test_trainings_with_accumulation_mixed_precision_and_a_second_fit(ranks: Ranks) -> None:
+    ranks.run(_trainings, 4)
+
+
+def _under_fabric(rank: int, size: int, folder: Path) -> None:
+    found = {}
+    for stage in ("through", "first", "second"):
+        strategy = FabricStrategy(whole, ls.MiCRO(density=0.2), replicate_size=2)
+        fabric = Fabric(accelerator="cpu", devices=size, strategy=strategy)
+        fabric.launch()
+        torch.manual_seed(0)
+        model = fabric.setup_module(Small().net)
+        optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.01))
+        state = {"model": model, "optimizer": optimizer, "unsent": strategy.hooks[0]}
+        if stage == "second":
+            fabric.load(folder / "first", state)
+        for step in range(6 if stage == "second" else 0, 12 if stage != "first" else 6):
+            with fabric.no_backward_sync(model, enabled=step % 2 == 0):
+                x, y = batch(step, rank)
+                fabric.backward(nn.functional.cross_entropy(model(x), y))
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        if stage == "first":
+            fabric.save(folder / "first", state)
+        found[stage] = weights(model)
+        strategy.hooks[0].close()
+    assert torch.equal(found["second"], found["through"])
+
+
+def test_under_fabric_a_training_is_saved_and_gone_on_with(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(_under_fabric, 4, tmp_path)
+
+
+# - what is refused
+
+
+def _is_refused(rank: int, size: int) -> list[str]:
+    def natively(net: Any, mesh: Any) -> None:
+        fully_shard(net, mesh=mesh)
+
+    def in_part(net: Any, mesh: Any) -> None:
+        fully_shard(net[0], mesh=mesh["shard"])
+
+    def offloaded(net: Any, mesh: Any) -> None:
+        fully_shard(net, mesh=mesh["shard"], offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+    def in_half(net: Any, mesh: Any) -> None:
+        fully_shard(net, mesh=mesh["shard"], mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
+
+    said = []
+    for parallelize in (natively, in_part, offloaded, in_half):
+        with pytest.raises(ValueError) as refused:  # noqa: PT011  each says something of its own
+            fitted(1, module=ShardedSmall(parallelize))
+        said.append(str(refused.value))
+    with pytest.raises(ValueError, match="number of ranks, 4; got 3 times 1"):
+        fitted(1, ls.SparseHSDPStrategy("micro", replicate_size=3))
+    return said
+
+
+def test_what_cannot_be_averaged_is_refused_with_what_to_do(ranks: Ranks) -> None:
+    natively, in_part, offloaded, in_half = ranks.run(_is_refused, 4)[0]
+    assert 'fully_shard(module, mesh=self.device_mesh["shard"])' in natively
+    assert "2.weight, 2.bias, 4.weight, ... unsharded" in in_part.replace("net.", "")
+    assert "CPUOffloadPolicy" in offloaded
+    assert "float16" in in_half
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"compressor": "mikro"}, "compressor must be one of"),
+        ({"replicate_size": 0}, "replicate_size must be .* at least 1"),
+        ({"wire_dtype": "int5"}, "wire_dtype"),
+        ({"residuals": "all"}, "residuals must be"),
+    ],
+)
+def test_bad_options_are_refused(options: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        ls.SparseHSDPStrategy(**options)
+
+
+def test_names_give_the_strategy_with_a_compressor() -> None:
+    for name in ("sparse", *ls.COMPRESSORS, "sparse_auto"):
+        strategy = StrategyRegistry.get(f"{name}_hsdp")
+        assert isinstance(strategy, ls.SparseHSDPStrategy)
+    assert isinstance(StrategyRegistry.get("micro_hsdp").compressor, ls.MiCRO)
