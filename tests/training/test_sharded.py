@@ -60,10 +60,10 @@ def _laws(rank: int, size: int) -> list[str]:
             ours.optimizer.zero_grad()
             backward(ours, step)
             means = ours.in_order({name: p.grad.to_local() for name, p in ours.sharded.sharded.items()})  # type: ignore[union-attr]
-            owed = ours.column_sum(before + ours.in_order(ours.given))
+            due = ours.column_sum(before + ours.in_order(ours.given))
             torch.testing.assert_close(
                 2 * means + ours.column_sum(ours.unsent),
-                owed,
+                due,
                 rtol=1e-4,
                 atol=1e-5,
                 msg=partial(_named, compressor, wire),
