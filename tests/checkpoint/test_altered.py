@@ -62,7 +62,6 @@ class Trained:
 TRAININGS = {
     "micro": ls.MiCRO(density=0.05),
     "momentum": ls.MomentumCorrection(0.5, ls.OkTopk(density=0.05)),
-    "sketch": ls.SketchFusion(density=0.05, momentum=0.9),
 }
 
 
@@ -112,7 +111,7 @@ WAYS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @fuzzed(
-    150,
+    60,
     data=st.data(),
     what=st.sampled_from(["delete", "rename", "change"]),
     how=st.sampled_from(["garbage", *WAYS]),
@@ -157,14 +156,11 @@ def test_every_way_to_alter_a_checkpoint_by_hand_is_reported(trained: Trained) -
     name = next(iter(trained.unsent))
     for change, expected in (
         ({"size": 0}, r"size must be .* got 0"),
-        ({"size": 2}, "a row for each of 2 ranks; got the shape"),
         ({"steps": -1}, "steps must be .* got -1"),
         ({"steps": 7}, "checksum of what all ranks share is"),
         ({"checksum": torch.tensor([])}, "checksum must be .* got a Tensor"),
-        ({"checksum": [1]}, r"checksum must be .* got \[1\]"),
         ({"residuals": "none"}, "residuals must be .* got 'none'"),
         ({"unsent": {name: torch.full((1, 33, 8), math.nan)}, "groups": []}, "values that are not finite"),
-        ({"unsent": [1]}, r"unsent must be .* got \[1\]"),
         ({"groups": [{"names": ["nobody"], "memory": {}}]}, r"names must all be in 'unsent'; got \['nobody'\]"),
         ({"plan": {"groups": [[]]}}, "plan must be .* got a dict"),
         ({"compressor": None}, "compressor must be a string; got None"),
@@ -190,7 +186,7 @@ def test_a_file_that_ends_early_is_refused(trained: Trained) -> None:
             torch.load(io.BytesIO(whole[:end]), weights_only=True)
 
 
-@fuzzed(150, bits=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 7)), min_size=1, max_size=4))
+@fuzzed(60, bits=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 7)), min_size=1, max_size=4))
 def test_a_file_with_other_bits_is_refused_or_as_it_was(trained: Trained, bits: list[tuple[float, int]]) -> None:
     """PyTorch says that the file is broken, or we say that our part of it is, or it is as it was."""
     file = bytearray(written(trained))
@@ -204,11 +200,6 @@ def test_a_file_with_other_bits_is_refused_or_as_it_was(trained: Trained, bits: 
             return
     state = checkpoint.get(KEY) if isinstance(checkpoint, dict) else None
     assert trained.load(state) or trained.is_as_saved()
-
-
-def test_a_file_may_say_that_residuals_require_a_gradient(trained: Trained) -> None:
-    unsent = {name: x.clone().requires_grad_() for name, x in trained.state["unsent"].items()}
-    assert trained.load(trained.state | {"unsent": unsent}) == ""
 
 
 def test_a_value_altered_in_the_file_is_reported(trained: Trained) -> None:

@@ -27,7 +27,7 @@ def test_scattered_indices_are_distinct_and_in_range(n: int, k: int, seed: int) 
 
 
 def test_scattered_indices_favour_nobody() -> None:
-    n, k, draws = 50, 7, 20000
+    n, k, draws = 50, 7, 5000
     hits = torch.zeros(n)
     for step in range(draws):
         hits[scattered(n, k, torch.Generator().manual_seed(draw(3, step)))] += 1
@@ -41,11 +41,6 @@ def test_random_k_sends_no_indices_and_updates_what_it_meant_to() -> None:
     assert (result.picked == 100).all()
     assert ((result.mean != 0).sum(1) == 100).all()
     assert (result.sent_bytes == 3 * 100 * 4).all()  # so few go to everybody
-
-
-def test_random_k_chooses_anew_each_step() -> None:
-    result = simulate(ls.RandomK(density=0.1), torch.randn(2, 2, 1000))
-    assert ((result.mean[0] != 0) & (result.mean[1] != 0)).sum() < 50
 
 
 def test_top_k_is_the_sum_of_each_ranks_largest() -> None:
@@ -65,19 +60,6 @@ def test_warmup_is_dense_first() -> None:
     result = simulate(ls.Warmup(2, ls.RandomK(density=0.01)), given)
     assert result.picked.tolist() == [1000, 1000, 10]
     assert torch.allclose(result.mean[:2], given[:2].mean(1))
-
-
-def test_phases_that_compress() -> None:
-    ladder = ls.DensityLadder(2, ls.TopK(density=0.1), densities=(0.5, 0.2))
-    for compressor, first in (
-        (ls.TopK(), 0),
-        (ls.Warmup(3, "micro"), 3),
-        (ladder, 4),
-        (ls.MomentumCorrection(0.9, ls.Warmup(5, ladder)), 5),
-    ):
-        assert [step for step in range(9) if compressor.compresses(step)] == list(range(first, 9))
-    for dense in (ls.Dense(), ls.Warmup(1, "sparse_dense")):
-        assert not any(dense.compresses(step) for step in range(9))
 
 
 def test_what_is_active_is_made_once_for_each_phase() -> None:
@@ -115,8 +97,6 @@ def test_a_setting_that_cannot_be_is_refused(kind: type[ls.Compressor], name: st
         (lambda: ls.SkipReduce(divisor="contributors"), "use divisor='world', or error_feedback=False"),
         (lambda: ls.SkipReduce(protect="bias"), "protect must be a list of patterns; got 'bias'. Write ['bias']"),  # type: ignore[arg-type]
         (lambda: ls.Warmup(-1, ls.Dense()), "Warmup: steps must be an integer of at least 0; got -1. Give 0 for none."),
-        (lambda: by_name("skipreduce"), "compressor must be one of skip_reduce, "),
-        (lambda: simulate("dense", torch.ones(1, 1, 1)), "compressor must be one of"),
         (lambda: simulate("skip_reduce", torch.ones(1, 1)), "gradients must be [steps, ranks, elements]"),
         (lambda: simulate("skip_reduce", torch.ones(1, 2, 3), torch.ones(4)), "weights must be [n] = [3]"),
         (
@@ -133,10 +113,3 @@ def test_bad_settings_name_the_value_and_what_is_allowed(make: object, message: 
 def test_a_compressor_that_is_neither_name_nor_instance_is_refused() -> None:
     with pytest.raises(TypeError, match="must be a name"):
         by_name(ls.TopK)
-
-
-def test_draws_depend_on_every_counter_and_nothing_else() -> None:
-    draws = {draw(seed, step, group) for seed in range(10) for step in range(10) for group in range(10)}
-    assert len(draws) == 1000
-    assert draw(1, 2, 3) == draw(1, 2, 3)
-    assert draw(1, 2, 3) != draw(1, 3, 2)

@@ -31,20 +31,14 @@ def assert_held(density: torch.Tensor, within: float, error: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "std", "n", "jumps"),
-    [(2, 1e-6, 60_000, {120: 10}), (4, 1e-3, 400_000, {100: 10, 180: 0.1}), (8, 1.0, 60_000, {120: 10})],
+    ("size", "std", "balance", "jumps"), [(2, 1e-6, False, {}), (4, 1.0, True, {100: 10.0, 180: 0.1})]
 )
-def test_density_is_held_through_jumps_of_scale(size: int, std: float, n: int, jumps: dict[int, float]) -> None:
-    run = SimulatedRanks(ls.MiCRO(density=0.01), size, n)
-    assert_held(densities(run, layered(n, size, 260, std=std, jumps=jumps)), 0.05, 0.10)
+def test_density_is_held_through_jumps_of_scale(size: int, std: float, balance: bool, jumps: dict[int, float]) -> None:
+    run = SimulatedRanks(ls.MiCRO(density=0.01, balance=balance), size, 60_000)
+    assert_held(densities(run, layered(60_000, size, 260 if jumps else 160, std=std, jumps=jumps)), 0.05, 0.10)
 
 
-def test_even_partitions_hold_the_density_too() -> None:
-    run = SimulatedRanks(ls.MiCRO(density=0.01, balance=False), 4, 50_000)
-    assert_held(densities(run, layered(50_000, 4, 160)), 0.05, 0.10)
-
-
-@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("size", [1, 3])
 def test_each_rank_owns_each_partition_once_in_p_steps(size: int) -> None:
     """Only the owner's own large elements are picked: give each rank an element of its own in every partition."""
     n = 40 * size
@@ -116,10 +110,3 @@ def test_bytes_are_those_of_indices_and_values() -> None:
     room = math.ceil(1.1 * 10_000 / 4)
     message = 16 + 4 * room
     assert (sent - (3 * message + 2 * 3 * 4 * room)).abs().max() <= 3 * 8
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 5])
-def test_fewer_elements_than_ranks(n: int) -> None:
-    result = simulate(ls.MiCRO(density=0.5), torch.ones(40, 8, n))
-    assert (result.mean.sum(0) + result.unsent.mean(0) - 40).abs().max() < 1e-4
-    assert (result.mean.sum(0) > 30).all()
