@@ -153,8 +153,6 @@ def train_all(rank: int, size: int) -> list[dict[str, Any]]:
 
 CASES = {
     "gradients": ("micro", 1, 0, False),
-    "dense": ("sparse_dense", 1, 0, False),
-    "nodes": ("micro", 2, 0, False),
     "nodes, several messages at once": ("sketch_fusion", 2, 0, False),
     "nodes, loss scale": ("ok_topk", 2, 0, True),
     "local steps": ("skip_reduce", 1, 2, False),

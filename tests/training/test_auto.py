@@ -1,12 +1,10 @@
 """sparse_auto on real processes: from gradients to local steps and back, and what a checkpoint keeps of it."""
 
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 import lightning_sparse as ls
@@ -15,7 +13,6 @@ from lightning_sparse.auto.chooser import Chooser
 from lightning_sparse.auto.course import FIRST_CHOICE, StepClock
 from lightning_sparse.engine import local_steps
 from lightning_sparse.engine.gradients import GradientExchange
-from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.fusion import layer_fusion
 from tests.support.models import Small, data, small, trainer, weights
 from tests.support.processes import LIMIT_S, Ranks
@@ -134,41 +131,3 @@ def _other_local_steps(rank: int, size: int) -> Any:
     assert set(watch.engines[FIRST + 1 :]) == {"LocalExchange"}
     assert run.strategy.exchange.settings.steps == other.local_steps  # type: ignore[attr-defined]
     return found
-
-
-def test_a_resumed_training_takes_its_local_steps_at_once_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
-    for kinds, through, resumed in ranks.run(_resume, 2, tmp_path):
-        assert set(kinds) == {"LocalExchange"}
-        assert torch.equal(through, resumed)
-
-
-def _resume(rank: int, size: int, path: Path) -> Any:
-    half, whole = FIRST + 4, FIRST + 8
-    saver = ModelCheckpoint(path, filename="half", every_n_train_steps=half)
-    trained, watch = [], Watch()
-    for until, start, callbacks in ((whole, None, []), (half, None, [saver]), (whole, path / "half.ckpt", [watch])):
-        torch.manual_seed(0)
-        model = WithEmpty()
-        run = trainer(auto(LOCAL), size, max_steps=until, callbacks=callbacks, enable_checkpointing=saver in callbacks)
-        run.fit(model, data(half, size), ckpt_path=start)
-        exchange = run.strategy.exchange  # type: ignore[attr-defined]
-        assert isinstance(exchange, LocalExchange)
-        trained.append(weights(model))
-    return watch.engines, trained[0], trained[2]
-
-
-def test_validation_and_a_second_fit_see_the_average(ranks: Ranks) -> None:
-    (shown, again), other = ranks.run(_fit_twice, 2)
-    assert torch.equal(shown, other[0])
-    assert again == other[1] == "LocalExchange"
-
-
-def _fit_twice(rank: int, size: int) -> tuple[Tensor, str]:
-    model, watch = small(), Watch()
-    run = trainer(auto(LOCAL), size, max_steps=FIRST + 4, callbacks=[watch])
-    run.fit(model, data(FIRST + 4, size))
-    shown = weights(model)
-    watch.engines.clear()
-    run.fit_loop.epoch_loop.max_steps += 2
-    run.fit(model, data(4, size))
-    return shown, watch.engines[0]
