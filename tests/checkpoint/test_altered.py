@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sparse as ls
 from lightning_sparse.auto import switch
 from lightning_sparse.checkpoint.state import KEY, State
-from tests.support.fuzz import TRIES, fuzzed
+from tests.support.fuzz import fuzzed
 from tests.support.models import small, unsent
 from tests.support.said import warned
 
@@ -100,12 +100,9 @@ WAYS: dict[str, Callable[[Tensor], Tensor]] = {
     "value": lambda x: torch.cat([x.reshape(-1)[:1] + 1, x.reshape(-1)[1:]]).view(x.shape),
     "nan": lambda x: torch.full_like(x, math.nan) if x.is_floating_point() else x - 1,
     "dtype": lambda x: x.to(torch.float64 if x.dtype != torch.float64 else torch.float32),
-    "rows": lambda x: torch.cat([x, x]),
     "fewer rows": lambda x: x[:0],
     "flat": lambda x: x.reshape(-1)[:-1],
-    "scalar": lambda x: x.sum(),
     "sparse": lambda x: x.to_sparse(),
-    "meta": lambda x: x.to("meta"),
     "more": lambda x: x[..., None].expand(*x.shape, 2),
 }
 
@@ -144,15 +141,11 @@ def test_an_altered_checkpoint_is_refused_or_what_is_not_carried_over_is_named(
     trained.step()
 
 
-def test_a_genuine_checkpoint_is_loaded_without_a_word(trained: Trained) -> None:
+def test_a_genuine_checkpoint_is_loaded_without_a_word_and_each_way_to_alter_it_is_reported(trained: Trained) -> None:
+    """One by one, what random changes may take long to find."""
     assert trained.load(trained.state) == ""
     assert trained.is_as_saved()
     assert set(SAVED) | {"checksum"} == set(trained.state)
-    trained.step()
-
-
-def test_every_way_to_alter_a_checkpoint_by_hand_is_reported(trained: Trained) -> None:
-    """One by one, what random changes may take long to find."""
     name = next(iter(trained.unsent))
     for change, expected in (
         ({"size": 0}, r"size must be .* got 0"),
@@ -177,13 +170,6 @@ def written(trained: Trained) -> bytes:
     file = io.BytesIO()
     torch.save({"state_dict": trained.ddp.module.state_dict(), KEY: trained.state}, file)
     return file.getvalue()
-
-
-def test_a_file_that_ends_early_is_refused(trained: Trained) -> None:
-    whole = written(trained)
-    for end in range(0, len(whole), max(1, len(whole) // (TRIES or 100))):
-        with pytest.raises((RuntimeError, EOFError, ValueError, OSError)):
-            torch.load(io.BytesIO(whole[:end]), weights_only=True)
 
 
 @fuzzed(60, bits=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 7)), min_size=1, max_size=4))

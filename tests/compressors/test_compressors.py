@@ -1,7 +1,6 @@
 """What is particular to a compressor, and what bad settings say."""
 
 import math
-import re
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 from hypothesis import strategies as st
 
 import lightning_sparse as ls
-from lightning_sparse.compressors import by_name
 from lightning_sparse.compressors.random_k import scattered
 from lightning_sparse.selection.streams import draw
 from lightning_sparse.simulation import simulate
@@ -55,13 +53,6 @@ def test_top_k_is_the_sum_of_each_ranks_largest() -> None:
     assert (result.sent_bytes == 2 * (16 + 10 * (4 + 4))).all()  # a header of 16 bytes
 
 
-def test_warmup_is_dense_first() -> None:
-    given = torch.randn(3, 2, 1000)
-    result = simulate(ls.Warmup(2, ls.RandomK(density=0.01)), given)
-    assert result.picked.tolist() == [1000, 1000, 10]
-    assert torch.allclose(result.mean[:2], given[:2].mean(1))
-
-
 def test_what_is_active_is_made_once_for_each_phase() -> None:
     """It was made and checked in every step."""
     ladder = ls.DensityLadder(2, ls.TopK(density=0.1), densities=(0.5, 0.2))
@@ -89,27 +80,3 @@ def test_a_setting_that_cannot_be_is_refused(kind: type[ls.Compressor], name: st
         with pytest.raises(ValueError, match=f"{name} must be|{kind.__name__}.*{name}") as error:
             kind(**{name: value})
         assert repr(value) in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: ls.SkipReduce(divisor="contributors"), "use divisor='world', or error_feedback=False"),
-        (lambda: ls.SkipReduce(protect="bias"), "protect must be a list of patterns; got 'bias'. Write ['bias']"),  # type: ignore[arg-type]
-        (lambda: ls.Warmup(-1, ls.Dense()), "Warmup: steps must be an integer of at least 0; got -1. Give 0 for none."),
-        (lambda: simulate("skip_reduce", torch.ones(1, 1)), "gradients must be [steps, ranks, elements]"),
-        (lambda: simulate("skip_reduce", torch.ones(1, 2, 3), torch.ones(4)), "weights must be [n] = [3]"),
-        (
-            lambda: simulate("skip_reduce", torch.ones(1, 2, 3), wire_dtype="int3"),
-            "wire_dtype must be one of float32, bfloat16, float16, int8, int4, int2, sign; got 'int3'",
-        ),
-    ],
-)
-def test_bad_settings_name_the_value_and_what_is_allowed(make: object, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        make()  # type: ignore[operator]
-
-
-def test_a_compressor_that_is_neither_name_nor_instance_is_refused() -> None:
-    with pytest.raises(TypeError, match="must be a name"):
-        by_name(ls.TopK)

@@ -60,17 +60,6 @@ def test_the_fixed_and_the_adaptive_rule() -> None:
     assert adaptive == pytest.approx(455, rel=0.2)  # |x|: mean 0.80, deviation 0.60, so beyond 2.0 deviations of x
 
 
-def test_mask_bytes_are_counted_apart() -> None:
-    n, size = 100_000, 4
-    run = SimulatedRanks(ls.ImportancePruning(density=0.01), size, n)
-    run.step(torch.randn(size, n))
-    room = 1250
-    mask = run.groups[0].mask_bytes
-    assert mask == run.groups[1].mask_bytes
-    assert mask < 0.75 * 1.3 * room + 100  # (P-1)/P of less than 10.4 bits an index
-    assert run.network.comms[0].sent_bytes - mask == 3 * 4 * room  # so few go to everybody
-
-
 def test_biases_and_norms_are_sent_whole() -> None:
     parameters = {name: torch.zeros(50) for name in ("0.weight", "0.bias", "norm1.weight", "bn.weight", "head.weight")}
     layout = lay_out(parameters, ls.ImportancePruning(), "layer")
@@ -107,10 +96,9 @@ def test_what_waits_gathers_momentum_and_what_was_sent_does_not_go_on() -> None:
     assert result.mean[1].tolist() == pytest.approx([0.0, 0.1 + 0.05])
 
 
-@pytest.mark.parametrize("compressor", [ls.MiCRO(density=0.05), ls.OkTopk(density=0.05), ls.ImportancePruning()])
-def test_velocities_obey_the_law(compressor: ls.Compressor) -> None:
+def test_velocities_obey_the_law() -> None:
     """Over all steps, every velocity ever added is in a mean or unsent."""
-    run = SimulatedRanks(ls.MomentumCorrection(0.9, compressor), 3, 500)
+    run = SimulatedRanks(ls.MomentumCorrection(0.9, ls.MiCRO(density=0.05)), 3, 500)
     arrived, added = torch.zeros(500), torch.zeros(500)
     for gradients in torch.randn(20, 3, 500):
         for group, gradient in zip(run.groups, gradients, strict=True):
@@ -130,25 +118,3 @@ def test_the_ladder_goes_down_to_the_compressors_own_density() -> None:
     ladder = ls.DensityLadder(2, ls.RandomK(density=0.05), densities=(0.5, 0.1, 0.01))
     assert simulate(ladder, torch.randn(6, 2, 1000)).picked.tolist() == [500, 500, 100, 100, 50, 50]
     assert dataclasses.replace(ladder, steps=0).active(0) == ls.RandomK(density=0.05)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda: ls.ImportancePruning(givers=0),
-            "ImportancePruning: givers must be an integer, at least 1",
-        ),
-        (lambda: ls.ImportancePruning(rule="all"), "rule must be one of density, fixed, adaptive; got 'all'"),  # type: ignore[arg-type]
-        (lambda: ls.ImportancePruning(eps=0), "ImportancePruning: eps must be .*; got 0"),
-        (lambda: ls.ImportancePruning(protect="bias"), r"protect must be a list of patterns"),  # type: ignore[arg-type]
-        (lambda: ls.MomentumCorrection(1.0, ls.Dense()), "MomentumCorrection: momentum must be .*; got 1.0"),
-        (lambda: ls.MomentumCorrection(0.9, ls.Dense(), clip_norm=0), "clip_norm must be .*; got 0"),
-        (lambda: ls.DensityLadder(-1, ls.TopK()), "DensityLadder: steps must be .*; got -1"),
-        (lambda: ls.DensityLadder(1, ls.Dense()), r"Dense\(\) has no density"),
-        (lambda: ls.DensityLadder(1, ls.TopK(), densities=(2.0,)), "density must be above 0 and at most 1; got 2.0"),
-    ],
-)
-def test_bad_settings_name_the_value(make: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()  # type: ignore[operator]

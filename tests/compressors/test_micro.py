@@ -95,14 +95,6 @@ def test_what_does_not_fit_stays_and_is_counted() -> None:
     assert run.groups[0].picked == 2 * math.ceil(1.1 * 100)
 
 
-def test_the_largest_go_first() -> None:
-    gradients = torch.arange(1.0, 1001.0).repeat(2, 1)
-    run = SimulatedRanks(ls.MiCRO(density=0.1, balance=False, slack=1.0), 2, 1000)
-    run.step(1e-3 * torch.rand(2, 1000))
-    total = run.step(gradients)
-    assert total.index.tolist() == [*range(400, 500), *range(900, 1000)]
-
-
 def test_bytes_are_those_of_indices_and_values() -> None:
     """P = 4, 1 %: an all-gather of k/P indices with room for a tenth more, and a sum of as many values."""
     n = 1_000_000

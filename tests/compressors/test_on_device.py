@@ -106,16 +106,6 @@ def test_what_is_sent_is_what_is_sent_on_a_cpu(monkeypatch: pytest.MonkeyPatch, 
         assert torch.equal(getattr(result, field.name), getattr(expected, field.name)), field.name
 
 
-@pytest.mark.parametrize("edges", [[0, 0, 0, 400], [0, 400, 400, 400], [0, 0, 1, 400]])
-def test_a_region_may_be_empty(on_device: None, edges: list[int]) -> None:
-    run, given = SimulatedRanks(ls.OkTopk(density=0.05), 3, 400), normal(4, 3, 400)
-    for group in run.groups:
-        group.memory["regions"] = torch.tensor(edges)
-    means = [run.mean(gradient) for gradient in given]
-    assert_nothing_lost(given, torch.stack(means), run.unsent)
-    assert all(mean.any() for mean in means)
-
-
 @every_compressor
 def test_a_resumed_run_goes_on_with_the_same_bits(on_device: None, compressor: ls.Compressor) -> None:
     given = normal(12, 3, 400)
@@ -148,17 +138,6 @@ def test_what_is_not_a_number_is_seen(on_device: None, compressor: ls.Compressor
     assert not simulate(compressor, given).mean.isfinite().all()
 
 
-@pytest.mark.parametrize("compressor", [ls.TopK(), ls.ImportancePruning(), ls.OkTopk()], ids=repr)
-@pytest.mark.parametrize("place", [3, 49_999])
-def test_what_is_not_a_number_goes_before_all_others(on_device: None, compressor: ls.Compressor, place: int) -> None:
-    """Also where a sampled threshold is NaN, and wherever it lies."""
-    given = normal(3, 2, 50_000)
-    given[1, :, place] = torch.nan
-    result = simulate(compressor, given)
-    assert result.mean[1].isnan().nonzero().flatten().tolist() == [place]
-    assert result.picked[2] > 100
-
-
 @pytest.mark.parametrize(
     ("compressor", "heard"),
     [
@@ -170,9 +149,8 @@ def test_what_is_not_a_number_goes_before_all_others(on_device: None, compressor
     ],
     ids=repr,
 )
-@pytest.mark.parametrize("then", ["step", "carry"])
 def test_a_damaged_message_is_an_error_in_the_next_step(
-    on_device: None, monkeypatch: pytest.MonkeyPatch, compressor: ls.Compressor, heard: int, then: str
+    on_device: None, monkeypatch: pytest.MonkeyPatch, compressor: ls.Compressor, heard: int
 ) -> None:
     run, given = SimulatedRanks(compressor, 2, 500), normal(3, 2, 500)
     run.step(given[0])
@@ -180,7 +158,7 @@ def test_a_damaged_message_is_an_error_in_the_next_step(
     monkeypatch.setattr(device, "unpack", lambda layout, payloads, *rest: unpack(layout, payloads ^ 0x55, *rest))
     run.step(given[1])
     with pytest.raises(CorruptMessage, match=rf"elements in {heard} of {heard} messages of the step before arrived"):
-        run.step(given[2]) if then == "step" else compressor.carry([(run.groups[0], 500)])
+        run.step(given[2])
 
 
 def test_whatever_a_message_holds_its_indices_are_in_range() -> None:
@@ -227,13 +205,6 @@ def test_messages_are_those_of_a_cpu(dtype: ValueFormat | None, capacity: int) -
         assert not read.values[index.numel() :].any()
 
 
-def test_an_index_beyond_a_narrower_part_is_damage() -> None:
-    layout = MessageLayout(100, 5, INDEX_FORMATS["block16"])
-    found = device.select(torch.arange(100.0), 97.0, 5)
-    payloads = device.pack(layout, found, torch.empty(layout.nbytes, dtype=torch.uint8)).expand(3, -1)
-    assert [int(read.intact) for read in device.unpack(layout, payloads, [100, 99, 0])] == [1, 0, 0]
-
-
 @pytest.mark.parametrize("index", [[3, 1, 5, 5], [5, 5], [5, 0], [2], [9, 4, 7]])
 def test_padded_indices_write_where_there_is_an_element(index: list[int]) -> None:
     x, values = torch.arange(10.0, 15.0), torch.arange(1.0, 1.0 + len(index))
@@ -244,18 +215,6 @@ def test_padded_indices_write_where_there_is_an_element(index: list[int]) -> Non
     assert device.with_values(chosen, x).values.tolist() == [float(x[i]) if i < 5 else 0 for i in index]
     device.put(chosen, x)
     assert torch.equal(x, expected)
-
-
-def test_padded_indices_of_parts_are_joined_and_named_once() -> None:
-    def padded(*index: int) -> Selection:
-        return Selection(torch.tensor(index), seen=torch.tensor(3))
-
-    joined = device.join([padded(0, 2, 3), padded(0), padded(1, 4)], [0, 3, 3, 7])
-    assert joined.index.tolist() == [0, 2, 7, 7, 4, 7]
-    assert (joined.count, joined.seen) == (3, 9)
-    united = device.unite([padded(4, 2, 7), padded(2, 7, 4, 0)], 7)
-    assert united.index.tolist() == [0, 2, 7, 4, 7, 7, 7]
-    assert united.count == 3
 
 
 @pytest.mark.parametrize("n", [0, 1, 20, 50, 9000])

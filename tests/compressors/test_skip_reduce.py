@@ -95,13 +95,3 @@ def test_as_published_small_groups_are_whole_and_of_others_the_rest_is_dropped()
         assert torch.equal(result.mean, other.mean)
         assert torch.equal(result.sent_bytes, other.sent_bytes)
         assert not result.unsent.any()
-
-
-def test_long_vectors_travel_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = torch.randn(2, 3, 1000)
-    whole = simulate(ls.SkipReduce(), given, wire_dtype="bfloat16")
-    monkeypatch.setattr("lightning_sparse.network.sums.SEGMENT_BYTES", 100)
-    cut = simulate(ls.SkipReduce(), given, wire_dtype="bfloat16")
-    assert torch.equal(whole.mean, cut.mean)
-    assert torch.equal(whole.unsent, cut.unsent)
-    assert torch.equal(whole.sent_bytes, cut.sent_bytes)

@@ -44,13 +44,6 @@ def test_groups_come_in_the_order_in_which_backward_completes_them(pieces: list[
     assert last == sorted(last)
 
 
-def test_protected_parameters_get_dense_groups() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
-    skip = ls.SkipReduce(protect=["*.bias"])
-    groups = {group.names: used for group, used in lay_out(dict(model.named_parameters()), skip, "bucket")}
-    assert groups == {("1.weight", "0.weight"): skip, ("1.bias", "0.bias"): ls.Dense()}
-
-
 # - patterns
 
 
@@ -123,11 +116,3 @@ def test_thresholds_are_carried_and_partitions_start_anew() -> None:
     assert ThresholdController.of(rest["held"]) == ThresholdController(pytest.approx(4.0), pytest.approx(0.5))
     assert "edges" not in joined | rest
     assert "edges" in same
-
-
-def test_a_group_that_stays_keeps_all_its_memory() -> None:
-    old, new = (laid_out([10, 20], [1], ls.OkTopk()) for _ in range(2))
-    old[1][0].memory = {"regions": torch.tensor([0, 5, 20])}
-    kept = old[1][0].memory
-    carry_over([group for group, _ in old], new)
-    assert new[1][0].memory is kept

@@ -177,20 +177,6 @@ def test_frozen_parameters_and_buffers_that_a_checkpoint_keeps_are_watched() -> 
 
 
 @pytest.mark.parametrize(
-    ("given", "error"),
-    [
-        (-1, "local_steps must be an integer of at least 0; got -1"),
-        ({"steps": 4, "fragments": 5}, "fragments must be at most steps, 4, since one travels at a time; got 5"),
-        ({"steps": 4, "outer_momentum": 1.0}, "outer_momentum must be at least 0 and below 1; got 1.0"),
-        ({"steps": 4, "second_moments": "all"}, "second_moments must be one of mean, own; got 'all'"),
-    ],
-)
-def test_bad_settings(given: Any, error: str) -> None:
-    with pytest.raises(ValueError, match=error):
-        ls.SparseDDPStrategy(local_steps=ls.LocalSteps(**given) if isinstance(given, dict) else given)
-
-
-@pytest.mark.parametrize(
     ("options", "error"),
     [
         ({"compressor": ls.MomentumCorrection(0.9, ls.TopK())}, "cannot be combined with MomentumCorrection"),
@@ -235,20 +221,6 @@ def test_sparse_loco_is_the_papers() -> None:
         for rank, replica in enumerate(replicas):
             assert torch.allclose(replica.average, average, atol=1e-6)
             assert torch.allclose(replica.unsent(replica.tensors()), 0.95 * errors[rank], atol=1e-6)
-
-
-def test_a_warm_up_takes_no_outer_step() -> None:
-    settings = ls.LocalSteps(2, outer_rate=0.7, outer_momentum=0.9, lead=1)
-    trained = Trained(ls.Dense(), settings, 2, "float32", torch.float32)
-    replicas = [of_rank[0] for of_rank in trained.replicas]
-    for step in range(1, 4):
-        for replica in replicas:
-            assert replica.is_due(step, warmup_steps=3)
-            for p in replica.group.parameters:
-                p += torch.randn(p.shape) * 0.01
-        own = [torch.cat([p.flatten() for p in replica.group.parameters]) for replica in replicas]
-        exchanged(replicas, trained.network)
-        assert torch.allclose(replicas[0].average, (own[0] + own[1]) / 2, atol=1e-6)
 
 
 def test_the_outer_step_is_nesterovs() -> None:

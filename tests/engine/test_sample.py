@@ -1,6 +1,5 @@
 """How long gradients wait, by a sample of each parameter's elements."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from lightning_sparse.compressors.lockstep import take_steps
 from lightning_sparse.engine.compression_error import CompressionError
 from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.groups import carry_over
-from lightning_sparse.engine.sample import MOST, STARVING, Sample, Waiting
+from lightning_sparse.engine.sample import STARVING, Sample, Waiting
 from lightning_sparse.monitor.tables import starvation
 from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.network.simulated import SimNetwork
@@ -182,46 +181,3 @@ def test_other_groups_of_the_same_parameters_go_on_waiting() -> None:
         assert oldest(exchanges[0]) == oldest(exchanges[1])
     assert {name: each.oldest for name, each in oldest(exchanges[0]).items()} == {"a": 3, "b": 4, "d": 4}
     assert oldest(exchanges[0])["b"].turn == pytest.approx(5, rel=0.3)  # the sample is not of all
-
-
-def test_a_step_that_is_undone_changes_nothing() -> None:
-    parameters = {name: torch.zeros(n) for name, n in SIZES.items()}
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(torch.ones(()))
-    exchange = watched([tuple(SIZES)], parameters, scaler=scaler)
-    bucket = Bucket(list(parameters.values()), torch.empty(80))
-    for step in range(4):
-        bucket.buffer().fill_(8.0)
-        bucket.buffer()[7] = math.inf if step == 2 else 8.0
-        before = oldest(exchange)
-        exchange.hook(None, bucket)  # type: ignore[arg-type]
-        assert (oldest(exchange) == before) == (step == 2)
-    assert oldest(exchange)["norm.weight"].oldest == 3
-
-
-def test_what_was_not_used_goes_on_waiting() -> None:
-    (group,) = groups_of(("a", "b"), parameters={"a": torch.zeros(5), "b": torch.zeros(5)})
-    sample = Sample([group])
-    for step in range(6):
-        aside = step % 2 == 1  # "b" got no gradient: its unsent part is laid aside, and put back
-        group.unsent += 1 - 1 * aside
-        kept = group.unsent[5:].clone()
-        group.unsent[5:] *= not aside
-        sample.before(group)
-        group.unsent[:5] = 0
-        if aside:
-            group.unsent[5:] = kept
-        sample.end_step()
-    assert [(each.oldest, each.starving) for each in sample.waiting()] == [(0, 0.0), (6, 0.0)]
-    assert sample.waiting()[1].unsent_over_gradient == pytest.approx(3 / math.sqrt(0.5), rel=0.01)
-
-
-@pytest.mark.parametrize("n", [0, MOST, MOST + 1, 100_003])
-def test_a_sample_is_spread_over_a_parameter(n: int) -> None:
-    (group,) = groups_of(("first", "second"), parameters={"first": torch.zeros(10), "second": torch.zeros(n)})
-    places = Sample([group])._places[0]
-    assert places[:10].tolist() == list(range(10))
-    assert places.numel() == 10 + min(n, MOST)
-    assert (places.diff() > 0).all()
-    assert places.diff().max() <= max(2 * n / MOST + 1, 1)
-    assert int(places.max()) < 10 + n

@@ -61,16 +61,6 @@ def test_the_share_of_signal_and_noise_is_found(shape: tuple[int, ...]) -> None:
         assert torch.equal(other.squares, moments[0].squares)
 
 
-def test_rows_and_columns_have_shares_of_their_own() -> None:
-    parameters, moments = moments_of((20, 30))
-    noise = torch.ones(20, 30)
-    noise[:10] = 3.0
-    learn(parameters, moments, torch.ones(20, 30), noise)
-    share = share_of(moments[0], parameters[0][0])
-    assert share[:10].mean() == pytest.approx((1 + 9 / RANKS) / 10, rel=0.2)
-    assert share[10:].mean() == pytest.approx((1 + 1 / RANKS) / 2, rel=0.2)
-
-
 @pytest.mark.parametrize("is_used", [True, False])
 def test_ranks_compare_in_every_early_step_and_then_in_every_tenth_or_hardly_ever(is_used: bool) -> None:
     (parameters,), (moments,) = moments_of((3, 3), ranks=1)
@@ -151,27 +141,6 @@ ADAMS: dict[str, Callable[[list[Tensor]], Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("shape", [(6, 5, 2), ()])
-def test_in_blocks_it_is_as_in_one(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of rows that are another number than blocks have, and in any order of memory."""
-    found = []
-    for elements in (1, 25, 2**16):
-        monkeypatch.setattr("lightning_sparse.engine.second_moments.BLOCK", elements)
-        generator = torch.Generator().manual_seed(0)
-        p = nn.Parameter(torch.randn(shape, generator=generator))
-        moments = SecondMoments([Group(0, ("p",), (p,))])
-        optimizer, mean_moments = torch.optim.AdamW([p]), MeanMoments(moments)
-        for _ in range(4):
-            p.grad = torch.randn(shape, generator=generator).mT.contiguous().mT if p.dim() > 1 else torch.ones(shape)
-            mean_moments.before_update(optimizer)
-            optimizer.step()
-            mean_moments.after_update(optimizer)
-            moments.squares, moments._compared = torch.rand(moments.squares.shape, generator=generator), 1
-        found.append(optimizer.state[p][STATE])
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
-
-
 @pytest.mark.parametrize("make", ADAMS.values(), ids=ADAMS)
 def test_adam_sees_the_squares_of_the_mean_gradient(make: Callable[[list[Tensor]], Optimizer]) -> None:
     p = nn.Parameter(torch.randn(6, 5, 2, generator=torch.Generator().manual_seed(0)))
@@ -189,32 +158,6 @@ def test_adam_sees_the_squares_of_the_mean_gradient(make: Callable[[list[Tensor]
         moments.after_update(optimizer)
         part = Fixed.part if step else 1.0  # before its first step an optimizer has no state to change
         torch.testing.assert_close(optimizer.state[p][STATE], part * expected, rtol=1e-4, atol=1e-9)
-
-
-def test_squares_from_before_local_steps_stay_and_later_ones_follow_what_is_known() -> None:
-    for taken_up in (False, True):
-        p = nn.Parameter(torch.ones(4, 3))
-        known = Fixed([Group(0, ("p",), (p,))])
-        optimizer, moments = torch.optim.AdamW([p]), MeanMoments(known)
-
-        def step(moments: MeanMoments | None, optimizer: Optimizer = optimizer, p: nn.Parameter = p) -> None:
-            p.grad = torch.ones(4, 3)
-            if moments:
-                moments.before_update(optimizer)
-            optimizer.step()
-            if moments:
-                moments.after_update(optimizer)
-
-        step(moments if taken_up else None)  # otherwise with averaged gradients
-        for _ in range(9):
-            step(moments)
-        own = 1 - 0.999**10
-        expected = own * known.part if taken_up else 0.999**9 * 0.001 + (1 - 0.999**9) * known.part
-        assert optimizer.state[p][STATE].unique().tolist() == pytest.approx([expected], rel=1e-4)
-        known.part, known.squares = 0.5, known.squares.clone()  # ranks have compared
-        step(moments)
-        if taken_up:
-            assert optimizer.state[p][STATE].unique().tolist() == pytest.approx([(1 - 0.999**11) * 0.5], rel=1e-4)
 
 
 OTHERS: dict[str, Callable[[list[Tensor]], Optimizer]] = {

@@ -2,21 +2,18 @@
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import lightning_sparse as ls
 from lightning_sparse.checkpoint.state import State
-from lightning_sparse.compressors.group import Group
 from lightning_sparse.monitor import replicas
 from lightning_sparse.network.agreement import described
-from lightning_sparse.network.comm import Comm, Rounds
 from tests.support.models import Does, Small, data, small, trainer
 from tests.support.processes import Ranks
 from tests.support.said import refusal
@@ -113,30 +110,6 @@ def test_buffers_are_described_with_whether_a_checkpoint_keeps_them() -> None:
         warnings.simplefilter("ignore", FutureWarning)  # PyTorch 2.15 says that it will go
         scripted = torch.jit.script(nn.BatchNorm1d(3))
     assert described(scripted)["buffer running_mean"] == "float32 [3]"
-
-
-@dataclass(frozen=True)
-class Own(ls.Compressor):
-    """A user's own, with settings that its repr does not show, or not all of."""
-
-    hidden: int = field(default=0, repr=False)
-    table: Tensor = field(default_factory=lambda: torch.zeros(5000))
-
-    def reduce(self, group: Group, comm: Comm) -> Rounds:
-        return (yield comm.all_reduce(group.unsent.clone()))
-
-
-def own(rank: int, size: int) -> list[str]:
-    ddp = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
-    tables = Own(hidden=rank), Own(table=torch.zeros(5000).index_fill(0, torch.tensor(2500), rank))
-    return [refusal(ls.SparseHook, ddp, compressor) for compressor in tables]
-
-
-def test_other_settings_of_an_own_compressor_are_named_on_every_rank(ranks: Ranks) -> None:
-    for hidden, table in ranks.run(own, 2, gloo=True):
-        assert "compressor: Own(hidden=0, table=" in hidden
-        assert "Own(hidden=1, table=" in hidden
-        assert "table=tensor(float32 [5000] " in table
 
 
 def load_another(rank: int, size: int) -> str:
