@@ -16,12 +16,12 @@ from lightning_sparse import fabric
 from tests.support.models import small, trainer
 
 
-@pytest.mark.parametrize("name", list(ls.COMPRESSORS))
 @pytest.mark.parametrize("variant", ["", "_spawn", "_fork", "_notebook", "_find_unused_parameters_true"])
-def test_every_name_gives_a_strategy(name: str, variant: str) -> None:
-    strategy = StrategyRegistry.get(name + variant)
-    assert isinstance(strategy, ls.SparseDDPStrategy)
-    assert isinstance(strategy.compressor, ls.COMPRESSORS[name])
+def test_every_name_gives_a_strategy(variant: str) -> None:
+    for name, kind in ls.COMPRESSORS.items():
+        strategy = StrategyRegistry.get(name + variant)
+        assert isinstance(strategy, ls.SparseDDPStrategy)
+        assert isinstance(strategy.compressor, kind)
 
 
 def test_names_work_in_both_lightning_packages_and_do_not_mix() -> None:
@@ -51,11 +51,6 @@ for trainer, strategy in mixed:
     [
         ({"compressor": "gzip"}, "compressor must be one of skip_reduce, "),
         ({"fusion": "all"}, "fusion must be one of layer, bucket, none, or a list of patterns; got 'all'"),
-        (
-            {"wire_dtype": "int3"},
-            "wire_dtype must be one of float32, bfloat16, float16, int8, int4, int2, sign; got 'int3'.",
-        ),
-        ({"warmup_steps": -1}, "warmup_steps must be an integer of at least 0; got -1."),
         ({"residuals": "all"}, "residuals must be one of per_rank, mean, none; got 'all'."),
         ({"skip_all_reduce_unused_params": True}, "skip_all_reduce_unused_params=True is not supported"),
         ({"ddp_comm_hook": fp16_compress_hook}, "ddp_comm_hook cannot be combined with a compressor"),

@@ -109,15 +109,6 @@ def may_wait(compressor: ls.Compressor) -> set[str]:
     return {"compressors/micro.py reduce"} if isinstance(compressor, ls.MiCRO) else set()
 
 
-@pytest.mark.parametrize(
-    ("compressor", "dtype"),
-    [(ls.TopK(), torch.float16), (ls.LowRank(), torch.bfloat16)],
-    ids=repr,
-)
-def test_nobody_waits_with_parameters_in_half_precision(compressor: ls.Compressor, dtype: torch.dtype) -> None:
-    assert not set().union(*waits(lambda nccl, of: gradients(nccl, of, compressor, "int4"), dtype=dtype))
-
-
 def test_nobody_waits_for_sums_in_one_hop_two_hops_and_many_segments() -> None:
     shapes = {"small": (100,), "middle": (100, 1000), "large": (3000, 3000)}
     assert not set().union(*waits(lambda nccl, of: gradients(nccl, of, ls.Dense(), "int4"), 3, shapes=shapes))
