@@ -62,13 +62,6 @@ def test_a_config_shows_every_option_of_its_system_at_its_default(configure: Con
     assert strategy.options.wire_dtype == ("bfloat16" if name == "skip_reduce" else "int4")
 
 
-def test_configs_differ_in_the_strategy_only() -> None:
-    parts = [config(name) for name in ("by_name", *SYSTEMS)]
-    strategies = [part["trainer"].pop("strategy") for part in parts]
-    assert all(part == parts[0] for part in parts)
-    assert len({str(strategy) for strategy in strategies}) == len(parts)
-
-
 def commands() -> list[str]:
     """Of the LightningCLI, in the heads of all files."""
     files = [EXAMPLES / "cli.py", *CONFIGS.glob("*.yaml")]
@@ -223,19 +216,3 @@ def test_every_option_of_the_strategy_is_reached(configure: Configure, tmp_path:
 
 
 # - what is wrong
-
-
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        (".wire_dtyp=bfloat16", "Option 'wire_dtyp' is not accepted"),
-        (".compressor.densty=0.1", "Option 'densty' is not accepted"),
-        (".compressor.density=much", "Expected a <class 'float'>. Got value: much"),
-    ],
-)
-def test_what_is_no_option_or_of_another_kind_is_refused_by_the_parser(
-    configure: Configure, capsys: pytest.CaptureFixture[str], argument: str, message: str
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        configure(f"--config={CONFIGS / 'micro.yaml'}", STRATEGY + argument)
-    assert message in capsys.readouterr().err

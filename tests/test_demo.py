@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from lightning_sparse.bench.cluster import ClusterError
 from tests.conftest import emulated
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -42,29 +41,6 @@ def test_a_gain_and_what_is_none_are_told(ours, alone, words):
     from demo import closing_words
 
     assert words in closing_words(trainings((3.0, 2.8, 2.6), ours, alone), False, "")
-
-
-def test_it_says_why_no_network_can_be_emulated(monkeypatch):
-    import demo
-
-    class NoLimits(demo.Cluster):
-        def __enter__(self):
-            raise ClusterError("cannot limit a link")
-
-    monkeypatch.setattr(demo, "unavailable_reason", lambda: None)
-    monkeypatch.setattr(demo, "Cluster", NoLimits)
-    assert demo.why_not("4x100mbit") == "cannot limit a link"
-    monkeypatch.setattr(demo, "unavailable_reason", lambda: "it needs Linux")
-    assert demo.why_not("4x100mbit") == "it needs Linux"
-
-
-@pytest.mark.programs
-def test_a_process_that_fails_is_told(monkeypatch):
-    import demo
-
-    monkeypatch.setattr(demo, "HOSTS", 1)
-    with pytest.raises(ClusterError, match="unrecognized arguments: --nonsense"):
-        list(demo.computed("100mbit", ["ddp", "--nonsense"]))
 
 
 @pytest.fixture

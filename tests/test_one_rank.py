@@ -65,11 +65,6 @@ def test_every_strategy_updates_all_elements_and_says_why(alone: Any, name: str)
     assert run.hook.exchange.last.picked == 100
 
 
-@pytest.mark.parametrize("compressor", ["sparse_auto", ls.Warmup(3, "sparse_dense")], ids=repr)
-def test_what_is_dense_anyway_says_nothing(alone: Any, compressor: Any) -> None:
-    assert alone(compressor, fusion="layer").said == []
-
-
 @pytest.mark.parametrize("residuals", ["per_rank", "mean"])
 def test_what_several_ranks_had_not_sent_is_delivered_at_once(alone: Any, residuals: str) -> None:
     run = alone(ls.TopK(density=0.01), fusion="layer")

@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -13,7 +12,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 
 import lightning_sparse as ls
 from lightning_sparse import fabric
-from tests.support.models import small, trainer
 
 
 @pytest.mark.parametrize("variant", ["", "_spawn", "_fork", "_notebook", "_find_unused_parameters_true"])
@@ -86,14 +84,3 @@ def test_unused_parameters_are_answered_with_a_name_of_ours() -> None:
     error = RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one.")
     ls.SparseDDPStrategy("sparse_topk").on_exception(error)
     assert "strategy='sparse_topk_find_unused_parameters_true'" in str(error)
-
-
-def test_optimizers_are_known_before_they_have_stepped() -> None:
-    """Local steps that end before, as after a resume, average their states."""
-    strategy, model, noted = ls.SparseDDPStrategy("sparse_auto"), small(), []
-    model.trainer = trainer(strategy, 2)
-    strategy.connect(model)
-    strategy.hook = SimpleNamespace(note=noted.append)
-    strategy.setup_optimizers(model.trainer)
-    assert noted == strategy.optimizers
-    assert noted

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 import lightning_sparse as ls
-from lightning_sparse.checkpoint.optimizers import in_order, set_tensors, tensors_everywhere
+from lightning_sparse.checkpoint.optimizers import set_tensors, tensors_everywhere
 from lightning_sparse.checkpoint.state import KEY, mean_used
 from tests.support.in_process import ThreadComm, ThreadRanks
 from tests.support.models import Small, data, trainer, weights
@@ -84,19 +84,6 @@ def test_each_rank_has_its_own_again(of: str) -> None:
         assert same(kept(after), {0: STATES[of](rank), 1: {"step": rank}})
 
 
-def test_what_only_another_rank_has_is_zero_here() -> None:
-    def state(factor: int) -> dict[str, Any]:
-        return {"step": 4 * factor, "mean": factor * ramp(0, 4), "pair": (0.5 * factor, factor * ramp(0, 2))}
-
-    more: dict[str, Any] = {"history": [ramp(0, 4)], "by": {2: {"x": True}}}
-    before = [keeping({"step": 1}), keeping({"step": 2}, state(1) | more)]
-    first, second = resumed(before, two)
-    nothing = {"history": [torch.zeros(4)], "by": {2: {"x": False}}}
-    assert same(kept(first), {0: {"step": 1}, 1: state(0) | nothing})
-    assert same(kept(second), kept(before[1]))
-    assert same(kept(resumed(before[::-1], two)[1]), kept(first))
-
-
 def test_a_number_is_a_tensor_where_it_is_one_on_another_rank() -> None:
     """LBFGS starts with the number 1, and goes on with a tensor."""
     first, second = resumed([keeping({"scale": 1, "rate": 0}), keeping({"scale": torch.tensor(0.3), "rate": 0.5})], two)
@@ -121,16 +108,6 @@ def test_a_state_of_another_shape_on_another_rank_is_an_error_on_every_rank_that
         assert "0.basis.0: [2] on rank 0; [3] on rank 1" in said
         assert "residuals='none'" in said
     ranks.close()
-
-
-def test_optimizers_are_in_the_order_of_their_first_parameters() -> None:
-    p = [nn.Parameter(torch.ones(1)) for _ in range(4)]  # all equal, none identical
-    last, both, first, again, other = (
-        SGD(own, lr=0.1) for own in ([p[3]], [p[2], p[1]], [p[0]], [p[1]], [nn.Parameter(torch.ones(1))])
-    )
-    assert in_order([last, other, both, first, again], p) == [first, both, again, last]
-    assert in_order([again, first, both], p) == [first, again, both]
-    assert in_order([], p) == in_order([other], p) == []
 
 
 # - on real processes

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import lightning_sparse as ls
-from lightning_sparse import kernels
 from lightning_sparse.simulation import simulate
 from tests.support.simulated import SimulatedRanks, layered
 
@@ -64,35 +63,6 @@ def test_balance_gives_each_partition_as_many_picks() -> None:
     assert loads[True] < 1.15, loads
     assert overflow < 0.1
     assert loads[False] > 1.2, loads
-
-
-@pytest.mark.parametrize(("size", "on_device"), [(4, False), (8, True)])
-def test_even_partitions_send_what_is_large_wherever_it_lies(
-    monkeypatch: pytest.MonkeyPatch, size: int, on_device: bool
-) -> None:
-    """As without a limit, and for hardly more than the larger messages of indices."""
-    monkeypatch.setattr(kernels, "used_for", lambda x: on_device)
-    n, k = 20_000, 200
-    given = torch.stack(list(layered(n, size, 40)))
-    found, sent = {}, {}
-    for slack in (1.1, 50.0):
-        result = simulate(ls.MiCRO(density=0.01, balance=False, slack=slack), given)
-        residual = (given.sum(1).cumsum(0) - size * result.mean.cumsum(0) + size * result.mean)[20:]  # before each step
-        large = torch.zeros_like(residual).scatter_(1, residual.abs().topk(k).indices, 1)
-        found[slack] = float((large * (result.mean[20:] != 0)).sum() / large.sum())
-        sent[slack] = int(result.sent_bytes[20:].float().mean())
-    assert found[1.1] > 0.9 * found[50.0] > 0.1
-    values = (size - 1) * 4 * 1.1 * k  # so few go to everybody
-    assert sent[1.1] < values + (size - 1) * 2.5 * 1.1 * k
-
-
-def test_what_does_not_fit_stays_and_is_counted() -> None:
-    run = SimulatedRanks(ls.MiCRO(density=0.01, balance=False), 2, 10_000)
-    run.step(torch.randn(2, 10_000))
-    run.step(1000 * torch.ones(2, 10_000))
-    for group in run.groups:
-        assert group.overflow == 5000 - math.ceil(1.1 * 100)
-    assert run.groups[0].picked == 2 * math.ceil(1.1 * 100)
 
 
 def test_bytes_are_those_of_indices_and_values() -> None:

@@ -6,7 +6,7 @@ import torch
 import lightning_sparse as ls
 from lightning_sparse import kernels
 from lightning_sparse.selection import partition
-from lightning_sparse.selection.host import above, largest
+from lightning_sparse.selection.host import above
 from lightning_sparse.simulation import simulate
 from tests.support.simulated import SimulatedRanks, layered
 
@@ -89,14 +89,6 @@ def test_what_was_delivered_is_taken_out_at_evaluations_too(evaluate_every: int)
     result = simulate(ls.OkTopk(density=0.05, evaluate_every=evaluate_every), given)
     arrived = 3 * result.mean.double().sum(0) + result.unsent.double().sum(0)
     assert torch.allclose(arrived, given.double().sum((0, 1)), atol=1e-4)
-
-
-def test_as_many_as_meant_are_the_largest() -> None:
-    """It took what is strictly above the k-th largest: one too few, and none of several that are equal."""
-    x = torch.randn(10_000)
-    for k in (1, 10, 1000, 9999, 10_000):
-        assert largest(x, k).tolist() == x.abs().topk(k).indices.sort().values.tolist()
-    assert simulate(ls.OkTopk(density=0.1), torch.ones(1, 2, 100)).picked[0] > 0
 
 
 def test_sums_that_cancel_stay_with_their_ranks() -> None:

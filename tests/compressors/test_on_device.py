@@ -119,18 +119,6 @@ def test_a_resumed_run_goes_on_with_the_same_bits(on_device: None, compressor: l
         assert torch.equal(run.unsent, resumed.unsent)
 
 
-@pytest.mark.parametrize(
-    "compressor", [ls.TopK(), ls.ImportancePruning(), ls.OkTopk(density=0.05), ls.MiCRO()], ids=repr
-)
-def test_a_device_s_run_goes_on_on_a_cpu_and_back(monkeypatch: pytest.MonkeyPatch, compressor: ls.Compressor) -> None:
-    given = normal(18, 3, 400)
-    run, means = SimulatedRanks(compressor, 3, 400), []
-    for step, gradient in enumerate(given):
-        monkeypatch.setattr(kernels, "used_for", lambda x, step=step: step // 3 % 2 == 0)
-        means.append(run.mean(gradient))
-    assert_nothing_lost(given, torch.stack(means), run.unsent)
-
-
 @every_compressor
 def test_what_is_not_a_number_is_seen(on_device: None, compressor: ls.Compressor) -> None:
     given = normal(8, 2, 300)
@@ -203,18 +191,6 @@ def test_messages_are_those_of_a_cpu(dtype: ValueFormat | None, capacity: int) -
         assert torch.equal(found.values[: index.numel()], left)
         assert torch.equal(read.values[: index.numel()], layout.unpack(expected).values)
         assert not read.values[index.numel() :].any()
-
-
-@pytest.mark.parametrize("index", [[3, 1, 5, 5], [5, 5], [5, 0], [2], [9, 4, 7]])
-def test_padded_indices_write_where_there_is_an_element(index: list[int]) -> None:
-    x, values = torch.arange(10.0, 15.0), torch.arange(1.0, 1.0 + len(index))
-    expected = x.clone()
-    for place, value in zip(index, values, strict=True):
-        expected[place : place + 1] = value
-    chosen = Selection(torch.tensor(index), values)
-    assert device.with_values(chosen, x).values.tolist() == [float(x[i]) if i < 5 else 0 for i in index]
-    device.put(chosen, x)
-    assert torch.equal(x, expected)
 
 
 @pytest.mark.parametrize("n", [0, 1, 20, 50, 9000])

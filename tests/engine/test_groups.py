@@ -62,12 +62,6 @@ def test_a_parameter_without_a_pattern_is_named() -> None:
         fuse([Piece("a.x", 1), Piece("b.x", 1)], ["a.*"])
 
 
-@pytest.mark.parametrize("fusion", ["all", [], [1], 3, None])
-def test_what_is_no_fusion_is_refused(fusion: object) -> None:
-    with pytest.raises(ValueError, match=r"fusion must be one of layer, bucket, none"):
-        ls.SparseDDPStrategy(fusion=fusion)  # type: ignore[arg-type]
-
-
 # - from one set of groups to another
 
 

@@ -94,24 +94,3 @@ def test_a_rate_that_an_optimizer_around_another_sets_is_the_next_ones(parameter
     before = Wrapper(SGD([parameter], lr=1.0), True, lambda _: 0.5)
     assert [step(before, parameter, True) for _ in range(2)] == [LEAD / 2, LEAD / 2]
     assert before.param_groups[0]["lr"] == 0.5
-
-
-class Calls(SGD):
-    """Steps by its class's."""
-
-    raises = False
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        if self.raises:
-            raise ArithmeticError
-        super().step(closure)
-
-
-def test_a_subclass_steps_once_as_far_and_so_does_one_that_has_raised(parameter: Tensor) -> None:
-    optimizer = Calls([parameter], lr=1.0)
-    assert [step(optimizer, parameter, c) for c in (True, False, True)] == [LEAD] * 3
-    optimizer.raises = True
-    with pytest.raises(ArithmeticError):
-        step(optimizer, parameter)
-    optimizer.raises, optimizer.param_groups[0]["lr"] = False, 1.0
-    assert [step(optimizer, parameter, c) for c in (True, False)] == [LEAD] * 2

@@ -150,18 +150,6 @@ def test_counters_in_float64_count_on_beyond_what_float32_holds() -> None:
         assert [module.count.item() for module in modules] == [2**24 + step] * 2
 
 
-def test_a_target_network_that_is_replaced_as_a_whole_is_averaged_where_it_is_now() -> None:
-    modules = [nn.Sequential(Statistics()), nn.Sequential(Statistics())]
-    finds = [untrained_of(module, set())["0.running_mean"] for module in modules]
-    replicas = [
-        Replica(Group(0, ("0.running_mean",), (find(),)), Exact(), 0, ls.LocalSteps(2), [find]) for find in finds
-    ]
-    modules[0][0] = Statistics()
-    modules[0][0].running_mean.fill_(3.0)
-    exchanged(replicas)
-    assert [module[0].running_mean.tolist() for module in modules] == [[2.0] * 7] * 2
-
-
 def test_frozen_parameters_and_buffers_that_a_checkpoint_keeps_are_watched() -> None:
     module = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2), Statistics())
     module[1].weight.requires_grad_(False)

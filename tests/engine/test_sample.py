@@ -100,19 +100,6 @@ def test_of_parameters_sampled_whole_what_is_delivered_and_its_age_are_exact(com
     assert sum(ages[100:]) / 100 == pytest.approx(own.staleness, rel=0.2, abs=1e-6)  # the mean over all steps
 
 
-def test_what_is_not_asked_for_grows_older() -> None:
-    groups = groups_of(tuple(SIZES))
-    sample = Sample(groups)
-    for step in range(400):  # as with local steps: a turn in four, for what is unsent after four steps
-        if step % 4 == 3:
-            groups[0].unsent.fill_(1.0)
-            sample.before(groups[0])
-            groups[0].unsent.zero_()
-        sample.end_step()
-        if step > 300:
-            assert sample.age() == pytest.approx(step % 4 + 1 if step % 4 < 3 else 0, rel=0.1)
-
-
 def test_a_layer_of_small_gradients_starves_beside_others_and_not_by_itself() -> None:
     together = Ranks(ls.TopK(0.1), (tuple(SIZES),), size=1)
     apart = Ranks(ls.TopK(0.1), tuple((name,) for name in SIZES), size=1)

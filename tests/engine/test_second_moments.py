@@ -75,17 +75,6 @@ def test_ranks_compare_in_every_early_step_and_then_in_every_tenth_or_hardly_eve
     assert not moments_of((0, 3), ranks=1)[1][0].is_due(1)
 
 
-def test_the_first_gradient_since_the_last_look_counts_and_one_that_is_not_finite_does_not() -> None:
-    parameters, moments = moments_of((2, 2), (3,), ranks=1)
-    (matrix, vector), (own,) = parameters[0], moments
-    own.look(vector, torch.tensor([1.0, float("inf"), float("nan")]))
-    own.look(vector, torch.full((3,), 7.0))
-    compare(moments)
-    assert own.squares[1].tolist() == [0, 0, 0, 0, 1, 0, 0]
-    assert share_of(own, matrix).tolist() == [[1, 1], [1, 1]]
-    assert share_of(own, vector).tolist() == [[1, 1, 1]]
-
-
 def test_what_is_known_goes_on_from_a_checkpoint_and_in_other_groups() -> None:
     parameters, moments = moments_of((4, 3), (5,))
     for step in range(3):

@@ -5,7 +5,6 @@ import io
 import math
 import os
 import pickle
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from lightning_sparse.engine.timeline import GroupTime
 from lightning_sparse.fusion.model import Cost, Plan, StepModel
 from lightning_sparse.monitor.pictures import draw, draw_timeline
 from lightning_sparse.monitor.record import MOST_POINTS, Notes, Point, Selected, Sums
-from lightning_sparse.monitor.tables import summary, verdict
+from lightning_sparse.monitor.tables import summary
 from tests.support.monitored import Training, Unread, quiet
 
 KEYS = {
@@ -45,16 +44,6 @@ def test_every_key_goes_to_every_logger_at_lightnings_own_steps() -> None:
     row = training.loggers[0].rows[-1][1]
     assert (row["sparse/sent_bytes"], row["sparse/compression_ratio"]) == (100, 48)
     assert (row["sparse/density"], row["sparse/threshold_error"]) == (0.04, pytest.approx(0.2))
-
-
-def test_groups_are_logged_on_request() -> None:
-    training = Training(quiet(per_group=True), every=5).run(5)
-    row = training.loggers[0].rows[0][1]
-    of_groups = {f"sparse/{key}/{i}" for key in ("density", "threshold_error", "overflow") for i in (0, 1)}
-    names = ("head.weight", "body.weight")
-    of_parameters = {f"sparse/{key}/{name}" for key in ("oldest_steps", "unsent_over_gradient") for name in names}
-    assert {key for key in row if key.count("/") == 2} == of_groups | of_parameters
-    assert row["sparse/density/1"] == 0.04
 
 
 @pytest.mark.parametrize("every", [0, 5])
@@ -161,23 +150,6 @@ def printed(what: Any) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    ("sums", "cuda", "says"),  # Sums(steps, sent, dense, compressing, messages, waiting, all)
-    [
-        (Sums(10, 1, 1, 100.0, 900.0, 500.0, 2000.0), False, "Send less .* the network was your .* waited 25"),
-        (Sums(10, 1, 1, 900.0, 100.0, 500.0, 2000.0), False, "Compress with less work, .* compressing took 90.0 ms"),
-        (Sums(10, 1, 1, 900.0, 100.0, 500.0, 2000.0), True, r"Send less .* 25.0% of a step \(50.0 of 200.0"),
-        (Sums(10, 1, 1, 100.0, 900.0, 100.0, 2000.0), False, "Keep these .*was not your .* waited 5.0% of a step"),
-        (Sums(10, 0, 0, 100.0, 0.0, 500.0, 2000.0), False, "Use strategy='auto', or .* nobody"),
-    ],
-)  # fmt: skip
-def test_the_verdict_follows_from_the_wait(sums: Sums, cuda: bool, says: str) -> None:
-    run = Notes(sums, cuda=cuda)
-    if cuda:
-        run.note(points(1)[0]._replace(ms_wait=50.0))  # as the device saw it
-    assert re.match(says, verdict(run)), verdict(run)
-
-
 def test_the_table_of_an_epoch_and_the_summary_are_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,13 +205,6 @@ def test_odd_trainings_are_summed_up_drawn_and_told_to_a_parent_process(run: Not
     assert Notes.from_json(run.to_json()) == run or math.isnan(run.points[0].loss)
     assert "…" not in printed(summary(run))
     assert len(draw(run)._repr_png_()) > 10_000  # type: ignore[attr-defined]
-
-
-def test_panels_that_would_say_nothing_are_left_out() -> None:
-    run = example(selects=False)  # every step updates all elements
-    run.times = []
-    run.points = [point._replace(unsent_norm=0.0) for point in run.points]
-    assert drawn(draw(run)).keys() == {"training loss", "sent by rank 0"}
 
 
 def test_a_script_finds_the_picture_beside_its_logs_and_a_folder_that_cannot_be_written_ends_no_training(

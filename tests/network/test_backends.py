@@ -67,11 +67,6 @@ def test_every_spelling_of_gloo_trains(started: Any, name: str | None) -> None:
     hook.close()
 
 
-def test_a_group_without_a_backend_for_the_device_is_refused(started: Any) -> None:
-    with pytest.raises(ValueError, match=r"a backend for tensors on cuda; got cpu:gloo\. Start it with init_process"):
-        carries_by_nccl(started("cpu:gloo"), CUDA)
-
-
 def test_on_nccl_there_is_one_communicator_and_local_steps_have_their_own(
     started: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,6 @@ import torch
 from hypothesis import strategies as st
 
 import lightning_sparse as ls
-from lightning_sparse.selection.host import largest
 from lightning_sparse.selection.sketch import CountSketch, median
 from lightning_sparse.simulation import simulate
 from tests.support.fuzz import LARGE, SEEDS, fuzzed
@@ -48,35 +47,6 @@ def test_runs_of_buckets_reach_beyond_32_bits(n: int, k: int, seed: int) -> None
     assert [elements.start for elements, _, _ in runs] == [n - 10 * k, *(elements.stop for elements, _, _ in runs[:-1])]
     assert runs[-1][0].stop == n
     assert all(0 <= buckets.start < buckets.stop <= sketch.columns for _, buckets, _ in runs)
-
-
-def test_two_elements_rarely_meet_and_with_independent_signs() -> None:
-    columns, seeds = 16, 500
-    pair = torch.zeros(2, 1000)
-    pair[0, 100], pair[1, 900] = 1.0, 1.0
-    met, sign = 0, 0.0
-    for seed in range(seeds):
-        a, b = (table(CountSketch(1, columns, seed), x) for x in pair)
-        product = float((a * b).sum())
-        met += product != 0
-        sign += product
-    assert met / seeds == pytest.approx(1 / columns, rel=0.5)
-    assert abs(sign) < 4 * math.sqrt(met)
-
-
-def test_recall_grows_with_the_table_and_the_candidates() -> None:
-    n, k = 100_000, 1000
-    x = torch.stack(list(layered(n, 8, 1)))[0].sum(0)
-    wanted = set(largest(x, k).tolist())
-
-    def recall(fraction: float, factor: int) -> float:
-        sketch = CountSketch(5, round(fraction * n / 5), seed=1)
-        return len(wanted & set(largest(estimate(sketch, x), factor * k).tolist())) / k
-
-    small, large, more = recall(0.05, 1), recall(0.5, 1), recall(0.5, 4)
-    assert 0.05 < small < large - 0.2
-    assert large < more
-    assert more > 0.9
 
 
 def test_bytes_are_those_of_a_table_and_k_values() -> None:

@@ -5,6 +5,7 @@ Which of Lightning's tests each of these stands for: docs/compatibility.md.
 
 import io
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,27 +162,14 @@ class Watch(L.Callback):
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
+        for hook in ("setup", "on_fit_start", "on_validation_start", "on_test_start", "teardown"):
+            setattr(self, hook, partial(self.note, hook))
 
-    def note(self, hook: str, run: L.Trainer, module: L.LightningModule) -> None:
-        layers = [type(layer).__name__ for layer in module.modules() if isinstance(layer, _BatchNorm)]
-        where = run.lightning_module is module, module.training, str(module.device), str(run.strategy.root_device)
+    def note(self, hook: str, trainer: L.Trainer, pl_module: L.LightningModule, stage: str = "") -> None:
+        layers = [type(layer).__name__ for layer in pl_module.modules() if isinstance(layer, _BatchNorm)]
+        where = trainer.lightning_module is pl_module, pl_module.training, str(trainer.strategy.root_device)
         ready = dist.is_initialized(), dist.get_world_size(), dist.get_backend()
-        self.seen.append((hook, type(run.model).__name__, layers, where, ready))
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self.note("setup " + stage, trainer, pl_module)
-
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.note("fit", trainer, pl_module)
-
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.note("validation", trainer, pl_module)
-
-    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.note("test", trainer, pl_module)
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self.note("teardown " + stage, trainer, pl_module)
+        self.seen.append(((hook + " " + stage).strip(), type(trainer.model).__name__, layers, where, ready))
 
 
 class Normed(Whole):
@@ -216,8 +204,8 @@ def wrap(make: Callable[..., DDPStrategy], size: int, folder: Path) -> dict[str,
 def test_what_wraps_the_model_in_each_stage(ranks: Ranks, tmp_path: Path) -> None:
     for seen in check_same(ranks, wrap, tmp_path):
         kinds = {hook: (model, layers) for hook, model, layers, _, _ in seen["watched"]}
-        assert kinds["fit"] == ("DistributedDataParallel", ["BatchNorm1d"])
-        assert kinds["test"] == kinds["teardown test"] == ("Normed", ["BatchNorm1d"])
+        assert kinds["on_fit_start"] == ("DistributedDataParallel", ["BatchNorm1d"])
+        assert kinds["on_test_start"] == kinds["teardown test"] == ("Normed", ["BatchNorm1d"])
         assert seen["refused"] == ("ValueError", "SyncBatchNorm layers only work with GPU modules")
         assert seen["steps"] == (2, 8)
 

@@ -47,7 +47,6 @@ ACCUMULATION = {
     "batches of several sizes": Case(models.Uneven, {"accumulate_grad_batches": 2, "max_steps": 8}, batches=16),
     "toggled": Case(models.Manual, {"max_steps": 6}, batches=18),
     "accumulated, clipped, view": Case(Small, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}, VIEW),
-    "blocked": Case(models.ManualBlocked),
     "two averaged backwards": Case(partial(models.TwoBackwards, used_again=True)),
 }
 CLIPPING = {

@@ -141,12 +141,6 @@ def test_indices_that_do_not_rise_or_are_out_of_range_are_refused(
         used.decode(payload_of(*payload), 10, 2, 2)
 
 
-def test_block_counts_that_cancel_out_are_refused() -> None:
-    counts = torch.tensor([3, -1], dtype=torch.int32).view(torch.uint8)
-    with pytest.raises(CorruptMessage, match="block16: a block of -1 indices found"):
-        BLOCK16.decode(torch.cat([counts, payload_of(1, 0, 2, 0)]), 65537, 2, 2)
-
-
 @pytest.mark.parametrize("density", [0.0001, 0.01, 0.1])
 def test_elias_fano_is_near_the_entropy(density: float) -> None:
     n, k = 1_000_000, round(density * 1_000_000)
