@@ -74,11 +74,7 @@ def said(rank: int, size: int, cases: list[tuple[ls.Compressor, int]]) -> list[l
 
 def test_bytes_that_reach_those_of_dense_ddp_are_named_once(ranks: Ranks) -> None:
     steps = [f"end of step {step}" for step in range(4)]
-    cases = [
-        (ls.MiCRO(density=1.0), 1),
-        (ls.MiCRO(density=0.05), 1),
-        (ls.MiCRO(density=1.0), 2),
-    ]
+    cases = [(ls.MiCRO(density=1.0), 1), (ls.MiCRO(density=0.05), 1), (ls.MiCRO(density=1.0), 2)]
     results = ranks.run(said, 2, cases, gloo=True)
     assert results[1] == [steps] * len(cases)  # rank 0 speaks
     micro, other, alone = results[0]

@@ -59,10 +59,7 @@ class Trained:
         return all(torch.equal(now[name], x) for name, x in self.unsent.items())
 
 
-TRAININGS = {
-    "micro": ls.MiCRO(density=0.05),
-    "momentum": ls.MomentumCorrection(0.5, ls.OkTopk(density=0.05)),
-}
+TRAININGS = {"micro": ls.MiCRO(density=0.05), "momentum": ls.MomentumCorrection(0.5, ls.OkTopk(density=0.05))}
 
 
 @pytest.fixture(scope="module", params=list(TRAININGS))

@@ -115,9 +115,7 @@ def test_nobody_waits_for_sums_in_one_hop_two_hops_and_many_segments() -> None:
 
 
 @pytest.mark.parametrize(
-    "compressor",
-    [ls.LowRank(), ls.MiCRO(density=0.01), ls.MomentumCorrection(0.9, ls.TopK())],
-    ids=repr,
+    "compressor", [ls.LowRank(), ls.MiCRO(density=0.01), ls.MomentumCorrection(0.9, ls.TopK())], ids=repr
 )
 def test_nobody_waits_with_a_loss_scale(compressor: ls.Compressor) -> None:
     """Also in a step that is undone: the host sees that each has overflowed."""
@@ -159,11 +157,7 @@ def test_nobody_waits_to_watch_what_is_unsent_or_to_time_a_step() -> None:
     assert not set().union(*waits(watched, between=look))
 
 
-@pytest.mark.parametrize(
-    ("compressor", "overlap"),
-    [(ls.Dense(), False), (ls.TopK(), True)],
-    ids=repr,
-)
+@pytest.mark.parametrize(("compressor", "overlap"), [(ls.Dense(), False), (ls.TopK(), True)], ids=repr)
 def test_local_steps_wait_every_ten_steps(compressor: ls.Compressor, overlap: bool) -> None:
     def make(nccl: FakeNccl, of: dict[str, Tensor]) -> Exchange:
         return local_steps(nccl, of, compressor, "int4", overlap=overlap, outer_momentum=0.5)

@@ -62,11 +62,7 @@ class Ranks:
         return torch.stack([torch.cat([group.unsent for group in groups]) for groups in self.groups])
 
 
-@pytest.mark.parametrize(
-    "compressor",
-    [ls.TopK(0.05), ls.OkTopk(0.05), ls.SkipReduce(0.5)],
-    ids=repr,
-)
+@pytest.mark.parametrize("compressor", [ls.TopK(0.05), ls.OkTopk(0.05), ls.SkipReduce(0.5)], ids=repr)
 def test_of_parameters_sampled_whole_the_oldest_is_exact(compressor: ls.Compressor) -> None:
     ranks = Ranks(compressor, tuple((name,) for name in SIZES))
     drawn = gradients(20, scale=0.3)

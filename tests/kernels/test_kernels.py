@@ -282,12 +282,6 @@ def test_the_reference_selects_what_above_does(values: list[float], threshold: f
     assert int(found.near) == above(x, float(np.float32(NEAR) * np.float32(threshold))).numel()
 
 
-@given(drawn=sets())
-def test_the_reference_writes_and_reads_the_bytes_of_block16(drawn: tuple[int, int, Tensor]) -> None:
-    n, capacity, index = drawn
-    compare_indices(torch.device("cpu"), index, n, capacity)
-
-
 @given(drawn=sets(largest=2000), data=st.data())
 def test_the_reference_calls_intact_what_block16_decodes(drawn: tuple[int, int, Tensor], data: st.DataObject) -> None:
     n, capacity, index = drawn

@@ -101,10 +101,7 @@ class Keeps(nn.Module):
 
 
 def test_buffers_are_described_with_whether_a_checkpoint_keeps_them() -> None:
-    assert described(Keeps()) == {
-        "buffer kept": "bfloat16 [2, 3]",
-        "buffer passing": "int64 [] persistent=False",
-    }
+    assert described(Keeps()) == {"buffer kept": "bfloat16 [2, 3]", "buffer passing": "int64 [] persistent=False"}
     assert "buffer inner.own" in described(nn.ModuleDict({"inner": Keeps()}))  # DDP asks the outermost module
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PyTorch 2.15 says that it will go

@@ -14,7 +14,7 @@ from lightning_sparse.auto.course import FIRST_CHOICE, StepClock
 from lightning_sparse.engine import local_steps
 from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.fusion import layer_fusion
-from tests.support.models import Small, data, small, trainer, weights
+from tests.support.models import Small, data, trainer, weights
 from tests.support.processes import LIMIT_S, Ranks
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
@@ -100,34 +100,3 @@ def _there_and_back(rank: int, size: int) -> Any:
     run.fit(WithEmpty(), data(CHANGES_BACK + 5, size))
     last = len(watch.engines) - 1 - watch.engines[::-1].index("LocalExchange")
     return watch.engines, watch.own[last], merged[0], watch.momenta[last]
-
-
-def test_other_local_steps_take_over_what_each_rank_has_not_sent(ranks: Ranks) -> None:
-    (average, *first), (their_average, *second) = ranks.run(_other_local_steps, 2)
-    assert torch.equal(average, their_average)
-    for (before, after), (theirs, their_own) in zip(first, second, strict=True):  # of weights, then of momenta
-        assert torch.allclose(before + theirs, after + their_own, atol=1e-5)
-        assert not torch.allclose(after, their_own, atol=1e-3)
-
-
-def _other_local_steps(rank: int, size: int) -> Any:
-    """The average once others are chosen; this rank's weights, and its momenta, before that and after."""
-    nobody_looks_ahead()
-    other, chosen_after = ls.Candidate(ls.Dense(), "sign", local_steps=2), FIRST + 8
-    found: list[Any] = []
-
-    course.SETTLING, course.TIMED = 0, chosen_after - FIRST - 1  # after which others are chosen
-
-    class Own(Watch):
-        def on_before_backward(self, run: L.Trainer, module: L.LightningModule, loss: Tensor) -> None:
-            if run.global_step == chosen_after:
-                found.append(torch.cat([x.flatten() for x in run.strategy.exchange.shared.values()]))  # type: ignore[attr-defined]
-                found.extend([(self.own[-1], weights(module)), (self.momenta[-1], momenta(run, module))])
-
-    Chooser.note = lambda self, exchange, step_s: other  # type: ignore[method-assign]
-    watch = Own()
-    run = trainer(auto(LOCAL, other), size, check_every=0, max_steps=chosen_after + 5, callbacks=[watch])
-    run.fit(small(), data(chosen_after + 5, size))
-    assert set(watch.engines[FIRST + 1 :]) == {"LocalExchange"}
-    assert run.strategy.exchange.settings.steps == other.local_steps  # type: ignore[attr-defined]
-    return found

@@ -10,7 +10,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.engine.lane import Lane
@@ -18,9 +17,8 @@ from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.simulated import SimNetwork
 from tests.support.local_steps import CHOSEN, auto
-from tests.support.models import Small, data, small, take_steps, trainer, unsent
+from tests.support.models import Small, data, small, trainer
 from tests.support.processes import Ranks
-from tests.support.said import refusal
 
 FITS = 4
 
@@ -87,25 +85,6 @@ def test_fits_one_after_the_other_hold_no_more_than_one(ranks: Ranks, tmp_path: 
     for found in ranks.run(of_trainers, 4, str(tmp_path)):
         for name, each in found.items():
             assert not grows(each[1:]), (name, each)
-
-
-def two_at_once(rank: int, size: int) -> tuple[bool, str]:
-    ddps = [DistributedDataParallel(small().net) for _ in range(2)]
-    hooks = [ls.SparseHook(ddp, "micro") for ddp in ddps]
-    optimizers = [torch.optim.SGD(ddp.parameters(), 0.1) for ddp in ddps]
-    for ddp, optimizer in zip(ddps, optimizers, strict=True):
-        take_steps(ddp, optimizer, 0, 2, rank)
-    hooks[0].close()
-    hooks[0].close()
-    take_steps(ddps[1], optimizers[1], 2, 4, rank)
-    readable = all(bool(kept.isfinite().all()) for kept in unsent(hooks[0]).values()) and bool(hooks[0].state_dict())
-    return readable, refusal(take_steps, ddps[0], optimizers[0], 2, 3, rank)
-
-
-def test_one_of_two_hooks_is_closed_and_the_other_trains_on(ranks: Ranks) -> None:
-    for readable, message in ranks.run(two_at_once, 2, gloo=True):
-        assert readable
-        assert "was closed, so it averages no gradients any more" in message
 
 
 def lane_threads() -> int:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import lightning_sparse as ls
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.network.comm import Comm, Rounds
 from tests.support import training_loop as models
-from tests.support.models import Small, data, small, trainer, unsent, weights
+from tests.support.models import Small, data, small, trainer, weights
 from tests.support.processes import Ranks
 from tests.support.said import error_of, refusal, warned
 
@@ -51,40 +51,6 @@ def test_every_name_trains_and_replicas_stay_identical(ranks: Ranks) -> None:
         assert report["sparse/overflow"] >= 0
         assert report["sparse/density"] == report["sparse/density/0"]  # one group: both are of the whole
         assert report["sparse/threshold_error"] == report["sparse/threshold_error/0"]
-
-
-class Holey(Small):
-    """With parameters of no element and of one, as a layer of no width has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.none = nn.Parameter(torch.empty(0))
-        self.no_columns = nn.Linear(0, 3)
-        self.one = nn.Parameter(torch.ones(()))
-
-    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
-        x, y = batch
-        output = self.net(x) * self.one + self.no_columns(x[:, :0]) + self.none.sum()
-        return nn.functional.cross_entropy(output, y)
-
-
-def train_holey(rank: int, size: int) -> list[tuple[Tensor, dict[str, Tensor]]]:
-    results = []
-    for name, fusion in (("skip_reduce", "layer"), ("ok_topk", "none")):
-        torch.manual_seed(0)
-        model, strategy = Holey(), ls.SparseDDPStrategy(name, fusion=fusion)
-        trainer(strategy, size, max_steps=5).fit(model, data(5, size))
-        results.append((weights(model), unsent(strategy)))
-    return results
-
-
-def test_parameters_of_no_element_and_of_one_train(ranks: Ranks) -> None:
-    """With fusion="none" in groups of their own, smaller than the number of ranks."""
-    for every in zip(*ranks.run(train_holey, 3), strict=True):
-        first, kept = every[0]
-        assert (len(kept), sum(x.numel() for x in kept.values())) == (10, first.numel())
-        assert first.isfinite().all()
-        assert all(torch.equal(first, trained) for trained, _ in every)
 
 
 @dataclass(frozen=True)
