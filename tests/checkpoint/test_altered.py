@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sparse as ls
 from lightning_sparse.auto import switch
 from lightning_sparse.checkpoint.state import KEY, State
-from tests.support.fuzz import fuzzed
+from tests.support.fuzz import TRIES, fuzzed
 from tests.support.models import small, unsent
 from tests.support.said import warned
 
@@ -167,6 +167,13 @@ def written(trained: Trained) -> bytes:
     file = io.BytesIO()
     torch.save({"state_dict": trained.ddp.module.state_dict(), KEY: trained.state}, file)
     return file.getvalue()
+
+
+def test_a_file_that_ends_early_is_refused(trained: Trained) -> None:
+    whole = written(trained)
+    for end in range(0, len(whole), max(1, len(whole) // (TRIES or 20))):
+        with pytest.raises((RuntimeError, EOFError, ValueError, OSError)):
+            torch.load(io.BytesIO(whole[:end]), weights_only=True)
 
 
 @fuzzed(60, bits=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 7)), min_size=1, max_size=4))

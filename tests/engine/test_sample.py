@@ -18,6 +18,7 @@ from lightning_sparse.engine.sample import STARVING, Sample, Waiting
 from lightning_sparse.monitor.tables import starvation
 from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.network.simulated import SimNetwork
+from tests.support.buckets import Bucket
 
 SIZES = {"norm.weight": 20, "embedding.weight": 60}
 
@@ -126,14 +127,6 @@ class EveryFifth(ls.Compressor):
         total = yield comm.all_reduce(torch.where(chosen, group.unsent, 0))
         group.unsent[chosen] = 0
         return total
-
-
-class Bucket:
-    """As DDP hands it over: the gradients of all parameters one after the other."""
-
-    def __init__(self, parameters: Sequence[Tensor], buffer: Tensor) -> None:
-        self.parameters = lambda: list(parameters)
-        self.buffer = lambda: buffer
 
 
 def watched(layout: Sequence[tuple[str, ...]], parameters: dict[str, Tensor], **options: Any) -> GradientExchange:

@@ -10,7 +10,7 @@ from torch.optim import NAdam, Optimizer, RAdam
 
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.adam import STATE, MeanMoments, squares_of
-from lightning_sparse.engine.second_moments import EARLY, EVERY, LONGEST, RARELY, Block, SecondMoments
+from lightning_sparse.engine.second_moments import LONGEST, Block, SecondMoments
 from lightning_sparse.network.simulated import SimNetwork
 
 RANKS = 4
@@ -59,20 +59,6 @@ def test_the_share_of_signal_and_noise_is_found(shape: tuple[int, ...]) -> None:
     assert float(moments[0].lr_factor) == pytest.approx(2.5**0.5, rel=0.1)
     for other in moments[1:]:
         assert torch.equal(other.squares, moments[0].squares)
-
-
-@pytest.mark.parametrize("is_used", [True, False])
-def test_ranks_compare_in_every_early_step_and_then_in_every_tenth_or_hardly_ever(is_used: bool) -> None:
-    (parameters,), (moments,) = moments_of((3, 3), ranks=1)
-    due = []
-    for step in range(1, RARELY + 1):
-        if moments.is_due(step):
-            due.append(step)
-            if is_used:
-                moments.look(parameters[0], torch.ones(3, 3))
-            compare([moments])
-    assert due == [*range(1, EARLY + 1), *(range(EARLY + EVERY, RARELY + 1, EVERY) if is_used else [RARELY])]
-    assert not moments_of((0, 3), ranks=1)[1][0].is_due(1)
 
 
 def test_what_is_known_goes_on_from_a_checkpoint_and_in_other_groups() -> None:

@@ -109,24 +109,26 @@ def test_buffers_are_described_with_whether_a_checkpoint_keeps_them() -> None:
     assert described(scripted)["buffer running_mean"] == "float32 [3]"
 
 
-def load_another(rank: int, size: int) -> str:
-    ddp = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
-    hook = ls.SparseHook(ddp, "sparse_topk")
-    state = hook.state_dict()
-    everywhere: list[Any] = [state]
+def load_others(rank: int, size: int) -> list[str]:
+    """What is said of a checkpoint that is another on rank 1, and of one in which rank 1's part is damaged."""
+    hook = ls.SparseHook(nn.parallel.DistributedDataParallel(nn.Linear(4, 4)), "sparse_topk")
+    everywhere: list[Any] = [hook.state_dict()]
     torch.distributed.broadcast_object_list(everywhere)
     state = dict(everywhere[0])
-    if rank == 1:
-        state = {key: x for key, x in (state | {"steps": 7}).items() if key != "checksum"}
-        state["checksum"] = State(**state).checksums()
-    error = refusal(hook.load_state_dict, state)
+    another = {key: x for key, x in (state | {"steps": 7 * rank}).items() if key != "checksum"}
+    another["checksum"] = State(**another).checksums()
+    damaged = state | {"unsent": {name: x.clone() for name, x in state["unsent"].items()}}
+    damaged["unsent"]["weight"][1, 2, 3] += 1e-3
+    said = [refusal(hook.load_state_dict, each) for each in (another, damaged)]
     hook.close()
-    return error
+    return said
 
 
-def test_a_checkpoint_that_is_another_on_one_rank_is_refused_on_every_rank(ranks: Ranks) -> None:
-    for error in ranks.run(load_another, 2, gloo=True):
-        assert "checkpoint: steps: 0 on rank 0; 7 on rank 1" in error
+def test_a_checkpoint_that_is_another_or_damaged_on_one_rank_is_refused_on_every_rank(ranks: Ranks) -> None:
+    for another, damaged in ranks.run(load_others, 2, gloo=True):
+        assert "checkpoint: steps: 0 on rank 0; 7 on rank 1" in another
+        assert "in the checkpoint are damaged: the checksum of rank 1's part is " in damaged
+        assert "Resume from an older checkpoint, or without them" in damaged
 
 
 def drift(rank: int, size: int, odd: int, step: int) -> tuple[str, int]:

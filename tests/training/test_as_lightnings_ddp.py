@@ -16,7 +16,6 @@ import torch.distributed as dist
 from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -91,29 +90,14 @@ class Whole(Small):
         return scores
 
 
-class Notes(Logger):
-    """A logger on every rank."""
-
-    name, version = "notes", 0
-
-    def __init__(self) -> None:
-        self.metrics: list[tuple[int | None, list[str]]] = []
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.metrics.append((step, sorted(metrics)))
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-
 def loop(make: Callable[..., DDPStrategy], size: int, folder: Path) -> dict[str, Any]:
-    notes, files = Notes(), CSVLogger(folder, version=0)
+    files = CSVLogger(folder, version=0)
     stop = callbacks.EarlyStopping("apart", patience=1, check_on_train_epoch_end=True)  # rank 1's grows
     stop_never = callbacks.EarlyStopping("val_loss", patience=20)
     saver = callbacks.ModelCheckpoint(folder, monitor="val_loss", save_top_k=1, save_last=True)
     profiler = SimpleProfiler()
     run = trainer(
-        make(), size, check_every=0, max_epochs=9, logger=[notes, files], log_every_n_steps=2,
+        make(), size, check_every=0, max_epochs=9, logger=files, log_every_n_steps=2,
         callbacks=[stop, stop_never, saver, callbacks.LearningRateMonitor()],
         profiler=profiler,
     )  # fmt: skip
@@ -123,7 +107,7 @@ def loop(make: Callable[..., DDPStrategy], size: int, folder: Path) -> dict[str,
         "weights": weights(model),
         "stopped": (stop.stopped_epoch, run.current_epoch, run.global_step, run.state.finished),
         "metrics": dict(run.callback_metrics),
-        "logged": notes.metrics,
+        "logged": [path.read_text() for path in Path(files.log_dir).glob("metrics.csv")],
         "experiment": type(files.experiment).__name__,
         "log_dir": Path(run.log_dir or "").name,
         "saved": [Path(path).name for path in (saver.best_model_path, saver.last_model_path)],
