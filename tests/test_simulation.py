@@ -24,6 +24,15 @@ class DifferentMessages(ls.Compressor):
 
 
 @dataclass(frozen=True)
+class OneMessageMore(ls.Compressor):
+    def reduce(self, group: Group, comm: Comm) -> Rounds:
+        total = yield comm.all_reduce(group.unsent.clone())
+        if comm.rank == 1:
+            total = yield comm.all_reduce(total)
+        return total
+
+
+@dataclass(frozen=True)
 class ReadsTooEarly(ls.Compressor):
     def reduce(self, group: Group, comm: Comm) -> Rounds:
         total = group.unsent.clone()
@@ -52,6 +61,7 @@ class AnswerDependsOnTheRank(ls.Compressor):
     ("compressor", "message"),
     [
         (DifferentMessages(), r"rank 0: all_reduce of float32 \[8\]; rank 1: all_gather of float32 \[8\]"),
+        (OneMessageMore(), r"rank 0: nothing; rank 1: all_reduce of float32 \[8\]"),
         (ChangesWhatTravels(), "rank 0 changed the tensor it handed to all_gather"),
         (AnswerDependsOnTheRank(), "rank 1's is not rank 0's"),
     ],

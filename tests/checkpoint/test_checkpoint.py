@@ -1,5 +1,6 @@
 """What is unsent survives a checkpoint."""
 
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,16 @@ class Changed(Small):
         """What a user does who changes a model in mid-training."""
         checkpoint["state_dict"] = self.state_dict()
         checkpoint["optimizer_states"] = []
+
+
+def test_what_residuals_add_to_a_file_is_reported_once_and_is_a_warning_above_a_gibibyte() -> None:
+    strategy = ls.SparseDDPStrategy()
+    with pytest.warns(UserWarning, match=r"add 2,048\.0 MiB to every checkpoint, gathered on rank 0 in 1\.5 s"):
+        strategy._report_size(2**31, 1.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        strategy._report_size(2**31, 1.5)
+        ls.SparseDDPStrategy()._report_size(2**20, 0.1)
 
 
 def resume_as(rank: int, size: int, path: str) -> dict[str, tuple[dict[str, Tensor], list[str], int]]:

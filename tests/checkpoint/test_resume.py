@@ -1,20 +1,27 @@
 """Resuming and fitting again: nothing unsent is multiplied or guessed, and a rank reads only what it goes on with."""
 
 import copy
+import inspect
 import zlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.auto import switch
-from lightning_sparse.checkpoint.state import State
+from lightning_sparse.checkpoint.state import KEY, State
 from tests.support.models import unsent
 from tests.support.said import refusal, warned
 
+# What newer versions of Lightning ask a strategy to load with.
+WEIGHTS_ONLY = (
+    {"weights_only": True} if "weights_only" in inspect.signature(DDPStrategy.load_checkpoint).parameters else {}
+)
 MOMENTUM = ls.MomentumCorrection(0.9, ls.TopK(density=0.1))
 
 
@@ -180,3 +187,33 @@ def test_damage_in_a_row_is_found_by_its_rank(where: str) -> None:
     with pytest.raises(ValueError, match=r"are damaged: .*checksum of .* \(rank"):
         training.hook.load_state_dict(state)
     training.close()
+
+
+def resident_bytes(path: Path) -> int:
+    """Of a file that is mapped, the bytes that were read through the mapping."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    starts = [i for i, line in enumerate(lines) if line.endswith(str(path))]
+    return sum(1024 * int(next(line for line in lines[i:] if line.startswith("Rss:")).split()[1]) for i in starts)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux, which says what was read")
+@pytest.mark.skipif(not WEIGHTS_ONLY, reason="Lightning 2.5 loads files by itself")
+def test_of_a_local_file_a_rank_reads_its_own_rows(tmp_path: Path) -> None:
+    """And what is not ours does not lie in the file, which somebody may overwrite."""
+    rows, path = torch.randn(8, 2**19), tmp_path / "x.ckpt"  # 2 MiB a row
+    state: dict[str, Any] = {
+        "residuals": "per_rank", "size": 8, "steps": 1, "unsent": {"w": rows}, "groups": [], "compressor": "x",
+        "plan": {},
+    }  # fmt: skip
+    state["checksum"] = State(**state).checksums()
+    theirs = torch.randn(2**19)
+    torch.save({"state_dict": {"w": theirs, "tied": theirs}, KEY: state}, path)
+    loaded = ls.SparseDDPStrategy().load_checkpoint(path, **WEIGHTS_ONLY)
+    copied = resident_bytes(path)
+    assert found_in(loaded[KEY], 4, 8) == ""
+    assert rows[0].nbytes <= resident_bytes(path) - copied <= rows.nbytes / 2  # in pages, of 2 MiB perhaps
+    assert torch.equal(loaded[KEY]["unsent"]["w"], rows)
+    assert loaded["state_dict"]["w"].data_ptr() == loaded["state_dict"]["tied"].data_ptr()
+    with path.open("r+b") as file:
+        file.write(bytes(path.stat().st_size))
+    assert torch.equal(loaded["state_dict"]["w"], theirs)

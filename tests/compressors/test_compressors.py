@@ -29,6 +29,13 @@ def test_scattered_indices_favour_nobody() -> None:
     assert (hits / draws - expected).abs().max() < 4.5 * sigma
 
 
+def test_random_k_sends_no_indices_and_updates_what_it_meant_to() -> None:
+    result = simulate(ls.RandomK(density=0.1), torch.randn(4, 4, 1000))
+    assert (result.picked == 100).all()
+    assert ((result.mean != 0).sum(1) == 100).all()
+    assert (result.sent_bytes == 3 * 100 * 4).all()  # so few go to everybody
+
+
 def test_top_k_is_the_sum_of_each_ranks_largest() -> None:
     given = torch.randn(1, 3, 100)
     expected = torch.zeros(100)

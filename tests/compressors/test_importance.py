@@ -60,6 +60,17 @@ def test_the_fixed_and_the_adaptive_rule() -> None:
     assert adaptive == pytest.approx(455, rel=0.2)  # |x|: mean 0.80, deviation 0.60, so beyond 2.0 deviations of x
 
 
+def test_mask_bytes_are_counted_apart() -> None:
+    n, size = 100_000, 4
+    run = SimulatedRanks(ls.ImportancePruning(density=0.01), size, n)
+    run.step(torch.randn(size, n))
+    room = 1250
+    mask = run.groups[0].mask_bytes
+    assert mask == run.groups[1].mask_bytes
+    assert mask < 0.75 * 1.3 * room + 100  # (P-1)/P of less than 10.4 bits an index
+    assert run.network.comms[0].sent_bytes - mask == 3 * 4 * room  # so few go to everybody
+
+
 def test_biases_and_norms_are_sent_whole() -> None:
     parameters = {name: torch.zeros(50) for name in ("0.weight", "0.bias", "norm1.weight", "bn.weight", "head.weight")}
     layout = lay_out(parameters, ls.ImportancePruning(), "layer")

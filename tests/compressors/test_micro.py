@@ -65,6 +65,15 @@ def test_balance_gives_each_partition_as_many_picks() -> None:
     assert loads[False] > 1.2, loads
 
 
+def test_what_does_not_fit_stays_and_is_counted() -> None:
+    run = SimulatedRanks(ls.MiCRO(density=0.01, balance=False), 2, 10_000)
+    run.step(torch.randn(2, 10_000))
+    run.step(1000 * torch.ones(2, 10_000))
+    for group in run.groups:
+        assert group.overflow == 5000 - math.ceil(1.1 * 100)
+    assert run.groups[0].picked == 2 * math.ceil(1.1 * 100)
+
+
 def test_bytes_are_those_of_indices_and_values() -> None:
     """P = 4, 1 %: an all-gather of k/P indices with room for a tenth more, and a sum of as many values."""
     n = 1_000_000
