@@ -14,7 +14,7 @@ from tests.support.fuzz import fuzzed, laid_out
 def test_a_bucket_is_cut_into_gradients_that_lie_as_their_parameters_do(parameters: list[Tensor], before: int) -> None:
     elements = sum(p.numel() for p in parameters)
     memory = torch.arange(float(before + elements + 3))
-    bucket = Bucket(parameters, memory[before : before + elements])
+    bucket = Bucket(parameters, buffer=memory[before : before + elements])
     pending = PendingBucket(bucket)  # type: ignore[arg-type]
     filled = memory.clone()
     start = before

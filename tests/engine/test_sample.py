@@ -153,7 +153,7 @@ def test_other_groups_of_the_same_parameters_go_on_waiting() -> None:
             exchanges[0].lay_out(new)
         gradient = torch.randn(1203, generator=generator)
         for exchange in exchanges:
-            exchange.hook(None, Bucket(list(parameters.values()), gradient.clone()))  # type: ignore[arg-type]
+            exchange.hook(None, Bucket(list(parameters.values()), buffer=gradient.clone()))  # type: ignore[arg-type]
         assert oldest(exchanges[0]) == oldest(exchanges[1])
     assert {name: each.oldest for name, each in oldest(exchanges[0]).items()} == {"a": 3, "b": 4, "d": 4}
     assert oldest(exchanges[0])["b"].turn == pytest.approx(5, rel=0.3)  # the sample is not of all

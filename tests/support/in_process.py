@@ -275,7 +275,7 @@ class ThreadDDP(nn.Module):
         for p, gradient in gradients_of(flat, members):
             self.handed_in[p] += gradient
         number, last = len(self._waiting), len(self._waiting) == len(self._buckets) - 1
-        self._waiting.append((members, self._hook(self._state, Bucket(members, flat, number, last))))
+        self._waiting.append((members, self._hook(self._state, Bucket(members, number, flat, last))))
         if last:
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._end_backward)

@@ -140,7 +140,9 @@ class Training:
         cut = -(-len(backward) // buckets)
         parts = [backward[i : i + cut] for i in range(0, len(backward), cut)]
         self._buckets = [
-            Bucket(part, torch.empty(sum(p.numel() for p in part), dtype=part[0].dtype, device=DEVICE), last=last)
+            Bucket(
+                part, buffer=torch.empty(sum(p.numel() for p in part), dtype=part[0].dtype, device=DEVICE), last=last
+            )
             for part, last in zip(parts, [*[False] * (len(parts) - 1), True], strict=True)
         ]
 

@@ -10,14 +10,16 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.engine.lane import Lane
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.network.comm import Comm
+from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.network.simulated import SimNetwork
 from tests.support.local_steps import CHOSEN, auto
-from tests.support.models import Small, data, small, trainer
+from tests.support.models import Small, data, small, take_steps, trainer
 from tests.support.processes import Ranks
 
 FITS = 4
@@ -85,6 +87,30 @@ def test_fits_one_after_the_other_hold_no_more_than_one(ranks: Ranks, tmp_path: 
     for found in ranks.run(of_trainers, 4, str(tmp_path)):
         for name, each in found.items():
             assert not grows(each[1:]), (name, each)
+
+
+def of_hooks(rank: int, size: int) -> dict[str, list[tuple[int, int]]]:
+    run = L.Fabric(accelerator="cpu", devices=size, strategy="micro")
+    run.launch()
+
+    def of_fabric() -> None:
+        model = small().net
+        model, _ = run.setup(model, torch.optim.SGD(model.parameters(), 0.1))  # type: ignore[assignment]
+        run.backward(model(torch.ones(2, 8)).sum())
+        assert len(run.strategy.hooks) == 1  # type: ignore[attr-defined]
+
+    def dropped() -> None:
+        ddp = DistributedDataParallel(small().net)
+        ls.SparseHook(ddp, "skip_reduce", process_groups=ProcessGroups(ddp, local_size=size))
+        take_steps(ddp, torch.optim.SGD(ddp.parameters(), 0.1), 0, 2, rank)
+
+    return {work.__name__: after_each(work) for work in (of_fabric, dropped)}
+
+
+def test_a_hook_that_is_dropped_without_being_closed_holds_nothing(ranks: Ranks) -> None:
+    for found in ranks.run(of_hooks, 2):
+        for name, each in found.items():
+            assert not grows(each), (name, each)
 
 
 def lane_threads() -> int:
