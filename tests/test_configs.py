@@ -142,10 +142,10 @@ def test_one_line_switches_all_five_systems(ranks: Ranks, tmp_path: Path) -> Non
         assert len(changed) == (name != "skip_reduce")  # which is there already
         file = tmp_path / f"{name}.yaml"
         file.write_text(after)
-        runs += [[f"--config={file}"], [f"--config={CONFIGS / file.name}", f"{STRATEGY}.warmup_steps=1"]]
+        runs.append([f"--config={file}"])
+    runs.append([f"--config={CONFIGS / 'micro.yaml'}", f"{STRATEGY}.warmup_steps=1"])
     results = ranks.run(train, 2, str(tmp_path), runs)
-    for i, (compressor, sent, trained) in enumerate(results[0]):
-        name = SYSTEMS[i // 2]
+    for i, (name, (compressor, sent, trained)) in enumerate(zip([*SYSTEMS, "micro"], results[0], strict=True)):
         assert compressor == ls.COMPRESSORS[name]()
         assert sent <= (0.5 if name == "skip_reduce" else 0.25), name  # of what plain DDP sends
         assert trained.equal(results[1][i][2]), name
