@@ -8,9 +8,13 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
 from lightning_sparse.bench.cluster import unavailable_reason
+from tests.support.fuzz import TRIES
 from tests.support.processes import Ranks
 
-settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
+# The same examples in every run, and few: FUZZ_TRIES has others tried, see tests/support/fuzz.py.
+settings.register_profile(
+    "tests", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=40, derandomize=not TRIES
+)
 settings.load_profile("tests")
 
 

@@ -1,7 +1,6 @@
 """The command line's help and list are there at once, and say what the classes say."""
 
 import pkgutil
-import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -11,7 +10,7 @@ import pytest
 
 from lightning_sparse.auto.policy import NAMES
 from lightning_sparse.bench.compare.workloads import WORKLOADS
-from lightning_sparse.cli import main, names, options
+from lightning_sparse.cli import names, options
 
 COMMANDS = ["advise", "bench", "doctor", "scale", "simulate"]
 START = """import sys
@@ -44,12 +43,6 @@ def test_names_are_those_of_the_classes() -> None:
     assert tuple(WORKLOADS) == names.WORKLOADS
 
 
-def test_list_prints_every_strategy(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list"]) == 0
-    printed = capsys.readouterr().out
-    assert all(name in printed for name in NAMES)
-
-
 KINDS = [options.Advise, options.Bench, options.Doctor, options.Scale, options.Simulate]
 
 
@@ -62,29 +55,3 @@ def test_each_field_is_an_option_and_each_command_has_its_function(kind: type[op
     assert type(made) is kind
     assert given.keys() == {each.name for each in fields(kind)} - {"command"}
     assert callable(pkgutil.resolve_name(made.runs))
-
-
-def test_options_are_read_as_what_they_are() -> None:
-    words = ["bench", "--steps", "7", "--seconds", "2.5", "--plot", "--until-loss", "3", "--output", "there"]
-    found = options.parser().parse_args(words)
-    assert (found.steps, found.seconds, found.plot, found.until_loss, found.output) == (
-        7,
-        2.5,
-        True,
-        "3",
-        Path("there"),
-    )
-    assert (found.rounds, found.interface, found.workload) == (None, None, "mlp_25m")
-    assert options.Bench(simulate="a,b").runs != options.Bench().runs
-
-
-def test_numbers_are_read_each_once() -> None:
-    assert options.seeds("3,1,3") == [3, 1]
-    assert options.rates("") == []
-    assert options.losses("1,3,2") == [3.0, 2.0, 1.0]
-    with pytest.raises(
-        ValueError, match=re.escape("--seeds must be numbers of at least 0, separated by commas; got ''")
-    ):
-        options.seeds("", needed=True)
-    with pytest.raises(ValueError, match=r"--until-loss must be numbers, .*; got 'nan'"):
-        options.losses("nan")

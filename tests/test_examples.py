@@ -33,93 +33,6 @@ def examples_path(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
 
 
-def fit(model, data, max_steps, **options):
-    """Train in this process, validate once at the end, and return the metrics."""
-    often = {"val_check_interval": max_steps, "check_val_every_n_epoch": None, "num_sanity_val_steps": 0}
-    run = trainer("auto", 1, check_every=0, max_steps=max_steps, **often, **options)
-    run.fit(model, data)
-    return run.callback_metrics
-
-
-def rows(dataset):
-    return {image.numpy().tobytes() for image, _ in dataset}
-
-
-def test_stdlib_files_are_split_in_two():
-    from byte_lm import stdlib_files
-
-    training, validation = stdlib_files()
-    assert stdlib_files() == (training, validation)
-    assert training
-    assert validation
-    assert not set(training) & set(validation)
-
-
-def test_byte_windows_are_deterministic_and_shifted_by_one():
-    from byte_lm import StdlibBytes
-
-    first, second = (StdlibBytes(context=16, max_bytes=10_000) for _ in range(2))
-    first.setup("fit")
-    second.setup("fit")
-    inputs, targets = first.train.tensors
-    assert torch.equal(inputs, second.train.tensors[0])
-    assert torch.equal(first.val.tensors[0], second.val.tensors[0])
-    assert inputs.shape == targets.shape == (9_999 // 16, 16)
-    assert torch.equal(inputs.flatten()[1:], targets.flatten()[:-1])
-
-
-def test_byte_lm_has_about_a_million_parameters():
-    from byte_lm import ByteLM
-
-    assert sum(p.numel() for p in ByteLM().parameters()) == pytest.approx(1e6, rel=0.05)
-
-
-@pytest.mark.parametrize("tie_weights", [False, True])
-def test_byte_lm_sees_only_the_past(tie_weights):
-    from byte_lm import ByteLM
-
-    torch.manual_seed(0)
-    model = ByteLM(d_model=16, layers=2, heads=2, context=8, tie_weights=tie_weights)
-    tokens = torch.randint(256, (1, 8), dtype=torch.uint8)
-    changed = tokens.clone()
-    changed[0, 5] += 1
-    before, after = model(tokens), model(changed)  # [1, 8, 256]
-    assert torch.equal(before[:, :5], after[:, :5])
-    assert not torch.equal(before[:, 5:], after[:, 5:])
-
-
-def test_byte_lm_loss_falls():
-    from byte_lm import ByteLM, StdlibBytes
-
-    torch.manual_seed(0)
-    data = StdlibBytes(context=32, max_bytes=200_000)
-    metrics = fit(ByteLM(d_model=32, layers=1, heads=2, context=32, lr=1e-2), data, max_steps=60, limit_val_batches=10)
-    assert metrics["val_loss"] < 4  # at the start: log(256) = 5.5
-
-
-def test_digits_split_is_deterministic_disjoint_and_stratified():
-    from digits import Digits
-
-    first, second = Digits(), Digits()
-    first.setup("fit")
-    second.setup("fit")
-    for one, other in ((first.train, second.train), (first.test, second.test)):
-        assert all(torch.equal(a, b) for a, b in zip(one.tensors, other.tensors, strict=True))
-    assert len(rows(first.train) | rows(first.test)) == 1797
-    assert not rows(first.train) & rows(first.test)
-    labels = first.test.tensors[1]
-    assert len(labels) == 360
-    assert torch.bincount(labels).min() >= 34
-
-
-def test_digits_learns():
-    from digits import Digits, DigitsClassifier
-
-    torch.manual_seed(0)
-    metrics = fit(DigitsClassifier(lr=0.1), Digits(batch_size=64), max_steps=100)
-    assert metrics["val_acc"] >= 0.95
-
-
 # - as their readers run them
 
 
@@ -191,21 +104,15 @@ def test_quickstart_shows_what_was_sent(ranks: Ranks, tmp_path):
     assert "58.13 kB" not in other  # rank 0 speaks
 
 
-def test_digits_is_tested(ranks: Ranks, tmp_path):
-    arguments = ["--strategy=ddp", "--devices=2", "--max-steps=5"]
-    out, _ = ranks.run(run_script, 2, "digits.py", arguments, str(tmp_path))
-    assert "val_acc: 0." in out
-
-
 def test_own_compressor_learns(ranks: Ranks, tmp_path):
     out, _ = ranks.run(run_script, 2, "own_compressor.py", [], str(tmp_path))
     assert float(re.search(r"val_acc: (.*)", out)[1]) > 0.85
 
 
-@pytest.mark.parametrize("n", [1, 8, 1003])
-def test_own_compressor_keeps_the_law(n):
+def test_own_compressor_keeps_the_law():
     from own_compressor import Signs
 
+    n = 1003
     gradients = torch.randn(6, 3, n, generator=torch.Generator().manual_seed(0))
     result = ls.simulate(Signs(), gradients)
     torch.testing.assert_close(3 * result.mean.sum(0) + result.unsent.sum(0), gradients.sum((0, 1)))
@@ -262,11 +169,6 @@ def test_finetuning_freezes_what_it_says(ranks: Ranks):
     assert all(a.equal(b) for a, b in zip(second, results[1][0][2], strict=True))
 
 
-def test_finetuning_runs(ranks: Ranks, tmp_path):
-    out, _ = ranks.run(run_script, 2, "finetune.py", ["--epochs=2"], str(tmp_path))
-    assert "the first convolution is as it was" in out
-
-
 @pytest.mark.programs
 def test_torchrun_joins_two_machines(tmp_path):
     """Two "machines" on the loopback interface, with one process each."""
@@ -299,11 +201,6 @@ def test_torchrun_joins_two_machines(tmp_path):
     assert "among 2 ranks" in first
     assert "MEMBER: 2/2" in second
     assert "val_acc" not in second
-
-
-@pytest.mark.parametrize("name", [name for name in scripts() if name.endswith(".sh")])
-def test_launch_scripts_are_valid_bash(name):
-    subprocess.run(["bash", "-n", EXAMPLES / name], check=True, timeout=60)
 
 
 def test_slurm_starts_as_many_processes_as_the_trainer_expects(tmp_path, monkeypatch):

@@ -63,17 +63,3 @@ def test_a_newer_run_takes_the_place_of_an_older_one(monkeypatch: pytest.MonkeyP
         "".join(json.dumps(x) + "\n" for x in interrupted)
     )
     assert runs.newest(runs.stored())["mlp_25m", "4x100mbit"].name == new.stem
-
-
-@pytest.mark.parametrize(
-    ("strategy", "label"),
-    [
-        ("ddp", "plain DDP"),
-        ("powersgd_4", "PowerSGD, rank 4"),
-        ("sparse_dense:wire_dtype=int4", "all int4"),
-        ("sparse_dense:local_steps=2:lr_factor=measured:wire_dtype=int4", "local steps 1/2 measured rate int4"),
-        ("micro:density=0.05", "micro 5 %"),
-    ],
-)
-def test_names_of_strategies(strategy: str, label: str) -> None:
-    assert importlib.import_module("runs").label(strategy) == label

@@ -32,7 +32,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize(("kind", "others", "name"), SETTINGS)
-@fuzzed(40, value=VALUES)
+@fuzzed(12, value=VALUES)
 def test_a_setting_works_or_is_refused_by_name(
     kind: type[ls.Compressor | ls.Auto], others: dict[str, Any], name: str, value: Any
 ) -> None:
@@ -56,7 +56,7 @@ OPTIONS = get_type_hints(ls.SparseDDPStrategy.__init__).keys() - {"ddp_kwargs", 
 
 
 @pytest.mark.parametrize("name", [*sorted(OPTIONS), "bucket_cap_mb"])
-@fuzzed(60, value=VALUES)
+@fuzzed(25, value=VALUES)
 def test_an_option_of_the_strategy_works_or_is_refused_by_name(name: str, value: Any) -> None:
     try:
         strategy = ls.SparseDDPStrategy(**{"fusion": "bucket", name: value})
@@ -74,7 +74,7 @@ def test_an_option_of_the_strategy_works_or_is_refused_by_name(name: str, value:
 
 @pytest.mark.filterwarnings("ignore:There is one rank")
 @pytest.mark.parametrize("name", ["compressor", "fusion", "wire_dtype", "warmup_steps", "bucket_bytes", "residuals"])
-@fuzzed(25, value=VALUES)
+@fuzzed(12, value=VALUES)
 def test_an_option_of_the_hook_works_or_is_refused_by_name(one_rank: None, name: str, value: Any) -> None:
     options = {} if name == "residuals" else {name: value}
     try:

@@ -59,11 +59,7 @@ class Trained:
         return all(torch.equal(now[name], x) for name, x in self.unsent.items())
 
 
-TRAININGS = {
-    "micro": ls.MiCRO(density=0.05),
-    "momentum": ls.MomentumCorrection(0.5, ls.OkTopk(density=0.05)),
-    "sketch": ls.SketchFusion(density=0.05, momentum=0.9),
-}
+TRAININGS = {"micro": ls.MiCRO(density=0.05), "momentum": ls.MomentumCorrection(0.5, ls.OkTopk(density=0.05))}
 
 
 @pytest.fixture(scope="module", params=list(TRAININGS))
@@ -101,18 +97,15 @@ WAYS: dict[str, Callable[[Tensor], Tensor]] = {
     "value": lambda x: torch.cat([x.reshape(-1)[:1] + 1, x.reshape(-1)[1:]]).view(x.shape),
     "nan": lambda x: torch.full_like(x, math.nan) if x.is_floating_point() else x - 1,
     "dtype": lambda x: x.to(torch.float64 if x.dtype != torch.float64 else torch.float32),
-    "rows": lambda x: torch.cat([x, x]),
     "fewer rows": lambda x: x[:0],
     "flat": lambda x: x.reshape(-1)[:-1],
-    "scalar": lambda x: x.sum(),
     "sparse": lambda x: x.to_sparse(),
-    "meta": lambda x: x.to("meta"),
     "more": lambda x: x[..., None].expand(*x.shape, 2),
 }
 
 
 @fuzzed(
-    150,
+    60,
     data=st.data(),
     what=st.sampled_from(["delete", "rename", "change"]),
     how=st.sampled_from(["garbage", *WAYS]),
@@ -145,26 +138,19 @@ def test_an_altered_checkpoint_is_refused_or_what_is_not_carried_over_is_named(
     trained.step()
 
 
-def test_a_genuine_checkpoint_is_loaded_without_a_word(trained: Trained) -> None:
+def test_a_genuine_checkpoint_is_loaded_without_a_word_and_each_way_to_alter_it_is_reported(trained: Trained) -> None:
+    """One by one, what random changes may take long to find."""
     assert trained.load(trained.state) == ""
     assert trained.is_as_saved()
     assert set(SAVED) | {"checksum"} == set(trained.state)
-    trained.step()
-
-
-def test_every_way_to_alter_a_checkpoint_by_hand_is_reported(trained: Trained) -> None:
-    """One by one, what random changes may take long to find."""
     name = next(iter(trained.unsent))
     for change, expected in (
         ({"size": 0}, r"size must be .* got 0"),
-        ({"size": 2}, "a row for each of 2 ranks; got the shape"),
         ({"steps": -1}, "steps must be .* got -1"),
         ({"steps": 7}, "checksum of what all ranks share is"),
         ({"checksum": torch.tensor([])}, "checksum must be .* got a Tensor"),
-        ({"checksum": [1]}, r"checksum must be .* got \[1\]"),
         ({"residuals": "none"}, "residuals must be .* got 'none'"),
         ({"unsent": {name: torch.full((1, 33, 8), math.nan)}, "groups": []}, "values that are not finite"),
-        ({"unsent": [1]}, r"unsent must be .* got \[1\]"),
         ({"groups": [{"names": ["nobody"], "memory": {}}]}, r"names must all be in 'unsent'; got \['nobody'\]"),
         ({"plan": {"groups": [[]]}}, "plan must be .* got a dict"),
         ({"compressor": None}, "compressor must be a string; got None"),
@@ -185,12 +171,12 @@ def written(trained: Trained) -> bytes:
 
 def test_a_file_that_ends_early_is_refused(trained: Trained) -> None:
     whole = written(trained)
-    for end in range(0, len(whole), max(1, len(whole) // (TRIES or 100))):
+    for end in range(0, len(whole), max(1, len(whole) // (TRIES or 20))):
         with pytest.raises((RuntimeError, EOFError, ValueError, OSError)):
             torch.load(io.BytesIO(whole[:end]), weights_only=True)
 
 
-@fuzzed(150, bits=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 7)), min_size=1, max_size=4))
+@fuzzed(60, bits=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 7)), min_size=1, max_size=4))
 def test_a_file_with_other_bits_is_refused_or_as_it_was(trained: Trained, bits: list[tuple[float, int]]) -> None:
     """PyTorch says that the file is broken, or we say that our part of it is, or it is as it was."""
     file = bytearray(written(trained))
@@ -204,11 +190,6 @@ def test_a_file_with_other_bits_is_refused_or_as_it_was(trained: Trained, bits: 
             return
     state = checkpoint.get(KEY) if isinstance(checkpoint, dict) else None
     assert trained.load(state) or trained.is_as_saved()
-
-
-def test_a_file_may_say_that_residuals_require_a_gradient(trained: Trained) -> None:
-    unsent = {name: x.clone().requires_grad_() for name, x in trained.state["unsent"].items()}
-    assert trained.load(trained.state | {"unsent": unsent}) == ""
 
 
 def test_a_value_altered_in_the_file_is_reported(trained: Trained) -> None:

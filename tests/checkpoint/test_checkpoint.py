@@ -16,13 +16,11 @@ import lightning_sparse as ls
 from lightning_sparse.checkpoint.state import KEY
 from tests.support.models import Does, Small, data, small, trainer, unsent, weights
 from tests.support.processes import Ranks
-from tests.support.said import refusal, warned
+from tests.support.said import warned
 
 OTHERS = {
     "momentum": ls.MomentumCorrection(0.9, ls.MiCRO(density=0.05), clip_norm=1.0),
-    "warmup": ls.Warmup(12, ls.OkTopk(density=0.05)),
-    "ladder": ls.DensityLadder(4, ls.TopK(density=0.01)),
-    "sketch": ls.SketchFusion(density=0.05, momentum=0.9),
+    "warmup": ls.Warmup(8, ls.SketchFusion(density=0.05, momentum=0.9)),
 }
 
 
@@ -38,16 +36,16 @@ def train(
 
 
 def train_each(rank: int, size: int, folder: str, names: list[str], resume: bool) -> list[Any]:
-    """20 steps with each name, or the last ten of them, from the checkpoint that others wrote after the first ten."""
+    """14 steps with each name, or the last four of them, from the checkpoint that others wrote after the first ten."""
     results = []
     for name in names:
         half = f"{folder}/{name}/step=10.ckpt" if resume else None
-        results.append(train(rank, size, f"{folder}/{name}{'-resumed' * resume}", name, 20, half, "per_rank"))
+        results.append(train(rank, size, f"{folder}/{name}{'-resumed' * resume}", name, 14, half, "per_rank"))
     return results
 
 
 def test_a_resumed_run_equals_one_that_never_stopped(ranks: Ranks, tmp_path: Path) -> None:
-    size, names = 3, [*ls.COMPRESSORS, *OTHERS]
+    size, names = 2, [*ls.COMPRESSORS, *OTHERS]
     straight, resumed = (ranks.run(train_each, size, str(tmp_path), names, resume) for resume in (False, True))
     for one, other in zip(straight, resumed, strict=True):
         for name, (w, u), (w2, u2) in zip(names, one, other, strict=True):
@@ -66,19 +64,14 @@ def look() -> Does:
     return Does("on_train_start", lambda run: unsent(run.strategy))
 
 
-WITHIN = {
-    "on_before_zero_grad": {},
-    "on_before_backward": {},
-    "on_after_backward": {"gradient_clip_val": 0.05},
-    "on_before_optimizer_step": {},
-}
+WITHIN = {"on_before_zero_grad": {}, "on_after_backward": {"gradient_clip_val": 0.05}}
 
 
 def save_within(rank: int, size: int, folder: str) -> list[tuple[str, list[Tensor]]]:
     """What trainings come to that saved within a step, and those that go on from there."""
     found = []
     for hook, options in WITHIN.items():
-        for name, wire in (("micro", "float32"), ("low_rank", "float32"), ("sparse_dense", "int4")):
+        for name, wire in (("micro", "float32"), ("sparse_dense", "int4")):
             path, ends = f"{folder}/{hook}{name}.ckpt", []
             saves = Does(hook, lambda run, path=path: run.global_step == 5 and run.save_checkpoint(path))
             for resumes in (False, True):
@@ -103,9 +96,7 @@ def resume_elsewhere(rank: int, size: int, path: str) -> tuple[dict[str, Tensor]
     return start.found[0], weights(model)
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "residuals"), [(4, 2, "per_rank"), (2, 4, "mean"), (3, 1, "per_rank"), (3, 1, "mean")]
-)
+@pytest.mark.parametrize(("before", "after", "residuals"), [(2, 4, "per_rank"), (3, 1, "mean")])
 def test_another_number_of_ranks_starts_from_the_mean(
     ranks: Ranks, before: int, after: int, residuals: str, tmp_path: Path
 ) -> None:
@@ -139,34 +130,6 @@ def cross_load(rank: int, size: int, folder: str) -> Any:
 
 def test_checkpoints_go_to_and_from_plain_ddp(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(cross_load, 2, str(tmp_path))[0] == [True, False, False, False]
-
-
-def resume_damaged(rank: int, size: int, folder: str) -> tuple[str, bool]:
-    """What resuming from a damaged file says, and whether the file without our part is loaded."""
-    path = Path(folder) / f"{size}.ckpt"
-    first = trainer("micro", size, max_steps=4)
-    first.fit(small(), data(10, size))
-    first.save_checkpoint(path)
-    first.strategy.barrier()
-    if rank == 0:
-        checkpoint = torch.load(path, weights_only=True)
-        checkpoint[KEY]["unsent"]["net.2.weight"][1, 3, 5] += 1e-3
-        torch.save(checkpoint, path)
-        checkpoint.pop(KEY)
-        torch.save(checkpoint, path.with_suffix(".without"))
-    first.strategy.barrier()
-    said = refusal(trainer("micro", size, max_steps=6).fit, small(), data(10, size), ckpt_path=path)
-    again = trainer("micro", size, max_steps=6)
-    with pytest.warns(UserWarning, match="holds no residuals") if rank == 0 else nullcontext():
-        again.fit(small(), data(10, size), ckpt_path=path.with_suffix(".without"))
-    return said, again.global_step == 6
-
-
-def test_a_damaged_checkpoint_is_refused_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
-    for said, resumed in ranks.run(resume_damaged, 2, str(tmp_path)):
-        assert "in the checkpoint are damaged: the checksum of rank 1's part is " in said
-        assert "Resume from an older checkpoint, or without them" in said
-        assert resumed
 
 
 # - where a checkpoint is written and how
@@ -243,53 +206,6 @@ def test_a_second_fit_of_the_same_model_goes_on_with_what_was_unsent(ranks: Rank
         assert all(not x.any() for x in other.values())
 
 
-def fit_again_after_changes(rank: int, size: int) -> list[tuple[bool, list[str], bool]]:
-    """Of a fit after unfreezing and of one with a wider head: whether what was unsent stayed, and what was said."""
-    strategy, start = ls.SparseDDPStrategy(ls.MomentumCorrection(0.9, ls.MiCRO(density=0.05))), look()
-    model = small()
-    model.net[0].requires_grad_(False)
-    run = trainer(strategy, size, max_steps=4, callbacks=[start])
-    run.fit(model, data(20, size))
-    results = []
-    for change in ("unfreeze", "head"):
-        before = unsent(strategy)
-        if change == "unfreeze":
-            model.net[0].requires_grad_(True)
-        else:
-            model.net[4] = nn.Linear(17, 5)
-        run.fit_loop.epoch_loop.max_steps += 4
-        said = warned(run.fit, model, data(20, size))
-        same = [name for name, x in start.found[-1].items() if name in before and x.shape == before[name].shape]
-        stayed = all(torch.equal(start.found[-1][name], before[name]) for name in same) and any(
-            bool(before[name].any()) for name in same
-        )
-        from_zero = not any(bool(x.any()) for name, x in start.found[-1].items() if name not in same)
-        said = [each for each in said if "since the fit before" in each]
-        results.append((stayed and from_zero, said, run.global_step == run.fit_loop.epoch_loop.max_steps))
-    return results
-
-
-def test_a_second_fit_may_train_other_parameters(ranks: Ranks) -> None:
-    unfrozen, head = (
-        "The model has changed since the fit before: new parameters start from zero (net.0.bias, net.0.weight).",
-        "The model has changed since the fit before: parameters of another shape start from zero (net.4.bias, "
-        "net.4.weight).",
-    )
-    results = ranks.run(fit_again_after_changes, 2)
-    assert results[0] == [(True, [unfrozen], True), (True, [head], True)]
-    assert results[1] == [(True, [], True), (True, [], True)]  # rank 0 warns for all
-
-
-def test_what_residuals_add_to_a_file_is_reported_once_and_is_a_warning_above_a_gibibyte() -> None:
-    strategy = ls.SparseDDPStrategy()
-    with pytest.warns(UserWarning, match=r"add 2,048\.0 MiB to every checkpoint, gathered on rank 0 in 1\.5 s"):
-        strategy._report_size(2**31, 1.5)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        strategy._report_size(2**31, 1.5)
-        ls.SparseDDPStrategy()._report_size(2**20, 0.1)
-
-
 # - into another configuration
 
 
@@ -312,35 +228,50 @@ class Changed(Small):
         checkpoint["optimizer_states"] = []
 
 
-def resume_as(rank: int, size: int, path: str, how: str) -> tuple[dict[str, Tensor], list[str], int]:
-    """What is unsent before the first step, and the warnings about it."""
-    strategy = ls.SparseDDPStrategy(
-        {"compressor": "micro", "density": ls.SkipReduce(0.75)}.get(how, "skip_reduce"),
-        fusion="none" if how == "fusion" else "layer",
-    )
-    model = Changed() if how == "model" else small(optimizer="adam")
-    start = look()
-    run = trainer(strategy, size, max_steps=12, callbacks=[start])
-    said = warned(run.fit, model, data(20, size), ckpt_path=path)  # two steps more
-    return start.found[-1], [each for each in said if "another configuration" in each], strategy.exchange.steps
+def test_what_residuals_add_to_a_file_is_reported_once_and_is_a_warning_above_a_gibibyte() -> None:
+    strategy = ls.SparseDDPStrategy()
+    with pytest.warns(UserWarning, match=r"add 2,048\.0 MiB to every checkpoint, gathered on rank 0 in 1\.5 s"):
+        strategy._report_size(2**31, 1.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        strategy._report_size(2**31, 1.5)
+        ls.SparseDDPStrategy()._report_size(2**20, 0.1)
 
 
-@pytest.mark.parametrize("how", ["compressor", "density", "fusion", "model"])
-def test_what_carries_over_does_and_what_cannot_is_named_once(ranks: Ranks, how: str, tmp_path: Path) -> None:
-    size = 2
-    saved = ranks.run(train, size, str(tmp_path), "skip_reduce", 10, None, "per_rank")
-    results = ranks.run(resume_as, size, str(tmp_path / "step=10.ckpt"), how)
-    for (_, kept), (found, _, steps) in zip(saved, results, strict=True):
-        same = [name for name in found if name in kept and found[name].shape == kept[name].shape]
-        assert len(same) == (2 + 1 if how == "model" else len(kept))
-        assert all(torch.equal(found[name], kept[name]) for name in same)
-        assert steps == 2
-    said = results[0][1]
-    assert len(said) == (how != "fusion")
-    if how in ("compressor", "density"):
-        assert "it was written with SkipReduce(skip=0.5" in said[0]
-    if how == "model":
-        assert "parameters that are gone or frozen is dropped (net.2.bias)" in said[0]
-        assert "parameters of another shape start from zero (net.4.bias, net.4.weight)" in said[0]
-        assert "new parameters start from zero (scale)" in said[0]
-        assert not results[0][0]["scale"].any()
+def resume_as(rank: int, size: int, path: str) -> dict[str, tuple[dict[str, Tensor], list[str], int]]:
+    """By what has changed, what is unsent before the first step, and the warnings about it."""
+    found = {}
+    for how in ("compressor", "density", "fusion", "model"):
+        strategy = ls.SparseDDPStrategy(
+            {"compressor": "micro", "density": ls.SkipReduce(0.75)}.get(how, "skip_reduce"),
+            fusion="none" if how == "fusion" else "layer",
+        )
+        model = Changed() if how == "model" else small(optimizer="adam")
+        start = look()
+        run = trainer(strategy, size, max_steps=12, callbacks=[start])
+        said = warned(run.fit, model, data(20, size), ckpt_path=path)  # two steps more
+        said = [each for each in said if "another configuration" in each]
+        found[how] = start.found[-1], said, strategy.exchange.steps
+    return found
+
+
+def test_what_carries_over_does_and_what_cannot_is_named_once(ranks: Ranks, tmp_path: Path) -> None:
+    saved = ranks.run(train, 2, str(tmp_path), "skip_reduce", 10, None, "per_rank")
+    results = ranks.run(resume_as, 2, str(tmp_path / "step=10.ckpt"))
+    for (_, kept), of_rank in zip(saved, results, strict=True):
+        for how, (found, _, steps) in of_rank.items():
+            same = [name for name in found if name in kept and found[name].shape == kept[name].shape]
+            assert len(same) == (2 + 1 if how == "model" else len(kept)), how
+            assert all(torch.equal(found[name], kept[name]) for name in same), how
+            assert steps == 2, how
+    said = {how: of_rank_0[1] for how, of_rank_0 in results[0].items()}
+    assert {how: len(each) for how, each in said.items()} == {"compressor": 1, "density": 1, "fusion": 0, "model": 1}
+    for how in ("compressor", "density"):
+        assert "it was written with SkipReduce(skip=0.5" in said[how][0]
+    for expected in (
+        "parameters that are gone or frozen is dropped (net.2.bias)",
+        "parameters of another shape start from zero (net.4.bias, net.4.weight)",
+        "new parameters start from zero (scale)",
+    ):
+        assert expected in said["model"][0]
+    assert not results[0]["model"][0]["scale"].any()

@@ -24,7 +24,7 @@ def with_settings(kind: Any, **settings: Any) -> ls.Compressor:
 @every_kind
 @pytest.mark.parametrize("indices", INDEX_FORMATS)
 @fuzzed(
-    10,
+    6,
     density=st.sampled_from([0.02, 0.1, 0.5]),
     size=st.integers(2, 4),
     n=st.integers(4, 120),

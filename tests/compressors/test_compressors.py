@@ -1,16 +1,9 @@
 """What is particular to a compressor, and what bad settings say."""
 
-import math
-import re
-from itertools import pairwise
-from typing import Any
-
-import pytest
 import torch
 from hypothesis import strategies as st
 
 import lightning_sparse as ls
-from lightning_sparse.compressors import by_name
 from lightning_sparse.compressors.random_k import scattered
 from lightning_sparse.selection.streams import draw
 from lightning_sparse.simulation import simulate
@@ -27,7 +20,7 @@ def test_scattered_indices_are_distinct_and_in_range(n: int, k: int, seed: int) 
 
 
 def test_scattered_indices_favour_nobody() -> None:
-    n, k, draws = 50, 7, 20000
+    n, k, draws = 50, 7, 5000
     hits = torch.zeros(n)
     for step in range(draws):
         hits[scattered(n, k, torch.Generator().manual_seed(draw(3, step)))] += 1
@@ -43,11 +36,6 @@ def test_random_k_sends_no_indices_and_updates_what_it_meant_to() -> None:
     assert (result.sent_bytes == 3 * 100 * 4).all()  # so few go to everybody
 
 
-def test_random_k_chooses_anew_each_step() -> None:
-    result = simulate(ls.RandomK(density=0.1), torch.randn(2, 2, 1000))
-    assert ((result.mean[0] != 0) & (result.mean[1] != 0)).sum() < 50
-
-
 def test_top_k_is_the_sum_of_each_ranks_largest() -> None:
     given = torch.randn(1, 3, 100)
     expected = torch.zeros(100)
@@ -58,85 +46,3 @@ def test_top_k_is_the_sum_of_each_ranks_largest() -> None:
     assert torch.allclose(result.mean[0], expected / 3)
     assert result.picked[0] == (expected != 0).sum()
     assert (result.sent_bytes == 2 * (16 + 10 * (4 + 4))).all()  # a header of 16 bytes
-
-
-def test_warmup_is_dense_first() -> None:
-    given = torch.randn(3, 2, 1000)
-    result = simulate(ls.Warmup(2, ls.RandomK(density=0.01)), given)
-    assert result.picked.tolist() == [1000, 1000, 10]
-    assert torch.allclose(result.mean[:2], given[:2].mean(1))
-
-
-def test_phases_that_compress() -> None:
-    ladder = ls.DensityLadder(2, ls.TopK(density=0.1), densities=(0.5, 0.2))
-    for compressor, first in (
-        (ls.TopK(), 0),
-        (ls.Warmup(3, "micro"), 3),
-        (ladder, 4),
-        (ls.MomentumCorrection(0.9, ls.Warmup(5, ladder)), 5),
-    ):
-        assert [step for step in range(9) if compressor.compresses(step)] == list(range(first, 9))
-    for dense in (ls.Dense(), ls.Warmup(1, "sparse_dense")):
-        assert not any(dense.compresses(step) for step in range(9))
-
-
-def test_what_is_active_is_made_once_for_each_phase() -> None:
-    """It was made and checked in every step."""
-    ladder = ls.DensityLadder(2, ls.TopK(density=0.1), densities=(0.5, 0.2))
-    for compressor in (ladder, ls.MomentumCorrection(0.9, ladder), ls.Warmup(3, ls.MomentumCorrection(0.9, "micro"))):
-        active = [compressor.active(step) for step in range(9)]
-        assert [compressor.active(step) for step in range(9)] == active
-        assert all(compressor.active(step) is compressor.active(step) for step in range(9))
-        assert all(b is a for a, b in pairwise(active) if a == b)
-
-
-CANNOT_BE: list[tuple[type[ls.Compressor], str, list[Any]]] = [
-    (ls.TopK, "density", [0]), (ls.RandomK, "density", [1.5]), (ls.OkTopk, "density", [2]), (ls.MiCRO, "density", [-1]),
-    (ls.SketchFusion, "density", [0]), (ls.SketchFusion, "rows", [4, -1]), (ls.SketchFusion, "width", [0]),
-    (ls.SketchFusion, "momentum", [1]), (ls.OkTopk, "evaluate_every", [0]), (ls.OkTopk, "repartition_every", [0]),
-    (ls.OkTopk, "slack", [0.5]), (ls.MiCRO, "slack", [math.nan]), (ls.MiCRO, "indices", ["zip"]),
-    (ls.SkipReduce, "skip", [-0.1, math.nan]), (ls.SkipReduce, "rotation", ["left"]),
-    (ls.SkipReduce, "divisor", ["none"]), (ls.SkipReduce, "protect_below", [-1]), (ls.SkipReduce, "whole_below", [0.5]),
-    (ls.LowRank, "rank", [0, -1, 1.5, True, "4"]),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("kind", "name", "values"), CANNOT_BE)
-def test_a_setting_that_cannot_be_is_refused(kind: type[ls.Compressor], name: str, values: list[Any]) -> None:
-    for value in values:
-        with pytest.raises(ValueError, match=f"{name} must be|{kind.__name__}.*{name}") as error:
-            kind(**{name: value})
-        assert repr(value) in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: ls.SkipReduce(divisor="contributors"), "use divisor='world', or error_feedback=False"),
-        (lambda: ls.SkipReduce(protect="bias"), "protect must be a list of patterns; got 'bias'. Write ['bias']"),  # type: ignore[arg-type]
-        (lambda: ls.Warmup(-1, ls.Dense()), "Warmup: steps must be an integer of at least 0; got -1. Give 0 for none."),
-        (lambda: by_name("skipreduce"), "compressor must be one of skip_reduce, "),
-        (lambda: simulate("dense", torch.ones(1, 1, 1)), "compressor must be one of"),
-        (lambda: simulate("skip_reduce", torch.ones(1, 1)), "gradients must be [steps, ranks, elements]"),
-        (lambda: simulate("skip_reduce", torch.ones(1, 2, 3), torch.ones(4)), "weights must be [n] = [3]"),
-        (
-            lambda: simulate("skip_reduce", torch.ones(1, 2, 3), wire_dtype="int3"),
-            "wire_dtype must be one of float32, bfloat16, float16, int8, int4, int2, sign; got 'int3'",
-        ),
-    ],
-)
-def test_bad_settings_name_the_value_and_what_is_allowed(make: object, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        make()  # type: ignore[operator]
-
-
-def test_a_compressor_that_is_neither_name_nor_instance_is_refused() -> None:
-    with pytest.raises(TypeError, match="must be a name"):
-        by_name(ls.TopK)
-
-
-def test_draws_depend_on_every_counter_and_nothing_else() -> None:
-    draws = {draw(seed, step, group) for seed in range(10) for step in range(10) for group in range(10)}
-    assert len(draws) == 1000
-    assert draw(1, 2, 3) == draw(1, 2, 3)
-    assert draw(1, 2, 3) != draw(1, 3, 2)

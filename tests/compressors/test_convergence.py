@@ -55,26 +55,8 @@ def _accuracy(model: nn.Module, data: object) -> float:
     return float((model(images).argmax(1) == labels).float().mean())
 
 
-def test_skip_reduce_is_as_accurate_as_dense_on_digits(monkeypatch: pytest.MonkeyPatch) -> None:
-    accuracy = {
-        compressor: train_digits(compressor, 160, 1, monkeypatch)
-        for compressor in (ls.Dense(), ls.SkipReduce(skip=0.5))
-    }
-    dense, skip = accuracy.values()
-    assert dense > 0.95, accuracy
-    assert skip > dense - 0.01, accuracy
-
-
-@pytest.mark.parametrize(
-    "compressor",
-    [
-        ls.MiCRO(density=0.05),
-        ls.OkTopk(density=0.05),
-        ls.ImportancePruning(density=0.05),
-        ls.SketchFusion(density=0.05),
-    ],
-    ids=repr,
-)
-def test_a_twentieth_of_the_gradient_learns_digits(compressor: ls.Compressor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A coarse net: where hardly anything arrives after the first 24 steps, less than 0.6 are right."""
-    assert train_digits(ls.Warmup(24, compressor), 120, 0, monkeypatch) > 0.85
+def test_less_than_all_of_the_gradient_learns_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    dense, skip = (train_digits(each, 160, 1, monkeypatch) for each in (ls.Dense(), ls.SkipReduce(skip=0.5)))
+    assert dense > 0.95
+    assert skip > dense - 0.01
+    assert train_digits(ls.Warmup(24, ls.MiCRO(density=0.05)), 120, 0, monkeypatch) > 0.85  # of a twentieth; else 0.6

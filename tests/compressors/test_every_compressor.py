@@ -17,12 +17,12 @@ from tests.support.compressors import EVERY_COMPRESSOR, every_compressor
 from tests.support.fuzz import SEEDS, WIRES, fuzzed
 from tests.support.simulated import SimulatedRanks, assert_nothing_lost, normal
 
-every_size = pytest.mark.parametrize("size", [1, 2, 3, 8])
+every_size = pytest.mark.parametrize("size", [1, 3])
 every_size_and_wire = pytest.mark.parametrize(
     ("size", "wire_dtype"),
     [
-        (1, "float32"), (1, "int8"), (2, "bfloat16"), (2, "sign"), (3, "float32"), (3, "float16"), (4, "int8"),
-        (4, "int4"), (3, "int2"), (8, "float32"),
+        (1, "int8"), (2, "bfloat16"), (2, "sign"), (3, "float32"), (3, "float16"), (4, "int8"), (4, "int4"),
+        (3, "int2"), (8, "float32"),
     ],
 )  # fmt: skip
 
@@ -62,15 +62,14 @@ def test_a_density_of_hardly_anything_or_of_half_is_held(kind: Callable[..., ls.
 
 
 @every_compressor
-@every_size
-def test_zero_gradients_stay_zero(compressor: ls.Compressor, size: int) -> None:
-    result = simulate(compressor, torch.zeros(3, size, 37))
+def test_zero_gradients_stay_zero(compressor: ls.Compressor) -> None:
+    result = simulate(compressor, torch.zeros(3, 3, 37))
     assert not result.mean.any()
     assert not result.unsent.any()
 
 
 @every_compressor
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_a_gradient_followed_by_zeros_is_delivered(compressor: ls.Compressor, size: int) -> None:
     if compressor == ls.SkipReduce(rotation="static"):
         pytest.skip("a static rotation never sends a rank's skipped slices: its documented price")
@@ -145,7 +144,7 @@ def any_gradients(draw: st.DrawFn) -> Tensor:
 
 
 @every_compressor_and_others
-@fuzzed(15, given=any_gradients(), wire_dtype=WIRES, weigh=st.booleans())
+@fuzzed(8, given=any_gradients(), wire_dtype=WIRES, weigh=st.booleans())
 def test_any_gradient_is_delivered_kept_or_seen(
     compressor: ls.Compressor, given: Tensor, wire_dtype: str, weigh: bool
 ) -> None:
@@ -165,9 +164,10 @@ def test_any_gradient_is_delivered_kept_or_seen(
     if calm.all() or not (wire_dtype in ("int8", "int4", "int2", "sign") or isinstance(compressor, ls.SketchFusion)):
         assert not seen[calm].any()
     lost = (size * result.mean.double().sum(0) + result.unsent.double().sum(0) - exact.sum((0, 1))).abs()
-    if wire_dtype in ("int2", "sign") and total.isfinite().any():
-        # what is much smaller than its block's scale is rounded beside it
-        lost = lost - 1e-6 * len(given) * size * total[total.isfinite()].max()
+    if wire_dtype in ("int2", "sign") and given.numel():
+        # what is much smaller than its block's scale is rounded beside it, and of that all that is finite may be part
+        finite = torch.where(exact.isfinite(), exact.abs(), 0)
+        lost = lost - 1e-6 * len(given) * size * finite.sum((0, 1)).max()
     assert (lost <= 4e-6 * total + 1e-42)[calm & ~seen].all()
     huge = given.isfinite().all(0).all(0) & ~seen  # and yet it did not overflow
     assert (lost <= 1e-4 * total + 1e-42)[huge].all()
@@ -179,7 +179,7 @@ SHAPES = st.lists(
 
 
 @every_compressor_and_others
-@fuzzed(10, shapes=SHAPES, size=st.integers(1, 5), wire_dtype=WIRES, seed=SEEDS)
+@fuzzed(6, shapes=SHAPES, size=st.integers(1, 5), wire_dtype=WIRES, seed=SEEDS)
 def test_empty_and_one_element_parameters_take_part(
     compressor: ls.Compressor, shapes: list[tuple[int, ...]], size: int, wire_dtype: str, seed: int
 ) -> None:

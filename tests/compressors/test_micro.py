@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import lightning_sparse as ls
-from lightning_sparse import kernels
 from lightning_sparse.simulation import simulate
 from tests.support.simulated import SimulatedRanks, layered
 
@@ -31,20 +30,14 @@ def assert_held(density: torch.Tensor, within: float, error: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "std", "n", "jumps"),
-    [(2, 1e-6, 60_000, {120: 10}), (4, 1e-3, 400_000, {100: 10, 180: 0.1}), (8, 1.0, 60_000, {120: 10})],
+    ("size", "std", "balance", "jumps"), [(2, 1e-6, False, {}), (4, 1.0, True, {100: 10.0, 180: 0.1})]
 )
-def test_density_is_held_through_jumps_of_scale(size: int, std: float, n: int, jumps: dict[int, float]) -> None:
-    run = SimulatedRanks(ls.MiCRO(density=0.01), size, n)
-    assert_held(densities(run, layered(n, size, 260, std=std, jumps=jumps)), 0.05, 0.10)
+def test_density_is_held_through_jumps_of_scale(size: int, std: float, balance: bool, jumps: dict[int, float]) -> None:
+    run = SimulatedRanks(ls.MiCRO(density=0.01, balance=balance), size, 60_000)
+    assert_held(densities(run, layered(60_000, size, 260 if jumps else 160, std=std, jumps=jumps)), 0.05, 0.10)
 
 
-def test_even_partitions_hold_the_density_too() -> None:
-    run = SimulatedRanks(ls.MiCRO(density=0.01, balance=False), 4, 50_000)
-    assert_held(densities(run, layered(50_000, 4, 160)), 0.05, 0.10)
-
-
-@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("size", [1, 3])
 def test_each_rank_owns_each_partition_once_in_p_steps(size: int) -> None:
     """Only the owner's own large elements are picked: give each rank an element of its own in every partition."""
     n = 40 * size
@@ -72,26 +65,6 @@ def test_balance_gives_each_partition_as_many_picks() -> None:
     assert loads[False] > 1.2, loads
 
 
-@pytest.mark.parametrize(("size", "on_device"), [(4, False), (8, True)])
-def test_even_partitions_send_what_is_large_wherever_it_lies(
-    monkeypatch: pytest.MonkeyPatch, size: int, on_device: bool
-) -> None:
-    """As without a limit, and for hardly more than the larger messages of indices."""
-    monkeypatch.setattr(kernels, "used_for", lambda x: on_device)
-    n, k = 20_000, 200
-    given = torch.stack(list(layered(n, size, 40)))
-    found, sent = {}, {}
-    for slack in (1.1, 50.0):
-        result = simulate(ls.MiCRO(density=0.01, balance=False, slack=slack), given)
-        residual = (given.sum(1).cumsum(0) - size * result.mean.cumsum(0) + size * result.mean)[20:]  # before each step
-        large = torch.zeros_like(residual).scatter_(1, residual.abs().topk(k).indices, 1)
-        found[slack] = float((large * (result.mean[20:] != 0)).sum() / large.sum())
-        sent[slack] = int(result.sent_bytes[20:].float().mean())
-    assert found[1.1] > 0.9 * found[50.0] > 0.1
-    values = (size - 1) * 4 * 1.1 * k  # so few go to everybody
-    assert sent[1.1] < values + (size - 1) * 2.5 * 1.1 * k
-
-
 def test_what_does_not_fit_stays_and_is_counted() -> None:
     run = SimulatedRanks(ls.MiCRO(density=0.01, balance=False), 2, 10_000)
     run.step(torch.randn(2, 10_000))
@@ -101,14 +74,6 @@ def test_what_does_not_fit_stays_and_is_counted() -> None:
     assert run.groups[0].picked == 2 * math.ceil(1.1 * 100)
 
 
-def test_the_largest_go_first() -> None:
-    gradients = torch.arange(1.0, 1001.0).repeat(2, 1)
-    run = SimulatedRanks(ls.MiCRO(density=0.1, balance=False, slack=1.0), 2, 1000)
-    run.step(1e-3 * torch.rand(2, 1000))
-    total = run.step(gradients)
-    assert total.index.tolist() == [*range(400, 500), *range(900, 1000)]
-
-
 def test_bytes_are_those_of_indices_and_values() -> None:
     """P = 4, 1 %: an all-gather of k/P indices with room for a tenth more, and a sum of as many values."""
     n = 1_000_000
@@ -116,10 +81,3 @@ def test_bytes_are_those_of_indices_and_values() -> None:
     room = math.ceil(1.1 * 10_000 / 4)
     message = 16 + 4 * room
     assert (sent - (3 * message + 2 * 3 * 4 * room)).abs().max() <= 3 * 8
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 5])
-def test_fewer_elements_than_ranks(n: int) -> None:
-    result = simulate(ls.MiCRO(density=0.5), torch.ones(40, 8, n))
-    assert (result.mean.sum(0) + result.unsent.mean(0) - 40).abs().max() < 1e-4
-    assert (result.mean.sum(0) > 30).all()

@@ -1,21 +1,17 @@
 """Ok-Topk: its volume, its balance, and each bug known of the authors' code."""
 
-import math
-
 import pytest
 import torch
 
 import lightning_sparse as ls
 from lightning_sparse import kernels
 from lightning_sparse.selection import partition
-from lightning_sparse.selection.host import above, largest
-from lightning_sparse.selection.sparse import contained
+from lightning_sparse.selection.host import above
 from lightning_sparse.simulation import simulate
-from lightning_sparse.wire import FLOAT32, INDEX_FORMATS, MessageLayout, Selection
 from tests.support.simulated import SimulatedRanks, layered
 
 
-@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("size", [2, 3])
 def test_words_sent_stay_below_six_k(size: int) -> None:
     """In the paper's format, 32-bit indices and values: 6 k (P-1)/P words a step between evaluations, k measured."""
     n = 20_000
@@ -56,7 +52,7 @@ def test_density_is_held() -> None:
     assert (picked[50:] - 1).abs().mean() < 0.10
 
 
-@pytest.mark.parametrize(("factor", "on_device"), [(0.01, True), (1e-4, False), (1e-4, True)])
+@pytest.mark.parametrize(("factor", "on_device"), [(1e-4, False), (1e-4, True)])
 def test_steps_go_on_after_a_lasting_fall_of_the_gradient(
     monkeypatch: pytest.MonkeyPatch, factor: float, on_device: bool
 ) -> None:
@@ -86,38 +82,13 @@ def test_what_is_delivered_is_the_largest_of_the_sums_of_the_largest() -> None:
 # - the bugs of the reference code, in the order in which our notes list them
 
 
-@pytest.mark.parametrize("evaluate_every", [1, 2, 1000])
+@pytest.mark.parametrize("evaluate_every", [1, 2])
 def test_what_was_delivered_is_taken_out_at_evaluations_too(evaluate_every: int) -> None:
     """The search for delivered elements needs sorted indices, and an evaluation's were not: they were sent twice."""
     given = torch.randn(6, 3, 5000)
     result = simulate(ls.OkTopk(density=0.05, evaluate_every=evaluate_every), given)
     arrived = 3 * result.mean.double().sum(0) + result.unsent.double().sum(0)
     assert torch.allclose(arrived, given.double().sum((0, 1)), atol=1e-4)
-
-
-def test_nothing_delivered_is_no_error() -> None:
-    """Its search raised an IndexError."""
-    assert not contained(torch.arange(3), torch.empty(0, dtype=torch.int64)).any()
-    assert contained(torch.empty(0, dtype=torch.int64), torch.arange(3)).numel() == 0
-    assert contained(torch.tensor([1, 5, 9]), torch.tensor([0, 1, 9, 10])).tolist() == [True, False, True]
-
-
-@pytest.mark.parametrize("name", INDEX_FORMATS)
-def test_indices_beyond_the_precision_of_float32_arrive(name: str) -> None:
-    """It sent indices as float32, which holds whole numbers only up to 2**24."""
-    n = 2**24 + 100
-    index = torch.tensor([3, 2**24 - 1, 2**24 + 1, 2**24 + 3, n - 1])
-    layout = MessageLayout(n, 8, INDEX_FORMATS[name], FLOAT32)
-    message = layout.pack(Selection(index, torch.arange(5.0)), torch.empty(layout.nbytes, dtype=torch.uint8))
-    assert layout.unpack(message).index.tolist() == index.tolist()
-
-
-def test_as_many_as_meant_are_the_largest() -> None:
-    """It took what is strictly above the k-th largest: one too few, and none of several that are equal."""
-    x = torch.randn(10_000)
-    for k in (1, 10, 1000, 9999, 10_000):
-        assert largest(x, k).tolist() == x.abs().topk(k).indices.sort().values.tolist()
-    assert simulate(ls.OkTopk(density=0.1), torch.ones(1, 2, 100)).picked[0] > 0
 
 
 def test_sums_that_cancel_stay_with_their_ranks() -> None:
@@ -129,16 +100,7 @@ def test_sums_that_cancel_stay_with_their_ranks() -> None:
     assert result.mean[0].nonzero().flatten().tolist() == [8]
 
 
-@pytest.mark.parametrize(("size", "nonzero"), [(1, 1), (2, 0), (2, 2), (5, 1), (5, 2)])
-def test_one_rank_and_fewer_picks_than_ranks(size: int, nonzero: int) -> None:
-    given = torch.zeros(70, size, 1000)
-    given[:, :, :nonzero] = 1.0
-    result = simulate(ls.OkTopk(density=0.01, repartition_every=3, evaluate_every=7), given)
-    assert torch.allclose(result.mean.sum(0) + result.unsent.mean(0), given.mean(1).sum(0))
-    assert result.mean.sum() == pytest.approx(70 * nonzero, rel=0.1)
-
-
-@pytest.mark.parametrize("dense_steps", [1, 3, 5])
+@pytest.mark.parametrize("dense_steps", [1, 5])
 def test_warmup_need_not_be_a_multiple_of_anything(dense_steps: int) -> None:
     """Thresholds and regions started at zero if warm-up ended between two evaluations."""
     compressor = ls.Warmup(dense_steps, ls.OkTopk(density=0.01, evaluate_every=4, repartition_every=8))
@@ -149,14 +111,3 @@ def test_warmup_need_not_be_a_multiple_of_anything(dense_steps: int) -> None:
 
 
 # - its parts
-
-
-def test_regions_move_until_there_is_room_for_what_is_large() -> None:
-    """Everything large lies in one region, which its message does not hold: what has no room waits for its rank."""
-    generator = torch.Generator().manual_seed(0)
-    given = 1e-3 * torch.randn(12, 4, 1000, generator=generator)
-    given[1:, :, 100:140] += 1.0
-    result = simulate(ls.OkTopk(density=0.04), given)
-    large = (result.mean[:, 100:140] != 0).sum(1)
-    assert large[1] == math.ceil(1.25 * 40 / 4)
-    assert large[-1] >= 25

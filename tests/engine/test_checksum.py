@@ -6,9 +6,7 @@ import torch
 from lightning_sparse.engine.checksum import checksum
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.uint8, torch.bool]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool])
 def test_a_checksum_sees_one_bit_of_any_dtype(dtype: torch.dtype) -> None:
     x = torch.ones(5, 3, dtype=dtype).t()
     y = x.clone()

@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from lightning_sparse import MiCRO
 from lightning_sparse.engine.compression_error import CompressionError
-from tests.support.simulated import SimulatedRanks, normal
 
 RANKS, ELEMENTS = 3, 4000
 
@@ -22,15 +20,10 @@ def rotating(turns: int, steps: int = 120, skip: int = 40) -> CompressionError:
     return found
 
 
-def test_dense_averaging_delivers_everything_at_once() -> None:
-    found = rotating(1)
-    assert (found.delivered, found.staleness) == (1.0, 0.0)
-
-
-@pytest.mark.parametrize("turns", [2, 4, 8])
+@pytest.mark.parametrize("turns", [1, 4])
 def test_an_element_that_travels_in_turns_waits_half_of_them(turns: int) -> None:
     found = rotating(turns)
-    assert found.staleness == pytest.approx((turns - 1) / 2, rel=0.03)
+    assert found.staleness == pytest.approx((turns - 1) / 2, rel=0.03)  # so with one turn nothing waits
     assert found.delivered == pytest.approx(2 / (turns + 1), rel=0.03)  # turns of 1 + 2 + ... + turns gradients
 
 
@@ -52,18 +45,3 @@ def test_nothing_unsent_is_never_stale() -> None:
     for _ in range(3):
         found.step(torch.zeros(2, 5), torch.zeros(2, 5))
     assert (found.delivered, found.staleness) == (1.0, 0.0)
-
-
-def test_more_elements_are_more_faithful() -> None:
-    found = {density: of_micro(density) for density in (0.3, 0.1, 0.03)}
-    assert 1 > found[0.3].delivered > found[0.1].delivered > found[0.03].delivered > 0
-    assert 0 < found[0.3].staleness < found[0.1].staleness < found[0.03].staleness
-
-
-def of_micro(density: float) -> CompressionError:
-    ranks, found = SimulatedRanks(MiCRO(density=density), RANKS, ELEMENTS), CompressionError(20)
-    for gradients in normal(60, RANKS, ELEMENTS):
-        residual = ranks.unsent + gradients
-        ranks.step(gradients)
-        found.step(residual, ranks.unsent)
-    return found

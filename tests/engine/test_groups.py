@@ -44,29 +44,6 @@ def test_groups_come_in_the_order_in_which_backward_completes_them(pieces: list[
     assert last == sorted(last)
 
 
-def test_one_group_a_layer() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
-    groups = lay_out(dict(model.named_parameters()), ls.TopK(), "none")
-    assert [group.names for group, _ in groups] == [("1.bias", "1.weight"), ("0.bias", "0.weight")]
-
-
-def test_a_bucket_closes_when_it_is_full() -> None:
-    parts = [Piece(str(i), 10) for i in range(5)]  # 40 bytes each
-    assert [len(group) for group in fuse(parts, "bucket", 80)] == [2, 2, 1]
-
-
-def test_protected_parameters_get_dense_groups() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
-    skip = ls.SkipReduce(protect=["*.bias"])
-    groups = {group.names: used for group, used in lay_out(dict(model.named_parameters()), skip, "bucket")}
-    assert groups == {("1.weight", "0.weight"): skip, ("1.bias", "0.bias"): ls.Dense()}
-
-
-def test_an_unknown_fusion_names_what_is_allowed() -> None:
-    with pytest.raises(ValueError, match="fusion must be one of layer, bucket, none, or a list of patterns; got 'all'"):
-        fuse([], "all")
-
-
 # - patterns
 
 
@@ -83,12 +60,6 @@ def test_a_list_of_patterns_makes_a_group_each() -> None:
 def test_a_parameter_without_a_pattern_is_named() -> None:
     with pytest.raises(ValueError, match=r"parameter 'b\.x' matches none of the patterns"):
         fuse([Piece("a.x", 1), Piece("b.x", 1)], ["a.*"])
-
-
-@pytest.mark.parametrize("fusion", ["all", [], [1], 3, None])
-def test_what_is_no_fusion_is_refused(fusion: object) -> None:
-    with pytest.raises(ValueError, match=r"fusion must be one of layer, bucket, none"):
-        ls.SparseDDPStrategy(fusion=fusion)  # type: ignore[arg-type]
 
 
 # - from one set of groups to another
@@ -139,24 +110,3 @@ def test_thresholds_are_carried_and_partitions_start_anew() -> None:
     assert ThresholdController.of(rest["held"]) == ThresholdController(pytest.approx(4.0), pytest.approx(0.5))
     assert "edges" not in joined | rest
     assert "edges" in same
-
-
-def test_a_group_that_stays_keeps_all_its_memory() -> None:
-    old, new = (laid_out([10, 20], [1], ls.OkTopk()) for _ in range(2))
-    old[1][0].memory = {"regions": torch.tensor([0, 5, 20])}
-    kept = old[1][0].memory
-    carry_over([group for group, _ in old], new)
-    assert new[1][0].memory is kept
-
-
-def test_groups_are_spread_over_lanes_by_their_elements() -> None:
-    assert spread([5, 5, 5, 5], 2) == [0, 1, 0, 1]
-    assert spread([500, 1, 500, 1], 2) == [
-        0,
-        1,
-        1,
-        0,
-    ]  # compressed and dense groups by turns
-    assert spread([0, 0, 0], 2) == [0, 1, 0]
-    assert spread([3, 4], 1) == [0, 0]
-    assert spread([], 2) == []

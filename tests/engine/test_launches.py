@@ -3,14 +3,11 @@
 from typing import Any
 
 import pytest
-import torch
 
 import lightning_sparse as ls
 from lightning_sparse.engine.second_moments import EARLY
-from lightning_sparse.network.costs import DEVICE_SEGMENT_BYTES, SEGMENT_BYTES
-from lightning_sparse.network.simulated import SimNetwork
-from lightning_sparse.network.sums import two_hop_sum
-from lightning_sparse.wire import INT4, wire_format
+from lightning_sparse.network.costs import DEVICE_SEGMENT_BYTES
+from lightning_sparse.wire import wire_format
 from tests.support.fake_cuda import unavailable_reason
 from tests.support.on_fake_cuda import Training, gradients, local_steps, on_fake_cuda, parameters
 
@@ -36,11 +33,8 @@ def launched(n: int, layers: int, wire_dtype: str, compressor: ls.Compressor, si
 
 
 @on_a_fake_device
-@pytest.mark.parametrize(("n", "layers"), [(10**6, 1), (10**8, LAYERS), (10**9, 1)])
-@pytest.mark.parametrize(
-    ("wire_dtype", "most"),
-    [("float32", 3), ("bfloat16", 24), ("float16", 28), ("int8", 8), ("int4", 8), ("int2", 8), ("sign", 8)],
-)
+@pytest.mark.parametrize(("n", "layers"), [(10**6, 1), (10**8, LAYERS)])
+@pytest.mark.parametrize(("wire_dtype", "most"), [("float32", 3), ("bfloat16", 24), ("int4", 8), ("sign", 8)])
 def test_a_dense_step_launches_little(wire_dtype: str, most: int, n: int, layers: int) -> None:
     """At most so much for every 32 MiB of what a rank owns of a group, and two for each parameter."""
     count, messages, groups = launched(n, layers, wire_dtype, ls.Dense())
@@ -79,21 +73,3 @@ def test_second_moments_launch_little() -> None:
     own_early, own_later = launched_with_adam({"second_moments": "own"}, layers)
     assert later - own_later <= 8 * layers
     assert early - own_early <= 30 * layers + 30
-
-
-@on_a_fake_device
-def test_more_ranks_launch_no_more() -> None:
-    four, many = (launched(10**8, LAYERS, "int4", ls.Dense(), size) for size in (4, 64))
-    assert (
-        many[0] <= four[0] + 2 * four[2]
-    )  # where the last slice is shorter, its row and that of its owner are cleared
-    assert many[1:] == four[1:]
-
-
-def test_a_cpu_has_short_segments_as_before() -> None:
-    size, n = 4, 4 * 10**6
-    network = SimNetwork(size, INT4)
-    network.run([two_hop_sum(torch.ones(n), comm) for comm in network.comms])
-    step = 256 * (SEGMENT_BYTES // INT4.nbytes(256))
-    assert {comm.messages for comm in network.comms} == {2 * -(-(n // size) // step)}
-    assert step == 1_016_576

@@ -4,7 +4,6 @@ import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
@@ -79,7 +78,7 @@ def scaled_and_not(rank: int, size: int, cases: list[tuple[str, float]]) -> list
 
 def test_a_step_in_which_one_rank_overflows_never_was(ranks: Ranks) -> None:
     """Bit for bit: a power of two takes no digit away, and the rest of the run does not know of the step."""
-    cases = [*((name, math.inf) for name in ls.COMPRESSORS), ("micro", math.nan)]
+    cases = [("sparse_dense", math.inf), ("low_rank", math.inf), ("ok_topk", math.inf), ("micro", math.nan)]
     for results in ranks.run(scaled_and_not, 2, cases):
         for (name, _), (scaled, plain, residual, plain_residual, scale) in zip(cases, results, strict=True):
             assert torch.equal(scaled, plain), name
@@ -106,14 +105,3 @@ def test_mixed_precision_with_a_loss_scale_trains_and_replicas_stay_identical(ra
     (first, residual), (second, others) = ranks.run(mixed_with_scaler, 2)
     assert torch.equal(first, second)
     assert all(x.isfinite().all() for x in (first, residual, others))
-
-
-def on_gpu(rank: int, size: int, precision: str) -> tuple[Tensor, Tensor]:
-    return mixed(rank, size, accelerator="gpu", precision=precision)
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
-def test_mixed_precision_trains_on_a_gpu(ranks: Ranks, precision: str) -> None:
-    assert all(x.isfinite().all() for x in ranks.run(on_gpu, 1, precision)[0])

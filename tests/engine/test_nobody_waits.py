@@ -42,8 +42,6 @@ from tests.support.on_fake_cuda import (
     watched,
 )
 
-FOUND = 52.0  # elements in each message that arrives, as the host is told: as many as MiCRO(density=0.01) meant
-
 #: Where the host may wait for the device: the function that does, and what docs/gpu.md says of it.
 MAY_WAIT = {
     "compressors/micro.py reduce": "`micro`, in the first step and where its threshold was lost",
@@ -97,7 +95,7 @@ def test_a_look_at_data_is_noted() -> None:
 # Each compressor in a format, so that each format is of sums and of messages of elements.
 IN_FORMATS = [
     *zip(COMPRESSORS, itertools.cycle(FORMATS), strict=False),
-    *[(ls.Dense(), wire_dtype) for wire_dtype in FORMATS[1:]],
+    *[(ls.Dense(), wire_dtype) for wire_dtype in FORMATS[1::2]],
 ]
 
 
@@ -111,34 +109,13 @@ def may_wait(compressor: ls.Compressor) -> set[str]:
     return {"compressors/micro.py reduce"} if isinstance(compressor, ls.MiCRO) else set()
 
 
-def test_micro_waits_in_its_first_step_alone_while_its_threshold_holds() -> None:
-    first, *others = waits(lambda nccl, of: gradients(nccl, of, ls.MiCRO(density=0.01), "int4"), sees=FOUND)
-    assert first == may_wait(ls.MiCRO())
-    assert not set().union(*others)
-
-
-@pytest.mark.parametrize(
-    ("compressor", "dtype"),
-    [
-        (ls.Dense(), torch.bfloat16), (ls.TopK(), torch.float16), (ls.LowRank(), torch.bfloat16),
-        (ls.SkipReduce(), torch.float16),
-    ],
-    ids=repr,
-)  # fmt: skip
-def test_nobody_waits_with_parameters_in_half_precision(compressor: ls.Compressor, dtype: torch.dtype) -> None:
-    assert not set().union(*waits(lambda nccl, of: gradients(nccl, of, compressor, "int4"), dtype=dtype))
-
-
-@pytest.mark.parametrize("wire_dtype", ["float32", "int4"])
-def test_nobody_waits_for_sums_in_one_hop_two_hops_and_many_segments(wire_dtype: str) -> None:
+def test_nobody_waits_for_sums_in_one_hop_two_hops_and_many_segments() -> None:
     shapes = {"small": (100,), "middle": (100, 1000), "large": (3000, 3000)}
-    assert not set().union(*waits(lambda nccl, of: gradients(nccl, of, ls.Dense(), wire_dtype), 3, shapes=shapes))
+    assert not set().union(*waits(lambda nccl, of: gradients(nccl, of, ls.Dense(), "int4"), 3, shapes=shapes))
 
 
 @pytest.mark.parametrize(
-    "compressor",
-    [ls.Dense(), ls.LowRank(), ls.MiCRO(density=0.01), ls.MomentumCorrection(0.9, ls.TopK())],
-    ids=repr,
+    "compressor", [ls.LowRank(), ls.MiCRO(density=0.01), ls.MomentumCorrection(0.9, ls.TopK())], ids=repr
 )
 def test_nobody_waits_with_a_loss_scale(compressor: ls.Compressor) -> None:
     """Also in a step that is undone: the host sees that each has overflowed."""
@@ -180,11 +157,7 @@ def test_nobody_waits_to_watch_what_is_unsent_or_to_time_a_step() -> None:
     assert not set().union(*waits(watched, between=look))
 
 
-@pytest.mark.parametrize(
-    ("compressor", "overlap"),
-    [(ls.Dense(), True), (ls.Dense(), False), (ls.TopK(), True), (ls.LowRank(), False), (ls.MiCRO(), True)],
-    ids=repr,
-)
+@pytest.mark.parametrize(("compressor", "overlap"), [(ls.Dense(), False), (ls.TopK(), True)], ids=repr)
 def test_local_steps_wait_every_ten_steps(compressor: ls.Compressor, overlap: bool) -> None:
     def make(nccl: FakeNccl, of: dict[str, Tensor]) -> Exchange:
         return local_steps(nccl, of, compressor, "int4", overlap=overlap, outer_momentum=0.5)
@@ -197,9 +170,8 @@ def test_local_steps_wait_every_ten_steps(compressor: ls.Compressor, overlap: bo
 ADAM = [
     *[({}, wire_dtype, torch.float32) for wire_dtype in FORMATS],
     *[
-        (settings, wire_dtype, dtype)
-        for settings in LOCAL_SETTINGS
-        for wire_dtype, dtype in (("int2", torch.float32), ("sign", torch.bfloat16))
+        (settings, wire_dtype, torch.bfloat16)
+        for settings, wire_dtype in zip(LOCAL_SETTINGS, FORMATS[-4:], strict=True)
     ],
 ]
 
@@ -222,18 +194,6 @@ def test_local_steps_in_every_format_and_setting_wait_no_more_with_adam(
     shown = [found.pop(steps // 2), found.pop(0)]  # a training begins with the average shown
     assert set().union(*shown) <= AFTER_THE_AVERAGE
     assert set().union(*found) == set()
-
-
-def test_who_asks_how_much_shorter_adams_steps_are_waits() -> None:
-    with on_fake_cuda() as (cuda, nccl):
-        of = parameters()
-        exchange = local_steps(nccl, of, ls.Dense())
-        training = Training(exchange, of, adam=True)
-        for _ in range(3):
-            training.step()
-        cuda.waits.clear()
-        assert exchange.metrics()
-        assert set(cuda.waits) == {"engine/local_exchange.py metrics"}
 
 
 def test_who_asks_between_steps_waits_as_the_documentation_says() -> None:

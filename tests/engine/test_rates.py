@@ -10,7 +10,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 
 from lightning_sparse.engine.around import Around
-from lightning_sparse.engine.optimizers import Optimizers, why_not_ahead
+from lightning_sparse.engine.optimizers import Optimizers
 from lightning_sparse.engine.rates import Rates
 
 LEAD = 1.5
@@ -74,8 +74,9 @@ def step(optimizer: Optimizer, p: Tensor, with_closure: bool = False) -> float:
     return float(p.detach()) - before
 
 
-@pytest.mark.parametrize("with_closure", [True, False])
-@pytest.mark.parametrize("hook", ["register_step_pre_hook", "register_step_post_hook"])
+@pytest.mark.parametrize(
+    ("hook", "with_closure"), [("register_step_pre_hook", True), ("register_step_post_hook", False)]
+)
 def test_a_schedule_in_a_hook_of_the_optimizer_sees_rates_as_they_are(
     hook: str, with_closure: bool, parameter: Tensor
 ) -> None:
@@ -93,45 +94,3 @@ def test_a_rate_that_an_optimizer_around_another_sets_is_the_next_ones(parameter
     before = Wrapper(SGD([parameter], lr=1.0), True, lambda _: 0.5)
     assert [step(before, parameter, True) for _ in range(2)] == [LEAD / 2, LEAD / 2]
     assert before.param_groups[0]["lr"] == 0.5
-
-
-class Calls(SGD):
-    """Steps by its class's."""
-
-    raises = False
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        if self.raises:
-            raise ArithmeticError
-        super().step(closure)
-
-
-def test_a_subclass_steps_once_as_far_and_so_does_one_that_has_raised(parameter: Tensor) -> None:
-    optimizer = Calls([parameter], lr=1.0)
-    assert [step(optimizer, parameter, c) for c in (True, False, True)] == [LEAD] * 3
-    optimizer.raises = True
-    with pytest.raises(ArithmeticError):
-        step(optimizer, parameter)
-    optimizer.raises, optimizer.param_groups[0]["lr"] = False, 1.0
-    assert [step(optimizer, parameter, c) for c in (True, False)] == [LEAD] * 2
-
-
-class Own(SGD):
-    """Makes its next rate of its last."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.param_groups[0]["lr"] *= 2
-
-
-def test_an_optimizer_that_changes_its_own_rate_is_told_what_to_do(parameter: Tensor) -> None:
-    with pytest.raises(ValueError, match=r"Own has changed its own within its step, from 1.5 to 3.0. Give .*lead=1"):
-        step(Own([parameter], lr=1.0), parameter)
-
-
-def test_optimizers_whose_steps_a_rate_does_not_make_longer(parameter: Tensor) -> None:
-    optimizer = SGD([parameter], lr=1.0)
-    assert why_not_ahead(optimizer) == ""
-    optimizer.param_groups[0]["lr"] = None
-    assert why_not_ahead(optimizer) == "has no number as its learning rate (lr)"
-    assert "in the first step alone" in why_not_ahead(torch.optim.Rprop([parameter]))

@@ -1,6 +1,7 @@
 """Local steps on simulated ranks: the law with updates in the place of gradients, turns, and what may be set."""
 
 from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -91,23 +92,23 @@ class Trained:
             assert (held - each.average - each.group.unsent).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("wire", WIRE_DTYPES)
-@pytest.mark.parametrize("compressor", EVERY_COMPRESSOR)
-def test_nothing_of_an_update_is_lost(compressor: ls.Compressor, wire: str) -> None:
-    for size in (1, 3, 4) if wire == "int4" else (2,):
-        trained = Trained(compressor, ls.LocalSteps(2), size, wire, torch.float32)
-        for number in range(1, 7):
-            trained.step(number)
+COMPRESSORS = [each.values[0] for each in EVERY_COMPRESSOR]
+CASES = [
+    *zip(COMPRESSORS, cycle([2, 3, 1, 4]), cycle(WIRE_DTYPES), strict=False),
+    *((ls.Dense(), 3, wire) for wire in WIRE_DTYPES),
+]
 
 
-def test_weights_in_half_precision_lose_nothing_either() -> None:
-    trained = Trained(ls.TopK(density=0.1), ls.LocalSteps(2), 2, "float32", torch.bfloat16)
-    for number in range(1, 9):
+@pytest.mark.parametrize(("compressor", "size", "wire"), CASES)
+def test_nothing_of_an_update_is_lost(compressor: ls.Compressor, size: int, wire: str) -> None:
+    """With every compressor, in every format and on 1 to 4 ranks, though not with every combination of them."""
+    trained = Trained(compressor, ls.LocalSteps(2), size, wire, torch.float32)
+    for number in range(1, 7):
         trained.step(number)
 
 
 @pytest.mark.parametrize("fusion", ["layer", "none", ["layer[01]*", "*"]])
-@pytest.mark.parametrize("fragments", [1, 2, 4, 9])
+@pytest.mark.parametrize("fragments", [1, 4])
 def test_every_parameter_has_one_turn_in_h_steps(fusion: Any, fragments: int) -> None:
     parameters = {f"layer{i}.{name}": torch.zeros(3 + i, 5) for i in range(4) for name in ("a", "b")}
     groups, of_group = lay_out_fragments(parameters, ls.Dense(), fusion, fragments)
@@ -139,16 +140,6 @@ def test_what_is_not_finite_on_a_rank_stays_each_ranks_own_until_it_is_finite_on
     assert same_bits(replicas[0].average, replicas[1].average)
 
 
-def test_what_is_not_finite_in_half_precision_is_averaged_again_once_it_is_finite() -> None:
-    modules = [Statistics().bfloat16(), Statistics().bfloat16()]
-    replicas = [statistics_of(module, ls.LocalSteps(2), 0, "running_mean") for module in modules]
-    modules[0].running_mean[0] = torch.inf
-    exchanged(replicas)
-    modules[0].running_mean[0] = 3.0
-    exchanged(replicas)
-    assert [module.running_mean.tolist() for module in modules] == [[2.0] + [1.0] * 6] * 2
-
-
 def test_counters_in_float64_count_on_beyond_what_float32_holds() -> None:
     modules = [Statistics(), Statistics()]
     replicas = [statistics_of(module, ls.LocalSteps(2), 0, "count") for module in modules]
@@ -157,29 +148,6 @@ def test_counters_in_float64_count_on_beyond_what_float32_holds() -> None:
             module.count += 1
         exchanged(replicas)
         assert [module.count.item() for module in modules] == [2**24 + step] * 2
-
-
-def test_a_buffer_that_its_module_replaces_is_averaged_where_it_is_now() -> None:
-    modules = [Statistics(), Statistics()]
-    replicas = [statistics_of(module, ls.LocalSteps(2), 0) for module in modules]
-    modules[0].running_mean = torch.full((7,), 3.0)
-    exchanged(replicas)
-    assert [module.running_mean.tolist() for module in modules] == [[2.0] * 7] * 2
-    modules[0].running_mean = torch.zeros(2)
-    with pytest.raises(RuntimeError, match=r"running_mean must keep the shape \[7\] .*; got \[2\]"):
-        exchanged(replicas)
-
-
-def test_a_target_network_that_is_replaced_as_a_whole_is_averaged_where_it_is_now() -> None:
-    modules = [nn.Sequential(Statistics()), nn.Sequential(Statistics())]
-    finds = [untrained_of(module, set())["0.running_mean"] for module in modules]
-    replicas = [
-        Replica(Group(0, ("0.running_mean",), (find(),)), Exact(), 0, ls.LocalSteps(2), [find]) for find in finds
-    ]
-    modules[0][0] = Statistics()
-    modules[0][0].running_mean.fill_(3.0)
-    exchanged(replicas)
-    assert [module[0].running_mean.tolist() for module in modules] == [[2.0] * 7] * 2
 
 
 def test_frozen_parameters_and_buffers_that_a_checkpoint_keeps_are_watched() -> None:
@@ -197,24 +165,6 @@ def test_frozen_parameters_and_buffers_that_a_checkpoint_keeps_are_watched() -> 
 
 
 @pytest.mark.parametrize(
-    ("given", "error"),
-    [
-        (-1, "local_steps must be an integer of at least 0; got -1"),
-        (1.5, "local_steps must be an integer of at least 0; got 1.5"),
-        ({"steps": 4, "fragments": 5}, "fragments must be at most steps, 4, since one travels at a time; got 5"),
-        ({"steps": 4, "outer_momentum": 1.0}, "outer_momentum must be at least 0 and below 1; got 1.0"),
-        ({"steps": 4, "outer_rate": 0}, "outer_rate must be above 0; got 0"),
-        ({"steps": 4, "error_decay": 1.5}, "error_decay must be from 0 to 1, or None; got 1.5"),
-        ({"steps": 4, "overlap": 1}, "overlap must be True or False; got 1"),
-        ({"steps": 4, "second_moments": "all"}, "second_moments must be one of mean, own; got 'all'"),
-    ],
-)
-def test_bad_settings(given: Any, error: str) -> None:
-    with pytest.raises(ValueError, match=error):
-        ls.SparseDDPStrategy(local_steps=ls.LocalSteps(**given) if isinstance(given, dict) else given)
-
-
-@pytest.mark.parametrize(
     ("options", "error"),
     [
         ({"compressor": ls.MomentumCorrection(0.9, ls.TopK())}, "cannot be combined with MomentumCorrection"),
@@ -227,7 +177,7 @@ def test_what_cannot_be_combined(options: Any, error: str) -> None:
         ls.SparseDDPStrategy(local_steps=2, **options)
 
 
-@pytest.mark.parametrize("compressor", EVERY_COMPRESSOR)
+@pytest.mark.parametrize("compressor", [ls.Dense(), ls.TopK(), ls.MiCRO(), ls.LowRank()], ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_nothing_is_lost_of_what_waits_aside_and_weights_are_the_average(compressor: ls.Compressor, dtype: Any) -> None:
     trained = Trained(compressor, ls.LocalSteps(1, error_decay=1.0), 2, "int4", dtype)
@@ -259,20 +209,6 @@ def test_sparse_loco_is_the_papers() -> None:
         for rank, replica in enumerate(replicas):
             assert torch.allclose(replica.average, average, atol=1e-6)
             assert torch.allclose(replica.unsent(replica.tensors()), 0.95 * errors[rank], atol=1e-6)
-
-
-def test_a_warm_up_takes_no_outer_step() -> None:
-    settings = ls.LocalSteps(2, outer_rate=0.7, outer_momentum=0.9, lead=1)
-    trained = Trained(ls.Dense(), settings, 2, "float32", torch.float32)
-    replicas = [of_rank[0] for of_rank in trained.replicas]
-    for step in range(1, 4):
-        for replica in replicas:
-            assert replica.is_due(step, warmup_steps=3)
-            for p in replica.group.parameters:
-                p += torch.randn(p.shape) * 0.01
-        own = [torch.cat([p.flatten() for p in replica.group.parameters]) for replica in replicas]
-        exchanged(replicas, trained.network)
-        assert torch.allclose(replicas[0].average, (own[0] + own[1]) / 2, atol=1e-6)
 
 
 def test_the_outer_step_is_nesterovs() -> None:

@@ -10,7 +10,7 @@ from torch.optim import NAdam, Optimizer, RAdam
 
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.adam import STATE, MeanMoments, squares_of
-from lightning_sparse.engine.second_moments import EARLY, EVERY, LONGEST, RARELY, Block, SecondMoments
+from lightning_sparse.engine.second_moments import LONGEST, Block, SecondMoments
 from lightning_sparse.network.simulated import SimNetwork
 
 RANKS = 4
@@ -49,7 +49,7 @@ def learn(parameters: list[list[nn.Parameter]], moments: list[SecondMoments], si
         compare(moments)
 
 
-@pytest.mark.parametrize("shape", [(40, 30), (40, 5, 3, 2), (64,), (), (1, 50), (50, 1), (LONGEST + 1,)], ids=str)
+@pytest.mark.parametrize("shape", [(40, 5, 3, 2), (64,), (), (50, 1), (LONGEST + 1,)], ids=str)
 def test_the_share_of_signal_and_noise_is_found(shape: tuple[int, ...]) -> None:
     parameters, moments = moments_of(shape)
     learn(parameters, moments, torch.ones(shape), torch.full(shape, 2.0))
@@ -59,51 +59,6 @@ def test_the_share_of_signal_and_noise_is_found(shape: tuple[int, ...]) -> None:
     assert float(moments[0].lr_factor) == pytest.approx(2.5**0.5, rel=0.1)
     for other in moments[1:]:
         assert torch.equal(other.squares, moments[0].squares)
-
-
-def test_rows_and_columns_have_shares_of_their_own() -> None:
-    parameters, moments = moments_of((20, 30))
-    noise = torch.ones(20, 30)
-    noise[:10] = 3.0
-    learn(parameters, moments, torch.ones(20, 30), noise)
-    share = share_of(moments[0], parameters[0][0])
-    assert share[:10].mean() == pytest.approx((1 + 9 / RANKS) / 10, rel=0.2)
-    assert share[10:].mean() == pytest.approx((1 + 1 / RANKS) / 2, rel=0.2)
-
-
-def test_gradients_without_noise_and_with_nothing_else_are_the_ends() -> None:
-    for signal, noise, expected in ((1.0, 0.0, 1.0), (0.0, 1.0, 1.2 / RANKS)):  # no share is below the least
-        parameters, moments = moments_of((30, 30))
-        learn(parameters, moments, torch.full((30, 30), signal), torch.full((30, 30), noise))
-        share = share_of(moments[0], parameters[0][0])
-        assert share.mean() == pytest.approx(expected, rel=0.15)
-        assert share.amin() >= 1 / RANKS
-        assert share.amax() <= 1.0
-
-
-@pytest.mark.parametrize("is_used", [True, False])
-def test_ranks_compare_in_every_early_step_and_then_in_every_tenth_or_hardly_ever(is_used: bool) -> None:
-    (parameters,), (moments,) = moments_of((3, 3), ranks=1)
-    due = []
-    for step in range(1, RARELY + 1):
-        if moments.is_due(step):
-            due.append(step)
-            if is_used:
-                moments.look(parameters[0], torch.ones(3, 3))
-            compare([moments])
-    assert due == [*range(1, EARLY + 1), *(range(EARLY + EVERY, RARELY + 1, EVERY) if is_used else [RARELY])]
-    assert not moments_of((0, 3), ranks=1)[1][0].is_due(1)
-
-
-def test_the_first_gradient_since_the_last_look_counts_and_one_that_is_not_finite_does_not() -> None:
-    parameters, moments = moments_of((2, 2), (3,), ranks=1)
-    (matrix, vector), (own,) = parameters[0], moments
-    own.look(vector, torch.tensor([1.0, float("inf"), float("nan")]))
-    own.look(vector, torch.full((3,), 7.0))
-    compare(moments)
-    assert own.squares[1].tolist() == [0, 0, 0, 0, 1, 0, 0]
-    assert share_of(own, matrix).tolist() == [[1, 1], [1, 1]]
-    assert share_of(own, vector).tolist() == [[1, 1, 1]]
 
 
 def test_what_is_known_goes_on_from_a_checkpoint_and_in_other_groups() -> None:
@@ -151,38 +106,14 @@ class Fixed(SecondMoments):
 
 
 ADAMS: dict[str, Callable[[list[Tensor]], Optimizer]] = {
-    "adam": lambda p: torch.optim.Adam(p, lr=0.1),
     "adam with decay": lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.5),
     "adam, the most, with decay": lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.5, maximize=True),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, betas=(0.9, 0.95)),
     "adamw, fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
-    "adamw, foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
-    "adamw, rate in a tensor": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1)),
     "amsgrad": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),
     "nadam": lambda p: NAdam(p, lr=0.1, weight_decay=0.5, decoupled_weight_decay=True),
     "radam": lambda p: RAdam(p, lr=0.1, weight_decay=0.5),
 }
-
-
-@pytest.mark.parametrize("shape", [(6, 5, 2), (7,), (5, 1), ()])
-def test_in_blocks_it_is_as_in_one(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of rows that are another number than blocks have, and in any order of memory."""
-    found = []
-    for elements in (1, 25, 2**16):
-        monkeypatch.setattr("lightning_sparse.engine.second_moments.BLOCK", elements)
-        generator = torch.Generator().manual_seed(0)
-        p = nn.Parameter(torch.randn(shape, generator=generator))
-        moments = SecondMoments([Group(0, ("p",), (p,))])
-        optimizer, mean_moments = torch.optim.AdamW([p]), MeanMoments(moments)
-        for _ in range(4):
-            p.grad = torch.randn(shape, generator=generator).mT.contiguous().mT if p.dim() > 1 else torch.ones(shape)
-            mean_moments.before_update(optimizer)
-            optimizer.step()
-            mean_moments.after_update(optimizer)
-            moments.squares, moments._compared = torch.rand(moments.squares.shape, generator=generator), 1
-        found.append(optimizer.state[p][STATE])
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
 
 
 @pytest.mark.parametrize("make", ADAMS.values(), ids=ADAMS)
@@ -204,36 +135,8 @@ def test_adam_sees_the_squares_of_the_mean_gradient(make: Callable[[list[Tensor]
         torch.testing.assert_close(optimizer.state[p][STATE], part * expected, rtol=1e-4, atol=1e-9)
 
 
-def test_squares_from_before_local_steps_stay_and_later_ones_follow_what_is_known() -> None:
-    for taken_up in (False, True):
-        p = nn.Parameter(torch.ones(4, 3))
-        known = Fixed([Group(0, ("p",), (p,))])
-        optimizer, moments = torch.optim.AdamW([p]), MeanMoments(known)
-
-        def step(moments: MeanMoments | None, optimizer: Optimizer = optimizer, p: nn.Parameter = p) -> None:
-            p.grad = torch.ones(4, 3)
-            if moments:
-                moments.before_update(optimizer)
-            optimizer.step()
-            if moments:
-                moments.after_update(optimizer)
-
-        step(moments if taken_up else None)  # otherwise with averaged gradients
-        for _ in range(9):
-            step(moments)
-        own = 1 - 0.999**10
-        expected = own * known.part if taken_up else 0.999**9 * 0.001 + (1 - 0.999**9) * known.part
-        assert optimizer.state[p][STATE].unique().tolist() == pytest.approx([expected], rel=1e-4)
-        known.part, known.squares = 0.5, known.squares.clone()  # ranks have compared
-        step(moments)
-        if taken_up:
-            assert optimizer.state[p][STATE].unique().tolist() == pytest.approx([(1 - 0.999**11) * 0.5], rel=1e-4)
-
-
 OTHERS: dict[str, Callable[[list[Tensor]], Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    "adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
 }
 
@@ -285,20 +188,3 @@ def test_an_outlier_a_skipped_step_and_an_optimizer_around_another_do_no_harm() 
     moments.before_update(inner)  # and then a gradient scaler has a fused step do nothing
     moments.after_update(inner)
     assert torch.equal(inner.state[p][STATE], expected)
-
-
-def test_a_gradient_that_a_fused_optimizer_is_to_unscale_is_unscaled() -> None:
-    ends = []
-    for scale in (None, 1024.0):
-        p = nn.Parameter(torch.ones(4, 4))
-        known = Fixed([Group(0, ("p",), (p,))])
-        optimizer, moments = torch.optim.AdamW([p], fused=True), MeanMoments(known)
-        for step in range(3):
-            p.grad = torch.randn(4, 4, generator=torch.Generator().manual_seed(step)) * (scale or 1.0)
-            optimizer.grad_scale = None if scale is None else torch.tensor(scale)  # type: ignore[attr-defined]
-            optimizer.found_inf = None if scale is None else torch.tensor(0.0)  # type: ignore[attr-defined]
-            moments.before_update(optimizer)
-            optimizer.step()
-            moments.after_update(optimizer)
-        ends.append(optimizer.state[p][STATE])
-    torch.testing.assert_close(*ends)

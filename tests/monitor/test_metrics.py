@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric
 
 import lightning_sparse as ls
 from lightning_sparse.monitor.metrics import compression_ratio, threshold_error
@@ -51,45 +51,6 @@ def test_a_metric_goes_on_where_it_was_pickled_or_copied(metric: Metric, updates
             again.update(*update)
         assert again.compute().item() == pytest.approx(expected)
     assert metric.update_count == 1
-
-
-@pytest.mark.parametrize(("metric", "updates", "expected"), METRICS)
-def test_forward_is_of_one_step_and_compute_of_all(metric: Metric, updates: Any, expected: float) -> None:
-    metric.reset()
-    alone = [metric(*update).item() for update in updates]
-    for update, value in zip(updates, alone, strict=True):
-        single = metric.clone()
-        single.reset()
-        single.update(*update)
-        assert single.compute().item() == value
-    assert metric.compute().item() == pytest.approx(expected)
-
-
-@pytest.mark.skipif(not hasattr(Metric, "merge_state"), reason="needs a newer torchmetrics than 1.0")
-@pytest.mark.parametrize(("metric", "updates", "expected"), METRICS)
-def test_states_of_ranks_add_up(metric: Metric, updates: Any, expected: float) -> None:
-    """As torchmetrics reduces them; on real ranks: tests/monitor/test_monitor_in_trainings.py."""
-    rest = metric.clone()
-    metric.reset()
-    rest.reset()
-    metric.update(*updates[0])
-    for update in updates[1:]:
-        rest.update(*update)
-    rest.merge_state(metric)
-    assert rest.compute().item() == pytest.approx(expected)
-
-
-def test_a_year_of_bytes_is_counted_exactly() -> None:
-    metric = ls.CompressionRatio()
-    metric.update(dense_bytes=2**52, sent_bytes=2**51)
-    metric.update(dense_bytes=1, sent_bytes=0)
-    assert metric.dense_bytes == 2**52 + 1
-
-
-def test_both_fit_into_a_collection() -> None:
-    both = MetricCollection({"ratio": ls.CompressionRatio(), "error": ls.ThresholdError()})
-    both.update(dense_bytes=8, sent_bytes=2, picked=5, target=10)
-    assert {name: value.item() for name, value in both.compute().items()} == {"ratio": 4, "error": 0.5}
 
 
 def test_functional_forms_at_their_edges() -> None:

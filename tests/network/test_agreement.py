@@ -2,22 +2,18 @@
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import lightning_sparse as ls
 from lightning_sparse.checkpoint.state import State
-from lightning_sparse.compressors.group import Group
 from lightning_sparse.monitor import replicas
-from lightning_sparse.network.agreement import described, differences, ranks_having
-from lightning_sparse.network.comm import Comm, Rounds
+from lightning_sparse.network.agreement import described
 from tests.support.models import Does, Small, data, small, trainer
 from tests.support.processes import Ranks
 from tests.support.said import refusal
@@ -31,8 +27,6 @@ def fit(rank: int, size: int, others: Mapping[str, Any], odd: int) -> str:
         model.net[0], model.net[2] = nn.Linear(8, width), nn.Linear(width, 17)
     if dtype := mine.pop("dtype", None):
         model.net[4].to(dtype)
-    if mine.pop("frozen", False):
-        model.net[0].weight.requires_grad_(False)
     if mine.pop("renamed", False):
         model.last = nn.Linear(3, 3)
     return refusal(trainer(ls.SparseDDPStrategy(**mine), size, max_steps=3).fit, model, data(3, size))
@@ -42,12 +36,9 @@ CASES = {
     "compressor": ({"compressor": ls.MiCRO(density=0.5)}, "compressor: SkipReduce(", "MiCRO(density=0.5"),
     "wire_dtype": ({"wire_dtype": "bfloat16"}, "wire_dtype: 'float32' on ranks 0, 1; 'bfloat16' on rank 2"),
     "fusion": ({"fusion": "none"}, "fusion: 'layer' on ranks 0, 1; 'none' on rank 2"),
-    "patterns": ({"fusion": ["*weight", "*"]}, "fusion: ", "('*weight', '*') on rank 2"),
-    "warm-up": ({"warmup_steps": 3}, "warmup_steps: 0 on ranks 0, 1; 3 on rank 2"),
     "nodes": ({"local_group": 3}, "local_group: 1 on ranks 0, 1; 3 on rank 2"),
     "shape": ({"width": 40}, "parameter net.0.weight: 'float32 [33, 8]' on ranks 0, 1; 'float32 [40, 8]' on rank 2"),
     "dtype": ({"dtype": torch.bfloat16}, "parameter net.4.bias", "'bfloat16 [3]' on rank 2"),
-    "frozen": ({"frozen": True}, "parameter net.0.weight", "'float32 [33, 8] frozen' on rank 2"),
     "names": ({"renamed": True}, "parameter last.weight: missing on ranks 0, 1; 'float32 [3, 3]' on rank 2"),
 }
 
@@ -76,8 +67,8 @@ def buffered(odd: bool, what: str) -> Small:
 
 def fit_buffered(rank: int, size: int) -> list[str]:
     errors = []
-    for local_steps, what in product((0, 2), ("shape", "persistent", "more")):
-        run = trainer(ls.SparseDDPStrategy("micro", local_steps=local_steps), size, max_steps=3)
+    for what in ("shape", "persistent", "more"):
+        run = trainer(ls.SparseDDPStrategy("micro", local_steps=2), size, max_steps=3)
         errors.append(refusal(run.fit, buffered(rank == 1, what), data(3, size)))
     return errors
 
@@ -90,7 +81,7 @@ def test_a_buffer_that_is_another_on_one_rank_is_named_on_every_rank(ranks: Rank
         "buffer more: missing on rank 0; 'int64 [2]' on rank 1",
     ]
     for errors in ranks.run(fit_buffered, 2):
-        for error, said in zip(errors, 2 * named, strict=True):
+        for error, said in zip(errors, named, strict=True):
             assert said in error
 
 
@@ -110,10 +101,7 @@ class Keeps(nn.Module):
 
 
 def test_buffers_are_described_with_whether_a_checkpoint_keeps_them() -> None:
-    assert described(Keeps()) == {
-        "buffer kept": "bfloat16 [2, 3]",
-        "buffer passing": "int64 [] persistent=False",
-    }
+    assert described(Keeps()) == {"buffer kept": "bfloat16 [2, 3]", "buffer passing": "int64 [] persistent=False"}
     assert "buffer inner.own" in described(nn.ModuleDict({"inner": Keeps()}))  # DDP asks the outermost module
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PyTorch 2.15 says that it will go
@@ -121,57 +109,29 @@ def test_buffers_are_described_with_whether_a_checkpoint_keeps_them() -> None:
     assert described(scripted)["buffer running_mean"] == "float32 [3]"
 
 
-def test_what_is_lazy_has_no_shape_yet() -> None:
-    """DDP refuses it, in its own words."""
-    assert described(nn.LazyBatchNorm1d())["parameter weight"] == "float32 uninitialized"
-    assert described(nn.LazyBatchNorm1d())["buffer running_mean"] == "float32 uninitialized"
-
-
-@dataclass(frozen=True)
-class Own(ls.Compressor):
-    """A user's own, with settings that its repr does not show, or not all of."""
-
-    hidden: int = field(default=0, repr=False)
-    table: Tensor = field(default_factory=lambda: torch.zeros(5000))
-
-    def reduce(self, group: Group, comm: Comm) -> Rounds:
-        return (yield comm.all_reduce(group.unsent.clone()))
-
-
-def own(rank: int, size: int) -> list[str]:
-    ddp = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
-    tables = Own(hidden=rank), Own(table=torch.zeros(5000).index_fill(0, torch.tensor(2500), rank))
-    return [refusal(ls.SparseHook, ddp, compressor) for compressor in tables]
-
-
-def test_other_settings_of_an_own_compressor_are_named_on_every_rank(ranks: Ranks) -> None:
-    for hidden, table in ranks.run(own, 2, gloo=True):
-        assert "compressor: Own(hidden=0, table=" in hidden
-        assert "Own(hidden=1, table=" in hidden
-        assert "table=tensor(float32 [5000] " in table
-
-
-def load_another(rank: int, size: int) -> str:
-    ddp = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
-    hook = ls.SparseHook(ddp, "sparse_topk")
-    state = hook.state_dict()
-    everywhere: list[Any] = [state]
+def load_others(rank: int, size: int) -> list[str]:
+    """What is said of a checkpoint that is another on rank 1, and of one in which rank 1's part is damaged."""
+    hook = ls.SparseHook(nn.parallel.DistributedDataParallel(nn.Linear(4, 4)), "sparse_topk")
+    everywhere: list[Any] = [hook.state_dict()]
     torch.distributed.broadcast_object_list(everywhere)
     state = dict(everywhere[0])
-    if rank == 1:
-        state = {key: x for key, x in (state | {"steps": 7}).items() if key != "checksum"}
-        state["checksum"] = State(**state).checksums()
-    error = refusal(hook.load_state_dict, state)
+    another = {key: x for key, x in (state | {"steps": 7 * rank}).items() if key != "checksum"}
+    another["checksum"] = State(**another).checksums()
+    damaged = state | {"unsent": {name: x.clone() for name, x in state["unsent"].items()}}
+    damaged["unsent"]["weight"][1, 2, 3] += 1e-3
+    said = [refusal(hook.load_state_dict, each) for each in (another, damaged)]
     hook.close()
-    return error
+    return said
 
 
-def test_a_checkpoint_that_is_another_on_one_rank_is_refused_on_every_rank(ranks: Ranks) -> None:
-    for error in ranks.run(load_another, 2, gloo=True):
-        assert "checkpoint: steps: 0 on rank 0; 7 on rank 1" in error
+def test_a_checkpoint_that_is_another_or_damaged_on_one_rank_is_refused_on_every_rank(ranks: Ranks) -> None:
+    for another, damaged in ranks.run(load_others, 2, gloo=True):
+        assert "checkpoint: steps: 0 on rank 0; 7 on rank 1" in another
+        assert "in the checkpoint are damaged: the checksum of rank 1's part is " in damaged
+        assert "Resume from an older checkpoint, or without them" in damaged
 
 
-def drift(rank: int, size: int, odd: int | None, step: int) -> tuple[str, int]:
+def drift(rank: int, size: int, odd: int, step: int) -> tuple[str, int]:
     """Change a parameter on one rank in one step, by the least that float32 can tell."""
 
     def change(run: L.Trainer) -> None:
@@ -190,21 +150,13 @@ def test_a_drift_names_the_first_parameter_that_differs_and_where(ranks: Ranks) 
         assert step == 6  # the next check
 
 
-def test_a_drift_in_the_last_step_is_seen_too(ranks: Ranks) -> None:
-    assert all("net.2.bias" in error for error, _ in ranks.run(drift, 2, 0, 7))
-
-
-def test_replicas_that_do_not_drift_pass(ranks: Ranks) -> None:
-    assert ranks.run(drift, 2, None, 0) == [("", 8)] * 2
-
-
-@pytest.mark.parametrize("steps", [0, -1, True, 1.5, "3", None])
+@pytest.mark.parametrize("steps", [0, True, 1.5])
 def test_a_check_needs_a_number_of_steps(steps: Any) -> None:
     with pytest.raises(ValueError, match=f"every_n_steps must be an integer of at least 1, .* got {steps!r}"):
         ls.ReplicaCheck(every_n_steps=steps)
 
 
-@pytest.mark.parametrize(("first", "last"), [(0, 7), (1000, 1007)])
+@pytest.mark.parametrize(("first", "last"), [(1000, 1007)])
 def test_each_training_is_checked_every_so_many_steps(monkeypatch: pytest.MonkeyPatch, first: int, last: int) -> None:
     """A second training with the same callback, from the start or resumed, as often as the first."""
     checked: list[int] = []
@@ -221,9 +173,3 @@ def test_each_training_is_checked_every_so_many_steps(monkeypatch: pytest.Monkey
             check.on_train_batch_end(run, module, None, None, 0)
         check.on_train_end(run, module)
     assert checked == [first + 2, first + 4, first + 6, last]
-
-
-def test_many_differences_are_counted_and_many_ranks_shortened() -> None:
-    assert differences([{"a": "1", "b": "2"}, {"a": "1"}]) == ["b: 2 on rank 0; missing on rank 1"]
-    assert differences([{"a": "1", "b": "2"}, {"b": "2", "a": "1"}]) == ["the order of the parameters or buffers"]
-    assert ranks_having(["x"] * 20) == {"x": "ranks 0, 1, 2, 3, 4, 5, 6, 7, ..."}

@@ -3,12 +3,10 @@
 import os
 import socket
 import sys
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +17,6 @@ from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.lane import Lane
 from lightning_sparse.network.comm import Comm, Rounds
-from lightning_sparse.network.costs import traffic
 from lightning_sparse.network.torch_comm import TorchComm
 from lightning_sparse.selection.sparse import dense
 from lightning_sparse.simulation import simulate
@@ -50,14 +47,13 @@ def run_real(
     return results
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3])
 def test_real_and_simulated_ranks_agree_bit_for_bit(ranks: Ranks, size: int) -> None:
     """Above two ranks an all-reduce may add in another order, so there the gradients are whole numbers."""
     whole = torch.randint(-64, 64, (4, size, 301)).float()
     jobs = [(c.values[0], whole, wire) for c in EVERY_COMPRESSOR for wire in ("float32", "bfloat16")]
     broken = torch.randn(4, size, 301)
     jobs += [(c.values[0], broken, wire) for c in EVERY_COMPRESSOR for wire in ("float32", "float16") if size == 2]
-    jobs += [(ls.SkipReduce(skip=skip), broken, "float32") for skip in (0.0, 0.5, 1.0)]
     real = ranks.run(run_real, size, jobs, gloo=True)
     for number, (compressor, gradients, wire_dtype) in enumerate(jobs):
         expected = simulate(compressor, gradients, wire_dtype=wire_dtype)
@@ -105,8 +101,7 @@ def test_counted_bytes_are_the_kernels(ranks: Ranks) -> None:
     """Gloo's own headers and barriers come on top: below 3 % of messages this long."""
     size, n, steps = 4, 300_001, 3
     compressors = [
-        ls.Dense(), ls.SkipReduce(skip=0.5), ls.SkipReduce(skip=1.0),
-        ls.TopK(density=0.1), ls.MiCRO(density=0.1), ls.OkTopk(density=0.1),
+        ls.Dense(), ls.SkipReduce(skip=0.5), ls.MiCRO(density=0.1), ls.OkTopk(density=0.1),
     ]  # fmt: skip
     jobs = [(compressor, wire) for compressor in compressors for wire in ("float32", "bfloat16")]
     for (compressor, wire), *each in zip(jobs, *ranks.run(send_much, size, jobs, n, steps, gloo=True), strict=True):
@@ -117,32 +112,6 @@ def test_counted_bytes_are_the_kernels(ranks: Ranks) -> None:
             slices = 2 * (size - 1) - compressor.steps_skipped(size)
             slice_bytes = 4 * width if wire == "float32" else 4 * -(-width // 2)  # in whole words
             assert {counted for counted, _ in each} == {slices * slice_bytes * steps}
-
-
-def bytes_a_pick(rank: int, size: int, compressor: ls.Compressor, wire: str) -> float:
-    """Bytes this rank sent by the kernel's count, over elements updated, once thresholds have settled."""
-    lane = Lane(TorchComm(dist.group.WORLD).in_format(wire_format(wire)), threaded=False)
-    lane.comm.costs.hop_bytes = 1  # sums in as few bytes as can be
-    group = Group(0, ("gradient",), (torch.zeros(400_000),))
-    generator = torch.Generator().manual_seed(rank)
-    picked, before = 0, 0
-    for step in range(48):
-        if step == 34:  # after an evaluation of Ok-Topk's thresholds, and long before the next
-            dist.barrier()
-            picked, before = 0, acknowledged_bytes()
-        group.unsent += torch.randn(group.n, generator=generator)
-        lane.run(take_step(compressor, group, lane.comm))
-        picked += int(group.picked)
-    dist.barrier()
-    return (acknowledged_bytes() - before) / picked
-
-
-@counts_connections
-def test_micro_sends_less_than_half_of_what_ok_topks_own_format_does(ranks: Ranks) -> None:
-    """At the same k, P = 4: bfloat16 and Elias-Fano against the paper's float32 and 32-bit indices."""
-    micro = ranks.run(bytes_a_pick, 4, ls.MiCRO(density=0.01, indices="elias_fano"), "bfloat16", gloo=True)
-    ok_topk = ranks.run(bytes_a_pick, 4, ls.OkTopk(density=0.01, indices="int32"), "float32", gloo=True)
-    assert max(micro) <= 0.45 * min(ok_topk), (micro, ok_topk)
 
 
 @dataclass(frozen=True)
@@ -179,21 +148,3 @@ def test_a_message_to_a_rank_that_has_gone_says_so(ranks: Ranks) -> None:
     errors, _ = ranks.run(outlive, 2, gloo=True)
     assert len(errors) == 3
     assert all(error.startswith("a message among the ranks failed: ") for error in errors), errors
-
-
-def test_traffic_is_counted_beyond_32_bits_and_not_of_an_unknown_message() -> None:
-    assert traffic("all_reduce", 2**35, 2) == 2**35
-    with pytest.raises(ValueError, match="unknown message 'gossip'"):
-        traffic("gossip", 10, 2)
-
-
-def fail_on_one(rank: int, size: int) -> Any:
-    if rank == 1:
-        raise RuntimeError("as it should")
-    time.sleep(600)
-
-
-def test_the_harness_reports_a_failing_rank_at_once(ranks: Ranks) -> None:
-    """And does not wait for the other, which would end with another error."""
-    with pytest.raises(AssertionError, match="as it should"):
-        ranks.run(fail_on_one, 2)

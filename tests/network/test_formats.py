@@ -1,6 +1,5 @@
 """A Comm has one format of values; in another it is the same ranks."""
 
-import pytest
 import torch
 
 import lightning_sparse as ls
@@ -10,12 +9,6 @@ from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.network.sums import sum_values
 from lightning_sparse.wire import FLOAT32, INT4, INT8
-
-
-def test_the_format_of_a_comm_cannot_be_exchanged() -> None:
-    comm: Comm = SimNetwork(2, FLOAT32).comms[0]
-    with pytest.raises(AttributeError):
-        comm.wire_dtype = INT4  # type: ignore[misc]
 
 
 def test_in_another_format_a_comm_counts_with_the_first_and_has_its_buffers_and_costs() -> None:

@@ -153,8 +153,6 @@ def train_all(rank: int, size: int) -> list[dict[str, Any]]:
 
 CASES = {
     "gradients": ("micro", 1, 0, False),
-    "dense": ("sparse_dense", 1, 0, False),
-    "nodes": ("micro", 2, 0, False),
     "nodes, several messages at once": ("sketch_fusion", 2, 0, False),
     "nodes, loss scale": ("ok_topk", 2, 0, True),
     "local steps": ("skip_reduce", 1, 2, False),
@@ -199,22 +197,6 @@ def test_what_an_engine_launches_is_launched_on_a_stream_of_its_own(trained: tup
         assert not any(by_thread for _, _, by_thread in each["launches"])
         logs = [stream for group, stream, _ in each["launches"] if group == each["ddp"]].count("default")
         assert logs == STEPS
-
-
-def test_only_local_steps_and_nodes_have_communicators_beside_ddps(
-    trained: tuple[str, list[dict[str, Any]]],
-) -> None:
-    """A log on DDP's would wait for all that local steps have under way."""
-    beside = trained[0].startswith(("nodes", "local"))
-    for each in trained[1]:
-        assert (each["ddp"] in each["ours"]) == (not beside)
-
-
-def test_the_current_stream_asked_for_is_that_of_the_models_device(
-    trained: tuple[str, list[dict[str, Any]]],
-) -> None:
-    """Without ``set_device`` another device is the current one of the main thread."""
-    assert not any(each["unnamed"] for each in trained[1])
 
 
 def test_no_line_asks_for_a_stream_or_waits_for_a_device_without_naming_it() -> None:

@@ -7,7 +7,6 @@ import torch
 from hypothesis import strategies as st
 
 import lightning_sparse as ls
-from lightning_sparse.selection.host import largest
 from lightning_sparse.selection.sketch import CountSketch, median
 from lightning_sparse.simulation import simulate
 from tests.support.fuzz import LARGE, SEEDS, fuzzed
@@ -22,32 +21,7 @@ def estimate(sketch: CountSketch, x: torch.Tensor) -> torch.Tensor:
     return sketch.estimate(table(sketch, x), torch.full((x.numel(),), torch.nan))
 
 
-@pytest.mark.parametrize(("n", "columns"), [(1, 1), (10, 16), (1000, 64), (70_001, 1000), (200_000, 4096)])
-def test_linear(n: int, columns: int) -> None:
-    sketch = CountSketch(3, columns, seed=5)
-    x, y = torch.randint(-100, 100, (2, n)).float()  # whole numbers: sums are exact
-    assert torch.equal(table(sketch, x) + table(sketch, y), table(sketch, x + y))
-
-
-@pytest.mark.parametrize("n", [1, 100, 4096, 100_000])
-def test_each_element_is_in_one_bucket_of_each_row(n: int) -> None:
-    sketch = CountSketch(5, 64, seed=1)
-    ones = torch.zeros(n)
-    ones[n // 2] = 3.0
-    rows = table(sketch, ones)
-    assert ((rows != 0).sum(1) == 1).all()
-    assert (rows.abs().sum(1) == 3).all()
-
-
-def test_few_elements_are_recovered_exactly() -> None:
-    x = torch.zeros(100_000)
-    index = torch.randperm(100_000, generator=torch.Generator().manual_seed(0))[:20]
-    x[index] = torch.randn(20)
-    estimates = estimate(CountSketch(5, 4096, seed=2), x)
-    assert torch.equal(estimates[index], x[index])
-
-
-@pytest.mark.parametrize("rows", [1, 3, 5, 7])
+@pytest.mark.parametrize("rows", [1, 3, 5])
 def test_the_median_is_the_median(rows: int) -> None:
     x = torch.randn(rows, 1000).round(decimals=1)  # with ties
     assert torch.equal(median(x), x.median(0).values)
@@ -66,48 +40,13 @@ def test_errors_are_those_of_a_count_sketch() -> None:
     assert float(five.pow(2).mean()) < 0.5 * scale**2
 
 
-@fuzzed(50, n=st.integers(2**31, LARGE), k=st.integers(1, 1000), seed=SEEDS)
+@fuzzed(20, n=st.integers(2**31, LARGE), k=st.integers(1, 1000), seed=SEEDS)
 def test_runs_of_buckets_reach_beyond_32_bits(n: int, k: int, seed: int) -> None:
     sketch = CountSketch(3, 4 * k, seed)
     runs = list(sketch._runs(2, n - 10 * k, n))
     assert [elements.start for elements, _, _ in runs] == [n - 10 * k, *(elements.stop for elements, _, _ in runs[:-1])]
     assert runs[-1][0].stop == n
     assert all(0 <= buckets.start < buckets.stop <= sketch.columns for _, buckets, _ in runs)
-
-
-def test_two_elements_rarely_meet_and_with_independent_signs() -> None:
-    columns, seeds = 16, 1000
-    pair = torch.zeros(2, 1000)
-    pair[0, 100], pair[1, 900] = 1.0, 1.0
-    met, sign = 0, 0.0
-    for seed in range(seeds):
-        a, b = (table(CountSketch(1, columns, seed), x) for x in pair)
-        product = float((a * b).sum())
-        met += product != 0
-        sign += product
-    assert met / seeds == pytest.approx(1 / columns, rel=0.4)
-    assert abs(sign) < 4 * math.sqrt(met)
-
-
-def test_recall_grows_with_the_table_and_the_candidates() -> None:
-    n, k = 100_000, 1000
-    x = torch.stack(list(layered(n, 8, 1)))[0].sum(0)
-    wanted = set(largest(x, k).tolist())
-
-    def recall(fraction: float, factor: int) -> float:
-        sketch = CountSketch(5, round(fraction * n / 5), seed=1)
-        return len(wanted & set(largest(estimate(sketch, x), factor * k).tolist())) / k
-
-    small, large, more = recall(0.05, 1), recall(0.5, 1), recall(0.5, 4)
-    assert 0.05 < small < large - 0.2
-    assert large < more
-    assert more > 0.9
-
-
-def test_equal_magnitudes_go_in_order() -> None:
-    assert largest(torch.tensor([1.0, -2.0, 2.0, 1.0, -1.0, 2.0]), 4).tolist() == [0, 1, 2, 5]
-    assert largest(torch.tensor([0.0, 3.0, 0.0]), 2).tolist() == [0, 1]
-    assert largest(torch.tensor([1.0, torch.nan, -torch.inf, torch.nan]), 2).tolist() == [1, 2]
 
 
 def test_bytes_are_those_of_a_table_and_k_values() -> None:

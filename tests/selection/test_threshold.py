@@ -8,8 +8,8 @@ import torch
 from hypothesis import strategies as st
 
 from lightning_sparse.selection.estimate import pooled_threshold, summary
-from lightning_sparse.selection.host import above, select
-from lightning_sparse.selection.threshold import FASTEST_TREND, ThresholdController
+from lightning_sparse.selection.host import select
+from lightning_sparse.selection.threshold import ThresholdController
 from lightning_sparse.wire import INDEX_FORMATS, MessageLayout
 from tests.support.fuzz import fuzzed
 
@@ -38,15 +38,6 @@ def test_counts_that_tell_nothing_are_known() -> None:
     assert not held.blind(125, 100, 150, 190)
     assert not held.blind(90, 100, 90, 90)
     assert not ThresholdController(0.0).blind(10, 100, 10, 10)
-
-
-def test_a_threshold_evaluated_where_it_was_blind_has_the_trend_that_would_have_led_there() -> None:
-    blind = ThresholdController(1.0, 0.02, was_blind=True)
-    assert blind.renewed(math.exp(-0.03)) == ThresholdController(math.exp(-0.03), pytest.approx(-0.01))
-    assert blind.renewed(0.9).trend == -FASTEST_TREND
-    assert blind.renewed(10.0) == ThresholdController(10.0)
-    assert blind.renewed(0.0) == ThresholdController(0.0)
-    assert ThresholdController(1.0, 0.02).renewed(0.9) == ThresholdController(0.9, 0.02)  # evaluated since it was due
 
 
 @pytest.mark.parametrize("most", [1, 100, 700, 5000])
@@ -89,7 +80,3 @@ def test_what_is_nearly_picked_is_counted_up_to_all_there_is() -> None:
     layout = MessageLayout(2**31, 100, INDEX_FORMATS["int32"])
     back = layout.unpack(layout.pack(replace(found, seen=2**31), torch.empty(layout.nbytes).byte()))
     assert (back.seen, back.near) == (2**31 - 1, 2**19)
-
-
-def test_a_threshold_of_nan_is_reached_by_all_but_zeros() -> None:
-    assert above(torch.tensor([0.0, 1.0, -0.0, math.nan, 2.0**-149]), math.nan).tolist() == [1, 3, 4]

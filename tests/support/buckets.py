@@ -7,16 +7,12 @@ from torch import Tensor
 
 
 class Bucket:
-    """Takes the place of DDP's ``GradBucket``: gradients one after the other in a part of ``memory``."""
+    """Takes the place of DDP's ``GradBucket``: gradients one after the other in ``buffer``, or made up."""
 
-    def __init__(self, parameters: Sequence[Tensor], before: int = 0) -> None:
-        self._parameters = parameters
-        elements = sum(p.numel() for p in parameters)
-        self.memory = torch.arange(float(before + elements + 3))
-        self._buffer = self.memory[before : before + elements]
-
-    def buffer(self) -> Tensor:
-        return self._buffer
-
-    def parameters(self) -> list[Tensor]:
-        return list(self._parameters)
+    def __init__(
+        self, parameters: Sequence[Tensor], number: int = 0, buffer: Tensor | None = None, last: bool = True
+    ) -> None:
+        made_up = torch.arange(float(sum(p.numel() for p in parameters)))
+        self.buffer = lambda: made_up if buffer is None else buffer
+        self.parameters = lambda: list(parameters)
+        self.index, self.is_last = lambda: number, lambda: last

@@ -41,14 +41,6 @@ class Stream:
     def wait_stream(self, other: "Stream") -> None:
         self.made_by.wait(self, self.made_by.moment(other))
 
-    def wait_event(self, event: "Event") -> None:
-        self.made_by.wait(self, event.moment)
-
-    def record_event(self, event: "Event | None" = None) -> "Event":
-        event = event or Event()
-        event.record(self)
-        return event
-
     def synchronize(self) -> None:
         self.made_by.host_waits(place(), self.made_by.moment(self))
 

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from lightning_sparse.network.costs import HOP_BYTES
 from lightning_sparse.network.process_groups import LANES
 from lightning_sparse.network.simulated import SimComm, SimNetwork
 from lightning_sparse.wire import ValueFormat
+from tests.support.buckets import Bucket
 
 T = TypeVar("T")
 
@@ -183,33 +184,6 @@ class ThreadGroups:
 # - DistributedDataParallel
 
 
-@dataclass(frozen=True)
-class Bucket:
-    """Takes the place of DDP's ``GradBucket``."""
-
-    number: int
-    members: list[Tensor]
-    last: bool
-    flat: Tensor = field(default_factory=lambda: torch.empty(0))
-
-    def filled(self) -> "Bucket":
-        """This bucket with the gradients as they are."""
-        flat = torch.cat([p.grad.reshape(-1) for p in self.members if p.grad is not None])
-        return Bucket(self.number, self.members, self.last, flat)
-
-    def index(self) -> int:
-        return self.number
-
-    def buffer(self) -> Tensor:
-        return self.flat
-
-    def parameters(self) -> list[Tensor]:
-        return self.members
-
-    def is_last(self) -> bool:
-        return self.last
-
-
 class ThreadDDP(nn.Module):
     """Takes the place of DistributedDataParallel, on a rank that is a thread.
 
@@ -235,12 +209,12 @@ class ThreadDDP(nn.Module):
         self._hook: Callable[[object, Bucket], Future[Tensor]]
         self._state: object = None
         self._buckets = _cut([p for p in module.parameters() if p.requires_grad], buckets)
-        trained = [p for bucket in self._buckets for p in bucket.members]
+        trained = [p for members in self._buckets for p in members]
         self.handed_in = {p: torch.zeros(p.shape, dtype=torch.float64) for p in trained}
         self.handed_out = {p: torch.zeros(p.shape, dtype=torch.float64) for p in trained}
         self._expects_backward = False
         self._arrived: set[Tensor] = set()
-        self._waiting: list[tuple[Bucket, Future[Tensor]]] = []
+        self._waiting: list[tuple[list[Tensor], Future[Tensor]]] = []
         arrive = partial(_arrive, weakref.ref(self))
         self._handles = [p.register_post_accumulate_grad_hook(arrive) for p in trained]
         self._send([*module.parameters(), *module.buffers()])
@@ -291,16 +265,18 @@ class ThreadDDP(nn.Module):
             return
         self._arrived.add(parameter)
         while len(self._waiting) < len(self._buckets):
-            bucket = self._buckets[len(self._waiting)]
-            if not self._arrived.issuperset(bucket.members):
+            members = self._buckets[len(self._waiting)]
+            if not self._arrived.issuperset(members):
                 return
-            self._hand_over(bucket.filled())
+            self._hand_over(members)
 
-    def _hand_over(self, bucket: Bucket) -> None:
-        for p, gradient in gradients_of(bucket.flat, bucket.members):
+    def _hand_over(self, members: list[Tensor]) -> None:
+        flat = torch.cat([p.grad.reshape(-1) for p in members if p.grad is not None])
+        for p, gradient in gradients_of(flat, members):
             self.handed_in[p] += gradient
-        self._waiting.append((bucket, self._hook(self._state, bucket)))
-        if bucket.last:
+        number, last = len(self._waiting), len(self._waiting) == len(self._buckets) - 1
+        self._waiting.append((members, self._hook(self._state, Bucket(members, number, flat, last))))
+        if last:
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._end_backward)
 
@@ -308,20 +284,19 @@ class ThreadDDP(nn.Module):
     def _end_backward(self) -> None:
         self._expects_backward = False
         waiting, self._waiting = self._waiting, []
-        for bucket, future in waiting:
-            for p, mean in gradients_of(future.wait(), bucket.members):
+        for members, future in waiting:
+            for p, mean in gradients_of(future.wait(), members):
                 assert p.grad is not None
                 p.grad.copy_(mean)
                 self.handed_out[p] += mean
         self.backwards += 1
 
 
-def _cut(parameters: Sequence[Tensor], buckets: int) -> list[Bucket]:
-    """Buckets of about as many parameters, in the order of backward."""
+def _cut(parameters: Sequence[Tensor], buckets: int) -> list[list[Tensor]]:
+    """The members of buckets of about as many parameters, in the order of backward."""
     backward = list(reversed(parameters))
     each = -(-len(backward) // buckets)
-    cut = [backward[start : start + each] for start in range(0, len(backward), each)]
-    return [Bucket(number, members, number == len(cut) - 1) for number, members in enumerate(cut)]
+    return [backward[start : start + each] for start in range(0, len(backward), each)]
 
 
 def _arrive(ddp: "weakref.ref[ThreadDDP]", parameter: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Steps of one rank of three on a fake device: its exchange, NCCL in fake, and a backward that hands over buckets."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from lightning_sparse.engine.step import gradients_of
 from lightning_sparse.network.node_comm import NodeComm
 from lightning_sparse.network.process_groups import LANES, ProcessGroups
 from lightning_sparse.wire import wire_format
+from tests.support.buckets import Bucket
 from tests.support.fake_cuda import DEVICE, FakeCuda
 from tests.support.fake_nccl import FakeNccl
 from tests.support.happens_before import HappensBefore
@@ -51,27 +52,6 @@ class Scaler:
 
     def scale(self, x: Tensor) -> Tensor:
         return x * torch.full((), 8.0, device=DEVICE)
-
-
-class Bucket:
-    """Takes the place of DDP's ``GradBucket``, with gradients that backward has just written."""
-
-    def __init__(self, parameters: Sequence[Tensor], last: bool = True) -> None:
-        self._parameters, self._last = list(parameters), last
-        self._buffer = torch.empty(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=DEVICE)
-
-    def fill(self) -> "Bucket":
-        self._buffer.fill_(1.0)
-        return self
-
-    def buffer(self) -> Tensor:
-        return self._buffer
-
-    def parameters(self) -> list[Tensor]:
-        return self._parameters
-
-    def is_last(self) -> bool:
-        return self._last
 
 
 @contextmanager
@@ -159,7 +139,12 @@ class Training:
         backward = self._parameters[::-1]
         cut = -(-len(backward) // buckets)
         parts = [backward[i : i + cut] for i in range(0, len(backward), cut)]
-        self._buckets = [Bucket(part, part is parts[-1]) for part in parts]
+        self._buckets = [
+            Bucket(
+                part, buffer=torch.empty(sum(p.numel() for p in part), dtype=part[0].dtype, device=DEVICE), last=last
+            )
+            for part, last in zip(parts, [*[False] * (len(parts) - 1), True], strict=True)
+        ]
 
     def step(self) -> None:
         """A forward, a backward and an optimizer's step, all on the default stream."""
@@ -169,7 +154,10 @@ class Training:
             p.sum()  # forward reads all weights
         self.exchange.end_forward()
         self.exchange.timeline.begin_backward()
-        futures = [self.exchange.hook(None, bucket.fill()) for bucket in self._buckets]  # type: ignore[arg-type]
+        futures = []
+        for bucket in self._buckets:
+            bucket.buffer().fill_(1.0)  # as backward has just done
+            futures.append(self.exchange.hook(None, bucket))  # type: ignore[arg-type]
         averaged = [future.wait() for future in futures]
         with torch.no_grad():
             for bucket, mean in zip(self._buckets, averaged, strict=True):

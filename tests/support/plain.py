@@ -23,8 +23,7 @@ class Tiny(nn.Module):
     """Two layers, a norm with running statistics, a mask of minus infinities, a counter, and perhaps a teacher.
 
     Attributes:
-        meanwhile: called in the middle of each forward.
-        interrupt: raise there.
+        interrupt: raise in the middle of each forward.
     """
 
     mask: Tensor
@@ -41,15 +40,12 @@ class Tiny(nn.Module):
         self.teacher = nn.Parameter(self.first.weight.detach().clone(), requires_grad=False) if teacher else None
         self.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-        self.meanwhile: Callable[[], None] | None = None
         self.interrupt = False
 
     def forward(self, x: Tensor) -> Tensor:
         """The loss of a batch [n, 4]."""
         self.seen += len(x)
         hidden = self.norm(self.first(x)).tanh()
-        if self.meanwhile is not None:
-            self.meanwhile()
         if self.interrupt:
             raise Interrupted
         scores = self.second(hidden).unsqueeze(1) + self.mask.to(x.dtype)
@@ -321,14 +317,6 @@ class Plain:
             self.tensors(rank)[name].mul_(factor)
         if all(self.shown) and name in self.average:
             self._restart(name)
-
-    def load_model(self, file: "File") -> None:
-        """Load the weights alone while the average is shown; what is not the average to 1e-6 is set."""
-        for model in self.models:
-            model.load_state_dict(file.model)
-        for name, average in list(self.average.items()):
-            if not torch.allclose(self.tensors(0)[name], average, rtol=0, atol=1e-6):
-                self._restart(name)
 
     def _restart(self, name: str) -> None:
         """Leave nothing unsent of a tensor: x̄ and x_r are what the first rank's model holds."""

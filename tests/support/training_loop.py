@@ -197,24 +197,6 @@ class Manual(Small):
             optimizer.zero_grad()
 
 
-class ManualBlocked(Small):
-    """The same with the strategy's own context."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, index: int) -> None:  # type: ignore[override]
-        optimizer: Any = self.optimizers()
-        strategy: Any = self.trainer.strategy
-        x, y = batch
-        with strategy.block_backward_sync():
-            self.manual_backward(super().training_step((x[:2], y[:2]), index) / 2)
-        self.manual_backward(super().training_step((x[2:], y[2:]), index) / 2)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 class TwoBackwards(Small):
     """Two averaged backwards before one step.
 

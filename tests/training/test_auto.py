@@ -1,12 +1,10 @@
 """sparse_auto on real processes: from gradients to local steps and back, and what a checkpoint keeps of it."""
 
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 import lightning_sparse as ls
@@ -15,9 +13,8 @@ from lightning_sparse.auto.chooser import Chooser
 from lightning_sparse.auto.course import FIRST_CHOICE, StepClock
 from lightning_sparse.engine import local_steps
 from lightning_sparse.engine.gradients import GradientExchange
-from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.fusion import layer_fusion
-from tests.support.models import Small, data, small, trainer, weights
+from tests.support.models import Small, data, trainer, weights
 from tests.support.processes import LIMIT_S, Ranks
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
@@ -103,72 +100,3 @@ def _there_and_back(rank: int, size: int) -> Any:
     run.fit(WithEmpty(), data(CHANGES_BACK + 5, size))
     last = len(watch.engines) - 1 - watch.engines[::-1].index("LocalExchange")
     return watch.engines, watch.own[last], merged[0], watch.momenta[last]
-
-
-def test_other_local_steps_take_over_what_each_rank_has_not_sent(ranks: Ranks) -> None:
-    (average, *first), (their_average, *second) = ranks.run(_other_local_steps, 2)
-    assert torch.equal(average, their_average)
-    for (before, after), (theirs, their_own) in zip(first, second, strict=True):  # of weights, then of momenta
-        assert torch.allclose(before + theirs, after + their_own, atol=1e-5)
-        assert not torch.allclose(after, their_own, atol=1e-3)
-
-
-def _other_local_steps(rank: int, size: int) -> Any:
-    """The average once others are chosen; this rank's weights, and its momenta, before that and after."""
-    nobody_looks_ahead()
-    other, chosen_after = ls.Candidate(ls.Dense(), "sign", local_steps=2), FIRST + 8
-    found: list[Any] = []
-
-    course.SETTLING, course.TIMED = 0, chosen_after - FIRST - 1  # after which others are chosen
-
-    class Own(Watch):
-        def on_before_backward(self, run: L.Trainer, module: L.LightningModule, loss: Tensor) -> None:
-            if run.global_step == chosen_after:
-                found.append(torch.cat([x.flatten() for x in run.strategy.exchange.shared.values()]))  # type: ignore[attr-defined]
-                found.extend([(self.own[-1], weights(module)), (self.momenta[-1], momenta(run, module))])
-
-    Chooser.note = lambda self, exchange, step_s: other  # type: ignore[method-assign]
-    watch = Own()
-    run = trainer(auto(LOCAL, other), size, check_every=0, max_steps=chosen_after + 5, callbacks=[watch])
-    run.fit(small(), data(chosen_after + 5, size))
-    assert set(watch.engines[FIRST + 1 :]) == {"LocalExchange"}
-    assert run.strategy.exchange.settings.steps == other.local_steps  # type: ignore[attr-defined]
-    return found
-
-
-def test_a_resumed_training_takes_its_local_steps_at_once_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
-    for kinds, through, resumed in ranks.run(_resume, 2, tmp_path):
-        assert set(kinds) == {"LocalExchange"}
-        assert torch.equal(through, resumed)
-
-
-def _resume(rank: int, size: int, path: Path) -> Any:
-    half, whole = FIRST + 4, FIRST + 8
-    saver = ModelCheckpoint(path, filename="half", every_n_train_steps=half)
-    trained, watch = [], Watch()
-    for until, start, callbacks in ((whole, None, []), (half, None, [saver]), (whole, path / "half.ckpt", [watch])):
-        torch.manual_seed(0)
-        model = WithEmpty()
-        run = trainer(auto(LOCAL), size, max_steps=until, callbacks=callbacks, enable_checkpointing=saver in callbacks)
-        run.fit(model, data(half, size), ckpt_path=start)
-        exchange = run.strategy.exchange  # type: ignore[attr-defined]
-        assert isinstance(exchange, LocalExchange)
-        trained.append(weights(model))
-    return watch.engines, trained[0], trained[2]
-
-
-def test_validation_and_a_second_fit_see_the_average(ranks: Ranks) -> None:
-    (shown, again), other = ranks.run(_fit_twice, 2)
-    assert torch.equal(shown, other[0])
-    assert again == other[1] == "LocalExchange"
-
-
-def _fit_twice(rank: int, size: int) -> tuple[Tensor, str]:
-    model, watch = small(), Watch()
-    run = trainer(auto(LOCAL), size, max_steps=FIRST + 4, callbacks=[watch])
-    run.fit(model, data(FIRST + 4, size))
-    shown = weights(model)
-    watch.engines.clear()
-    run.fit_loop.epoch_loop.max_steps += 2
-    run.fit(model, data(4, size))
-    return shown, watch.engines[0]

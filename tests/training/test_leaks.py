@@ -19,9 +19,8 @@ from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.network.simulated import SimNetwork
 from tests.support.local_steps import CHOSEN, auto
-from tests.support.models import Small, data, small, take_steps, trainer, unsent
+from tests.support.models import Small, data, small, take_steps, trainer
 from tests.support.processes import Ranks
-from tests.support.said import refusal
 
 FITS = 4
 
@@ -73,10 +72,6 @@ def of_trainers(rank: int, size: int, folder: str) -> dict[str, list[tuple[int, 
         with pytest.raises(KeyError, match="this batch"):
             fit("micro", Breaks())
 
-    def refused() -> None:
-        with pytest.raises(ValueError, match="must be float32, bfloat16 or float16"):
-            fit("micro", small().double())
-
     kept = [trainer("micro", size, check_every=0, max_epochs=1)]
 
     def again() -> None:
@@ -84,7 +79,7 @@ def of_trainers(rank: int, size: int, folder: str) -> dict[str, list[tuple[int, 
         kept[0].fit(model, data(2, size))
 
     model = small()
-    return {work.__name__: after_each(work) for work in (saved_afterwards, in_local_steps, broken, refused, again)}
+    return {work.__name__: after_each(work) for work in (saved_afterwards, in_local_steps, broken, again)}
 
 
 def test_fits_one_after_the_other_hold_no_more_than_one(ranks: Ranks, tmp_path: Any) -> None:
@@ -116,25 +111,6 @@ def test_a_hook_that_is_dropped_without_being_closed_holds_nothing(ranks: Ranks)
     for found in ranks.run(of_hooks, 2):
         for name, each in found.items():
             assert not grows(each), (name, each)
-
-
-def two_at_once(rank: int, size: int) -> tuple[bool, str]:
-    ddps = [DistributedDataParallel(small().net) for _ in range(2)]
-    hooks = [ls.SparseHook(ddp, "micro") for ddp in ddps]
-    optimizers = [torch.optim.SGD(ddp.parameters(), 0.1) for ddp in ddps]
-    for ddp, optimizer in zip(ddps, optimizers, strict=True):
-        take_steps(ddp, optimizer, 0, 2, rank)
-    hooks[0].close()
-    hooks[0].close()
-    take_steps(ddps[1], optimizers[1], 2, 4, rank)
-    readable = all(bool(kept.isfinite().all()) for kept in unsent(hooks[0]).values()) and bool(hooks[0].state_dict())
-    return readable, refusal(take_steps, ddps[0], optimizers[0], 2, 3, rank)
-
-
-def test_one_of_two_hooks_is_closed_and_the_other_trains_on(ranks: Ranks) -> None:
-    for readable, message in ranks.run(two_at_once, 2, gloo=True):
-        assert readable
-        assert "was closed, so it averages no gradients any more" in message
 
 
 def lane_threads() -> int:

@@ -22,7 +22,7 @@ from lightning_sparse.network.torch_comm import world
 from tests.support.models import flat, unsent
 from tests.support.processes import Ranks
 
-STEPS = int(os.environ.get("SOAK_STEPS", "96"))
+STEPS = int(os.environ.get("SOAK_STEPS", "64"))
 RANKS = int(os.environ.get("SOAK_RANKS", "2"))
 GRADIENTS: dict[str, dict[str, Any]] = {name: {"compressor": name} for name in ls.COMPRESSORS}
 LOCAL: dict[str, dict[str, Any]] = {

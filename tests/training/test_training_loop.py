@@ -37,19 +37,16 @@ STATIC = {"static_graph": True}
 HALF = 1e-2  # a mean is rounded to its parameter's dtype, as DDP's is
 
 normed = small_with(lambda model: model.net.insert(1, nn.BatchNorm1d(33)))
-unused = small_with(lambda model: setattr(model, "never", nn.Linear(8, 3)))
 averaging = partial(callbacks.StochasticWeightAveraging, swa_lrs=0.05, swa_epoch_start=2)
 
 # Cases of a topic are trained one after the other by the same processes.
 ACCUMULATION = {
-    "accumulated": Case(Small, {"accumulate_grad_batches": 3, "max_epochs": 2}, batches=7),
     "accumulated more": Case(
         Small, {"max_epochs": 2}, callbacks=[partial(callbacks.GradientAccumulationScheduler, {0: 1, 1: 3})], batches=7
     ),
     "batches of several sizes": Case(models.Uneven, {"accumulate_grad_batches": 2, "max_steps": 8}, batches=16),
     "toggled": Case(models.Manual, {"max_steps": 6}, batches=18),
     "accumulated, clipped, view": Case(Small, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}, VIEW),
-    "blocked": Case(models.ManualBlocked),
     "two averaged backwards": Case(partial(models.TwoBackwards, used_again=True)),
 }
 CLIPPING = {
@@ -58,7 +55,6 @@ CLIPPING = {
     "manually": Case(partial(models.Manual, clip=True), {"max_steps": 6}, batches=18, tolerance=None),
 }
 WITHOUT_GRADIENT = {
-    "gan": Case(models.Gan, {"max_steps": 16}, UNUSED),
     "gan, steps together": Case(partial(models.Gan, together=True), {"max_steps": 16}, UNUSED),
     "unused in the second backward": Case(partial(models.TwoBackwards, used_again=False), {}, UNUSED, exact=False),
     "gradients kept as zeros": Case(
@@ -69,12 +65,8 @@ WITHOUT_GRADIENT = {
 }
 PARAMETERS = {
     "tied": Case(models.Tied),
-    "embedding": Case(models.Tokens),
-    "no batchnorm to synchronise": Case(Small, {"sync_batchnorm": True}),
     "batchnorm": Case(normed),
     "bfloat16 beside float32": Case(models.Dtypes, tolerance=HALF),
-    "float16 beside float32": Case(partial(models.Dtypes, torch.float16), tolerance=HALF),
-    "channels last": Case(models.Conv),
     "channels last, view": Case(models.Conv, {}, VIEW),
     "transposed": Case(small_with(models.transpose)),
 }
@@ -84,14 +76,9 @@ WRAPPED = {
     "recomputed": Case(models.Recomputed),
     "recomputed, reentrant": Case(partial(models.Recomputed, reentrant=True)),
     "recomputed, reentrant twice": Case(partial(models.Recomputed, reentrant=True, calls=2), {}, STATIC),
-    "view": Case(Small, {}, VIEW),
     "static": Case(Small, {}, STATIC | VIEW),
-    "static, unused": Case(unused, {}, STATIC),
 }
 OPTIMIZERS = {
-    "adam": Case(partial(Small, "adam")),
-    "adam, one group": Case(partial(Small, "adam"), {}, {"fusion": "none"}),
-    "swa": Case(Small, {"max_epochs": 4}, callbacks=[averaging]),
     "swa, batchnorm": Case(normed, {"max_epochs": 4}, callbacks=[averaging]),
     "one cycle": Case(models.Scheduled, {"max_epochs": 2, "val_check_interval": 3}, validated=True),
     "plateau": Case(partial(models.Scheduled, "plateau"), {"max_epochs": 3}, validated=True),
@@ -106,14 +93,10 @@ KEPT = {  # by reference, over the next backward
     "last gradient": Case(models.Remembers),
 }
 PRECISION = {
-    "32-true": Case(Small, {"precision": "32-true"}),
     "bf16-mixed": Case(Small, {"precision": "bf16-mixed"}),
-    "16-mixed": Case(Small, {"precision": "16-mixed"}),  # on the CPU that is bf16-mixed
     "bf16-true": Case(Small, {"precision": "bf16-true"}, tolerance=HALF),
-    "16-true": Case(Small, {"precision": "16-true"}, tolerance=HALF),
 }
 BETWEEN_BACKWARDS = [
-    Case(partial(models.Gan, together=True), {"max_steps": 16}, UNUSED | VIEW),
     Case(partial(models.TwoBackwards, used_again=False), {}, UNUSED | VIEW, exact=False),
     Case(partial(models.TwoBackwards, used_again=None), {}, UNUSED, exact=False),
 ]
@@ -167,7 +150,7 @@ def test_dense_is_plain_ddp_and_nothing_is_lost(ranks: Ranks, topic: str) -> Non
             raise AssertionError(f"{name}: {error}") from error
 
 
-@pytest.mark.parametrize("case", BETWEEN_BACKWARDS, ids=["gan-view", "view", "on-one-rank"])
+@pytest.mark.parametrize("case", BETWEEN_BACKWARDS, ids=["view", "on-one-rank"])
 def test_nothing_is_lost_between_two_averaged_backwards_of_a_step(ranks: Ranks, case: Case) -> None:
     check_case(ranks.run(train, 2, case, [PLAIN, DENSE, *SPARSE]), case)
 
@@ -175,12 +158,12 @@ def test_nothing_is_lost_between_two_averaged_backwards_of_a_step(ranks: Ranks, 
 def test_a_frozen_sparse_embedding_is_allowed(ranks: Ranks) -> None:
     """Its gradient is never computed, so it does not matter that it would be sparse."""
     case = Case(partial(models.Tokens, sparse=True, frozen=True))
-    check_case(ranks.run(train, 2, case, [PLAIN, DENSE, *SPARSE]), case)
+    check_case(ranks.run(train, 2, case, [PLAIN, DENSE, "micro"]), case)
 
 
 def test_two_optimizers_taking_turns_lose_nothing_in_many_steps(ranks: Ranks) -> None:
     """While one network learns the other has no gradient, which DDP must look for."""
-    names = [*SPARSE, "importance", "sketch_fusion", "ok_topk"]
+    names = ["micro", "sketch_fusion", "ok_topk"]
     case = Case(models.Gan, {"max_steps": 32}, UNUSED, batches=16)
     results = ranks.run(train, 2, case, names)
     for name, outcomes in zip(names, zip(*results, strict=True), strict=True):
@@ -190,14 +173,13 @@ def test_two_optimizers_taking_turns_lose_nothing_in_many_steps(ranks: Ranks) ->
         assert outcomes[0].kept > 0.1, name
 
 
-@pytest.mark.parametrize(("names", "options"), [([*ls.COMPRESSORS], {}), ([DENSE, "ok_topk"], VIEW)], ids=["", "view"])
-def test_layers_used_by_turns_lose_nothing_in_many_steps(
-    ranks: Ranks, names: list[str], options: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("options", [{}, VIEW], ids=["", "view"])
+def test_layers_used_by_turns_lose_nothing_in_many_steps(ranks: Ranks, options: dict[str, Any]) -> None:
     """By one rank only, by all in some steps, only in a backward that is not averaged, and by nobody.
 
     DDP throws the mean of a parameter away that no rank used: what was sent of it then would be lost.
     """
+    names = [DENSE, "ok_topk", "low_rank"]
     case = Case(models.Heads, {"accumulate_grad_batches": 2, "max_steps": 16}, UNUSED | options, batches=32)
     for name, *outcomes in zip(names, *ranks.run(train, 3, case, names), strict=True):
         check_replicas(outcomes)
@@ -220,9 +202,8 @@ def test_plain_ddp_trains_what_was_frozen_at_setup_on_each_rank_apart(ranks: Ran
     assert first != second
 
 
-@pytest.mark.parametrize("name", [DENSE, "skip_reduce"])
-def test_unfreezing_what_was_frozen_at_setup_is_refused(ranks: Ranks, name: str) -> None:
-    assert all("net.0.weight" in message for message in ranks.run(unfreeze, 2, name))
+def test_unfreezing_what_was_frozen_at_setup_is_refused(ranks: Ranks) -> None:
+    assert all("net.0.weight" in message for message in ranks.run(unfreeze, 2, "skip_reduce"))
 
 
 def at_start(run: L.Trainer) -> tuple[float, list[int]]:
@@ -267,7 +248,7 @@ def fit_again(rank: int, size: int, names: Sequence[str]) -> list[Any]:
 
 def test_evaluation_without_fit_and_fits_after_each_other(ranks: Ranks) -> None:
     """A second fit of the same model goes on with what is unsent, and its own steps; another Trainer starts anew."""
-    names = [PLAIN, DENSE, *SPARSE]
+    names = [PLAIN, DENSE, "micro"]
     (first, alive), (second, _) = ranks.run(fit_again, 2, names)
     assert alive == []
     for number, ((trained, seen, start, lost, kept), (trained_2, _, _, lost_2, _)) in enumerate(
@@ -302,7 +283,7 @@ def find_rate(rank: int, size: int, names: Sequence[str], folder: str) -> Any:
 
 
 def test_looking_for_a_learning_rate_leaves_nothing_unsent_behind(ranks: Ranks, tmp_path: Path) -> None:
-    results = ranks.run(find_rate, 2, [PLAIN, DENSE, *SPARSE], str(tmp_path))
+    results = ranks.run(find_rate, 2, [PLAIN, DENSE, "micro"], str(tmp_path))
     for plain, dense, *sparse in results:
         assert torch.equal(plain[0].weights, dense[0].weights)
         assert plain[2] == dense[2]
@@ -325,13 +306,3 @@ def test_a_compiled_model_keeps_its_names(ranks: Ranks) -> None:
     """What is unsent fits the model with and without compilation."""
     names = sorted(name for name, _ in small().named_parameters())
     assert ranks.run(compiled_names, 2) == [[names, names]] * 2
-
-
-def test_backwards_within_the_forward_have_their_time(ranks: Ranks) -> None:
-    assert all(span_s > 0 for span_s in ranks.run(_span_of_manual_optimization, 2))
-
-
-def _span_of_manual_optimization(rank: int, size: int) -> float:
-    strategy = ls.SparseDDPStrategy(DENSE)
-    trainer(strategy, size, max_steps=4).fit(models.Manual(every=1), data(4, size))
-    return strategy.exchange.timeline.span_s()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_sparse.wire import INDEX_LIMIT
 from lightning_sparse.wire.indices import INDEX_FORMATS, CorruptMessage, IndexFormat, cheapest
-from tests.support.wire import encoded, random_set, sets
+from tests.support.wire import encoded, sets
 
 FORMATS = [pytest.param(f, id=name) for name, f in INDEX_FORMATS.items()]
 INT32, BLOCK16, BITMAP, ELIAS_FANO = INDEX_FORMATS.values()
@@ -29,7 +29,6 @@ def assert_rising_below(index: Tensor, n: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("used", FORMATS)
-@settings(deadline=None)
 @given(drawn=sets(), shift=st.integers(0, 8))
 def test_indices_survive_in_an_unaligned_part_of_a_dirty_buffer(
     used: IndexFormat, drawn: tuple[int, int, Tensor], shift: int
@@ -77,11 +76,6 @@ def test_the_bytes_are_as_documented(used: IndexFormat, expected: list[int]) -> 
     assert encoded(used, torch.tensor([1, 9]), 10, 2).tolist() == expected
 
 
-def test_low_bits_come_in_fields_of_4_2_and_1_from_the_lowest_up() -> None:
-    payload = encoded(ELIAS_FANO, torch.tensor([0b0_1_01_1010, 0b10_0_10_1011]), 300, 2)
-    assert payload.tolist() == [0b1011_1010, 0b10_01, 0b0_1, 0b1001]
-
-
 @pytest.mark.parametrize("used", FORMATS)
 def test_too_many_indices_are_refused(used: IndexFormat) -> None:
     with pytest.raises(ValueError, match=f"{used.name}: 3 indices, at most 2 fit"):
@@ -89,13 +83,7 @@ def test_too_many_indices_are_refused(used: IndexFormat) -> None:
 
 
 @pytest.mark.parametrize("used", FORMATS)
-def test_the_size_of_nothing_is_known(used: IndexFormat) -> None:
-    assert used.nbytes(0, 0) == 0
-    assert used.nbytes(100, 0) < 20
-
-
-@pytest.mark.parametrize("used", FORMATS)
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=80)
 @given(drawn=sets(largest=2000), data=st.data())
 def test_damaged_payloads_are_refused_or_decode_to_a_valid_set(
     used: IndexFormat, drawn: tuple[int, int, Tensor], data: st.DataObject
@@ -140,9 +128,7 @@ def test_a_count_that_disagrees_with_the_payload_is_refused(used: IndexFormat, c
     [
         pytest.param(INT32, [4, 0, 0, 0, 4, 0, 0, 0], "1 of 2 indices found not above", id="int32-twice"),
         pytest.param(INT32, [4, 0, 0, 0, 10, 0, 0, 0], "indices 4 to 10 found, 0 to 9 exp", id="int32-above"),
-        pytest.param(INT32, [255, 255, 255, 255, 4, 0, 0, 0], "indices -1 to 4 found", id="int32-below"),
         pytest.param(BLOCK16, [2, 0, 0, 0, 5, 0, 4, 0], "1 of 2 indices found not above", id="block16-falling"),
-        pytest.param(BLOCK16, [2, 0, 0, 0, 4, 0, 255, 255], "indices 4 to 65535 found", id="block16-above"),
         pytest.param(BLOCK16, [255, 255, 255, 255, 1, 0, 2, 0], "a block of -1 indices found", id="block16-negative"),
         pytest.param(ELIAS_FANO, [0b1111, 0b1100], "1 of 2 indices found not above", id="elias_fano-twice"),
         pytest.param(ELIAS_FANO, [0b1110, 0b1100], "indices 10 to 11 found", id="elias_fano-above"),
@@ -155,60 +141,16 @@ def test_indices_that_do_not_rise_or_are_out_of_range_are_refused(
         used.decode(payload_of(*payload), 10, 2, 2)
 
 
-def test_block_counts_that_cancel_out_are_refused() -> None:
-    counts = torch.tensor([3, -1], dtype=torch.int32).view(torch.uint8)
-    with pytest.raises(CorruptMessage, match="block16: a block of -1 indices found"):
-        BLOCK16.decode(torch.cat([counts, payload_of(1, 0, 2, 0)]), 65537, 2, 2)
-
-
-def test_bits_beyond_the_last_element_are_no_indices() -> None:
-    with pytest.raises(CorruptMessage, match="bitmap: 1 indices announced, 0 found"):
-        BITMAP.decode(payload_of(0, 0b1000), 10, 2, 1)  # where element 11 would be
-
-
-@pytest.mark.parametrize("n", [1_000_000, 20_000_000])
-@pytest.mark.parametrize("density", [0.0001, 0.001, 0.01, 0.02, 0.05, 0.1])
-def test_elias_fano_is_near_the_entropy(n: int, density: float) -> None:
-    k = round(density * n)
+@pytest.mark.parametrize("density", [0.0001, 0.01, 0.1])
+def test_elias_fano_is_near_the_entropy(density: float) -> None:
+    n, k = 1_000_000, round(density * 1_000_000)
     subsets = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)  # ln C(n, k)
     entropy = subsets / math.log(2) / k
     bits = 8 * ELIAS_FANO.nbytes(n, k) / k
     assert entropy < bits < entropy + 0.6
-    if n == 1_000_000:
-        index = random_set(n, k, seed=0)
-        assert torch.equal(ELIAS_FANO.decode(encoded(ELIAS_FANO, index, n, k), n, k, k), index)
-
-
-@pytest.mark.parametrize(
-    ("n", "density", "name"),
-    [
-        (1_000_000, 0.5, "bitmap"), (100_000_000, 0.5, "bitmap"), (1_000_000, 0.1, "elias_fano"),
-        (100_000_000, 0.01, "elias_fano"), (20_000_000, 0.001, "block16"), (2**31, 2**-31, "int32"),
-    ],
-)  # fmt: skip
-def test_the_cheapest_format_depends_on_the_density(n: int, density: float, name: str) -> None:
-    assert cheapest(n, round(density * n)).name == name
 
 
 @given(n=st.integers(1, INDEX_LIMIT), density=st.floats(0, 1))
 def test_no_format_is_cheaper_than_the_cheapest(n: int, density: float) -> None:
     capacity = max(1, int(density * n))
     assert all(cheapest(n, capacity).cost(n, capacity) <= used.cost(n, capacity) for used in INDEX_FORMATS.values())
-
-
-def test_cost_counts_bits_on_the_wire_and_work_at_both_ends() -> None:
-    assert INT32.cost(1000, 100) == pytest.approx(100 * (32 + INT32.ns_per_index))
-    more = BITMAP.cost(2000, 100) - BITMAP.cost(1000, 100)
-    assert more == pytest.approx(1000 * (1 + BITMAP.ns_per_element))
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("used", FORMATS)
-def test_a_cuda_device_writes_and_reads_the_same_bytes(used: IndexFormat) -> None:
-    n, capacity = 200_000, 2500
-    index = random_set(n, 2000, seed=0)
-    out = torch.full((used.nbytes(n, capacity),), 0xA5, dtype=torch.uint8, device="cuda")
-    used.encode(index.cuda(), n, capacity, out)
-    assert torch.equal(out.cpu(), encoded(used, index, n, capacity))
-    assert torch.equal(used.decode(out, n, capacity, 2000).cpu(), index)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_sparse.selection.sparse import nonzero
@@ -16,7 +16,6 @@ from lightning_sparse.wire import (
     MessageLayout,
     Selection,
     cheapest,
-    index_format,
 )
 from tests.support.fuzz import fuzzed
 
@@ -28,7 +27,6 @@ def packed(layout: MessageLayout, selection: Selection) -> torch.Tensor:
 
 
 @formats
-@settings(max_examples=60, deadline=None)
 @given(
     n=st.integers(1, 3000),
     share=st.floats(0, 1),
@@ -68,19 +66,7 @@ def test_a_message_of_another_layout_is_refused() -> None:
         replace(layout, capacity=30).unpack(message)
 
 
-def test_more_elements_than_room_are_refused() -> None:
-    layout = MessageLayout(1000, 3, INDEX_FORMATS["int32"])
-    with pytest.raises(ValueError, match="4"):
-        packed(layout, Selection(torch.arange(4), torch.ones(4)))
-
-
-def test_auto_is_the_cheapest_and_the_same_everywhere() -> None:
-    assert index_format("auto", 1000, 900).name == "bitmap"
-    assert index_format("auto", 1_000_000, 10_000).name == "elias_fano"
-    assert index_format("int32", 1000, 900).name == "int32"
-
-
-@fuzzed(100, capacity=st.integers(1, 2**31), less=st.integers(0, 3), name=st.sampled_from(list(INDEX_FORMATS)))
+@fuzzed(30, capacity=st.integers(1, 2**31), less=st.integers(0, 3), name=st.sampled_from(list(INDEX_FORMATS)))
 def test_messages_about_two_to_the_31_elements_have_a_size(capacity: int, less: int, name: str) -> None:
     n = 2**31 - less
     layout = MessageLayout(n, min(capacity, n), INDEX_FORMATS[name], FLOAT32)
@@ -92,7 +78,7 @@ def test_messages_about_two_to_the_31_elements_have_a_size(capacity: int, less: 
 
 
 @fuzzed(
-    60,
+    25,
     name=st.sampled_from(["int32", "block16", "elias_fano"]),
     places=st.sets(st.one_of(st.integers(0, 2**31 - 1), st.integers(2**31 - 70_000, 2**31 - 1)), max_size=40),
     spare=st.integers(0, 30),
