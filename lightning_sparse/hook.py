@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from lightning_sparse.auto.chooser import Chooser
 from lightning_sparse.auto.course import course_of
-from lightning_sparse.auto.known_losses import caution
 from lightning_sparse.auto.policy import Auto
 from lightning_sparse.auto.switch import Switch
 from lightning_sparse.checkpoint import residuals as checkpoint
@@ -146,9 +145,6 @@ class SparseHook:
             f"elements among {self.exchange.size} {'nodes' if groups.local_size > 1 else 'ranks'}"
             f"{f', each once in {options.local.steps} local steps' if options.local else ''}."
         )
-        note = "" if options.policy else caution(options.averaging, options.way.wire_dtype, options.local)
-        if self.exchange.size > 1 and note:
-            rank_zero_info(f"lightning_sparse: {note}")
 
     @property
     def exchange(self) -> Exchange:
