@@ -15,8 +15,8 @@ from lightning_sparse.auto.trial import try_on
 from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.gradient_record import GradientRecord
-from lightning_sparse.fusion.costs import Link
 from lightning_sparse.fusion.planner import Calibration, Measured
+from lightning_sparse.network.costs import Link
 from lightning_sparse.settings import same
 
 EXACT = Candidate(Dense())  # It has no error, so that others need not be looked at where its messages cost nothing.

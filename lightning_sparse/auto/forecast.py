@@ -14,9 +14,10 @@ from lightning_sparse.auto.policy import Candidate
 from lightning_sparse.auto.simulated_cost import Now, applying_s, in_place_cost, simulated_cost
 from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.engine.groups import Piece, cut_into_fragments, pieces_of
-from lightning_sparse.fusion.costs import Link, SizeCost, cost_of
+from lightning_sparse.fusion.costs import SizeCost, cost_of
 from lightning_sparse.fusion.model import Cost
 from lightning_sparse.fusion.planner import DDP_PLAN, Calibration, Kinds, Measured, best_plan, calibrate, kinds_of
+from lightning_sparse.network.costs import Link
 from lightning_sparse.settings import as_text, same
 
 FEW, MOST = 2**8, 2**18  # Elements of the groups that are simulated; the second on all ranks together.

@@ -172,11 +172,6 @@ class Exchange(Around, ABC):
         costs = self._lanes[0].comm.costs
         return costs.hop_bytes, costs.all_reduce_bytes
 
-    @property
-    def ways_of_sums(self) -> str:
-        """Which way sums of which size take, in a sentence."""
-        return self._lanes[0].comm.costs.ways()
-
     def set_latencies(self, hop_bytes: int, all_reduce_bytes: int) -> None:
         """Have sums go by these from now on.  To be called between two steps, with the same on every rank."""
         for lane in self._lanes:

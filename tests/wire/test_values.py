@@ -263,7 +263,7 @@ def test_a_sum_goes_the_soonest_way(
     assert {(comm.messages, comm.hops, comm.sent_bytes) for comm in network.comms} == {(messages, hops, sent)}
 
 
-def test_a_sentence_says_which_way_sums_of_which_size_take() -> None:
+def test_longer_sums_go_in_two_hops_and_then_by_the_backend() -> None:
     costs = Costs(4, hop_bytes=100_000)
     assert [costs.way_of(size << 10, lossless=True) for size in (64, 128, 1024, 2048)] == [
         "one_hop",
@@ -271,12 +271,9 @@ def test_a_sentence_says_which_way_sums_of_which_size_take() -> None:
         "two_hops",
         "backend",
     ]
-    assert costs.ways() == (
-        "Sums of float32 go to all ranks in one hop up to 64 KiB, in two hops up to 1 MiB, by the backend's all-reduce "
-        "beyond; sums of rounded values go to all ranks in one hop up to 64 KiB, in two hops beyond."
-    )
     costs.by_backend = True
-    assert costs.ways().startswith("Sums of float32 go by the backend's all-reduce; sums of rounded values go to all")
+    assert costs.way_of(1, lossless=True) == "backend"
+    assert costs.way_of(1, lossless=False) == "one_hop"
 
 
 @every_format
