@@ -22,11 +22,10 @@ from lightning_sparse.checkpoint.parts import Parts
 from lightning_sparse.checkpoint.state import RESIDUALS
 from lightning_sparse.checks import check_one_of
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.engine.build import averaged_parameters
+from lightning_sparse.engine.build import averaged_parameters, check_may_begin
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.groups import BUCKET_BYTES, not_carried
 from lightning_sparse.engine.local_steps import LocalSteps
-from lightning_sparse.engine.unsupported import check_may_begin
 from lightning_sparse.fusion.layer_fusion import LayerFusion
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.network.torch_comm import TorchComm, world

@@ -8,10 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.network.backends import carries_by_nccl
 from lightning_sparse.network.comm import Comm, Pending
 from lightning_sparse.network.node_comm import NodeComm
-from lightning_sparse.network.torch_comm import TorchComm
+from lightning_sparse.network.torch_comm import TorchComm, carries_by_nccl
 from lightning_sparse.wire import ValueFormat
 
 LANES = 2  # over Gloo; one sends while the other adds

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse import kernels
-from lightning_sparse.selection.estimate import not_nan, room, sampled_threshold
-from lightning_sparse.selection.threshold import NEAR
+from lightning_sparse.selection.threshold import NEAR, not_nan, room, sampled_threshold
 from lightning_sparse.wire import MessageLayout, Selection, ValueFormat, index_format
 from lightning_sparse.wire.messages import MOST
 

@@ -11,9 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_sparse.selection.estimate import least_of_largest, sampled_threshold
 from lightning_sparse.selection.sparse import Sparse, add_up_sparse, contained, nonzero
-from lightning_sparse.selection.threshold import NEAR
+from lightning_sparse.selection.threshold import NEAR, least_of_largest, sampled_threshold
 from lightning_sparse.wire import MessageLayout, Selection, ValueFormat, index_format
 
 Magnitudes = NDArray[np.float32]

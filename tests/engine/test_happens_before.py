@@ -94,7 +94,7 @@ WAITS: list[tuple[type, str, str, Make, Between]] = [
     (Stream, "wait_stream", "engine/lane.py wait_for_caller", scaled, nothing),
     (Stream, "wait_stream", "engine/lane.py have_caller_wait", scaled, nothing),
     (Work, "wait", "network/torch_comm.py wait", scaled, nothing),
-    (Event, "synchronize", "kernels/host_copy.py read", scaled, nothing),
+    (Event, "synchronize", "compressors/group.py read", scaled, nothing),
 ]
 
 

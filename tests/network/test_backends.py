@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.network import process_groups
-from lightning_sparse.network.backends import carries_by_nccl
 from lightning_sparse.network.process_groups import LANES, ProcessGroups
+from lightning_sparse.network.torch_comm import carries_by_nccl
 from lightning_sparse.wire import FLOAT32
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
