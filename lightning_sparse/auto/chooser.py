@@ -1,5 +1,6 @@
 """Chooses among candidates the one that is expected to be soonest at a loss: seconds a step, times steps."""
 
+import json
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
@@ -54,11 +55,10 @@ def _shared(
     """Return the forecast of each candidate, made by one of the ranks; to be called on every rank, with the same."""
     if not candidates:
         return []
-    own = torch.zeros(len(candidates), Forecast.NUMBERS, dtype=torch.float64, device=exchange.device)
-    for i in range(exchange.rank, len(candidates), exchange.size):
-        own[i] = torch.tensor(forecast(candidates[i]).numbers())
-    every = exchange.ask(lambda comm: comm.all_gather(own)).tolist()  # [P][candidates][NUMBERS]
-    return [Forecast.read(candidate, every[i % exchange.size][i]) for i, candidate in enumerate(candidates)]
+    own = [vars(forecast(candidate)) for candidate in candidates[exchange.rank :: exchange.size]]
+    told = exchange.tell(json.dumps([{name: x for name, x in each.items() if name != "candidate"} for each in own]))
+    every = [json.loads(each) for each in told]
+    return [Forecast(c, **every[i % exchange.size][i // exchange.size]) for i, c in enumerate(candidates)]
 
 
 class Chooser:

@@ -2,9 +2,8 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 from torch import Tensor
@@ -21,7 +20,6 @@ from lightning_sparse.network.costs import Link
 from lightning_sparse.settings import as_text, same
 
 FEW, MOST = 2**8, 2**18  # Elements of the groups that are simulated; the second on all ranks together.
-LIMITS = ("backward", "compression", "network")
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,6 @@ class Forecast:
     sent_bytes: float
     limit: str
     ranks: int
-    NUMBERS: ClassVar = 7
     delivered: float | None = None
     staleness: float | None = None
 
@@ -60,18 +57,6 @@ class Forecast:
     def seconds(self) -> float:
         """Expected to a loss, for each step that dense training needs: what candidates are chosen by."""
         return self.step_s * self.more_steps
-
-    def numbers(self) -> list[float]:
-        """All but the candidate as numbers [NUMBERS], which ranks can exchange."""
-        tried = (math.nan if x is None else x for x in (self.delivered, self.staleness))
-        return [self.step_s, self.buckets_s, self.sent_bytes, LIMITS.index(self.limit), self.ranks, *tried]
-
-    @classmethod
-    def read(cls, candidate: Candidate, numbers: Sequence[float]) -> "Forecast":
-        """The inverse of :meth:`numbers`."""
-        step_s, buckets_s, sent_bytes, limit, ranks, *tried = numbers
-        delivered, staleness = (None if math.isnan(x) else x for x in tried)
-        return cls(candidate, step_s, buckets_s, sent_bytes, LIMITS[int(limit)], int(ranks), delivered, staleness)
 
 
 class Forecaster:

@@ -50,7 +50,6 @@ class Compressor(ABC):
             size: the number of ranks, P.
             scale: what the gradients are to be multiplied by.
         """
-        del size
         group.add(gradients, scale)
 
     @property
@@ -72,17 +71,14 @@ class Compressor(ABC):
 
     def is_dense(self, name: str, elements: int) -> bool:
         """Whether the parameter called ``name`` is always averaged densely, in a group with its like."""
-        del name, elements
         return False
 
     def active(self, step: int) -> "Compressor":
         """The compressor at work in ``step``: where this changes, so does what a step costs."""
-        del step
         return self
 
     def compresses(self, step: int) -> bool:
         """Whether ``step`` sums less than all as it was meant: not densely, and not in a phase of warm-up."""
-        del step
         return True
 
     def carry(self, parts: Sequence[tuple[Group, int]]) -> dict[str, Tensor]:
@@ -112,7 +108,6 @@ class Dense(Compressor):
 
     def compresses(self, step: int) -> bool:
         """Never."""
-        del step
         return False
 
 

@@ -133,5 +133,4 @@ class ImportancePruning(Compressor):
         return sampled_threshold(importance, wanted)
 
     def is_dense(self, name: str, elements: int) -> bool:
-        del elements
         return matches(name, self.protect)

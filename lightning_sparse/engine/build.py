@@ -48,7 +48,8 @@ def make_exchange(
             f"local_group={groups.local_size} cannot be combined with find_unused_parameters=True: ranks of a node "
             "may use different parameters, and only one may keep what is unsent of them. Leave one of them out."
         )
-    comms = groups.comms(wire_format(way.wire_dtype), beside_ddp=way.local is not None)
+    wire_dtype = wire_format(way.wire_dtype)
+    comms = [comm.in_format(wire_dtype) for comm in groups.comms(beside_ddp=way.local is not None)]
     if way.local is None:
         return GradientExchange(
             lay_out(parameters, way.compressor, way.fusion, way.bucket_bytes),

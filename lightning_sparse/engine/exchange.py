@@ -21,6 +21,7 @@ from lightning_sparse.engine.lane import Lane, have_caller_wait, spread, wait_fo
 from lightning_sparse.engine.sample import Sample
 from lightning_sparse.engine.step import Report
 from lightning_sparse.engine.timeline import Timeline
+from lightning_sparse.network.agreement import everywhere
 from lightning_sparse.network.comm import Comm, Pending
 
 T = TypeVar("T")
@@ -136,7 +137,6 @@ class Exchange(Around, ABC):
 
     def sums_in_place(self, compressor: Compressor) -> bool:
         """Whether what ``compressor`` averages is summed where DDP has it, not in groups, once nothing is unsent."""
-        del compressor
         return False
 
     def compared(self) -> Mapping[Tensor, Tensor]:
@@ -180,6 +180,10 @@ class Exchange(Around, ABC):
     def ask(self, launch: Callable[[Comm], Pending]) -> Tensor:
         """The result of one message, launched on the first lane between two steps, on every rank."""
         return self.on_lanes(lambda lane: launch(lane.comm).wait(), lanes=1)[0]
+
+    def tell(self, text: str) -> list[str]:
+        """Return what each rank says, by rank; to be called between two steps, on every rank."""
+        return self.on_lanes(lambda lane: everywhere(text, lane.comm, self.device), lanes=1)[0]
 
     def close(self) -> bool:
         """End the issuing threads; returns whether no message is under way.  What is unsent stays readable."""

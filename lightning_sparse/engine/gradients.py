@@ -76,7 +76,6 @@ class GradientExchange(ScaledSteps):
     end_step = between_steps
 
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
-        del optimizer
         self._means.are_due = False
 
     @property
@@ -95,7 +94,6 @@ class GradientExchange(ScaledSteps):
         return self._step is not None and bool(self._step.buckets)
 
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
-        del state
         if self._means.saved:
             self._means.hand_back(bucket.buffer(), bucket.parameters(), bucket.is_last())
             future: Future[Tensor] = Future(devices=[self.device] if self.device.type == "cuda" else None)

@@ -1,12 +1,12 @@
 """LayerFusion at work: measures the first steps of a training, plans the groups, and plans anew when times change."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
 import numpy as np
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
@@ -217,22 +217,23 @@ class LayerFusion:
         after = compressor.active(exchange.group_step)
         kinds = [self._kinds(at_work, link)]
         kinds.append(kinds[0] if same(at_work, after) else self._kinds(after, link))
-        plan = one_group = None
-        plan_of_rank_0 = torch.full((1 + len(names),), -1, dtype=torch.int64, device=exchange.device)
+        plan, one_group, planned = None, None, ""
         if exchange.rank == 0:
             try:
                 calibration = calibrate(pieces_of(self._parameters, at_work), kinds[0], measured)
                 plan = best_plan(pieces_of(self._parameters, compressor), kinds[1], measured, calibration)
                 rank_zero_info(f"LayerFusion: {plan}")
                 one_group, group_of = plan.one_group() if self._buffers_are_small else None, plan.group_of()
-                plan_of_rank_0.copy_(torch.tensor([one_group is not None, *(group_of[name] for name in names)]))
+                groups = [[name for name in names if group_of[name] == i] for i in range(len(plan.ends))]
+                planned = json.dumps([groups, [names]] if one_group else [groups])
             except Exception as error:  # a plan is a gain, not a need; and the others wait for this rank
                 rank_zero_warn(f"LayerFusion: no plan could be made; the groups stay as they are. {error!r}")
-        then_one_group, *decided = exchange.ask(lambda comm: comm.broadcast(plan_of_rank_0, 0)).tolist()
-        if -1 in decided:
+        planned = exchange.tell(planned)[0]
+        if not planned:
             return [stay]
-        groups = [tuple(n for n, own in zip(names, decided, strict=True) if own == i) for i in range(max(decided) + 1)]
-        return [Layout(groups, compressor, plan), Layout([names], compressor, one_group)][: 1 + then_one_group]
+        return [
+            Layout(groups, compressor, p) for groups, p in zip(json.loads(planned), (plan, one_group), strict=False)
+        ]
 
     @property
     def _buffers_are_small(self) -> bool:

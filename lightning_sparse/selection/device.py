@@ -23,7 +23,6 @@ SOUGHT = 1.25  # times k elements are meant to reach the threshold of `select_k`
 
 def layout(n: int, capacity: int, indices: str, values: ValueFormat | None = None) -> MessageLayout:
     """Messages of at most ``capacity`` of ``n`` elements, whatever ``indices`` says."""
-    del indices
     return MessageLayout(n, capacity, index_format("block16", n, capacity), values)
 
 
