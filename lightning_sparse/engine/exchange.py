@@ -38,21 +38,10 @@ class Exchange(Around, ABC):
     [Note: who issues messages] Each group is sent on the lane with the fewest elements before it.  A lane is one
     process group and one issuer, which runs its groups one after the other in a fixed order, so that on each process
     group every rank launches the same messages in the same order whatever the timing.  Over Gloo the issuer is a
-    thread.  Step time relative to plain DDP, SkipReduce(skip=0.5) on two hosts at 1 Gbit/s
-    (docs/benchmarks/2026-11-21-skip-reduce.md):
-
-    =================================================================  ================  =================
-    issuer                                                             groups of 25 MiB  one group a layer
-    =================================================================  ================  =================
-    a thread a lane, two lanes                                         0.70              0.62
-    one thread                                                         0.73              0.64
-    backward's thread steps every generator once, in each DDP hook     0.73              0.61
-    backward's thread waits in each DDP hook                           0.81              0.85
-    =================================================================  ================  =================
-
-    Stepping is as fast only while hooks follow each other; a thread goes on where none is called.  On NCCL, where
-    waiting blocks a stream and not the host, the issuer is the caller of the hook, and both lanes are on one
-    communicator: each has a stream of its own, so that one compresses while the other waits for a message.
+    thread, which goes on where no hook is called: two such lanes took 0.70 of plain DDP's step where one took 0.73, and
+    backward's thread, waiting in each hook, 0.81 (docs/benchmarks/2026-11-21-skip-reduce.md).  On NCCL, where waiting
+    blocks a stream and not the host, the issuer is the caller of the hook, and both lanes are on one communicator:
+    each has a stream of its own, so that one compresses while the other waits for a message.
     See [Note: one order of launches].
     """
 

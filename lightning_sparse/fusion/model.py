@@ -17,7 +17,6 @@ Array = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
 INEXACT = 0.05  # Part of a span: where plans differ by less, the model cannot tell which is faster.
-SHORT = 0.1  # Part of a step by which repeated measurements of the same step differ.
 
 
 @dataclass(frozen=True)
@@ -152,16 +151,6 @@ class Plan:
     def step_s(self) -> float:
         """The expected seconds of a step."""
         return self.rest_s + self.span_s
-
-    @property
-    def limit(self) -> str:
-        """What is under way between the last gradient and the last mean: "backward", "compression" or "network"."""
-        times, ready_s = self.times, self.model.ready_s[-1]
-        after_backward_s = times[-1].end_s - ready_s
-        if after_backward_s < SHORT * self.step_s:
-            return "backward"
-        busy_s = sum(time.busy_s for time in times if time.end_s > ready_s)
-        return "compression" if busy_s > after_backward_s / 2 else "network"
 
     def rejected(self) -> "Plan":
         """Return the plan of the groups there were before."""
