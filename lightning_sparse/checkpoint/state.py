@@ -90,7 +90,7 @@ class State:
         if not _is_local(local := saved.get("local", {})):
             raise ValueError(
                 "local must have lists of tensors in 'optimizers', and tensors in 'checksums', 'seen' and 'moments'; "
-                f"got {_shown(local)}"
+                f"got {_shown(local)}. A version before 0.1.0 may have written it, whose files cannot be read"
             )
         if not _is_tensors(means := saved.get("means", {})):
             raise ValueError(f"means must be a dictionary of tensors by name; got {_shown(means)}")
@@ -124,7 +124,10 @@ class State:
         if noted is None:
             return
         if not (is_list(noted) and len(noted) == 1 + self.ranks and all(is_whole(each, 0) for each in noted)):
-            yield f"checksum must be a list of integers, of what all share and of each rank; got {_shown(noted)}"
+            got = _shown(noted)
+            if is_whole(noted, 0):
+                got += ", as a version before 0.1.0 wrote it, whose files cannot be read"
+            yield f"checksum must be a list of integers, of what all share and of each rank; got {got}"
             return
         sums = [("the checksum of what all ranks share", self._sum("shared" if self.ranks else "all"), noted[0])]
         sums += [(f"the checksum of rank {row}'s part", self._sum(row), noted[1 + row]) for row in rows]
