@@ -5,7 +5,7 @@ from fnmatch import fnmatchcase
 from numbers import Integral, Real
 from typing import TypeGuard
 
-from lightning_sparse.wire import INDEX_LIMIT
+from lightning_sparse.wire import INDEX_FORMATS, INDEX_LIMIT
 
 
 def check_whole(name: str, value: object, least: int, advice: str = "") -> None:
@@ -42,6 +42,21 @@ def check_seed(compressor: object, seed: int) -> None:
     """Raise a ValueError that names the compressor and the value unless ``seed`` is an integer."""
     if not isinstance(seed, int):
         raise ValueError(f"{type(compressor).__name__}: seed must be an integer; got {seed!r}. Give every rank one.")
+
+
+def check_index_format(compressor: object, name: str) -> None:
+    """Raise a ValueError that names the compressor and the value unless ``name`` is "auto" or a format's name."""
+    if not isinstance(name, str) or (name != "auto" and name not in INDEX_FORMATS):
+        raise ValueError(
+            f"{type(compressor).__name__}(indices={name!r}): indices must be one of auto, {', '.join(INDEX_FORMATS)}."
+        )
+
+
+def check_selecting(compressor: object) -> None:
+    """Raise a ValueError unless ``density``, ``slack`` and ``indices`` of ``compressor``, where it has them, can be."""
+    check_density(compressor, getattr(compressor, "density", 1.0))
+    check_slack(compressor, getattr(compressor, "slack", 1.0))
+    check_index_format(compressor, getattr(compressor, "indices", "auto"))
 
 
 def check_switch(compressor: object, name: str) -> None:

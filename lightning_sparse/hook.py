@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from lightning_sparse.auto.chooser import Chooser
 from lightning_sparse.auto.course import course_of
-from lightning_sparse.auto.known_losses import caution
 from lightning_sparse.auto.policy import Auto
 from lightning_sparse.auto.switch import Switch
 from lightning_sparse.checkpoint import residuals as checkpoint
@@ -23,11 +22,10 @@ from lightning_sparse.checkpoint.parts import Parts
 from lightning_sparse.checkpoint.state import RESIDUALS
 from lightning_sparse.checks import check_one_of
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.engine.build import averaged_parameters
+from lightning_sparse.engine.build import averaged_parameters, check_may_begin
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.groups import BUCKET_BYTES, not_carried
 from lightning_sparse.engine.local_steps import LocalSteps
-from lightning_sparse.engine.unsupported import check_may_begin
 from lightning_sparse.fusion.layer_fusion import LayerFusion
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.network.torch_comm import TorchComm, world
@@ -146,9 +144,6 @@ class SparseHook:
             f"elements among {self.exchange.size} {'nodes' if groups.local_size > 1 else 'ranks'}"
             f"{f', each once in {options.local.steps} local steps' if options.local else ''}."
         )
-        note = "" if options.policy else caution(options.averaging, options.way.wire_dtype, options.local)
-        if self.exchange.size > 1 and note:
-            rank_zero_info(f"lightning_sparse: {note}")
 
     @staticmethod
     def _parameters_of(ddp: DistributedDataParallel) -> Mapping[str, Tensor]:

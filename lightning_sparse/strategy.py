@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule
@@ -29,14 +29,8 @@ from lightning_sparse.options import Options
 
 LARGE_BYTES = 2**30  # of residuals in a checkpoint
 
-# The mixin serves lightning and pytorch_lightning, whose classes are unrelated; type checkers see the first.
-if TYPE_CHECKING:
-    _Base = DDPStrategy
-else:
-    _Base = object
 
-
-class SparseMixin(ShowsAverage, _Base):
+class SparseMixin(ShowsAverage):
     """The part of :class:`SparseDDPStrategy` beside ``DDPStrategy``, for whichever of the two Lightning packages."""
 
     strategy_name = "sparse_ddp"

@@ -1,5 +1,6 @@
 """Chooses among candidates the one that is expected to be soonest at a loss: seconds a step, times steps."""
 
+import json
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
@@ -15,8 +16,8 @@ from lightning_sparse.auto.trial import try_on
 from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.gradient_record import GradientRecord
-from lightning_sparse.fusion.costs import Link
 from lightning_sparse.fusion.planner import Calibration, Measured
+from lightning_sparse.network.costs import Link
 from lightning_sparse.settings import same
 
 EXACT = Candidate(Dense())  # It has no error, so that others need not be looked at where its messages cost nothing.
@@ -54,11 +55,10 @@ def _shared(
     """Return the forecast of each candidate, made by one of the ranks; to be called on every rank, with the same."""
     if not candidates:
         return []
-    own = torch.zeros(len(candidates), Forecast.NUMBERS, dtype=torch.float64, device=exchange.device)
-    for i in range(exchange.rank, len(candidates), exchange.size):
-        own[i] = torch.tensor(forecast(candidates[i]).numbers())
-    every = exchange.ask(lambda comm: comm.all_gather(own)).tolist()  # [P][candidates][NUMBERS]
-    return [Forecast.read(candidate, every[i % exchange.size][i]) for i, candidate in enumerate(candidates)]
+    own = [vars(forecast(candidate)) for candidate in candidates[exchange.rank :: exchange.size]]
+    told = exchange.tell(json.dumps([{name: x for name, x in each.items() if name != "candidate"} for each in own]))
+    every = [json.loads(each) for each in told]
+    return [Forecast(c, **every[i % exchange.size][i // exchange.size]) for i, c in enumerate(candidates)]
 
 
 class Chooser:

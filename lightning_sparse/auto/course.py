@@ -17,12 +17,13 @@ from lightning_sparse.auto.switch import Switch
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.build import Way
 from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.engine.link import NoClock, measure_link
 from lightning_sparse.engine.optimizers import why_not_ahead, why_not_alone
-from lightning_sparse.fusion.costs import Link, NoClock, measure_link
 from lightning_sparse.fusion.layer_fusion import check_clock
 from lightning_sparse.fusion.planner import Layout, Measured
 from lightning_sparse.fusion.steps import PassCounts, Passes, typical_s, until_changed
 from lightning_sparse.network.comm import Comm
+from lightning_sparse.network.costs import Link
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.settings import same
 
@@ -232,11 +233,11 @@ def _average_gradients(
         switch.to_gradients()
     fusion = switch.layer_fusion
     assert fusion is not None
-    layout = Layout(fusion.layout.groups, candidate.averaging)
-    if len(layout.groups) > 1:  # else it is too short to gain by cuts
-        layout = fusion.decide(candidate.averaging, at_work, measured, link)
+    layouts = [Layout(fusion.layout.groups, candidate.averaging)]
+    if len(layouts[0].groups) > 1:  # else it is too short to gain by cuts
+        layouts = fusion.decide(candidate.averaging, at_work, measured, link)
     switch.chosen = candidate
-    return measured.rest_s + (yield from fusion.try_plan(layout, measured.span_s))
+    return measured.rest_s + (yield from fusion.try_each(layouts, measured.span_s))
 
 
 def _take_local_steps(switch: Switch, candidate: Candidate) -> Passes[float]:

@@ -2,9 +2,8 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 from torch import Tensor
@@ -14,13 +13,14 @@ from lightning_sparse.auto.policy import Candidate
 from lightning_sparse.auto.simulated_cost import Now, applying_s, in_place_cost, simulated_cost
 from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.engine.groups import Piece, cut_into_fragments, pieces_of
-from lightning_sparse.fusion.costs import Link, SizeCost, cost_of
-from lightning_sparse.fusion.model import Cost
+from lightning_sparse.fusion.costs import SizeCost, cost_of
+from lightning_sparse.fusion.model import Cost, Plan
 from lightning_sparse.fusion.planner import DDP_PLAN, Calibration, Kinds, Measured, best_plan, calibrate, kinds_of
+from lightning_sparse.network.costs import Link
 from lightning_sparse.settings import as_text, same
 
+SHORT = 0.1  # Part of a step by which repeated measurements of the same step differ.
 FEW, MOST = 2**8, 2**18  # Elements of the groups that are simulated; the second on all ranks together.
-LIMITS = ("backward", "compression", "network")
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,6 @@ class Forecast:
     sent_bytes: float
     limit: str
     ranks: int
-    NUMBERS: ClassVar = 7
     delivered: float | None = None
     staleness: float | None = None
 
@@ -59,18 +58,6 @@ class Forecast:
     def seconds(self) -> float:
         """Expected to a loss, for each step that dense training needs: what candidates are chosen by."""
         return self.step_s * self.more_steps
-
-    def numbers(self) -> list[float]:
-        """All but the candidate as numbers [NUMBERS], which ranks can exchange."""
-        tried = (math.nan if x is None else x for x in (self.delivered, self.staleness))
-        return [self.step_s, self.buckets_s, self.sent_bytes, LIMITS.index(self.limit), self.ranks, *tried]
-
-    @classmethod
-    def read(cls, candidate: Candidate, numbers: Sequence[float]) -> "Forecast":
-        """The inverse of :meth:`numbers`."""
-        step_s, buckets_s, sent_bytes, limit, ranks, *tried = numbers
-        delivered, staleness = (None if math.isnan(x) else x for x in tried)
-        return cls(candidate, step_s, buckets_s, sent_bytes, LIMITS[int(limit)], int(ranks), delivered, staleness)
 
 
 class Forecaster:
@@ -129,7 +116,7 @@ class Forecaster:
         buckets_s = plan.rest_s + plan.spans[DDP_PLAN]
         step_s = buckets_s if self._in_place(compressor) else plan.step_s
         known = (1.0, 0.0) if same(compressor, Dense()) else (None, None)  # all arrives, at once
-        return Forecast(candidate, step_s, buckets_s, sent_bytes, plan.limit, self._size, *known)
+        return Forecast(candidate, step_s, buckets_s, sent_bytes, _limit(plan), self._size, *known)
 
     def _costs(self, compressor: Compressor) -> tuple[list[Piece], Kinds, float]:
         """The pieces of the gradient, what they cost, and the bytes that a rank sends of them in a step."""
@@ -182,3 +169,13 @@ class Forecaster:
                 simulated_cost(compressor, each, self._size, self._link, self._device, self._now) for each in sizes
             ]
         return self._samples[key]
+
+
+def _limit(plan: Plan) -> str:
+    """What is under way between the last gradient and the last mean: "backward", "compression" or "network"."""
+    times, ready_s = plan.times, plan.model.ready_s[-1]
+    after_backward_s = times[-1].end_s - ready_s
+    if after_backward_s < SHORT * plan.step_s:
+        return "backward"
+    busy_s = sum(time.busy_s for time in times if time.end_s > ready_s)
+    return "compression" if busy_s > after_backward_s / 2 else "network"

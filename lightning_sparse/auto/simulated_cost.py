@@ -13,9 +13,9 @@ from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.engine.replica import Replica
-from lightning_sparse.fusion.costs import Link, SizeCost, made_up
+from lightning_sparse.fusion.costs import SizeCost, made_up
 from lightning_sparse.network.comm import Rounds
-from lightning_sparse.network.costs import Costs, hops, traffic
+from lightning_sparse.network.costs import Costs, Link, hops, traffic
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.selection.sparse import Sparse
 

@@ -15,13 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse.auto.policy import Candidate
 from lightning_sparse.checkpoint.optimizers import in_order, set_tensors, tensors_everywhere
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.engine.build import Way, make_exchange
+from lightning_sparse.engine.build import Way, check_not_capturing, make_exchange
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.groups import BUCKET_BYTES
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.engine.optimizers import Optimizers
 from lightning_sparse.engine.step import PendingBucket
-from lightning_sparse.engine.unsupported import check_not_capturing
 from lightning_sparse.fusion.layer_fusion import LayerFusion
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.process_groups import ProcessGroups

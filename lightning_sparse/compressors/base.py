@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.compressors.selecting import last_report
 from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.network.sums import sum_values
 from lightning_sparse.selection.sparse import Sparse
+from lightning_sparse.selection.threshold import ThresholdController
 from lightning_sparse.settings import as_text
+from lightning_sparse.wire import CAUSE, CorruptMessage, Selection
 
 
 class Compressor(ABC):
@@ -49,7 +50,6 @@ class Compressor(ABC):
             size: the number of ranks, P.
             scale: what the gradients are to be multiplied by.
         """
-        del size
         group.add(gradients, scale)
 
     @property
@@ -71,17 +71,14 @@ class Compressor(ABC):
 
     def is_dense(self, name: str, elements: int) -> bool:
         """Whether the parameter called ``name`` is always averaged densely, in a group with its like."""
-        del name, elements
         return False
 
     def active(self, step: int) -> "Compressor":
         """The compressor at work in ``step``: where this changes, so does what a step costs."""
-        del step
         return self
 
     def compresses(self, step: int) -> bool:
         """Whether ``step`` sums less than all as it was meant: not densely, and not in a phase of warm-up."""
-        del step
         return True
 
     def carry(self, parts: Sequence[tuple[Group, int]]) -> dict[str, Tensor]:
@@ -111,7 +108,6 @@ class Dense(Compressor):
 
     def compresses(self, step: int) -> bool:
         """Never."""
-        del step
         return False
 
 
@@ -170,3 +166,46 @@ def take_step(compressor: Compressor, group: Group, comm: Comm) -> Rounds:
             )
     group.step += 1
     return total
+
+
+# - what the messages of a step tell the next
+
+
+def report(compressor: object, group: Group, messages: Sequence[Selection]) -> None:
+    """Send the headers of a step's messages to the host, for :func:`last_report` in the next step.
+
+    Raises:
+        CorruptMessage: if a message of the step before arrived damaged, and nobody has asked since.
+    """
+    last_report(compressor, group)
+    headers = [count for each in messages for count in (each.count, each.seen, each.near, each.load, each.intact)]
+    on_device = isinstance(headers[0], Tensor)
+    group.send_to_host("report", (torch.stack(headers) if on_device else torch.tensor(headers)).view(-1, 5))
+
+
+def last_report(compressor: object, group: Group) -> list[list[int]] | None:
+    """Return the headers of all messages of the last step, if any were reported; and forget them.
+
+    Returns:
+        For each message how many elements were selected, ``seen``, ``near``, ``load``, and 1, which says it was intact.
+
+    Raises:
+        CorruptMessage: if one was not.
+    """
+    reported = group.take_from_host("report")
+    if reported is None:
+        return None
+    rows: list[list[int]] = reported.tolist()
+    damaged = sum(not intact for *_, intact in rows)
+    if damaged:
+        raise CorruptMessage(
+            f"{type(compressor).__name__}: the selected elements in {damaged} of {len(rows)} messages of the step "
+            f"before arrived damaged: {CAUSE}"
+        )
+    return rows
+
+
+def carry_thresholds(parts: Sequence[tuple[Group, int]], *keys: str) -> dict[str, Tensor]:
+    """The thresholds kept under ``keys``, each the mean over the groups that have it; see :meth:`Compressor.carry`."""
+    known = {key: [(group.memory[key], n) for group, n in parts if n and key in group.memory] for key in keys}
+    return {key: ThresholdController.joined(states) for key, states in known.items() if states}

@@ -8,17 +8,22 @@ import torch
 from torch import Tensor
 
 from lightning_sparse import selection
-from lightning_sparse.checks import check_seed, check_setting, checked_patterns, is_number, is_whole, matches
-from lightning_sparse.compressors.base import Compressor
+from lightning_sparse.checks import (
+    check_seed,
+    check_selecting,
+    check_setting,
+    checked_patterns,
+    is_number,
+    is_whole,
+    matches,
+)
+from lightning_sparse.compressors.base import Compressor, report
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.compressors.selecting import check_selecting, report
 from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.network.costs import traffic
-from lightning_sparse.network.sparse_collectives import broadcast
-from lightning_sparse.network.sums import sum_selected
-from lightning_sparse.selection.estimate import count, room, sampled_threshold
+from lightning_sparse.network.sums import broadcast, sum_selected
 from lightning_sparse.selection.streams import draw
-from lightning_sparse.selection.threshold import LARGEST
+from lightning_sparse.selection.threshold import LARGEST, count, room, sampled_threshold
 from lightning_sparse.wire import Selection
 
 RULES = ("density", "fixed", "adaptive")
@@ -128,5 +133,4 @@ class ImportancePruning(Compressor):
         return sampled_threshold(importance, wanted)
 
     def is_dense(self, name: str, elements: int) -> bool:
-        del elements
         return matches(name, self.protect)

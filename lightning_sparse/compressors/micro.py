@@ -6,16 +6,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_sparse import selection
-from lightning_sparse.checks import check_switch
-from lightning_sparse.compressors.base import Compressor
+from lightning_sparse.checks import check_selecting, check_switch
+from lightning_sparse.compressors.base import Compressor, carry_thresholds, last_report, report
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.compressors.selecting import carry_thresholds, check_selecting, last_report, report
 from lightning_sparse.network.comm import Comm, Rounds
-from lightning_sparse.network.sparse_collectives import gather
-from lightning_sparse.network.sums import sum_selected
+from lightning_sparse.network.sums import gather, sum_selected
 from lightning_sparse.selection import partition
-from lightning_sparse.selection.estimate import count, room, sampled_threshold
-from lightning_sparse.selection.threshold import ThresholdController
+from lightning_sparse.selection.threshold import ThresholdController, count, room, sampled_threshold
 
 
 @dataclass(frozen=True)

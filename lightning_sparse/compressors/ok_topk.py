@@ -7,16 +7,22 @@ import torch
 from torch import Tensor
 
 from lightning_sparse import selection
-from lightning_sparse.checks import check_setting, is_whole
-from lightning_sparse.compressors.base import Compressor
+from lightning_sparse.checks import check_selecting, check_setting, is_whole
+from lightning_sparse.compressors.base import Compressor, carry_thresholds, last_report, report
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.compressors.selecting import carry_thresholds, check_selecting, last_report, report
 from lightning_sparse.network.comm import Comm, Rounds
-from lightning_sparse.network.sparse_collectives import gather, reduce_scatter
+from lightning_sparse.network.sums import gather, reduce_scatter
 from lightning_sparse.selection import partition
-from lightning_sparse.selection.estimate import count, not_nan, pooled_threshold, room, sampled_threshold, summary
 from lightning_sparse.selection.sparse import Sparse
-from lightning_sparse.selection.threshold import ThresholdController
+from lightning_sparse.selection.threshold import (
+    ThresholdController,
+    count,
+    not_nan,
+    pooled_threshold,
+    room,
+    sampled_threshold,
+    summary,
+)
 
 FEW = 8  # elements: of fewer counts do not say how far to move a threshold, which is evaluated in every step
 THRESHOLDS = "local", "shared"  # this rank's own, of elements, and that of sums, which all ranks share

@@ -11,9 +11,9 @@ from lightning_sparse.compressors.base import Compressor
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.network.sums import sum_selected, sum_values
-from lightning_sparse.selection.estimate import count
 from lightning_sparse.selection.sketch import CountSketch, coder
 from lightning_sparse.selection.sparse import Sparse
+from lightning_sparse.selection.threshold import count
 from lightning_sparse.wire import INDEX_LIMIT
 
 FEWEST_COLUMNS = 16

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 from lightning_sparse import selection
-from lightning_sparse.compressors.base import Compressor
+from lightning_sparse.checks import check_selecting
+from lightning_sparse.compressors.base import Compressor, report
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.compressors.selecting import check_selecting, report
 from lightning_sparse.network.comm import Comm, Rounds
-from lightning_sparse.network.sparse_collectives import gather
-from lightning_sparse.selection.estimate import count
+from lightning_sparse.network.sums import gather
+from lightning_sparse.selection.threshold import count
 
 
 @dataclass(frozen=True)

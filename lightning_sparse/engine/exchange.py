@@ -21,6 +21,7 @@ from lightning_sparse.engine.lane import Lane, have_caller_wait, spread, wait_fo
 from lightning_sparse.engine.sample import Sample
 from lightning_sparse.engine.step import PendingBucket, Report
 from lightning_sparse.engine.timeline import Timeline
+from lightning_sparse.network.agreement import everywhere
 from lightning_sparse.network.comm import Comm, Pending
 
 T = TypeVar("T")
@@ -37,21 +38,10 @@ class Exchange(Around, ABC):
     [Note: who issues messages] Each group is sent on the lane with the fewest elements before it.  A lane is one
     process group and one issuer, which runs its groups one after the other in a fixed order, so that on each process
     group every rank launches the same messages in the same order whatever the timing.  Over Gloo the issuer is a
-    thread.  Step time relative to plain DDP, SkipReduce(skip=0.5) on two hosts at 1 Gbit/s
-    (docs/benchmarks/2026-11-21-skip-reduce.md):
-
-    =================================================================  ================  =================
-    issuer                                                             groups of 25 MiB  one group a layer
-    =================================================================  ================  =================
-    a thread a lane, two lanes                                         0.70              0.62
-    one thread                                                         0.73              0.64
-    backward's thread steps every generator once, in each DDP hook     0.73              0.61
-    backward's thread waits in each DDP hook                           0.81              0.85
-    =================================================================  ================  =================
-
-    Stepping is as fast only while hooks follow each other; a thread goes on where none is called.  On NCCL, where
-    waiting blocks a stream and not the host, the issuer is the caller of the hook, and both lanes are on one
-    communicator: each has a stream of its own, so that one compresses while the other waits for a message.
+    thread, which goes on where no hook is called: two such lanes took 0.70 of plain DDP's step where one took 0.73, and
+    backward's thread, waiting in each hook, 0.81 (docs/benchmarks/2026-11-21-skip-reduce.md).  On NCCL, where waiting
+    blocks a stream and not the host, the issuer is the caller of the hook, and both lanes are on one communicator:
+    each has a stream of its own, so that one compresses while the other waits for a message.
     See [Note: one order of launches].
     """
 
@@ -140,7 +130,6 @@ class Exchange(Around, ABC):
 
     def sums_in_place(self, compressor: Compressor) -> bool:
         """Whether what ``compressor`` averages is summed where DDP has it, not in groups, once nothing is unsent."""
-        del compressor
         return False
 
     def compared(self) -> Mapping[Tensor, Tensor]:
@@ -176,11 +165,6 @@ class Exchange(Around, ABC):
         costs = self._lanes[0].comm.costs
         return costs.hop_bytes, costs.all_reduce_bytes
 
-    @property
-    def ways_of_sums(self) -> str:
-        """Which way sums of which size take, in a sentence."""
-        return self._lanes[0].comm.costs.ways()
-
     def set_latencies(self, hop_bytes: int, all_reduce_bytes: int) -> None:
         """Have sums go by these from now on.  To be called between two steps, with the same on every rank."""
         for lane in self._lanes:
@@ -189,6 +173,10 @@ class Exchange(Around, ABC):
     def ask(self, launch: Callable[[Comm], Pending]) -> Tensor:
         """The result of one message, launched on the first lane between two steps, on every rank."""
         return self.on_lanes(lambda lane: launch(lane.comm).wait(), lanes=1)[0]
+
+    def tell(self, text: str) -> list[str]:
+        """Return what each rank says, by rank; to be called between two steps, on every rank."""
+        return self.on_lanes(lambda lane: everywhere(text, lane.comm, self.device), lanes=1)[0]
 
     def close(self) -> bool:
         """End the issuing threads; returns whether no message is under way.  What is unsent stays readable."""

@@ -15,13 +15,12 @@ from torch.optim import Optimizer
 
 from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.compressors.base import take_step
-from lightning_sparse.compressors.group import Group
+from lightning_sparse.compressors.group import Group, HostCopy
 from lightning_sparse.engine.lane import Lane, have_caller_wait, wait_for_caller
 from lightning_sparse.engine.means import Means
 from lightning_sparse.engine.scaled_steps import ScaledSteps
 from lightning_sparse.engine.step import PendingBucket, Step
 from lightning_sparse.engine.unused_parameters import UsedParameters
-from lightning_sparse.kernels.host_copy import HostCopy
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.network.torch_comm import TorchComm, explained
@@ -77,7 +76,6 @@ class GradientExchange(ScaledSteps):
     end_step = between_steps
 
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
-        del optimizer
         self._means.are_due = False
 
     @property
@@ -96,7 +94,6 @@ class GradientExchange(ScaledSteps):
         return self._step is not None and bool(self._step.buckets)
 
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
-        del state
         if self._means.saved:
             self._means.hand_back(bucket.buffer(), bucket.parameters(), bucket.is_last())
             future: Future[Tensor] = Future(devices=[self.device] if self.device.type == "cuda" else None)

@@ -93,7 +93,6 @@ class LocalExchange(LocalState):
 
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
         """DDP's communication hook: gives every rank its own gradients back."""
-        del state
         self._phases.check_backward()
         if bucket.is_last():
             self._phases.backward(self.weights.versions())

@@ -1,8 +1,9 @@
 """Local steps: each rank takes its own optimizer steps, and what the ranks share is the average of their weights."""
 
+import math
 from dataclasses import dataclass, replace
 
-from lightning_sparse.checks import check_one_of, check_switch, check_whole, is_number
+from lightning_sparse.checks import check_one_of, check_setting, check_switch, check_whole, is_number
 from lightning_sparse.compressors import Compressor, Dense, Rounded
 
 SECOND_MOMENTS = ("mean", "own")
@@ -55,20 +56,16 @@ class LocalSteps:
         check_whole("local_steps", self.steps, 1, "Or give 0 to average gradients.")
         if self.fragments is not None:
             check_whole("LocalSteps: fragments", self.fragments, 1)
-            if self.fragments > self.steps:
-                raise ValueError(
-                    f"LocalSteps: fragments must be at most steps, {self.steps}, since one travels at a time; got "
-                    f"{self.fragments}."
-                )
+            most = f"at most steps, {self.steps}, since one travels at a time"
+            check_setting(self, "fragments", self.fragments <= self.steps, most)
         check_switch(self, "overlap")
-        if not (is_number(self.outer_rate) and 0 < self.outer_rate < float("inf")):
-            raise ValueError(f"LocalSteps: outer_rate must be above 0; got {self.outer_rate!r}.")
-        if not (is_number(self.outer_momentum) and 0 <= self.outer_momentum < 1):
-            raise ValueError(f"LocalSteps: outer_momentum must be at least 0 and below 1; got {self.outer_momentum!r}.")
-        if self.lead is not None and not (is_number(self.lead) and 1 <= self.lead < float("inf")):
-            raise ValueError(f"LocalSteps: lead must be at least 1, or None; got {self.lead!r}.")
-        if self.error_decay is not None and not (is_number(self.error_decay) and 0 <= self.error_decay <= 1):
-            raise ValueError(f"LocalSteps: error_decay must be from 0 to 1, or None; got {self.error_decay!r}.")
+        rate, momentum, lead, decay = self.outer_rate, self.outer_momentum, self.lead, self.error_decay
+        ahead = lead is None or (is_number(lead) and 1 <= lead < math.inf)
+        fading = decay is None or (is_number(decay) and 0 <= decay <= 1)
+        check_setting(self, "outer_rate", is_number(rate) and 0 < rate < math.inf, "above 0")
+        check_setting(self, "outer_momentum", is_number(momentum) and 0 <= momentum < 1, "at least 0 and below 1")
+        check_setting(self, "lead", ahead, "at least 1, or None")
+        check_setting(self, "error_decay", fading, "from 0 to 1, or None")
         check_one_of("LocalSteps: second_moments", self.second_moments, SECOND_MOMENTS)
 
     @classmethod

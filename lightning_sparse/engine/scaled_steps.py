@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.compressors.group import Group
+from lightning_sparse.compressors.group import Group, HostCopy
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.gradient_record import GradientRecord
 from lightning_sparse.engine.loss_scale import LossScale
 from lightning_sparse.engine.sample import Sample
-from lightning_sparse.kernels.host_copy import HostCopy
 from lightning_sparse.network.comm import Comm
 
 

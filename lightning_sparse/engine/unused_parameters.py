@@ -73,6 +73,5 @@ class UsedParameters:
 
     def _note_earlier(self, parameter: Tensor, gradient: Tensor) -> None:
         """Called before ``gradient`` is added to ``parameter.grad``."""
-        del gradient
         if parameter not in self._used and parameter.grad is not None:
             self._earlier[parameter] = parameter.grad.clone()

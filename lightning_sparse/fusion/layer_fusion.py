@@ -1,23 +1,25 @@
 """LayerFusion at work: measures the first steps of a training, plans the groups, and plans anew when times change."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
 import numpy as np
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.groups import Piece, carry_over, make_groups, pieces_of
+from lightning_sparse.engine.link import NoClock, measure_link, median_over_ranks
 from lightning_sparse.engine.timeline import GroupTime
-from lightning_sparse.fusion.costs import Link, NoClock, measure_cost, measure_link, median_over_ranks
+from lightning_sparse.fusion.costs import measure_cost
 from lightning_sparse.fusion.model import Plan
-from lightning_sparse.fusion.planner import Kinds, Layout, Measured, best_plan, calibrate, kinds_of, saved_layout
+from lightning_sparse.fusion.planner import Kinds, Layout, Measured, best_plan, calibrate, kinds_of
 from lightning_sparse.fusion.steps import PLANNING, PassCounts, Passes, measure_steps, until_changed
+from lightning_sparse.network.costs import Link
 from lightning_sparse.settings import as_text, same
 
 EVERY = 10  # Passes from one look at the time to the next once a plan is followed: looking waits for the device.
@@ -46,7 +48,7 @@ class LayerFusion:
         self.phase = "measure"
         self.compressor = compressor
         self._exchange, self._parameters = exchange, parameters
-        self._names = list(reversed(list(parameters)))  # in backward order
+        self._names = tuple(reversed(list(parameters)))  # in backward order
 
     @property
     def is_worthwhile(self) -> bool:
@@ -57,6 +59,11 @@ class LayerFusion:
     def at_work(self) -> Compressor:
         """What averages in the next step; it is measured anew where this changes."""
         return self.compressor.active(self._exchange.group_step)
+
+    @property
+    def layout(self) -> Layout:
+        """What is followed."""
+        return Layout([group.names for group in self._exchange.groups], self.compressor, self.plan)
 
     def measured(self) -> list[GroupTime]:
         """Times of the plan's groups in this rank's last step; none before it was followed.  Waits for the device."""
@@ -86,12 +93,15 @@ class LayerFusion:
 
         It does if it was made for these parameters, this compressor and these ranks.
         """
-        layout = saved_layout(state, self._names, compressor.active(step), self._exchange.size)
-        if layout is not None:
-            self._exchange.set_latencies(*state.get("latencies", self._exchange.latencies))
-            self.follow(Layout(layout.groups, compressor))
-            rank_zero_info(f"LayerFusion: {len(self._exchange.groups)} groups, as in the checkpoint.")
-        return layout is not None
+        groups, exchange = state.get("groups", []), self._exchange
+        made_for = [x if isinstance(x, str | int) else None for x in (state.get("compressor"), state.get("size"))]
+        fits = made_for == [as_text(compressor.active(step)), exchange.size]
+        if not fits or sorted(name for group in groups for name in group) != sorted(self._names):
+            return False
+        exchange.set_latencies(*state.get("latencies", exchange.latencies))
+        self.follow(Layout(groups, compressor))
+        rank_zero_info(f"LayerFusion: {len(exchange.groups)} groups, as in the checkpoint.")
+        return True
 
     # - groups
 
@@ -119,29 +129,21 @@ class LayerFusion:
         self.follow(Layout(self.layout.groups, Dense()))
         self.phase = "measure"
 
-    @property
-    def layout(self) -> Layout:
-        """What is followed."""
-        return Layout([group.names for group in self._exchange.groups], self.compressor, self.plan)
-
     # - the passes of a training
 
     def course(self, planned: bool = False) -> Passes[None]:
         """Measure, plan and watch, over and over; ``planned``: there is a plan, so that it begins with watching."""
         while True:
             if not planned:
-                yield from self._measure_and_plan()
+                measured, at_work = (yield from self.measure(PLANNING)), self.at_work
+                try:
+                    check_clock(measured)
+                    layouts = self.decide(self.compressor, at_work, measured, measure_link(self._exchange))
+                    yield from self.try_each(layouts, measured.span_s)
+                except NoClock:  # on every rank
+                    rank_zero_warn("LayerFusion: no rank could tell the time; the groups stay as they are.")
             yield from self.watch()
             planned = False
-
-    def _measure_and_plan(self) -> Passes[None]:
-        measured, at_work = (yield from self.measure(PLANNING)), self.at_work
-        try:
-            check_clock(measured)
-            layout = self.decide(self.compressor, at_work, measured, measure_link(self._exchange))
-            yield from self.try_plan(layout, measured.span_s)
-        except NoClock:  # on every rank
-            rank_zero_warn("LayerFusion: no rank could tell the time; the groups stay as they are.")
 
     def measure(self, counts: PassCounts) -> Passes[Measured]:
         """Measure steps as they are, with what is at work."""
@@ -157,21 +159,19 @@ class LayerFusion:
             "measuring anew."
         )
 
-    def try_plan(self, layout: Layout, span_s: float) -> Passes[float]:
-        """Try ``layout``, and after it one group of all if the model cannot tell which is faster; see `_try`."""
-        self.plan = layout.plan.rejected() if layout.plan else self.plan
-        span_s = yield from self._try(layout, span_s)
-        if layout.then_one_group and same(layout.compressor, self.compressor):
-            one_group = Layout([tuple(self._names)], layout.compressor, self.plan.one_group() if self.plan else None)
-            span_s = yield from self._try(one_group, span_s)
+    def try_each(self, layouts: Sequence[Layout], span_s: float) -> Passes[float]:
+        """Change to each of ``layouts``, and with the same compressor back where it is slower than what was before.
+
+        Returns:
+            The seconds from the start of backward to the last mean, which were ``span_s`` at first.
+        """
+        if plan := layouts[0].plan:
+            self.plan = plan.rejected()
+        for layout in layouts:
+            span_s = yield from self._try(layout, span_s)
         return span_s
 
     def _try(self, layout: Layout, span_s: float) -> Passes[float]:
-        """Change to ``layout``; with the same compressor back, if it is slower than the ``span_s`` there was.
-
-        Returns:
-            The seconds from the start of backward to the last mean.
-        """
         exchange, before = self._exchange, self.layout
         self.follow(layout)
         is_same_compressor = same(self.compressor, before.compressor)
@@ -196,8 +196,10 @@ class LayerFusion:
 
     # - planning
 
-    def decide(self, compressor: Compressor, at_work: Compressor, measured: Measured, link: Link) -> Layout:
+    def decide(self, compressor: Compressor, at_work: Compressor, measured: Measured, link: Link) -> list[Layout]:
         """Return the groups that rank 0 plans for ``compressor``, on every rank; those there are if it cannot.
+
+        One group of all follows if the model cannot tell which is faster, and it would hardly take more memory.
 
         Args:
             compressor: what is to average from now on.
@@ -209,36 +211,32 @@ class LayerFusion:
             NoClock: if no rank could tell the time.
         """
         exchange, names = self._exchange, self._names
-        groups = [group.names for group in exchange.groups]
+        stay = Layout([group.names for group in exchange.groups], compressor)
         if exchange.sums_in_place(compressor):
-            return Layout(groups, compressor)
+            return [stay]
         after = compressor.active(exchange.group_step)
         kinds = [self._kinds(at_work, link)]
         kinds.append(kinds[0] if same(at_work, after) else self._kinds(after, link))
-        plan: Plan | None = None
-        plan_of_rank_0 = torch.full((1 + len(names),), -1, dtype=torch.int64, device=exchange.device)
+        plan, one_group, planned = None, None, ""
         if exchange.rank == 0:
             try:
                 calibration = calibrate(pieces_of(self._parameters, at_work), kinds[0], measured)
-                pieces = pieces_of(self._parameters, compressor)
-                plan = best_plan(pieces, kinds[1], measured, calibration, exchange.ways_of_sums)
-                rank_zero_info(f"LayerFusion: {plan.in_short}")
-                group_of = plan.group_of()
-                then_one_group = plan.one_group() is not None and self._buffers_are_small
-                plan_of_rank_0.copy_(torch.tensor([then_one_group, *(group_of[name] for name in names)]))
+                plan = best_plan(pieces_of(self._parameters, compressor), kinds[1], measured, calibration)
+                rank_zero_info(f"LayerFusion: {plan}")
+                one_group, group_of = plan.one_group() if self._buffers_are_small else None, plan.group_of()
+                groups = [[name for name in names if group_of[name] == i] for i in range(len(plan.ends))]
+                planned = json.dumps([groups, [names]] if one_group else [groups])
             except Exception as error:  # a plan is a gain, not a need; and the others wait for this rank
                 rank_zero_warn(f"LayerFusion: no plan could be made; the groups stay as they are. {error!r}")
-        then_one_group, *decided = exchange.ask(lambda comm: comm.broadcast(plan_of_rank_0, 0)).tolist()
-        if -1 in decided:
-            return Layout(groups, compressor)
-        planned: list[list[str]] = [[] for _ in range(max(decided) + 1)]
-        for name, index in zip(names, decided, strict=True):
-            planned[index].append(name)
-        return Layout([tuple(group) for group in planned], compressor, plan, bool(then_one_group))
+        planned = exchange.tell(planned)[0]
+        if not planned:
+            return [stay]
+        return [
+            Layout(groups, compressor, p) for groups, p in zip(json.loads(planned), (plan, one_group), strict=False)
+        ]
 
     @property
     def _buffers_are_small(self) -> bool:
-        """Whether larger groups would hardly take more memory."""
         kept_bytes = max(self._exchange.on_lanes(lambda lane: lane.comm.buffers.nbytes))
         return kept_bytes <= SMALL_BUFFERS * max(2**20, *(group.n for group in self._exchange.groups))
 

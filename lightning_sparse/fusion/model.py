@@ -4,6 +4,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -13,9 +14,9 @@ from lightning_sparse.engine.timeline import GroupTime
 from lightning_sparse.wire import INDEX_LIMIT
 
 Array = NDArray[np.float64]
+Integers = NDArray[np.int64]
 
 INEXACT = 0.05  # Part of a span: where plans differ by less, the model cannot tell which is faster.
-SHORT = 0.1  # Part of a step by which repeated measurements of the same step differ.
 
 
 @dataclass(frozen=True)
@@ -38,18 +39,15 @@ class Cost:
     busy_rise: float
     wire_rise: float
 
-    def at(self, elements: NDArray[np.int64]) -> tuple[Array, Array, Array]:
-        """Busy, spacing and latency of groups of any sizes [*s]; 0 for no elements."""
-        return (
-            self._line(self.busy_s, self.busy_rise, elements),
-            self._line(self.spacing_s, max(self.busy_rise, self.wire_rise), elements),
-            self._line(self.latency_s, self.busy_rise + self.wire_rise, elements),
-        )
-
-    def _line(self, measured: Sequence[float], rise: float, elements: NDArray[np.int64]) -> Array:
-        seconds = np.maximum.accumulate(np.asarray(measured, dtype=np.float64))  # more elements never cost less
-        inside = np.interp(elements, self.elements, seconds)
-        return np.where(elements > 0, inside + rise * np.maximum(elements - self.elements[-1], 0), 0.0)
+    def at(self, elements: Integers) -> Array:
+        """Busy, spacing and latency of groups of any sizes, [*s] -> [3, *s]; 0 for no elements."""
+        rises = self.busy_rise, max(self.busy_rise, self.wire_rise), self.busy_rise + self.wire_rise
+        beyond = np.maximum(elements - self.elements[-1], 0)
+        lines = []
+        for measured, rise in zip((self.busy_s, self.spacing_s, self.latency_s), rises, strict=True):
+            seconds = np.maximum.accumulate(np.asarray(measured, dtype=np.float64))  # more elements never cost less
+            lines.append(np.interp(elements, self.elements, seconds) + rise * beyond)
+        return np.where(elements > 0, np.stack(lines), 0.0)
 
 
 @dataclass(frozen=True)
@@ -74,11 +72,10 @@ class StepModel:
 
     def times(self, ends: Sequence[int]) -> list[GroupTime]:
         """Return the times of the groups that end before the layers ``ends`` [G], rising, the last of which is L."""
-        sums = self._prefix_sums()
         found: list[GroupTime] = []
         end = 0.0
         for first, last in pairwise([0, *ends]):
-            busy, spacing, latency = (float(x[0]) for x in self._cost(sums[last] - sums[first : first + 1]))
+            busy, spacing, latency = self._cost(slice(first, first + 1), last)[:, 0].tolist()
             ready = self.ready_s[last - 1]
             end = max(end + spacing, ready + latency)
             found.append(GroupTime(ready, end - latency, end, busy))
@@ -86,12 +83,11 @@ class StepModel:
 
     def span(self, ends: Sequence[int]) -> float:
         """Seconds from the start of backward to the last mean."""
-        return max(time.end_s for time in self.times(ends)) if ends else 0.0
+        return max((time.end_s for time in self.times(ends)), default=0.0)
 
     def can_be_indexed(self, ends: Sequence[int]) -> bool:
         """Whether no group has more elements than 32-bit indices can tell apart."""
-        each = np.diff(self._prefix_sums()[[0, *ends]], axis=0)
-        return bool((each <= INDEX_LIMIT).all())
+        return bool((np.diff(self._sums[[0, *ends]], axis=0) <= INDEX_LIMIT).all())
 
     def best(self) -> list[int]:
         """The ends of the groups with the shortest span of all; of equals, one with a large last group.
@@ -99,10 +95,10 @@ class StepModel:
         A dynamic program over the layers: the sooner the groups of the first i layers end, the sooner do all plans that
         go on from there, so that of the plans of a prefix only the best is kept.
         """
-        sums, layers = self._prefix_sums(), len(self.ready_s)
+        layers = len(self.ready_s)
         end, start = np.zeros(layers + 1), [0] * (layers + 1)  # of the last group of the first i layers
         for last in range(1, layers + 1):
-            _, spacing, latency = self._cost(sums[last] - sums[:last])
+            _, spacing, latency = self._cost(slice(last), last)
             ends = np.maximum(end[:last] + spacing, self.ready_s[last - 1] + latency)
             start[last] = int(np.argmin(ends))
             end[last] = ends[start[last]]
@@ -111,16 +107,17 @@ class StepModel:
             found.append(start[found[-1]])
         return found[::-1]
 
-    def _prefix_sums(self) -> NDArray[np.int64]:
+    @cached_property
+    def _sums(self) -> Integers:
         """Elements of each kind in the first i layers, [L + 1, K]."""
         each = np.asarray(self.elements, dtype=np.int64).reshape(len(self.elements), len(self.costs))
         return np.concatenate([np.zeros((1, len(self.costs)), np.int64), each.cumsum(0)])
 
-    def _cost(self, elements: NDArray[np.int64]) -> tuple[Array, Array, Array]:
-        """Busy, spacing and latency [m] of groups with ``elements`` [m, K]; one kind after the other."""
-        each = [cost.at(elements[:, kind]) for kind, cost in enumerate(self.costs)]
-        busy, spacing, latency = (sum(part, np.zeros(len(elements))) for part in zip(*each, strict=True))
-        return busy, spacing, latency
+    def _cost(self, firsts: slice, last: int) -> Array:
+        """Busy, spacing and latency [3, m] of groups from layers ``firsts`` [m] to ``last``; one kind after another."""
+        elements = self._sums[last] - self._sums[firsts]
+        each = (cost.at(elements[:, kind]) for kind, cost in enumerate(self.costs))
+        return sum(each, np.zeros((3, len(elements))))
 
 
 @dataclass(frozen=True)
@@ -135,7 +132,6 @@ class Plan:
         rest_s: seconds of a step outside backward and communication.
         span_s: expected from the start of backward to the last mean; the model's, corrected by measured steps.
         spans: ``span_s`` of each plan that was considered, by name.
-        sums: which way sums of which size take, in a sentence.
     """
 
     model: StepModel
@@ -145,7 +141,6 @@ class Plan:
     rest_s: float
     span_s: float
     spans: Mapping[str, float]
-    sums: str = ""
 
     @property
     def times(self) -> list[GroupTime]:
@@ -156,16 +151,6 @@ class Plan:
     def step_s(self) -> float:
         """The expected seconds of a step."""
         return self.rest_s + self.span_s
-
-    @property
-    def limit(self) -> str:
-        """What is under way between the last gradient and the last mean: "backward", "compression" or "network"."""
-        times, ready_s = self.times, self.model.ready_s[-1]
-        after_backward_s = times[-1].end_s - ready_s
-        if after_backward_s < SHORT * self.step_s:
-            return "backward"
-        busy_s = sum(time.busy_s for time in times if time.end_s > ready_s)
-        return "compression" if busy_s > after_backward_s / 2 else "network"
 
     def rejected(self) -> "Plan":
         """Return the plan of the groups there were before."""
@@ -182,20 +167,7 @@ class Plan:
         """The index of each parameter's group, by name."""
         return {name: bisect_right(self.ends, place) for place, name in enumerate(self.names)}
 
-    @property
-    def in_short(self) -> str:
-        """What it expects to gain, for a log."""
-        before_s = self.spans.get("as before", self.span_s)
-        return (
-            f"{_groups(self.ends)}; from the start of backward to the last mean {1e3 * self.span_s:.0f} ms are "
-            f"expected, {1e3 * before_s:.0f} ms in the groups before."
-        )
-
     def __str__(self) -> str:
         spans = ", ".join(f"{name} {1e3 * span:.1f} ms" for name, span in self.spans.items() if math.isfinite(span))
-        expected = f"Expected from the start of backward to the last mean: {spans}."
-        return f"{_groups(self.ends)}. {expected} {self.sums}".rstrip()
-
-
-def _groups(ends: Sequence[int]) -> str:
-    return "1 group" if len(ends) == 1 else f"{len(ends)} groups"
+        groups = f"{len(self.ends)} group{'s'[: len(self.ends) > 1]}"
+        return f"{groups}. Expected from the start of backward to the last mean: {spans}."

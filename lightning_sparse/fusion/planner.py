@@ -2,18 +2,18 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.groups import BUCKET_BYTES, Piece, fuse
 from lightning_sparse.fusion.model import Cost, Plan, StepModel
-from lightning_sparse.settings import as_text
 
 LEAST_GAIN = 0.1  # Part of a backward that a plan must gain, since the model is not exact; else the groups stay.
 FARTHEST = 2.0  # The most by which measured steps correct the model, in spans that it expects.
 DDP_PLAN = f"buckets of {BUCKET_BYTES >> 20} MiB"  # The name of DDP's own buckets among a plan's spans.
+
+Kinds = Sequence[tuple[bool, Cost]]  # Whether pieces are summed densely, and what groups of them cost.
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,13 @@ class Calibration:
     offset_s: float = 0.0
 
 
-#: Whether pieces are summed densely, and what groups of them cost.
-Kinds = Sequence[tuple[bool, Cost]]
+@dataclass(frozen=True)
+class Layout:
+    """Groups to average in: the names in each, what averages them, and on rank 0 the plan of them, if there is one."""
+
+    groups: Sequence[Sequence[str]]
+    compressor: Compressor
+    plan: Plan | None = None
 
 
 def kinds_of(pieces: Sequence[Piece], compressor: Compressor, cost: Callable[[Compressor, int], Cost]) -> Kinds:
@@ -64,40 +69,33 @@ def kinds_of(pieces: Sequence[Piece], compressor: Compressor, cost: Callable[[Co
 
 def calibrate(pieces: Sequence[Piece], kinds: Kinds, measured: Measured) -> Calibration:
     """Compare the model with the measured steps; ``kinds`` are of the compressor that was at work."""
-    model, position = _model(pieces, kinds, measured)
-    expected_s = model.span(_ends(measured.groups, position))
+    model, place = _model(pieces, kinds, measured)
+    expected_s = model.span(_ends(measured.groups, place))
     if measured.span_s < expected_s:
         return Calibration(factor=max(measured.span_s / expected_s, 1 / FARTHEST))
     return Calibration(offset_s=min(measured.span_s - expected_s, FARTHEST * expected_s))
 
 
-def best_plan(
-    pieces: Sequence[Piece], kinds: Kinds, measured: Measured, calibration: Calibration, sums: str = ""
-) -> Plan:
-    """Return the best groups, or those there were if these are hardly slower; ``sums`` as in :class:`Plan`."""
-    model, position = _model(pieces, kinds, measured)
-    by_name = {piece.name: piece for piece in pieces}
-    ordered = [by_name[name] for name in position]
+def best_plan(pieces: Sequence[Piece], kinds: Kinds, measured: Measured, calibration: Calibration) -> Plan:
+    """Return the best groups, or those there were if these are hardly slower."""
+    model, place = _model(pieces, kinds, measured)
+    ordered = sorted(pieces, key=lambda piece: place[piece.name])
+
+    def fused(fusion: str) -> list[int]:
+        return _ends([[piece.name for piece in group] for group in fuse(ordered, fusion)], place)
+
     plans = {
         "LayerFusion": model.best(),
-        DDP_PLAN: _ends([[piece.name for piece in group] for group in fuse(ordered, "bucket")], position),
-        "one group a layer": _ends([[piece.name for piece in group] for group in fuse(ordered, "none")], position),
+        DDP_PLAN: fused("bucket"),
+        "one group a layer": fused("none"),
         "one group": [len(pieces)],
-        "as before": _ends(measured.groups, position),
+        "as before": _ends(measured.groups, place),
     }
     spans = {name: calibration.factor * model.span(ends) + calibration.offset_s for name, ends in plans.items()}
     gains = spans["LayerFusion"] < (1 - LEAST_GAIN) * spans["as before"]
     chosen = "LayerFusion" if gains and model.can_be_indexed(plans["LayerFusion"]) else "as before"
-    return Plan(
-        model=model,
-        names=tuple(position),
-        ends=tuple(plans[chosen]),
-        before=tuple(plans["as before"]),
-        rest_s=measured.rest_s,
-        span_s=spans[chosen],
-        spans=spans,
-        sums=sums,
-    )
+    ends, before = tuple(plans[chosen]), tuple(plans["as before"])
+    return Plan(model, tuple(place), ends, before, measured.rest_s, spans[chosen], spans)
 
 
 def _model(pieces: Sequence[Piece], kinds: Kinds, measured: Measured) -> tuple[StepModel, Mapping[str, int]]:
@@ -109,31 +107,6 @@ def _model(pieces: Sequence[Piece], kinds: Kinds, measured: Measured) -> tuple[S
     return model, {pieces[i].name: place for place, i in enumerate(order)}
 
 
-def _ends(groups: Sequence[Sequence[str]], position: Mapping[str, int]) -> list[int]:
+def _ends(groups: Sequence[Sequence[str]], place: Mapping[str, int]) -> list[int]:
     """Return where ``groups`` end in the order in which parameters become ready."""
-    return sorted({len(position), *(max(position[name] for name in names) + 1 for names in groups if names)})
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Groups to average in.
-
-    Attributes:
-        groups: names of the parameters in each.
-        compressor: what averages them.
-        plan: the plan of these groups, if there is one; on rank 0.
-        then_one_group: one group of all is to be tried after them.
-    """
-
-    groups: Sequence[Sequence[str]]
-    compressor: Compressor
-    plan: Plan | None = None
-    then_one_group: bool = False
-
-
-def saved_layout(state: Mapping[str, Any], names: Sequence[str], compressor: Compressor, size: int) -> Layout | None:
-    """The layout in a checkpoint, if it was made for these parameters, this compressor and so many ranks."""
-    groups = state.get("groups", [])
-    same_names = sorted(name for group in groups for name in group) == sorted(names)
-    made_for = [x if isinstance(x, str | int) else None for x in (state.get("compressor"), state.get("size"))]
-    return Layout(groups, compressor) if same_names and made_for == [as_text(compressor), size] else None
+    return sorted({len(place), *(max(place[name] for name in names) + 1 for names in groups if names)})

@@ -10,7 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_sparse.engine.exchange import Exchange
-from lightning_sparse.fusion.costs import median_over_ranks
+from lightning_sparse.engine.link import median_over_ranks
 from lightning_sparse.fusion.planner import Measured
 
 CHANGED = 1.5  # The factor between two typical times from which times have changed.
@@ -33,12 +33,9 @@ STEPS_MEASURED = sum(PLANNING)
 
 
 def measure_steps(exchange: Exchange, parameters: Mapping[str, Tensor], counts: PassCounts) -> Passes[Measured]:
-    """Look at steps as they are, then at backward alone; return the medians over steps and ranks.
+    """Look at so many steps as they are, then at backward alone; return the medians over steps and ranks.
 
-    Args:
-        exchange: that averages.
-        parameters: by name, in the order of definition.
-        counts: how many steps are looked at.
+    ``parameters`` are by name, in the order of definition.
     """
     timeline, backward = exchange.timeline, list(parameters.values())[::-1]
     for _ in range(counts.settling):
@@ -57,27 +54,23 @@ def measure_steps(exchange: Exchange, parameters: Mapping[str, Tensor], counts: 
         yield
         arrivals.append([timeline.arrival_s(parameter) for parameter in backward])
     exchange.defer(False)
-    own = [_median_known(each) for each in (spans, rests, *zip(*arrivals, strict=True))]
+    own = [median(_known(each)) for each in (spans, rests, *zip(*arrivals, strict=True))]
     span_s, rest_s, *arrivals_s = median_over_ranks(exchange, own).tolist()
     groups = [group.names for group in exchange.groups]
     return Measured(arrivals_s, span_s, rest_s if math.isfinite(rest_s) else 0.0, groups)
 
 
 def typical_s(exchange: Exchange, look: Callable[[], float], looks: int, every: int = 1) -> Passes[float]:
-    """Return the mean of ``looks``, one after every so many passes, over those without a pause; the ranks' median.
+    """Return the mean of so many ``looks``, over those without a pause; of the ranks the median.
 
-    Args:
-        exchange: of the ranks.
-        look: returns seconds; NaN does not count.
-        looks: how many.
-        every: passes from one to the next.
+    ``look`` returns seconds, once after ``every`` so many passes; NaN does not count.
     """
     seconds = []
     for _ in range(looks):
         for _ in range(every):
             yield
         seconds.append(look())
-    known = [s for s in seconds if math.isfinite(s)] or [math.nan]
+    known = _known(seconds)
     longest_s = PAUSE * median(known)
     return float(median_over_ranks(exchange, [mean(s for s in known if not s > longest_s)])[0])
 
@@ -85,10 +78,7 @@ def typical_s(exchange: Exchange, look: Callable[[], float], looks: int, every: 
 def until_changed(
     exchange: Exchange, look: Callable[[], float], looks: int, every: int = 1, usual_s: float = math.nan
 ) -> Passes[tuple[float, float]]:
-    """Return what was typical and what is now, once these differ by ``CHANGED``; arguments as of :func:`typical_s`.
-
-    ``usual_s``: what is typical, where it is known.
-    """
+    """Return what was typical (``usual_s``, where that is known) and what is now, once they differ by ``CHANGED``."""
     while True:
         now_s = yield from typical_s(exchange, look, looks, every)
         if not math.isfinite(usual_s):
@@ -97,7 +87,6 @@ def until_changed(
             return usual_s, now_s
 
 
-def _median_known(seconds: Sequence[float]) -> float:
-    """The median of the finite ones; NaN if there is none."""
-    known = [s for s in seconds if math.isfinite(s)]
-    return median(known) if known else math.nan
+def _known(seconds: Sequence[float]) -> list[float]:
+    """The finite ones; NaN alone if there is none."""
+    return [s for s in seconds if math.isfinite(s)] or [math.nan]

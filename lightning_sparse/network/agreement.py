@@ -45,7 +45,8 @@ def everywhere(text: str, comm: Comm, device: torch.device) -> list[str]:
     length = max(int.from_bytes(each, "big") for each in _gather(len(said).to_bytes(8, "big"), comm, device))
     if not length:
         return [""] * comm.size
-    return [each.rstrip().decode() for each in _gather(said.ljust(length), comm, device)]
+    said = said.ljust(length)[:length]  # of nodes the first rank speaks; others may have more to say
+    return [each.rstrip().decode() for each in _gather(said, comm, device)]
 
 
 def versions() -> dict[str, object]:

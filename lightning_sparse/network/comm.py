@@ -1,6 +1,7 @@
 """The only door to the network: the messages ranks exchange, counted as they leave."""
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Generator, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -9,7 +10,6 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, TypeVar
 
-from lightning_sparse.network.buffers import Buffers
 from lightning_sparse.network.costs import Costs, traffic
 from lightning_sparse.selection.sparse import Sparse
 from lightning_sparse.wire import FLOAT32, ValueFormat
@@ -49,6 +49,33 @@ class Meter:
     def count(self, sent_bytes: int) -> None:
         self.sent_bytes += sent_bytes
         self.messages += 1
+
+
+class Buffers:
+    """Memory for messages: tensors by name, lent until a group's step ends; the next group gets the same."""
+
+    def __init__(self) -> None:
+        # Bytes, by name, device, and the loans before in the group's step.
+        self._kept: dict[tuple[str, torch.device, int], Tensor] = {}
+        self._lent: Counter[tuple[str, torch.device]] = Counter()
+
+    def lend(self, name: str, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Lend a tensor [elements], uninitialised; several loans under a name differ by their order."""
+        key, size = (name, device, self._lent[name, device]), elements * dtype.itemsize
+        self._lent[name, device] += 1
+        if key not in self._kept or self._kept[key].numel() < size:
+            self._kept[key] = torch.empty(size, dtype=torch.uint8, device=device)
+        return self._kept[key][:size].view(dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(kept.numel() for kept in self._kept.values())
+
+    def reuse(self) -> None:
+        self._lent.clear()
+
+    def free(self) -> None:
+        self._kept.clear()
 
 
 class Comm(ABC):

@@ -1,11 +1,13 @@
 """What a message costs: bytes on the wire, hops that follow each other, and by both the way that a sum takes."""
 
+import math
+from dataclasses import dataclass
+
 HOP_BYTES = 8 * 1024  # until a link is measured
+MOST_LATENCY_BYTES = 2**26  # the most that a link is taken to carry in its latency
 SEGMENT_BYTES = 512 * 1024  # long messages are sent in segments: one is on the wire while another is being added
 DEVICE_SEGMENT_BYTES = 32 * 2**20  # likewise where a device adds them, of which a launch takes some 5 µs of the host
 
-SIZES = [2**k for k in range(6, 36)]  # bytes: the sizes for which `ways` asks
-WAYS = {"one_hop": "to all ranks in one hop", "two_hops": "in two hops", "backend": "by the backend's all-reduce"}
 COPIES = 1.2  # what two hops of float32 cost beside the backend's sum, which adds where the values lie
 COPIES_OF_GROUPS = 1.5  # likewise, beside the backend's sum of DDP's buckets, which needs no copies into groups
 
@@ -35,6 +37,26 @@ def hops(message: str, size: int) -> int:
     if message == "all_reduce":
         return 2 * (size - 1)
     return (size - 1).bit_length() if message == "broadcast" else int(size > 1)  # a broadcast goes down a binary tree
+
+
+@dataclass(frozen=True)
+class Link:
+    """The time of a message: a latency, and time for each byte on the wire.
+
+    Attributes:
+        latency_s: of a message to all other ranks at once.
+        s_per_byte: that a rank sends.
+        all_reduce_s: the latency of an all-reduce of the backend.
+    """
+
+    latency_s: float
+    s_per_byte: float
+    all_reduce_s: float = math.nan
+
+    def carries(self, seconds: float) -> int:
+        """Bytes on the wire in ``seconds``, in steps of a fifth, so that two measurements are often alike."""
+        on_the_wire = min(max(seconds / max(self.s_per_byte, 1e-12), 1), MOST_LATENCY_BYTES)
+        return round(2 ** (round(4 * math.log2(on_the_wire)) / 4))
 
 
 class Costs:
@@ -79,21 +101,3 @@ class Costs:
         """Whether the backend's sums of a gradient in float32, where DDP has it, are the soonest."""
         two_hops = self.of("two_hops", payload_bytes)
         return self.size > 1 and (self.by_backend or self.of("backend", payload_bytes) <= COPIES_OF_GROUPS * two_hops)
-
-    def ways(self) -> str:
-        """Say in a sentence which way sums of which size take."""
-        if self.size == 1:
-            return "There is one rank, and nothing to sum."
-        return f"Sums of float32 go {self._by_size(True)}; sums of rounded values go {self._by_size(False)}."
-
-    def _by_size(self, lossless: bool) -> str:
-        """The ways of sums by their size, to the next power of two; only the last has no limit."""
-        last = {self.way_of(size, lossless): size for size in SIZES}  # in the order of size; each way has one range
-        *limited, longest = last
-        parts = [f"{WAYS[way]} up to {_binary(last[way])}" for way in limited]
-        return ", ".join([*parts, f"{WAYS[longest]} beyond" if limited else WAYS[longest]])
-
-
-def _binary(nbytes: int) -> str:
-    power = min((nbytes.bit_length() - 1) // 10, 3)
-    return f"{nbytes >> 10 * power} {('B', 'KiB', 'MiB', 'GiB')[power]}"

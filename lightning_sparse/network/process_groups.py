@@ -8,11 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.network.backends import carries_by_nccl
 from lightning_sparse.network.comm import Comm, Pending
 from lightning_sparse.network.node_comm import NodeComm
-from lightning_sparse.network.torch_comm import TorchComm
-from lightning_sparse.wire import ValueFormat
+from lightning_sparse.network.torch_comm import TorchComm, carries_by_nccl
 
 LANES = 2  # over Gloo; one sends while the other adds
 
@@ -80,12 +78,12 @@ class ProcessGroups:
         self._inside: TorchComm | None = None  # this node, for backward's thread
         self._leaders: dist.ProcessGroup | None = None  # for the main thread
 
-    def comms(self, wire_dtype: ValueFormat, beside_ddp: bool = False) -> list[Comm]:
+    def comms(self, beside_ddp: bool = False) -> Sequence[Comm]:
         """The ranks, or the nodes, once for each lane.  Makes the groups: to be called on every rank, at once.
 
         ``beside_ddp``: what is sent may be under way while DDP and others send on DDP's group.
         """
-        comms = [comm.in_format(wire_dtype) for comm in self._comms(beside_ddp)]
+        comms = self._comms(beside_ddp)
         for comm in comms:
             comm.costs.by_backend = self.nccl
         return comms

@@ -76,7 +76,6 @@ class SimComm(Comm):
 
     def buffer(self, name: str, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Fresh, and spoilt where it is checked that nobody leans on what a buffer held before."""
-        del name
         fresh = torch.empty(elements, dtype=dtype, device=device)
         if self._network.checks:
             _spoil(fresh)

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse import kernels
-from lightning_sparse.selection.estimate import not_nan, room, sampled_threshold
-from lightning_sparse.selection.threshold import NEAR
+from lightning_sparse.selection.threshold import NEAR, not_nan, room, sampled_threshold
 from lightning_sparse.wire import MessageLayout, Selection, ValueFormat, index_format
 from lightning_sparse.wire.messages import MOST
 
@@ -24,7 +23,6 @@ SOUGHT = 1.25  # times k elements are meant to reach the threshold of `select_k`
 
 def layout(n: int, capacity: int, indices: str, values: ValueFormat | None = None) -> MessageLayout:
     """Messages of at most ``capacity`` of ``n`` elements, whatever ``indices`` says."""
-    del indices
     return MessageLayout(n, capacity, index_format("block16", n, capacity), values)
 
 

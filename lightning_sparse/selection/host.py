@@ -11,9 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_sparse.selection.estimate import least_of_largest, sampled_threshold
 from lightning_sparse.selection.sparse import Sparse, add_up_sparse, contained, nonzero
-from lightning_sparse.selection.threshold import NEAR
+from lightning_sparse.selection.threshold import NEAR, least_of_largest, sampled_threshold
 from lightning_sparse.wire import MessageLayout, Selection, ValueFormat, index_format
 
 Magnitudes = NDArray[np.float32]
@@ -80,7 +79,6 @@ def unpack(layout: MessageLayout, payloads: Tensor, widths: Sequence[int] = ()) 
 
 def moved(selection: Selection, start: int, stop: int, n: int) -> Selection:
     """``selection`` of the part [``start``, ``stop``) of [0, n), counted from its start, as one of the whole."""
-    del stop, n
     return replace(selection, index=selection.index + start)
 
 
@@ -94,27 +92,23 @@ def join(parts: Sequence[Selection], edges: Sequence[int]) -> Selection:
 
 def compact(selection: Selection, most: int) -> Selection:
     """``selection``: here nothing is padded, and all of it is sent."""
-    del most
     return selection
 
 
 def among(selection: Selection, index: Tensor, n: int) -> Selection:
     """The part of ``selection`` of [0, n) that is in ``index`` too, which rises."""
-    del n
     both = Sparse(selection.index, selection.values)[nonzero(contained(selection.index, index))]
     return Selection(both.index, both.values)
 
 
 def unite(selections: Sequence[Selection], n: int) -> Selection:
     """The elements that are in any of ``selections``, without values."""
-    del n
     first, *others = [selection.index for selection in selections]
     return Selection(torch.cat([first, *others]).unique() if others else first)
 
 
 def total(selection: Selection, n: int) -> Sparse:
     """The vector [n] that is zero but for what is selected."""
-    del n
     return Sparse(selection.index, selection.values)
 
 

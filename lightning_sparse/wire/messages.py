@@ -133,14 +133,6 @@ def index_format(name: str, n: int, capacity: int) -> IndexFormat:
     return cheapest(n, capacity) if name == "auto" else INDEX_FORMATS[name]
 
 
-def check_index_format(compressor: object, name: str) -> None:
-    """Raise a ValueError that names the compressor and the value unless ``name`` is "auto" or a format's name."""
-    if not isinstance(name, str) or (name != "auto" and name not in INDEX_FORMATS):
-        raise ValueError(
-            f"{type(compressor).__name__}(indices={name!r}): indices must be one of auto, {', '.join(INDEX_FORMATS)}."
-        )
-
-
 def whole_words(nbytes: int) -> int:
     """``nbytes`` rounded up to whole words."""
     return -(-nbytes // WORD) * WORD

@@ -135,15 +135,6 @@ def test_what_is_late_needs_more_steps_and_loses_more(local: bool) -> None:
     assert more_steps(0.5, 5.0, 8, True) > more_steps(0.5, 5.0, 4, True)  # a rank's own steps are fewer of all
 
 
-def test_a_forecast_is_the_same_after_its_way_as_numbers() -> None:
-    for forecast in (
-        expected(0.25),
-        expected(0.25, 0.75),
-        replace(expected(0.1, 0.2), staleness=3.0, limit="backward"),
-    ):
-        assert Forecast.read(DENSE, forecast.numbers()) == forecast
-
-
 def test_a_record_holds_gradients_and_not_what_was_unsent_before() -> None:
     weights = torch.arange(10.0)
     group = Group(0, ("w",), (weights,))
@@ -179,6 +170,9 @@ class Alone:
 
     def ask(self, launch: Callable[[Comm], Pending]) -> Tensor:
         return launch(self._comm).wait()
+
+    def tell(self, text: str) -> list[str]:
+        return [text]
 
 
 class Told:

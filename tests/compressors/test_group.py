@@ -8,8 +8,8 @@ from torch import Tensor
 
 import lightning_sparse as ls
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.selection.estimate import count, room
 from lightning_sparse.selection.sparse import Sparse
+from lightning_sparse.selection.threshold import count, room
 from tests.support.fuzz import LARGE, SEEDS, fuzzed, laid_out
 
 

@@ -91,7 +91,7 @@ def test_what_no_optimizer_trains_is_compared_in_order() -> None:
 WAITS: list[tuple[type, str, str, Make, Between]] = [
     (Stream, "wait_stream", "engine/lane.py wait_for_caller", scaled, nothing),
     (Work, "wait", "network/torch_comm.py wait", scaled, nothing),
-    (Event, "synchronize", "kernels/host_copy.py read", scaled, nothing),
+    (Event, "synchronize", "compressors/group.py read", scaled, nothing),
 ]
 
 

@@ -48,7 +48,7 @@ MAY_WAIT = {
     "compressors/momentum.py _shrunk": "`MomentumCorrection(clip_norm=...)`, in every step",
     "engine/untrained.py end": "with local steps, every 10 steps, what no optimizer trains",
     "engine/weights.py _take_over": "with local steps, where the average was shown, whether somebody changed it",
-    "kernels/host_copy.py read": "between two steps, whoever asks what is unsent after a step with a loss scale",
+    "compressors/group.py read": "between two steps, whoever asks what is unsent after a step with a loss scale",
     "engine/sample.py waiting": "who asks how long gradients wait",
     "engine/exchange.py delivered": "who asks how long gradients wait",
     "engine/exchange.py unsent_norm": "who asks how long gradients wait",

@@ -13,9 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.network import process_groups
-from lightning_sparse.network.backends import carries_by_nccl
 from lightning_sparse.network.process_groups import LANES, ProcessGroups
-from lightning_sparse.wire import FLOAT32
+from lightning_sparse.network.torch_comm import carries_by_nccl
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -73,10 +72,10 @@ def test_on_nccl_there_is_one_communicator_and_local_steps_have_their_own(
     """A user's messages in a forward, as of ``log(sync_dist=True)``, do not wait for what is under way beside it."""
     everyone = started("gloo")
     ddp = DistributedDataParallel(nn.Linear(3, 2))
-    assert len(ProcessGroups(ddp).comms(FLOAT32)) == LANES
+    assert len(ProcessGroups(ddp).comms()) == LANES
     monkeypatch.setattr(process_groups, "carries_by_nccl", lambda *_: True)
-    of_gradients = ProcessGroups(ddp).comms(FLOAT32)
-    of_local_steps = ProcessGroups(ddp).comms(FLOAT32, beside_ddp=True)
+    of_gradients = ProcessGroups(ddp).comms()
+    of_local_steps = ProcessGroups(ddp).comms(beside_ddp=True)
     assert {each._group for each in of_gradients} == {everyone}
     assert len({each._group for each in of_local_steps}) == 1
     assert of_local_steps[0]._group is not everyone

@@ -7,9 +7,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from lightning_sparse.selection.estimate import pooled_threshold, summary
 from lightning_sparse.selection.host import select
-from lightning_sparse.selection.threshold import ThresholdController
+from lightning_sparse.selection.threshold import ThresholdController, pooled_threshold, summary
 from lightning_sparse.wire import INDEX_FORMATS, MessageLayout
 from tests.support.fuzz import fuzzed
 

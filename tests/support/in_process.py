@@ -18,7 +18,6 @@ from lightning_sparse.network.comm import Comm, Pending
 from lightning_sparse.network.costs import HOP_BYTES
 from lightning_sparse.network.process_groups import LANES
 from lightning_sparse.network.simulated import SimComm, SimNetwork
-from lightning_sparse.wire import ValueFormat
 from tests.support.buckets import Bucket
 
 T = TypeVar("T")
@@ -166,10 +165,10 @@ class ThreadGroups:
         self._ddp_group = group
         self._made: list[ThreadGroup] = []
 
-    def comms(self, wire_dtype: ValueFormat, beside_ddp: bool = False) -> list[Comm]:
+    def comms(self, beside_ddp: bool = False) -> Sequence[Comm]:
         """The ranks, once for each lane."""
         self._made = self._made or [self._ddp_group.network.group(self._ddp_group.rank) for _ in range(LANES)]
-        return [ThreadComm(group).in_format(wire_dtype) for group in self._made]
+        return [ThreadComm(group) for group in self._made]
 
     @contextmanager
     def leaders(self) -> Iterator[ThreadComm]:

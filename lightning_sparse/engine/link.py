@@ -1,0 +1,82 @@
+"""Measures the link between the ranks, by which their sums go: between two steps, on every rank."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import numpy as np
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+from numpy.typing import NDArray
+
+from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.engine.lane import Lane
+from lightning_sparse.network.costs import Link, hops, traffic
+
+FEW, MANY, MOST = 2**8, 2**16, 2**20  # Elements of a sum that takes its latency alone, and of those that tell the rate.
+RUNS = 3  # Runs of each.
+SLOW_S = 0.02  # Seconds of a message that is timed once: there, runs differ little beside it.
+IMMEASURABLE = 1e-11  # Seconds for a byte, or less, of a link whose rate cannot be told: 800 Gbit/s.
+
+
+class NoClock(Exception):
+    """No rank could tell the time; raised on every rank."""
+
+
+def measure_link(exchange: Exchange) -> Link:
+    """Time sums of a few bytes, in one hop and as the backend does it, and longer ones for the rate.
+
+    These are of 256 KiB, or up to 4 MiB where that is quick, and of a quarter; the backend's, but where latency is long
+    in one hop, and the backend's latency is taken to be that of its hops.  Sums go by the latencies from then on.
+
+    Raises:
+        NoClock: if no rank could tell the time.
+    """
+
+    def seconds(elements: int, direct: bool, runs: int = RUNS) -> float:
+        """The median over ``runs`` and ranks."""
+        x = torch.zeros(elements, device=exchange.device)
+        own = [time_s(exchange, lambda lane: lane.comm.all_reduce(x, direct).wait(), lanes=1) for _ in range(runs)]
+        return float(median_over_ranks(exchange, [median(own)])[0])
+
+    latency_s = seconds(FEW, True)
+    far = not latency_s < SLOW_S
+    all_reduce_s = hops("all_reduce", exchange.size) * latency_s if far else seconds(FEW, False)
+    many = MANY
+    while (many_s := seconds(many, far, 1)) < SLOW_S and many < MOST:
+        many *= 4
+    some, runs = many // 4, RUNS if many_s < SLOW_S else 1
+    some_s, many_s = seconds(some, far, runs), seconds(many, far, runs) if runs > 1 else many_s
+    if not math.isfinite(latency_s + all_reduce_s + some_s + many_s):
+        raise NoClock
+    sent_bytes = traffic("all_gather" if far else "all_reduce", 4 * many, exchange.size)
+    link = Link(latency_s, max((many_s - some_s) / (many - some), 0.0) * many / sent_bytes, all_reduce_s)
+    exchange.set_latencies(link.carries(link.latency_s), link.carries(link.all_reduce_s))
+    mbit_s = 8e-6 / max(link.s_per_byte, IMMEASURABLE)
+    rate = f"carries {mbit_s:,.0f} Mbit/s" if link.s_per_byte > IMMEASURABLE else "is too fast to be measured"
+    rank_zero_info(
+        f"LayerFusion: a message takes {1e3 * link.latency_s:.2f} ms, an all-reduce of the backend "
+        f"{1e3 * link.all_reduce_s:.2f} ms; the link {rate}."
+    )
+    return link
+
+
+def median_over_ranks(exchange: Exchange, seconds: Sequence[float]) -> NDArray[np.float64]:
+    """The median over the ranks of each of ``seconds`` [m], the same on every rank.
+
+    What cannot be a duration (zero, negative, infinite, NaN) does not count; NaN where no rank has any other.
+    """
+    own = torch.tensor(seconds, dtype=torch.float64, device=exchange.device)
+    every = exchange.ask(lambda comm: comm.all_gather(own)).cpu().numpy()  # [P, m]
+    columns = [column[np.isfinite(column) & (column > 0)] for column in every.T]
+    return np.array([np.median(column) if len(column) else np.nan for column in columns])
+
+
+def time_s(exchange: Exchange, work: Callable[[Lane], object], lanes: int | None = None) -> float:
+    """Seconds that ``work`` takes on the first ``lanes`` lanes at once."""
+    start_s = time.perf_counter()
+    exchange.on_lanes(work, lanes)
+    if exchange.device.type == "cuda":
+        torch.cuda.synchronize(exchange.device)
+    return time.perf_counter() - start_s
