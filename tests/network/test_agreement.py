@@ -162,7 +162,7 @@ def test_each_training_is_checked_every_so_many_steps(monkeypatch: pytest.Monkey
     checked: list[int] = []
     run: Any = SimpleNamespace(world_size=2, global_step=0, strategy=None)
     monkeypatch.setattr(replicas, "world", lambda: None)
-    monkeypatch.setattr(replicas, "check_replicas", lambda parameters, comm: checked.append(run.global_step))
+    monkeypatch.setattr(replicas, "check_replicas", lambda parameters, comm, shards: checked.append(run.global_step))
     check, module = ls.ReplicaCheck(every_n_steps=2), small()
     for start, end in ((0, 50), (first, last)):
         checked.clear()
