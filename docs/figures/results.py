@@ -91,11 +91,11 @@ def table(run: Run, cluster: str) -> Iterator[str]:
 
 
 def full_table(run: Run, cluster: str) -> Iterator[str]:
-    """A row for each strategy, with its intervals."""
+    """A row for each strategy, with its range."""
     if run.losses:
         yield from table(run, cluster)
         return
-    yield "| | step, ms | of the first's (95 %) | sent | compress, ms |"
+    yield "| | step, ms | of the first's (middle half) | sent | compress, ms |"
     yield "| --- | ---: | ---: | ---: | ---: |"
     for strategy, row in run.summaries[cluster].items():
         ratio = f"{row.ratio.value:.3f} ({row.ratio.low:.2f} to {row.ratio.high:.2f})" if row.ratio else "1"

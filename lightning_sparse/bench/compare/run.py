@@ -128,7 +128,7 @@ def _write(
     rows = report.summarise(best, contenders(schedule.strategies)[0].label)
     with results.open("a") as file:
         file.writelines(json_line("summary", row) for row in rows)
-    images = report.draw(rows, best, options.output, results.stem) if options.plot and rows else []
+    images = report.draw(best, options.output, results.stem) if options.plot else []
     if rounds[0].run:
         facts |= {"device": rounds[0].run.device, "threads of a rank": rounds[0].run.threads}
     reached = until_loss.rows(until_loss.trainings(rounds), losses) if losses else {}

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import signal
 import sys
@@ -110,19 +109,8 @@ def test_middle_half() -> None:
 
 def test_ratio_is_taken_within_rounds() -> None:
     # The second round is ten times slower, for both.
-    found = ratio([([2, 2, 2], [1, 1, 1]), ([20, 20], [10, 10]), ([2, 2], [1, 1])])
+    found = ratio([([2, 2, 2], [1, 1, 3]), ([20, 30], [10, 10])])
     assert asdict(found) == {"value": 2, "low": 2, "high": 2}
-
-
-def test_ratio_of_equals_is_one_within_its_interval() -> None:
-    draw = random.Random(1)
-    inside = 0
-    for _ in range(40):
-        pairs = [([draw.gauss(1, 0.1) for _ in range(8)], [draw.gauss(1, 0.1) for _ in range(8)]) for _ in range(5)]
-        found = ratio(pairs)
-        assert found.low <= found.value <= found.high
-        inside += found.low <= 1 <= found.high
-    assert inside >= 36
 
 
 def made_up(strategy: str, number: int, seconds: float, counted: float) -> Round:
@@ -157,7 +145,6 @@ def test_summary() -> None:
     assert row.ratio is not None
     assert row.ratio.value == 0.5
     assert rows["ddp"].ratio is None
-    assert row.s_without_communication == 0.5
     assert row.unexplained == pytest.approx(0.01)
     assert rows[NO_COMMUNICATION].unexplained is None
     assert row.wire_bits_per_s == pytest.approx(8 * (5e5 * 1.01 + 6600) / 0.75)
@@ -204,14 +191,11 @@ def test_environment_names_versions_and_no_host() -> None:
     assert os.uname().nodename not in json.dumps(facts).split()
 
 
-def test_plots(tmp_path: Path) -> None:
+def test_a_plot_of_the_loss(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rounds = made_up_rounds()
-    names = report.draw(summarise(rounds, "ddp"), rounds, tmp_path, "today")
-    assert names == ["today-step-time.svg", "today-4x1gbit-loss-by-time.svg", "today-4x1gbit-loss-by-bytes.svg"]
-    for name in names:
-        assert (tmp_path / name).read_text().startswith("<?xml")
-        assert (tmp_path / name).stat().st_size < 100_000
+    assert report.draw(rounds, tmp_path, "today") == ["today-4x1gbit-loss.svg"]
+    assert (tmp_path / "today-4x1gbit-loss.svg").read_text().startswith("<?xml")
 
 
 def test_missing_matplotlib_is_named_with_what_to_install(
