@@ -75,7 +75,6 @@ def test_options_are_read_as_what_they_are() -> None:
         Path("there"),
     )
     assert (found.rounds, found.interface, found.workload) == (None, None, "mlp_25m")
-    assert options.Bench(simulate="a,b").runs != options.Bench().runs
 
 
 def test_numbers_are_read_each_once() -> None:

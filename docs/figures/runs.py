@@ -61,7 +61,7 @@ class Run:
     @cached_property
     def reached(self) -> dict[str, dict[str, until_loss.Row]]:
         """For each cluster what each strategy took to each of the losses."""
-        return until_loss.rows(until_loss.trainings(self.rounds), self.losses) if self.losses else {}
+        return until_loss.rows(self.rounds, self.losses) if self.losses else {}
 
     def strategies(self, cluster: str) -> list[str]:
         """Those with something to show: others first, then ours, and the floor."""

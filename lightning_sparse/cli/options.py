@@ -99,18 +99,12 @@ class Bench(_Written, _OnCluster):
         metavar="LIST",
     )
     seeds: str = _option("of the rounds, in turn (0,1,2,...)", "", metavar="LIST")
-    simulate: str = _option(
-        "with --until-loss, train nothing: combine the steps that an earlier bench of byte_lm measured with the losses "
-        "of simulate",
-        "",
-        metavar="BENCH.jsonl,SIMULATE.jsonl",
-    )
     plot: bool = _option("draw plots too", False)
 
     @property
     def runs(self) -> str:
-        """As for every command; the losses of ``simulate`` are of its room."""
-        return f"lightning_sparse.bench.{'simulate.combine:combine' if self.simulate else 'compare.run:bench'}"
+        """Its room is called after what it does: it compares."""
+        return "lightning_sparse.bench.compare.run:bench"
 
 
 @dataclass(frozen=True, kw_only=True)

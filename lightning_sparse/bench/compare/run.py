@@ -131,7 +131,7 @@ def _write(
     images = report.draw(best, options.output, results.stem) if options.plot else []
     if rounds[0].run:
         facts |= {"device": rounds[0].run.device, "threads of a rank": rounds[0].run.threads}
-    reached = until_loss.rows(until_loss.trainings(rounds), losses) if losses else {}
+    reached = until_loss.rows(rounds, losses) if losses else {}
     section = until_loss.section(reached, losses) if losses else ""
     results.with_suffix(".md").write_text(report.page(rows, rounds, workload, facts, [results.name, *images], section))
     for table in (*report.tables(rows, workload), *until_loss.tables(reached, losses)):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, Contender, all_names, contenders
 from lightning_sparse.bench.compare.records import Round
-from lightning_sparse.bench.compare.until_loss import best, trainings
+from lightning_sparse.bench.compare.until_loss import best_rate
 from lightning_sparse.bench.compare.workloads import WORKLOADS, workload_named
 from lightning_sparse.cli.options import Bench, losses, rates, seeds
 
@@ -50,7 +50,7 @@ class Schedule:
         """Return ``row`` with the best of the learning rates that it tried in ``rounds``, unless it has its own."""
         if row.learning_rate or not self.learning_rates:
             return row
-        rate = best(trainings(r for r in rounds if r.strategy == row.label), self.until_loss).rate
+        rate = best_rate((r for r in rounds if r.strategy == row.label), self.until_loss)
         return row if rate is None else row.at(rate)
 
 

@@ -13,7 +13,6 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_sparse.bench.compare import until_loss
 from lightning_sparse.bench.compare.byte_lm import HELD_OUT_WINDOWS, TEXT_BYTES, other_source_code, source_windows
 from lightning_sparse.bench.compare.held_out import Judge, LearningRate
 from lightning_sparse.bench.compare.models import CONTEXT
@@ -24,25 +23,16 @@ from lightning_sparse.bench.compare.schedule import Schedule
 from lightning_sparse.bench.compare.until_loss import (
     LossCurve,
     Reached,
-    Row,
     at_best_rates,
-    best,
+    best_rate,
+    rows,
     section,
     tables,
-    trainings,
 )
 from tests.support.models import trainer, weights
 from tests.support.processes import LIMIT_S, Ranks
 
 LOSSES = [4.4, 3.0]
-
-
-def rows(rounds: Sequence[Round], losses: Sequence[float]) -> dict[str, dict[str, Row]]:
-    return until_loss.rows(trainings(rounds), losses)
-
-
-def best_rate(rounds: Sequence[Round], losses: Sequence[float]) -> float | None:
-    return best(trainings(rounds), losses).rate
 
 
 STEP = MeasuredStep(1.0, None, 10.0, None, None, None, None, 0.0, 0.0, 0.0)
