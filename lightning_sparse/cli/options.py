@@ -112,12 +112,10 @@ class Scale(_Written):
     """Say how bytes and time of communication grow with the number of ranks.
 
     Count what every compressor sends among 2, 4, 8, ... ranks, all of them in this process, for the gradient of mlp_1m,
-    and model the time that takes on a link. With --emulate, measure up to 16 ranks too, and fit the link to that.
-    Writes a plot and a JSON file.
+    and model the time that takes on a link. Writes a plot and a JSON file.
     """
 
-    emulate: str = _option("measure on links of this rate, such as 1gbit or 100mbit+50ms (Linux)", "", metavar="RATE")
-    link: str = _option("rate to model where nothing is measured (%(default)s)", "1gbit", metavar="RATE")
+    link: str = _option("rate to model, such as 1gbit or 100mbit+50ms (%(default)s)", "1gbit", metavar="RATE")
     most: int = _option(
         "count up to so many (%(default)s, which takes an hour and 7 GB of memory; 256: five minutes)",
         1024,

@@ -1,6 +1,6 @@
 """``lightning-sparse bench``: measures on emulated clusters, or on the one it was started on, and reports."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
@@ -9,7 +9,6 @@ from statistics import fmean
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 
 from lightning_sparse.bench.cluster import ClusterError, parse, unavailable_reason
 from lightning_sparse.bench.compare import report, until_loss
@@ -74,29 +73,6 @@ def emulate(schedule: Schedule) -> Generator[Round, None, None]:
             yield Round.from_json(measured)
 
 
-def measure_all(
-    schedules: Sequence[Schedule],
-    measure: Measure,
-    facts: Mapping[str, Any],
-    path: Path,
-    progress: Progress,
-    rounds: list[Round],
-) -> None:
-    """Take all turns of every schedule; add each to ``rounds``, and after ``facts`` to the file at ``path``."""
-    task = progress.add_task("starting", total=sum(len(schedule.turns()) for schedule in schedules))
-    with path.open("a") as file:
-        file.write(json_line("environment", facts))
-        for schedule in schedules:
-            with closing(measure(schedule)) as turns:
-                for each in turns:
-                    rounds.append(each)
-                    file.write(json_line("round", each))
-                    file.flush()
-                    took = f"{1e3 * fmean(s.s for s in each.timed):.0f} ms a step" if each.timed else "failed"
-                    description = f"{each.cluster} {each.strategy}: {took}"
-                    progress.update(task, advance=1, description=description, refresh=True)
-
-
 def _report(options: Bench, schedules: Sequence[Schedule], measure: Measure) -> int:
     """Run the schedules; write each result down as it comes, and in the end, or when interrupted, the tables."""
     console = new_console()
@@ -109,14 +85,31 @@ def _report(options: Bench, schedules: Sequence[Schedule], measure: Measure) -> 
     facts["parameters"] = count_parameters(workload_named(options.workload))
     results = new_file(options.output, f"{datetime.now(timezone.utc):%Y-%m-%d-%H%M%S}-{options.workload}")
     rounds: list[Round] = []
+    turns = sum(len(schedule.turns()) for schedule in schedules)
     try:
-        with new_progress(console) as progress:
-            measure_all(schedules, measure, facts, results, progress, rounds)
+        found = closing(_measured(schedules, measure))
+        with results.open("a") as file, found as measured, new_progress(console) as progress:
+            task = progress.add_task("starting", total=turns)
+            file.write(json_line("environment", facts))
+            for each in measured:
+                rounds.append(each)
+                file.write(json_line("round", each))
+                file.flush()
+                took = f"{1e3 * fmean(s.s for s in each.timed):.0f} ms a step" if each.timed else "failed"
+                said = f"{each.cluster} {each.strategy}: {took}"
+                progress.update(task, advance=1, description=said, refresh=True)
     finally:
         if rounds:
-            facts["turns"] = f"{len(rounds)} of {sum(len(schedule.turns()) for schedule in schedules)}"
+            facts["turns"] = f"{len(rounds)} of {turns}"
             _write(options, schedules[0], rounds, facts, results, console)
-    return int(any(measured.error for measured in rounds))
+    return int(any(each.error for each in rounds))
+
+
+def _measured(schedules: Sequence[Schedule], measure: Measure) -> Generator[Round, None, None]:
+    """Take all turns of every schedule."""
+    for schedule in schedules:
+        with closing(measure(schedule)) as rounds:
+            yield from rounds
 
 
 def _write(
