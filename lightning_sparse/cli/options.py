@@ -164,8 +164,8 @@ class Doctor(_OnCluster):
 
     Look at versions, devices and interfaces, measure the link between hosts, and train ten steps of each strategy on a
     small model: every step is checked for lost gradient and for replicas that differ. Started with torchrun or srun it
-    examines that cluster; else this machine, with two ranks on the CPU, and one on each CUDA device, whose kernels it
-    times. The exit status is 1 if anything is wrong.
+    examines that cluster; else this machine, with two ranks on the CPU, one on each CUDA device, and two on one device.
+    The exit status is 1 if anything is wrong.
     """
 
     emulate: str = _option("build one here, such as 2x100mbit (Linux)", "", metavar="CLUSTER")

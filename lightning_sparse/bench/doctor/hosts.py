@@ -73,17 +73,6 @@ class Host:
         )
 
 
-def reach(address: str, port: int, timeout_s: float = 5.0) -> str:
-    """Say why ``address`` cannot be reached from here; "" if the host answers, listening or not."""
-    try:
-        socket.create_connection((address, port), timeout_s).close()
-    except ConnectionRefusedError:
-        return ""  # the host is there; before a training starts nobody listens
-    except OSError as error:
-        return str(error)
-    return ""
-
-
 # - links
 
 

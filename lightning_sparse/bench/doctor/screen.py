@@ -13,7 +13,6 @@ from lightning_sparse.fusion.costs import Link
 from lightning_sparse.monitor.tables import human_bytes
 
 STEPS = 10  # of each strategy
-WITHDRAWN = ("2.6.2", "2.6.3")  # versions of Lightning
 
 
 def surroundings(found: Surroundings, place: Place | None, emulate: str, cannot_emulate: str | None) -> Table:
@@ -108,12 +107,7 @@ def of_hosts(hosts: Sequence[Host], emulated: bool) -> list[str]:
 
 
 def _of_host(host: Host) -> list[str]:
-    found = [
-        f"{package} {host.versions[package]} was withdrawn by its makers. pip install --upgrade "
-        f"{package.replace('_', '-')}"
-        for package in ("lightning", "pytorch_lightning")
-        if host.versions.get(package) in WITHDRAWN
-    ]
+    found = []
     if host.devices and not host.nccl:
         found.append(
             "PyTorch must have NCCL to train on its CUDA devices; this build has none. Install PyTorch's own build for "
