@@ -162,10 +162,10 @@ class Simulate(_Written):
 class Doctor(_OnCluster):
     """Say what this machine or cluster has, what will be used, and what is wrong.
 
-    Look at versions, devices and interfaces, measure the link between hosts, and train ten steps of each strategy on a
-    small model: every step is checked for lost gradient and for replicas that differ. Started with torchrun or srun it
-    examines that cluster; else this machine, with two ranks on the CPU, one on each CUDA device, and two on one device.
-    The exit status is 1 if anything is wrong.
+    Look at versions, devices and interfaces, and train ten steps of each strategy on a small model: every step is
+    checked for lost gradient and for replicas that differ. Started with torchrun or srun it examines that cluster; else
+    this machine, with two ranks on the CPU, one on each CUDA device, and two on one device. The exit status is 1 if
+    anything is wrong.
     """
 
     emulate: str = _option("build one here, such as 2x100mbit (Linux)", "", metavar="CLUSTER")

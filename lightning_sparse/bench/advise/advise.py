@@ -24,8 +24,8 @@ from lightning_sparse.auto.simulated_cost import Now
 from lightning_sparse.bench.cluster import ClusterError, ClusterSpec, parse
 from lightning_sparse.bench.compare.advice import Advice, advise_on
 from lightning_sparse.bench.compare.peers import ADVISE
-from lightning_sparse.bench.compare.run import find_ranks
 from lightning_sparse.bench.compare.schedule import Schedule
+from lightning_sparse.bench.compare.start import find_ranks
 from lightning_sparse.bench.compare.worker import QUIET
 from lightning_sparse.bench.compare.workloads import workload_named
 from lightning_sparse.bench.output import known, new_table, say

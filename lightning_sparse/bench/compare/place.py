@@ -1,24 +1,16 @@
-"""Where a process stands among ranks, and what carries their messages; the ranks of an emulated cluster."""
+"""Where a process stands among ranks, and what carries their messages."""
 
 import fcntl
-import json
 import os
 import socket
-import subprocess
-import sys
-from collections.abc import Generator, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
-from lightning_sparse.bench.cluster import Cluster
-
 _SIOCGIFADDR = 0x8915  # of <linux/sockios.h>: the address of an interface
-_PORT = 29500  # of the workers' store in an emulated cluster, each of which has its ports to itself
 
 
 @dataclass(frozen=True)
@@ -59,55 +51,6 @@ class Place:
         read_sent(interface)  # complains now if there is none of this name
         ranks = started.global_rank(), started.local_rank(), started.world_size(), local_size
         return cls(*ranks, address, port, store_is_there, interface)
-
-
-def run_emulated(cluster: str, program: str, schedule: Any) -> Generator[dict[str, Any], None, None]:
-    """Build a cluster, run a program in each of its hosts, and yield what that of rank 0 writes: lines of JSON.
-
-    The program is a module; it is given the schedule, a dataclass, and its place, as JSON.
-    """
-    threads = os.environ.get("OMP_NUM_THREADS", "1")  # the hosts share the machine's cores
-    with Cluster(cluster) as built:
-        place = Place(0, 0, built.hosts, 1, built.address(0), _PORT, store_is_there=False, interface="eth0")
-        commands = [_command(program, schedule, replace(place, rank=rank)) for rank in range(built.hosts)]
-        with closing(built.lines(commands, env={"OMP_NUM_THREADS": threads})) as lines:
-            yield from map(json.loads, lines)
-
-
-def run_here(
-    size: int, program: str, schedule: Any, on_one_device: bool = False
-) -> Generator[dict[str, Any], None, None]:
-    """Run a program as :func:`run_emulated` does, as ``size`` ranks of this machine.
-
-    Each rank has a device of its own, unless all are ``on_one_device``.  A RuntimeError if rank 0 fails.
-    """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    on_host = 1 if on_one_device else size  # each rank is then a host of its own, on its first device
-    places = [Place(rank, rank % on_host, size, on_host, "127.0.0.1", port, False, "lo") for rank in range(size)]
-    with ExitStack() as stack:
-        first, *_ = (
-            stack.enter_context(_running(_command(program, schedule, place), read=place.rank == 0)) for place in places
-        )
-        assert first.stdout is not None
-        yield from map(json.loads, first.stdout)
-        if first.wait():
-            raise RuntimeError("the ranks ended before all was examined; what they wrote says why.")
-
-
-def _command(program: str, schedule: Any, place: Place) -> list[str]:
-    return [sys.executable, "-m", program, json.dumps(asdict(schedule)), json.dumps(asdict(place))]
-
-
-@contextmanager
-def _running(command: list[str], read: bool) -> Iterator[subprocess.Popen[str]]:
-    """Have a process run until the end of the block; what it writes is thrown away unless it is to be ``read``."""
-    output = subprocess.PIPE if read else subprocess.DEVNULL
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
 
 
 def interfaces() -> dict[str, str]:

@@ -1,6 +1,6 @@
 """``lightning-sparse bench``: measures on emulated clusters, or on the one it was started on, and reports."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
@@ -10,20 +10,16 @@ from typing import Any
 
 from rich.console import Console
 
-from lightning_sparse.bench.cluster import ClusterError, parse, unavailable_reason
+from lightning_sparse.bench.cluster import parse
 from lightning_sparse.bench.compare import report, until_loss
 from lightning_sparse.bench.compare.peers import contenders
-from lightning_sparse.bench.compare.place import Place, run_emulated
 from lightning_sparse.bench.compare.records import Round
 from lightning_sparse.bench.compare.schedule import Schedule, schedules
-from lightning_sparse.bench.compare.worker import take_turns
+from lightning_sparse.bench.compare.start import Measure, Rounds, find_ranks
 from lightning_sparse.bench.compare.workloads import count_parameters, workload_named
 from lightning_sparse.bench.output import environment, json_line, new_console, new_file, new_progress, say
 from lightning_sparse.cli.options import Bench
 from lightning_sparse.monitor.pictures import require_matplotlib
-
-#: Takes the turns of a schedule; yields each round on rank 0, and nothing on others.
-Measure = Callable[[Schedule], Generator[Round, None, None]]
 
 
 def bench(options: Bench) -> int:
@@ -38,39 +34,6 @@ def bench(options: Bench) -> int:
             list(measure(wanted[0]))  # rank 0 reports
             return 0
     return _report(options, wanted, measure)
-
-
-def check_clusters(clusters: Sequence[str]) -> None:
-    """Raise a ValueError unless all have hosts to send to, and a ClusterError if none can be emulated here."""
-    for cluster in clusters:
-        if parse(cluster).hosts < 2:
-            raise ValueError(f"an emulated cluster must have at least 2 hosts; got {cluster!r}")
-    if reason := unavailable_reason():
-        raise ClusterError(reason)
-
-
-def find_ranks(clusters: Sequence[str], interface: str | None, otherwise: str = "") -> tuple[Place | None, Measure]:
-    """Find this process's place among the ranks it was started with, None if it emulates; and what measures on them.
-
-    Where there are no ranks, the ValueError ends with ``otherwise``.
-    """
-    if clusters:
-        check_clusters(clusters)
-        return None, emulate
-    place = Place.find(interface)
-    if place is None:
-        raise ValueError(
-            "no ranks to measure between: give --emulate 4x1gbit, say, or start this command on every host with "
-            f"torchrun or srun.{otherwise}"
-        )
-    return place, lambda schedule: take_turns(schedule, place)
-
-
-def emulate(schedule: Schedule) -> Generator[Round, None, None]:
-    """Build the cluster, start a worker in each host, and yield what rank 0 writes."""
-    with closing(run_emulated(schedule.cluster, "lightning_sparse.bench.compare.worker", schedule)) as found:
-        for measured in found:
-            yield Round.from_json(measured)
 
 
 def _report(options: Bench, schedules: Sequence[Schedule], measure: Measure) -> int:
@@ -105,7 +68,7 @@ def _report(options: Bench, schedules: Sequence[Schedule], measure: Measure) -> 
     return int(any(each.error for each in rounds))
 
 
-def _measured(schedules: Sequence[Schedule], measure: Measure) -> Generator[Round, None, None]:
+def _measured(schedules: Sequence[Schedule], measure: Measure) -> Rounds:
     """Take all turns of every schedule."""
     for schedule in schedules:
         with closing(measure(schedule)) as rounds:

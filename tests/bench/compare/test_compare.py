@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 
 from lightning_sparse import COMPRESSORS, Dense, LocalSteps, SkipReduce, SparseDDPStrategy
 from lightning_sparse.bench.cluster import Cluster
-from lightning_sparse.bench.compare import report, run, worker
+from lightning_sparse.bench.compare import report, start, worker
 from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, PEERS, all_names, contenders
 from lightning_sparse.bench.compare.place import Place, interface_towards, read_sent
 from lightning_sparse.bench.compare.records import MeasuredRun, MeasuredStep, Round
@@ -277,7 +277,7 @@ def test_bad_command_says_what_to_do(
 
 
 def test_without_root_the_command_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "unavailable_reason", lambda: "an emulated cluster needs root")
+    monkeypatch.setattr(start, "unavailable_reason", lambda: "an emulated cluster needs root")
     assert main(["bench", "--emulate", "2x1gbit"]) == 2
     assert "needs root" in capsys.readouterr().err
 
