@@ -87,7 +87,7 @@ class Bench(_Written, _OnCluster):
     warmup: int = _option("untimed steps before them (%(default)s)", 3)
     rounds: int | None = _option("turns of each strategy (one for each of --seeds, or 5)", None)
     until_loss: str = _option(
-        "losses on held-out data, such as 3.2,3,2.8: report the seconds, steps and bytes to each; a training ends with "
+        "losses on held-out data, such as 3.2,3,2.8: report the seconds to each; a training ends with "
         "the lowest (byte_lm, gpt_10m and gpt_50m)",
         "",
         metavar="LIST",
@@ -112,7 +112,7 @@ class Scale(_Written):
     """Say how bytes and time of communication grow with the number of ranks.
 
     Count what every compressor sends among 2, 4, 8, ... ranks, all of them in this process, for the gradient of mlp_1m,
-    and model the time that takes on a link. Writes a plot and a JSON file.
+    and model the time that takes on a link. Writes a JSON file.
     """
 
     link: str = _option("rate to model, such as 1gbit or 100mbit+50ms (%(default)s)", "1gbit", metavar="RATE")
@@ -152,9 +152,9 @@ class Simulate(_Written):
     )
     seeds: str = _option("of weights and batches (%(default)s)", "0,1,2", metavar="LIST")
     optimizer: str | None = _option(
-        "sgd: with momentum 0.9; muon: for the matrices of byte_lm's blocks, AdamW for the rest (the task's own)",
+        "sgd: with momentum 0.9 (the task's own)",
         None,
-        choices=("adamw", "sgd", "muon"),
+        choices=("adamw", "sgd"),
     )
 
 

@@ -1,7 +1,7 @@
-"""Tables of the seconds, steps and bytes in which trainings reached losses on held-out data."""
+"""Tables of the seconds in which trainings reached losses on held-out data."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -110,32 +110,23 @@ def at_best_rates(rounds: Sequence[Round], losses: Sequence[float]) -> list[Roun
     return [r for r in rounds if r.learning_rate == rates[r.cluster, r.strategy]]
 
 
-_COLUMNS: dict[str, Callable[[Reached], str]] = {
-    "Seconds": lambda reached: f"{reached.seconds:.1f}",
-    "Steps": lambda reached: f"{reached.steps:.0f}",
-    "Bytes": lambda reached: human_bytes(reached.sent_bytes),
-}
-
-
 def tables(rows: Mapping[str, Mapping[str, Row]], losses: Sequence[float]) -> list[Table]:
-    """Make three tables for each cluster: seconds, steps and bytes to each of ``losses``."""
-    return [
-        _table(f"{what} to a loss on {cluster}", of_cluster, losses, text)
-        for cluster, of_cluster in rows.items()
-        for what, text in _COLUMNS.items()
-    ]
+    """Make a table for each cluster: the seconds to each of ``losses``, and what was taken in all."""
+    return [_table(f"Seconds to a loss on {cluster}", of_cluster, losses) for cluster, of_cluster in rows.items()]
 
 
-def _table(title: str, rows: Mapping[str, Row], losses: Sequence[float], text: Callable[[Reached], str]) -> Table:
-    table = new_table(title, "strategy", "rate", *(f"{loss:g}" for loss in losses), "in all", "last")
+def _table(title: str, rows: Mapping[str, Row], losses: Sequence[float]) -> Table:
+    headings = "rate", *(f"{loss:g}" for loss in losses), "last", "in all", "steps", "sent"
+    table = new_table(title, "strategy", *headings)
     alone = rows[NO_COMMUNICATION].to_each if NO_COMMUNICATION in rows else [NEVER] * len(losses)
     for strategy, row in rows.items():
         cells = []
         for reached, floor in zip(row.to_each, alone, strict=True):
-            cell = text(reached) if reached.steps < math.inf else "-"
+            cell = f"{reached.seconds:.1f}" if reached.steps < math.inf else "-"
             beaten = strategy != NO_COMMUNICATION and floor.seconds < math.inf and reached.seconds >= floor.seconds
             cells.append(f"({cell})" if beaten else cell)
-        table.add_row(strategy, row.rate, *cells, text(row.in_all), f"{row.last:.3f}")
+        in_all = f"{row.in_all.seconds:.1f}", f"{row.in_all.steps:.0f}", human_bytes(row.in_all.sent_bytes)
+        table.add_row(strategy, row.rate, *cells, f"{row.last:.3f}", *in_all)
     return table
 
 

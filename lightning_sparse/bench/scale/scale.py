@@ -4,24 +4,21 @@ Bytes are counted, by running the compressors among all ranks in this process; t
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from pathlib import Path
 
 from lightning_sparse.bench.cluster.spec import parse, parse_link
 from lightning_sparse.bench.compare.workloads import count_parameters, workload_named
-from lightning_sparse.bench.output import environment, new_console, new_figure, new_progress, new_table, save, say
+from lightning_sparse.bench.output import environment, new_console, new_progress, new_table, say
 from lightning_sparse.bench.scale.ranks import MOST_FLOATS, StepTraffic, count_traffic
 from lightning_sparse.cli.options import Scale
 from lightning_sparse.compressors import COMPRESSORS
 from lightning_sparse.fusion.costs import Link
-from lightning_sparse.monitor.pictures import require_matplotlib
 from lightning_sparse.monitor.tables import human_bytes
 
 WORKLOAD = "mlp_1m"
 LEAST, MOST = 2, 1024  # ranks
-MARKERS = "os^Dv<>Phd"
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,6 @@ def scale(options: Scale) -> int:
     rows = [asdict(c) | {"modelled_s": m.seconds} for c, m in zip(counts, modelled, strict=True)]
     results = {"environment": facts, "workload": WORKLOAD, "elements": elements, "link": asdict(link), "counted": rows}
     path.write_text(json.dumps(results, indent=1) + "\n")
-    draw(modelled, path.with_suffix(".svg"), title)
     for what, cell in CELLS.items():
         table = new_table(f"{what}: {title}", "ranks", *(f"{size:,}" for size in sizes(options)))
         for name in COMPRESSORS:
@@ -67,7 +63,7 @@ def scale(options: Scale) -> int:
             f"From {min(shorter)} ranks on, gradients were shorter, for all together to have {MOST_FLOATS:,} elements "
             "at most, and bytes are scaled up.",
         )
-    say(console, f"results: {path} and .svg")
+    say(console, f"results: {path}")
     return 0
 
 
@@ -79,7 +75,6 @@ def check(options: Scale) -> Link:
         parse_link(options.link)
     except ValueError as error:
         raise ValueError(f"--link: {error}") from None
-    require_matplotlib()
     two = parse(f"2x{options.link}")
     return Link(two.hop_s, two.s_per_byte)
 
@@ -97,24 +92,3 @@ def model(count: StepTraffic, elements: int, link: Link) -> Modelled:
     """
     sent_bytes = count.sent_bytes * (elements / count.elements)
     return Modelled(count.strategy, count.ranks, sent_bytes, count.hops * link.latency_s + sent_bytes * link.s_per_byte)
-
-
-def draw(modelled: Sequence[Modelled], path: Path, title: str) -> None:
-    """Draw bytes and milliseconds over ranks to an SVG file."""
-    figure = new_figure(11, 4.8)
-    panels = figure.subplots(1, 2)
-    for i, strategy in enumerate(dict.fromkeys(each.strategy for each in modelled)):
-        own = [each for each in modelled if each.strategy == strategy]
-        ranks = [each.ranks for each in own]
-        look = {"color": f"C{i % 10}", "marker": MARKERS[i % len(MARKERS)], "markersize": 5, "linewidth": 0.8}
-        panels[0].plot(ranks, [each.sent_bytes for each in own], label=strategy, **look)
-        panels[1].plot(ranks, [1e3 * each.seconds for each in own], **look)
-    for axes, what in zip(panels, ("bytes a rank sends in a step", "ms of communication in a step"), strict=True):
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks(numbers := sorted({each.ranks for each in modelled}), [str(size) for size in numbers])
-        axes.set(xlabel="ranks", ylabel=what)
-        axes.grid(which="both", lw=0.3)
-    figure.legend(loc="outside right upper")
-    figure.suptitle(title)
-    save(figure, path)

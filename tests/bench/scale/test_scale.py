@@ -53,7 +53,6 @@ def test_modelled_seconds_by_hand() -> None:
 def test_the_command_writes_what_it_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib")
     monkeypatch.setattr(scale, "count_parameters", lambda workload: 4096)
     monkeypatch.setattr(ranks, "STEPS", 2)
     assert main(["scale", "--most", "20", "--output", str(tmp_path)]) == 0
@@ -62,7 +61,6 @@ def test_the_command_writes_what_it_counted(
     assert {each["strategy"] for each in written["counted"]} == ls.COMPRESSORS.keys()
     assert {each["ranks"] for each in written["counted"]} == {2, 4, 8, 16}
     assert all(each["modelled_s"] > 0 for each in written["counted"])
-    assert path.with_suffix(".svg").read_text().startswith("<?xml")
     shown = capsys.readouterr().out
     assert "sparse_dense" in shown
     assert "1gbit, 0.20 ms a hop" in shown

@@ -222,11 +222,6 @@ def test_digits_need_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
         train(Run("ddp", 2, 1, 0.1, 0, "sgd", "digits"))
 
 
-def test_muon_is_for_the_byte_lm() -> None:
-    with pytest.raises(ValueError, match="--optimizer muon must be given with --task byte_lm"):
-        train(Run("ddp", 2, 1, 0.1, 0, "muon", "modules"))
-
-
 def test_results_from_before_there_were_tasks_are_of_the_byte_lm() -> None:
     run = {"strategy": "ddp", "ranks": 4, "steps": 600, "learning_rate": 0.001, "seed": 0}
     line = json.dumps({"run": run, "loss": 2.0, "curve": [[600, 2.0]], "sent_bytes": 6.0, "seconds": 1.0})
