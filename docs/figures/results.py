@@ -33,9 +33,10 @@ NOTES = {
     "2026-11-21-164254-mlp_25m": "Two nodes of two ranks. Sparse strategies at 1 % in float32, the default then.",
     "2026-11-21-192825-mlp_25m": "For memory and the compressor's own time, on a quiet machine. 1 % in float32.",
     "2026-11-22-145844-mlp_1m": "What a step adds to one without a network is 100 ms for each hop after another.",
-    "2026-11-22-165407-gpt_10m": "Other programs took up to one of the two cores: what computes much looks slow.",
+    "2026-11-22-165407-gpt_10m": "Other programs took up to one of the two cores: what computes much looks slow. "
+    "`post_local_sgd`, PyTorch's hook, is no peer any more.",
     "2026-11-22-174617-gpt_10m": "Other programs took up to one of the two cores; `no_communication`, whose turn was "
-    "the busiest, is no floor here.",
+    "the busiest, is no floor here. `post_local_sgd`, PyTorch's hook, is no peer any more.",
     "2026-11-22-182041-gpt_10m": "A quieter machine; stopped after the first round.",
 }
 

@@ -122,7 +122,7 @@ def _short(text: str) -> float:
 
 def is_peer(strategy: str) -> bool:
     """Whether a strategy is not of this package."""
-    return strategy == NO_COMMUNICATION or strategy.partition(":")[0] in PEERS
+    return strategy == NO_COMMUNICATION or strategy.partition(":")[0] in {*PEERS, *PEER_LABELS}
 
 
 def label(strategy: str) -> str:

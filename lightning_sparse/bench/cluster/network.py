@@ -58,11 +58,6 @@ class Network:
         if self._spec.longest_delay_s:
             self._delay()
 
-    def check(self) -> None:
-        """Raise an error if packets are no longer delayed, and so are lost."""
-        if self._delaying and self._delaying.poll() is not None:
-            raise ClusterError("the process that delays the cluster's packets has died: build the cluster anew")
-
     def remove(self) -> None:
         """End every process, and with them the namespaces and their interfaces."""
         self.namespaces.remove()

@@ -70,16 +70,6 @@ class ClusterSpec:
         between = self.trunk.delay_s if group[source] != group[target] else 0.0
         return (self._links[source].delay_s + self._links[target].delay_s) / 2 + between
 
-    def differences(self) -> str:
-        """Say in a sentence which hosts have which link; nothing if all have the same."""
-        hosts: dict[LinkSpec, list[str]] = {}
-        for number, link in enumerate(self._links):
-            hosts.setdefault(link, []).append(str(number))
-        if len(hosts) == 1:
-            return ""
-        each = [f"{words(link)} on {'host' if len(n) == 1 else 'hosts'} {', '.join(n)}" for link, n in hosts.items()]
-        return f"Links differ by host: {'; '.join(each)}. Every step waits for the slowest."
-
     @property
     def _links(self) -> list[LinkSpec]:
         return [link for group in self.groups for link in group]

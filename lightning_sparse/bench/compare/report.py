@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, PEERS
+from lightning_sparse.bench.compare.peers import NO_COMMUNICATION
 from lightning_sparse.bench.compare.records import Round, by_row, grouped, of_known
 from lightning_sparse.bench.output import known, listed, markdown, ms, new_figure, new_table, save
 from lightning_sparse.monitor.tables import human_bytes
@@ -56,7 +56,6 @@ class Summary:
     counted_bytes: float
     wire_bytes: float | None
     unexplained: float | None  # (wire without headers - counted) / counted
-    wire_bits_per_s: float | None
     ms_compress: float | None
     ms_wait: float
     ms_apply: float
@@ -78,7 +77,6 @@ def _summary(own: Sequence[Round], reference: Sequence[Round]) -> Summary:
     counted = fmean(step.counted_bytes for step in steps)
     packets = of_known(fmean, (step.wire_packets for step in steps))
     wire = of_known(fmean, (step.wire_bytes for step in steps))
-    span_s = fmean(step.ms_span for step in steps) / 1e3
     runs = [r.run for r in own if r.run]
     return Summary(
         cluster=own[0].cluster,
@@ -92,7 +90,6 @@ def _summary(own: Sequence[Round], reference: Sequence[Round]) -> Summary:
         counted_bytes=counted,
         wire_bytes=wire,
         unexplained=(wire - HEADER_BYTES * packets) / counted - 1 if wire and packets and counted else None,
-        wire_bits_per_s=8 * wire / span_s if wire is not None and span_s else None,
         ms_compress=of_known(median, (step.ms_compress for step in steps)),
         ms_wait=median(step.ms_wait for step in steps),
         ms_apply=median(step.ms_apply for step in steps),
@@ -115,7 +112,6 @@ def _cells(row: Summary) -> dict[str, str]:
         "counted": human_bytes(row.counted_bytes),
         "wire": known(row.wire_bytes, human_bytes),
         "unexplained": known(row.unexplained, "{:+.1%}".format),
-        "Mbit/s": known(row.wire_bits_per_s, lambda rate: f"{rate / 1e6:.0f}"),
         "compress": known(row.ms_compress, lambda each: ms(each / 1e3)),
         "wait": ms(row.ms_wait / 1e3),
         "apply": ms(row.ms_apply / 1e3),
@@ -137,11 +133,9 @@ def tables(rows: Sequence[Summary], workload: str) -> list[Table]:
     return found
 
 
-def notes(rounds: Sequence[Round]) -> list[str]:
-    """Say what must be known about strategies, and which runs failed."""
-    names = dict.fromkeys(r.strategy.partition("#")[0] for r in rounds)
-    failed = [f"{r.strategy} failed on {r.cluster} in round {r.number}: {r.error}" for r in rounds if r.error]
-    return [*(f"{name}: {PEERS[name][1]}." for name in names if name in PEERS), *failed]
+def failures(rounds: Sequence[Round]) -> list[str]:
+    """Say which runs failed, and why."""
+    return [f"{r.strategy} failed on {r.cluster} in round {r.number}: {r.error}" for r in rounds if r.error]
 
 
 def page(
@@ -157,7 +151,7 @@ def page(
     for table in tables(rows, workload):
         lines += [f"## {table.title}", "", markdown(table)]
     links = (f"![{name}]({name})" if name.endswith(".svg") else f"- [{name}]({name})" for name in files)
-    lines += [*(f"- {note}" for note in notes(rounds)), "", COLUMNS.read_text()]
+    lines += [*(f"- {failure}" for failure in failures(rounds)), "", COLUMNS.read_text()]
     return "\n".join([*lines, "## Where it was measured", "", listed(facts), "## Files", "", *links, ""])
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from rich.console import Console
 
-from lightning_sparse.bench.cluster import parse
 from lightning_sparse.bench.compare import report, until_loss
 from lightning_sparse.bench.compare.peers import contenders
 from lightning_sparse.bench.compare.records import Round
@@ -39,12 +38,10 @@ def bench(options: Bench) -> int:
 def _report(options: Bench, schedules: Sequence[Schedule], measure: Measure) -> int:
     """Run the schedules; write each result down as it comes, and in the end, or when interrupted, the tables."""
     console = new_console()
-    links = {c: words for c in options.emulate.split(",") if c and (words := parse(c).differences())}
-    for cluster, words in links.items():
-        say(console, f"{cluster}: {words}")
     facts, settings = environment(options.command), asdict(schedules[0])
-    facts |= {name: value for name, value in settings.items() if name != "cluster" and value not in ([], None)}
-    facts |= {"links": links} if links else {}
+    facts |= {
+        name: value for name, value in settings.items() if name not in ("cluster", "floor") and value not in ([], None)
+    }
     facts["parameters"] = count_parameters(workload_named(options.workload))
     results = new_file(options.output, f"{datetime.now(timezone.utc):%Y-%m-%d-%H%M%S}-{options.workload}")
     rounds: list[Round] = []
@@ -92,5 +89,5 @@ def _write(
     results.with_suffix(".md").write_text(report.page(rows, rounds, workload, facts, [results.name, *images], section))
     for table in (*report.tables(rows, workload), *until_loss.tables(reached, losses)):
         console.print(table)
-    for line in (*report.notes(rounds), f"results: {results}"):
+    for line in (*report.failures(rounds), f"results: {results}"):
         say(console, line)

@@ -28,14 +28,15 @@ class Schedule:
     seconds: float | None = None  # after which a training ends, in place of ``steps``
     learning_rates: Sequence[float] = ()  # to try in the first round; the others use the best of each strategy
     seeds: Sequence[int] = ()  # of the rounds, in turn; nothing: 0, 1, 2, ...
+    floor: bool = False  # whether to train without communication too
 
     def turns(self) -> list[tuple[int, Contender]]:
-        """Rounds and strategies in the order in which they run; the first is a step without communication.
+        """Rounds and strategies in the order in which they run, that without communication first.
 
         Every other round runs backwards, so that none is favoured by its place.  Where learning rates are tried, the
         strategies of later rounds do not have theirs yet.
         """
-        rows = contenders(f"{NO_COMMUNICATION},{self.strategies}")
+        rows = contenders(f"{NO_COMMUNICATION},{self.strategies}" if self.floor else self.strategies)
         first = [each for row in rows for each in ([row] if row.learning_rate else self._tries(row))]
         later = [(number, row) for number in range(1, self.rounds) for row in (rows[::-1] if number % 2 else rows)]
         return [(0, row) for row in first] + later
@@ -66,7 +67,7 @@ def schedules(options: Bench) -> list[Schedule]:
     contenders(strategies)
     counts = options.steps, options.warmup, options.rounds or len(given) or ROUNDS
     where = "cpu" if options.emulate else "auto"
-    first = Schedule("", options.workload, strategies, *counts, where, until, options.seconds, tried, given)
+    first = Schedule("", options.workload, strategies, *counts, where, until, options.seconds, tried, given, True)
     return [replace(first, cluster=cluster.strip()) for cluster in options.emulate.split(",")]
 
 

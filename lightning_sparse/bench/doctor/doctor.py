@@ -9,8 +9,8 @@ from rich.progress import Progress
 
 from lightning_sparse.auto.policy import NAMES
 from lightning_sparse.bench.cluster import unavailable_reason
-from lightning_sparse.bench.compare.peers import NO_COMMUNICATION
 from lightning_sparse.bench.compare.place import Place
+from lightning_sparse.bench.compare.records import Round
 from lightning_sparse.bench.compare.schedule import Schedule
 from lightning_sparse.bench.compare.start import Rounds, find_ranks, on_this_machine
 from lightning_sparse.bench.compare.worker import take_turns
@@ -75,13 +75,13 @@ def plan(accelerator: str, strategies: tuple[str, ...] = STRATEGIES, cluster: st
 
 def _show(console: Console, title: str, rounds: Rounds) -> list[str]:
     """Print the strategies that were checked, on rank 0; returns what is wrong."""
-    checked = []
+    checked: list[Round] = []
     try:
         with closing(rounds), Progress(transient=True) as progress:
             task = progress.add_task("starting", total=None)
             for each in rounds:
                 progress.update(task, description=f"checked {each.strategy}")
-                checked += [each] if each.strategy != NO_COMMUNICATION else []
+                checked.append(each)
     except RuntimeError as error:
         return [str(error)]
     if checked:

@@ -71,29 +71,12 @@ def test_without_a_tool_the_error_names_it_and_its_package(
         pass
 
 
-@pytest.mark.parametrize(
-    ("settings", "advice"),
-    [
-        ({"user.max_user_namespaces": "0"}, "sudo sysctl user.max_user_namespaces=15000"),
-        (
-            {"kernel.unprivileged_userns_clone": "0", "kernel.apparmor_restrict_unprivileged_userns": "1"},
-            "sudo sysctl kernel.unprivileged_userns_clone=1 kernel.apparmor_restrict_unprivileged_userns=0",
-        ),
-        ({"user.max_user_namespaces": "9"}, "ask who forbids user namespaces here"),
-    ],
-)
-def test_without_root_or_user_namespaces_the_error_says_what_forbids_them(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], advice: str
-) -> None:
+def test_without_root_or_user_namespaces_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(namespaces, "capable", lambda: False)
-    monkeypatch.setattr(namespaces, "_setting", settings.get)
     monkeypatch.setattr(namespaces, "find", lambda tool: "false" if tool == "unshare" else f"/sbin/{tool}")
     reason = namespaces.unavailable_reason()
     assert reason is not None
-    assert re.search(
-        r"needs root, or a user namespace, .*: run with sudo, in a container with --privileged, or", reason
-    )
-    assert reason.endswith(advice)
+    assert "needs root, or a user namespace, which this process may not make" in reason
 
 
 @emulated
@@ -390,15 +373,6 @@ def test_what_is_delayed_arrives_whole_and_in_windows_that_fill_the_link() -> No
         with pytest.raises(ClusterError, match="host 0 failed"):
             cluster.run([["false"]], timeout_s=LONG_S)
         assert ping(cluster, 1, 0)  # an error ends the processes in the hosts, not the one that delays
-
-
-@emulated
-def test_when_the_process_that_delays_dies_the_error_says_so() -> None:
-    with Cluster("2x1gbit+1ms") as cluster:
-        assert cluster.network._delaying is not None
-        cluster.network._delaying.kill()
-        with pytest.raises(ClusterError, match="delays the cluster's packets has died"):
-            cluster.run([["sleep", "600"]], timeout_s=LONG_S)
 
 
 # --- without root

@@ -66,14 +66,6 @@ def test_a_delay_between_groups_comes_on_top() -> None:
     assert spec.delay_s(1, 2) == spec.longest_delay_s == pytest.approx(0.0205)
 
 
-def test_links_that_differ_are_told() -> None:
-    assert parse("4x1gbit+5ms").differences() == ""
-    assert parse("3x1gbit+1x100mbit+50ms").differences() == (
-        "Links differ by host: 1000 Mbit/s on hosts 0, 1, 2; 100 Mbit/s and 50 ms on host 3. "
-        "Every step waits for the slowest."
-    )
-
-
 @pytest.mark.parametrize(
     ("text", "part"),
     [

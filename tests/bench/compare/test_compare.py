@@ -26,7 +26,7 @@ from lightning_sparse.cli import main
 from lightning_sparse.monitor import pictures
 from tests import conftest
 
-SCHEDULE = Schedule("4x1gbit", "mlp_1m", "ddp,skip_reduce", steps=2, warmup=1, rounds=3, accelerator="cpu")
+SCHEDULE = Schedule("4x1gbit", "mlp_1m", "ddp,skip_reduce", steps=2, warmup=1, rounds=3, accelerator="cpu", floor=True)
 
 
 def emulated(test: Callable[..., None]) -> Callable[..., None]:
@@ -77,7 +77,6 @@ def test_all_names_are_every_peer_and_every_compressor() -> None:
         ("ddp:skip=1", r"an option must be option=value with one of lr; got 'skip=1'"),
         ("ddp:lr=0", r"lr, the learning rate, must be above 0; got '0'"),
         ("diloco:period=3", r"an option must be option=value with one of steps, outer_rate, .*; got 'period=3'"),
-        ("post_local_sgd:period=0", r"period must be an integer of at least 1; got 0"),
         ("sparse_dense:local_steps=-1", r"local_steps.*-1"),
         ("skip_reduce:skipp=1", r"an option must be option=value with one of skip, .*wire_dtype.*; got 'skipp=1'"),
         ("skip_reduce:skip", r"an option must be option=value .*; got 'skip'"),
@@ -147,7 +146,6 @@ def test_summary() -> None:
     assert rows["ddp"].ratio is None
     assert row.unexplained == pytest.approx(0.01)
     assert rows[NO_COMMUNICATION].unexplained is None
-    assert row.wire_bits_per_s == pytest.approx(8 * (5e5 * 1.01 + 6600) / 0.75)
     assert row.loss == pytest.approx((1 + 0.5) / 2)
     assert row.peak_memory_bytes == 10**8 + 1
 
@@ -324,7 +322,6 @@ def test_emulated_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert list(temporary.iterdir()) == []
 
     shown = capsys.readouterr().out
-    assert "Links differ by host: 200 Mbit/s on host 0; 1000 Mbit/s on host 1." in shown
     assert "mlp_1m on 1x200mbit+1x1gbit: 2 ranks, 1 round" in shown
     results = read_results(tmp_path / "results")
     assert results["environment"][0]["command"] == " ".join(["lightning-sparse", *words])
@@ -340,7 +337,6 @@ def test_emulated_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
         assert row.counted_bytes == pytest.approx(counted, rel=0.001)
         assert row.unexplained is not None
         assert abs(row.unexplained) < 0.1  # 0.042 was seen on a busy machine, 0.03 is not exceeded on a quiet one
-        assert row.wire_bits_per_s is not None
         assert row.loss is not None
     assert rows["skip_reduce"].ms_compress is not None
     assert (tmp_path / "results").glob("*.md")
