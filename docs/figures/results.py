@@ -30,7 +30,8 @@ NOTES = {
     "2026-11-21-074704-mlp_25m": "Sparse strategies at 1 % in float32, the default then.",
     "2026-11-21-075200-mlp_25m": "Sparse strategies at 1 % in float32, the default then.",
     "2026-11-21-163301-mlp_25m": "Sparse strategies at 1 % in float32, the default then.",
-    "2026-11-21-164254-mlp_25m": "Two nodes of two ranks. Sparse strategies at 1 % in float32, the default then.",
+    "2026-11-21-164254-mlp_25m": "Two nodes of two ranks; such groups of hosts are emulated no more. Sparse strategies "
+    "at 1 % in float32, the default then.",
     "2026-11-21-192825-mlp_25m": "For memory and the compressor's own time, on a quiet machine. 1 % in float32.",
     "2026-11-22-145844-mlp_1m": "What a step adds to one without a network is 100 ms for each hop after another.",
     "2026-11-22-165407-gpt_10m": "Other programs took up to one of the two cores: what computes much looks slow. "

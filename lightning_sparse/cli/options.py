@@ -117,8 +117,8 @@ class Scale(_Written):
 
     link: str = _option("rate to model, such as 1gbit or 100mbit+50ms (%(default)s)", "1gbit", metavar="RATE")
     most: int = _option(
-        "count up to so many (%(default)s, which takes an hour and 7 GB of memory; 256: five minutes)",
-        1024,
+        "count up to so many (%(default)s, which takes five minutes)",
+        256,
         metavar="RANKS",
     )
 

@@ -133,7 +133,7 @@ class Contender:
 
     def build(self) -> DDPStrategy:
         """Make a fresh strategy; raises a ValueError for an unknown name or option, or a value out of range."""
-        name, options = self._name, self._options
+        name, options = self.spec.partition(":")[0], self._options
         options.pop(RATE, None)
         if name in PEERS:
             make = PEERS[name]
@@ -166,10 +166,6 @@ class Contender:
         if local := {key: values.pop(key) for key in options if key in of_local_steps}:
             values["local_steps"] = LocalSteps(values.get("local_steps", 0), **local)
         return SparseDDPStrategy(compressor, **values, **_COMMON)
-
-    @property
-    def _name(self) -> str:
-        return self.spec.partition(":")[0]
 
     @property
     def _options(self) -> dict[str, str]:

@@ -49,7 +49,6 @@ class Summary:
     strategy: str
     ranks: int
     rounds: int
-    timed_steps: int
     s: Interval
     predicted_s: float | None
     ratio: Interval | None  # None for the reference itself, and where it failed
@@ -83,7 +82,6 @@ def _summary(own: Sequence[Round], reference: Sequence[Round]) -> Summary:
         strategy=own[0].strategy,
         ranks=own[0].ranks,
         rounds=len(own),
-        timed_steps=len(steps),
         s=middle_half([step.s for step in steps]),
         predicted_s=of_known(median, (run.predicted_s for run in runs)),
         ratio=ratio(pairs) if pairs and own is not reference else None,

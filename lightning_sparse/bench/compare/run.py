@@ -14,7 +14,7 @@ from lightning_sparse.bench.compare import report, until_loss
 from lightning_sparse.bench.compare.peers import contenders
 from lightning_sparse.bench.compare.records import Round
 from lightning_sparse.bench.compare.schedule import Schedule, schedules
-from lightning_sparse.bench.compare.start import Measure, Rounds, find_ranks
+from lightning_sparse.bench.compare.start import Measure, find_ranks
 from lightning_sparse.bench.compare.workloads import count_parameters, workload_named
 from lightning_sparse.bench.output import environment, json_line, new_console, new_file, new_progress, say
 from lightning_sparse.cli.options import Bench
@@ -47,29 +47,23 @@ def _report(options: Bench, schedules: Sequence[Schedule], measure: Measure) -> 
     rounds: list[Round] = []
     turns = sum(len(schedule.turns()) for schedule in schedules)
     try:
-        found = closing(_measured(schedules, measure))
-        with results.open("a") as file, found as measured, new_progress(console) as progress:
+        with results.open("a") as file, new_progress(console) as progress:
             task = progress.add_task("starting", total=turns)
             file.write(json_line("environment", facts))
-            for each in measured:
-                rounds.append(each)
-                file.write(json_line("round", each))
-                file.flush()
-                took = f"{1e3 * fmean(s.s for s in each.timed):.0f} ms a step" if each.timed else "failed"
-                said = f"{each.cluster} {each.strategy}: {took}"
-                progress.update(task, advance=1, description=said, refresh=True)
+            for schedule in schedules:
+                with closing(measure(schedule)) as found:
+                    for each in found:
+                        rounds.append(each)
+                        file.write(json_line("round", each))
+                        file.flush()
+                        took = f"{1e3 * fmean(s.s for s in each.timed):.0f} ms a step" if each.timed else "failed"
+                        said = f"{each.cluster} {each.strategy}: {took}"
+                        progress.update(task, advance=1, description=said, refresh=True)
     finally:
         if rounds:
             facts["turns"] = f"{len(rounds)} of {turns}"
             _write(options, schedules[0], rounds, facts, results, console)
     return int(any(each.error for each in rounds))
-
-
-def _measured(schedules: Sequence[Schedule], measure: Measure) -> Rounds:
-    """Take all turns of every schedule."""
-    for schedule in schedules:
-        with closing(measure(schedule)) as rounds:
-            yield from rounds
 
 
 def _write(

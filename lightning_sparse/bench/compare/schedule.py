@@ -37,12 +37,12 @@ class Schedule:
         strategies of later rounds do not have theirs yet.
         """
         rows = contenders(f"{NO_COMMUNICATION},{self.strategies}" if self.floor else self.strategies)
-        first = [each for row in rows for each in ([row] if row.learning_rate else self._tries(row))]
+        tried = [
+            [row] if row.learning_rate or not self.learning_rates else [row.at(rate) for rate in self.learning_rates]
+            for row in rows
+        ]
         later = [(number, row) for number in range(1, self.rounds) for row in (rows[::-1] if number % 2 else rows)]
-        return [(0, row) for row in first] + later
-
-    def _tries(self, row: Contender) -> list[Contender]:
-        return [row.at(rate) for rate in self.learning_rates] or [row]
+        return [(0, row) for each in tried for row in each] + later
 
     def seed(self, number: int) -> int:
         return self.seeds[number % len(self.seeds)] if self.seeds else number

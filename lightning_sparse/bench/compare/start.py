@@ -8,8 +8,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 
 from lightning_sparse.bench.cluster import Cluster, ClusterError, parse, unavailable_reason
@@ -67,7 +67,13 @@ def on_this_machine(schedule: Schedule, size: int, on_one_device: bool = False) 
     on_host = 1 if on_one_device else size  # each rank is then a host of its own, on its first device
     places = [Place(rank, rank % on_host, size, on_host, "127.0.0.1", port, False, "lo") for rank in range(size)]
     with ExitStack() as stack:
-        first, *_ = [stack.enter_context(_running(_worker(schedule, place))) for place in places]
+        processes = []
+        for place in places:
+            process = subprocess.Popen(_worker(schedule, place), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            processes.append(process)
+        first = processes[0]
         assert first.stdout is not None
         for line in first.stdout:
             yield Round.from_json(json.loads(line))
@@ -79,14 +85,3 @@ def _worker(schedule: Schedule, place: Place) -> list[str]:
     """The command of a worker."""
     program = [sys.executable, "-m", "lightning_sparse.bench.compare.worker"]
     return [*program, json.dumps(asdict(schedule)), json.dumps(asdict(place))]
-
-
-@contextmanager
-def _running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """Run a command until the end of the block."""
-    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
-    with subprocess.Popen(command, stdin=nothing, stdout=pipe, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()

@@ -138,14 +138,12 @@ def _gather(turn: _Turn) -> Round:
     schedule, size, row = turn.schedule, turn.place.size, turn.contender
     results = [json.loads(turn.store.get(f"rank {rank}")) for rank in range(size)]
     # When one rank fails the others lose their connections to it, and say so: not what one wants to read.
-    errors = sorted((r["error"] for r in results if "error" in r), key=_is_a_consequence)
+    consequences = _STOPPED, "onnection", "gloo", "Timed out", "NCCL"
+    errors = [r["error"] for r in results if "error" in r]
+    errors.sort(key=lambda error: any(word in error for word in consequences))
     run = None if errors else MeasuredRun.mean([MeasuredRun.from_json(r) for r in results])
     error = errors[0] if errors else ""
     return Round(schedule.cluster, row.label, turn.number, size, schedule.warmup, run, error, row.learning_rate)
-
-
-def _is_a_consequence(error: str) -> bool:
-    return error == _STOPPED or any(word in error for word in ("onnection", "gloo", "Timed out", "NCCL"))
 
 
 # - processes

@@ -48,10 +48,9 @@ def _used(host: Host, place: Place | None, emulate: str) -> str:
         return f"{place.interface}, the way to rank 0"
     if host.gloo:
         return f"{host.gloo}, by GLOO_SOCKET_IFNAME"
-    if host.own_address.startswith("127."):
-        return f"loopback, where this host's name leads ({host.own_address}): for several hosts set GLOO_SOCKET_IFNAME"
-    used = next((name for name, address in host.interfaces.items() if address == host.own_address), "not known")
-    return f"{used}, where this host's name leads ({host.own_address or 'nowhere'})"
+    known = {address: name for name, address in host.interfaces.items()}
+    used = "loopback" if host.own_address.startswith("127.") else known.get(host.own_address, "not known")
+    return f"{used}, where this host's name leads ({host.own_address or 'nowhere'}), unless GLOO_SOCKET_IFNAME is set"
 
 
 def counted(count: int, what: str) -> str:

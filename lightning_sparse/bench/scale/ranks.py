@@ -12,7 +12,6 @@ from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.selection.streams import draw
 
 STEPS = 3  # of which the last is counted: then thresholds and partitions are known
-MOST_FLOATS = 375_000_000  # of all ranks' gradients together, 1.5 GB: beyond, gradients get shorter
 SPREAD = 3.0  # deviation of the logarithm of the elements' scales: of the large, most are large in every step
 
 
@@ -33,13 +32,15 @@ def count_traffic(strategy: str, ranks: int, elements: int) -> StepTraffic:
     Nothing is estimated anew in that step (Ok-Topk does in every 32nd).  The gradients are made up: normally
     distributed, each element with a scale of its own that all ranks share.
 
-    Of the n ``elements`` there are fewer where P n exceeds ``MOST_FLOATS``; P is 2 or more.
+    Args:
+        strategy: name of the compressor.
+        ranks: P, 2 or more.
+        elements: n, of the gradient.
     """
-    n = min(elements, MOST_FLOATS // ranks)
     compressor = COMPRESSORS[strategy]()
     if compressor.is_dense("gradient", elements):
         compressor = Dense()
-    weights, scale = torch.zeros(n), scales(n)
+    weights, scale = torch.zeros(elements), scales(elements)
     groups = [Group(0, ("gradient",), (weights,)) for _ in range(ranks)]
     for step in range(STEPS):
         for rank, group in enumerate(groups):
@@ -47,7 +48,7 @@ def count_traffic(strategy: str, ranks: int, elements: int) -> StepTraffic:
         network = SimNetwork(ranks)
         network.run([take_step(compressor, group, comm) for group, comm in zip(groups, network.comms, strict=True)])
     first = network.comms[0]
-    return StepTraffic(strategy, ranks, n, first.sent_bytes, first.hops)
+    return StepTraffic(strategy, ranks, elements, first.sent_bytes, first.hops)
 
 
 def scales(n: int) -> Tensor:

@@ -321,11 +321,6 @@ def test_both_ends_of_a_link_have_its_rate() -> None:
         assert limits(cluster, 0) == {}
         assert limits(cluster, 1) == {"eth0": 100 * MBIT}
         assert limits(cluster) == {"port1": 100 * MBIT}
-    with Cluster("2x2x1gbit/100mbit") as cluster:
-        for host in range(4):
-            assert limits(cluster, host) == {"eth0": GBIT}
-        inside = {f"port{host}": GBIT for host in range(4)}
-        assert limits(cluster) == inside | dict.fromkeys(("up0", "down0", "up1", "down1"), 100 * MBIT)
 
 
 def counted(cluster: Cluster, host: int, interface: str = "eth0") -> dict[str, int]:
@@ -357,9 +352,6 @@ def test_a_round_trip_takes_the_delays_of_both_ways() -> None:
         least_ms = {(0, 1): 60, (1, 0): 60, (0, 2): 40, (1, 2): 20}
         for (source, target), ms in least_ms.items():
             assert min(ping(cluster, source, target)) > 0.99e-3 * ms
-    with Cluster("2x2x1gbit+10ms/100mbit+50ms") as cluster:
-        assert min(ping(cluster, 0, 1)) > 0.0198
-        assert min(ping(cluster, 1, 2)) > 0.1188
 
 
 @emulated
@@ -401,16 +393,3 @@ def test_without_roots_capabilities_a_user_namespace_stands_in() -> None:
     if "needs root, or a user namespace" not in done.stdout:
         assert "10.77.0.1/24" in done.stdout
         assert "qdisc tbf" in done.stdout
-
-
-@emulated
-def test_only_what_leaves_a_group_goes_over_its_trunk() -> None:
-    size = 1_000_000
-    with Cluster("2x2x1gbit/100mbit") as cluster:
-        transfer(cluster, 0, 1, payload_bytes=size)
-        assert counted(cluster, SWITCH, "up0")["sent"] < 10_000
-        transfer(cluster, 1, 2, payload_bytes=size)
-        trunk = counted(cluster, SWITCH, "up0")
-        assert trunk["sent"] >= size
-        assert trunk["received"] < 0.06 * trunk["sent"]
-        assert counted(cluster, SWITCH, "up1")["received"] >= size
