@@ -11,12 +11,12 @@ from pathlib import Path
 
 import bars
 import style as s
-from runs import BENCHMARKS, Run, label, link, mean_bytes, newest, speed, store, stored
+from pages import BENCHMARKS, with_lines
+from runs import Run, label, link, mean_bytes, newest, speed, store, stored
 
 from lightning_sparse.monitor.tables import human_bytes
 
 DOCS = Path(__file__).parents[1]
-START, END = "<!-- written by docs/figures/results.py -->\n", "<!-- end of what is written -->"
 LOSSES = 3  # of a table
 WORKLOADS = {
     "byte_lm": "a byte language model, 279,168 parameters, AdamW",
@@ -138,17 +138,11 @@ def every_run(runs: Sequence[Run]) -> Iterator[str]:
         yield from details(run)
 
 
-def with_lines(page: Path, lines: Iterator[str]) -> str:
-    """A page with other lines between its marks."""
-    before, _, rest = page.read_text().partition(START)
-    return before + START + "\n" + "\n".join(lines) + END + rest.partition(END)[2]
-
-
 def pages(runs: Sequence[Run], folder: Path = s.FOLDER) -> dict[Path, str]:
     """What both pages are to say; figures go into ``folder``."""
     bars.main(folder)
     lines = {DOCS / "results.md": results(newest(runs), folder), BENCHMARKS / "runs.md": every_run(runs)}
-    return {page: with_lines(page, text) for page, text in lines.items()}
+    return {page: with_lines(page, __file__, text) for page, text in lines.items()}
 
 
 def main(new: Sequence[str]) -> None:

@@ -9,12 +9,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from pages import BENCHMARKS
+
 from lightning_sparse.bench.compare import until_loss
 from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, PEERS
 from lightning_sparse.bench.compare.records import Round, grouped, read_lines
 from lightning_sparse.bench.compare.report import Summary, summarise
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 DIGITS = 5  # of a stored number
 PEER_LABELS = {
     "ddp": "plain DDP",
