@@ -321,8 +321,8 @@ def test_emulated_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert results["environment"][0]["command"] == " ".join(["lightning-sparse", *words])
     assert [(r["strategy"], r["number"], r["learning_rate"], r["error"]) for r in results["round"]] == [
         *((strategy, 0, rate, "") for strategy in (NO_COMMUNICATION, "ddp") for rate in (1e-6, 4e-3)),
-        ("skip_reduce:lr=0.001", 0, 1, ""),
-        ("skip_reduce:lr=0.001", 1, 1, ""),
+        ("skip_reduce:lr=0.001", 0, 0.001, ""),
+        ("skip_reduce:lr=0.001", 1, 0.001, ""),
         *((strategy, 1, 4e-3, "") for strategy in ("ddp", NO_COMMUNICATION)),
     ]
     rounds = [Round.from_json(r) for r in results["round"]]
