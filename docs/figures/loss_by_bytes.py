@@ -7,22 +7,20 @@ docs/benchmarks/2026-11-22-accuracy.md.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 
 import style
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from pages import BENCHMARKS, with_lines
 
 from lightning_sparse.bench.output import save
 from lightning_sparse.bench.simulate.results import Result, read
 from lightning_sparse.bench.simulate.task import TASKS
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 LOCAL = "2026-11-24-local-steps-loss.jsonl"  # with local steps as they are now; in the others they are as they were
 RESULTS = [*(f"2026-11-22-{name}.jsonl" for name in ("loss", "local-steps-loss", "accuracy")), LOCAL]
 FIGURE, PAGE = BENCHMARKS / "2026-11-22-accuracy.svg", BENCHMARKS / "2026-11-22-accuracy.md"
-START, END = "<!-- written by docs/figures/loss_by_bytes.py -->\n", "<!-- end of what is written -->"
 RANKS = 4
 
 TITLES = {
@@ -131,18 +129,21 @@ class Point:
 
 
 def points(results: Iterable[Result]) -> dict[str, Point]:
-    """Each strategy at its best learning rate, judged by the seeds that all of its rates have."""
-    found: dict[str, dict[float, dict[int, Result]]] = {}
-    for result in results:
-        run = result.run
-        name = "micro:density=0.01:wire_dtype=float32" if run.strategy == "micro" else run.strategy
-        found.setdefault(name, {}).setdefault(run.learning_rate, {})[run.seed] = result
-    best = {}
-    for name, rates in found.items():
-        seeds = set.intersection(*(set(of_rate) for of_rate in rates.values()))
-        rate = min(rates, key=lambda rate: fmean(rates[rate][seed].loss for seed in seeds))
-        best[name] = Point(name, rates[rate])
-    return best
+    """Each strategy at its best learning rate."""
+    found: dict[str, list[Result]] = {}
+    for each in results:
+        name = "micro:density=0.01:wire_dtype=float32" if each.run.strategy == "micro" else each.run.strategy
+        found.setdefault(name, []).append(each)
+    return {name: Point(name, at_best_rate(own)) for name, own in found.items()}
+
+
+def at_best_rate(results: Iterable[Result]) -> dict[int, Result]:
+    """Those with the best learning rate, by seed, judged by the seeds that all of the rates have."""
+    rates: dict[float, dict[int, Result]] = {}
+    for each in results:
+        rates.setdefault(each.run.learning_rate, {})[each.run.seed] = each
+    seeds = set.intersection(*(set(of_rate) for of_rate in rates.values()))
+    return min(rates.values(), key=lambda of_rate: fmean(of_rate[seed].loss for seed in seeds))
 
 
 def family(strategy: str) -> tuple[str, str]:
@@ -201,14 +202,13 @@ def _percent(part: float, digits: int) -> str:
     return f"{round(100 * part, digits) + 0.0:.{digits}f} %"  # never -0.0
 
 
-def of_tasks(local_as_now: bool = True) -> dict[str, tuple[dict[str, Point], Point]]:
-    """For each task all strategies on four ranks, and one rank alone; local steps as they are now, or were before."""
+def of_tasks() -> dict[str, tuple[dict[str, Point], Point]]:
+    """For each task all strategies on four ranks, and one rank alone; local steps as they are now."""
     results = [
         result
         for name in RESULTS
         for result in read(BENCHMARKS / name).values()
-        if "lead=" not in result.run.strategy
-        and ((name == LOCAL) == local_as_now or (name != LOCAL and "local_steps" not in result.run.strategy))
+        if "lead=" not in result.run.strategy and (name == LOCAL or "local_steps" not in result.run.strategy)
     ]
     found = {}
     for task, kind in TASKS.items():
@@ -233,8 +233,7 @@ def main() -> None:
     figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=2, fontsize=style.SMALL, frameon=False)
     figure.subplots_adjust(left=0.13, right=0.94, top=0.97, bottom=0.135, hspace=0.24)
     save(figure, FIGURE)
-    before, _, rest = PAGE.read_text().partition(START)
-    PAGE.write_text(before + START + "\n" + "\n".join(text) + "\n" + END + rest.partition(END)[2])
+    PAGE.write_text(with_lines(PAGE, __file__, text))
 
 
 if __name__ == "__main__":

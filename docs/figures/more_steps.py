@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, geometric_mean
 
-from loss_by_bytes import BENCHMARKS
+from loss_by_bytes import at_best_rate
+from pages import BENCHMARKS, with_lines
 from scipy.stats import spearmanr
 
 from lightning_sparse.auto.more_steps import OF_STALENESS, OF_UNSENT, more_steps
@@ -21,7 +22,6 @@ PAGE = BENCHMARKS / "2026-11-24-more-steps.md"
 GRADIENTS = BENCHMARKS / "2026-11-22-accuracy.jsonl", BENCHMARKS / "2026-11-22-loss.jsonl"
 LOCAL = BENCHMARKS / "2026-11-24-local-steps-loss.jsonl"
 SHORT = BENCHMARKS / "2026-11-22-faithfulness.jsonl"  # what strategies of gradients deliver, in 40 steps
-START, END = "<!-- written by docs/figures/more_steps.py -->\n", "<!-- end of what is written -->"
 LEFT_OUT = ("ddp", "diloco", "lead=", "lr_factor", "second_moments", "fragments", "no_communication")
 
 
@@ -75,9 +75,9 @@ def points() -> list[Point]:
     short = {(each.run.task, each.run.strategy): each for each in read(SHORT).values()}
     found = []
     for (task, ranks, steps), strategies in trained.items():
-        dense = {each.run.seed: each for each in best(strategies.get("ddp", []))}
+        dense = at_best_rate(strategies["ddp"]) if "ddp" in strategies else {}
         for name, results in strategies.items():
-            known = [each for each in best(results) if each.run.seed in dense]
+            known = [each for seed, each in at_best_rate(results).items() if seed in dense]
             if not known or any(word in name for word in LEFT_OUT):
                 continue
             judged = known if "local_steps" in name else [short.get((task, name), known[0])]
@@ -87,15 +87,6 @@ def points() -> list[Point]:
             more = fmean(ratio(each, dense[each.run.seed]) for each in known)
             found.append(Point(task, name, ranks, steps, delivered, staleness, more))
     return found
-
-
-def best(results: Sequence[Result]) -> list[Result]:
-    """Those with the learning rate whose loss was the least with seed 0."""
-    first = [each for each in results if each.run.seed == 0]
-    if not first:
-        return []
-    rate = min(first, key=lambda each: each.loss).run.learning_rate
-    return [each for each in results if each.run.learning_rate == rate]
 
 
 def slope(rows: Sequence[Point]) -> float:
@@ -138,8 +129,7 @@ def tables(every: Sequence[Point]) -> list[str]:
 
 def main() -> None:
     """Write the tables."""
-    before, _, rest = PAGE.read_text().partition(START)
-    PAGE.write_text(before + START + "\n" + "\n".join(tables(points())) + "\n\n" + END + rest.partition(END)[2])
+    PAGE.write_text(with_lines(PAGE, __file__, tables(points())))
 
 
 if __name__ == "__main__":

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import bars
 import style as s
-from runs import BENCHMARKS, Run, label, link, mean_bytes, newest, speed, store, stored
+from pages import BENCHMARKS, with_lines
+from runs import Run, label, link, mean_bytes, newest, speed, store, stored
 
 from lightning_sparse.monitor.tables import human_bytes
 
 DOCS = Path(__file__).parents[1]
-START, END = "<!-- written by docs/figures/results.py -->\n", "<!-- end of what is written -->"
 LOSSES = 3  # of a table
 WORKLOADS = {
     "byte_lm": "a byte language model, 279,168 parameters, AdamW",
@@ -30,12 +30,14 @@ NOTES = {
     "2026-11-21-074704-mlp_25m": "Sparse strategies at 1 % in float32, the default then.",
     "2026-11-21-075200-mlp_25m": "Sparse strategies at 1 % in float32, the default then.",
     "2026-11-21-163301-mlp_25m": "Sparse strategies at 1 % in float32, the default then.",
-    "2026-11-21-164254-mlp_25m": "Two nodes of two ranks. Sparse strategies at 1 % in float32, the default then.",
+    "2026-11-21-164254-mlp_25m": "Two nodes of two ranks; such groups of hosts are emulated no more. Sparse strategies "
+    "at 1 % in float32, the default then.",
     "2026-11-21-192825-mlp_25m": "For memory and the compressor's own time, on a quiet machine. 1 % in float32.",
     "2026-11-22-145844-mlp_1m": "What a step adds to one without a network is 100 ms for each hop after another.",
-    "2026-11-22-165407-gpt_10m": "Other programs took up to one of the two cores: what computes much looks slow.",
+    "2026-11-22-165407-gpt_10m": "Other programs took up to one of the two cores: what computes much looks slow. "
+    "`post_local_sgd`, PyTorch's hook, is no peer any more.",
     "2026-11-22-174617-gpt_10m": "Other programs took up to one of the two cores; `no_communication`, whose turn was "
-    "the busiest, is no floor here.",
+    "the busiest, is no floor here. `post_local_sgd`, PyTorch's hook, is no peer any more.",
     "2026-11-22-182041-gpt_10m": "A quieter machine; stopped after the first round.",
 }
 
@@ -91,11 +93,11 @@ def table(run: Run, cluster: str) -> Iterator[str]:
 
 
 def full_table(run: Run, cluster: str) -> Iterator[str]:
-    """A row for each strategy, with its intervals."""
+    """A row for each strategy, with its range."""
     if run.losses:
         yield from table(run, cluster)
         return
-    yield "| | step, ms | of the first's (95 %) | sent | compress, ms |"
+    yield "| | step, ms | of the first's (middle half) | sent | compress, ms |"
     yield "| --- | ---: | ---: | ---: | ---: |"
     for strategy, row in run.summaries[cluster].items():
         ratio = f"{row.ratio.value:.3f} ({row.ratio.low:.2f} to {row.ratio.high:.2f})" if row.ratio else "1"
@@ -136,17 +138,11 @@ def every_run(runs: Sequence[Run]) -> Iterator[str]:
         yield from details(run)
 
 
-def with_lines(page: Path, lines: Iterator[str]) -> str:
-    """A page with other lines between its marks."""
-    before, _, rest = page.read_text().partition(START)
-    return before + START + "\n" + "\n".join(lines) + END + rest.partition(END)[2]
-
-
 def pages(runs: Sequence[Run], folder: Path = s.FOLDER) -> dict[Path, str]:
     """What both pages are to say; figures go into ``folder``."""
     bars.main(folder)
     lines = {DOCS / "results.md": results(newest(runs), folder), BENCHMARKS / "runs.md": every_run(runs)}
-    return {page: with_lines(page, text) for page, text in lines.items()}
+    return {page: with_lines(page, __file__, text) for page, text in lines.items()}
 
 
 def main(new: Sequence[str]) -> None:

@@ -9,12 +9,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from pages import BENCHMARKS
+
 from lightning_sparse.bench.compare import until_loss
 from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, PEERS
 from lightning_sparse.bench.compare.records import Round, grouped, read_lines
 from lightning_sparse.bench.compare.report import Summary, summarise
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 DIGITS = 5  # of a stored number
 PEER_LABELS = {
     "ddp": "plain DDP",
@@ -61,7 +62,7 @@ class Run:
     @cached_property
     def reached(self) -> dict[str, dict[str, until_loss.Row]]:
         """For each cluster what each strategy took to each of the losses."""
-        return until_loss.rows(until_loss.trainings(self.rounds), self.losses) if self.losses else {}
+        return until_loss.rows(self.rounds, self.losses) if self.losses else {}
 
     def strategies(self, cluster: str) -> list[str]:
         """Those with something to show: others first, then ours, and the floor."""
@@ -122,7 +123,7 @@ def _short(text: str) -> float:
 
 def is_peer(strategy: str) -> bool:
     """Whether a strategy is not of this package."""
-    return strategy == NO_COMMUNICATION or strategy.partition(":")[0] in PEERS
+    return strategy == NO_COMMUNICATION or strategy.partition(":")[0] in {*PEERS, *PEER_LABELS}
 
 
 def label(strategy: str) -> str:

@@ -69,13 +69,6 @@ def test_slower_end_sets_the_rate_in_both_directions() -> None:
             assert_rate(cluster, source, target, 5_000_000, 100 * MBIT)
 
 
-@emulated
-def test_groups_are_fast_inside_and_slow_between() -> None:
-    with Cluster("2x2x1gbit/100mbit") as cluster:
-        assert transfer(cluster, 0, 1, payload_bytes=20_000_000) > 200 * MBIT
-        assert_rate(cluster, 1, 2, 5_000_000, 100 * MBIT)
-
-
 # - delays of emulated links
 
 

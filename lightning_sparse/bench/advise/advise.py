@@ -24,11 +24,11 @@ from lightning_sparse.auto.simulated_cost import Now
 from lightning_sparse.bench.cluster import ClusterError, ClusterSpec, parse
 from lightning_sparse.bench.compare.advice import Advice, advise_on
 from lightning_sparse.bench.compare.peers import ADVISE
-from lightning_sparse.bench.compare.run import find_ranks
 from lightning_sparse.bench.compare.schedule import Schedule
+from lightning_sparse.bench.compare.start import find_ranks
 from lightning_sparse.bench.compare.worker import QUIET
 from lightning_sparse.bench.compare.workloads import workload_named
-from lightning_sparse.bench.output import known, new_table, say
+from lightning_sparse.bench.output import known, new_table
 from lightning_sparse.cli.options import Advise
 from lightning_sparse.compressors import Dense
 from lightning_sparse.fusion.costs import Link
@@ -52,9 +52,6 @@ def advise(options: Advise) -> int:
         found, where = _measure(options)
     if found:
         console = Console()
-        cluster = options.link or options.emulate
-        if cluster and (differences := parse(cluster).differences()):
-            say(console, differences)
         console.print(table(found, f"{options.model} on {where}"))
         for line in words(found, busy()):
             console.print(line, highlight=False, markup=False, soft_wrap=not line.startswith("Use "))
@@ -174,11 +171,6 @@ def table(advices: Sequence[Advice], title: str) -> Table:
     return result
 
 
-def of_ddp(seconds: Sequence[float]) -> list[float]:
-    """Return ``seconds``, of a step of DDP, for all its steps."""
-    return [STEPS_OF_DDP * each for each in seconds]
-
-
 def words(advices: Sequence[Advice], busy: str = "") -> list[str]:
     """Write the recommendation, what it is expected to gain and to cost, and what to paste.
 
@@ -186,7 +178,7 @@ def words(advices: Sequence[Advice], busy: str = "") -> list[str]:
     """
     ddp, best = advices[0], next(a for a in advices if a.chosen)
     doubt = [busy, ""] if busy else []
-    ddp_s, best_s = of_ddp([ddp.step_s, best.seconds])
+    ddp_s, best_s = STEPS_OF_DDP * ddp.step_s, STEPS_OF_DDP * best.seconds
     if ddp.step_s <= (1 + NOISE) * best.seconds:
         return [
             *doubt,
@@ -196,7 +188,7 @@ def words(advices: Sequence[Advice], busy: str = "") -> list[str]:
             "",
             "    Trainer(strategy='ddp')",
         ]
-    least, most = of_ddp(best.likely_s)
+    least, most = (STEPS_OF_DDP * seconds for seconds in best.likely_s)
     return [
         *doubt,
         f"Use sparse_auto, which chooses so by itself: {best.name}. It is expected to be at the loss that plain DDP "

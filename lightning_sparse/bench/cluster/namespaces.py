@@ -14,12 +14,6 @@ from pathlib import Path
 _NEW_USER = ("--user", "--map-root-user")  # what unshare needs where this is not root
 _PACKAGES = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
 _CAPABILITIES = (12, 21)  # CAP_NET_ADMIN, CAP_SYS_ADMIN: bit numbers of CapEff in /proc/self/status
-# What may forbid user namespaces: a setting of the kernel, the value that does, and one that allows them.
-_FORBIDDING = (
-    ("user.max_user_namespaces", "0", "15000"),
-    ("kernel.unprivileged_userns_clone", "0", "1"),
-    ("kernel.apparmor_restrict_unprivileged_userns", "1", "0"),
-)
 # Kills what runs in the namespace of this shell, but for itself and process $1, again and again until nothing is left.
 _KILL = """
 left=99
@@ -72,17 +66,11 @@ def unavailable_reason() -> str | None:
     tried = subprocess.run(attempt, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30, check=False)
     if tried.returncode == 0:
         return None
-    allow = [f"{name}={allows}" for name, forbids, allows in _FORBIDDING if _setting(name) == forbids]
     return (
         "an emulated cluster needs root, or a user namespace, which this process may not make "
-        f"({tried.stderr.strip()}): run with sudo, in a container with --privileged, or "
-        + (f"allow them: sudo sysctl {' '.join(allow)}" if allow else "ask who forbids user namespaces here")
+        f"({tried.stderr.strip()}): run with sudo, in a container with --privileged, or allow user namespaces "
+        "(docs/measuring.md, Without root)"
     )
-
-
-def _setting(name: str) -> str | None:
-    path = Path("/proc/sys", name.replace(".", "/"))
-    return path.read_text().strip() if path.exists() else None
 
 
 class Namespaces:

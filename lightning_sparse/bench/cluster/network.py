@@ -4,13 +4,12 @@ import json
 import os
 import subprocess
 import sys
-from itertools import count
 from pathlib import Path
 
 from lightning_sparse.bench.cluster.namespaces import ClusterError, Namespaces, start
 from lightning_sparse.bench.cluster.spec import ClusterSpec, LinkSpec
 
-INTERFACE = "eth0"
+INTERFACE, _BRIDGE = "eth0", "bridge"
 _DELAY = Path(__file__).with_name("delay.py")  # the program that delays packets
 
 # The bucket of each limiter holds one millisecond of the rate. What it costs and buys, measured on two cores with
@@ -28,7 +27,7 @@ _QUEUE_MS = 50
 
 
 class Network:
-    """The hosts and links of one cluster: a namespace for each host, and one with the bridges that join them."""
+    """The hosts and links of one cluster: a namespace for each host, and one with the bridge that joins them."""
 
     def __init__(self, spec: ClusterSpec) -> None:
         self.creator = os.getpid()  # the process that is to build and to remove them
@@ -45,53 +44,30 @@ class Network:
         return self.namespaces.paths[1:]
 
     def build(self) -> None:
-        self.namespaces.add()
-        several, numbers = len(self._spec.groups) > 1, count()
-        if several:
-            self._add_bridge("core")
-        for group, links in enumerate(self._spec.groups):
-            self._add_bridge(f"br{group}")
-            if several:
-                self._add_trunk(group)
-            for link in links:
-                self._add_host(next(numbers), f"br{group}", link)
+        switch = self.namespaces.add()
+        # Snooping would add packets of its own to the counters.
+        self._ip(switch, "link", "add", _BRIDGE, "type", "bridge", "mcast_snooping", "0")
+        self._ip(switch, "link", "set", _BRIDGE, "addrgenmode", "none", "up")
+        for number, link in enumerate(self._spec.links):
+            self._add_host(number, link)
         if self._spec.longest_delay_s:
             self._delay()
-
-    def check(self) -> None:
-        """Raise an error if packets are no longer delayed, and so are lost."""
-        if self._delaying and self._delaying.poll() is not None:
-            raise ClusterError("the process that delays the cluster's packets has died: build the cluster anew")
 
     def remove(self) -> None:
         """End every process, and with them the namespaces and their interfaces."""
         self.namespaces.remove()
         if self._delaying:
-            self._delaying.wait(timeout=5)  # it was in the bridges' namespace
+            self._delaying.wait(timeout=5)  # it was in the bridge's namespace
 
-    def _add_bridge(self, name: str) -> None:
-        # Snooping would add packets of its own to the counters.
-        self._ip(self.switch, "link", "add", name, "type", "bridge", "mcast_snooping", "0")
-        self._ip(self.switch, "link", "set", name, "addrgenmode", "none", "up")
-
-    def _add_trunk(self, group: int) -> None:
-        up, down = f"up{group}", f"down{group}"
-        self._ip(self.switch, "link", "add", up, "type", "veth", "peer", "name", down)
-        for interface, bridge in ((up, f"br{group}"), (down, "core")):
-            self._plug(interface, bridge, self._spec.trunk)
-
-    def _add_host(self, number: int, bridge: str, link: LinkSpec) -> None:
+    def _add_host(self, number: int, link: LinkSpec) -> None:
         host, port = self.namespaces.add(), f"port{number}"
         self._ip(host, "link", "add", INTERFACE, "type", "veth", "peer", "name", port, "netns", self.switch)
         self._ip(host, "address", "add", f"{address(number)}/24", "dev", INTERFACE)
         self._limit(host, INTERFACE, link)
+        self._limit(self.switch, port, link)
         # No IPv6 address, hence no announcements of it among the counted packets.
         self._ip(host, "link", "set", INTERFACE, "addrgenmode", "none", "up")
-        self._plug(port, bridge, link)
-
-    def _plug(self, interface: str, bridge: str, link: LinkSpec) -> None:
-        self._limit(self.switch, interface, link)
-        self._ip(self.switch, "link", "set", interface, "master", bridge, "addrgenmode", "none", "up")
+        self._ip(self.switch, "link", "set", port, "master", _BRIDGE, "addrgenmode", "none", "up")
 
     def _limit(self, namespace: str, interface: str, link: LinkSpec) -> None:
         if link.rate_bits_per_s is None:
@@ -105,7 +81,7 @@ class Network:
             raise ClusterError(message) from None
 
     def _delay(self) -> None:
-        """Start the process that delays what hosts receive, in the bridges' namespace."""
+        """Start the process that delays what hosts receive, in the bridge's namespace."""
         numbers = range(self._spec.hosts)
         tasks = [
             (path, self._spec.window_bytes, {address(n): self._spec.delay_s(n, receiver) for n in numbers})

@@ -145,7 +145,6 @@ class Cluster:
         while running:
             statuses = [job.process.poll() for job in jobs]
             running = None in statuses
-            self.network.check()
             yield
             for host, status in enumerate(statuses):
                 if status:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 RATE_FORMS = "a number and a unit, such as '100mbit', '2.5gbit' or '1gbit' (bit, kbit, mbit, gbit), or 'unlimited'"
 DELAY_FORMS = "a number and a unit, such as '50ms' or '0.5ms' (us, ms, s)"
 SPEC_FORMS = (
-    "'4x1gbit' (4 hosts), '4x100mbit+50ms' (50 ms from each host to another), '3x1gbit+1x100mbit' (hosts of different "
-    "rates) or '2x2x10gbit/1gbit' (2 groups of 2 hosts, 10gbit inside a group, 1gbit between groups)"
+    "'4x1gbit' (4 hosts), '4x100mbit+50ms' (50 ms from each host to another) or '3x1gbit+1x100mbit' (hosts of "
+    "different rates)"
 )
 MOST_HOSTS = 254
 _HOP_S = 0.0002  # a message's way to the next rank, where a link is given and not measured
@@ -27,25 +27,22 @@ class LinkSpec:
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """Hosts and their links."""
+    """Hosts, by their links to one switch."""
 
-    groups: tuple[tuple[LinkSpec, ...], ...]  # the link of each host, by group
-    trunk: LinkSpec = LinkSpec()  # that joins each group to the others
+    links: tuple[LinkSpec, ...]
 
     def __post_init__(self) -> None:
         if self.hosts > MOST_HOSTS:
             raise ValueError(f"a cluster must have at most {MOST_HOSTS} hosts; got {self.hosts}")
-        if self.trunk != LinkSpec() and len(self.groups) == 1:
-            raise ValueError("a link between groups needs at least 2 groups; got 1")
 
     @property
     def hosts(self) -> int:
-        return len(self._links)
+        return len(self.links)
 
     @property
     def s_per_byte(self) -> float:
         """Seconds that a byte takes on the slowest link; 0 if no link is limited."""
-        rates = [link.rate_bits_per_s for link in (*self._links, self.trunk) if link.rate_bits_per_s]
+        rates = [link.rate_bits_per_s for link in self.links if link.rate_bits_per_s]
         return 8 / min(rates) if rates else 0.0
 
     @property
@@ -56,33 +53,17 @@ class ClusterSpec:
     @property
     def longest_delay_s(self) -> float:
         """Seconds between the two hosts that are farthest apart, one way."""
-        longest = sorted(link.delay_s for link in self._links)[-2:]
-        return sum(longest) / len(longest) + self.trunk.delay_s
+        longest = sorted(link.delay_s for link in self.links)[-2:]
+        return sum(longest) / len(longest)
 
     @property
     def window_bytes(self) -> int:
         """What TCP's buffers must hold, with its own overhead, for one stream to fill the fastest link."""
-        rate_bits_per_s = max(link.rate_bits_per_s or 10**9 for link in self._links)
+        rate_bits_per_s = max(link.rate_bits_per_s or 10**9 for link in self.links)
         return min(round(4 * rate_bits_per_s / 8 * (2 * self.longest_delay_s + _QUEUES_S)), 2**30)
 
     def delay_s(self, source: int, target: int) -> float:
-        group = [number for number, links in enumerate(self.groups) for _ in links]
-        between = self.trunk.delay_s if group[source] != group[target] else 0.0
-        return (self._links[source].delay_s + self._links[target].delay_s) / 2 + between
-
-    def differences(self) -> str:
-        """Say in a sentence which hosts have which link; nothing if all have the same."""
-        hosts: dict[LinkSpec, list[str]] = {}
-        for number, link in enumerate(self._links):
-            hosts.setdefault(link, []).append(str(number))
-        if len(hosts) == 1:
-            return ""
-        each = [f"{words(link)} on {'host' if len(n) == 1 else 'hosts'} {', '.join(n)}" for link, n in hosts.items()]
-        return f"Links differ by host: {'; '.join(each)}. Every step waits for the slowest."
-
-    @property
-    def _links(self) -> list[LinkSpec]:
-        return [link for group in self.groups for link in group]
+        return (self.links[source].delay_s + self.links[target].delay_s) / 2
 
 
 def words(link: LinkSpec) -> str:
@@ -93,14 +74,10 @@ def words(link: LinkSpec) -> str:
 
 def parse(text: str) -> ClusterSpec:
     """Read a cluster's text form, one of ``SPEC_FORMS``; raises a ValueError for any other."""
-    inside, slash, trunk = text.strip().partition("/")
     try:
-        if not slash:
-            # A plus before a number of hosts begins other hosts, any other one a delay.
-            parts = re.split(r"\+(?=[^+]*x)", inside)
-            return ClusterSpec((tuple(link for part in parts for link in _parse_hosts(part)),))
-        groups, _, hosts = inside.partition("x")
-        return ClusterSpec(_parse_count(groups) * (_parse_hosts(hosts),), parse_link(trunk))
+        # A plus before a number of hosts begins other hosts, any other one a delay.
+        parts = re.split(r"\+(?=[^+]*x)", text.strip())
+        return ClusterSpec(tuple(link for part in parts for link in _parse_hosts(part)))
     except ValueError as error:
         raise ValueError(f"cluster {text!r}: {error}. Write {SPEC_FORMS}.") from None
 
@@ -108,7 +85,10 @@ def parse(text: str) -> ClusterSpec:
 def parse_link(text: str) -> LinkSpec:
     """Read a rate and perhaps a delay, such as ``100mbit+50ms``; raises a ValueError for anything else."""
     rate, plus, delay = text.partition("+")
-    return LinkSpec(parse_rate(rate), _parse_delay(delay) if plus else 0.0)
+    delay_s = _with_unit(delay, _UNITS_S) if plus else 0.0
+    if delay_s is None:
+        raise ValueError(f"a delay must be {DELAY_FORMS}; got {delay!r}")
+    return LinkSpec(parse_rate(rate), delay_s)
 
 
 def parse_rate(text: str) -> int | None:
@@ -120,13 +100,6 @@ def parse_rate(text: str) -> int | None:
     if rate_bits_per_s < 1:
         raise ValueError(f"a rate must be {RATE_FORMS}; got {text!r}")
     return rate_bits_per_s
-
-
-def _parse_delay(text: str) -> float:
-    delay_s = _with_unit(text, _UNITS_S)
-    if delay_s is None:
-        raise ValueError(f"a delay must be {DELAY_FORMS}; got {text!r}")
-    return delay_s
 
 
 def _with_unit(text: str, units: Mapping[str, float]) -> float | None:
@@ -144,5 +117,5 @@ def _parse_hosts(text: str) -> tuple[LinkSpec, ...]:
 
 def _parse_count(text: str) -> int:
     if not re.fullmatch(r"[1-9]\d{0,2}", text.strip(), re.ASCII):
-        raise ValueError(f"a number of hosts or groups must be an integer from 1 to {MOST_HOSTS}; got {text!r}")
+        raise ValueError(f"a number of hosts must be an integer from 1 to {MOST_HOSTS}; got {text!r}")
     return int(text)

@@ -17,14 +17,12 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.auto.policy import NAMES, Auto
-from lightning_sparse.checks import check_whole, is_number
+from lightning_sparse.checks import is_number
 from lightning_sparse.compressors import COMPRESSORS, Dense, MiCRO, TopK
 from lightning_sparse.compressors.named import did_you_mean
 from lightning_sparse.engine.local_steps import LocalSteps
@@ -42,7 +40,7 @@ _COMMON: dict[str, Any] = {"timeout": timedelta(minutes=10)}
 if "init_sync" in inspect.signature(DistributedDataParallel).parameters:  # since PyTorch 2.7
     _COMMON["init_sync"] = False
 _ONE_BUCKET_MB = 2**20
-_POWERSGD_START = 2  # the least PyTorch allows
+_POWERSGD_START = 2  # steps that are dense; the least PyTorch allows
 
 
 class Peer(DDPStrategy):
@@ -66,7 +64,7 @@ class Peer(DDPStrategy):
 
 
 class PowerSGD(Peer):
-    """DDP with PyTorch's PowerSGD hook, in one bucket."""
+    """DDP with PyTorch's PowerSGD hook, in one bucket: with several it waits inside callbacks, which hangs on Gloo."""
 
     def __init__(self, rank: int, **ddp_kwargs: Any) -> None:
         state = PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=_POWERSGD_START)
@@ -78,32 +76,6 @@ class PowerSGD(Peer):
         total: int = self._state.total_numel_after_compression
         elements, self._sent_before = total - self._sent_before, total
         return traffic("all_reduce", 4 * (elements or self._elements), self.world_size)
-
-
-class PostLocalSGD(Peer):
-    """Local SGD as PyTorch has it: each rank takes its own steps, and all weights are averaged every ``period`` steps.
-
-    In the first ``start`` steps gradients are averaged.
-    """
-
-    def __init__(self, *, period: int = 16, start: int = 0, **ddp_kwargs: Any) -> None:
-        check_whole("post_local_sgd: period", period, 1)
-        check_whole("post_local_sgd: start", start, 0)
-        # Nothing is averaged within a node either: here a rank is a host.
-        state = PostLocalSGDState(None, None, start, post_local_gradient_allreduce=False)
-        super().__init__(post_localSGD_hook, state, **ddp_kwargs)
-        self._period, self._start = period, start
-
-    def _register_ddp_hooks(self) -> None:
-        super()._register_ddp_hooks()
-        # Lightning's DDPStrategy calls it after each optimizer step, on every device.
-        self._model_averager = PeriodicModelAverager(self._period, warmup_steps=self._start)
-
-    def sent_bytes(self) -> int:
-        """All gradients in the first steps, then all weights in a step that averages them, and nothing in others."""
-        assert self._model_averager is not None
-        local_steps = self._model_averager.step - 1 - self._start  # before the last step
-        return super().sent_bytes() if local_steps < 0 or local_steps % self._period == 0 else 0
 
 
 def diloco(
@@ -138,39 +110,17 @@ def bf16_hook(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:  # type: i
 # - by name
 
 
-_ONE_BUCKET = (
-    "PyTorch's powerSGD_hook with all gradients in one bucket: with several it waits inside callbacks, which hangs or "
-    f"aborts on Gloo; its first {_POWERSGD_START} steps are dense"
-)
-#: Name -> what makes the strategy, its keyword-only arguments being options; and what a reader must know about it.
-PEERS: dict[str, tuple[Callable[..., DDPStrategy], str]] = {
-    "ddp": (Peer, "Lightning's DDPStrategy"),
-    "fp16_hook": (partial(Peer, fp16_compress_hook, bytes_each=2), "PyTorch's fp16_compress_hook"),
-    "bf16_hook": (partial(Peer, bf16_hook, bytes_each=2), "PyTorch's bf16_compress_hook, off CUDA too"),
-    "powersgd_1": (partial(PowerSGD, 1), _ONE_BUCKET),
-    "powersgd_4": (partial(PowerSGD, 4), _ONE_BUCKET),
-    "powersgd_16": (partial(PowerSGD, 16), _ONE_BUCKET),
-    "post_local_sgd": (
-        PostLocalSGD,
-        "PyTorch's post_localSGD_hook and PeriodicModelAverager, every 16 steps, or `period`; gradients are averaged "
-        "in the first `start` steps, none if not given",
-    ),
-    "diloco": (
-        diloco,
-        "DiLoCo with this project's local steps: all weights every 16 steps, or `steps`, in float32 and waited for; "
-        "outer Nesterov momentum 0.9, rate 0.7, or `outer_momentum`, `outer_rate`; all weights are averaged after each "
-        "of the first `start` steps, none if not given",
-    ),
-    "sparse_loco": (
-        sparse_loco,
-        "SparseLoCo with this project's local steps: every 16 steps, or `steps`, the 3 %, or `density`, of the "
-        "weights that a rank changed most, in int2 and waited for; what is unsent decays by 0.95, or `error_decay`",
-    ),
-    NO_COMMUNICATION: (
-        partial(Peer, send_nothing, bytes_each=0),
-        "a hook that sends nothing: the time of a step without a network, and as many models as ranks, each trained "
-        "alone on one rank's batches; losses are the mean over these models, so that of a rank without a network",
-    ),
+#: Name -> what makes the strategy; its keyword-only arguments are options.
+PEERS: dict[str, Callable[..., DDPStrategy]] = {
+    "ddp": Peer,
+    "fp16_hook": partial(Peer, fp16_compress_hook, bytes_each=2),
+    "bf16_hook": partial(Peer, bf16_hook, bytes_each=2),
+    "powersgd_1": partial(PowerSGD, 1),
+    "powersgd_4": partial(PowerSGD, 4),
+    "powersgd_16": partial(PowerSGD, 16),
+    "diloco": diloco,
+    "sparse_loco": sparse_loco,
+    NO_COMMUNICATION: partial(Peer, send_nothing, bytes_each=0),
 }
 
 
@@ -183,10 +133,10 @@ class Contender:
 
     def build(self) -> DDPStrategy:
         """Make a fresh strategy; raises a ValueError for an unknown name or option, or a value out of range."""
-        name, options = self._name, self._options
+        name, options = self.spec.partition(":")[0], self._options
         options.pop(RATE, None)
         if name in PEERS:
-            make = PEERS[name][0]
+            make = PEERS[name]
             known = [key for key, each in inspect.signature(make).parameters.items() if each.kind is each.KEYWORD_ONLY]
             self._check(options, known)
             return make(**{key: _value(text) for key, text in options.items()}, **_COMMON)
@@ -216,10 +166,6 @@ class Contender:
         if local := {key: values.pop(key) for key in options if key in of_local_steps}:
             values["local_steps"] = LocalSteps(values.get("local_steps", 0), **local)
         return SparseDDPStrategy(compressor, **values, **_COMMON)
-
-    @property
-    def _name(self) -> str:
-        return self.spec.partition(":")[0]
 
     @property
     def _options(self) -> dict[str, str]:

@@ -1,23 +1,16 @@
-"""Where a process stands among ranks, and what carries their messages; the ranks of an emulated cluster."""
+"""Where a process stands among ranks, and what carries their messages."""
 
 import fcntl
-import json
 import os
 import socket
-import sys
-from collections.abc import Generator
-from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
-from lightning_sparse.bench.cluster import Cluster
-
 _SIOCGIFADDR = 0x8915  # of <linux/sockios.h>: the address of an interface
-_PORT = 29500  # of the workers' store in an emulated cluster, each of which has its ports to itself
 
 
 @dataclass(frozen=True)
@@ -58,20 +51,6 @@ class Place:
         read_sent(interface)  # complains now if there is none of this name
         ranks = started.global_rank(), started.local_rank(), started.world_size(), local_size
         return cls(*ranks, address, port, store_is_there, interface)
-
-
-def run_emulated(cluster: str, program: str, schedule: Any) -> Generator[dict[str, Any], None, None]:
-    """Build a cluster, run a program in each of its hosts, and yield what that of rank 0 writes: lines of JSON.
-
-    The program is a module; it is given the schedule, a dataclass, and its place, as JSON.
-    """
-    command = [sys.executable, "-m", program, json.dumps(asdict(schedule))]
-    threads = os.environ.get("OMP_NUM_THREADS", "1")  # the hosts share the machine's cores
-    with Cluster(cluster) as built:
-        place = Place(0, 0, built.hosts, 1, built.address(0), _PORT, store_is_there=False, interface="eth0")
-        commands = [[*command, json.dumps(asdict(replace(place, rank=rank)))] for rank in range(built.hosts)]
-        with closing(built.lines(commands, env={"OMP_NUM_THREADS": threads})) as lines:
-            yield from map(json.loads, lines)
 
 
 def interfaces() -> dict[str, str]:

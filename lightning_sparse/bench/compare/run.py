@@ -1,6 +1,6 @@
 """``lightning-sparse bench``: measures on emulated clusters, or on the one it was started on, and reports."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
@@ -9,22 +9,16 @@ from statistics import fmean
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 
-from lightning_sparse.bench.cluster import ClusterError, parse, unavailable_reason
 from lightning_sparse.bench.compare import report, until_loss
 from lightning_sparse.bench.compare.peers import contenders
-from lightning_sparse.bench.compare.place import Place, run_emulated
 from lightning_sparse.bench.compare.records import Round
 from lightning_sparse.bench.compare.schedule import Schedule, schedules
-from lightning_sparse.bench.compare.worker import take_turns
+from lightning_sparse.bench.compare.start import Measure, find_ranks
 from lightning_sparse.bench.compare.workloads import count_parameters, workload_named
 from lightning_sparse.bench.output import environment, json_line, new_console, new_file, new_progress, say
 from lightning_sparse.cli.options import Bench
 from lightning_sparse.monitor.pictures import require_matplotlib
-
-#: Takes the turns of a schedule; yields each round on rank 0, and nothing on others.
-Measure = Callable[[Schedule], Generator[Round, None, None]]
 
 
 def bench(options: Bench) -> int:
@@ -41,82 +35,35 @@ def bench(options: Bench) -> int:
     return _report(options, wanted, measure)
 
 
-def check_clusters(clusters: Sequence[str]) -> None:
-    """Raise a ValueError unless all have hosts to send to, and a ClusterError if none can be emulated here."""
-    for cluster in clusters:
-        if parse(cluster).hosts < 2:
-            raise ValueError(f"an emulated cluster must have at least 2 hosts; got {cluster!r}")
-    if reason := unavailable_reason():
-        raise ClusterError(reason)
-
-
-def find_ranks(clusters: Sequence[str], interface: str | None, otherwise: str = "") -> tuple[Place | None, Measure]:
-    """Find this process's place among the ranks it was started with, None if it emulates; and what measures on them.
-
-    Where there are no ranks, the ValueError ends with ``otherwise``.
-    """
-    if clusters:
-        check_clusters(clusters)
-        return None, emulate
-    place = Place.find(interface)
-    if place is None:
-        raise ValueError(
-            "no ranks to measure between: give --emulate 4x1gbit, say, or start this command on every host with "
-            f"torchrun or srun.{otherwise}"
-        )
-    return place, lambda schedule: take_turns(schedule, place)
-
-
-def emulate(schedule: Schedule) -> Generator[Round, None, None]:
-    """Build the cluster, start a worker in each host, and yield what rank 0 writes."""
-    with closing(run_emulated(schedule.cluster, "lightning_sparse.bench.compare.worker", schedule)) as found:
-        for measured in found:
-            yield Round.from_json(measured)
-
-
-def measure_all(
-    schedules: Sequence[Schedule],
-    measure: Measure,
-    facts: Mapping[str, Any],
-    path: Path,
-    progress: Progress,
-    rounds: list[Round],
-) -> None:
-    """Take all turns of every schedule; add each to ``rounds``, and after ``facts`` to the file at ``path``."""
-    task = progress.add_task("starting", total=sum(len(schedule.turns()) for schedule in schedules))
-    with path.open("a") as file:
-        file.write(json_line("environment", facts))
-        for schedule in schedules:
-            with closing(measure(schedule)) as turns:
-                for each in turns:
-                    rounds.append(each)
-                    file.write(json_line("round", each))
-                    file.flush()
-                    took = f"{1e3 * fmean(s.s for s in each.timed):.0f} ms a step" if each.timed else "failed"
-                    description = f"{each.cluster} {each.strategy}: {took}"
-                    progress.update(task, advance=1, description=description, refresh=True)
-
-
 def _report(options: Bench, schedules: Sequence[Schedule], measure: Measure) -> int:
     """Run the schedules; write each result down as it comes, and in the end, or when interrupted, the tables."""
     console = new_console()
-    links = {c: words for c in options.emulate.split(",") if c and (words := parse(c).differences())}
-    for cluster, words in links.items():
-        say(console, f"{cluster}: {words}")
     facts, settings = environment(options.command), asdict(schedules[0])
-    facts |= {name: value for name, value in settings.items() if name != "cluster" and value not in ([], None)}
-    facts |= {"links": links} if links else {}
+    facts |= {
+        name: value for name, value in settings.items() if name not in ("cluster", "floor") and value not in ([], None)
+    }
     facts["parameters"] = count_parameters(workload_named(options.workload))
     results = new_file(options.output, f"{datetime.now(timezone.utc):%Y-%m-%d-%H%M%S}-{options.workload}")
     rounds: list[Round] = []
+    turns = sum(len(schedule.turns()) for schedule in schedules)
     try:
-        with new_progress(console) as progress:
-            measure_all(schedules, measure, facts, results, progress, rounds)
+        with results.open("a") as file, new_progress(console) as progress:
+            task = progress.add_task("starting", total=turns)
+            file.write(json_line("environment", facts))
+            for schedule in schedules:
+                with closing(measure(schedule)) as found:
+                    for each in found:
+                        rounds.append(each)
+                        file.write(json_line("round", each))
+                        file.flush()
+                        took = f"{1e3 * fmean(s.s for s in each.timed):.0f} ms a step" if each.timed else "failed"
+                        said = f"{each.cluster} {each.strategy}: {took}"
+                        progress.update(task, advance=1, description=said, refresh=True)
     finally:
         if rounds:
-            facts["turns"] = f"{len(rounds)} of {sum(len(schedule.turns()) for schedule in schedules)}"
+            facts["turns"] = f"{len(rounds)} of {turns}"
             _write(options, schedules[0], rounds, facts, results, console)
-    return int(any(measured.error for measured in rounds))
+    return int(any(each.error for each in rounds))
 
 
 def _write(
@@ -128,13 +75,13 @@ def _write(
     rows = report.summarise(best, contenders(schedule.strategies)[0].label)
     with results.open("a") as file:
         file.writelines(json_line("summary", row) for row in rows)
-    images = report.draw(rows, best, options.output, results.stem) if options.plot and rows else []
+    images = report.draw(best, options.output, results.stem) if options.plot else []
     if rounds[0].run:
         facts |= {"device": rounds[0].run.device, "threads of a rank": rounds[0].run.threads}
-    reached = until_loss.rows(until_loss.trainings(rounds), losses) if losses else {}
+    reached = until_loss.rows(rounds, losses) if losses else {}
     section = until_loss.section(reached, losses) if losses else ""
     results.with_suffix(".md").write_text(report.page(rows, rounds, workload, facts, [results.name, *images], section))
     for table in (*report.tables(rows, workload), *until_loss.tables(reached, losses)):
         console.print(table)
-    for line in (*report.notes(rounds), f"results: {results}"):
+    for line in (*report.failures(rounds), f"results: {results}"):
         say(console, line)

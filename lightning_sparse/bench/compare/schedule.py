@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, Contender, all_names, contenders
 from lightning_sparse.bench.compare.records import Round
-from lightning_sparse.bench.compare.until_loss import best, trainings
+from lightning_sparse.bench.compare.until_loss import best_rate
 from lightning_sparse.bench.compare.workloads import WORKLOADS, workload_named
 from lightning_sparse.cli.options import Bench, losses, rates, seeds
 
@@ -28,20 +28,21 @@ class Schedule:
     seconds: float | None = None  # after which a training ends, in place of ``steps``
     learning_rates: Sequence[float] = ()  # to try in the first round; the others use the best of each strategy
     seeds: Sequence[int] = ()  # of the rounds, in turn; nothing: 0, 1, 2, ...
+    floor: bool = False  # whether to train without communication too
 
     def turns(self) -> list[tuple[int, Contender]]:
-        """Rounds and strategies in the order in which they run; the first is a step without communication.
+        """Rounds and strategies in the order in which they run, that without communication first.
 
         Every other round runs backwards, so that none is favoured by its place.  Where learning rates are tried, the
         strategies of later rounds do not have theirs yet.
         """
-        rows = contenders(f"{NO_COMMUNICATION},{self.strategies}")
-        first = [each for row in rows for each in ([row] if row.learning_rate else self._tries(row))]
+        rows = contenders(f"{NO_COMMUNICATION},{self.strategies}" if self.floor else self.strategies)
+        tried = [
+            [row] if row.learning_rate or not self.learning_rates else [row.at(rate) for rate in self.learning_rates]
+            for row in rows
+        ]
         later = [(number, row) for number in range(1, self.rounds) for row in (rows[::-1] if number % 2 else rows)]
-        return [(0, row) for row in first] + later
-
-    def _tries(self, row: Contender) -> list[Contender]:
-        return [row.at(rate) for rate in self.learning_rates] or [row]
+        return [(0, row) for each in tried for row in each] + later
 
     def seed(self, number: int) -> int:
         return self.seeds[number % len(self.seeds)] if self.seeds else number
@@ -50,7 +51,7 @@ class Schedule:
         """Return ``row`` with the best of the learning rates that it tried in ``rounds``, unless it has its own."""
         if row.learning_rate or not self.learning_rates:
             return row
-        rate = best(trainings(r for r in rounds if r.strategy == row.label), self.until_loss).rate
+        rate = best_rate((r for r in rounds if r.strategy == row.label), self.until_loss)
         return row if rate is None else row.at(rate)
 
 
@@ -66,7 +67,7 @@ def schedules(options: Bench) -> list[Schedule]:
     contenders(strategies)
     counts = options.steps, options.warmup, options.rounds or len(given) or ROUNDS
     where = "cpu" if options.emulate else "auto"
-    first = Schedule("", options.workload, strategies, *counts, where, until, options.seconds, tried, given)
+    first = Schedule("", options.workload, strategies, *counts, where, until, options.seconds, tried, given, True)
     return [replace(first, cluster=cluster.strip()) for cluster in options.emulate.split(",")]
 
 

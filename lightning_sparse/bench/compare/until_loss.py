@@ -1,7 +1,7 @@
-"""Tables of the seconds, steps and bytes in which trainings reached losses on held-out data."""
+"""Tables of the seconds in which trainings reached losses on held-out data."""
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -11,12 +11,11 @@ from typing import NamedTuple
 from rich.table import Table
 
 from lightning_sparse.bench.compare.peers import NO_COMMUNICATION
-from lightning_sparse.bench.compare.records import Round, by_row, grouped
+from lightning_sparse.bench.compare.records import Round, by_row
 from lightning_sparse.bench.output import markdown, new_table
 from lightning_sparse.monitor.tables import human_bytes
 
-#: What the tables of measured trainings are, those of measured steps and simulated losses, and what their marks mean.
-EXPLANATION, COMBINED, MARKS = Path(__file__).with_name("until_loss.md").read_text().strip().split("\n\n")
+EXPLANATION = Path(__file__).with_name("until_loss.md")  # of the tables and their marks
 
 
 class Reached(NamedTuple):
@@ -66,16 +65,6 @@ class LossCurve(NamedTuple):
         return [*(self.until(loss).seconds for loss in sorted(losses)), last if math.isfinite(last) else math.inf]
 
 
-class Training(NamedTuple):
-    """A training for a row of a table."""
-
-    row: tuple[str, str]  # cluster and strategy
-    setting: Hashable  # what is the same in those to take the median of
-    rate: float | None  # learning rate
-    is_first: bool  # with the first seed, by which the best setting is found
-    course: LossCurve
-
-
 @dataclass(frozen=True)
 class Row:
     """What trainings with a strategy on a cluster took, the median."""
@@ -91,9 +80,9 @@ def middle(reached: Sequence[Reached]) -> Reached:
     return Reached(*(median(numbers) for numbers in zip(*reached, strict=True)))
 
 
-def best(trainings: Iterable[Training], losses: Sequence[float]) -> Training:
-    """The best of a strategy's first trainings on a cluster."""
-    return min((each for each in trainings if each.is_first), key=lambda each: each.course.rank(losses))
+def best_rate(rounds: Iterable[Round], losses: Sequence[float]) -> float | None:
+    """The learning rate of the best of a strategy's trainings on a cluster in the first round."""
+    return min((r for r in rounds if r.number == 0), key=lambda r: LossCurve.of(r).rank(losses)).learning_rate
 
 
 def rate_text(best: float | None, tried: Collection[float | None]) -> str:
@@ -102,63 +91,46 @@ def rate_text(best: float | None, tried: Collection[float | None]) -> str:
     return "-" if best is None else f"{best:g}{'*' if len(set(known)) > 1 and best in (min(known), max(known)) else ''}"
 
 
-def rows(trainings: Iterable[Training], losses: Sequence[float]) -> dict[str, dict[str, Row]]:
-    """Make a row for each strategy that trained, by cluster."""
+def rows(rounds: Iterable[Round], losses: Sequence[float]) -> dict[str, dict[str, Row]]:
+    """Make a row for each strategy that trained, of its best learning rate, by cluster."""
     found: dict[str, dict[str, Row]] = {}
-    for (cluster, strategy), own in grouped(trainings, lambda each: each.row).items():
-        chosen = best(own, losses)
-        if courses := [each.course for each in own if each.setting == chosen.setting and each.course.losses]:
-            rate = rate_text(chosen.rate, [each.rate for each in own if each.is_first])
+    for (cluster, strategy), own in by_row(rounds).items():
+        rate = best_rate(own, losses)
+        if courses := [curve for r in own if r.learning_rate == rate and (curve := LossCurve.of(r)).losses]:
+            tried = rate_text(rate, [r.learning_rate for r in own if r.number == 0])
             to_each = [middle([course.until(loss) for course in courses]) for loss in losses]
             in_all, last = middle([course.reached[-1] for course in courses]), median(c.losses[-1] for c in courses)
-            found.setdefault(cluster, {})[strategy] = Row(rate, to_each, in_all, last)
+            found.setdefault(cluster, {})[strategy] = Row(tried, to_each, in_all, last)
     return found
-
-
-def trainings(rounds: Iterable[Round]) -> list[Training]:
-    """Read them from rounds, the first of which has the first seed."""
-    return [
-        Training((r.cluster, r.strategy), r.learning_rate, r.learning_rate, r.number == 0, LossCurve.of(r))
-        for r in rounds
-    ]
 
 
 def at_best_rates(rounds: Sequence[Round], losses: Sequence[float]) -> list[Round]:
     """Return the rounds of each strategy with its best learning rate on each cluster."""
-    rates = {row: best(trainings(own), losses).rate for row, own in by_row(rounds).items()}
+    rates = {row: best_rate(own, losses) for row, own in by_row(rounds).items()}
     return [r for r in rounds if r.learning_rate == rates[r.cluster, r.strategy]]
 
 
-_COLUMNS: dict[str, Callable[[Reached], str]] = {
-    "Seconds": lambda reached: f"{reached.seconds:.1f}",
-    "Steps": lambda reached: f"{reached.steps:.0f}",
-    "Bytes": lambda reached: human_bytes(reached.sent_bytes),
-}
-
-
 def tables(rows: Mapping[str, Mapping[str, Row]], losses: Sequence[float]) -> list[Table]:
-    """Make three tables for each cluster: seconds, steps and bytes to each of ``losses``."""
-    return [
-        _table(f"{what} to a loss on {cluster}", of_cluster, losses, text)
-        for cluster, of_cluster in rows.items()
-        for what, text in _COLUMNS.items()
-    ]
+    """Make a table for each cluster: the seconds to each of ``losses``, and what was taken in all."""
+    return [_table(f"Seconds to a loss on {cluster}", of_cluster, losses) for cluster, of_cluster in rows.items()]
 
 
-def _table(title: str, rows: Mapping[str, Row], losses: Sequence[float], text: Callable[[Reached], str]) -> Table:
-    table = new_table(title, "strategy", "rate", *(f"{loss:g}" for loss in losses), "in all", "last")
+def _table(title: str, rows: Mapping[str, Row], losses: Sequence[float]) -> Table:
+    headings = "rate", *(f"{loss:g}" for loss in losses), "last", "in all", "steps", "sent"
+    table = new_table(title, "strategy", *headings)
     alone = rows[NO_COMMUNICATION].to_each if NO_COMMUNICATION in rows else [NEVER] * len(losses)
     for strategy, row in rows.items():
         cells = []
         for reached, floor in zip(row.to_each, alone, strict=True):
-            cell = text(reached) if reached.steps < math.inf else "-"
+            cell = f"{reached.seconds:.1f}" if reached.steps < math.inf else "-"
             beaten = strategy != NO_COMMUNICATION and floor.seconds < math.inf and reached.seconds >= floor.seconds
             cells.append(f"({cell})" if beaten else cell)
-        table.add_row(strategy, row.rate, *cells, text(row.in_all), f"{row.last:.3f}")
+        in_all = f"{row.in_all.seconds:.1f}", f"{row.in_all.steps:.0f}", human_bytes(row.in_all.sent_bytes)
+        table.add_row(strategy, row.rate, *cells, f"{row.last:.3f}", *in_all)
     return table
 
 
-def section(rows: Mapping[str, Mapping[str, Row]], losses: Sequence[float], explanation: str = EXPLANATION) -> str:
+def section(rows: Mapping[str, Mapping[str, Row]], losses: Sequence[float]) -> str:
     """Write the tables in Markdown, with what they mean."""
     parts = [f"## {table.title}\n\n{markdown(table)}" for table in tables(rows, losses)]
-    return "\n".join([*parts, f"{explanation} {MARKS}", ""])
+    return "\n".join([*parts, EXPLANATION.read_text()])

@@ -16,7 +16,7 @@ import socket
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from dataclasses import asdict, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -40,6 +40,7 @@ from lightning_sparse.bench.compare.workloads import workload_named
 from lightning_sparse.strategy import SparseDDPStrategy
 
 _FORK = multiprocessing.get_context("fork")
+_MEETING = timedelta(minutes=2)  # until all workers must have started
 _PATIENCE = timedelta(days=1)  # of the workers among themselves; training has a time limit of its own
 # Seconds until a worker asks again whether another rank failed: Gloo leaves a rank waiting for one that is gone.  The
 # question and its answer are counted with the messages of a step: some 300 bytes.
@@ -66,8 +67,7 @@ def take_turns(schedule: Schedule, place: Place) -> Generator[Round, None, None]
     """Take all turns.  Yields what was measured, on rank 0; the other ranks yield nothing."""
     server = _child(_serve, place) if place.rank == 0 and not place.store_is_there else None
     try:
-        served = TCPStore(place.address, place.port, is_master=False, timeout=_PATIENCE)
-        store = PrefixStore("lightning_sparse_bench", served)
+        store = _meet(place)
         failed: set[str] = set()
         rounds: list[Round] = []  # on rank 0
         for i, (number, contender) in enumerate(schedule.turns()):
@@ -90,6 +90,23 @@ def take_turns(schedule: Schedule, place: Place) -> Generator[Round, None, None]
     finally:
         if server:
             server.kill()
+
+
+def _meet(place: Place) -> Store:
+    """Connect to the workers' store, and wait until all are there; a RuntimeError if some do not come."""
+    try:
+        served = TCPStore(place.address, place.port, is_master=False, timeout=_MEETING)
+        store = PrefixStore("lightning_sparse_bench", served)
+        store.set(f"hello {place.rank}", "")
+        store.wait([f"hello {rank}" for rank in range(place.size)], _MEETING)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"the hosts must reach each other, and rank 0 at {place.address}:{place.port}; got {error}. Start the "
+            "command on every host; open the ports between them; name the interface with --interface, or "
+            "GLOO_SOCKET_IFNAME (docs/multi-node.md, Ports)."
+        ) from None
+    served.set_timeout(_PATIENCE)
+    return store
 
 
 def _result(turn: _Turn) -> str:
@@ -121,14 +138,12 @@ def _gather(turn: _Turn) -> Round:
     schedule, size, row = turn.schedule, turn.place.size, turn.contender
     results = [json.loads(turn.store.get(f"rank {rank}")) for rank in range(size)]
     # When one rank fails the others lose their connections to it, and say so: not what one wants to read.
-    errors = sorted((r["error"] for r in results if "error" in r), key=_is_a_consequence)
+    consequences = _STOPPED, "onnection", "gloo", "Timed out", "NCCL"
+    errors = [r["error"] for r in results if "error" in r]
+    errors.sort(key=lambda error: any(word in error for word in consequences))
     run = None if errors else MeasuredRun.mean([MeasuredRun.from_json(r) for r in results])
     error = errors[0] if errors else ""
     return Round(schedule.cluster, row.label, turn.number, size, schedule.warmup, run, error, row.learning_rate)
-
-
-def _is_a_consequence(error: str) -> bool:
-    return error == _STOPPED or any(word in error for word in ("onnection", "gloo", "Timed out", "NCCL"))
 
 
 # - processes
@@ -214,10 +229,10 @@ def _fit(turn: _Turn) -> MeasuredRun:
     )
 
 
-def main(take: Callable[[Schedule, Place], Iterable[Any]] = take_turns) -> None:
-    """Do what a schedule says at a place, both given as JSON; rank 0 writes a line of JSON for all that it finds."""
+def main() -> None:
+    """Do what a schedule says at a place, both given as JSON; rank 0 writes a line of JSON for each round."""
     schedule, place = (json.loads(word) for word in sys.argv[1:])
-    for found in take(Schedule(**schedule), Place(**place)):
+    for found in take_turns(Schedule(**schedule), Place(**place)):
         print(json.dumps(asdict(found)), flush=True)
 
 

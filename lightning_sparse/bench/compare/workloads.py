@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparse.bench.compare import byte_lm
 from lightning_sparse.bench.compare.models import ByteGPT, mlp
@@ -51,16 +51,16 @@ def handwritten_digits() -> tuple[Tensor, Tensor]:
     return torch.tensor(images / 16, dtype=torch.float32).view(-1, 1, 8, 8), torch.tensor(labels, dtype=torch.long)
 
 
-def _loader(data: Dataset[Any], batch_size: int) -> dict[str, Any]:
-    return {"train_dataloaders": DataLoader(data, batch_size, shuffle=True, drop_last=True)}
-
-
 def _digits() -> dict[str, Any]:
     return _loader(TensorDataset(*handwritten_digits()), batch_size=16)
 
 
 def _source_code() -> dict[str, Any]:
     return _loader(TensorDataset(byte_lm.source_windows(byte_lm.TEXT_BYTES)), batch_size=4)
+
+
+def _loader(data: TensorDataset, batch_size: int) -> dict[str, Any]:
+    return {"train_dataloaders": DataLoader(data, batch_size, shuffle=True, drop_last=True)}
 
 
 #: Name -> workload.

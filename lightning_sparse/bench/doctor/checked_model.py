@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparse.bench.compare.models import Classifier
-from lightning_sparse.bench.compare.peers import Peer
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.monitor.replicas import check_replicas
 from lightning_sparse.network.torch_comm import world
@@ -55,7 +54,7 @@ class CheckedModel(Classifier):
 
     def on_after_backward(self) -> None:
         """Check what has been averaged."""
-        if not self._averages or (self._exchange and self._exchange.takes_local_steps):
+        if self._exchange and self._exchange.takes_local_steps:
             return
         after, parameters = self._unsent(), dict(self.named_parameters())
         before = {name: self._before[name] + self._gradients[name].double() for name in parameters}
@@ -76,22 +75,14 @@ class CheckedModel(Classifier):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Check that the replicas are equal."""
         del outputs, batch, batch_idx
-        if not self._averages:
-            return
         shared = self._exchange.compared() if self._exchange else {}
         check_replicas({name: shared.get(p, p) for name, p in self.named_parameters()}, world())
         self._checked += 1
 
     def on_train_end(self) -> None:
         """Check that every step was checked."""
-        if self._averages and self._checked != self.trainer.max_steps:
+        if self._checked != self.trainer.max_steps:
             raise RuntimeError(f"{self.trainer.max_steps} steps must be checked; {self._checked} were.")
-
-    @property
-    def _averages(self) -> bool:
-        """Whether the strategy averages anything; the one that times a step without a network does not."""
-        strategy = self.trainer.strategy
-        return self.trainer.world_size == 1 or not isinstance(strategy, Peer) or strategy.sent_bytes() > 0
 
     @property
     def _exchange(self) -> Exchange | None:

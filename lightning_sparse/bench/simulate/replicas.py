@@ -55,26 +55,25 @@ def _backward(model: LightningModule, batch: tuple[Tensor, ...]) -> None:
     loss_of(model, batch).backward()
 
 
-def _take_optimizer_steps(optimizers: Sequence[Optimizer], rate: float, moments: MeanMoments | None = None) -> None:
-    """Take a step of each optimizer, at this learning rate."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        if moments:
-            moments.before_update(optimizer)
-        optimizer.step()
-        if moments:
-            moments.after_update(optimizer)
+def _step(optimizer: Optimizer, rate: float, moments: MeanMoments | None = None) -> None:
+    """Take a step at this learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    if moments:
+        moments.before_update(optimizer)
+    optimizer.step()
+    if moments:
+        moments.after_update(optimizer)
 
 
 class Replicas:
-    """P ranks that average gradients.  They hold the same weights, so one model and its optimizers stand for all."""
+    """P ranks that average gradients.  They hold the same weights, so one model and its optimizer stand for all."""
 
     judged_by: CompressionError | None = None  # of the steps so far, if it is to be judged
 
     def __init__(self, model: LightningModule, options: Options, ranks: int, optimizer: str = "adamw") -> None:
         self.network = SimNetwork(ranks, wire_format(options.wire_dtype))
-        self._model, self._optimizers = model, OPTIMIZERS[optimizer](model)
+        self._model, self._optimizer = model, OPTIMIZERS[optimizer](model)
         parameters = dict(model.named_parameters())
         self._groups = [  # [P][groups], each with what averages it
             lay_out(parameters, options.averaging, options.fusion, options.bucket_bytes) for _ in range(ranks)
@@ -93,14 +92,14 @@ class Replicas:
             group.hand_back(total, [p.grad for p in group.parameters if p.grad is not None], self.network.size)
         if self.judged_by is not None:
             self.judged_by.step(before, self._unsent())
-        _take_optimizer_steps(self._optimizers, rate)
+        _step(self._optimizer, rate)
 
     def _unsent(self) -> Tensor:
         return torch.stack([torch.cat([group.unsent for group, _ in groups]) for groups in self._groups])
 
 
 class LocalReplicas:
-    """P ranks that average weights, each with a model and optimizers of its own; ``model`` is their average x̄.
+    """P ranks that average weights, each with a model and an optimizer of its own; ``model`` is their average x̄.
 
     As :class:`Replicas`.
     """
@@ -136,9 +135,9 @@ class LocalReplicas:
         if self._settings.overlap and self._steps:
             self._exchange()
         ranks = zip(self._models, self._optimizers, self._mean_moments, batches, strict=True)
-        for model, optimizers, moments, batch in ranks:
+        for model, optimizer, moments, batch in ranks:
             _backward(model, batch)
-            _take_optimizer_steps(optimizers, rate * (self._settings.lead or 1.0), moments)
+            _step(optimizer, rate * (self._settings.lead or 1.0), moments)
         self._steps += 1
         if not self._settings.overlap:
             self._exchange()

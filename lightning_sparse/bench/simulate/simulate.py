@@ -56,18 +56,14 @@ def simulate(options: Simulate) -> int:
             return result
 
         for name in names:
-            best = min((result_of(name, rate, first) for rate in tried), key=_rank)
+            results = [result_of(name, rate, first) for rate in tried]
+            best = min(results, key=lambda each: each.loss if math.isfinite(each.loss) else math.inf)
             rows.append([best, *(result_of(name, best.run.learning_rate, seed) for seed in others)])
     facts, shown, says = environment(options.command), table(rows, tried), caption(rows, tried)
     path.with_suffix(".md").write_text(f"    {options.command}\n\n{markdown(shown)}\n{says}\n\n{listed(facts)}")
     console.print(shown, says, highlight=False)
     say(console, f"results: {path} and .md")
     return 0
-
-
-def _rank(result: Result) -> float:
-    """By what the best of several trainings is found: its loss, unless it diverged."""
-    return result.loss if math.isfinite(result.loss) else math.inf
 
 
 def train(run: Run, progress: Callable[[], None] = lambda: None) -> Result:

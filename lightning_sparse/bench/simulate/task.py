@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from lightning_sparse.bench.compare.byte_lm import Task, byte_lm
-from lightning_sparse.bench.compare.models import ByteGPT, Classifier
+from lightning_sparse.bench.compare.models import Classifier
 from lightning_sparse.bench.compare.workloads import check_digits, handwritten_digits
 from lightning_sparse.cli import names
 
@@ -73,21 +73,8 @@ _MAKE = {
 TASKS = {name: Kind(*made, *names.TASKS[name]) for name, made in _MAKE.items()}
 
 
-def _muon(model: nn.Module) -> list[Optimizer]:
-    """Muon for the matrices of the blocks, with steps as long as AdamW's, which the others get."""
-    if not isinstance(model, ByteGPT):
-        raise ValueError("--optimizer muon must be given with --task byte_lm, whose blocks have matrices; got another")
-    matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
-    others = [p for p in model.parameters() if p not in set(matrices)]
-    if not hasattr(torch.optim, "Muon"):
-        raise ValueError(f"--optimizer muon must be given with PyTorch 2.9 or newer; got PyTorch {torch.__version__}.")
-    muon = torch.optim.Muon(matrices, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw")
-    return [muon, AdamW(others, weight_decay=WEIGHT_DECAY)]
-
-
-#: Name -> what makes the optimizers of a model; all of them take the same learning rate.
-OPTIMIZERS: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
-    "adamw": lambda model: [AdamW(model.parameters(), weight_decay=WEIGHT_DECAY)],
-    "sgd": lambda model: [SGD(model.parameters(), momentum=0.9)],
-    "muon": _muon,
+#: Name -> what makes the optimizer of a model.
+OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "adamw": lambda model: AdamW(model.parameters(), weight_decay=WEIGHT_DECAY),
+    "sgd": lambda model: SGD(model.parameters(), momentum=0.9),
 }

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -71,29 +70,12 @@ def test_without_a_tool_the_error_names_it_and_its_package(
         pass
 
 
-@pytest.mark.parametrize(
-    ("settings", "advice"),
-    [
-        ({"user.max_user_namespaces": "0"}, "sudo sysctl user.max_user_namespaces=15000"),
-        (
-            {"kernel.unprivileged_userns_clone": "0", "kernel.apparmor_restrict_unprivileged_userns": "1"},
-            "sudo sysctl kernel.unprivileged_userns_clone=1 kernel.apparmor_restrict_unprivileged_userns=0",
-        ),
-        ({"user.max_user_namespaces": "9"}, "ask who forbids user namespaces here"),
-    ],
-)
-def test_without_root_or_user_namespaces_the_error_says_what_forbids_them(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], advice: str
-) -> None:
+def test_without_root_or_user_namespaces_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(namespaces, "capable", lambda: False)
-    monkeypatch.setattr(namespaces, "_setting", settings.get)
     monkeypatch.setattr(namespaces, "find", lambda tool: "false" if tool == "unshare" else f"/sbin/{tool}")
     reason = namespaces.unavailable_reason()
     assert reason is not None
-    assert re.search(
-        r"needs root, or a user namespace, .*: run with sudo, in a container with --privileged, or", reason
-    )
-    assert reason.endswith(advice)
+    assert "needs root, or a user namespace, which this process may not make" in reason
 
 
 @emulated
@@ -172,20 +154,6 @@ def test_two_clusters_side_by_side() -> None:
         transfer(one, 1, 0, payload_bytes=1_000_000)
 
 
-@emulated
-def test_cluster_in_a_thread() -> None:
-    outputs = []
-
-    def work() -> None:
-        with Cluster("1xunlimited") as cluster:
-            outputs.append(cluster.run([["echo", "hello"]], timeout_s=LONG_S)[0].stdout)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join(timeout=LONG_S)
-    assert outputs == ["hello\n"]
-
-
 # --- a creator that is ended by a signal
 
 # A stand-in for the package, which would import torch: so it starts at once.
@@ -234,12 +202,14 @@ def child_with_cluster(mode: str = "plain") -> Iterator[tuple[subprocess.Popen[s
 
 
 @emulated
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_removed_on_signal(number: signal.Signals) -> None:
     with child_with_cluster() as (child, holding, pid):
+        delaying = [i for i in children(child.pid) if "delay.py" in Path(f"/proc/{i}/cmdline").read_text()]
+        assert len(delaying) == 1
         child.send_signal(number)
         assert child.wait(timeout=LONG_S) == -number
-        wait_until(lambda: not any(map(alive, [*holding, pid])))
+        wait_until(lambda: not any(map(alive, [*holding, *delaying, pid])))
 
 
 @emulated
@@ -264,29 +234,11 @@ def test_forked_copy_leaves_the_cluster_alone() -> None:
         wait_until(lambda: not any(map(alive, [*holding, pid])))
 
 
-@emulated
-def test_nothing_is_left_when_the_creator_was_killed() -> None:
-    with child_with_cluster() as (child, holding, pid):
-        delaying = [i for i in children(child.pid) if "delay.py" in Path(f"/proc/{i}/cmdline").read_text()]
-        assert len(delaying) == 1
-        child.kill()
-        wait_until(lambda: not any(map(alive, [*holding, *delaying, pid])))
-
-
 def children(pid: int) -> list[int]:
     return [int(i) for i in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 # --- running commands
-
-
-@emulated
-def test_run_returns_results_by_host() -> None:
-    with Cluster("3xunlimited") as cluster:
-        results = cluster.run([["sh", "-c", f"echo out{i}; echo err{i} >&2"] for i in range(3)], timeout_s=LONG_S)
-        assert [(r.returncode, r.stdout, r.stderr) for r in results] == [
-            (0, f"out{i}\n", f"err{i}\n") for i in range(3)
-        ]
 
 
 @emulated
@@ -305,21 +257,16 @@ def test_lines_come_as_host_0_writes_them(tmp_path: Path) -> None:
 
 
 @emulated
-def test_run_kills_all_when_one_fails_and_shows_its_errors() -> None:
+def test_run_kills_all_when_one_fails_or_the_time_is_up() -> None:
     with Cluster("2xunlimited") as cluster:
         with pytest.raises(ClusterError, match=r"host 1 failed with status 3; [^\n]*:\nbroken cable$"):
             cluster.run([["sleep", "600"], ["sh", "-c", "echo broken cable >&2; exit 3"]], timeout_s=LONG_S)
         assert inside(cluster) == []
+        with pytest.raises(ClusterError, match=r"host 1 had not ended after 1 s; [^\n]*:\nwaiting$"):
+            cluster.run([["true"], ["sh", "-c", "echo waiting >&2; sleep 600"]], timeout_s=1)
+        assert inside(cluster) == []
         with pytest.raises(ClusterError, match="no-such-command"):
             cluster.run([["no-such-command"]], timeout_s=LONG_S)
-
-
-@emulated
-def test_run_kills_all_when_the_time_is_up() -> None:
-    with Cluster("2xunlimited") as cluster:
-        with pytest.raises(ClusterError, match=r"host 1 had not ended after 2 s; [^\n]*:\nwaiting$"):
-            cluster.run([["true"], ["sh", "-c", "echo waiting >&2; sleep 600"]], timeout_s=2)
-        assert inside(cluster) == []
 
 
 # --- rates and counters
@@ -338,11 +285,6 @@ def test_both_ends_of_a_link_have_its_rate() -> None:
         assert limits(cluster, 0) == {}
         assert limits(cluster, 1) == {"eth0": 100 * MBIT}
         assert limits(cluster) == {"port1": 100 * MBIT}
-    with Cluster("2x2x1gbit/100mbit") as cluster:
-        for host in range(4):
-            assert limits(cluster, host) == {"eth0": GBIT}
-        inside = {f"port{host}": GBIT for host in range(4)}
-        assert limits(cluster) == inside | dict.fromkeys(("up0", "down0", "up1", "down1"), 100 * MBIT)
 
 
 def counted(cluster: Cluster, host: int, interface: str = "eth0") -> dict[str, int]:
@@ -374,9 +316,6 @@ def test_a_round_trip_takes_the_delays_of_both_ways() -> None:
         least_ms = {(0, 1): 60, (1, 0): 60, (0, 2): 40, (1, 2): 20}
         for (source, target), ms in least_ms.items():
             assert min(ping(cluster, source, target)) > 0.99e-3 * ms
-    with Cluster("2x2x1gbit+10ms/100mbit+50ms") as cluster:
-        assert min(ping(cluster, 0, 1)) > 0.0198
-        assert min(ping(cluster, 1, 2)) > 0.1188
 
 
 @emulated
@@ -390,15 +329,6 @@ def test_what_is_delayed_arrives_whole_and_in_windows_that_fill_the_link() -> No
         with pytest.raises(ClusterError, match="host 0 failed"):
             cluster.run([["false"]], timeout_s=LONG_S)
         assert ping(cluster, 1, 0)  # an error ends the processes in the hosts, not the one that delays
-
-
-@emulated
-def test_when_the_process_that_delays_dies_the_error_says_so() -> None:
-    with Cluster("2x1gbit+1ms") as cluster:
-        assert cluster.network._delaying is not None
-        cluster.network._delaying.kill()
-        with pytest.raises(ClusterError, match="delays the cluster's packets has died"):
-            cluster.run([["sleep", "600"]], timeout_s=LONG_S)
 
 
 # --- without root
@@ -427,16 +357,3 @@ def test_without_roots_capabilities_a_user_namespace_stands_in() -> None:
     if "needs root, or a user namespace" not in done.stdout:
         assert "10.77.0.1/24" in done.stdout
         assert "qdisc tbf" in done.stdout
-
-
-@emulated
-def test_only_what_leaves_a_group_goes_over_its_trunk() -> None:
-    size = 1_000_000
-    with Cluster("2x2x1gbit/100mbit") as cluster:
-        transfer(cluster, 0, 1, payload_bytes=size)
-        assert counted(cluster, SWITCH, "up0")["sent"] < 10_000
-        transfer(cluster, 1, 2, payload_bytes=size)
-        trunk = counted(cluster, SWITCH, "up0")
-        assert trunk["sent"] >= size
-        assert trunk["received"] < 0.06 * trunk["sent"]
-        assert counted(cluster, SWITCH, "up1")["received"] >= size

@@ -31,25 +31,19 @@ def test_bad_rate_is_named_with_the_allowed_forms(text: str) -> None:
 
 
 def test_parse_flat() -> None:
-    assert parse("4x1gbit") == ClusterSpec(((LinkSpec(GBIT),) * 4,))
-    assert parse("2xunlimited") == ClusterSpec(((LinkSpec(),) * 2,))
+    assert parse("4x1gbit") == ClusterSpec((LinkSpec(GBIT),) * 4)
+    assert parse("2xunlimited") == ClusterSpec((LinkSpec(),) * 2)
 
 
 def test_parse_hosts_of_different_rates() -> None:
     spec = parse("3x1gbit+1x100mbit")
     assert spec.hosts == 4
-    assert [link.rate_bits_per_s for link in spec.groups[0]] == [GBIT, GBIT, GBIT, 100 * MBIT]
-
-
-def test_parse_groups() -> None:
-    spec = parse("2x3x10gbit/1gbit")
-    assert spec == ClusterSpec(((LinkSpec(10 * GBIT),) * 3,) * 2, trunk=LinkSpec(GBIT))
-    assert spec.hosts == 6
+    assert [link.rate_bits_per_s for link in spec.links] == [GBIT, GBIT, GBIT, 100 * MBIT]
 
 
 def test_a_delay_is_one_way_between_hosts_that_have_it() -> None:
     spec = parse("3x100mbit+50ms")
-    assert spec == ClusterSpec(((LinkSpec(100 * MBIT, 0.05),) * 3,))
+    assert spec == ClusterSpec((LinkSpec(100 * MBIT, 0.05),) * 3)
     assert spec.delay_s(0, 1) == spec.delay_s(2, 0) == spec.longest_delay_s == 0.05
     assert spec.hop_s == pytest.approx(0.0502)
 
@@ -58,20 +52,6 @@ def test_half_of_a_delay_is_at_each_end() -> None:
     spec = parse("1x1gbit+5ms+2x100mbit+0.1s+1xunlimited")
     assert [spec.delay_s(0, target) for target in range(1, 4)] == pytest.approx([0.0525, 0.0525, 0.0025])
     assert spec.longest_delay_s == spec.delay_s(1, 2) == pytest.approx(0.1)
-
-
-def test_a_delay_between_groups_comes_on_top() -> None:
-    spec = parse("2x2x10gbit+500us/1gbit+20ms")
-    assert spec.delay_s(0, 1) == pytest.approx(0.0005)
-    assert spec.delay_s(1, 2) == spec.longest_delay_s == pytest.approx(0.0205)
-
-
-def test_links_that_differ_are_told() -> None:
-    assert parse("4x1gbit+5ms").differences() == ""
-    assert parse("3x1gbit+1x100mbit+50ms").differences() == (
-        "Links differ by host: 1000 Mbit/s on hosts 0, 1, 2; 100 Mbit/s and 50 ms on host 3. "
-        "Every step waits for the slowest."
-    )
 
 
 @pytest.mark.parametrize(
@@ -88,27 +68,20 @@ def test_links_that_differ_are_told() -> None:
         ("4x1gbit+fast", "'fast'"),
         ("3x1gbit+100mbit", "'100mbit'"),
         ("4x1gbit+5ms+5ms", "'5ms+5ms'"),
-        ("2x2x1gbit/100mbit+", "''"),
-        ("4xunlimited/unlimited+5ms", "'unlimited'"),
         ("2x2x10gbit", "'2x10gbit'"),
-        ("2x2x10gbit/", "''"),
-        ("2x2x10gbit/slow", "'slow'"),
-        ("4x10gbit/1gbit", "'10gbit'"),
-        ("1x4x10gbit/1gbit", "1"),
+        ("4x10gbit/1gbit", "'10gbit/1gbit'"),
         ("255x1gbit", "255"),
         ("9999x1gbit", "'9999'"),
     ],
 )
 def test_bad_spec_is_named_with_the_allowed_forms(text: str, part: str) -> None:
-    with pytest.raises(ValueError, match=r"'4x1gbit'.*'2x2x10gbit/1gbit'") as caught:
+    with pytest.raises(ValueError, match=r"'4x1gbit'.*'3x1gbit") as caught:
         parse(text)
     message = str(caught.value)
     assert message.startswith(f"cluster {text!r}: ")
     assert f"got {part}. Write" in message
 
 
-@pytest.mark.parametrize(
-    ("text", "s_per_byte"), [("3x1gbit+1x100mbit", 8e-8), ("2x2x10gbit/1gbit", 8e-9), ("2xunlimited", 0)]
-)
+@pytest.mark.parametrize(("text", "s_per_byte"), [("3x1gbit+1x100mbit", 8e-8), ("2xunlimited", 0)])
 def test_the_slowest_link_says_how_long_a_byte_takes(text: str, s_per_byte: float) -> None:
     assert parse(text).s_per_byte == pytest.approx(s_per_byte)

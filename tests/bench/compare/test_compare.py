@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import signal
 import sys
@@ -16,9 +15,9 @@ from torch.distributed import HashStore
 
 from lightning_sparse import COMPRESSORS, Dense, LocalSteps, SkipReduce, SparseDDPStrategy
 from lightning_sparse.bench.cluster import Cluster
-from lightning_sparse.bench.compare import report, run, worker
+from lightning_sparse.bench.compare import report, start, worker
 from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, PEERS, all_names, contenders
-from lightning_sparse.bench.compare.place import Place, interface_towards, read_sent
+from lightning_sparse.bench.compare.place import Place, read_sent
 from lightning_sparse.bench.compare.records import MeasuredRun, MeasuredStep, Round
 from lightning_sparse.bench.compare.report import middle_half, page, ratio, summarise
 from lightning_sparse.bench.compare.schedule import Schedule
@@ -27,7 +26,7 @@ from lightning_sparse.cli import main
 from lightning_sparse.monitor import pictures
 from tests import conftest
 
-SCHEDULE = Schedule("4x1gbit", "mlp_1m", "ddp,skip_reduce", steps=2, warmup=1, rounds=3, accelerator="cpu")
+SCHEDULE = Schedule("4x1gbit", "mlp_1m", "ddp,skip_reduce", steps=2, warmup=1, rounds=3, accelerator="cpu", floor=True)
 
 
 def emulated(test: Callable[..., None]) -> Callable[..., None]:
@@ -78,7 +77,6 @@ def test_all_names_are_every_peer_and_every_compressor() -> None:
         ("ddp:skip=1", r"an option must be option=value with one of lr; got 'skip=1'"),
         ("ddp:lr=0", r"lr, the learning rate, must be above 0; got '0'"),
         ("diloco:period=3", r"an option must be option=value with one of steps, outer_rate, .*; got 'period=3'"),
-        ("post_local_sgd:period=0", r"period must be an integer of at least 1; got 0"),
         ("sparse_dense:local_steps=-1", r"local_steps.*-1"),
         ("skip_reduce:skipp=1", r"an option must be option=value with one of skip, .*wire_dtype.*; got 'skipp=1'"),
         ("skip_reduce:skip", r"an option must be option=value .*; got 'skip'"),
@@ -103,26 +101,11 @@ def test_every_other_round_runs_backwards() -> None:
 # --- statistics
 
 
-def test_middle_half() -> None:
+def test_the_ratio_is_taken_within_rounds() -> None:
     assert asdict(middle_half([5, 1, 2, 3, 4])) == {"value": 3, "low": 2, "high": 4}
-    assert asdict(middle_half([7])) == {"value": 7, "low": 7, "high": 7}
-
-
-def test_ratio_is_taken_within_rounds() -> None:
     # The second round is ten times slower, for both.
-    found = ratio([([2, 2, 2], [1, 1, 1]), ([20, 20], [10, 10]), ([2, 2], [1, 1])])
+    found = ratio([([2, 2, 2], [1, 1, 3]), ([20, 30], [10, 10])])
     assert asdict(found) == {"value": 2, "low": 2, "high": 2}
-
-
-def test_ratio_of_equals_is_one_within_its_interval() -> None:
-    draw = random.Random(1)
-    inside = 0
-    for _ in range(40):
-        pairs = [([draw.gauss(1, 0.1) for _ in range(8)], [draw.gauss(1, 0.1) for _ in range(8)]) for _ in range(5)]
-        found = ratio(pairs)
-        assert found.low <= found.value <= found.high
-        inside += found.low <= 1 <= found.high
-    assert inside >= 36
 
 
 def made_up(strategy: str, number: int, seconds: float, counted: float) -> Round:
@@ -152,15 +135,13 @@ def test_summary() -> None:
     rows = {row.strategy: row for row in summarise(made_up_rounds(), "ddp")}
     assert list(rows) == [NO_COMMUNICATION, "ddp", "skip_reduce"]
     row = rows["skip_reduce"]
-    assert (row.rounds, row.timed_steps, row.ranks) == (2, 4, 4)
+    assert (row.rounds, row.ranks) == (2, 4)
     assert row.s.value == 1.5
     assert row.ratio is not None
     assert row.ratio.value == 0.5
     assert rows["ddp"].ratio is None
-    assert row.s_without_communication == 0.5
     assert row.unexplained == pytest.approx(0.01)
     assert rows[NO_COMMUNICATION].unexplained is None
-    assert row.wire_bits_per_s == pytest.approx(8 * (5e5 * 1.01 + 6600) / 0.75)
     assert row.loss == pytest.approx((1 + 0.5) / 2)
     assert row.peak_memory_bytes == 10**8 + 1
 
@@ -204,14 +185,11 @@ def test_environment_names_versions_and_no_host() -> None:
     assert os.uname().nodename not in json.dumps(facts).split()
 
 
-def test_plots(tmp_path: Path) -> None:
+def test_a_plot_of_the_loss(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rounds = made_up_rounds()
-    names = report.draw(summarise(rounds, "ddp"), rounds, tmp_path, "today")
-    assert names == ["today-step-time.svg", "today-4x1gbit-loss-by-time.svg", "today-4x1gbit-loss-by-bytes.svg"]
-    for name in names:
-        assert (tmp_path / name).read_text().startswith("<?xml")
-        assert (tmp_path / name).stat().st_size < 100_000
+    assert report.draw(rounds, tmp_path, "today") == ["today-4x1gbit-loss.svg"]
+    assert (tmp_path / "today-4x1gbit-loss.svg").read_text().startswith("<?xml")
 
 
 def test_missing_matplotlib_is_named_with_what_to_install(
@@ -225,28 +203,17 @@ def test_missing_matplotlib_is_named_with_what_to_install(
 # --- where a rank is
 
 
-def test_place_without_torchrun_and_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TORCHELASTIC_RUN_ID", "SLURM_NTASKS"):
-        monkeypatch.delenv(name, raising=False)
-    assert Place.find(None) is None
-
-
 def test_place_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     variables = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29400"}
     for name, value in {**variables, "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "none"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    place = Place.find(None)
+    before, place = read_sent("lo"), Place.find(None)
+    assert read_sent("lo") >= before
     assert place == Place(3, 1, 4, 2, "127.0.0.1", 29400, store_is_there=False, interface="lo")
     assert place.hosts == 2
     with pytest.raises(ValueError, match=r"an interface must be one of this host's, .*lo.*; got 'eth99'"):
         Place.find("eth99")
-
-
-def test_interface_and_its_counters() -> None:
-    assert interface_towards("127.0.0.1") == "lo"
-    before = read_sent("lo")
-    assert read_sent("lo") >= before
 
 
 def test_the_cause_of_a_failure_is_told_and_not_its_consequences() -> None:
@@ -293,7 +260,7 @@ def test_bad_command_says_what_to_do(
 
 
 def test_without_root_the_command_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "unavailable_reason", lambda: "an emulated cluster needs root")
+    monkeypatch.setattr(start, "unavailable_reason", lambda: "an emulated cluster needs root")
     assert main(["bench", "--emulate", "2x1gbit"]) == 2
     assert "needs root" in capsys.readouterr().err
 
@@ -328,52 +295,48 @@ def read_results(folder: Path) -> dict[str, list[dict[str, object]]]:
 
 @emulated
 def test_emulated_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two rounds, in the first of which two learning rates are tried."""
     monkeypatch.setenv("BENCH_TEST", str(os.getpid()))
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
     before = leftovers()
-    words = ["bench", "--emulate", "1x200mbit+1x1gbit", "--workload", "mlp_1m", "--strategies", "ddp,skip_reduce"]
-    words += ["--steps", "5", "--warmup", "2", "--rounds", "1", "--output", str(tmp_path / "results")]
+    words = [
+        "bench",
+        "--emulate",
+        "1x200mbit+1x1gbit",
+        "--workload",
+        "byte_lm",
+        "--strategies",
+        "ddp,skip_reduce:lr=0.001",
+    ]
+    words += ["--steps", "3", "--warmup", "1", "--until-loss", "1", "--learning-rates", "1e-6,4e-3", "--seeds", "3,4"]
+    words += ["--output", str(tmp_path / "results")]
     assert main(words) == 0
     assert leftovers() == before
     assert list(temporary.iterdir()) == []
 
-    shown = capsys.readouterr().out
-    assert "Links differ by host: 200 Mbit/s on host 0; 1000 Mbit/s on host 1." in shown
-    assert "mlp_1m on 1x200mbit+1x1gbit: 2 ranks, 1 round" in shown
+    assert "byte_lm on 1x200mbit+1x1gbit: 2 ranks, 2 rounds" in capsys.readouterr().out
     results = read_results(tmp_path / "results")
     assert results["environment"][0]["command"] == " ".join(["lightning-sparse", *words])
-    assert [(r["strategy"], r["error"]) for r in results["round"]] == [
-        (s, "") for s in (NO_COMMUNICATION, "ddp", "skip_reduce")
+    assert [(r["strategy"], r["number"], r["learning_rate"], r["error"]) for r in results["round"]] == [
+        *((strategy, 0, rate, "") for strategy in (NO_COMMUNICATION, "ddp") for rate in (1e-6, 4e-3)),
+        ("skip_reduce:lr=0.001", 0, 0.001, ""),
+        ("skip_reduce:lr=0.001", 1, 0.001, ""),
+        *((strategy, 1, 4e-3, "") for strategy in ("ddp", NO_COMMUNICATION)),
     ]
-    rounds = [Round.from_json({k: v for k, v in r.items() if k != "kind"}) for r in results["round"]]
-    assert all(r.run is not None and len(r.run.steps) == 7 and len(r.timed) == 5 for r in rounds)
+    rounds = [Round.from_json(r) for r in results["round"]]
+    assert all(r.run is not None and len(r.run.steps) == 4 and len(r.timed) == 3 for r in rounds)
     rows = {row.strategy: row for row in summarise(rounds, "ddp")}
     assert [row["strategy"] for row in results["summary"]] == list(rows)
-    for name, counted in (("ddp", 4 * 1_089_034), ("skip_reduce", 2 * 1_089_034)):
+    for name, counted in (("ddp", 4 * 279_168), ("skip_reduce:lr=0.001", 2 * 279_168)):
         row = rows[name]
         assert row.counted_bytes == pytest.approx(counted, rel=0.001)
         assert row.unexplained is not None
-        assert abs(row.unexplained) < 0.1  # 0.042 was seen on a busy machine, 0.03 is not exceeded on a quiet one
-        assert row.wire_bits_per_s is not None
+        assert abs(row.unexplained) < 0.1
         assert row.loss is not None
-    assert rows["skip_reduce"].ms_compress is not None
-    assert (tmp_path / "results").glob("*.md")
-
-
-@pytest.mark.programs
-@emulated
-def test_learning_rates_are_tried_and_the_best_goes_on(tmp_path: Path) -> None:
-    words = ["bench", "--emulate", "2x1gbit", "--workload", "byte_lm", "--strategies", "ddp", "--steps", "3"]
-    words += ["--warmup", "0", "--until-loss", "1", "--learning-rates", "1e-6,4e-3", "--seeds", "3,4"]
-    assert main([*words, "--output", str(tmp_path)]) == 0
-    found = [(r["strategy"], r["number"], r["learning_rate"], r["error"]) for r in read_results(tmp_path)["round"]]
-    assert found == [
-        *((strategy, 0, rate, "") for strategy in (NO_COMMUNICATION, "ddp") for rate in (1e-6, 4e-3)),
-        *((strategy, 1, 4e-3, "") for strategy in ("ddp", NO_COMMUNICATION)),
-    ]
-    (written,) = tmp_path.glob("*.md")
+    assert rows["skip_reduce:lr=0.001"].ms_compress is not None
+    (written,) = (tmp_path / "results").glob("*.md")
     assert re.search(r"^\| `ddp` \| 0.004\* \|", written.read_text(), re.MULTILINE)
 
 
