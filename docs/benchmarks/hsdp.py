@@ -1,8 +1,8 @@
 """Steps of a model that is sharded inside two nodes, as PyTorch's HSDP takes them and with compressed averages.
 
-    python docs/benchmarks/hsdp.py --cluster 2x2x10gbit/100mbit
+    python docs/benchmarks/hsdp.py --inside 10gbit --between 100mbit
 
-Two groups of two hosts are emulated, each host with one process; what crosses groups is counted by the kernel.  The
+Two nodes are emulated, each with two processes; what crosses nodes is counted by the kernel.  The
 ways take turns: some steps each, over and over.  Linux, as root or with user namespaces.
 """
 
@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
 import lightning_sparse as ls
-from lightning_sparse.bench.cluster.network import address
+from lightning_sparse.bench.cluster.network import INTERFACE
 from lightning_sparse.bench.cluster.processes import Cluster
 from lightning_sparse.bench.compare.models import CONTEXT, ByteGPT
 from lightning_sparse.engine.sharded_model import ShardedModel
@@ -102,16 +103,16 @@ def say(what: str, name: str, seconds: list[float]) -> None:
 
 
 def sent_bytes(cluster: Cluster) -> int:
-    """Bytes that the first group has sent to the other so far."""
-    names = cluster.network.namespaces
-    said = json.loads(names.run(cluster.network.switch, "ip", "-s", "-j", "link", "show", "up0"))
-    return said[0]["stats64"]["tx"]["bytes"]
+    """Bytes that the first node has sent to the other so far."""
+    said = cluster.network.namespaces.run(cluster.namespace(0), "ip", "-s", "-j", "link", "show", INTERFACE)
+    return json.loads(said)[0]["stats64"]["tx"]["bytes"]
 
 
 def main() -> None:
-    """Start a rank in each host, count, and print a table."""
+    """Start two ranks in each node, count, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cluster", default="2x2x10gbit/100mbit")
+    parser.add_argument("--between", default="100mbit", help="rate of the link between the two nodes")
+    parser.add_argument("--inside", default="10gbit", help="rate between the processes of a node")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch", type=int, default=4)
@@ -122,18 +123,40 @@ def main() -> None:
         work(args)
         return
     own = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:]]
-    variables = [f"MASTER_ADDR={address(0)}", "MASTER_PORT=29400", "WORLD_SIZE=4", "OMP_NUM_THREADS=1"]
     times = {name: [] for name in WAYS}
     counted = {name: [] for name in WAYS}
-    with Cluster(args.cluster) as cluster:
-        commands = [["env", *variables, f"RANK={rank}", *own] for rank in range(4)]
-        for line in cluster.lines(commands):
+    with Cluster(f"2x{args.between}") as cluster:
+        for node in range(2):
+            limit = [
+                "tc",
+                "qdisc",
+                "add",
+                "dev",
+                "lo",
+                "root",
+                "tbf",
+                "rate",
+                args.inside,
+                "burst",
+                "2mb",
+                "latency",
+                "50ms",
+            ]
+            cluster.network.namespaces.run(cluster.namespace(node), *limit)
+        group = {"MASTER_ADDR": cluster.address(0), "MASTER_PORT": "29400", "WORLD_SIZE": "4", "OMP_NUM_THREADS": "1"}
+        ranks = [
+            cluster.popen(rank // 2, own, env=group | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+            for rank in range(4)
+        ]
+        for line in ranks[0].stdout:
             what, name, seconds = json.loads(line)
             if what == "begin":
                 before = sent_bytes(cluster)
             elif what == "end":
                 times[name] += seconds
                 counted[name].append((sent_bytes(cluster) - before) / len(seconds))
+        if any(rank.wait() for rank in ranks):
+            sys.exit("a rank failed; what it wrote stands above")
     native_s = statistics.median(times["native HSDP"])
     print("| way | step, median | of native | bytes between nodes, a step and node |\n| --- | --- | --- | --- |")
     for name, seconds in times.items():
