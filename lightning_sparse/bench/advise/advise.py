@@ -37,6 +37,10 @@ from lightning_sparse.fusion.steps import STEPS_MEASURED, PassCounts, Passes, me
 from lightning_sparse.monitor.tables import human_bytes
 from lightning_sparse.strategy import SparseDDPStrategy
 
+LARGE_BYTES = 8 * 10**9  # that plain DDP sends in a step, of some 10**9 parameters
+SHARDED = "If this model does not fit a device: ls.SparseHSDPStrategy shards it inside nodes; count a node as a rank here."
+    "Where this model does not fit a device, ls.SparseHSDPStrategy shards it inside nodes; count a node as a rank here."
+)
 COUNTS = PassCounts(settling=3, beside=3, apart=2)  # steps of a model that trains alone
 STEPS = sum(COUNTS)
 STEPS_OF_DDP = 1000  # Whose loss others are expected to reach in so many seconds.
@@ -139,12 +143,10 @@ class _Profile(Callback):
 
     def on_train_batch_start(self, *args: Any) -> None:
         """Note what is known of the last step."""
-        del args
         next(self._passes)
 
     def on_train_end(self, *args: Any) -> None:
         """Keep what was measured and recorded."""
-        del args
         next(self._passes)
         self.record = self._exchange.take_record()
 
@@ -172,12 +174,10 @@ def table(advices: Sequence[Advice], title: str) -> Table:
 
 
 def words(advices: Sequence[Advice], busy: str = "") -> list[str]:
-    """Write the recommendation, what it is expected to gain and to cost, and what to paste.
-
-    Before them, whether to trust what was measured.
-    """
+    """Write the recommendation, what it gains and costs, and what to paste; before them, what else is to be known."""
     ddp, best = advices[0], next(a for a in advices if a.chosen)
     doubt = [busy, ""] if busy else []
+    doubt += [SHARDED, ""] if ddp.sent_bytes > LARGE_BYTES else []
     ddp_s, best_s = STEPS_OF_DDP * ddp.step_s, STEPS_OF_DDP * best.seconds
     if ddp.step_s <= (1 + NOISE) * best.seconds:
         return [

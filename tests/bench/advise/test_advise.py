@@ -1,6 +1,7 @@
 """What to expect of each strategy, and what to use."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,7 @@ def test_words_say_when_not_to_compress_what_to_paste_and_why() -> None:
     assert "A step takes about 490 ms in place of 1000, and 1,005 steps are needed." in shown
     assert "ls.SparseDDPStrategy(ls.Dense(), wire_dtype='int4', local_steps=2)" in shown
     assert words(found, "busy")[0] == "busy"
+    assert "SparseHSDPStrategy" in words([replace(each, sent_bytes=9 * 10**9) for each in found])[0]
     assert [str(cell) for cell in table(found, "title").columns[0].cells][:2] == ["ddp", f"[bold]{LOCAL}[/bold]"]
 
 
