@@ -231,3 +231,10 @@ def test_slurm_starts_as_many_processes_as_the_trainer_expects(tmp_path, monkeyp
     assert given["num_nodes"] == int(asked["nodes"]) == 2
     assert given["devices"] == int(asked["ntasks-per-node"]) == int(asked["gpus-per-node"]) == 4
     assert (given["strategy"], given["accelerator"]) == ("micro", "gpu")
+
+
+def test_a_sharded_model_trains(ranks: Ranks, tmp_path):
+    """With the arguments of its first lines, and a narrower model."""
+    arguments = ["--replicate-size", "2", "--devices", "4", "--max-steps", "2", "--width", "20"]
+    out = ranks.run(run_script, 4, "sharded.py", arguments, str(tmp_path))[0]
+    assert float(re.search(r"train_loss: (.*) nats", out)[1]) < 8

@@ -38,8 +38,8 @@ from lightning_sparse.monitor.tables import human_bytes
 from lightning_sparse.strategy import SparseDDPStrategy
 
 LARGE_BYTES = 8 * 10**9  # that plain DDP sends in a step, of some 10**9 parameters
-SHARDED = "If this model does not fit a device: ls.SparseHSDPStrategy shards it inside nodes; count a node as a rank here."
-    "Where this model does not fit a device, ls.SparseHSDPStrategy shards it inside nodes; count a node as a rank here."
+SHARDED = (
+    "If the model does not fit a device: ls.SparseHSDPStrategy shards it inside nodes; count a node as a rank here."
 )
 COUNTS = PassCounts(settling=3, beside=3, apart=2)  # steps of a model that trains alone
 STEPS = sum(COUNTS)
