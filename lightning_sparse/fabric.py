@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal
 
@@ -163,12 +164,21 @@ class SparseHSDPStrategy(ModelParallelStrategy):
 
     def setup_module(self, module: Module) -> Module:
         module = super().setup_module(module)
+        if not any(p.requires_grad for p in module.parameters()):
+            return module  # nothing to average
         sharded = ShardedModel(module, self.device_mesh)
         hook = ShardedHook(sharded, self.options, self._timeout)
         module.register_forward_pre_hook(lambda *_: sharded.begin_forward(), prepend=True)
         module.register_forward_hook(lambda *_: sharded.end_forward(), always_call=True)
         self._hooks.append(weakref.ref(hook))
         return module
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """Backward, and the means of what it reached."""
+        with ExitStack() as stack:
+            for hook in self.hooks:
+                stack.enter_context(hook.model.backward())
+            super().backward(*args, **kwargs)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load; of a folder Lightning puts what was saved of a hook in its place, which the hook then takes up."""

@@ -62,6 +62,8 @@ class SparseHook:
     """
 
     _warned_of_bytes = False
+    # What a user calls what is averaged, and what it takes to freeze a part of it meanwhile.
+    _wrapper, _members, _to_freeze = "DDP", "ranks", ", with find_unused_parameters=True"
 
     def __init__(
         self,
@@ -141,7 +143,7 @@ class SparseHook:
         weakref.finalize(self, _end, self._course.switch, groups).atexit = False  # for who drops it without close()
         rank_zero_info(
             f"lightning_sparse: {brief(options.compressor)} averages {sum(g.n for g in self.exchange.groups):,} "
-            f"elements among {self.exchange.size} {'nodes' if groups.local_size > 1 else 'ranks'}"
+            f"elements among {self.exchange.size} {'nodes' if groups.local_size > 1 else self._members}"
             f"{f', each once in {options.local.steps} local steps' if options.local else ''}."
         )
 
@@ -173,9 +175,9 @@ class SparseHook:
         thawed = [name for name, parameter in self._frozen if parameter.requires_grad]
         if thawed and dist.get_world_size() > 1 and torch.is_grad_enabled():
             raise RuntimeError(
-                f"{', '.join(thawed)} required no gradient when DDP was set up, so DDP does not average them and the "
-                "ranks would drift apart. Set requires_grad=False only after setup (in on_train_start, with "
-                "find_unused_parameters=True), or start a new fit after unfreezing."
+                f"{', '.join(thawed)} required no gradient when {self._wrapper} was set up, so it does not average "
+                f"them and the ranks would drift apart. Set requires_grad=False only after setup (in on_train_start"
+                f"{self._to_freeze}), or start a new fit after unfreezing."
             )
         if self._trains(module):
             self._course.between_steps()

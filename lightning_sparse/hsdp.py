@@ -1,5 +1,6 @@
 """The strategy for models that must be sharded: FSDP2 inside nodes, compressed averages between them."""
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,14 @@ from lightning_sparse.network.torch_comm import world
 from lightning_sparse.options import Options
 
 FITTING = "fit"  # the state of a Trainer, of either package
+GIVEN_TO_LIGHTNING = ("save_distributed_checkpoint", "process_group_backend", "timeout")
+NOT_HERE = {  # options of other strategies, and what is to be done about them
+    "local_steps": "There are no local steps for sharded models.",
+    "fusion": "Each call of fully_shard is a group.",
+    "local_group": "The ranks of a node have shards: give shard_size.",
+    "data_parallel_size": "Give replicate_size.",
+    "tensor_parallel_size": "Give shard_size; there is no tensor parallelism here.",
+}
 
 # The mixin serves lightning and pytorch_lightning, whose classes are unrelated; type checkers see the first.
 if TYPE_CHECKING:
@@ -43,9 +52,11 @@ class ShardedHook(SparseHook):
     Each call of ``fully_shard`` is a group, or with ``sparse_auto`` LayerFusion makes the groups.
     """
 
+    _wrapper, _members, _to_freeze = "the strategy", "replicas of a shard", ""
+
     def __init__(self, model: ShardedModel, options: Options, timeout: Any) -> None:
         options.agree(model.module, world(), 1, False, None)
-        self._model = model
+        self.model = model
         ddp = cast(DistributedDataParallel, model)  # of which it is all that is needed
         groups = ProcessGroups(ddp, timeout, columns=model.columns)
         self._put_on(ddp, options, None, groups, may_be_local=False, evaluates=lambda module: not module.training)
@@ -61,7 +72,7 @@ class ShardedHook(SparseHook):
 
     @staticmethod
     def _register(ddp: DistributedDataParallel, switch: Switch) -> None:
-        cast(ShardedModel, ddp).average_with(switch.hand_over)
+        cast(ShardedModel, ddp).average_with(switch.hand_over, lambda: switch.exchange)
 
     def state_dict(self, residuals: str = "per_rank", optimizers: Sequence[Optimizer] = ()) -> dict[str, Any]:
         """Return what the ranks have not sent, complete on rank 0; to be called on every rank, between two steps."""
@@ -74,17 +85,21 @@ class ShardedHook(SparseHook):
         """Set what this rank has not sent from what :meth:`state_dict` returned on rank 0; None sets it to zero."""
         self.restore(state, None)
 
+    def close(self) -> None:
+        super().close()
+        self.model.close()
+
     def gather(self, residuals: str, folder: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """What a checkpoint keeps, and tensors to be written beside one that is a ``folder``; see :func:`gather`."""
         state = self._course.state()
-        return gather(self.exchange, self._model, residuals, self._as_saved, state, folder)
+        return gather(self.exchange, self.model, residuals, self._as_saved, state, folder)
 
     def restore(self, said: Mapping[str, Any] | None, folder: Path | None) -> None:
         """Go on with what was saved, in a distributed checkpoint if it is in a ``folder``."""
         if said is not None:
             plans = said["plans"]
-            self._course.resume(plans[self._model.mesh[SHARD].get_local_rank() % len(plans)], said["steps"])
-        restore(said, folder, self.exchange, self._model, self._as_saved)
+            self._course.resume(plans[self.model.mesh[SHARD].get_local_rank() % len(plans)], said["steps"])
+        restore(said, folder, self.exchange, self.model, self._as_saved)
 
 
 def options_of(
@@ -103,13 +118,15 @@ def sizes_of(replicate: int | str, shard: int | str, nodes: int, devices: int) -
         ValueError: R times S is not the number of ranks.
     """
     ranks = nodes * devices
+    given = {"replicate_size": replicate, "shard_size": shard}
     if replicate == "auto":
         replicate = nodes if shard == "auto" else ranks // int(shard)
-    sizes = int(replicate), ranks // int(replicate) if shard == "auto" else int(shard)
+    sizes = int(replicate), ranks // int(replicate or 1) if shard == "auto" else int(shard)
     if sizes[0] * sizes[1] != ranks:
+        got = " and ".join(f"{name}={size}" for name, size in given.items() if size != "auto")
         raise ValueError(
-            f"replicate_size times shard_size must be the number of ranks, {ranks}; got {sizes[0]} times {sizes[1]}. "
-            "Leave out one of them, or both for nodes x devices."
+            f"replicate_size times shard_size must be the number of ranks, {ranks}; got {got}. Leave out one of them, "
+            "or both for nodes x devices."
         )
     return sizes
 
@@ -136,6 +153,11 @@ class HSDPMixin(_Base):
         for name, size in (("replicate_size", replicate_size), ("shard_size", shard_size)):
             if size != "auto":
                 check_whole(name, size, 1, "Or leave it out.")
+        if unknown := [name for name in kwargs if name not in GIVEN_TO_LIGHTNING]:
+            raise TypeError(
+                f"{unknown[0]} must be an option of SparseHSDPStrategy, or one of {', '.join(GIVEN_TO_LIGHTNING)}; got "
+                f"{unknown[0]}={kwargs[unknown[0]]!r}. {NOT_HERE.get(unknown[0], 'Leave it out, or correct its name.')}"
+            )
         super().__init__(**kwargs)
         self._sizes = replicate_size, shard_size
         self.sharded: ShardedModel | None = None
@@ -181,6 +203,8 @@ class HSDPMixin(_Base):
             )
         module = self.lightning_module
         assert module is not None
+        if not any(p.requires_grad for p in module.parameters()):
+            return  # nothing to average
         before, is_same = self.hook, self.sharded is not None and self.sharded.module is module
         if before is not None:
             before.close()
@@ -190,7 +214,8 @@ class HSDPMixin(_Base):
             self.hook.take_over(before)  # a second fit goes on where the first ended
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.sharded is not None
+        if self.sharded is None:
+            return super().training_step(*args, **kwargs)
         self.sharded.begin_forward()
         try:
             return super().training_step(*args, **kwargs)
@@ -199,14 +224,15 @@ class HSDPMixin(_Base):
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Backward, with the exchange's own error."""
-        exchange = self.exchange
-        if exchange is not None:
-            exchange.timeline.begin_backward()
-        try:
+        if self.sharded is None or self.exchange is None:
             return super().backward(closure_loss, *args, **kwargs)
+        self.exchange.timeline.begin_backward()
+        try:
+            with self.sharded.backward(always=True):
+                return super().backward(closure_loss, *args, **kwargs)
         except RuntimeError:
-            if exchange is not None and exchange.error is not None:
-                raise exchange.error from None
+            if self.exchange.error is not None:
+                raise self.exchange.error from None
             raise
 
     @contextmanager
@@ -227,6 +253,8 @@ class HSDPMixin(_Base):
         is_folder, residuals = self._save_distributed_checkpoint, self.options.residuals
         if self.hook is not None and residuals != "none" and "optimizer_states" in checkpoint:
             checkpoint[KEY], tensors = self.hook.gather(residuals, is_folder)
+        if self.global_rank == 0:  # what an interrupted save leaves must not be taken for whole
+            shutil.rmtree(Path(filepath) / KEY, ignore_errors=True)
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if tensors:
             save_tensors(tensors, Path(self.broadcast(filepath)))

@@ -13,7 +13,7 @@ import lightning_sparse as ls
 from lightning_sparse.checkpoint.state import State
 from tests.support.said import warned
 
-ALONE = "There is one rank, or with local_group one node, and nobody to send to"
+ALONE = "There is one rank, node or replica, and nobody to send to"
 
 
 pytestmark = pytest.mark.usefixtures("one_rank")

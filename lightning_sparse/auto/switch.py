@@ -154,7 +154,7 @@ def _dense_if_alone(compressor: Compressor, size: int) -> Compressor:
         return compressor
     if compressor.compresses(sys.maxsize):
         rank_zero_warn(
-            f"There is one rank, or with local_group one node, and nobody to send to: {compressor} is not used, and "
+            f"There is one rank, node or replica, and nobody to send to: {compressor} is not used, and "
             "every step updates all elements. A compressor starts to work from two on."
         )
     return compressor.dense_variant()

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future as LaneFuture
 from concurrent.futures import wait
 from functools import partial
 from typing import TypeVar
@@ -177,6 +178,11 @@ class Exchange(Around, ABC):
     def tell(self, text: str) -> list[str]:
         """Return what each rank says, by rank; to be called between two steps, on every rank."""
         return self.on_lanes(lambda lane: everywhere(text, lane.comm, self.device), lanes=1)[0]
+
+    def ask_beside(self, launch: Callable[[Comm], Pending]) -> "LaneFuture[Tensor]":
+        """As :meth:`ask`, within a step and without waiting: once the first lane has done what it was given so far."""
+        wait_for_caller(self._lanes)
+        return self._lanes[0].submit(lambda: launch(self._lanes[0].comm).wait())
 
     def close(self) -> bool:
         """End the issuing threads; returns whether no message is under way.  What is unsent stays readable."""

@@ -5,6 +5,7 @@ shard are a column, and exchange among themselves.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,8 +17,8 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 
+from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.step import PendingBucket
 
 REPLICATE, SHARD = "replicate", "shard"  # dimensions of the mesh
@@ -26,10 +27,12 @@ REPLICATE, SHARD = "replicate", "shard"  # dimensions of the mesh
 class ShardBucket(PendingBucket):
     """The gradients of one call of ``fully_shard``: of each parameter this rank's shard, reduced inside the node."""
 
-    def __init__(self, buffer: Tensor, shards: Sequence[Tensor], places: Sequence[Tensor], used: bool) -> None:
+    def __init__(
+        self, buffer: Tensor, shards: Sequence[Tensor], places: Sequence[Tensor], used: Sequence[Tensor]
+    ) -> None:
         super().__init__(buffer, shards)
         self.places = places  # of each shard's gradient, views of ``buffer``
-        self.used = shards if used else ()
+        self.used = used
 
     def gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
         return zip(self.parameters, self.places, strict=True)
@@ -78,8 +81,8 @@ class ShardedModel:
     """What the engine asks of a ``DistributedDataParallel``, of a module whose parameters FSDP2 shards inside nodes.
 
     FSDP calls a hook with what it has reduced, in backward, as soon as it has: the hook hands this to the engine and
-    does not wait.  Once backward is at its end the means are waited for, and ``.grad`` holds them.  Parameters that a
-    backward does not use keep what is unsent, as with ``find_unused_parameters=True`` of DDP.
+    does not wait.  Once backward is at its end (see :meth:`backward`) the means are waited for, and ``.grad`` holds
+    them.  Parameters that a backward does not use keep what is unsent, as with ``find_unused_parameters=True`` of DDP.
 
     Args:
         module: after ``fully_shard(..., mesh=mesh["shard"])`` of all that is trained, on its device.
@@ -109,16 +112,19 @@ class ShardedModel:
         self._begin: list[Callable[..., object]] = []
         self._end: list[Callable[..., object]] = []
         self._handed_over: list[tuple[ShardGroup, ShardBucket, list[Tensor | None]]] = []  # in this backward
-        self._synchronised()
+        self._is_in_backward = False  # whose end this object is told
+        self._is_closed = False
+        self._synchronise()
 
-    def _synchronised(self) -> None:
-        """Have all replicas start from the first one's weights and buffers, as DDP has its ranks."""
-        local = [p.to_local() if isinstance(p, DTensor) else p for p in self.module.parameters()]
+    @torch.no_grad()
+    def _synchronise(self) -> None:
+        """Have all replicas start from the first one's shards, and all ranks from rank 0's buffers, as DDP does."""
         first = dist.get_process_group_ranks(self.process_group)[0]
-        with torch.no_grad():
-            for x in (*local, *self.module.buffers()):
-                if x.numel():
-                    dist.broadcast(x.detach(), first, group=self.process_group)
+        for x in (*self.module.parameters(), *self.module.buffers()):
+            if isinstance(x, DTensor):
+                _broadcast(x.to_local().detach(), first, self.process_group)
+            else:
+                _broadcast(x.detach(), 0, dist.group.WORLD)
 
     # - as a DistributedDataParallel
 
@@ -143,14 +149,37 @@ class ShardedModel:
         for hook in self._end:
             hook(self.module)
 
-    def average_with(self, hand_over: Callable[[PendingBucket], Future[Tensor]]) -> None:
-        """Hand every gradient to ``hand_over`` from now on, which returns a future of the means in its place."""
-        self._hand_over = hand_over
+    def average_with(self, hand_over: Callable[[PendingBucket], object], exchange: Callable[[], Exchange]) -> None:
+        """Hand every gradient to ``hand_over`` from now on, for the engine that ``exchange`` returns."""
+        self._hand_over, self._exchange = hand_over, exchange
         for module in self.module.modules():
-            if isinstance(module, FSDPModule):
-                group = next((g for g in self.groups if g.fsdp in _fsdp_groups(module)), None)
-                if group is not None:
-                    module.set_all_reduce_hook(partial(self._take, group))
+            if not isinstance(module, FSDPModule):
+                continue
+            for fsdp in _fsdp_groups(module):
+                group = next((g for g in self.groups if g.fsdp is fsdp), None)
+                module.set_all_reduce_hook(partial(self._take, group) if group else _refuse_thawed)
+
+    @contextmanager
+    def backward(self, always: bool = False) -> Iterator[None]:
+        """Wait for the means once the block has ended, in which a backward runs.
+
+        Elsewhere they are waited for where autograd says that a backward has ended, which a reentrant checkpoint makes
+        it say after each of its parts.  ``always``: also where nothing that is trained was reached, as others may.
+        """
+        self._is_in_backward = True
+        try:
+            yield
+        except BaseException:
+            self._handed_over.clear()
+            raise
+        finally:
+            self._is_in_backward = False
+        is_due = any(group.fsdp.reduce_grads and group.fsdp.all_reduce_grads for group in self.groups)
+        self._end_backward(always and is_due)
+
+    def close(self) -> None:
+        """Have a backward from now on say that nothing averages its gradients."""
+        self._is_closed = True
 
     # - in backward
 
@@ -159,25 +188,30 @@ class ShardedModel:
 
         That is to add it to ``.grad``, or to have ``.grad`` refer to it.
         """
+        if self._is_closed:
+            raise RuntimeError(
+                "the strategy that averaged this model's replicas was torn down, so a backward would have them drift "
+                "apart; to train on, fit with lightning_sparse's SparseHSDPStrategy again, or make a new model."
+            )
         if not group.fsdp.all_reduce_grads:
             group.is_deferred = True
             return
+        _check_factors(group)
+        trained = [p.requires_grad for p in group.parameters]
         if reduced.numel() != sum(group.padded_sizes):
-            raise RuntimeError(
-                "every parameter of a module given to fully_shard must get a gradient in a backward that reaches the "
-                f"module; of {', '.join(group.names[:3])}, ... some got none. Call fully_shard on the part that "
-                "may be unused by itself, or from PyTorch 2.13 on set_reduce_scatter_unused_params(True) on the module."
-            )
+            reduced = _with_zeros(reduced, group, trained)
         if any(group is other for other, *_ in self._handed_over):  # once more in this backward
             self._end_backward()
-        if not self._handed_over:
+        if not self._handed_over and not self._is_in_backward:
             Variable._execution_engine.queue_callback(self._end_backward)  # as FSDP does
-        self._pass_on(group, reduced)
+        self._pass_on(group, reduced, trained)
 
-    def _pass_on(self, group: ShardGroup, reduced: Tensor | None) -> None:
+    def _pass_on(self, group: ShardGroup, reduced: Tensor | None, trained: Sequence[bool] = ()) -> None:
         """Hand over what was ``reduced``, and what was deferred; or that nothing was."""
         before = group.gradients()
-        is_used = reduced is not None or group.is_deferred
+        used = [shard for shard, is_trained in zip(group.shards, trained, strict=False) if is_trained]
+        if group.is_deferred:
+            used = group.shards
         if reduced is None:
             buffer = group.shards[0].new_zeros(sum(group.padded_sizes))
         elif any(x is not None for x in before) or reduced.dtype != group.parameters[0].dtype:
@@ -192,25 +226,80 @@ class ShardedModel:
             elif x is not None:
                 earlier[i] = x.clone()
         group.is_deferred = False
-        bucket = ShardBucket(buffer, group.shards, places, is_used)
+        bucket = ShardBucket(buffer, group.shards, places, used)
         self._handed_over.append((group, bucket, earlier))
         self._hand_over(bucket)
 
-    def _end_backward(self) -> None:
+    def _end_backward(self, always: bool = False) -> None:
         """Wait for the means, and set ``.grad`` to them."""
-        if not self._handed_over:  # it was called for what came twice
+        if not self._handed_over and not always:
             return
         arrived = {id(group) for group, *_ in self._handed_over}
         for group in self.groups:
             if id(group) not in arrived:
                 self._pass_on(group, None)
         handed_over, self._handed_over = self._handed_over, []
-        for group, bucket, earlier in handed_over:
+        here = {id(shard) for _, bucket, _ in handed_over for shard in bucket.used}
+        flags = torch.tensor([float(id(shard) in here) for shard in self.shards.values()]).to(handed_over[0][1].buffer)
+        replicas_using = self._exchange().ask_beside(lambda comm: comm.all_reduce(flags.float()))
+        for _, bucket, _ in handed_over:
             bucket.future.wait()
-            if not bucket.used and not bucket.buffer.any():  # on no rank
-                continue
+        used = here
+        if len(here) < len(flags):  # else nobody needs to know
+            used = {id(x) for x, n in zip(self.shards.values(), replicas_using.result().tolist(), strict=True) if n}
+        for group, bucket, earlier in handed_over:
             for i, (place, mean) in enumerate(zip(bucket.places, earlier, strict=True)):
+                if id(group.shards[i]) not in used:  # on no replica
+                    continue
                 group.set_gradient(i, place if mean is None else place.add_(mean))
+
+
+def _broadcast(x: Tensor, source: int, group: Any) -> None:
+    """Have ``x`` hold what it holds on rank ``source``; however it lies in memory."""
+    for dim, stride in enumerate(x.stride()):
+        x = x.narrow(dim, 0, 1) if stride == 0 and x.shape[dim] else x  # expanded: the same element over and over
+    if x.numel():
+        sent = x.contiguous()
+        dist.broadcast(sent, source, group=group)
+        if sent.data_ptr() != x.data_ptr():
+            x.copy_(sent)
+
+
+def _with_zeros(reduced: Tensor, group: ShardGroup, trained: Sequence[bool]) -> Tensor:
+    """What FSDP has ``reduced`` of the parameters that are ``trained`` now, with zeros for those frozen meanwhile."""
+    sizes = [size for size, is_trained in zip(group.padded_sizes, trained, strict=True) if is_trained]
+    if reduced.numel() == sum(sizes):
+        parts = iter(reduced.split(sizes))
+        return torch.cat(
+            [
+                next(parts) if is_trained else reduced.new_zeros(size)
+                for size, is_trained in zip(group.padded_sizes, trained, strict=True)
+            ]
+        )
+    raise RuntimeError(
+        "a backward that reaches a module given to fully_shard must give a gradient to every parameter of it that was "
+        f"trained when the strategy was set up, and to no other; of the module with {', '.join(group.names[:3])} it "
+        "did not. Call fully_shard by itself on the part that may be unused, or is thawed later; or, for unused ones, "
+        "from PyTorch 2.13 on set_reduce_scatter_unused_params(True) on the module."
+    )
+
+
+def _refuse_thawed(reduced: Tensor) -> None:
+    del reduced
+    raise RuntimeError(
+        "parameters that are trained must be so when the strategy is set up, since it averages no others; got a "
+        "gradient of a module whose parameters were all frozen then. Freeze them in on_train_start at the earliest."
+    )
+
+
+def _check_factors(group: ShardGroup) -> None:
+    """Raise a RuntimeError where FSDP changes a gradient after its hook, or divides it by a number of the user's."""
+    for setting in ("gradient_divide_factor", "force_sum_reduction_for_comms"):
+        if given := getattr(group.fsdp, setting, None):
+            raise RuntimeError(
+                f"set_{setting} must not be called on a sharded model that this strategy averages: gradients are means "
+                f"over all ranks here; got {given} for the module with {group.names[0]}. Leave it out."
+            )
 
 
 class _Handle:

@@ -86,7 +86,7 @@ class Sharded:
             self.given |= {name_of[id(shard)]: place.clone() for shard, place in bucket.gradients()}
             return hand_over(bucket)
 
-        self.sharded.average_with(noted)
+        self.sharded.average_with(noted, lambda: self.hook.exchange)
 
     @property
     def weights(self) -> Tensor:

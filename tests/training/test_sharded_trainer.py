@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import lightning_sparse as ls
 from lightning_sparse.fabric import SparseHSDPStrategy as FabricStrategy
@@ -154,6 +155,98 @@ def test_under_fabric_a_training_is_saved_and_gone_on_with(ranks: Ranks, tmp_pat
     ranks.run(_under_fabric, 4, tmp_path)
 
 
+class Odd(ShardedSmall):
+    """With buffers that lie oddly and differ between ranks, and blocks that are computed again in a nested backward."""
+
+    def __init__(self, skips: bool = False) -> None:
+        super().__init__(_blocks)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self.register_buffer("expanded", torch.full((1, 3), float(rank)).expand(4, 3))
+        self.register_buffer("sliced", (torch.arange(48.0).view(6, 8) + 100 * rank)[:, :3])
+        self.skips = skips
+        self.exchanges: list[int] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        x, y = batch
+        x = x.requires_grad_()
+        for i, layer in enumerate(self.net):
+            if not (self.skips and i == 1 and self.global_rank >= 2 and index % 2):  # a rank of the second replica
+                x = checkpoint(layer, x, use_reentrant=True)
+        if self.skips and self.global_rank >= 2 and index == 3:
+            return torch.zeros((), requires_grad=True) * 1  # reaches nothing that is trained
+        if self.trainer.training:
+            self.exchanges.append(self.trainer.strategy.exchange.steps)
+        return nn.functional.cross_entropy(x, y)
+
+
+def _blocks(net: Any, mesh: Any) -> None:
+    for layer in net:
+        fully_shard(layer, mesh=mesh["shard"])
+
+
+def _odd(rank: int, size: int) -> None:
+    for skips in (False, True):
+        module = Odd(skips)
+        run = fitted(5, module=module)
+        assert module.exchanges == [step for step in range(5) if not (skips and rank >= 2 and step == 3)]
+        assert run.strategy.exchange.steps == 5  # one in each step, however many nested backwards it has
+        assert torch.equal(module.sliced, torch.arange(48.0).view(6, 8)[:, :3])
+        assert not module.expanded.any()
+    with pytest.raises(RuntimeError, match="was torn down"):
+        module.net(torch.zeros(1, 8, requires_grad=True)).sum().backward()
+
+
+def test_a_step_is_one_exchange_whatever_its_backward_is_made_of(ranks: Ranks) -> None:
+    """And buffers are those of rank 0, however they lie in memory."""
+    ranks.run(_odd, 4)
+
+
+def _interrupted(rank: int, size: int, folder: Path) -> None:
+    run = fitted(2)
+    run.save_checkpoint(folder / "last")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_sparse.hsdp.save_tensors", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run.save_checkpoint(folder / "last")
+    with pytest.raises(ValueError, match="must have a folder lightning_sparse_sharded"):
+        fitted(3, ckpt_path=folder / "last")
+
+
+def test_a_save_that_was_interrupted_is_not_taken_for_whole(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(_interrupted, 4, tmp_path)
+
+
+def _freezes(rank: int, size: int) -> None:
+    """Half of a module in the second step; and in another training what was frozen is trained."""
+
+    class Freezes(L.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, *_: object) -> None:
+            module.net[0].weight.requires_grad_(trainer.global_step != 1)
+
+    fitted(4, callbacks=[Freezes()])
+
+    class Thaws(ShardedSmall):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net[0].requires_grad_(False)
+
+        def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+            self.net[0].requires_grad_(self.trainer.training)
+            return super().training_step(batch, index)
+
+    with pytest.raises(RuntimeError, match="must be so when the strategy is set up"):
+        fitted(1, module=Thaws())
+    nothing = ShardedSmall()
+    nothing.net.requires_grad_(False)
+    nothing.automatic_optimization = False
+    nothing.training_step = nothing.validation_step = lambda batch, batch_idx: None  # type: ignore[method-assign]
+    fitted(1, module=nothing)  # trains nothing
+
+
+def test_parts_may_be_frozen_meanwhile_and_not_thawed(ranks: Ranks) -> None:
+    ranks.run(_freezes, 4)
+
+
 # - what is refused
 
 
@@ -170,12 +263,18 @@ def _is_refused(rank: int, size: int) -> list[str]:
     def in_half(net: Any, mesh: Any) -> None:
         fully_shard(net, mesh=mesh["shard"], mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
 
+    def forced(net: Any, mesh: Any) -> None:
+        fully_shard(net, mesh=mesh["shard"])
+        net.set_force_sum_reduction_for_comms(True)
+
+    with pytest.raises(RuntimeError, match="set_force_sum_reduction_for_comms must not be called"):
+        fitted(1, module=ShardedSmall(forced))
     said = []
     for parallelize in (natively, in_part, offloaded, in_half):
         with pytest.raises(ValueError) as refused:  # noqa: PT011  each says something of its own
             fitted(1, module=ShardedSmall(parallelize))
         said.append(str(refused.value))
-    with pytest.raises(ValueError, match="number of ranks, 4; got 3 times 1"):
+    with pytest.raises(ValueError, match="number of ranks, 4; got replicate_size=3"):
         fitted(1, ls.SparseHSDPStrategy("micro", replicate_size=3))
     return said
 
@@ -200,6 +299,12 @@ def test_what_cannot_be_averaged_is_refused_with_what_to_do(ranks: Ranks) -> Non
 def test_bad_options_are_refused(options: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         ls.SparseHSDPStrategy(**options)
+
+
+@pytest.mark.parametrize("option", ["local_steps", "fusion", "data_parallel_size", "shard_siz"])
+def test_options_of_others_are_refused_with_what_to_do(option: str) -> None:
+    with pytest.raises(TypeError, match=f"{option} must be an option of SparseHSDPStrategy"):
+        ls.SparseHSDPStrategy("micro", **{option: 2})
 
 
 def test_names_give_the_strategy_with_a_compressor() -> None:
