@@ -240,7 +240,7 @@ def _freezes(rank: int, size: int) -> None:
     nothing.net.requires_grad_(False)
     nothing.automatic_optimization = False
     nothing.training_step = nothing.validation_step = lambda batch, batch_idx: None  # type: ignore[method-assign]
-    fitted(1, module=nothing)  # trains nothing
+    fitted(-1, module=nothing, max_epochs=1)  # trains nothing
 
 
 def test_parts_may_be_frozen_meanwhile_and_not_thawed(ranks: Ranks) -> None:
