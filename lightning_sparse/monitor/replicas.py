@@ -52,7 +52,8 @@ class ReplicaCheck(Callback):
         if trainer.world_size > 1:
             exchange = getattr(trainer.strategy, "exchange", None)
             shared = exchange.compared() if exchange is not None else {}
-            own = {name: shared.get(p, p) for name, p in pl_module.named_parameters()}
+            named = pl_module.named_parameters()
+            own = {name: shared.get(p, p) for name, p in named if not hasattr(p, "to_local")}  # a shard is no replica
             sharded = getattr(trainer.strategy, "sharded", None)  # a model of which ranks have shards
             check_replicas(sharded.shards if sharded else own, world(), sharded.shard_size if sharded else 1)
 
