@@ -18,8 +18,9 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.engine.sharded_model import ShardedModel
 from lightning_sparse.hook import SparseHook
-from lightning_sparse.hsdp import ShardedHook, mesh_of, options_of, sizes_of
+from lightning_sparse.hsdp import OnMesh
 from lightning_sparse.options import Options
+from lightning_sparse.sharded_hook import ShardedHook, options_of
 
 
 class SparseDDPStrategy(DDPStrategy):
@@ -112,7 +113,7 @@ class SparseDDPStrategy(DDPStrategy):
         super().teardown()
 
 
-class SparseHSDPStrategy(ModelParallelStrategy):
+class SparseHSDPStrategy(OnMesh, ModelParallelStrategy):
     """:class:`lightning_sparse.SparseHSDPStrategy` for ``Fabric``.
 
     Every module that ``fabric.setup`` shards gets a hook, which is in ``hooks`` as long as the module is in use.  To
@@ -152,24 +153,13 @@ class SparseHSDPStrategy(ModelParallelStrategy):
         """Hooks of the modules that were set up and are still in use, in the order of setup."""
         return [hook for each in self._hooks if (hook := each()) is not None]
 
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Every rank has data of its own."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
-
-    def setup_environment(self) -> None:
-        sizes = sizes_of(*self._sizes, self.num_nodes, self.num_processes)
-        super().setup_environment()
-        self._device_mesh = mesh_of(sizes, self.root_device)
-
     def setup_module(self, module: Module) -> Module:
         module = super().setup_module(module)
         if not any(p.requires_grad for p in module.parameters()):
             return module  # nothing to average
-        sharded = ShardedModel(module, self.device_mesh)
-        hook = ShardedHook(sharded, self.options, self._timeout)
-        module.register_forward_pre_hook(lambda *_: sharded.begin_forward(), prepend=True)
-        module.register_forward_hook(lambda *_: sharded.end_forward(), always_call=True)
+        hook = ShardedHook(ShardedModel(module, self.device_mesh), self.options, self._timeout)
+        module.register_forward_pre_hook(lambda *_: hook.begin_forward(), prepend=True)
+        module.register_forward_hook(lambda *_: hook.end_forward(), always_call=True)
         self._hooks.append(weakref.ref(hook))
         return module
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_sparse.auto.chooser import Chooser
 from lightning_sparse.auto.course import course_of
@@ -133,10 +134,7 @@ class SparseHook:
             ddp, parameters, options.way, options.policy, groups, scaler, self._ranks, may_choose_local
         )
         self._frozen = [(name, p) for name, p in ddp.module.named_parameters() if not p.requires_grad]
-        self._handles = [
-            ddp.register_forward_pre_hook(self._before_forward),
-            ddp.register_forward_hook(self._after_forward, always_call=True),
-        ]
+        self._handles = self._watch(ddp)
         self._register(ddp, self._course.switch)
         self._ddp = weakref.ref(ddp)
         ddp.join_hook = self._join_hook  # type: ignore[method-assign]
@@ -146,6 +144,10 @@ class SparseHook:
             f"elements among {self.exchange.size} {'nodes' if groups.local_size > 1 else self._members}"
             f"{f', each once in {options.local.steps} local steps' if options.local else ''}."
         )
+
+    def _watch(self, ddp: DistributedDataParallel) -> list[RemovableHandle]:
+        before, after = self._before_forward, self._after_forward
+        return [ddp.register_forward_pre_hook(before), ddp.register_forward_hook(after, always_call=True)]
 
     @staticmethod
     def _parameters_of(ddp: DistributedDataParallel) -> Mapping[str, Tensor]:

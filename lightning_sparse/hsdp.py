@@ -1,33 +1,25 @@
 """The strategy for models that must be sharded: FSDP2 inside nodes, compressed averages between them."""
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from lightning_sparse.auto.policy import Auto
-from lightning_sparse.auto.switch import Switch
-from lightning_sparse.checkpoint.sharded import KEY, gather, restore, save_tensors
-from lightning_sparse.checkpoint.state import RESIDUALS
-from lightning_sparse.checks import check_one_of, check_whole
+from lightning_sparse.checkpoint.sharded import KEY, save_tensors
+from lightning_sparse.checks import check_whole
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.exchange import Exchange
-from lightning_sparse.engine.groups import make_groups, pieces_of
-from lightning_sparse.engine.sharded_model import REPLICATE, SHARD, ShardedModel
+from lightning_sparse.engine.shard_groups import REPLICATE, SHARD
+from lightning_sparse.engine.sharded_model import ShardedModel
 from lightning_sparse.fusion.layer_fusion import LayerFusion
-from lightning_sparse.hook import SparseHook
-from lightning_sparse.network.process_groups import ProcessGroups
-from lightning_sparse.network.torch_comm import world
-from lightning_sparse.options import Options
+from lightning_sparse.sharded_hook import ShardedHook, options_of
 
 FITTING = "fit"  # the state of a Trainer, of either package
 GIVEN_TO_LIGHTNING = ("save_distributed_checkpoint", "process_group_backend", "timeout")
@@ -46,97 +38,42 @@ else:
     _Base = object
 
 
-class ShardedHook(SparseHook):
-    """Averages the shards of a model over its replicas, from now on; to be made on every rank.
+class OnMesh:
+    """The part of a strategy that makes the mesh of R x S ranks, beside a Trainer's or Fabric's own.
 
-    Each call of ``fully_shard`` is a group, or with ``sparse_auto`` LayerFusion makes the groups.
+    ``_sizes`` are R and S, of which "auto" is as many nodes, devices of a node, or what the other one leaves.
     """
 
-    _wrapper, _members, _to_freeze = "the strategy", "replicas of a shard", ""
+    _sizes: tuple[int | str, int | str]
 
-    def __init__(self, model: ShardedModel, options: Options, timeout: Any) -> None:
-        options.agree(model.module, world(), 1, False, None)
-        self.model = model
-        ddp = cast(DistributedDataParallel, model)  # of which it is all that is needed
-        groups = ProcessGroups(ddp, timeout, columns=model.columns)
-        self._put_on(ddp, options, None, groups, may_be_local=False, evaluates=lambda module: not module.training)
-        if options.policy is None:
-            compressor = self._course.switch.way.compressor
-            piece = {each.name: each for each in pieces_of(model.shards, compressor)}
-            parts = [[piece[n] for n in g.names if piece[n].dense == d] for g in model.groups for d in (False, True)]
-            self.exchange.lay_out(make_groups(model.shards, compressor, [part for part in parts if part]))
+    @property
+    def distributed_sampler_kwargs(self: Any) -> dict[str, Any]:
+        """Every rank has data of its own."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
-    @staticmethod
-    def _parameters_of(ddp: DistributedDataParallel) -> Mapping[str, Tensor]:
-        return cast(ShardedModel, ddp).shards
+    def setup_environment(self: Any) -> None:
+        """Set up as Lightning does, with the mesh of replicas and shards.
 
-    @staticmethod
-    def _register(ddp: DistributedDataParallel, switch: Switch) -> None:
-        cast(ShardedModel, ddp).average_with(switch.hand_over, lambda: switch.exchange)
-
-    def state_dict(self, residuals: str = "per_rank", optimizers: Sequence[Optimizer] = ()) -> dict[str, Any]:
-        """Return what the ranks have not sent, complete on rank 0; to be called on every rank, between two steps."""
-        check_one_of("residuals", residuals, RESIDUALS[:2])
-        return self.gather(residuals, folder=False)[0]
-
-    def load_state_dict(
-        self, state: Mapping[str, Any] | None, optimizers: Sequence[Optimizer] = (), is_loaded: bool = False
-    ) -> None:
-        """Set what this rank has not sent from what :meth:`state_dict` returned on rank 0; None sets it to zero."""
-        self.restore(state, None)
-
-    def close(self) -> None:
-        super().close()
-        self.model.close()
-
-    def gather(self, residuals: str, folder: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What a checkpoint keeps, and tensors to be written beside one that is a ``folder``; see :func:`gather`."""
-        state = self._course.state()
-        return gather(self.exchange, self.model, residuals, self._as_saved, state, folder)
-
-    def restore(self, said: Mapping[str, Any] | None, folder: Path | None) -> None:
-        """Go on with what was saved, in a distributed checkpoint if it is in a ``folder``."""
-        if said is not None:
-            plans = said["plans"]
-            self._course.resume(plans[self.model.mesh[SHARD].get_local_rank() % len(plans)], said["steps"])
-        restore(said, folder, self.exchange, self.model, self._as_saved)
+        Raises:
+            ValueError: R times S is not the number of ranks.
+        """
+        (replicate, shard), ranks = self._sizes, self.num_nodes * self.num_processes
+        if replicate == "auto":
+            replicate = self.num_nodes if shard == "auto" else ranks // int(shard)
+        sizes = int(replicate), ranks // int(replicate or 1) if shard == "auto" else int(shard)
+        if sizes[0] * sizes[1] != ranks:
+            given = zip(("replicate_size", "shard_size"), self._sizes, strict=True)
+            got = " and ".join(f"{name}={size}" for name, size in given if size != "auto")
+            raise ValueError(
+                f"replicate_size times shard_size must be the number of ranks, {ranks}; got {got}. Leave out one of "
+                "them, or both for nodes x devices."
+            )
+        super().setup_environment()  # type: ignore[misc]  # of the class beside
+        mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=(REPLICATE, SHARD))
+        setattr(self, "_device_mesh", mesh)  # noqa: B010  # of the class beside
 
 
-def options_of(
-    compressor: Compressor | Auto | str, wire_dtype: str | None, warmup_steps: int, residuals: str = "per_rank"
-) -> Options:
-    """The options of a strategy for sharded models, validated."""
-    is_chosen = isinstance(compressor, Auto) or compressor == "sparse_auto"
-    fusion = "layer" if is_chosen else "bucket"
-    return Options.of(compressor, fusion, wire_dtype=wire_dtype, warmup_steps=warmup_steps, residuals=residuals)
-
-
-def sizes_of(replicate: int | str, shard: int | str, nodes: int, devices: int) -> tuple[int, int]:
-    """R and S, of which "auto" is as many nodes, devices of a node, or what the other one leaves.
-
-    Raises:
-        ValueError: R times S is not the number of ranks.
-    """
-    ranks = nodes * devices
-    given = {"replicate_size": replicate, "shard_size": shard}
-    if replicate == "auto":
-        replicate = nodes if shard == "auto" else ranks // int(shard)
-    sizes = int(replicate), ranks // int(replicate or 1) if shard == "auto" else int(shard)
-    if sizes[0] * sizes[1] != ranks:
-        got = " and ".join(f"{name}={size}" for name, size in given.items() if size != "auto")
-        raise ValueError(
-            f"replicate_size times shard_size must be the number of ranks, {ranks}; got {got}. Leave out one of them, "
-            "or both for nodes x devices."
-        )
-    return sizes
-
-
-def mesh_of(sizes: tuple[int, int], device: torch.device) -> DeviceMesh:
-    """The mesh of R x S ranks."""
-    return init_device_mesh(device.type, sizes, mesh_dim_names=(REPLICATE, SHARD))
-
-
-class HSDPMixin(_Base):
+class HSDPMixin(OnMesh, _Base):
     """The part of :class:`SparseHSDPStrategy` beside ``ModelParallelStrategy``, for both Lightning packages."""
 
     def __init__(
@@ -178,16 +115,8 @@ class HSDPMixin(_Base):
         """The planner of the groups, with ``sparse_auto``."""
         return self.hook.layer_fusion if self.hook else None
 
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Every rank has data of its own."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
-
     def setup_environment(self) -> None:
-        """Set up as Lightning does, with the mesh of replicas and shards."""
-        sizes = sizes_of(*self._sizes, self.num_nodes, self.num_processes)
         super().setup_environment()
-        self._device_mesh = mesh_of(sizes, self.root_device)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
 
@@ -214,13 +143,13 @@ class HSDPMixin(_Base):
             self.hook.take_over(before)  # a second fit goes on where the first ended
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self.sharded is None:
+        if self.hook is None:
             return super().training_step(*args, **kwargs)
-        self.sharded.begin_forward()
+        self.hook.begin_forward()
         try:
             return super().training_step(*args, **kwargs)
         finally:
-            self.sharded.end_forward()
+            self.hook.end_forward()
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Backward, with the exchange's own error."""

@@ -44,6 +44,7 @@ MAY_IMPORT_DISTRIBUTED = {
     "engine/gradients.py",
     "engine/local_exchange.py",
     "engine/build.py",
+    "engine/shard_groups.py",
     "engine/sharded_model.py",
     "checkpoint/sharded.py",
     "auto/switch.py",

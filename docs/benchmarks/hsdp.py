@@ -27,7 +27,7 @@ from lightning_sparse.bench.cluster.network import INTERFACE
 from lightning_sparse.bench.cluster.processes import Cluster
 from lightning_sparse.bench.compare.models import CONTEXT, ByteGPT
 from lightning_sparse.engine.sharded_model import ShardedModel
-from lightning_sparse.hsdp import ShardedHook, options_of
+from lightning_sparse.sharded_hook import ShardedHook, options_of
 
 WAYS = {
     "native HSDP": None,
@@ -56,10 +56,10 @@ class Training:
 
     def step(self, batch: torch.Tensor) -> None:
         if self.sharded is not None:
-            self.sharded.begin_forward()
+            self.hook.begin_forward()
         loss = self.model(batch)
         if self.sharded is not None:
-            self.sharded.end_forward()
+            self.hook.end_forward()
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()

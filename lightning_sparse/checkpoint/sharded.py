@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor, Shard
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.groups import carry_over, not_carried
-from lightning_sparse.engine.sharded_model import SHARD, ShardedModel, as_dtensor
+from lightning_sparse.engine.shard_groups import SHARD, as_dtensor
+from lightning_sparse.engine.sharded_model import ShardedModel
 from lightning_sparse.network.torch_comm import TorchComm
 
 KEY = "lightning_sparse_sharded"  # in a checkpoint, and the folder of tensors beside a distributed one

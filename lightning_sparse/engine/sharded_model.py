@@ -6,7 +6,6 @@ shard are a column, and exchange among themselves.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,9 +18,17 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.engine.shard_groups import (
+    REPLICATE,
+    SHARD,
+    ShardGroup,
+    check_factors,
+    fsdp_groups,
+    named_parameters,
+    shard_groups,
+    with_zeros,
+)
 from lightning_sparse.engine.step import PendingBucket
-
-REPLICATE, SHARD = "replicate", "shard"  # dimensions of the mesh
 
 
 class ShardBucket(PendingBucket):
@@ -36,45 +43,6 @@ class ShardBucket(PendingBucket):
 
     def gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
         return zip(self.parameters, self.places, strict=True)
-
-
-@dataclass(eq=False)
-class ShardGroup:
-    """What is trained of the parameters of one call of ``fully_shard``."""
-
-    names: list[str]
-    parameters: list[DTensor]
-    shards: list[Tensor]  # of each parameter this rank's, which may be empty
-    fsdp: Any  # FSDP's own group, whose layout of gradients is in no public place
-    #: Elements of each gradient as FSDP reduces it: shards of a parameter are padded to one size.
-    padded_sizes: list[int]
-    is_deferred: bool = False  # .grad has gradients that were reduced inside the node alone
-
-    def places(self, reduced: Tensor) -> list[Tensor]:
-        """The gradient of each shard, of its shape, in what FSDP has reduced."""
-        offsets = [sum(self.padded_sizes[:i]) for i in range(len(self.shards))]
-        return [
-            reduced.as_strided(shard.shape, shard.stride(), reduced.storage_offset() + offset)
-            for shard, offset in zip(self.shards, offsets, strict=True)
-        ]
-
-    def gradients(self) -> list[Tensor | None]:
-        """What is in ``.grad`` of each parameter, this rank's shard of it."""
-        return [p.grad.to_local() if isinstance(p.grad, DTensor) else None for p in self.parameters]
-
-    def set_gradient(self, i: int, gradient: Tensor) -> None:
-        """Have ``.grad`` of a parameter hold this rank's shard ``gradient``."""
-        p, own = self.parameters[i], self.gradients()[i]
-        if own is None:
-            p.grad = as_dtensor(gradient, p)
-        elif own.data_ptr() != gradient.data_ptr():
-            own.copy_(gradient)
-
-
-def as_dtensor(shard: Tensor, like: DTensor) -> DTensor:
-    """This rank's ``shard`` as a part of a tensor that is sharded ``like`` another."""
-    mesh, placements = like.device_mesh, like.placements
-    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 class ShardedModel:
@@ -104,13 +72,11 @@ class ShardedModel:
                 each.reshard()  # which FSDP leaves out after an evaluation
         self.process_group = mesh[REPLICATE].get_group()
         self.columns: list[list[int]] = mesh.mesh.t().tolist()
-        self.groups = list(_shard_groups(module, mesh))
+        self.groups = list(shard_groups(module, mesh))
         every = dict(pair for group in self.groups for pair in zip(group.names, group.shards, strict=True))
         #: What is trained, by name, in the order of definition.
-        self.sharded = {name: p for name, p in _named_parameters(module) if isinstance(p, DTensor) and p.requires_grad}
+        self.sharded = {name: p for name, p in named_parameters(module) if isinstance(p, DTensor) and p.requires_grad}
         self.shards = {name: every[name] for name in self.sharded}  # this rank's of each
-        self._begin: list[Callable[..., object]] = []
-        self._end: list[Callable[..., object]] = []
         self._handed_over: list[tuple[ShardGroup, ShardBucket, list[Tensor | None]]] = []  # in this backward
         self._is_in_backward = False  # whose end this object is told
         self._is_closed = False
@@ -132,30 +98,13 @@ class ShardedModel:
         """This rank's shards of what is trained."""
         return iter(self.shards.values())
 
-    def register_forward_pre_hook(self, hook: Callable[..., object]) -> "_Handle":
-        return _Handle(self._begin, hook)
-
-    def register_forward_hook(self, hook: Callable[..., object], always_call: bool) -> "_Handle":
-        del always_call
-        return _Handle(self._end, hook)
-
-    def begin_forward(self) -> None:
-        """To be called before a forward of ``module``."""
-        for hook in self._begin:
-            hook(self.module)
-
-    def end_forward(self) -> None:
-        """To be called after a forward of ``module``."""
-        for hook in self._end:
-            hook(self.module)
-
     def average_with(self, hand_over: Callable[[PendingBucket], object], exchange: Callable[[], Exchange]) -> None:
         """Hand every gradient to ``hand_over`` from now on, for the engine that ``exchange`` returns."""
         self._hand_over, self._exchange = hand_over, exchange
         for module in self.module.modules():
             if not isinstance(module, FSDPModule):
                 continue
-            for fsdp in _fsdp_groups(module):
+            for fsdp in fsdp_groups(module):
                 group = next((g for g in self.groups if g.fsdp is fsdp), None)
                 module.set_all_reduce_hook(partial(self._take, group) if group else _refuse_thawed)
 
@@ -196,10 +145,10 @@ class ShardedModel:
         if not group.fsdp.all_reduce_grads:
             group.is_deferred = True
             return
-        _check_factors(group)
+        check_factors(group)
         trained = [p.requires_grad for p in group.parameters]
         if reduced.numel() != sum(group.padded_sizes):
-            reduced = _with_zeros(reduced, group, trained)
+            reduced = with_zeros(reduced, group, trained)
         if any(group is other for other, *_ in self._handed_over):  # once more in this backward
             self._end_backward()
         if not self._handed_over and not self._is_in_backward:
@@ -265,118 +214,9 @@ def _broadcast(x: Tensor, source: int, group: Any) -> None:
             x.copy_(sent)
 
 
-def _with_zeros(reduced: Tensor, group: ShardGroup, trained: Sequence[bool]) -> Tensor:
-    """What FSDP has ``reduced`` of the parameters that are ``trained`` now, with zeros for those frozen meanwhile."""
-    sizes = [size for size, is_trained in zip(group.padded_sizes, trained, strict=True) if is_trained]
-    if reduced.numel() == sum(sizes):
-        parts = iter(reduced.split(sizes))
-        return torch.cat(
-            [
-                next(parts) if is_trained else reduced.new_zeros(size)
-                for size, is_trained in zip(group.padded_sizes, trained, strict=True)
-            ]
-        )
-    raise RuntimeError(
-        "a backward that reaches a module given to fully_shard must give a gradient to every parameter of it that was "
-        f"trained when the strategy was set up, and to no other; of the module with {', '.join(group.names[:3])} it "
-        "did not. Call fully_shard by itself on the part that may be unused, or is thawed later; or, for unused ones, "
-        "from PyTorch 2.13 on set_reduce_scatter_unused_params(True) on the module."
-    )
-
-
 def _refuse_thawed(reduced: Tensor) -> None:
     del reduced
     raise RuntimeError(
         "parameters that are trained must be so when the strategy is set up, since it averages no others; got a "
         "gradient of a module whose parameters were all frozen then. Freeze them in on_train_start at the earliest."
     )
-
-
-def _check_factors(group: ShardGroup) -> None:
-    """Raise a RuntimeError where FSDP changes a gradient after its hook, or divides it by a number of the user's."""
-    for setting in ("gradient_divide_factor", "force_sum_reduction_for_comms"):
-        if given := getattr(group.fsdp, setting, None):
-            raise RuntimeError(
-                f"set_{setting} must not be called on a sharded model that this strategy averages: gradients are means "
-                f"over all ranks here; got {given} for the module with {group.names[0]}. Leave it out."
-            )
-
-
-class _Handle:
-    def __init__(self, hooks: list[Callable[..., object]], hook: Callable[..., object]) -> None:
-        self._hooks, self._hook = hooks, hook
-        hooks.append(hook)
-
-    def remove(self) -> None:
-        if self._hook in self._hooks:
-            self._hooks.remove(self._hook)
-
-
-def _named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    for name, p in module.named_parameters():
-        yield name.replace("_orig_mod.", ""), p
-
-
-def _fsdp_groups(module: FSDPModule) -> list[Any]:
-    """FSDP's groups of the parameters of one call of ``fully_shard``: one, unless their meshes differ."""
-    state: Any = module._get_fsdp_state()
-    groups: list[Any] = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # before PyTorch 2.12
-    return [group for group in groups if group is not None]
-
-
-def _shard_groups(module: nn.Module, mesh: DeviceMesh) -> Iterator[ShardGroup]:
-    """The groups of trained parameters, in the order in which backward reaches their modules."""
-    name_of = {p: name for name, p in _named_parameters(module)}
-    found: dict[int, Any] = {}
-    for name, child in module.named_modules():
-        if isinstance(child, FSDPModule):
-            of_child = _fsdp_groups(child)
-            if len(of_child) > 1:
-                raise ValueError(
-                    f"fully_shard({name or 'the model'}) must make one group of parameters; got {len(of_child)}, from "
-                    "a shard_placement_fn that returns several meshes, of which FSDP calls no hook. Give one mesh."
-                )
-            found.update((id(group), group) for group in of_child)
-    sharded: set[Tensor] = set()
-    for fsdp in reversed(found.values()):
-        trained = [each for each in fsdp.fsdp_params if each.sharded_param.requires_grad]
-        parameters = [each.sharded_param for each in trained]
-        sharded.update(parameters)
-        if not trained:
-            continue
-        names = [name_of[p] for p in parameters]
-        _check_group(names, parameters, fsdp, mesh)
-        sizes = [each.padded_sharded_param_size.numel() for each in trained]
-        yield ShardGroup(names, parameters, [p.to_local().detach() for p in parameters], fsdp, sizes)
-    if plain := [name for p, name in name_of.items() if p.requires_grad and p not in sharded]:
-        raise ValueError(
-            f"every parameter that is trained must be sharded; got {', '.join(plain[:3])}"
-            f"{', ...' if len(plain) > 3 else ''} unsharded, which nothing would average. Call fully_shard on the "
-            'module that has them too, at last on the whole model: fully_shard(model, mesh=self.device_mesh["shard"]).'
-        )
-
-
-def _check_group(names: Sequence[str], parameters: Sequence[Any], fsdp: Any, mesh: DeviceMesh) -> None:
-    """Raise a ValueError for what cannot be averaged here."""
-    for name, p in zip(names, parameters, strict=True):
-        if p.device_mesh != mesh[SHARD]:
-            raise ValueError(
-                f'{name} must be sharded over the mesh\'s dimension "shard" alone: fully_shard(module, '
-                f'mesh=self.device_mesh["shard"]); got {p.device_mesh}. What crosses nodes is this strategy\'s to send.'
-            )
-        if getattr(p, "_post_accumulate_grad_hooks", None):
-            raise ValueError(
-                f"{name} must have no hook that runs once its gradient is accumulated, since that is before replicas "
-                "have averaged it; got one. Step the optimizer after backward."
-            )
-    if any(each.offload_to_cpu for each in fsdp.fsdp_params):
-        raise ValueError(
-            f"offload_policy must not be CPUOffloadPolicy: what is unsent lies beside the shards; got it for {names[0]}"
-            ". Leave it out."
-        )
-    dtype = fsdp.mp_policy.reduce_dtype or fsdp.mp_policy.param_dtype or parameters[0].dtype
-    if dtype == torch.float16 or parameters[0].dtype == torch.float16:
-        raise ValueError(
-            f"gradients must be reduced in float32 or bfloat16; got float16 for {names[0]}, which FSDP scales before "
-            "and after. Give MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)."
-        )

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_sparse.engine.sharded_model import ShardedModel
-from lightning_sparse.hsdp import ShardedHook, options_of
+from lightning_sparse.sharded_hook import ShardedHook, options_of
 
 Shard = Callable[..., Any]  # fully_shard over the right mesh
 
@@ -67,10 +67,10 @@ class Sharded:
             generator = torch.Generator().manual_seed(1000 * step + 10 * dist.get_rank() + batch)
             x = torch.randn(4, 9, generator=generator)
             if self.hooked:
-                self.sharded.begin_forward()
+                self.hook.begin_forward()
             loss = _loss(root, x)
             if self.hooked:
-                self.sharded.end_forward()
+                self.hook.end_forward()
             loss.backward()
         torch.nn.utils.clip_grad_norm_(root.parameters(), 1.0)
         self.optimizer.step()
@@ -144,8 +144,8 @@ def backward(training: Sharded, step: int) -> None:
     """One backward, on data of this rank's own."""
     x = torch.randn(4, 9, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
     if training.hooked:
-        training.sharded.begin_forward()
+        training.hook.begin_forward()
     loss = training.module(x).square().mean()
     if training.hooked:
-        training.sharded.end_forward()
+        training.hook.end_forward()
     loss.backward()

@@ -1,0 +1,100 @@
+"""The engine put on a model that FSDP2 shards: what the strategies for the Trainer and for Fabric share."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_sparse.auto.policy import Auto
+from lightning_sparse.auto.switch import Switch
+from lightning_sparse.checkpoint.sharded import gather, restore
+from lightning_sparse.checkpoint.state import RESIDUALS
+from lightning_sparse.checks import check_one_of
+from lightning_sparse.compressors import Compressor
+from lightning_sparse.engine.groups import make_groups, pieces_of
+from lightning_sparse.engine.shard_groups import SHARD
+from lightning_sparse.engine.sharded_model import ShardedModel
+from lightning_sparse.hook import SparseHook
+from lightning_sparse.network.process_groups import ProcessGroups
+from lightning_sparse.network.torch_comm import world
+from lightning_sparse.options import Options
+
+
+class ShardedHook(SparseHook):
+    """Averages the shards of a model over its replicas, from now on; to be made on every rank.
+
+    Each call of ``fully_shard`` is a group, or with ``sparse_auto`` LayerFusion makes the groups.
+    """
+
+    _wrapper, _members, _to_freeze = "the strategy", "replicas of a shard", ""
+
+    def __init__(self, model: ShardedModel, options: Options, timeout: Any) -> None:
+        options.agree(model.module, world(), 1, False, None)
+        self.model = model
+        ddp = cast(DistributedDataParallel, model)  # of which it is all that is needed
+        groups = ProcessGroups(ddp, timeout, columns=model.columns)
+        self._put_on(ddp, options, None, groups, may_be_local=False, evaluates=lambda module: not module.training)
+        if options.policy is None:
+            compressor = self._course.switch.way.compressor
+            piece = {each.name: each for each in pieces_of(model.shards, compressor)}
+            parts = [[piece[n] for n in g.names if piece[n].dense == d] for g in model.groups for d in (False, True)]
+            self.exchange.lay_out(make_groups(model.shards, compressor, [part for part in parts if part]))
+
+    @staticmethod
+    def _parameters_of(ddp: DistributedDataParallel) -> Mapping[str, Tensor]:
+        return cast(ShardedModel, ddp).shards
+
+    @staticmethod
+    def _register(ddp: DistributedDataParallel, switch: Switch) -> None:
+        cast(ShardedModel, ddp).average_with(switch.hand_over, lambda: switch.exchange)
+
+    def _watch(self, ddp: DistributedDataParallel) -> list[RemovableHandle]:
+        return []  # a strategy calls what follows, since a training step need not be a forward of what is sharded
+
+    def begin_forward(self) -> None:
+        """To be called before a forward that trains."""
+        self._before_forward(self.model.module)
+
+    def end_forward(self) -> None:
+        """To be called after it."""
+        self._after_forward()
+
+    def state_dict(self, residuals: str = "per_rank", optimizers: Sequence[Optimizer] = ()) -> dict[str, Any]:
+        """Return what the ranks have not sent, complete on rank 0; to be called on every rank, between two steps."""
+        check_one_of("residuals", residuals, RESIDUALS[:2])
+        return self.gather(residuals, folder=False)[0]
+
+    def load_state_dict(
+        self, state: Mapping[str, Any] | None, optimizers: Sequence[Optimizer] = (), is_loaded: bool = False
+    ) -> None:
+        """Set what this rank has not sent from what :meth:`state_dict` returned on rank 0; None sets it to zero."""
+        self.restore(state, None)
+
+    def close(self) -> None:
+        super().close()
+        self.model.close()
+
+    def gather(self, residuals: str, folder: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What a checkpoint keeps, and tensors to be written beside one that is a ``folder``; see :func:`gather`."""
+        state = self._course.state()
+        return gather(self.exchange, self.model, residuals, self._as_saved, state, folder)
+
+    def restore(self, said: Mapping[str, Any] | None, folder: Path | None) -> None:
+        """Go on with what was saved, in a distributed checkpoint if it is in a ``folder``."""
+        if said is not None:
+            plans = said["plans"]
+            self._course.resume(plans[self.model.mesh[SHARD].get_local_rank() % len(plans)], said["steps"])
+        restore(said, folder, self.exchange, self.model, self._as_saved)
+
+
+def options_of(
+    compressor: Compressor | Auto | str, wire_dtype: str | None, warmup_steps: int, residuals: str = "per_rank"
+) -> Options:
+    """The options of a strategy for sharded models, validated."""
+    is_chosen = isinstance(compressor, Auto) or compressor == "sparse_auto"
+    fusion = "layer" if is_chosen else "bucket"
+    return Options.of(compressor, fusion, wire_dtype=wire_dtype, warmup_steps=warmup_steps, residuals=residuals)
