@@ -66,6 +66,8 @@ class ShardedModel:
     join_hook: Any = None
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        if not hasattr(FSDPModule, "set_all_reduce_hook"):
+            raise ValueError(f"PyTorch must be 2.7 or newer for sharded models; got {torch.__version__}. Upgrade it.")
         self.module, self.mesh, self.shard_size = module, mesh, mesh[SHARD].size()
         for each in module.modules():
             if isinstance(each, FSDPModule):
