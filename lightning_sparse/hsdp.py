@@ -90,7 +90,8 @@ class HSDPMixin(OnMesh, _Base):
         for name, size in (("replicate_size", replicate_size), ("shard_size", shard_size)):
             if size != "auto":
                 check_whole(name, size, 1, "Or leave it out.")
-        if unknown := [name for name in kwargs if name not in GIVEN_TO_LIGHTNING]:
+        # A config file names all that Lightning's strategy takes, "auto" where nothing was given.
+        if unknown := [name for name, given in kwargs.items() if name not in GIVEN_TO_LIGHTNING and given != "auto"]:
             raise TypeError(
                 f"{unknown[0]} must be an option of SparseHSDPStrategy, or one of {', '.join(GIVEN_TO_LIGHTNING)}; got "
                 f"{unknown[0]}={kwargs[unknown[0]]!r}. {NOT_HERE.get(unknown[0], 'Leave it out, or correct its name.')}"
