@@ -5,10 +5,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import lightning_sparse as ls
@@ -20,6 +21,9 @@ from tests.support.processes import Ranks
 from tests.support.sharded import Net, Shard, Sharded, backward, mesh
 
 MESHES = ((2, 2), (4, 1), (1, 4))
+beside_native = pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"), reason="this PyTorch's own HSDP needs NCCL"
+)
 
 
 # - as PyTorch
@@ -38,6 +42,7 @@ def _as_native(rank: int, size: int) -> None:
             ours.close()
 
 
+@beside_native
 def test_dense_sums_in_float32_are_those_of_native_hsdp(ranks: Ranks) -> None:
     """Bit for bit on 2x2 and 1x4, with clipping by the global norm, also where gradients are accumulated."""
     ranks.run(_as_native, 4, gloo=True)
@@ -156,6 +161,7 @@ def _kinds(rank: int, size: int) -> None:
         ours.close()
 
 
+@beside_native
 def test_what_fsdp_can_do_is_done(ranks: Ranks) -> None:
     ranks.run(_kinds, 4, gloo=True)
 
@@ -205,6 +211,7 @@ def _twice(rank: int, size: int) -> None:
     ours.close()
 
 
+@beside_native
 def test_a_second_backward_adds_its_mean_to_the_first(ranks: Ranks) -> None:
     ranks.run(_twice, 4, gloo=True)
 
