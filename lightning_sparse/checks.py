@@ -108,3 +108,8 @@ def check_setting(compressor: object, name: str, valid: bool, must: str) -> None
     """Raise a ValueError that names the compressor and the value of its setting ``name`` unless it is ``valid``."""
     if not valid:
         raise ValueError(f"{type(compressor).__name__}: {name} must be {must}; got {getattr(compressor, name)!r}.")
+
+
+def uncompiled(name: str) -> str:
+    """The name of a parameter or buffer without what ``torch.compile`` adds to it."""
+    return name.replace("_orig_mod.", "")

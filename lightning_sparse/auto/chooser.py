@@ -56,8 +56,9 @@ def _shared(
     if not candidates:
         return []
     own = [vars(forecast(candidate)) for candidate in candidates[exchange.rank :: exchange.size]]
-    told = exchange.tell(json.dumps([{name: x for name, x in each.items() if name != "candidate"} for each in own]))
-    every = [json.loads(each) for each in told]
+    numbers = [{name: x for name, x in each.items() if name != "candidate"} for each in own]
+    texts = exchange.gather_text(json.dumps(numbers))
+    every = [json.loads(each) for each in texts]
     return [Forecast(c, **every[i % exchange.size][i // exchange.size]) for i, c in enumerate(candidates)]
 
 

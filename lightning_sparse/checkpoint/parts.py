@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.checkpoint.optimizers import set_tensors, tensors_everywhere
 from lightning_sparse.checkpoint.state import State, mean_used
+from lightning_sparse.checks import uncompiled
 from lightning_sparse.engine.checksum import checksum
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.network.agreement import ranks_having
@@ -32,7 +33,7 @@ class Parts:
     @property
     def tensors(self) -> dict[str, Tensor]:
         named = chain(self.module.named_parameters(), self.module.named_buffers())
-        return {name.replace("_orig_mod.", ""): x for name, x in named}
+        return {uncompiled(name): x for name, x in named}
 
     def others(self, exchange: Exchange) -> dict[str, Tensor]:
         """What a checkpoint keeps and ``exchange`` does not average, by name.

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_sparse.checks import uncompiled
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.gradients import GradientExchange
@@ -87,7 +88,7 @@ def averaged_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
                 "to send a part of."
             )
     parameters = {
-        name.replace("_orig_mod.", ""): parameter  # torch.compile's
+        uncompiled(name): parameter
         for name, parameter in ddp.module.named_parameters()
         if parameter.requires_grad and name not in ddp.parameters_to_ignore
     }

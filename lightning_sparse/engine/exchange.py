@@ -175,7 +175,7 @@ class Exchange(Around, ABC):
         """The result of one message, launched on the first lane between two steps, on every rank."""
         return self.on_lanes(lambda lane: launch(lane.comm).wait(), lanes=1)[0]
 
-    def tell(self, text: str) -> list[str]:
+    def gather_text(self, text: str) -> list[str]:
         """Return what each rank says, by rank; to be called between two steps, on every rank."""
         return self.on_lanes(lambda lane: everywhere(text, lane.comm, self.device), lanes=1)[0]
 

@@ -17,7 +17,7 @@ from lightning_sparse.network.costs import Link, hops, traffic
 FEW, MANY, MOST = 2**8, 2**16, 2**20  # Elements of a sum that takes its latency alone, and of those that tell the rate.
 RUNS = 3  # Runs of each.
 SLOW_S = 0.02  # Seconds of a message that is timed once: there, runs differ little beside it.
-IMMEASURABLE = 1e-11  # Seconds for a byte, or less, of a link whose rate cannot be told: 800 Gbit/s.
+IMMEASURABLE = 1e-11  # Seconds for a byte, or less, of a link whose rate cannot be measured: 800 Gbit/s.
 
 
 class NoClock(Exception):

@@ -5,6 +5,7 @@ R = replicas of the model, S = shards of each; see ``sharded_model.py``.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+
+from lightning_sparse.checks import uncompiled
 
 REPLICATE, SHARD = "replicate", "shard"  # dimensions of the mesh
 
@@ -30,23 +33,26 @@ class ShardGroup:
 
     def places(self, reduced: Tensor) -> list[Tensor]:
         """The gradient of each shard, of its shape, in what FSDP has reduced."""
-        offsets = [sum(self.padded_sizes[:i]) for i in range(len(self.shards))]
-        return [
-            reduced.as_strided(shard.shape, shard.stride(), reduced.storage_offset() + offset)
-            for shard, offset in zip(self.shards, offsets, strict=True)
-        ]
+        offsets = accumulate(self.padded_sizes, initial=int(reduced.storage_offset()))
+        places = zip(self.shards, offsets, strict=False)  # the last offset is the end
+        return [reduced.as_strided(shard.shape, shard.stride(), offset) for shard, offset in places]
 
     def gradients(self) -> list[Tensor | None]:
         """What is in ``.grad`` of each parameter, this rank's shard of it."""
-        return [p.grad.to_local() if isinstance(p.grad, DTensor) else None for p in self.parameters]
+        return [_own_gradient(p) for p in self.parameters]
 
     def set_gradient(self, i: int, gradient: Tensor) -> None:
         """Have ``.grad`` of a parameter hold this rank's shard ``gradient``."""
-        p, own = self.parameters[i], self.gradients()[i]
+        p = self.parameters[i]
+        own = _own_gradient(p)
         if own is None:
             p.grad = as_dtensor(gradient, p)
         elif own.data_ptr() != gradient.data_ptr():
             own.copy_(gradient)
+
+
+def _own_gradient(p: DTensor) -> Tensor | None:
+    return p.grad.to_local() if isinstance(p.grad, DTensor) else None
 
 
 def as_dtensor(shard: Tensor, like: DTensor) -> DTensor:
@@ -58,7 +64,7 @@ def as_dtensor(shard: Tensor, like: DTensor) -> DTensor:
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Each parameter of ``module``, under the name that it has where nothing is compiled."""
     for name, p in module.named_parameters():
-        yield name.replace("_orig_mod.", ""), p
+        yield uncompiled(name), p
 
 
 def fsdp_groups(module: FSDPModule) -> list[Any]:

@@ -80,7 +80,7 @@ class ShardedModel:
         self.sharded = {name: p for name, p in named_parameters(module) if isinstance(p, DTensor) and p.requires_grad}
         self.shards = {name: every[name] for name in self.sharded}  # this rank's of each
         self._handed_over: list[tuple[ShardGroup, ShardBucket, list[Tensor | None]]] = []  # in this backward
-        self._is_in_backward = False  # whose end this object is told
+        self._is_in_backward = False  # within `backward`, which sees where it ends
         self._is_closed = False
         self._synchronise()
 
@@ -191,13 +191,14 @@ class ShardedModel:
                 self._pass_on(group, None)
         handed_over, self._handed_over = self._handed_over, []
         here = {id(shard) for _, bucket, _ in handed_over for shard in bucket.used}
-        flags = torch.tensor([float(id(shard) in here) for shard in self.shards.values()]).to(handed_over[0][1].buffer)
-        replicas_using = self._exchange().ask_beside(lambda comm: comm.all_reduce(flags.float()))
+        exchange, shards = self._exchange(), self.shards.values()
+        flags = torch.tensor([float(id(shard) in here) for shard in shards], device=exchange.device)
+        replicas_using = exchange.ask_beside(lambda comm: comm.all_reduce(flags))
         for _, bucket, _ in handed_over:
             bucket.future.wait()
         used = here
         if len(here) < len(flags):  # else nobody needs to know
-            used = {id(x) for x, n in zip(self.shards.values(), replicas_using.result().tolist(), strict=True) if n}
+            used = {id(shard) for shard, n in zip(shards, replicas_using.result().tolist(), strict=True) if n}
         for group, bucket, earlier in handed_over:
             for i, (place, mean) in enumerate(zip(bucket.places, earlier, strict=True)):
                 if id(group.shards[i]) not in used:  # on no replica

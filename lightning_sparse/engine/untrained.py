@@ -7,6 +7,7 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
+from lightning_sparse.checks import uncompiled
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.dense import Exact
 from lightning_sparse.compressors.group import Group
@@ -129,7 +130,7 @@ def untrained_of(module: nn.Module, ignored: set[str]) -> dict[str, Find]:
             full = f"{prefix}.{name}" if prefix else name
             watched = tensor is not None and tensor.is_floating_point() and not tensor.requires_grad
             if watched and full not in ignored:
-                found[full.replace("_orig_mod.", "")] = _Find(module, prefix, name, tensor.shape)
+                found[uncompiled(full)] = _Find(module, prefix, name, tensor.shape)
     return found
 
 

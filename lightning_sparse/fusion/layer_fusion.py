@@ -228,7 +228,7 @@ class LayerFusion:
                 planned = json.dumps([groups, [names]] if one_group else [groups])
             except Exception as error:  # a plan is a gain, not a need; and the others wait for this rank
                 rank_zero_warn(f"LayerFusion: no plan could be made; the groups stay as they are. {error!r}")
-        planned = exchange.tell(planned)[0]
+        planned = exchange.gather_text(planned)[0]
         if not planned:
             return [stay]
         return [

@@ -171,7 +171,7 @@ class Alone:
     def ask(self, launch: Callable[[Comm], Pending]) -> Tensor:
         return launch(self._comm).wait()
 
-    def tell(self, text: str) -> list[str]:
+    def gather_text(self, text: str) -> list[str]:
         return [text]
 
 

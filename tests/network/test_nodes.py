@@ -148,13 +148,13 @@ def test_an_overflow_on_any_rank_of_a_node_undoes_the_step_everywhere(ranks: Ran
         assert trace[2][1].isfinite().all()
 
 
-def told(rank: int, size: int) -> list[str]:
+def gathered_text(rank: int, size: int) -> list[str]:
     ddp = DistributedDataParallel(nn.Linear(3, 2))
     hook = ls.SparseHook(ddp, "sparse_dense", process_groups=ProcessGroups(ddp, local_size=2))
-    said = hook.exchange.tell("0123456789"[: (7, 10, 3, 0)[rank]])
+    said = hook.exchange.gather_text("0123456789"[: (7, 10, 3, 0)[rank]])
     hook.close()
     return said
 
 
 def test_of_a_node_the_first_rank_speaks_whatever_the_others_have_to_say(ranks: Ranks) -> None:
-    assert ranks.run(told, 4, gloo=True) == [["0123456", "012"]] * 4
+    assert ranks.run(gathered_text, 4, gloo=True) == [["0123456", "012"]] * 4
