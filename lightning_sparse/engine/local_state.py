@@ -11,6 +11,7 @@ from lightning_sparse.engine.adam import MeanMoments
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.engine.replica import Find, Replica
+from lightning_sparse.engine.scratch import Scratch
 from lightning_sparse.engine.second_moments import SecondMoments
 from lightning_sparse.engine.untrained import Comparison, Untrained, replicas_of
 from lightning_sparse.engine.weights import Weights
@@ -35,7 +36,8 @@ class LocalState(Exchange):
         super().__init__(groups, comms, threaded=threaded)
         self.settings = settings
         of = zip(groups, fragments, strict=True)
-        self.weights = Weights([Replica(group, c, fragment, settings) for (group, c), fragment in of])
+        scratch = Scratch()
+        self.weights = Weights([Replica(group, c, i, settings, scratch=scratch) for (group, c), i in of])
         self.moments = SecondMoments(self.groups if settings.second_moments == "mean" else ())
         self.mean_moments = MeanMoments(self.moments)
         self.untrained = Untrained(untrained)  # and not averaged so far

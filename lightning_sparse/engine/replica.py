@@ -11,6 +11,7 @@ from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.dense import Exact
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.local_steps import LocalSteps
+from lightning_sparse.engine.scratch import Scratch
 from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.selection.sparse import Sparse, dense
 
@@ -39,9 +40,17 @@ class Replica:
     """
 
     def __init__(
-        self, group: Group, compressor: Compressor, fragment: int, settings: LocalSteps, find: Sequence[Find] = ()
+        self,
+        group: Group,
+        compressor: Compressor,
+        fragment: int,
+        settings: LocalSteps,
+        find: Sequence[Find] = (),
+        scratch: Scratch | None = None,
     ) -> None:
         """Start from what the parameters hold; ``find`` finds tensors that no optimizer trains, where they are now."""
+        self._scratch = scratch or Scratch()
+        self._lent: list[Tensor] = []  # from take_up to apply
         self.group, self.compressor, self.fragment = group, compressor, fragment
         dtypes = {p.dtype for p in group.parameters}
         self.average = group.unsent.to(torch.float64 if torch.float64 in dtypes else torch.float32, copy=True)
@@ -52,7 +61,7 @@ class Replica:
         self._set_meanwhile: set[int] = set()  # places of parameters whose x̄ was set since then
         self._left_out: Tensor | None = None  # [n] bool, of what no optimizer trains, elements that are not averaged
         self._velocity: Tensor | None = None  # of the outer step [n]
-        self._next: tuple[Tensor | Sparse, Tensor | None] | None = None  # x̄ or what it moves by; and the velocity
+        self._next: tuple[Tensor | Sparse, Tensor | None] | None = None  # what x̄ moves by; and the velocity
         self._memory: Mapping[str, Tensor] | None = None  # the compressor's, when the group was taken up
         self._decay = None if find and isinstance(compressor, Exact) else settings.error_decay
         # [n], what is unsent and not in the weights: what half precision cannot hold of them, or all with error_decay.
@@ -95,34 +104,40 @@ class Replica:
             self.group.step = turn
         return turn is not None
 
-    def unsent(self, own: Sequence[Tensor]) -> Tensor:
+    def unsent(self, own: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
         """What is unsent where this rank's own weights are ``own``: x_r - x̄ [n], in the precision of x̄."""
-        flat = torch.empty_like(self.average)
-        for weights, slot in zip(own, self.group.slots(flat), strict=True):
-            slot.view(weights.shape).copy_(weights.detach())
-        flat -= self.average
+        flat = torch.empty_like(self.average) if out is None else out
+        slots = self.group.slots(flat)
+        for weights, average, slot in zip(own, self.averages(), slots, strict=True):
+            torch.sub(weights.detach().to(flat.dtype), average, out=slot.view(weights.shape))
         return flat if self._aside is None else flat.add_(self._aside)
+
+    def _borrow(self) -> Tensor:
+        self._lent.append(self._scratch.take(self.average))
+        return self._lent[-1]
 
     @torch.no_grad()
     def take_up(self, size: int) -> None:
         """Set ``unsent`` to x_r - x̄."""
+        self._end()
         group = self.group
-        self._own = [parameter.detach().clone() for parameter in self.tensors()]
+        tensors, slots = self.tensors(), group.slots(self._borrow())  # which can hold what is of another type exactly
+        self._own = [slot.view(p.shape).copy_(p.detach()) for p, slot in zip(tensors, slots, strict=True)]
         self._set_meanwhile.clear()
         self._memory = {key: kept.clone() for key, kept in group.memory.items()}
         group.weights = self._own
-        difference = self.unsent(self._own)
+        difference = self.unsent(self._own, out=self._borrow())
         if self._find:
             self._leave_out(difference)
         group.unsent.zero_()
-        slots = zip(group.slots(difference), group.shapes, strict=True)
-        self.compressor.accumulate(group, [slot.view(shape) for slot, shape in slots], size)
+        parts = zip(group.slots(difference), group.shapes, strict=True)
+        self.compressor.accumulate(group, [part.view(shape) for part, shape in parts], size)
 
     def _leave_out(self, difference: Tensor) -> None:
         """Send nothing of what is not finite, such as a mask; what statistics start from anew is sent whole."""
         if isinstance(self.compressor, Exact):  # sums it all the same, so that every rank knows where one is not finite
             started = ~self.average.isfinite()
-            difference[started] = torch.cat([x.reshape(-1) for x in self._own])[started].to(difference.dtype)
+            difference[started] = self._lent[0][started]
             return
         self._left_out = ~difference.isfinite()
         difference.masked_fill_(self._left_out, 0.0)
@@ -142,20 +157,20 @@ class Replica:
         if isinstance(total, Sparse) and not momentum:
             self._next = Sparse(total.index.clone(), (total.values / size * rate).to(self.average.dtype)), None
             return
-        mean, velocity = dense(total, self.group.n) / size, self._velocity
-        if self._find and isinstance(self.compressor, Exact):
-            self._next = self._of_statistics(mean), None
-            return
-        if momentum:
+        total, velocity, moves_by = dense(total, self.group.n), self._velocity, self._lent[-1]  # no longer in use
+        if not momentum:
+            torch.div(total, size / rate, out=moves_by)
+        else:
+            mean = total / size
             velocity = mean.clone() if velocity is None else velocity.mul(momentum).add_(mean)
-            mean += velocity * momentum
-        self._next = (mean * rate if rate != 1 else mean) + self.average, velocity
+            torch.mul(mean.add_(velocity, alpha=momentum), rate, out=moves_by)
+        self._next = moves_by, velocity
 
-    def _of_statistics(self, mean: Tensor) -> Tensor:
-        """The next x̄ of statistics, which take no outer step; it stays where a rank has one that is not finite."""
+    def _move_statistics(self, mean: Tensor) -> None:
+        """Move x̄ of statistics, which take no outer step; it stays where a rank has one that is not finite."""
         self._left_out = ~mean.isfinite()
         start = torch.where(self.average.isfinite(), self.average, 0.0)
-        return torch.where(self._left_out, self.average, start + mean)
+        self.average = torch.where(self._left_out, self.average, start + mean)
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -166,8 +181,10 @@ class Replica:
         set_meanwhile = {place: self.averages()[place].clone() for place in self._set_meanwhile}
         if isinstance(step, Sparse):
             self.average.index_add_(0, step.index, step.values)
+        elif self._find and isinstance(self.compressor, Exact):
+            self._move_statistics(step)
         else:
-            self.average = step
+            self.average += step
         unsents = self.group.slots(self.group.unsent)
         for i, (parameter, own) in enumerate(zip(self.tensors(), self._own, strict=True)):
             if i in set_meanwhile:
@@ -185,6 +202,9 @@ class Replica:
     def _end(self) -> None:
         """Forget what was under way."""
         self._own, self._next, self._left_out, self._memory, self.group.weights = [], None, None, None, None
+        for each in self._lent:
+            self._scratch.give(each)
+        self._lent = []
 
     def _set(self, place: int, parameter: Tensor, own: Tensor, average: Tensor, unsent: Tensor) -> None:
         if parameter.dtype == torch.float32 and self._left_out is None and self._aside is None:
