@@ -95,7 +95,7 @@ class Auto:
         candidates: to choose from: each a :class:`Candidate`, or a compressor that averages gradients.
         start: the compressor that averages until one is chosen; dense sums in int4, which cost hardly any loss, and not
             much time on a slow link.
-        at_most: by what part the loss may be expected above dense training's after as many steps: 0.02 for 2 %; None:
+        at_most: by what part the loss may be expected above dense training's after as many steps: 0.05 for 5 %; None:
             what is soonest is taken, whatever it loses in a step.
 
     Raises:
@@ -105,7 +105,7 @@ class Auto:
 
     candidates: tuple[Candidate | Compressor, ...] = CANDIDATES
     start: Compressor = field(default_factory=lambda: Candidate(Dense(), "int4").averaging)
-    at_most: float | None = None
+    at_most: float | None = 0.05
 
     def __post_init__(self) -> None:
         if not is_list(self.candidates) or not self.candidates:

@@ -257,7 +257,7 @@ def test_what_cannot_be_soonest_is_not_tried(choose: Any) -> None:
     assert [f.candidate for f in chooser.forecasts if f.delivered is None] == [TOPK]
 
 
-@pytest.mark.parametrize("at_most", [None, 0.5, 0.0])
+@pytest.mark.parametrize("at_most", [None, ls.Auto().at_most, 0.0])
 def test_a_limit_of_the_loss_is_kept_and_what_it_costs_is_said(
     monkeypatch: pytest.MonkeyPatch, at_most: float | None
 ) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from lightning_sparse.auto.chooser import EXACT, soonest
 from lightning_sparse.auto.forecast import Forecast
 from lightning_sparse.auto.more_steps import likely
-from lightning_sparse.auto.policy import Candidate
+from lightning_sparse.auto.policy import Auto, Candidate
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Advice:
 def advise_on(forecasts: Sequence[Forecast]) -> list[Advice]:
     """Return a row for DDP, and one for each candidate; those that cannot be soonest were not tried."""
     dense = next(f for f in forecasts if f.candidate == EXACT)
-    chosen = soonest([f for f in forecasts if f.delivered is not None])
+    chosen = soonest([f for f in forecasts if f.delivered is not None], Auto.at_most)
     found = [Advice("ddp", dense.buckets_s, dense.sent_bytes, dense.limit, 1.0, 0.0, 1.0, False)]
     for f in forecasts:
         more = None if f.delivered is None else f.more_steps
