@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.hook import SparseHook
+from lightning_sparse.loss_watch import WatchesLoss
 from lightning_sparse.options import Options
 from lightning_sparse.signals import MeetsAtSignals
 
@@ -22,7 +23,7 @@ else:
     _Base = object
 
 
-class ShowsAverage(MeetsAtSignals, _Base):
+class ShowsAverage(MeetsAtSignals, WatchesLoss, _Base):
     """The part of a strategy that has the parameters hold the average wherever they are not trained."""
 
     options: Options
