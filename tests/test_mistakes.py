@@ -55,6 +55,20 @@ def test_a_misspelt_setting_is_answered_with_the_right_one() -> None:
         ls.Dense(density=0.1)  # type: ignore[call-arg]  # a mistake
 
 
+@dataclasses.dataclass(frozen=True, init=False)
+class Percent(ls.Dense):
+    density: float
+
+    def __init__(self, percent: float) -> None:
+        object.__setattr__(self, "density", percent / 100)
+
+
+def test_a_compressor_of_ones_own_may_be_made_of_other_arguments() -> None:
+    assert Percent(percent=5).density == 0.05
+    with pytest.raises(TypeError, match=r"precent must be one of its settings, percent; got .* Did you mean percent"):
+        Percent(precent=5)  # type: ignore[call-arg]  # a mistake
+
+
 def test_the_trainers_strategy_given_to_fabric_and_the_other_way_round_name_the_right_one() -> None:
     for given in (ls.SparseDDPStrategy("micro"), ls.SparseHSDPStrategy("micro")):
         with pytest.raises(TypeError, match=f"With Fabric use lightning_sparse.fabric.{type(given).__name__}"):

@@ -2,9 +2,10 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import cached_property
+from inspect import signature
 
 import torch
 from torch import Tensor
@@ -43,8 +44,10 @@ class Compressor(ABC):
 
     def __new__(cls, *_: object, **settings: object) -> "Compressor":
         """Refuse what is not a setting, by its name."""
-        known = [each.name for each in fields(cls) if each.init] if is_dataclass(cls) else [*settings]
-        if unknown := [name for name in settings if name not in known]:
+        takes = list(signature(cls.__init__).parameters.values())[1:]
+        known = [each.name for each in takes]
+        unknown = [name for name in settings if name not in known]
+        if unknown and not any(each.kind is each.VAR_KEYWORD for each in takes):
             raise TypeError(_no_setting(cls.__name__, unknown[0], settings, known))
         return super().__new__(cls)
 
