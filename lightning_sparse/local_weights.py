@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.hook import SparseHook
+from lightning_sparse.loss_watch import WatchesLoss
 from lightning_sparse.options import Options
+from lightning_sparse.signals import MeetsAtSignals
 
 WEIGHT_AVERAGING = {"StochasticWeightAveraging", "WeightAveraging"}  # callbacks that read weights after a step
 
@@ -21,7 +23,7 @@ else:
     _Base = object
 
 
-class ShowsAverage(_Base):
+class ShowsAverage(MeetsAtSignals, WatchesLoss, _Base):
     """The part of a strategy that has the parameters hold the average wherever they are not trained."""
 
     options: Options
@@ -89,7 +91,8 @@ class ShowsAverage(_Base):
         """Whether other ranks may be gone, so that a message might wait for them."""
         module = self.lightning_module
         assert self.exchange is not None
-        return self.exchange.error is not None or (module is not None and module.trainer.interrupted)
+        is_interrupted = module is not None and module.trainer.interrupted and not self.ends_together
+        return self.exchange.error is not None or is_interrupted
 
     def teardown(self) -> None:
         """Leave the average behind, also where training was interrupted."""

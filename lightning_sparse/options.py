@@ -15,7 +15,7 @@ from lightning_sparse.checkpoint.state import RESIDUALS
 from lightning_sparse.checks import check_one_of, check_whole, is_number
 from lightning_sparse.compressors import Compressor, MomentumCorrection, Warmup
 from lightning_sparse.compressors.wrapper import Wrapper
-from lightning_sparse.engine.build import Way
+from lightning_sparse.engine.build import Way, check_trains
 from lightning_sparse.engine.groups import BUCKET_BYTES, check_fusion
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.network.agreement import agree, described, versions
@@ -159,8 +159,10 @@ class Options:
         In ranks ``local_group`` is ``local_size`` here; ``unused`` is DDP's ``find_unused_parameters``.
 
         Raises:
+            ValueError: there is nothing to train.
             RuntimeError: on every rank, with the values that differ.
         """
+        check_trains(module)
         others = {"local_group": local_size, "find_unused_parameters": bool(unused), "a scaler": scaler is not None}
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         agree(versions() | vars(self) | others | described(module), comm, device)

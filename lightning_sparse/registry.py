@@ -2,9 +2,10 @@
 
 from importlib.util import find_spec
 from itertools import product
-from typing import Any
+from typing import Any, NoReturn
 
-from lightning_sparse.auto.policy import NAMES
+from lightning_sparse.auto.policy import NAMES, Auto
+from lightning_sparse.compressors import Compressor
 
 
 def register() -> None:
@@ -13,15 +14,23 @@ def register() -> None:
     Done when :mod:`lightning_sparse` is imported; may be repeated.
     """
     from lightning.fabric.strategies import STRATEGY_REGISTRY
+    from lightning.fabric.strategies.strategy import Strategy as FabricsStrategy
     from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
-    from lightning_sparse.fabric import SparseDDPStrategy as FabricStrategy
+    from lightning_sparse import fabric
     from lightning_sparse.hsdp import SparseHSDPStrategy
     from lightning_sparse.strategy import SparseDDPStrategy
 
     _register_names(StrategyRegistry, SparseDDPStrategy)
     _register_sharded(StrategyRegistry, SparseHSDPStrategy)
-    _register_names(STRATEGY_REGISTRY, FabricStrategy)
+    _register_names(STRATEGY_REGISTRY, fabric.SparseDDPStrategy)
+    for trainers in (SparseDDPStrategy, SparseHSDPStrategy):
+        _explain(trainers, FabricsStrategy, "_precision", FOR_FABRIC.format(name=trainers.__name__))
+    for fabrics in (fabric.SparseDDPStrategy, fabric.SparseHSDPStrategy):
+        _explain(fabrics, Strategy, "_precision_plugin", FOR_A_TRAINER.format(name=fabrics.__name__))
+    for kind in (Compressor, Auto):
+        for asked in (FabricsStrategy, Strategy):
+            _explain(kind, asked, "_accelerator", NO_STRATEGY)
     if find_spec("pytorch_lightning") is None:
         return
     from pytorch_lightning.strategies import Strategy as OtherStrategy
@@ -35,16 +44,47 @@ def register() -> None:
     # subclass it passes that check, and then says itself what is wrong (SparseMixin.set_world_ranks).
     OtherStrategy.register(SparseDDPStrategy)
     Strategy.register(other.SparseDDPStrategy)
+    for kind in (Compressor, Auto):
+        _explain(kind, OtherStrategy, "_accelerator", NO_STRATEGY)
+
+
+FOR_FABRIC = (
+    "strategy must be one for Fabric; got lightning_sparse.{name}, which is for a Trainer. With Fabric use "
+    "lightning_sparse.fabric.{name}, which takes the same options but for residuals."
+)
+FOR_A_TRAINER = (
+    "strategy must be one for a Trainer; got lightning_sparse.fabric.{name}, which is for Fabric. With a Trainer use "
+    "lightning_sparse.{name}, which takes the same options, and residuals."
+)
+NO_STRATEGY = (
+    "strategy must be a strategy, or a name of one; got the compressor {given}. Write SparseDDPStrategy({given})."
+)
+
+
+def _explain(kind: type, asked: Any, first: str, text: str) -> None:
+    """Have what is no strategy of the kind ``asked`` for say so itself, in place of "an invalid strategy name".
+
+    As a virtual subclass it passes Lightning's check; ``first`` is what Lightning then looks for, and ``kind`` lacks.
+    """
+
+    def refuse(given: object) -> NoReturn:
+        raise TypeError(text.format(given=repr(given)))
+
+    setattr(kind, first, property(refuse))
+    asked.register(kind)
 
 
 def _register_names(registry: Any, strategy: type) -> None:
-    """Register a name of ``strategy`` for each compressor, with the variants of DDP's names."""
+    """Register a name of ``strategy`` for each compressor, with the variants of DDP's names.
+
+    Each also with "ddp_" in front: other packages look for "ddp" in it to know that ranks share the data.
+    """
     starts = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
     for name, compressor in NAMES.items():
         summary = (compressor.__doc__ or "").strip().partition("\n")[0]
-        for (suffix, start_method), unused in product(starts.items(), (False, True)):
+        for prefix, (suffix, start_method), unused in product(("", "ddp_"), starts.items(), (False, True)):
             registry.register(
-                name + suffix + ("_find_unused_parameters_true" if unused else ""),
+                prefix + name + suffix + ("_find_unused_parameters_true" if unused else ""),
                 strategy,
                 description=f"{summary} Start method {start_method!r}.",
                 override=True,
@@ -52,6 +92,8 @@ def _register_names(registry: Any, strategy: type) -> None:
                 start_method=start_method,
                 **({"find_unused_parameters": True} if unused else {}),
             )
+    # No name of a strategy, but taken for one: SparseDDPStrategy says what it is.
+    registry.register("local_steps", strategy, description="An option.", override=True, compressor="local_steps")
 
 
 def _register_sharded(registry: Any, strategy: type) -> None:

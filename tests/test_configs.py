@@ -227,3 +227,24 @@ def test_every_option_of_the_strategy_is_reached(configure: Configure, tmp_path:
 
 
 # - what is wrong
+
+
+def said_of(configure: Configure, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit):
+        configure(*arguments)
+    return capsys.readouterr().err
+
+
+def test_a_key_that_nothing_takes_is_named(
+    configure: Configure, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """By jsonargparse, in the middle of a long error: we are not asked before."""
+    content = config("micro")
+    content["trainer"]["strategy"]["init_args"]["compressor"]["init_args"] = {"densty": 0.05}
+    said = said_of(configure, capsys, f"--config={written(content, tmp_path)}")
+    assert re.search("Problem with given class_path 'lightning_sparse.MiCRO':\\s+Option 'densty' is not accepted", said)
+    content["trainer"]["strategy"]["init_args"] = {"compressor": "micro", "wire_dtyp": "int4"}
+    said = said_of(configure, capsys, f"--config={written(content, tmp_path)}")
+    assert "Option 'wire_dtyp' is not accepted" in said
+    typed = [f"{STRATEGY}=SparseDDPStrategy", f"{STRATEGY}.compressor=MiCRO", f"{STRATEGY}.compressor.densty=0.05"]
+    assert "densty" in said_of(configure, capsys, *typed)

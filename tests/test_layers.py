@@ -52,6 +52,7 @@ MAY_IMPORT_DISTRIBUTED = {
     "hsdp.py",
     "hook.py",
     "options.py",
+    "signals.py",
 }
 
 

@@ -15,6 +15,9 @@ MEANT = {
     "sparse-auto": "sparse_auto",
     "OkTopk": "ok_topk",
     "miccro": "micro",
+    "skip_reduec": "skip_reduce",
+    "micro_spawn": "micro",
+    "ddp_sparse_auto_find_unused_parameters_true": "sparse_auto",
     "skip_reduce:skip=0.3": "skip_reduce",
 }
 

@@ -7,19 +7,23 @@ from typing import Any
 
 import lightning as L
 import pytest
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 import lightning_sparse as ls
 from lightning_sparse import fabric
+from lightning_sparse.auto.policy import NAMES
 
 
 @pytest.mark.parametrize("variant", ["", "_spawn", "_fork", "_notebook", "_find_unused_parameters_true"])
 def test_every_name_gives_a_strategy(variant: str) -> None:
-    for name, kind in ls.COMPRESSORS.items():
-        strategy = StrategyRegistry.get(name + variant)
-        assert isinstance(strategy, ls.SparseDDPStrategy)
-        assert isinstance(strategy.compressor, kind)
+    for name, kind in NAMES.items():
+        for prefix in ("", "ddp_"):  # other packages look for "ddp" in a name
+            strategy = StrategyRegistry.get(prefix + name + variant)
+            assert isinstance(strategy, ls.SparseDDPStrategy)
+            assert isinstance(strategy.compressor, kind)
+            assert isinstance(STRATEGY_REGISTRY.get(prefix + name + variant), fabric.SparseDDPStrategy)
 
 
 def test_names_work_in_both_lightning_packages_and_do_not_mix() -> None:
@@ -28,8 +32,9 @@ def test_names_work_in_both_lightning_packages_and_do_not_mix() -> None:
 import warnings; warnings.simplefilter("ignore")
 import lightning, pytorch_lightning, lightning_sparse as ls
 from lightning_sparse import pytorch_lightning as other
-run = pytorch_lightning.Trainer(strategy="skip_reduce", accelerator="cpu", devices=2, logger=False)
-assert type(run.strategy) is other.SparseDDPStrategy
+for name in ("skip_reduce", "ddp_sparse_auto_find_unused_parameters_true"):
+    run = pytorch_lightning.Trainer(strategy=name, accelerator="cpu", devices=2, logger=False)
+    assert type(run.strategy) is other.SparseDDPStrategy
 mixed = (pytorch_lightning.Trainer, ls.SparseDDPStrategy()), (lightning.Trainer, other.SparseDDPStrategy())
 for trainer, strategy in mixed:
     try:

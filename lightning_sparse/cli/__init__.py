@@ -11,6 +11,12 @@ from collections.abc import Sequence
 from lightning_sparse.cli.names import STRATEGIES
 from lightning_sparse.cli.options import parser
 
+MORE_NAMES = (
+    "Each also has a name with ddp_ in front, as in ddp_micro, for programs that look for 'ddp' in it; with _spawn, "
+    "_fork or _notebook behind, and after that with _find_unused_parameters_true, as DDP's own names; and one with "
+    "_hsdp behind."
+)
+
 
 def command() -> int:
     """Be ``lightning-sparse``: ``--help``, ``list`` and mistakes are answered at once, the rest goes to the module."""
@@ -49,3 +55,4 @@ def _list() -> None:
     for name, line in STRATEGIES.items():
         table.add_row(name, line)
     Console().print(table)
+    Console().print(MORE_NAMES, highlight=False)

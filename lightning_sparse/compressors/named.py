@@ -1,15 +1,19 @@
 """The compressors, by name, and what a name that is none of theirs was probably meant to be."""
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-from lightning_sparse.compressors.base import Compressor, check_settings
+from lightning_sparse.compressors.base import OPTIONS, Compressor, check_settings
 
 #: Name -> class, filled by :mod:`lightning_sparse.compressors`.
 COMPRESSORS: dict[str, type[Compressor]] = {}
 
 #: What others call it -> what it is called here.
 _ELSEWHERE = {"powersgd": "low_rank", "randk": "sparse_random_k", "allreduce": "sparse_dense", "ddp": "sparse_dense"}
+
+#: What the names of strategies have around a compressor's.
+_AROUND = re.compile("^ddp_(?=.)|_spawn|_fork|_notebook|_find_unused_parameters_true|_hsdp$")
 
 
 def did_you_mean(given: str, known: Iterable[str] = COMPRESSORS) -> str:
@@ -19,7 +23,7 @@ def did_you_mean(given: str, known: Iterable[str] = COMPRESSORS) -> str:
         by_letters.setdefault(_letters(name.removeprefix("sparse_")), name)
         by_letters[_letters(name)] = name
     by_letters |= {_letters(kind.__name__): name for name, kind in COMPRESSORS.items() if name in by_letters.values()}
-    letters = _letters(given.partition(":")[0])
+    letters = _letters(_AROUND.sub("", given.partition(":")[0].lower()))
     for close in get_close_matches(letters, by_letters, n=1, cutoff=0.7):
         return f" Did you mean {by_letters[close]!r}?"
     meant = _ELSEWHERE.get(letters)
@@ -49,6 +53,11 @@ def by_name(compressor: object, names: Iterable[str] = COMPRESSORS) -> Compresso
     if isinstance(compressor, str):
         if compressor in COMPRESSORS:
             return COMPRESSORS[compressor]()
+        if compressor in OPTIONS:
+            raise ValueError(
+                f"compressor must be one of {', '.join(names)}; got {compressor!r}, an option beside it. Write "
+                f"SparseDDPStrategy('sparse_dense', {compressor}={OPTIONS[compressor]!r})."
+            )
         raise ValueError(
             f"compressor must be one of {', '.join(names)}; got {compressor!r}.{did_you_mean(compressor, names)} For "
             "settings of its own give an instance, such as SkipReduce(skip=0.5)."

@@ -57,7 +57,7 @@ def _draw(notes: Notes) -> "Figure":
     ]  # a single one is twice as wide
     axes = figure.subplot_mosaic(names, height_ratios=[height for height, _ in rows])
     sums = notes.sums
-    figure.suptitle(f"{sums.steps:,} steps: rank 0 sent {of_dense(sums)}")
+    figure.suptitle(f"{sums.steps:,} steps: rank 0 sent {of_dense(notes)}")
     for _, panels in rows:
         for name, draw_panel in panels:
             draw_panel(axes[name])
@@ -134,7 +134,7 @@ def _draw_bytes(notes: Notes, axis: Any) -> None:
     dense = [(step - first) * sums.dense_bytes / max(sums.steps, 1) for step in steps]
     sent = [0, *(point.sent_bytes for point in notes.points)]
     unit = next((unit for unit in ("GB", "MB", "kB") if max(dense) >= UNITS[unit]), "kB")
-    axis.plot(steps, [each / UNITS[unit] for each in dense], color="tab:gray", ls="--", lw=1.2, label="dense DDP")
+    axis.plot(steps, [each / UNITS[unit] for each in dense], color="tab:gray", ls="--", lw=1.2, label=notes.dense)
     axis.plot(steps, [each / UNITS[unit] for each in sent], color="tab:blue", lw=1.5, label="this training")
     axis.set(title="sent by rank 0", xlabel="step", ylabel=unit, xlim=(first, None), ylim=(0, None))
     axis.legend(loc="upper left", fontsize="small", frameon=False)

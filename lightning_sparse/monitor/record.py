@@ -82,6 +82,8 @@ class Notes:
     expected_step_s: float | None = None  # seconds of a step by LayerFusion's plan; None without one
     expected_span_s: float | None = None  # the part of it from the start of backward to the last mean
     planned_s: list[float] = field(default_factory=list)  # seconds of the last steps that followed the plan
+    dense: str = "dense DDP"  # what sends all, of the strategy's kind
+    sends_less_with: list[str] = field(default_factory=list)  # settings that the strategy has; none of sparse_auto's
     cuda: bool = False  # steps ran on a GPU, of which the host's clock knows little
 
     def note(self, point: Point) -> None:

@@ -24,7 +24,7 @@ def epoch_table(number: int, notes: Notes, sums: Sums, last: Mapping[str, float]
     steps = max(sums.steps, 1)
     cells = {
         "sent": human_bytes(sums.sent_bytes / steps),
-        "dense\nDDP": human_bytes(sums.dense_bytes / steps),
+        notes.dense.replace(" ", "\n"): human_bytes(sums.dense_bytes / steps),
         "sent\nof it": percent(sums.sent_bytes, sums.dense_bytes),
     }
     if notes.selects:
@@ -58,7 +58,7 @@ def summary(notes: Notes) -> Group:
         title=f"{sums.steps:,} steps on rank 0",
         box=box.SIMPLE_HEAD,
     )
-    for name, count in (("sent", sums.sent_bytes), ("dense DDP", sums.dense_bytes)):
+    for name, count in (("sent", sums.sent_bytes), (notes.dense, sums.dense_bytes)):
         table.add_row(name, human_bytes(count / steps), human_bytes(count))
     saved = sums.dense_bytes - sums.sent_bytes
     share = f" ({saved / sums.dense_bytes:.1%})" if sums.dense_bytes else ""
@@ -138,10 +138,10 @@ def verdict(notes: Notes) -> str:
             f"Compress with less work, as 'sparse_dense' with wire_dtype='int4' does: compression was your bottleneck, "
             f"{waited} and {costs}."
         )
-    return (
-        f"Send less (a lower density, local_steps), or let 'sparse_auto' choose: the network was your bottleneck, or a "
-        f"slower rank; {waited} for means of gradients."
-    )
+    cause = f"the network was your bottleneck, or a slower rank; {waited} for means of gradients."
+    if not notes.sends_less_with:
+        return f"Exchange less often, with larger batches or accumulate_grad_batches: {cause}"
+    return f"Send less ({', '.join(notes.sends_less_with)}), or let 'sparse_auto' choose: {cause}"
 
 
 UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
@@ -153,12 +153,13 @@ def percent(part: float, whole: float) -> str:
     return f"{share:.0f} %" if share >= 9.95 else f"{share:.2g} %"
 
 
-def of_dense(sums: Sums) -> str:
-    """Write what was sent, and what part that is of dense DDP's bytes."""
+def of_dense(notes: Notes) -> str:
+    """Write what was sent, and what part that is of what dense averages would have sent."""
+    sums = notes.sums
     if not sums.dense_bytes:
         return "nothing, to nobody"
     return (
-        f"{human_bytes(sums.sent_bytes)}, {percent(sums.sent_bytes, sums.dense_bytes)} of dense DDP's "
+        f"{human_bytes(sums.sent_bytes)}, {percent(sums.sent_bytes, sums.dense_bytes)} of {notes.dense}'s "
         f"{human_bytes(sums.dense_bytes)}"
     )
 

@@ -20,9 +20,10 @@ import lightning_sparse as ls
 from lightning_sparse.engine.sample import Waiting
 from lightning_sparse.engine.timeline import GroupTime
 from lightning_sparse.fusion.model import Cost, Plan, StepModel
+from lightning_sparse.monitor.advice import ways_to_send_less
 from lightning_sparse.monitor.pictures import draw, draw_timeline
 from lightning_sparse.monitor.record import MOST_POINTS, Notes, Point, Selected, Sums
-from lightning_sparse.monitor.tables import summary
+from lightning_sparse.monitor.tables import summary, verdict
 from tests.support.monitored import Training, Unread, quiet
 
 KEYS = {
@@ -165,6 +166,33 @@ def test_the_table_of_an_epoch_and_the_summary_are_printed(
     Training(ls.CompressionMonitor(), is_global_zero=False).run(5)
     Training(quiet()).run(5)
     assert capsys.readouterr().out == ""
+
+
+WAYS: list[tuple[Any, bool, list[str]]] = [
+    (ls.SparseDDPStrategy("micro"), False, ["a lower density", "local_steps"]),
+    (ls.SparseDDPStrategy("skip_reduce", local_steps=4), False, ["a higher skip", "more local_steps"]),
+    (ls.SparseDDPStrategy("sparse_dense"), False, ["a shorter wire_dtype", "local_steps"]),
+    (ls.SparseDDPStrategy(ls.MomentumCorrection(0.9, ls.LowRank())), False, ["a lower rank"]),
+    (ls.SparseDDPStrategy("micro", local_group=2), False, ["a lower density"]),
+    (ls.SparseDDPStrategy("sparse_auto"), False, []),
+    (ls.SparseHSDPStrategy("micro"), True, ["a lower density"]),
+    (ls.SparseHSDPStrategy("sparse_dense", wire_dtype="sign"), True, []),
+]
+
+
+@pytest.mark.parametrize(("strategy", "is_sharded", "ways"), WAYS, ids=str)
+def test_nothing_is_advised_that_the_strategy_does_not_have(strategy: Any, is_sharded: bool, ways: list[str]) -> None:
+    assert hasattr(strategy, "sharded") == is_sharded
+    assert ways_to_send_less(strategy.options, is_sharded) == ways
+    sums = Sums(steps=10, sent_bytes=1, dense_bytes=9, ms_step=1000, ms_wait=500, ms_network=400)
+    said = verdict(Notes(sums, sends_less_with=ways))
+    assert said.startswith(f"Send less ({', '.join(ways)})" if ways else "Exchange less often, with larger batches")
+
+
+def test_what_sends_all_is_called_by_its_name() -> None:
+    notes = Notes(Sums(steps=1, sent_bytes=1, dense_bytes=9, ms_step=1), dense="dense HSDP")
+    assert "dense HSDP" in printed(summary(notes))
+    assert "dense DDP" not in printed(summary(notes))
 
 
 def plan(groups: int = 3) -> Plan:

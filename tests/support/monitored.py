@@ -75,7 +75,12 @@ class Training:
         self.loggers = [Logger(), Logger()]
         self.trainer: Any = SimpleNamespace(
             **{
-                "strategy": SimpleNamespace(exchange=self.exchange, layer_fusion=None, broadcast=lambda own: own),
+                "strategy": SimpleNamespace(
+                    exchange=self.exchange,
+                    layer_fusion=None,
+                    broadcast=lambda own: own,
+                    options=ls.SparseDDPStrategy("micro").options,
+                ),
                 "log_every_n_steps": every,
                 "loggers": self.loggers,
                 "callback_metrics": {},

@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import re
 import resource
 import signal
 import subprocess
@@ -185,19 +184,6 @@ def test_a_signal_to_every_rank_ends_all(
     for end in ends_of(ranks, 2, "micro", str(tmp_path), what, None, None):
         assert said in str(end.error), end.error
     goes_on_as_if_nothing_had_happened(ranks, whole, 2, "micro", tmp_path)
-
-
-def test_sigterm_to_one_rank_ends_all(ranks: Ranks, whole: Whole, tmp_path: Path) -> None:
-    """Lightning's handler sends a message and waits for ranks that wait for its gradient: until the time limit."""
-    folders = [tmp_path / str(which) for which in range(2)]
-    args = [("micro", str(folder), terminated, which, None, TIMEOUT_S) for which, folder in enumerate(folders)]
-    with ranks.start(fit, 2, *args[0]) as first, ranks.start(fit, 2, *args[1]) as second:
-        for end in in_order(first) + in_order(second):
-            assert re.search("SIGTERMException|a message among the ranks failed|Timed out waiting", str(end.error)), (
-                end.error
-            )
-    for folder in folders:
-        goes_on_as_if_nothing_had_happened(ranks, whole, 2, "micro", folder)
 
 
 def test_a_full_disk_leaves_the_last_checkpoint_whole(ranks: Ranks, whole: Whole, tmp_path: Path) -> None:

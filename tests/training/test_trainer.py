@@ -14,7 +14,7 @@ import lightning_sparse as ls
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.network.comm import Comm, Rounds
 from tests.support import training_loop as models
-from tests.support.models import Small, data, small, trainer, weights
+from tests.support.models import Does, Small, data, small, trainer, weights
 from tests.support.processes import Ranks
 from tests.support.said import error_of, refusal, warned
 
@@ -74,6 +74,7 @@ REFUSED: list[tuple[str, Any, Any, dict[str, Any]]] = [
     ("table must be an embedding with sparse=False", {}, partial(models.Tokens, sparse=True), {}),
     ("net.0.weight must be .*; got torch.float64", {}, lambda: small().double(), {}),
     ("net.2.weight must be .*; got torch.float64", {}, partial(models.Dtypes, torch.float64), {}),
+    ("there is nothing to train; got 6 parameters, all frozen", {}, lambda: small().requires_grad_(False), {}),
 ]
 
 
@@ -88,6 +89,23 @@ def test_what_cannot_work_is_refused_at_setup(ranks: Ranks) -> None:
     for messages in ranks.run(refuse, 2):
         for message, (words, *_) in zip(messages, REFUSED, strict=True):
             assert re.search(words, message), message
+
+
+def diverge(rank: int, size: int) -> list[str]:
+    """Train on numbers of which one is not, on the last rank; return what is warned of."""
+
+    def spoil(run: Any) -> None:
+        if run.global_step == 2 and rank == size - 1:
+            run.lightning_module.net[0].bias.data.fill_(torch.nan)
+
+    run = trainer("micro", size, check_every=0, max_steps=8, callbacks=[Does("on_train_batch_start", spoil)])
+    return [text for text in warned(run.fit, small(), data(8, size)) if "must be finite" in text]
+
+
+def test_a_loss_that_becomes_nan_is_said_once(ranks: Ranks) -> None:
+    first, _ = ranks.run(diverge, 2)
+    assert len(first) == 1
+    assert re.search("The loss must be finite; got nan, noticed in step 3. Training has diverged", first[0]), first
 
 
 def start(variants: list[str], folder: str) -> dict[str, tuple[bool, list[str]]]:

@@ -82,7 +82,14 @@ def workload_named(name: str) -> Workload:
     """The workload called ``name``, or of a user's own model in one of the ``MODEL_FORMS``; a ValueError if none is."""
     if is_own(name):
         model, data = _load(name)
+        _check_trains(name, model, data)
         return Workload(lambda: model, lambda: {"datamodule": data} if data is not None else {}, learns=False)
+    if name.endswith((".py", ".ckpt", ".pt", ".pth")) or os.sep in name:
+        module = ".".join(Path(os.path.relpath(name)).with_suffix("").parts)
+        raise ValueError(
+            f"a workload must be one of {', '.join(WORKLOADS)}, or {MODEL_FORMS}; got the path {name!r}. Give the "
+            f"class by its module, as in '{module if name.endswith('.py') else 'module'}:Model', or a config file."
+        )
     if name not in WORKLOADS:
         raise ValueError(f"a workload must be one of {', '.join(WORKLOADS)}, or {MODEL_FORMS}; got {name!r}")
     workload = WORKLOADS[name]
@@ -113,6 +120,28 @@ def _load(text: str) -> tuple[LightningModule, LightningDataModule | None]:
         if not isinstance(made, kind):
             raise ValueError(f"model {text!r}: {type(made).__name__} is not a {kind.__name__}; give {MODEL_FORMS}.")
     return model, data[0] if data else None
+
+
+def _check_trains(text: str, model: LightningModule, data: LightningDataModule | None) -> None:
+    """Raise a ValueError for what a model lacks to be trained."""
+    if not _overrides(model, "training_step"):
+        raise ValueError(f"model {text!r} must have a training_step; got {type(model).__name__} without one.")
+    if not (_overrides(model, "configure_model") or any(p.requires_grad for p in model.parameters())):
+        raise ValueError(
+            f"model {text!r} must have a parameter that requires a gradient; {type(model).__name__} made without "
+            "arguments has none. Make its layers in __init__, or give a config file with its arguments."
+        )
+    if not any(made is not None and _overrides(made, "train_dataloader") for made in (data, model)):
+        raise ValueError(
+            f"model {text!r} must bring data, with a train_dataloader of its own or of a LightningDataModule; got "
+            "none. Give 'package.module:Model,package.module:DataModule', or a config file with data."
+        )
+
+
+def _overrides(made: LightningModule | LightningDataModule, name: str) -> bool:
+    """Whether ``made`` has a method of its own in the place of Lightning's."""
+    kind = LightningModule if isinstance(made, LightningModule) else LightningDataModule
+    return getattr(getattr(made, name), "__func__", None) is not getattr(kind, name)
 
 
 def _make(path: str) -> Any:

@@ -125,6 +125,12 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "class Fed(Net):\n"
         "    def train_dataloader(self):\n"
         "        return Data().train_dataloader()\n"
+        "class Empty(Fed):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        del self.net\n"
+        "class NoStep(L.LightningModule):\n"
+        "    pass\n"
         "def needs(x):\n"
         "    return x\n"
     )
@@ -164,6 +170,11 @@ def test_a_users_own_model(own: Path, capsys: pytest.CaptureFixture[str]) -> Non
         ("own_net:Net,own_net:Net", "Net is not a LightningDataModule"),
         ("missing.yaml", "config file 'missing.yaml' is not there"),
         ("no_such_workload", "got 'no_such_workload'"),
+        ("own_net:Net", "'own_net:Net' must bring data, with a train_dataloader"),
+        ("own_net:Empty", "'own_net:Empty' must have a parameter that requires a gradient; Empty made without"),
+        ("own_net:NoStep", "'own_net:NoStep' must have a training_step"),
+        ("own_net.py", "got the path 'own_net.py'. Give the class by its module, as in 'own_net:Model'"),
+        ("./trained.ckpt", "got the path './trained.ckpt'. Give the class by its module, as in 'module:Model'"),
     ],
 )
 def test_what_is_no_model_is_named(own: Path, model: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

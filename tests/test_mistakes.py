@@ -1,0 +1,95 @@
+"""What is easily got wrong is answered with what must be, what was given, and what to do."""
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.fabric import Fabric
+
+import lightning_sparse as ls
+from lightning_sparse import fabric
+from lightning_sparse.compressors.base import OPTIONS
+from lightning_sparse.options import Options
+
+HERE: dict[str, Any] = {"accelerator": "cpu", "devices": 2}
+RUNS = [pytest.param(lambda given: L.Trainer(strategy=given, logger=False, **HERE), id="trainer"),
+        pytest.param(lambda given: Fabric(strategy=given, **HERE), id="fabric")]  # fmt: skip
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("given", [ls.MiCRO(density=0.1), ls.SkipReduce(), ls.Auto()], ids=lambda given: str(given))
+def test_a_compressor_in_the_place_of_a_strategy_is_answered_with_the_strategy(
+    run: Callable[[Any], Any], given: Any
+) -> None:
+    with pytest.raises(TypeError, match=r"got the compressor .*\. Write SparseDDPStrategy\(") as raised:
+        run(given)
+    assert repr(given) in str(raised.value)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_an_option_in_the_place_of_a_name_is_answered_with_where_it_goes(run: Callable[[Any], Any]) -> None:
+    with pytest.raises(ValueError, match=r"Write SparseDDPStrategy\('sparse_dense', local_steps=16\)"):
+        run("local_steps")
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_given_to_a_compressor_is_answered_with_the_strategy(name: str) -> None:
+    write = rf"write SparseDDPStrategy\(MiCRO\(density=0\.1\), {name}={OPTIONS[name]!r}\)"
+    with pytest.raises(TypeError, match=write):
+        ls.MiCRO(density=0.1, **{name: OPTIONS[name]})  # type: ignore[arg-type]  # a mistake
+    ls.SparseDDPStrategy(ls.MiCRO(density=0.1), **{name: OPTIONS[name] if name != "local_group" else 1})  # type: ignore[arg-type]
+
+
+def test_options_that_compressors_know_of_are_the_strategys() -> None:
+    assert set(OPTIONS) == {field.name for field in dataclasses.fields(Options)} - {"compressor", "bucket_bytes"}
+
+
+def test_a_misspelt_setting_is_answered_with_the_right_one() -> None:
+    with pytest.raises(TypeError, match=r"densty must be one of its settings, .*; got .* Did you mean density"):
+        ls.MiCRO(densty=0.1)  # type: ignore[call-arg]  # a mistake
+    with pytest.raises(TypeError, match=r"Dense: density must be one of its settings, of which it has none"):
+        ls.Dense(density=0.1)  # type: ignore[call-arg]  # a mistake
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class Percent(ls.Dense):
+    density: float
+
+    def __init__(self, percent: float) -> None:
+        object.__setattr__(self, "density", percent / 100)
+
+
+def test_a_compressor_of_ones_own_may_be_made_of_other_arguments() -> None:
+    assert Percent(percent=5).density == 0.05
+    with pytest.raises(TypeError, match=r"precent must be one of its settings, percent; got .* Did you mean percent"):
+        Percent(precent=5)  # type: ignore[call-arg]  # a mistake
+
+
+def test_the_trainers_strategy_given_to_fabric_and_the_other_way_round_name_the_right_one() -> None:
+    for given in (ls.SparseDDPStrategy("micro"), ls.SparseHSDPStrategy("micro")):
+        with pytest.raises(TypeError, match=f"With Fabric use lightning_sparse.fabric.{type(given).__name__}"):
+            Fabric(strategy=given, **HERE)  # type: ignore[arg-type]  # a mistake
+    sharded = fabric.SparseHSDPStrategy(lambda module, mesh: module)
+    for other in (fabric.SparseDDPStrategy("micro"), sharded):
+        with pytest.raises(TypeError, match=f"With a Trainer use lightning_sparse.{type(other).__name__}"):
+            L.Trainer(strategy=other, logger=False, **HERE)  # type: ignore[arg-type]  # a mistake
+
+
+def test_a_trainer_of_pytorch_lightning_says_the_same() -> None:
+    """In a process of its own: importing pytorch_lightning changes nothing for the other tests then."""
+    script = """
+import warnings; warnings.simplefilter("ignore")
+import pytorch_lightning, lightning_sparse as ls
+for given in (ls.MiCRO(), "local_steps"):
+    try:
+        pytorch_lightning.Trainer(strategy=given, accelerator="cpu", devices=2, logger=False)
+    except (TypeError, ValueError) as error:
+        assert "Write SparseDDPStrategy(" in str(error), error
+    else:
+        raise AssertionError(given)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=100)
