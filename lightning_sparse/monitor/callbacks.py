@@ -244,8 +244,9 @@ class CompressionMonitor(Callback):
         if trainer.progress_bar_callback is not None:
             shown = percent(1, metrics["sparse/compression_ratio"])
             trainer.progress_bar_metrics["sent"] = shown  # type: ignore[assignment]  # bars show text as it is
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=self._step)
+        finite = {key: value for key, value in metrics.items() if math.isfinite(value)}  # of local steps, one may send
+        for logger in trainer.loggers:  # nothing; loggers warn of an infinite ratio
+            logger.log_metrics(finite, step=self._step)
         fusion = _fusion(trainer)
         if self.table and self.per_group and fusion and fusion.plan and not self._plan_shown:
             self._plan_shown = len(self._notes.planned_s) >= STEPS_BEFORE_PLAN

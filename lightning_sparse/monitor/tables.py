@@ -132,16 +132,15 @@ def verdict(notes: Notes) -> str:
             "Keep these settings, or send more for the sake of the loss: the network was not your bottleneck, "
             f"{waited} for means of gradients."
         )
+    advice = f"Send less ({', '.join(notes.sends_less_with)}), or let 'sparse_auto' choose"
+    cause = f"the network was your bottleneck, or a slower rank; {waited} for means of gradients"
     if sums.ms_compress > sums.ms_network and not notes.cuda:  # on CUDA the host's clock cannot tell them apart
+        advice = "Compress with less work, as 'sparse_dense' with wire_dtype='int4' does"
         costs = f"compressing took {sums.ms_compress / steps:.1f} ms and messages {sums.ms_network / steps:.1f} ms"
-        return (
-            f"Compress with less work, as 'sparse_dense' with wire_dtype='int4' does: compression was your bottleneck, "
-            f"{waited} and {costs}."
-        )
-    cause = f"the network was your bottleneck, or a slower rank; {waited} for means of gradients."
+        cause = f"compression was your bottleneck, {waited} and {costs}"
     if not notes.sends_less_with:
-        return f"Exchange less often, with larger batches or accumulate_grad_batches: {cause}"
-    return f"Send less ({', '.join(notes.sends_less_with)}), or let 'sparse_auto' choose: {cause}"
+        advice = "Exchange less often, with larger batches or accumulate_grad_batches"
+    return f"{advice}: {cause}."
 
 
 UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
