@@ -175,7 +175,8 @@ class Chooser:
     def _correct(self, measured: Candidate) -> None:
         """Expect of ``measured`` the step that it took, and of others of its kind accordingly.
 
-        What local steps took longer is taken to be for what they sent; sums of gradients all differ by one factor.
+        What local steps took longer is taken to be for the bytes they sent, or where these hide behind computing for
+        the weights they exchanged; sums of gradients all differ by one factor.
         """
         step_s, expected = self._step_s[measured], next(f for f in self.forecasts if f.candidate == measured)
 
@@ -184,9 +185,12 @@ class Chooser:
                 return replace(f, step_s=step_s)
             if not _alike(f.candidate, measured) or f.candidate in self._step_s:
                 return f
-            late_s, by_bytes = step_s - expected.step_s, measured.local_steps and step_s > expected.step_s
-            share = f.sent_bytes / expected.sent_bytes if by_bytes else f.step_s / expected.step_s
-            return replace(f, step_s=f.step_s + share * late_s)
+            share = f.step_s / expected.step_s
+            if measured.local_steps and step_s > expected.step_s:
+                by_bytes = expected.limit == "network"
+                weights = measured.local_steps / f.candidate.local_steps
+                share = f.sent_bytes / expected.sent_bytes if by_bytes else weights
+            return replace(f, step_s=f.step_s + share * (step_s - expected.step_s))
 
         self.forecasts = [corrected(f) for f in self.forecasts]
 

@@ -178,18 +178,24 @@ class Alone:
 class Told:
     """A forecaster to which the steps of candidates are given in milliseconds; of what it was asked there is a list."""
 
-    def __init__(self, steps_ms: dict[ls.Candidate, float], computing_ms: float = 40, in_place_ms: float = 100) -> None:
+    def __init__(
+        self,
+        steps_ms: dict[ls.Candidate, float],
+        computing_ms: float = 40,
+        in_place_ms: float = 100,
+        limit: str = "network",
+    ) -> None:
         self.computing_s = computing_ms / 1e3
         self.in_place_s = in_place_ms / 1e3
         self.calibration = Calibration()
         self.asked: list[ls.Candidate] = []
-        self._steps_ms = steps_ms
+        self.steps_ms, self._limit = steps_ms, limit
 
     def forecast(self, candidate: ls.Candidate) -> Forecast:
         self.asked.append(candidate)
-        step_s = self._steps_ms[candidate] / 1e3
+        step_s = self.steps_ms[candidate] / 1e3
         known = (1.0, 0.0) if candidate == DENSE else (None, None)
-        return Forecast(candidate, step_s, step_s, 1 / max(candidate.local_steps, 1), "network", 4, *known)
+        return Forecast(candidate, step_s, step_s, 1 / max(candidate.local_steps, 1), self._limit, 4, *known)
 
 
 INT4, TOPK = ls.Candidate(ls.Dense(), "int4"), ls.Candidate(ls.TopK(density=0.01))
@@ -202,7 +208,7 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[[Told], tuple[Chooser, A
     def chosen(told: Told) -> tuple[Chooser, Any, ls.Candidate]:
         monkeypatch.setattr(chooser_module, "Forecaster", lambda *_: told)
         exchange: Any = Alone()
-        chooser = Chooser(ls.Auto(ALL), LAYERS, local=True)
+        chooser = Chooser(ls.Auto(tuple(told.steps_ms)), LAYERS, local=True)
         at_work = INT4.averaging
         return (
             chooser,
@@ -250,6 +256,17 @@ def test_of_local_steps_that_take_longer_than_expected_those_that_send_less_are_
     assert first == LOCAL2
     assert chooser.note(exchange, 0.055) == LOCAL4  # by the bytes of which 48 ms are expected
     assert chooser.note(exchange, 0.054) == LOCAL2  # which was about as short
+
+
+def test_of_local_steps_whose_bytes_hide_those_that_exchange_less_are_tried(
+    choose: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    int2 = ls.Candidate(ls.Dense(), "int2", 1)  # as many bytes here as LOCAL2
+    told = Told({DENSE: 100, INT4: 90, TOPK: 90, LOCAL2: 44, int2: 41}, limit="backward")
+    monkeypatch.setattr(told, "forecast", lambda c: replace(Told.forecast(told, c), sent_bytes=1.0))
+    chooser, exchange, first = choose(told)
+    assert first == int2
+    assert chooser.note(exchange, 0.06) == LOCAL2  # half of 19 ms more are expected of it
 
 
 def test_what_cannot_be_soonest_is_not_tried(choose: Any) -> None:
