@@ -198,7 +198,8 @@ class SecondMoments:
         self._received, self._sums = self._sums, None
 
     def drop(self) -> None:
-        """Forget the look that is under way, on every rank."""
+        """Forget the look that is under way, as if it had not been taken up; on every rank."""
+        self.looks -= self._sent is not None
         self._sent = self._sums = self._received = None
 
     def read(self, size: int) -> None:

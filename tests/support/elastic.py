@@ -41,22 +41,28 @@ class Lighthouse:
         self.address = f"http://127.0.0.1:{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> "Lighthouse":
+    def start(self) -> None:
         limits = ["--heartbeat_timeout_ms", "1000", "--join_timeout_ms", "5000", "--quorum_tick_ms", "20"]
         command = [str(PROGRAM), "--bind", f"[::]:{self.port}", "--min_replicas", "1", *limits]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         wait_until(self._answers)
-        return self
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
 
     def _answers(self) -> bool:
         with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
             return True
         return False
 
+    def __enter__(self) -> "Lighthouse":
+        self.start()
+        return self
+
     def __exit__(self, *_: object) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+        self.kill()
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -84,6 +90,7 @@ class Plan:
     faults: dict[int, tuple[str, int]] = field(default_factory=dict)
     joins: dict[int, int] = field(default_factory=dict)
     timeout_s: float = 20.0
+    slow_below: int = 0  # hosts, below which steps take longer, so that some are left for those that come
     checkpoints: dict[int, str] = field(default_factory=dict)
 
 
@@ -154,7 +161,7 @@ def stop_for_a_while(step: int) -> None:
         if Now.step >= step and not Now.killed:
             Now.killed, own = True, os.getpid()
             if os.fork() == 0:
-                time.sleep(6)
+                time.sleep(4)
                 os.kill(own, signal.SIGCONT)
                 os._exit(0)
             os.kill(own, signal.SIGSTOP)
@@ -197,6 +204,8 @@ def train(rank: int, size: int, plan: Plan) -> dict[str, Any]:
     def at_batch(run: Any) -> None:
         exchange = run.strategy.exchange
         (plan.folder / f"{rank}.at{run.global_step}").touch()
+        if exchange.members < plan.slow_below:
+            time.sleep(0.1)
         note("state", exchange._committed, _bits(exchange), run.global_step)
 
     elastic = ls.Elastic(timeout=plan.timeout_s, quorum_timeout=LONG_S, replica_id=f"host{rank}")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import lightning_sparse as ls
-from tests.support.elastic import Journals, Lighthouse, Plan, train
+from tests.support.elastic import Journals, Lighthouse, Plan, train, wait_until
 from tests.support.processes import Ranks
 
 pytest.importorskip("torchft")
@@ -50,7 +50,7 @@ def test_two_of_four_hosts_are_killed_at_once(ranks: Ranks, tmp_path: Path) -> N
 
 
 def test_a_host_joins_while_another_is_killed(ranks: Ranks, tmp_path: Path) -> None:
-    plan = Plan("", tmp_path, steps=60, joins={2: 5}, faults={1: ("within", 12)})
+    plan = Plan("", tmp_path, steps=40, joins={2: 5}, faults={1: ("within", 12)}, slow_below=2)
     with Lighthouse() as lighthouse:
         plan.lighthouse = lighthouse.address
         ends = ends_of(ranks, 3, plan)
@@ -65,9 +65,23 @@ def test_a_host_that_has_stopped_and_goes_on_joins_again(ranks: Ranks, tmp_path:
     faults = {2: ("stop_for_a_while", 5)}
     signs = {"local_steps": 3, "wire_dtype": "sign"}
     with Lighthouse() as lighthouse:
-        plan = Plan(lighthouse.address, tmp_path, faults=faults, local=signs, timeout_s=3.0, steps=300)
+        plan = Plan(lighthouse.address, tmp_path, faults=faults, local=signs, timeout_s=2.0, steps=80)
+        plan.slow_below = 3
         ends = ends_of(ranks, 3, plan)
     journals = Journals(tmp_path)
     journals.check_bits()
     assert set(journals.check_law()) == {3, 2}
     assert {end["hosts"] for end in ends.values()} == {3}
+
+
+def test_a_lighthouse_that_is_killed_and_started_again_costs_its_absence(ranks: Ranks, tmp_path: Path) -> None:
+    with Lighthouse() as lighthouse:
+        plan = Plan(lighthouse.address, tmp_path, steps=30)
+        with ranks.start(train, 2, plan) as running:
+            wait_until((tmp_path / "0.at6").exists)
+            lighthouse.kill()
+            lighthouse.start()
+            ends = [end.value for end in running.ends(IN_TIME_S)]
+    assert len({end["bits"] for end in ends}) == 1
+    assert [end["step"] for end in ends] == [30, 30]
+    Journals(tmp_path).check_bits()
