@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 import lightning_sparse as ls
@@ -30,20 +31,21 @@ from tests.support.processes import free_port
 
 PROGRAM = Path(sys.executable).with_name("torchft_lighthouse")
 LONG_S = 60  # that ends what waits for what does not come
+HEARTBEATS_S = 0.3  # in which a lighthouse hears of a host three times
 MOST_ERROR = 4e-6  # of the law, relative to the largest weight
 
 
 class Lighthouse:
     """torchft's own program, in a process that can be killed and started again."""
 
-    def __init__(self) -> None:
-        self.port = free_port()
+    def __init__(self, min_hosts: int = 1) -> None:
+        self.port, self._min_hosts = free_port(), min_hosts
         self.address = f"http://127.0.0.1:{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        limits = ["--heartbeat_timeout_ms", "1000", "--join_timeout_ms", "5000", "--quorum_tick_ms", "20"]
-        command = [str(PROGRAM), "--bind", f"[::]:{self.port}", "--min_replicas", "1", *limits]
+        limits = ["--heartbeat_timeout_ms", "600", "--join_timeout_ms", "5000", "--quorum_tick_ms", "20"]
+        command = [str(PROGRAM), "--bind", f"[::]:{self.port}", "--min_replicas", str(self._min_hosts), *limits]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         wait_until(self._answers)
 
@@ -92,6 +94,7 @@ class Plan:
     timeout_s: float = 20.0
     slow_below: int = 0  # hosts, below which steps take longer, so that some are left for those that come
     checkpoints: dict[int, str] = field(default_factory=dict)
+    saves: bool = False
 
 
 class Now:
@@ -193,13 +196,19 @@ def train(rank: int, size: int, plan: Plan) -> dict[str, Any]:
         name, step = plan.faults[rank]
         FAULTS[name](step)
 
-    def at_start(run: Any) -> None:
-        (plan.folder / f"{rank}.ready").touch()
+    start = Hosts._start
+
+    def start_together(self: Hosts) -> None:
+        """Have the lighthouse know all first hosts before one asks it who is there."""
         if rank in plan.joins:
             wait_until((plan.folder / f"0.at{plan.joins[rank]}").exists)
-        else:
-            first = [other for other in range(size) if other not in plan.joins]
-            wait_until(lambda: all((plan.folder / f"{other}.ready").exists() for other in first))
+        start(self)
+        (plan.folder / f"{rank}.started").touch()
+        first = [other for other in range(size) if other not in plan.joins and rank not in plan.joins]
+        wait_until(lambda: all((plan.folder / f"{other}.started").exists() for other in first))
+        time.sleep(HEARTBEATS_S)
+
+    _replace(Hosts, "_start", start_together)
 
     def at_batch(run: Any) -> None:
         exchange = run.strategy.exchange
@@ -210,7 +219,9 @@ def train(rank: int, size: int, plan: Plan) -> dict[str, Any]:
 
     elastic = ls.Elastic(timeout=plan.timeout_s, quorum_timeout=LONG_S, replica_id=f"host{rank}")
     strategy = ls.SparseDDPStrategy(plan.compressor, elastic=elastic, **plan.local)
-    callbacks = [Does("on_fit_start", at_start), Does("on_train_batch_start", at_batch)]
+    callbacks: list[Any] = [Does("on_train_batch_start", at_batch)]
+    if plan.saves:
+        callbacks.append(ModelCheckpoint(dirpath=plan.folder / f"host{rank}", every_n_train_steps=3, save_last=True))
     run = trainer(strategy, 1, check_every=0, max_steps=plan.steps, callbacks=callbacks)
     model = small(seed=rank, optimizer="adam")
     run.fit(model, data(4 * plan.steps, 1, seed=rank), ckpt_path=plan.checkpoints.get(rank))
