@@ -155,6 +155,7 @@ def test_random_faults(ranks: Ranks, tmp_path: Path) -> None:
         folder.mkdir()
         with Lighthouse() as lighthouse:
             plan = Plan(lighthouse.address, folder, steps, compressor, steps_of, faults, joins)
+            plan.slow_below = hosts - len(doomed) + 1 if joins else 0  # until it has come
             ends_of(ranks, hosts + len(joins), plan)
         journals = Journals(folder)
         journals.check_bits()
