@@ -116,6 +116,7 @@ class ElasticExchange(LocalExchange):
 
     def close(self) -> bool:
         closed = super().close()
+        self._among.leave()  # whatever is under way
         self._hosts.close()
         return closed
 

@@ -39,7 +39,7 @@ class ElasticComm(TorchComm):
 
     def leave(self) -> None:
         """Give up every message, and close the connections: they stay open as long as anybody refers to them."""
-        for watched in self._under_way:
+        for watched in list(self._under_way):
             watched.work = None
         self._under_way.clear()
         self._groups.clear()

@@ -14,7 +14,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 
 from lightning_sparse.network.elastic import Elastic
 
-QUORUM_RETRIES = 20  # while a lighthouse is gone
+RETRY_S = 0.5  # from one look for a lighthouse that is gone to the next
 
 
 class Hosts:
@@ -130,7 +130,7 @@ class Hosts:
             replica_id=settings.name(),
             hostname=_in_url(address),
             checkpoint_transport=transport,
-            quorum_retries=QUORUM_RETRIES,
+            quorum_retries=round(settings.quorum_timeout / RETRY_S),
         )
 
 

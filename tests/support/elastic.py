@@ -44,10 +44,13 @@ class Lighthouse:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        limits = ["--heartbeat_timeout_ms", "600", "--join_timeout_ms", "5000", "--quorum_tick_ms", "20"]
-        command = [str(PROGRAM), "--bind", f"[::]:{self.port}", "--min_replicas", str(self._min_hosts), *limits]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._process = subprocess.Popen(self.command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         wait_until(self._answers)
+
+    @property
+    def command(self) -> list[str]:
+        limits = ["--heartbeat_timeout_ms", "600", "--join_timeout_ms", "5000", "--quorum_tick_ms", "20"]
+        return [str(PROGRAM), "--bind", f"[::]:{self.port}", "--min_replicas", str(self._min_hosts), *limits]
 
     def kill(self) -> None:
         assert self._process is not None
@@ -95,6 +98,7 @@ class Plan:
     slow_below: int = 0  # hosts, below which steps take longer, so that some are left for those that come
     checkpoints: dict[int, str] = field(default_factory=dict)
     saves: bool = False
+    odd: int | None = None  # a host with other settings
 
 
 class Now:
@@ -173,7 +177,24 @@ def stop_for_a_while(step: int) -> None:
     _replace(ElasticComm, "_watch", stopping)
 
 
-FAULTS = {each.__name__: each for each in (before, within, half_a_vote, after, stop_for_a_while)}
+def cut_for_a_while(step: int) -> None:
+    """Take this host's link away within an exchange, for some seconds."""
+    watch, interface, seconds = ElasticComm._watch, os.environ["GLOO_SOCKET_IFNAME"], int(os.environ["CUT_S"])
+
+    def cutting(self: ElasticComm, *args: Any) -> Any:
+        if Now.step >= step and not Now.killed:
+            Now.killed = True
+            subprocess.run(["ip", "link", "set", "dev", interface, "down"], check=True)
+            if os.fork() == 0:
+                time.sleep(seconds)
+                subprocess.run(["ip", "link", "set", "dev", interface, "up"], check=True)
+                os._exit(0)
+        return watch(self, *args)
+
+    _replace(ElasticComm, "_watch", cutting)
+
+
+FAULTS = {each.__name__: each for each in (before, within, half_a_vote, after, stop_for_a_while, cut_for_a_while)}
 
 
 def _replace(owner: type, name: str, function: Any) -> None:
@@ -218,7 +239,8 @@ def train(rank: int, size: int, plan: Plan) -> dict[str, Any]:
         note("state", exchange._committed, _bits(exchange), run.global_step)
 
     elastic = ls.Elastic(timeout=plan.timeout_s, quorum_timeout=LONG_S, replica_id=f"host{rank}")
-    strategy = ls.SparseDDPStrategy(plan.compressor, elastic=elastic, **plan.local)
+    local = plan.local | ({"local_steps": 7} if rank == plan.odd else {})
+    strategy = ls.SparseDDPStrategy(plan.compressor, elastic=elastic, **local)
     callbacks: list[Any] = [Does("on_train_batch_start", at_batch)]
     if plan.saves:
         callbacks.append(ModelCheckpoint(dirpath=plan.folder / f"host{rank}", every_n_train_steps=3, save_last=True))

@@ -1,7 +1,9 @@
 """Hosts of an elastic training end, stop and join, and those that go on have the same bits and keep the law."""
 
+import ctypes
 import os
 import random
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,9 @@ import pytest
 import torch
 
 import lightning_sparse as ls
+from lightning_sparse.bench.cluster import Cluster
 from lightning_sparse.network.hosts import Hosts
+from tests import conftest
 from tests.support.elastic import Journals, Lighthouse, Plan, train, wait_until
 from tests.support.local_steps import local
 from tests.support.models import data, small, trainer, weights
@@ -29,7 +33,7 @@ def ends_of(ranks: Ranks, hosts: int, plan: Plan) -> dict[int, Any]:
     with ranks.start(train, hosts, plan) as running:
         ends = list(running.ends(IN_TIME_S))
     killed = [end.rank for end in ends if end.error == "died with exit code -9"]
-    assert set(killed) == {rank for rank, (name, _) in plan.faults.items() if name != "stop_for_a_while"}
+    assert set(killed) == {rank for rank, (name, _) in plan.faults.items() if name in FATAL}
     failed = [f"host {end.rank}: {end.error}" for end in ends if end.error and end.rank not in killed]
     assert not failed, "\n".join(failed)
     values = {end.rank: end.value for end in ends if not end.error}
@@ -61,6 +65,7 @@ def test_a_host_joins_when_two_of_four_were_killed_at_once(ranks: Ranks, tmp_pat
     assert {end["hosts"] for end in ends.values()} == {3}
 
 
+@pytest.mark.programs
 def test_a_host_that_has_stopped_and_goes_on_joins_again(ranks: Ranks, tmp_path: Path) -> None:
     faults = {2: ("stop_for_a_while", 5)}
     signs = {"local_steps": 3, "wire_dtype": "sign"}
@@ -74,6 +79,7 @@ def test_a_host_that_has_stopped_and_goes_on_joins_again(ranks: Ranks, tmp_path:
     assert {end["hosts"] for end in ends.values()} == {3}
 
 
+@pytest.mark.programs
 def test_a_lighthouse_that_is_killed_and_started_again_costs_its_absence(ranks: Ranks, tmp_path: Path) -> None:
     with Lighthouse(min_hosts=2) as lighthouse:
         plan = Plan(lighthouse.address, tmp_path, steps=30)
@@ -85,6 +91,45 @@ def test_a_lighthouse_that_is_killed_and_started_again_costs_its_absence(ranks: 
     assert len({end["bits"] for end in ends}) == 1
     assert [end["step"] for end in ends] == [30, 30]
     Journals(tmp_path).check_bits()
+
+
+@pytest.mark.programs
+def test_a_host_with_other_settings_is_refused_and_the_others_go_on(ranks: Ranks, tmp_path: Path) -> None:
+    with Lighthouse() as lighthouse:
+        plan = Plan(lighthouse.address, tmp_path, steps=30, joins={2: 5}, odd=2)
+        with ranks.start(train, 3, plan) as running:
+            ends = {end.rank: end for end in running.ends(IN_TIME_S)}
+    assert "must be started with the settings of those that train already" in str(ends[2].error)
+    assert re.search(r"local: LocalSteps\(steps=7.*rank 0.*LocalSteps\(steps=2.*rank 1", str(ends[2].error))
+    assert ends[0].value["bits"] == ends[1].value["bits"]
+    assert ends[0].value["step"] == ends[1].value["step"] == 30
+
+
+def on_host(rank: int, size: int, namespaces: list[str], interface: str, cut_s: int, plan: Plan) -> Any:
+    """``train`` on an emulated host, whose network namespace this process joins."""
+    with Path(namespaces[rank]).open() as namespace:
+        assert ctypes.CDLL(None).setns(namespace.fileno(), 0) == 0
+    os.environ.update(GLOO_SOCKET_IFNAME=interface, CUT_S=str(cut_s))
+    return train(rank, size, plan)
+
+
+@pytest.mark.programs
+@pytest.mark.skipif(os.geteuid() != 0, reason="a host that joins its network namespace must be root")
+@conftest.emulated(2 * IN_TIME_S)
+@pytest.mark.parametrize(("cut_s", "timeout_s"), [(5, 40.0), (8, 2.0)], ids=["within_the_limit", "for_longer"])
+def test_a_link_is_cut_for_a_while(ranks: Ranks, tmp_path: Path, cut_s: int, timeout_s: float) -> None:
+    lighthouse = Lighthouse()
+    with Cluster("3x1gbit") as cluster:
+        cluster.popen(0, lighthouse.command)
+        plan = Plan(f"http://{cluster.address(0)}:{lighthouse.port}", tmp_path, steps=120, timeout_s=timeout_s)
+        plan.slow_below, plan.faults = 3, {2: ("cut_for_a_while", 5)}
+        where = [cluster.namespace(host) for host in range(3)], "eth0", cut_s
+        with ranks.start(on_host, 3, *where, plan) as running:
+            ends = [end.value or end.error for end in running.ends(IN_TIME_S)]
+    assert {end["step"] for end in ends} == {120}, ends
+    assert len({end["bits"] for end in ends}) == 1
+    Journals(tmp_path).check_bits()
+    assert Journals(tmp_path).check_law()[3] > 10
 
 
 def train_ranks(rank: int, size: int, path: Path, steps: int) -> Any:
