@@ -87,6 +87,7 @@ class ElasticExchange(LocalExchange):
         if not self.settings.overlap:
             self._exchanged = self.steps  # what is due was sent before the checkpoint was saved
         with torch.inference_mode(False):
+            was_shown = self.weights.shown
             self._hide()
             while not self._meet():
                 self._note_failure(self._hosts.commit(RankLost("not all hosts have met")))
@@ -94,6 +95,8 @@ class ElasticExchange(LocalExchange):
                 self._has_met = True
             elif self._hosts.commit():
                 self._committed = self.steps + 1
+            if was_shown:
+                self.weights.show()
 
     def ask(self, launch: Callable[[Comm], Pending]) -> Tensor:
         """As ever, but of this host alone: others need not ask."""

@@ -2,8 +2,8 @@
 
 import logging
 import os
+import random
 import socket
-import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -36,7 +36,7 @@ class Hosts:
         _import_torchft()
         self._settings, self._save = settings, save
         self._lighthouse = settings.address()
-        self.key = zlib.crc32(settings.name().encode())  # a number that tells this host from others
+        self.key = random.SystemRandom().getrandbits(62)  # of this start of this host
         self._received: object = None
         self._manager: Any = None  # from the first meeting on: others wait for a host that has one
         self._group: Any = None

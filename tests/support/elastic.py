@@ -251,6 +251,7 @@ def train(rank: int, size: int, plan: Plan) -> dict[str, Any]:
     return {
         "step": run.global_step,
         "bits": _bits(exchange),
+        "seed": run.train_dataloader.sampler.seed,  # type: ignore[union-attr]
         "metrics": exchange.metrics(),
         "hosts": exchange.members,
         "sent": sum(lane.comm.sent_bytes for lane in exchange._lanes),

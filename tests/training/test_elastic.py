@@ -39,6 +39,7 @@ def ends_of(ranks: Ranks, hosts: int, plan: Plan) -> dict[int, Any]:
     values = {end.rank: end.value for end in ends if not end.error}
     assert {value["step"] for value in values.values()} == {plan.steps}
     assert len({value["bits"] for value in values.values()}) == 1, values
+    assert len({value["seed"] for value in values.values()}) == len(values)  # of the order of their data
     return values
 
 
