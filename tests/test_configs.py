@@ -227,3 +227,16 @@ def test_every_option_of_the_strategy_is_reached(configure: Configure, tmp_path:
 
 
 # - what is wrong
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("true", ls.Elastic()),
+        ('{"class_path": "lightning_sparse.Elastic", "init_args": {"timeout": 20}}', ls.Elastic(timeout=20)),
+    ],
+    ids=["true", "with_settings"],
+)
+def test_a_config_can_say_that_hosts_come_and_go(configure: Configure, written: str, meant: ls.Elastic) -> None:
+    strategy = configure(f"--config={CONFIGS / 'local_steps.yaml'}", "--trainer.strategy.elastic", written)
+    assert strategy.options.hosts == meant
