@@ -25,9 +25,10 @@ $(VENV)/.demo: pyproject.toml $(CONSTRAINTS)
 	$(BIN)/python -m pip install --constraint $(CONSTRAINTS) --editable .
 	touch $@
 
-# Tests, documentation and tools.
+# Tests, documentation and tools.  Where there is no torchft, the tests of elastic trainings are skipped.
 $(VENV)/.ready: $(VENV)/.demo
 	$(BIN)/python -m pip install --constraint $(CONSTRAINTS) --editable ".[dev]"
+	-$(BIN)/python -m pip install --constraint $(CONSTRAINTS) --editable ".[elastic]"
 	touch $@
 
 demo: $(VENV)/.demo

@@ -139,9 +139,10 @@ class SparseHook:
         self._ddp = weakref.ref(ddp)
         ddp.join_hook = self._join_hook  # type: ignore[method-assign]
         weakref.finalize(self, _end, self._course.switch, groups).atexit = False  # for who drops it without close()
+        members = f"{self.exchange.size} {'nodes' if groups.local_size > 1 else self._members}"
         rank_zero_info(
             f"lightning_sparse: {brief(options.compressor)} averages {sum(g.n for g in self.exchange.groups):,} "
-            f"elements among {self.exchange.size} {'nodes' if groups.local_size > 1 else self._members}"
+            f"elements among {'all hosts that come' if options.hosts else members}"
             f"{f', each once in {options.local.steps} local steps' if options.local else ''}."
         )
 

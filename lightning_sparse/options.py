@@ -20,6 +20,7 @@ from lightning_sparse.engine.groups import BUCKET_BYTES, check_fusion
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.network.agreement import agree, described, versions
 from lightning_sparse.network.comm import Comm
+from lightning_sparse.network.elastic import Elastic
 from lightning_sparse.settings import as_text, same
 from lightning_sparse.wire import wire_format
 
@@ -52,6 +53,7 @@ class Options:
     local_group: int | str = 1
     bucket_bytes: int = BUCKET_BYTES
     local_steps: int | LocalSteps | None = 0  # None, or whole, once validated
+    elastic: bool | Elastic | None = None  # None, or whole, once validated
 
     @classmethod
     def of(cls, compressor: Compressor | Auto | str, fusion: str | Sequence[str], **others: Any) -> "Options":
@@ -75,13 +77,24 @@ class Options:
             check_whole("local_group", self.local_group, 1, "Or give 'node' for the devices of a node; 1 for none.")
         check_whole("bucket_bytes", self.bucket_bytes, 1)
         object.__setattr__(self, "local_steps", LocalSteps.of(self.local_steps or 0))
+        object.__setattr__(self, "elastic", Elastic.of(self.elastic))
         if self.local:
             self._check_local()
+        elif self.elastic:
+            raise ValueError(
+                f"elastic must be combined with local_steps, of which alone hosts can miss some; got local_steps=0 and "
+                f"elastic={self.elastic!r}. Give local_steps=2, say, or leave out elastic."
+            )
 
     @property
     def local(self) -> LocalSteps | None:
         """The settings of local steps; None where gradients are averaged."""
         return self.local_steps if isinstance(self.local_steps, LocalSteps) else None
+
+    @property
+    def hosts(self) -> Elastic | None:
+        """Where the hosts of an elastic training meet; None where the ranks are always the same."""
+        return self.elastic if isinstance(self.elastic, Elastic) else None
 
     @property
     def policy(self) -> Auto | None:
@@ -144,6 +157,7 @@ class Options:
             self.warmup_steps,
             self.bucket_bytes,
             self.local,
+            self.hosts,
             may_sum_in_place=self.policy is not None,
         )
 

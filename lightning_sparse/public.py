@@ -26,6 +26,7 @@ from lightning_sparse.monitor.callbacks import CompressionMonitor
 from lightning_sparse.monitor.metrics import CompressionRatio, ThresholdError
 from lightning_sparse.monitor.replicas import ReplicaCheck
 from lightning_sparse.network.comm import Comm, Rounds
+from lightning_sparse.network.elastic import Elastic
 from lightning_sparse.registry import register
 from lightning_sparse.selection.sparse import Sparse
 from lightning_sparse.simulation import Simulated, simulate
@@ -43,6 +44,7 @@ __all__ = [
     "Compressor",
     "Dense",
     "DensityLadder",
+    "Elastic",
     "Group",
     "ImportancePruning",
     "LocalSteps",

@@ -18,19 +18,20 @@ from torch import Tensor, nn
 from lightning_sparse.auto.policy import Auto
 from lightning_sparse.checkpoint.state import KEY, nbytes
 from lightning_sparse.compressors import COMPRESSORS, Compressor
+from lightning_sparse.elastic_host import ElasticHost
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.fusion.layer_fusion import WORTH_PLANNING, LayerFusion
 from lightning_sparse.fusion.model import Plan
 from lightning_sparse.fusion.steps import STEPS_MEASURED
 from lightning_sparse.hook import SparseHook
-from lightning_sparse.local_weights import ShowsAverage
 from lightning_sparse.monitor.pictures import draw_timeline
+from lightning_sparse.network.elastic import Elastic
 from lightning_sparse.options import Options
 
 LARGE_BYTES = 2**30  # of residuals in a checkpoint
 
 
-class SparseMixin(ShowsAverage):
+class SparseMixin(ElasticHost):
     """The part of :class:`SparseDDPStrategy` beside ``DDPStrategy``, for whichever of the two Lightning packages."""
 
     strategy_name = "sparse_ddp"
@@ -46,6 +47,7 @@ class SparseMixin(ShowsAverage):
         residuals: str = "per_rank",
         local_group: int | str = 1,
         local_steps: int | LocalSteps = 0,
+        elastic: bool | Elastic = False,
         **ddp_kwargs: Any,
     ) -> None:
         options = Options.of(
@@ -56,6 +58,7 @@ class SparseMixin(ShowsAverage):
             residuals=residuals,
             local_group=local_group,
             local_steps=local_steps,
+            elastic=elastic,
         )
         self.options, ddp_kwargs = options.beside_ddp(ddp_kwargs, super().__init__)
         super().__init__(**ddp_kwargs)  # by this name: jsonargparse reads here where options go
@@ -96,6 +99,8 @@ class SparseMixin(ShowsAverage):
         if self.hook is not None and self._hooked is module:
             hook.take_over(self.hook)  # a second fit goes on where the first ended
         self.hook, self._hooked = hook, module
+        if self.options.hosts is not None:
+            hook.exchange.add_part("trainer", self.training_state, self.load_training_state)
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Set up the optimizers, and note them: with ``local_steps`` their states differ between ranks."""
@@ -260,6 +265,8 @@ class SparseDDPStrategy(SparseMixin, DDPStrategy):
             "node": the devices of a node; a number: so many consecutive ranks; 1: none.
         local_steps: H, or :class:`LocalSteps`: each rank takes its own optimizer steps, and what they did is exchanged,
             a part of the parameters in H each step.  0: gradients are exchanged.
+        elastic: with ``local_steps``, True or :class:`Elastic`: every process is a training of its own (``devices=1``),
+            one of several hosts that may end, stop and join at any time.
         **ddp_kwargs: everything ``lightning.pytorch.strategies.DDPStrategy`` takes.
 
     Raises:

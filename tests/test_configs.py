@@ -248,3 +248,16 @@ def test_a_key_that_nothing_takes_is_named(
     assert "Option 'wire_dtyp' is not accepted" in said
     typed = [f"{STRATEGY}=SparseDDPStrategy", f"{STRATEGY}.compressor=MiCRO", f"{STRATEGY}.compressor.densty=0.05"]
     assert "densty" in said_of(configure, capsys, *typed)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("true", ls.Elastic()),
+        ('{"class_path": "lightning_sparse.Elastic", "init_args": {"timeout": 20}}', ls.Elastic(timeout=20)),
+    ],
+    ids=["true", "with_settings"],
+)
+def test_a_config_can_say_that_hosts_come_and_go(configure: Configure, written: str, meant: ls.Elastic) -> None:
+    strategy = configure(f"--config={CONFIGS / 'local_steps.yaml'}", "--trainer.strategy.elastic", written)
+    assert strategy.options.hosts == meant

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import lightning_sparse as ls
+from tests.support.elastic import Lighthouse, as_a_host
 from tests.support.models import Does, trainer, weights
 from tests.support.processes import LIMIT_S, Ranks, free_port
 
@@ -231,6 +232,22 @@ def test_slurm_starts_as_many_processes_as_the_trainer_expects(tmp_path, monkeyp
     assert given["num_nodes"] == int(asked["nodes"]) == 2
     assert given["devices"] == int(asked["ntasks-per-node"]) == int(asked["gpus-per-node"]) == 4
     assert (given["strategy"], given["accelerator"]) == ("micro", "gpu")
+
+
+def run_host(rank, size, lighthouse, folder):
+    as_a_host(lighthouse)
+    arguments = ["--host", f"host{rank}", "--max-steps", "40", "--timeout", "20"]
+    return run_script(rank, size, "elastic.py", arguments, folder)
+
+
+def test_hosts_come_and_go(ranks: Ranks, tmp_path):
+    pytest.importorskip("torchft")
+    with Lighthouse(min_hosts=2) as lighthouse:
+        outs = ranks.run(run_host, 2, lighthouse.address, str(tmp_path))
+    for rank, out in enumerate(outs):
+        assert f"host{rank}: 2 hosts at the end" in out
+        assert list((tmp_path / "checkpoints" / f"host{rank}").glob("last.ckpt"))
+    assert len({re.search(r"val_acc: (.*)", out)[1] for out in outs}) == 1
 
 
 def test_a_sharded_model_trains(ranks: Ranks, tmp_path):

@@ -68,7 +68,8 @@ class Switch:
         self.optimizers = Optimizers(
             parameters.values() if watch_optimizers else (), lambda: me.exchange if (me := own()) else None
         )
-        compressor = _dense_if_alone(way.compressor, ranks.size // groups.local_size)
+        size = ranks.size // groups.local_size if way.elastic is None else sys.maxsize  # hosts that may come
+        compressor = _dense_if_alone(way.compressor, size)
         self._first = replace(way, compressor=compressor)
         self._make(self._first)
 

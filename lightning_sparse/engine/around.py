@@ -1,6 +1,6 @@
 """What an engine does around the steps of a training."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +11,12 @@ class Around:
     """What an engine does around a step of a training; nothing, where gradients are averaged within backward."""
 
     takes_local_steps = False  # ranks have weights of their own
+
+    def enter(self) -> None:
+        """Take part from now on; see :class:`ElasticExchange`."""
+
+    def add_part(self, name: str, save: Callable[[], Any], load: Callable[[Any], None]) -> None:
+        """Have a host that joins get what ``save`` returns on another one; see :class:`ElasticExchange`."""
 
     def settle(self) -> None:
         """Do what is due after the last step, if anything is.  To be called between two steps, on every rank."""

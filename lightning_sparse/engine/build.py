@@ -9,13 +9,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.checks import uncompiled
 from lightning_sparse.compressors import Compressor
+from lightning_sparse.engine.elastic_exchange import ElasticExchange
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.groups import BUCKET_BYTES, lay_out, lay_out_fragments
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.engine.untrained import untrained_of
+from lightning_sparse.network.agreement import described, versions
+from lightning_sparse.network.elastic import Elastic
 from lightning_sparse.network.process_groups import ProcessGroups
+from lightning_sparse.network.torch_comm import TorchComm
+from lightning_sparse.settings import as_text
 from lightning_sparse.wire import wire_format
 
 
@@ -29,6 +34,7 @@ class Way:
     warmup_steps: int = 0  # dense steps first
     bucket_bytes: int = BUCKET_BYTES  # of float32 gradient in a group
     local: LocalSteps | None = None  # None where gradients are averaged
+    elastic: Elastic | None = None  # with local steps, where the hosts of an elastic training meet
     may_sum_in_place: bool = False  # sums may depend on DDP's buckets, which a checkpoint does not keep
 
 
@@ -50,6 +56,8 @@ def make_exchange(
             "may use different parameters, and only one may keep what is unsent of them. Leave one of them out."
         )
     wire_dtype = wire_format(way.wire_dtype)
+    if way.elastic is not None:
+        return _make_elastic(ddp, parameters, way, way.elastic)
     comms = [comm.in_format(wire_dtype) for comm in groups.comms(beside_ddp=way.local is not None)]
     if way.local is None:
         return GradientExchange(
@@ -71,6 +79,26 @@ def make_exchange(
         warmup_steps=way.warmup_steps,
         untrained=untrained_of(ddp.module, ddp.parameters_to_ignore),
         compressor=way.compressor,
+    )
+
+
+def _make_elastic(
+    ddp: DistributedDataParallel, parameters: Mapping[str, Tensor], way: Way, elastic: Elastic
+) -> ElasticExchange:
+    """The engine of one host of an elastic training."""
+    assert way.local is not None  # the options have seen to it
+    laid_out, fragments = lay_out_fragments(parameters, way.compressor, way.fusion, way.local.parts, way.bucket_bytes)
+    same = versions() | described(ddp.module) | {k: v for k, v in vars(way).items() if k != "elastic"}
+    return ElasticExchange(
+        laid_out,
+        fragments,
+        settings=way.local.led(way.compressor, way.wire_dtype),
+        warmup_steps=way.warmup_steps,
+        untrained=untrained_of(ddp.module, ddp.parameters_to_ignore),
+        wire_dtype=wire_format(way.wire_dtype),
+        hosts=elastic,
+        described={name: as_text(value) for name, value in same.items()},
+        alone=TorchComm(ddp.process_group),
     )
 
 

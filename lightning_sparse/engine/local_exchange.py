@@ -172,7 +172,7 @@ class LocalExchange(LocalState):
                 self._send()
             self._receive()
             if not self.settings.overlap:
-                self.moments.read(self.size)
+                self.moments.read(self.members)
             if self.steps == 1:
                 self.compare()
 
@@ -186,9 +186,9 @@ class LocalExchange(LocalState):
         self.compare()
         self._hide()
         for replica in self.weights.replicas:
-            replica.take_up(self.size)
+            replica.take_up(self.members)
             unsent = replica.group.unsent
-            replica.move(self.ask(lambda comm, x=unsent: comm.all_reduce(x)), self.size)  # type: ignore[misc]
+            replica.move(self.ask(lambda comm, x=unsent: comm.all_reduce(x)), self.members)  # type: ignore[misc]
             unsent.zero_()
             replica.apply()
             replica.start_anew()
@@ -239,34 +239,42 @@ class LocalExchange(LocalState):
     def _send(self) -> None:
         """Take up the groups whose turn it is and have the lanes average them."""
         step = self._exchanged = self.steps
-        self.moments.read(self.size)  # here, wherever what it reads was received
+        self.moments.read(self.members)  # here, wherever what it reads was received
         self._flight = Flight(self._lanes)
         due = [i for i, replica in enumerate(self.weights.replicas) if replica.is_due(step, self._warmup_steps)]
         for i in due:
-            self.weights.replicas[i].take_up(self.size)
+            self.weights.replicas[i].take_up(self.members)
             if self.sample is not None:
                 self.sample.before(self.groups[i])
         queues = [[due.index(i) for i in queue] for queue in self._queues_of(due)]
         if comparing := self.moments.is_due(step):
             self.moments.take_up()
-        self._flight.send([self.weights.replicas[i] for i in due], queues, self.size)
+        self._flight.send([self.weights.replicas[i] for i in due], queues, self.members)
         if comparing:
             self._flight.launch(self._lanes[0], self.moments.compare)
         if step % EVERY == 0:
-            self._comparison.begin(self._lanes[0])
+            self._begin_comparison()
+
+    def _begin_comparison(self) -> None:
+        self._comparison.begin(self._lanes[0])
 
     def _receive(self) -> None:
         """Wait for what is under way, and apply it."""
         flight, waited_ns = self._flight, self._flight.wait()
-        if flight.error is not None:
-            self.error = flight.error
-            raise self.error
-        for replica in flight.replicas:
-            replica.apply()
-        self.moments.receive()
+        if self._counts(flight):
+            for replica in flight.replicas:
+                replica.apply()
+            self.moments.receive()
         if self.sample is not None:
             self.sample.end_step()
         averaged = [replica.group for replica in flight.replicas]
         self.last = Report.of(self.groups, averaged, self._lanes, flight.spent_before, waited_ns)
         self._flight = Flight(self._lanes)
         self._end_comparison()
+
+    def _counts(self, flight: Flight) -> bool:
+        """Whether what has arrived is to be applied, on every rank alike; raises the error of a lane."""
+        if flight.error is not None:
+            self.error = flight.error
+            raise self.error
+        return True

@@ -49,8 +49,13 @@ class LocalState(Exchange):
         assert isinstance(before, LocalState)
         self.untrained.resume(before.untrained.seen)
         if set(before.moments) == set(self.moments):  # else, as where a layer is frozen, they are compared anew
-            before.moments.read(self.size)
-            self.mean_moments.resume(before.mean_moments.state(), before.sampled, self.size)
+            before.moments.read(self.members)
+            self.mean_moments.resume(before.mean_moments.state(), before.sampled, self.members)
+
+    @property
+    def members(self) -> int:
+        """Who averages now; the ranks, all of them."""
+        return self._lanes[0].comm.size
 
     # - what no optimizer trains
 
@@ -58,7 +63,7 @@ class LocalState(Exchange):
         """Average what has changed, too, starting from the mean over the ranks."""
         for replica in self._replicas_of(self._comparison.end()):
             own = replica.average.clone()
-            replica.average.copy_(self.ask(lambda comm, own=own: comm.all_reduce(own)) / self.size)  # type: ignore[misc]
+            replica.average.copy_(self.ask(lambda comm, own=own: comm.all_reduce(own)) / self.members)  # type: ignore[misc]
             self.weights.add(replica)
 
     def adopt(self, groups: Iterable[Collection[str]]) -> None:
@@ -86,7 +91,7 @@ class LocalState(Exchange):
         return self.moments.sampled
 
     def state(self) -> dict[str, Any]:
-        self.moments.read(self.size)
+        self.moments.read(self.members)
         return {
             "moments": self.mean_moments.state(),
             "checksums": self.weights.checksums(),
@@ -96,7 +101,7 @@ class LocalState(Exchange):
 
     def resume(self, state: Mapping[str, Any], sampled: Tensor | None) -> None:
         self.untrained.resume(state["seen"])
-        self.mean_moments.resume(state["moments"], sampled, self.size)
+        self.mean_moments.resume(state["moments"], sampled, self.members)
 
     @property
     def averages(self) -> Mapping[str, Tensor]:

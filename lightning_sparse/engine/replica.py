@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -199,6 +200,12 @@ class Replica:
             before = torch.zeros_like(self._velocity) if before is None else before
             self.group.slots(self._velocity)[place].copy_(self.group.slots(before)[place])
 
+    def drop(self) -> None:
+        """Forget what was under way, as if it had never been taken up: nothing has left ``unsent``."""
+        if self._memory is not None:
+            self.group.memory = dict(self._memory)
+        self._end()
+
     def _end(self) -> None:
         """Forget what was under way."""
         self._own, self._next, self._left_out, self._memory, self.group.weights = [], None, None, None, None
@@ -221,6 +228,26 @@ class Replica:
             rounding = (exact - parameter.detach().to(exact.dtype)).nan_to_num(0.0, 0.0, 0.0)  # infinity has none
             aside = rounding if self._decay is None else rounding + unsent * self._decay
             self.group.slots(self._aside)[place].view(own.shape).copy_(aside)
+
+    # - one rank's, on another
+
+    def shared(self) -> dict[str, Any]:
+        """What another rank needs to go on from here: copies of x̄, of the velocity and of the compressor's memory."""
+        memory = self.group.memory if self._memory is None else self._memory
+        velocity = None if self._velocity is None else self._velocity.clone()
+        copies = {key: kept.clone() for key, kept in memory.items()}
+        return {"average": self.average.clone(), VELOCITY: velocity, "memory": copies}
+
+    @torch.no_grad()
+    def start_from_shared(self, shared: Mapping[str, Any]) -> None:
+        """Go on from what another rank's :meth:`shared` returned, with nothing unsent."""
+        self._end()
+        self.average.copy_(shared["average"])
+        device, velocity = self.average.device, shared[VELOCITY]
+        self._velocity = None if velocity is None else velocity.to(device)
+        on_device = {key: kept.dtype == torch.float32 for key, kept in shared["memory"].items()}
+        self.group.memory = {key: kept.to(device) if on_device[key] else kept for key, kept in shared["memory"].items()}
+        self.start_anew()
 
     # - checkpoints
 

@@ -197,6 +197,11 @@ class SecondMoments:
         """Note that what was launched has arrived."""
         self._received, self._sums = self._sums, None
 
+    def drop(self) -> None:
+        """Forget the look that is under way, as if it had not been taken up; on every rank."""
+        self.looks -= self._sent is not None
+        self._sent = self._sums = self._received = None
+
     def read(self, size: int) -> None:
         """Go by what was received of ``size`` ranks from now on, if anything was since the last time."""
         if self._received is None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,17 +36,23 @@ def carries_by_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
     return name != "gloo"
 
 
+class RankLost(RuntimeError):
+    """A message has failed: another rank is gone, or did not come in time."""
+
+
 @contextmanager
 def explained() -> Iterator[None]:
     """Say what it means that a message fails: when it is waited for, or at once if the other rank has already gone.
 
     Raises:
-        RuntimeError: another rank is gone, or did not come in time.
+        RankLost: another rank is gone, or did not come in time.
     """
     try:
         yield
+    except RankLost:
+        raise
     except RuntimeError as error:
-        raise RuntimeError(
+        raise RankLost(
             f"a message among the ranks failed: {error}\nAnother rank has ended, hangs, or lost its link; its own "
             "output may say why. The last checkpoint is whole; to go on, start all ranks again from it."
         ) from error
@@ -79,10 +86,16 @@ class _Staged(Pending):
         return self._result
 
 
+class Waitable(Protocol):
+    """A message that can be waited for, such as a ``dist.Work``."""
+
+    def wait(self) -> object: ...
+
+
 class Works(Pending):
     """Messages of torch.distributed in flight, and every tensor they read or write."""
 
-    def __init__(self, works: list[dist.Work], result: Tensor, *keep: Tensor) -> None:
+    def __init__(self, works: Sequence[Waitable], result: Tensor, *keep: Tensor) -> None:
         self._works, self._result, self._keep = works, result, keep
 
     @explained()
@@ -191,7 +204,7 @@ class TorchComm(Comm):
         rows = [(each, x[self._far(each)], out[self._far(-each)]) for each in by]
         return Works(self._to_others(rows, tag=2), out, x)
 
-    def _to_others(self, rows: Sequence[tuple[int, Tensor, Tensor]], tag: int) -> list[dist.Work]:
+    def _to_others(self, rows: Sequence[tuple[int, Tensor, Tensor]], tag: int) -> Sequence[Waitable]:
         """Of each (by, leaving, arriving) send the second to the rank ``by`` further on, receive from as far back.
 
         Directly, so that a message makes one hop: Gloo's own all-gather goes round a ring.  By ``tag`` ranks that

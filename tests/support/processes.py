@@ -27,8 +27,8 @@ class Ranks:
     """Starts functions on real ranks: processes joined by torchrun's environment variables, over Gloo."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(IMPORTED)
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(IMPORTED)
 
     def run(
         self, function: Callable[..., Any], size: int, *args: Any, timeout_s: float = LIMIT_S, gloo: bool = False
@@ -51,7 +51,7 @@ class Ranks:
 
     def start(self, function: Callable[..., Any], size: int, *args: Any) -> "Running":
         """``function(rank, size, *args)`` on each rank, in the background; killed when the context ends."""
-        return Running(self._context, function, size, args)
+        return Running(self.context, function, size, args)
 
     def apart(self, function: Callable[..., Any], output: Path, *args: Any, timeout_s: float = LIMIT_S) -> Any:
         """``function(*args)`` in a process that is no rank and may start others; returns what it returned.
@@ -61,7 +61,7 @@ class Ranks:
         Raises:
             AssertionError: as ``run``.
         """
-        with Running(self._context, _apart, 1, (function, output, *args), daemon=False) as running:
+        with Running(self.context, _apart, 1, (function, output, *args), daemon=False) as running:
             return running.values(timeout_s)[0]
 
 

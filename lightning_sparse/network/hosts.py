@@ -1,0 +1,186 @@
+"""The hosts that train together now: torchft's manager finds them, and has a process group made among them."""
+
+import logging
+import os
+import random
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time only
+
+from lightning_sparse.network.elastic import Elastic
+
+RETRY_S = 0.5  # from one look for a lighthouse that is gone to the next
+
+
+class Hosts:
+    """This host among all that train, as torchft's lighthouse knows them.  P = ``size``.
+
+    Before each exchange the hosts meet: those that are alive and have come are its members, and get a process group if
+    they are others than before, or if an exchange has failed.  Who is behind the furthest gets what that one saves.
+
+    Args:
+        settings: where the lighthouse is, and how long to wait.
+        save: returns what a host needs that is behind; asked on another thread while this one is in :meth:`meet`.
+
+    Raises:
+        ModuleNotFoundError: torchft is not installed.
+        ValueError: nobody says where the lighthouse is.
+    """
+
+    def __init__(self, settings: Elastic, save: Callable[[], object]) -> None:
+        _import_torchft()
+        self._settings, self._save = settings, save
+        self._lighthouse = settings.address()
+        self.key = random.SystemRandom().getrandbits(62)  # of this start of this host
+        self._received: object = None
+        self._manager: Any = None  # from the first meeting on: others wait for a host that has one
+        self._group: Any = None
+        self._store: Any = None
+
+    @property
+    def rank(self) -> int:
+        rank: int | None = self._manager.participating_rank()
+        assert rank is not None  # who has met takes part
+        return rank
+
+    @property
+    def size(self) -> int:
+        """P, hosts of the last meeting."""
+        return int(self._manager.num_participants())
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Of the last meeting, over Gloo, for those who were there."""
+        group: dist.ProcessGroup = self._group.parent
+        return group
+
+    @property
+    def was_made_anew(self) -> bool:
+        """Whether the process group was made in the last meeting."""
+        return bool(self._group.made_anew)
+
+    def meet(self, committed: int) -> bool:
+        """Wait for the other hosts; returns whether messages can be sent.  ``committed`` says how far this host is.
+
+        Raises:
+            RuntimeError: there was no lighthouse, or there were too few hosts, for ``quorum_timeout``.
+        """
+        try:
+            if self._manager is None:
+                self._start()
+            self._group.made_anew = False
+            self._manager.load_state_dict({"step": committed, "batches_committed": 0})
+            self._manager.start_quorum()
+        except (RuntimeError, TimeoutError) as error:
+            raise RuntimeError(
+                f"at least {self._settings.min_hosts} hosts must meet at the lighthouse {self._lighthouse} within "
+                f"{self._settings.quorum_timeout:g} s; got no answer: {error}. Look whether it runs, and with which "
+                "--min_replicas; then start this host again."
+            ) from None
+        return self._manager.errored() is None
+
+    def take_received(self) -> Any:
+        """What the furthest host has saved, if this one was behind in the last meeting; else None."""
+        received, self._received = self._received, None
+        return received
+
+    def commit(self, error: Exception | None = None) -> bool:
+        """Say how the exchange after the last meeting has ended; returns whether it counts."""
+        if error is not None:
+            self._manager.report_error(error)
+        return bool(self._manager.should_commit())
+
+    def leave(self) -> None:
+        """Close the connections to the other hosts, so that none waits for this one; to be followed by a meeting."""
+        if self._group is not None:
+            self._group.abort()
+
+    def close(self) -> None:
+        """End this host's part."""
+        if self._manager is not None:
+            self._manager.shutdown(wait=False)
+            self._group.abort(errored=False)
+        self._manager = None
+
+    def _start(self) -> None:
+        settings, address = self._settings, _own_address(self._lighthouse)
+        limit = timedelta(seconds=settings.timeout)
+        group, transport = _parts(address, limit)
+        self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        self._group = group
+        self._manager = _import_torchft().Manager(
+            pg=group,
+            load_state_dict=lambda state: setattr(self, "_received", state),
+            state_dict=self._save,
+            min_replica_size=settings.min_hosts,
+            use_async_quorum=False,
+            timeout=limit,
+            quorum_timeout=timedelta(seconds=settings.quorum_timeout),
+            connect_timeout=limit,
+            rank=0,
+            world_size=1,
+            store_addr=address,
+            store_port=self._store.port,
+            lighthouse_addr=self._lighthouse,
+            replica_id=settings.name(),
+            hostname=_in_url(address),
+            checkpoint_transport=transport,
+            quorum_retries=round(settings.quorum_timeout / RETRY_S),
+        )
+
+
+def _import_torchft() -> Any:
+    os.environ.setdefault("RUST_LOG", "warn")  # else it writes several lines in every step
+    try:
+        import torchft
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f'elastic trainings need torchft; {error}. Install it: pip install "lightning_sparse[elastic]"'
+        ) from None
+    logger = logging.getLogger("torchft")
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.ERROR)  # it warns at each new process group that NCCL has no flight recorder
+    return torchft
+
+
+def _parts(address: str, limit: timedelta) -> tuple[Any, Any]:
+    """A process group over Gloo that tells when it is made anew, and what hands states on, found at ``address``."""
+    from torchft import ProcessGroupGloo
+    from torchft.checkpointing import HTTPTransport
+
+    class Gloo(ProcessGroupGloo):  # type: ignore[misc]  # nobody looks into torchft
+        made_anew = False
+
+        def configure(self, *args: Any, **kwargs: Any) -> None:
+            super().configure(*args, **kwargs)
+            self.made_anew = True
+
+    class Transport(HTTPTransport):  # type: ignore[misc]
+        def address(self) -> str:  # torchft gives the host's name, which others may not know
+            return str(super().address()).replace(f"//{socket.gethostname()}:", f"//{_in_url(address)}:", 1)
+
+    return Gloo(timeout=limit), Transport(timeout=limit, num_chunks=0)
+
+
+def _own_address(lighthouse: str) -> str:
+    """The address of this host on the network that leads to the lighthouse."""
+    url = urlsplit(lighthouse)
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(url.hostname, url.port or 80, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(where)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise RuntimeError(
+            f"the lighthouse must have an address that this host can reach; got {lighthouse}: {error}. Correct "
+            "TORCHFT_LIGHTHOUSE, or the network."
+        ) from error
+
+
+def _in_url(address: str) -> str:
+    return f"[{address}]" if ":" in address else address

@@ -1,0 +1,340 @@
+"""Hosts of elastic trainings as real processes, a lighthouse, what each of them notes, and how they end."""
+
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+import lightning_sparse as ls
+from lightning_sparse.engine.checksum import checksum
+from lightning_sparse.engine.elastic_exchange import ElasticExchange
+from lightning_sparse.engine.lane import Lane
+from lightning_sparse.engine.local_exchange import LocalExchange
+from lightning_sparse.engine.replica import Replica
+from lightning_sparse.network.elastic_comm import ElasticComm
+from lightning_sparse.network.hosts import Hosts
+from tests.support.models import Does, data, small, trainer
+from tests.support.processes import free_port
+
+PROGRAM = Path(sys.executable).with_name("torchft_lighthouse")
+LONG_S = 60  # that ends what waits for what does not come
+HEARTBEATS_S = 0.3  # in which a lighthouse hears of a host three times
+MOST_ERROR = 4e-6  # of the law, relative to the largest weight
+
+
+class Lighthouse:
+    """torchft's own program, in a process that can be killed and started again."""
+
+    def __init__(self, min_hosts: int = 1) -> None:
+        self.port, self._min_hosts = free_port(), min_hosts
+        self.address = f"http://127.0.0.1:{self.port}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(self.command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wait_until(self._answers)
+
+    @property
+    def command(self) -> list[str]:
+        limits = ["--heartbeat_timeout_ms", "600", "--join_timeout_ms", "5000", "--quorum_tick_ms", "20"]
+        return [str(PROGRAM), "--bind", f"[::]:{self.port}", "--min_replicas", str(self._min_hosts), *limits]
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def _answers(self) -> bool:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
+            return True
+        return False
+
+    def __enter__(self) -> "Lighthouse":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait for what others do; a test's own time limit ends what never comes."""
+    deadline_s = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "nothing came"
+        time.sleep(0.01)
+
+
+@dataclass
+class Plan:
+    """What hosts do in a test.
+
+    Attributes:
+        faults: of a host, the name of a fault (a function of this module) and the step from which it may happen.
+        joins: of a host that comes later, the step of host 0 that it waits for.
+    """
+
+    lighthouse: str
+    folder: Path
+    steps: int = 16
+    compressor: Any = "sparse_dense"
+    local: dict[str, Any] = field(default_factory=lambda: {"local_steps": 2, "wire_dtype": "int4"})
+    faults: dict[int, tuple[str, int]] = field(default_factory=dict)
+    joins: dict[int, int] = field(default_factory=dict)
+    timeout_s: float = 20.0
+    slow_below: int = 0  # hosts, below which steps take longer, so that some are left for those that come
+    checkpoints: dict[int, str] = field(default_factory=dict)
+    saves: bool = False
+    odd: int | None = None  # a host with other settings
+
+
+class Now:
+    """Where this process is."""
+
+    step = 0  # of the exchange that is under way
+    launched = 0  # messages of it
+    killed = False
+
+
+# - faults, each within one process at one step
+
+
+def die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def before(step: int) -> None:
+    """Die before an exchange."""
+    meet = Hosts.meet
+    _replace(Hosts, "meet", lambda self, committed: (committed > step and die(), meet(self, committed))[1])
+
+
+def within(step: int) -> None:
+    """Die when some messages of an exchange are sent."""
+    watch = ElasticComm._watch
+
+    def counted(self: ElasticComm, *args: Any) -> Any:
+        watched = watch(self, *args)
+        Now.launched += 1
+        if Now.step >= step and Now.launched == 5:
+            die()
+        return watched
+
+    _replace(ElasticComm, "_watch", counted)
+
+
+def half_a_vote(step: int) -> None:
+    """Die when one host has this one's vote and the others do not."""
+    vote = ElasticExchange._vote
+
+    def half(self: ElasticExchange, lane: Lane) -> None:
+        if Now.step < step:
+            return vote(self, lane)
+        comm: Any = lane.comm
+        one = (comm.rank + 1) % comm.size
+        yes = [torch.ones(1, dtype=torch.uint8)]
+        messages = comm._group.recv([torch.empty_like(yes[0])], one, 1), comm._group.send(yes, one, 1)
+        for message in messages:
+            message.wait()
+        return die()
+
+    _replace(ElasticExchange, "_vote", half)
+
+
+def after(step: int) -> None:
+    """Die when an exchange counts, before it is applied here."""
+    commit = Hosts.commit
+    _replace(Hosts, "commit", lambda self, *error: (commit(self, *error), Now.step >= step and die())[0])
+
+
+def stop_for_a_while(step: int) -> None:
+    """Stop (SIGSTOP) within an exchange for longer than the others wait, and go on."""
+    watch = ElasticComm._watch
+
+    def stopping(self: ElasticComm, *args: Any) -> Any:
+        if Now.step >= step and not Now.killed:
+            Now.killed, own = True, os.getpid()
+            if os.fork() == 0:
+                time.sleep(4)
+                os.kill(own, signal.SIGCONT)
+                os._exit(0)
+            os.kill(own, signal.SIGSTOP)
+        return watch(self, *args)
+
+    _replace(ElasticComm, "_watch", stopping)
+
+
+def cut_for_a_while(step: int) -> None:
+    """Take this host's link away within an exchange, for some seconds."""
+    watch, interface, seconds = ElasticComm._watch, os.environ["GLOO_SOCKET_IFNAME"], int(os.environ["CUT_S"])
+
+    def cutting(self: ElasticComm, *args: Any) -> Any:
+        if Now.step >= step and not Now.killed:
+            Now.killed = True
+            subprocess.run(["ip", "link", "set", "dev", interface, "down"], check=True)
+            if os.fork() == 0:
+                time.sleep(seconds)
+                subprocess.run(["ip", "link", "set", "dev", interface, "up"], check=True)
+                os._exit(0)
+        return watch(self, *args)
+
+    _replace(ElasticComm, "_watch", cutting)
+
+
+FAULTS = {each.__name__: each for each in (before, within, half_a_vote, after, stop_for_a_while, cut_for_a_while)}
+
+
+def _replace(owner: type, name: str, function: Any) -> None:
+    setattr(owner, name, function)
+
+
+# - a host, and what it notes
+
+
+def train(rank: int, size: int, plan: Plan) -> dict[str, Any]:
+    """Train as one host; returns what it has at the end."""
+    as_a_host(plan.lighthouse)
+    journal = (plan.folder / f"{rank}.journal").open("ab", buffering=0)
+
+    def note(*entry: Any) -> None:
+        journal.write(pickle.dumps(entry))
+
+    _note_exchanges(note)
+    if rank in plan.faults:
+        name, step = plan.faults[rank]
+        FAULTS[name](step)
+
+    start = Hosts._start
+
+    def start_together(self: Hosts) -> None:
+        """Have the lighthouse know all first hosts before one asks it who is there."""
+        if rank in plan.joins:
+            wait_until((plan.folder / f"0.at{plan.joins[rank]}").exists)
+        start(self)
+        (plan.folder / f"{rank}.started").touch()
+        first = [other for other in range(size) if other not in plan.joins and rank not in plan.joins]
+        wait_until(lambda: all((plan.folder / f"{other}.started").exists() for other in first))
+        time.sleep(HEARTBEATS_S)
+
+    _replace(Hosts, "_start", start_together)
+
+    def at_batch(run: Any) -> None:
+        exchange = run.strategy.exchange
+        (plan.folder / f"{rank}.at{run.global_step}").touch()
+        if exchange.members < plan.slow_below:
+            time.sleep(0.1)
+        note("state", exchange._committed, _bits(exchange), run.global_step)
+
+    elastic = ls.Elastic(timeout=plan.timeout_s, quorum_timeout=LONG_S, replica_id=f"host{rank}")
+    local = plan.local | ({"local_steps": 7} if rank == plan.odd else {})
+    strategy = ls.SparseDDPStrategy(plan.compressor, elastic=elastic, **local)
+    callbacks: list[Any] = [Does("on_train_batch_start", at_batch)]
+    if plan.saves:
+        callbacks.append(ModelCheckpoint(dirpath=plan.folder / f"host{rank}", every_n_train_steps=3, save_last=True))
+    run = trainer(strategy, 1, check_every=0, max_steps=plan.steps, callbacks=callbacks)
+    model = small(seed=rank, optimizer="adam")
+    run.fit(model, data(4 * plan.steps, 1, seed=rank), ckpt_path=plan.checkpoints.get(rank))
+    exchange: Any = strategy.exchange
+    return {
+        "step": run.global_step,
+        "bits": _bits(exchange),
+        "seed": run.train_dataloader.sampler.seed,  # type: ignore[union-attr]
+        "metrics": exchange.metrics(),
+        "hosts": exchange.members,
+        "sent": sum(lane.comm.sent_bytes for lane in exchange._lanes),
+    }
+
+
+def as_a_host(lighthouse: str) -> None:
+    """Take the place of a rank of torchrun away from this process: it is a training of its own."""
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_PORT=str(free_port()))
+    os.environ["TORCHFT_LIGHTHOUSE"] = lighthouse
+
+
+def _bits(exchange: Any) -> int:
+    return sum((i + 1) * int(checksum(x)) for i, x in enumerate(exchange.averages.values()))
+
+
+def _note_exchanges(note: Callable[..., None]) -> None:
+    """Note of each group's turn what was unsent before and after, and how x̄ moved, times the steps' length."""
+    send, take_up, apply = LocalExchange._send, Replica.take_up, Replica.apply
+    known: dict[Replica, tuple[int, int, Tensor, Tensor]] = {}
+
+    def sending(self: LocalExchange) -> None:
+        Now.step, Now.launched, Now.size = self.steps, 0, self.members  # type: ignore[attr-defined]
+        send(self)
+
+    def taking(self: Replica, size: int) -> None:
+        take_up(self, size)
+        known[self] = Now.step, Now.size, self.group.unsent.clone(), self.average.clone()  # type: ignore[attr-defined]
+
+    def applying(self: Replica) -> None:
+        apply(self)
+        step, size, unsent, average = known.pop(self)
+        moved = (self.average - average) * (self._settings.lead or 1.0)
+        note("turn", step, self.group.index, size, unsent, self.group.unsent.clone(), moved, self.average.clone())
+
+    _replace(LocalExchange, "_send", sending)
+    _replace(Replica, "take_up", taking)
+    _replace(Replica, "apply", applying)
+
+
+# - what all have noted
+
+
+@dataclass
+class Journals:
+    """What hosts have noted, of those that were killed too."""
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        self.entries: dict[int, list[Any]] = {}
+        for path in self.folder.glob("*.journal"):
+            self.entries[int(path.stem)] = list(_entries(path))
+
+    def check_bits(self) -> None:
+        """Whoever is as far has the same x̄."""
+        found: dict[int, set[int]] = defaultdict(set)
+        for entries in self.entries.values():
+            for _, committed, bits, _ in (each for each in entries if each[0] == "state"):
+                found[committed].add(bits)
+        assert not {committed: bits for committed, bits in found.items() if len(bits) > 1}
+
+    def check_law(self) -> dict[int, int]:
+        """P * moved + unsent after == unsent before, over all that took part; returns checks by P."""
+        turns: dict[tuple[int, int], list[Any]] = defaultdict(list)
+        for entries in self.entries.values():
+            for _, step, index, *rest in (each for each in entries if each[0] == "turn"):
+                turns[step, index].append(rest)
+        checked: dict[int, int] = defaultdict(int)
+        for hosts in turns.values():
+            sizes, before, after, moved, average = zip(*hosts, strict=True)
+            assert len(set(sizes)) == 1
+            assert all(torch.equal(each, moved[0]) for each in moved)
+            assert all(torch.equal(each, average[0]) for each in average)
+            if len(hosts) == sizes[0]:  # else one has died before it could note it
+                left = sum(x.double() for x in before) - sum(x.double() for x in after)
+                error = (left - sizes[0] * moved[0].double()).abs().max()
+                assert error <= MOST_ERROR * max(1.0, float(average[0].abs().max())), error
+                checked[sizes[0]] += 1
+        return dict(checked)
+
+
+def _entries(path: Path) -> Any:
+    with path.open("rb") as file, suppress(EOFError, pickle.UnpicklingError):  # the last one may be cut off
+        while True:
+            yield pickle.load(file)
