@@ -26,6 +26,7 @@ OPTIONS: dict[str, object] = {
     "residuals": "mean",
     "local_group": "node",
     "local_steps": 16,
+    "elastic": True,
 }
 
 
