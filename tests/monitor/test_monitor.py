@@ -180,7 +180,7 @@ WAYS: list[tuple[Any, bool, list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "is_sharded", "ways"), WAYS, ids=str)
+@pytest.mark.parametrize(("strategy", "is_sharded", "ways"), WAYS, ids=range(len(WAYS)))
 def test_nothing_is_advised_that_the_strategy_does_not_have(strategy: Any, is_sharded: bool, ways: list[str]) -> None:
     assert hasattr(strategy, "sharded") == is_sharded
     assert ways_to_send_less(strategy.options, is_sharded) == ways
