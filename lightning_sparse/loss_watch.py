@@ -19,9 +19,13 @@ class WatchesLoss:
     _looked_s = 0.0
     _has_diverged = False
 
+    def on_train_start(self: Any) -> None:
+        self._has_diverged = False
+        super().on_train_start()  # type: ignore[misc]  # of the class beside, here and below
+
     def backward(self: Any, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self._look_at(closure_loss)
-        loss: Tensor = super().backward(closure_loss, *args, **kwargs)  # type: ignore[misc]  # of the class beside
+        loss: Tensor = super().backward(closure_loss, *args, **kwargs)  # type: ignore[misc]
         return loss
 
     def _look_at(self: Any, loss: Tensor) -> None:
@@ -33,8 +37,8 @@ class WatchesLoss:
             self._has_diverged = True
             rank_zero_warn(
                 f"The loss must be finite; got {loss.detach().float().mean():g}, noticed in step "
-                f"{self.lightning_module.trainer.global_step}. Training has diverged, as it would with plain DDP: "
-                "weights and what ranks have not sent are not finite any more. Go on from a checkpoint before this "
-                "step, with a lower learning rate or gradient_clip_val; Trainer(detect_anomaly=True) names the "
-                "operation if the model is the cause."
+                f"{self.lightning_module.trainer.global_step}. If its gradient is not finite either, training has "
+                "diverged, as it would with plain DDP: no weight, and nothing that ranks have not sent, is finite any "
+                "more. Then go on from a checkpoint before this step, with a lower learning rate or gradient_clip_val; "
+                "Trainer(detect_anomaly=True) names the operation if the model is the cause."
             )

@@ -1,7 +1,7 @@
 """The options of a strategy: made once, and passed whole to whoever needs one."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from difflib import get_close_matches
 from inspect import signature
 from typing import Any
@@ -226,7 +226,9 @@ def _refuse_unknown(kwargs: Mapping[str, object], init: Callable[..., None], com
         return
     known = fields(compressor)  # type: ignore[arg-type]  # by_name has seen to it
     if misplaced := [field.name for field in known if field.name in unknown]:
-        given = {f.name: getattr(compressor, f.name) for f in known if not same(getattr(compressor, f.name), f.default)}
+        plain = {f.name: f.default_factory() if callable(f.default_factory) else f.default for f in known}
+        now = {f.name: getattr(compressor, f.name) for f in known}
+        given = {name: x for name, x in now.items() if plain[name] is MISSING or not same(x, plain[name])}
         name = type(compressor).__name__
         name = f"ls.{name}" if type(compressor).__module__.startswith("lightning_sparse.") else name
         raise TypeError(

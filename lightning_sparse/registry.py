@@ -61,6 +61,10 @@ NO_STRATEGY = (
 )
 
 
+class NoStrategy(TypeError, AttributeError):
+    """What is no strategy was given as one; who asks with ``hasattr`` is told that it has no such attribute."""
+
+
 def _explain(kind: type, asked: Any, first: str, text: str) -> None:
     """Have what is no strategy of the kind ``asked`` for say so itself, in place of "an invalid strategy name".
 
@@ -68,7 +72,7 @@ def _explain(kind: type, asked: Any, first: str, text: str) -> None:
     """
 
     def refuse(given: object) -> NoReturn:
-        raise TypeError(text.format(given=repr(given)))
+        raise NoStrategy(text.format(given=repr(given)))
 
     setattr(kind, first, property(refuse))
     asked.register(kind)

@@ -20,11 +20,12 @@ class MeetsAtSignals:
 
     Lightning's handlers send messages, in the middle of a step, in which another rank may wait for a gradient: then
     each waits for the other.  Here a signal is only noted, the ranks agree on a batch, and before that each calls
-    Lightning's handler.  So all of them end after that batch, also those that had no signal.
+    Lightning's handler.  So all of them end after that batch, also those that had no signal.  It is one that is trained
+    on: of those that are validated a rank may have fewer.
     """
 
-    _meetings: Mapping[int, tuple[Meeting, Callable[..., Any] | None]] = {}  # by signal, with Lightning's handler
-    _place = (0, 0)  # batches trained on, and batches of the evaluation since
+    _meetings: Mapping[int, tuple[Meeting, Callable[..., Any]]] = {}  # by signal, with Lightning's handler
+    _batches = 0  # trained on
 
     @property
     def ends_together(self) -> bool:
@@ -41,16 +42,25 @@ class MeetsAtSignals:
 
     def on_train_batch_start(self: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
-        self._come_to((self._place[0] + 1, 0))
-
-    def validation_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self._come_to((self._place[0], self._place[1] + 1))
-        return super().validation_step(*args, **kwargs)  # type: ignore[misc]
+        self._batches += 1
+        for number, (meeting, handler) in self._meetings.items():
+            if meeting.is_at(self._batches):
+                handler(number, None)
 
     def teardown(self: Any) -> None:
-        """Forget the signals: Lightning gives them their handlers of before."""
-        self._meetings, self._place = {}, (0, 0)
+        """Forget the signals: Lightning gives them their handlers of before.
+
+        Raises:
+            SystemExit: SIGTERM came after the last batch, or where none is trained on.
+        """
+        is_due = any(meeting.is_due for number, (meeting, _) in self._meetings.items() if number == signal.SIGTERM)
+        for number, (_, handler) in self._meetings.items():
+            if getattr(signal.getsignal(number), "func", None) is _ask:
+                signal.signal(number, handler)
+        self._meetings, self._batches = {}, 0
         super().teardown()  # type: ignore[misc]
+        if is_due and not self.lightning_module.trainer.interrupted:
+            raise SystemExit(128 + signal.SIGTERM)
 
     def _watch_signals(self: Any) -> None:
         """Put our handlers in the place of Lightning's, which are set when ranks begin to train or to validate."""
@@ -63,15 +73,10 @@ class MeetsAtSignals:
             store = PrefixStore(f"lightning_sparse/{fit}/{number}", _get_default_store())
             meeting, handler = Meeting(store, self.global_rank, self.world_size), signal.getsignal(number)
             is_lightnings = type(handler).__module__.partition(".")[0] in LIGHTNING
-            if is_lightnings and threading.current_thread() is threading.main_thread():
+            is_lightnings &= threading.current_thread() is threading.main_thread()
+            if self.reduce_boolean_decision(is_lightnings):  # on every rank: a handler of one's own sends no message
                 signal.signal(number, partial(_ask, meeting))
-            self._meetings = {**self._meetings, number: (meeting, handler if is_lightnings else None)}
-
-    def _come_to(self, place: tuple[int, int]) -> None:
-        self._place = place
-        for number, (meeting, handler) in self._meetings.items():
-            if meeting.is_at(place) and handler is not None:
-                handler(number, None)
+                self._meetings = {**self._meetings, number: (meeting, handler)}
 
 
 def _ask(meeting: Meeting, *_: object) -> None:

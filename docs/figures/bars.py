@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from runs import NO_COMMUNICATION, Run, is_peer, label, link, newest, stored
 
 WORKLOAD = "byte_lm"
-README_LINKS = ("4x1gbit", "4x100mbit")
+README_LINKS = ("4x100mbit",)
 ROW, BAR, HEAD = 19, 12, 40  # points: from bar to bar, height of a bar, heading of a link
 NAMES, STEP, LOSS = 12, 128, 244  # points from the left: names, the two columns of bars
 LONGEST = 66  # points
@@ -42,11 +42,11 @@ def best(run: Run, cluster: str, strategies: Iterable[str]) -> list[str]:
 def short_list(run: Run, cluster: str) -> list[str]:
     """What the README shows: DDP, its hook, the best PowerSGD, sparse_auto, the best other of ours, no network."""
     known = run.strategies(cluster)
-    ours = [name for name in known if not is_peer(name) and name != "sparse_auto"]
+    ours = [name for name in known if not is_peer(name) and not name.startswith("sparse_auto")]
     chosen = {"ddp", "bf16_hook", "sparse_auto", NO_COMMUNICATION}
     chosen.update(best(run, cluster, [name for name in known if name.startswith("powersgd")])[:1])
     chosen.update(best(run, cluster, ours)[:1])
-    return [name for name in known if name in chosen]
+    return [name for name in known if name in chosen or name.partition(":lr=")[0] in chosen]
 
 
 def long_list(run: Run, cluster: str) -> list[str]:

@@ -39,6 +39,8 @@ NOTES = {
     "2026-11-22-174617-gpt_10m": "Other programs took up to one of the two cores; `no_communication`, whose turn was "
     "the busiest, is no floor here. `post_local_sgd`, PyTorch's hook, is no peer any more.",
     "2026-11-22-182041-gpt_10m": "A quieter machine; stopped after the first round.",
+    "2026-11-25-024513-byte_lm": "Learning rates are the best of simulated trainings. `no_communication:lr=4e-3`, one "
+    "rank alone once more (37.4 s to 2.2), is left out. Tests ran beside the first round.",
 }
 
 

@@ -1,14 +1,11 @@
 """Ranks find a place at which all of them stand, without a message until one of them asks for it."""
 
-import json
 import time
 from contextlib import suppress
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # exported at run time only
 
 LOOK_S = 5.0  # s, after which a rank looks whether another one has asked: a round trip to the store, of some 0.1 ms
-
-Place = tuple[int, ...]
 
 
 class Meeting:
@@ -24,14 +21,19 @@ class Meeting:
         self._store, self._rank, self._size = store, rank, size
         self._asked = self._noted = False
         self.is_over = False  # whether the ranks have met
-        self._furthest: Place | None = None  # once it is known
+        self._furthest: int | None = None  # once it is known
         self._looked_s = time.monotonic()
 
     def ask(self) -> None:
         """Have all ranks meet; may be called in a signal's handler, at any moment."""
         self._asked = True
 
-    def is_at(self, place: Place) -> bool:
+    @property
+    def is_due(self) -> bool:
+        """Whether somebody has asked, and the ranks have not met."""
+        return self._asked and not self.is_over
+
+    def is_at(self, place: int) -> bool:
         """Whether all ranks meet at this place, which is greater than the one before; True once."""
         if self.is_over or not (self._asked or self._is_asked_by_others()):
             return False
@@ -49,12 +51,12 @@ class Meeting:
                 self._asked = self._store.check(["ranks"])
         return self._asked
 
-    def _agree(self, place: Place) -> Place | None:
+    def _agree(self, place: int) -> int | None:
         """Note this place; return the furthest one that may be passed, if that is known now."""
-        self._store.set(f"at {self._rank}", json.dumps(place))
+        self._store.set(f"at {self._rank}", str(place))
         if not self._noted and self._store.add("ranks", 1) == self._size:
             self._store.set("closed", "")
-            places = [json.loads(self._store.get(f"at {rank}")) for rank in range(self._size)]
-            self._store.set("furthest", json.dumps(max(places)))
+            places = [int(self._store.get(f"at {rank}")) for rank in range(self._size)]
+            self._store.set("furthest", str(max(places)))
         self._noted = True
-        return tuple(json.loads(self._store.get("furthest"))) if self._store.check(["closed"]) else None
+        return int(self._store.get("furthest")) if self._store.check(["closed"]) else None

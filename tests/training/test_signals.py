@@ -139,6 +139,23 @@ def test_ranks_meet_at_a_place_that_none_has_passed(ahead: int, asked: int) -> N
         if number == asked:
             slow.ask()
             fast.ask()
-        if rank not in met and rank.is_at((place, 0)):
+        if rank not in met and rank.is_at(place):
             met[rank] = place
     assert met[slow] == met[fast] <= asked + ahead + 2
+
+
+def train_to_the_end(rank: int, size: int, folder: Path) -> str:
+    def is_sent(run: Any) -> None:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    run = trainer(ls.SparseDDPStrategy("micro"), size, 0, max_steps=2, callbacks=[Does("on_train_end", is_sent)])
+    try:
+        run.fit(Small(), data(2, size))
+    except SystemExit as raised:
+        return str(raised.code)
+    return "none"
+
+
+def test_a_signal_after_the_last_batch_is_not_forgotten(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(train_to_the_end, 2, tmp_path) == ["none", "143"]
