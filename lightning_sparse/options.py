@@ -235,7 +235,8 @@ def _refuse_unknown(kwargs: Mapping[str, object], init: Callable[..., None], com
             f"{misplaced[0]} must be given to the compressor, of which it is a setting, not to the strategy; write "
             f"SparseDDPStrategy({name}({_call(given | {each: unknown[each] for each in misplaced})}))."
         )
-    options = (taken | {f.name for f in fields(Options)}) - GIVEN_BY_LIGHTNING - {*UNSUPPORTED, "self", "ddp_kwargs"}
+    no_options = {*GIVEN_BY_LIGHTNING, *UNSUPPORTED, "self", "ddp_kwargs", *unknown}
+    options = (taken | {f.name for f in fields(Options)}) - no_options
     close = get_close_matches(next(iter(unknown)), options, n=1, cutoff=0.75)
     raise TypeError(
         f"{next(iter(unknown))} must be an option of this strategy, of DDPStrategy or of DistributedDataParallel; got "
