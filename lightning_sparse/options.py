@@ -1,7 +1,7 @@
 """The options of a strategy: made once, and passed whole to whoever needs one."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from inspect import signature
 from typing import Any
@@ -21,7 +21,7 @@ from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.network.agreement import agree, described, versions
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.elastic import Elastic
-from lightning_sparse.settings import as_text, same
+from lightning_sparse.settings import as_text, changed
 from lightning_sparse.wire import wire_format
 
 # Arguments of DDP with which it does not hand every gradient of every rank to its hook.
@@ -226,14 +226,11 @@ def _refuse_unknown(kwargs: Mapping[str, object], init: Callable[..., None], com
         return
     known = fields(compressor)  # type: ignore[arg-type]  # by_name has seen to it
     if misplaced := [field.name for field in known if field.name in unknown]:
-        plain = {f.name: f.default_factory() if callable(f.default_factory) else f.default for f in known}
-        now = {f.name: getattr(compressor, f.name) for f in known}
-        given = {name: x for name, x in now.items() if plain[name] is MISSING or not same(x, plain[name])}
         name = type(compressor).__name__
         name = f"ls.{name}" if type(compressor).__module__.startswith("lightning_sparse.") else name
         raise TypeError(
             f"{misplaced[0]} must be given to the compressor, of which it is a setting, not to the strategy; write "
-            f"SparseDDPStrategy({name}({_call(given | {each: unknown[each] for each in misplaced})}))."
+            f"SparseDDPStrategy({name}({_call(changed(compressor) | {each: unknown[each] for each in misplaced})}))."
         )
     no_options = {*GIVEN_BY_LIGHTNING, *UNSUPPORTED, "self", "ddp_kwargs", *unknown}
     options = (taken | {f.name for f in fields(Options)}) - no_options

@@ -62,7 +62,7 @@ NO_STRATEGY = (
 
 
 class NoStrategy(TypeError, AttributeError):
-    """What is no strategy was given as one; who asks with ``hasattr`` is told that it has no such attribute."""
+    """What is no strategy was given as one; ``hasattr`` answers that it has no such attribute."""
 
 
 def _explain(kind: type, asked: Any, first: str, text: str) -> None:

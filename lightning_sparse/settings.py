@@ -46,18 +46,25 @@ def same(a: object, b: object) -> bool:
     return a is b or as_text(a) == as_text(b)
 
 
+def changed(value: object) -> dict[str, object]:
+    """The settings of a dataclass that are not the defaults, by name."""
+    found = {}
+    for field in fields(value):  # type: ignore[arg-type]  # it is one
+        usual = field.default if field.default_factory is MISSING else field.default_factory()
+        now = getattr(value, field.name)
+        if usual is MISSING or not same(now, usual):
+            found[field.name] = now
+    return found
+
+
 def brief(value: object) -> str:
     """Write a compressor for a line that people read: its first setting, and those that are not the defaults."""
     if not is_dataclass(value):
         return repr(value)
     if type(value).__str__ is not object.__str__:
         return str(value)
-    every = {field.name: (getattr(value, field.name), field.default) for field in fields(value)}
-    shown = [
-        f"{name}={brief(now)}"
-        for number, (name, (now, usual)) in enumerate(every.items())
-        if number == 0 or usual is MISSING or not same(now, usual)
-    ]
+    first = {field.name: getattr(value, field.name) for field in fields(value)[:1]}
+    shown = [f"{name}={brief(now)}" for name, now in (first | changed(value)).items()]
     return f"{type(value).__qualname__}({', '.join(shown)})"
 
 

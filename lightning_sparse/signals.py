@@ -30,7 +30,7 @@ class MeetsAtSignals:
     @property
     def ends_together(self) -> bool:
         """Whether SIGTERM ends this training, after the same batch on all ranks."""
-        return any(meeting.is_over for number, (meeting, _) in self._meetings.items() if number == signal.SIGTERM)
+        return signal.SIGTERM in self._meetings and self._meetings[signal.SIGTERM][0].is_over
 
     def on_train_start(self: Any) -> None:
         self._watch_signals()
@@ -53,7 +53,7 @@ class MeetsAtSignals:
         Raises:
             SystemExit: SIGTERM came after the last batch, or where none is trained on.
         """
-        is_due = any(meeting.is_due for number, (meeting, _) in self._meetings.items() if number == signal.SIGTERM)
+        is_due = signal.SIGTERM in self._meetings and self._meetings[signal.SIGTERM][0].is_due
         for number, (_, handler) in self._meetings.items():
             if getattr(signal.getsignal(number), "func", None) is _ask:
                 signal.signal(number, handler)

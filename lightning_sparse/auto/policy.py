@@ -1,6 +1,6 @@
 """What sparse_auto may choose, and how: settings only, as a compressor's are."""
 
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -8,7 +8,7 @@ from lightning_sparse.checks import check_whole, is_list, is_number
 from lightning_sparse.compressors import COMPRESSORS, Compressor, Dense, MiCRO, OkTopk, Rounded, SkipReduce
 from lightning_sparse.compressors import by_name as compressor_by_name
 from lightning_sparse.compressors.base import check_settings
-from lightning_sparse.settings import same
+from lightning_sparse.settings import changed
 from lightning_sparse.wire import wire_format
 
 DENSITIES = (0.3, 0.1, 0.05, 0.01)  # Parts of the elements that selecting candidates send.
@@ -55,13 +55,9 @@ class Candidate:
     @property
     def settings(self) -> dict[str, Any]:
         """The compressor's density, and its settings that are not the defaults."""
-        known = fields(self.compressor)  # type: ignore[arg-type]  # it is a dataclass
-        every = {field.name: (getattr(self.compressor, field.name), field.default) for field in known}
-        return {
-            name: now
-            for name, (now, usual) in every.items()
-            if name == "density" or usual is MISSING or not same(now, usual)
-        }
+        differs = changed(self.compressor)
+        known = [field.name for field in fields(self.compressor)]  # type: ignore[arg-type]  # it is a dataclass
+        return {name: getattr(self.compressor, name) for name in known if name == "density" or name in differs}
 
     def __str__(self) -> str:
         settings = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())

@@ -175,7 +175,7 @@ class Alone:
         return [text]
 
 
-class Told:
+class GivenSteps:
     """A forecaster to which the steps of candidates are given in milliseconds; of what it was asked there is a list."""
 
     def __init__(
@@ -204,11 +204,11 @@ ALL = (DENSE, INT4, TOPK, LOCAL2, LOCAL4)
 
 
 @pytest.fixture
-def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[[Told], tuple[Chooser, Any, ls.Candidate]]:
-    def chosen(told: Told) -> tuple[Chooser, Any, ls.Candidate]:
-        monkeypatch.setattr(chooser_module, "Forecaster", lambda *_: told)
+def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[[GivenSteps], tuple[Chooser, Any, ls.Candidate]]:
+    def chosen(steps: GivenSteps) -> tuple[Chooser, Any, ls.Candidate]:
+        monkeypatch.setattr(chooser_module, "Forecaster", lambda *_: steps)
         exchange: Any = Alone()
-        chooser = Chooser(ls.Auto(tuple(told.steps_ms)), LAYERS, local=True)
+        chooser = Chooser(ls.Auto(tuple(steps.steps_ms)), LAYERS, local=True)
         at_work = INT4.averaging
         return (
             chooser,
@@ -220,39 +220,39 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[[Told], tuple[Chooser, A
 
 
 def test_float32_is_tried_before_others_where_its_messages_are_hidden(choose: Any) -> None:
-    told = Told({DENSE: 41, INT4: 50, TOPK: 90, LOCAL2: 41, LOCAL4: 41})
-    chooser, exchange, first = choose(told)
+    steps = GivenSteps({DENSE: 41, INT4: 50, TOPK: 90, LOCAL2: 41, LOCAL4: 41})
+    chooser, exchange, first = choose(steps)
     assert first == DENSE
-    assert told.asked == [DENSE]
+    assert steps.asked == [DENSE]
     assert chooser.note(exchange, 0.042) == DENSE  # about as short as a step that sends nothing
-    assert told.asked == [DENSE]
+    assert steps.asked == [DENSE]
 
 
 def test_others_are_looked_at_where_float32_turns_out_to_be_slow(choose: Any) -> None:
-    chooser, exchange, _ = choose(Told({DENSE: 41, INT4: 50, TOPK: 90, LOCAL2: 41, LOCAL4: 41}))
+    chooser, exchange, _ = choose(GivenSteps({DENSE: 41, INT4: 50, TOPK: 90, LOCAL2: 41, LOCAL4: 41}))
     assert chooser.note(exchange, 0.07) == LOCAL2
     assert next(f.step_s for f in chooser.forecasts if f.candidate == INT4) == pytest.approx(0.06)  # as measured
 
 
 def test_what_is_slower_than_expected_makes_way_and_so_does_its_kind(choose: Any) -> None:
-    told = Told({DENSE: 100, INT4: 50, TOPK: 40, LOCAL2: 41, LOCAL4: 40}, computing_ms=40)
-    chooser, exchange, first = choose(told)
+    steps = GivenSteps({DENSE: 100, INT4: 50, TOPK: 40, LOCAL2: 41, LOCAL4: 40}, computing_ms=40)
+    chooser, exchange, first = choose(steps)
     assert first == LOCAL2
-    assert TOPK not in told.asked  # no step could be shorter
+    assert TOPK not in steps.asked  # no step could be shorter
     assert chooser.note(exchange, 0.2) == TOPK  # of local steps all are expected to take longer
     assert chooser.note(exchange, 0.09) == INT4  # of which steps were measured at first
     assert chooser.note(exchange, 0.5) == INT4  # what is known is not asked again
 
 
 def test_what_is_known_does_not_make_way_for_what_noise_may_be(choose: Any) -> None:
-    told = Told({DENSE: 100, INT4: 60, TOPK: 48.5, LOCAL2: 41, LOCAL4: 49}, computing_ms=33)
-    chooser, exchange, first = choose(told)
+    steps = GivenSteps({DENSE: 100, INT4: 60, TOPK: 48.5, LOCAL2: 41, LOCAL4: 49}, computing_ms=33)
+    chooser, exchange, first = choose(steps)
     assert first == LOCAL2
     assert chooser.note(exchange, 0.05) == LOCAL2  # though 48.5 ms are expected of another
 
 
 def test_of_local_steps_that_take_longer_than_expected_those_that_send_less_are_tried(choose: Any) -> None:
-    chooser, exchange, first = choose(Told({DENSE: 100, INT4: 55, TOPK: 90, LOCAL2: 41, LOCAL4: 41}))
+    chooser, exchange, first = choose(GivenSteps({DENSE: 100, INT4: 55, TOPK: 90, LOCAL2: 41, LOCAL4: 41}))
     assert first == LOCAL2
     assert chooser.note(exchange, 0.055) == LOCAL4  # by the bytes of which 48 ms are expected
     assert chooser.note(exchange, 0.054) == LOCAL2  # which was about as short
@@ -262,15 +262,15 @@ def test_of_local_steps_whose_bytes_hide_those_that_exchange_less_are_tried(
     choose: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     int2 = ls.Candidate(ls.Dense(), "int2", 1)  # as many bytes here as LOCAL2
-    told = Told({DENSE: 100, INT4: 90, TOPK: 90, LOCAL2: 44, int2: 41}, limit="backward")
-    monkeypatch.setattr(told, "forecast", lambda c: replace(Told.forecast(told, c), sent_bytes=1.0))
-    chooser, exchange, first = choose(told)
+    steps = GivenSteps({DENSE: 100, INT4: 90, TOPK: 90, LOCAL2: 44, int2: 41}, limit="backward")
+    monkeypatch.setattr(steps, "forecast", lambda c: replace(GivenSteps.forecast(steps, c), sent_bytes=1.0))
+    chooser, exchange, first = choose(steps)
     assert first == int2
     assert chooser.note(exchange, 0.06) == LOCAL2  # half of 19 ms more are expected of it
 
 
 def test_what_cannot_be_soonest_is_not_tried(choose: Any) -> None:
-    chooser, *_ = choose(Told({DENSE: 100, INT4: 50, TOPK: 90, LOCAL2: 41, LOCAL4: 41}, computing_ms=30))
+    chooser, *_ = choose(GivenSteps({DENSE: 100, INT4: 50, TOPK: 90, LOCAL2: 41, LOCAL4: 41}, computing_ms=30))
     assert [f.candidate for f in chooser.forecasts if f.delivered is None] == [TOPK]
 
 
@@ -278,8 +278,8 @@ def test_what_cannot_be_soonest_is_not_tried(choose: Any) -> None:
 def test_a_limit_of_the_loss_is_kept_and_what_it_costs_is_said(
     monkeypatch: pytest.MonkeyPatch, at_most: float | None
 ) -> None:
-    told, exchange, said = Told({DENSE: 100, INT4: 60, TOPK: 90, LOCAL2: 41, LOCAL4: 41}), Alone(), []
-    monkeypatch.setattr(chooser_module, "Forecaster", lambda *_: told)
+    steps, exchange, said = GivenSteps({DENSE: 100, INT4: 60, TOPK: 90, LOCAL2: 41, LOCAL4: 41}), Alone(), []
+    monkeypatch.setattr(chooser_module, "Forecaster", lambda *_: steps)
     monkeypatch.setattr(chooser_module, "rank_zero_info", said.append)
     monkeypatch.setattr(chooser_module, "tried", lambda f, *_: replace(f, delivered=0.9, staleness=1.0))
     chooser = Chooser(ls.Auto(ALL, at_most=at_most), LAYERS, local=True)
