@@ -17,6 +17,7 @@ from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.engine.untrained import untrained_of
 from lightning_sparse.network.agreement import described, versions
+from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.elastic import Elastic
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.network.torch_comm import TorchComm
@@ -56,13 +57,14 @@ def make_exchange(
             "may use different parameters, and only one may keep what is unsent of them. Leave one of them out."
         )
     wire_dtype = wire_format(way.wire_dtype)
-    if way.elastic is not None:
-        return _make_elastic(ddp, parameters, way, way.elastic)
-    comms = [comm.in_format(wire_dtype) for comm in groups.comms(beside_ddp=way.local is not None)]
+
+    def comms() -> list[Comm]:
+        return [comm.in_format(wire_dtype) for comm in groups.comms(beside_ddp=way.local is not None)]
+
     if way.local is None:
         return GradientExchange(
             lay_out(parameters, way.compressor, way.fusion, way.bucket_bytes),
-            comms,
+            comms(),
             threaded=not groups.nccl,
             node=groups if groups.local_size > 1 else None,
             may_be_unused=ddp.find_unused_parameters,
@@ -70,36 +72,36 @@ def make_exchange(
             may_sum_in_place=way.may_sum_in_place,
         )
     laid_out, fragments = lay_out_fragments(parameters, way.compressor, way.fusion, way.local.parts, way.bucket_bytes)
+    settings = way.local.led(way.compressor, way.wire_dtype)
+    untrained = untrained_of(ddp.module, ddp.parameters_to_ignore)
+    if way.elastic is not None:
+        return ElasticExchange(
+            laid_out,
+            fragments,
+            settings=settings,
+            warmup_steps=way.warmup_steps,
+            untrained=untrained,
+            wire_dtype=wire_dtype,
+            hosts=way.elastic,
+            described=_described(ddp.module, way),
+            alone=TorchComm(ddp.process_group),
+        )
     return LocalExchange(
         laid_out,
         fragments,
-        comms,
+        comms(),
         threaded=not groups.nccl,
-        settings=way.local.led(way.compressor, way.wire_dtype),
+        settings=settings,
         warmup_steps=way.warmup_steps,
-        untrained=untrained_of(ddp.module, ddp.parameters_to_ignore),
+        untrained=untrained,
         compressor=way.compressor,
     )
 
 
-def _make_elastic(
-    ddp: DistributedDataParallel, parameters: Mapping[str, Tensor], way: Way, elastic: Elastic
-) -> ElasticExchange:
-    """The engine of one host of an elastic training."""
-    assert way.local is not None  # the options have seen to it
-    laid_out, fragments = lay_out_fragments(parameters, way.compressor, way.fusion, way.local.parts, way.bucket_bytes)
-    same = versions() | described(ddp.module) | {k: v for k, v in vars(way).items() if k != "elastic"}
-    return ElasticExchange(
-        laid_out,
-        fragments,
-        settings=way.local.led(way.compressor, way.wire_dtype),
-        warmup_steps=way.warmup_steps,
-        untrained=untrained_of(ddp.module, ddp.parameters_to_ignore),
-        wire_dtype=wire_format(way.wire_dtype),
-        hosts=elastic,
-        described={name: as_text(value) for name, value in same.items()},
-        alone=TorchComm(ddp.process_group),
-    )
+def _described(module: nn.Module, way: Way) -> dict[str, str]:
+    """What must be the same on all hosts of an elastic training, as text by name."""
+    same = versions() | described(module) | {name: value for name, value in vars(way).items() if name != "elastic"}
+    return {name: as_text(value) for name, value in same.items()}
 
 
 def averaged_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
