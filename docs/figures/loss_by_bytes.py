@@ -7,7 +7,7 @@ docs/benchmarks/2026-11-22-accuracy.md.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, stdev
 
 import style
 from matplotlib import pyplot as plt
@@ -124,8 +124,25 @@ class Point:
 
     def above(self, dense: "Point") -> float:
         """By how much the loss is above that of dense training with the same seeds: a mean of ratios, less 1."""
+        return fmean(self._ratios(dense)) - 1
+
+    def spread(self, dense: "Point") -> float:
+        """The standard deviation of these ratios over seeds; 0 of one seed."""
+        ratios = self._ratios(dense)
+        return stdev(ratios) if len(ratios) > 1 else 0.0
+
+    def _ratios(self, dense: "Point") -> list[float]:
         seeds = self.results.keys() & dense.results.keys()
-        return fmean(self.results[seed].loss / dense.results[seed].loss for seed in seeds) - 1
+        return [self.results[seed].loss / dense.results[seed].loss for seed in seeds]
+
+
+def frontier(found: Iterable[Point], dense: Point) -> list[Point]:
+    """Those of which no other one loses less for as few bytes, the fewest bytes first."""
+    kept: list[Point] = []
+    for point in sorted(found, key=lambda point: point.sent_bytes):
+        if not kept or point.above(dense) < kept[-1].above(dense):
+            kept.append(point)
+    return kept
 
 
 def points(results: Iterable[Result]) -> dict[str, Point]:
@@ -162,6 +179,8 @@ def draw(axes: Axes, task: str, found: dict[str, Point], alone: Point) -> None:
         axes.plot(
             x, min(y, top), "o" if y <= top else "^", color=colour, markersize=4.5, label=name, clip_on=False, zorder=3
         )
+        if y <= top and (spread := 100 * point.spread(dense) / worst):
+            axes.errorbar(x, y, spread, color=colour, linewidth=0.8, zorder=2)
         if y > top:
             axes.annotate(f"{y:.0f}", (x, top), (5, -3), textcoords="offset points", color=colour, fontsize=style.SMALL)
         label = LABELS.get(point.strategy, "")
@@ -169,6 +188,9 @@ def draw(axes: Axes, task: str, found: dict[str, Point], alone: Point) -> None:
             axes.annotate(
                 label, (x, y), BESIDE[task][label], textcoords="offset points", color=colour, fontsize=style.SMALL
             )
+    best = frontier(found.values(), dense)
+    heights = [100 * point.above(dense) / worst for point in best]
+    axes.plot([point.sent_bytes for point in best], heights, color=style.GREY, linewidth=0.9, zorder=1)
     axes.axhline(0, color="black", linewidth=0.6)
     if LIMITS[task][1] > 100:
         axes.axhline(100, color="black", linewidth=0.6, linestyle=":")
