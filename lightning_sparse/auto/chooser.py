@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_sparse.auto.forecast import Forecast, Forecaster
 from lightning_sparse.auto.more_steps import likely, loss_above
 from lightning_sparse.auto.policy import Auto, Candidate
-from lightning_sparse.auto.trial import try_on
+from lightning_sparse.auto.trial import RANKS, try_on
 from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.gradient_record import GradientRecord
@@ -23,11 +23,10 @@ from lightning_sparse.settings import same
 EXACT = Candidate(Dense())  # It has no error, so that others need not be looked at where its messages cost nothing.
 NOISE = 0.05  # Part by which the seconds of two candidates must differ to tell which is sooner.
 MOST_TRIED = 4  # Candidates whose steps are measured; then one of these is taken.
-ELEMENTS = 2**15  # Elements of all ranks together on which candidates are tried.
 
 
 def tried(forecast: Forecast, gradients: Tensor, weights: Tensor) -> Forecast:
-    """Return ``forecast`` with what its candidate delivers of ``gradients`` [P, T, m], and after how many steps."""
+    """Return ``forecast`` with what its candidate delivers of ``gradients`` [R, T, m], and after how many steps."""
     found = try_on(forecast.candidate, gradients, weights)
     return replace(forecast, delivered=found.delivered, staleness=found.staleness)
 
@@ -35,10 +34,12 @@ def tried(forecast: Forecast, gradients: Tensor, weights: Tensor) -> Forecast:
 def soonest(
     forecasts: Sequence[Forecast], at_most: float | None = None, measured: Container[Candidate] = ()
 ) -> Forecast:
-    """Return which is expected to be soonest at a loss; of those that noise does not tell apart the least loss.
+    """Return which is expected to be soonest at a loss; what was not tried may be as soon as its step is short.
+
+    Of those that noise does not tell apart it is the one that loses least, to a percent, and then sends least.
 
     Args:
-        forecasts: at least one, tried.
+        forecasts: at least one.
         at_most: as of :class:`Auto`; where none loses so little, that which loses least.
         measured: candidates whose steps were, which take precedence within noise.
     """
@@ -46,7 +47,9 @@ def soonest(
     allowed = [f for f in forecasts if at_most is None or loss_above(f.more_steps) <= at_most] or [least]
     limit_s = (1 + NOISE) * min(f.seconds for f in allowed)
     close = [f for f in allowed if f.seconds <= limit_s]
-    return min([f for f in close if f.candidate in measured] or close, key=lambda f: f.more_steps)
+    return min(
+        [f for f in close if f.candidate in measured] or close, key=lambda f: (round(f.more_steps, 2), f.sent_bytes)
+    )
 
 
 def _shared(
@@ -149,7 +152,12 @@ class Chooser:
         calibration = self._forecaster.calibration
         own = torch.tensor([calibration.factor, calibration.offset_s], dtype=torch.float64, device=exchange.device)
         self._forecaster.calibration = Calibration(*exchange.ask(lambda comm: comm.broadcast(own, 0)).tolist())
-        self._gradients = exchange.ask(lambda comm: comm.all_gather(record.gradients()))
+        gradients = record.gradients()
+
+        def of_rank(rank: int) -> Tensor:
+            return exchange.ask(lambda comm: comm.broadcast(gradients.clone(), rank))
+
+        self._gradients = torch.stack([of_rank(rank) for rank in range(min(exchange.size, RANKS))])
         self._weights = record.weights()
 
     def _look_at(self, exchange: Exchange, candidates: Sequence[Candidate]) -> None:
@@ -162,8 +170,9 @@ class Chooser:
             if forecast.candidate in self._step_s:
                 self._correct(forecast.candidate)
 
-    def _try(self, exchange: Exchange, candidates: Sequence[Candidate]) -> None:
-        """Try ``candidates`` on gradients."""
+    def _try(self, exchange: Exchange, untried: Sequence[Forecast]) -> None:
+        """Try on gradients, on each rank one, those that may be soonest."""
+        candidates = [f.candidate for f in sorted(untried, key=lambda f: f.seconds)[: exchange.size]]
         expected = {f.candidate: f for f in self.forecasts}
         found = _shared(exchange, candidates, lambda c: tried(expected[c], self._gradients, self._weights))
         self.forecasts = list((expected | {f.candidate: f for f in found}).values())
@@ -197,17 +206,17 @@ class Chooser:
     def _take_best(self, exchange: Exchange) -> Candidate:
         """Choose by what is known, after looking at more candidates while one might be sooner.
 
-        Once many have been measured, one of these is taken.
+        Those that select are not looked at once another is expected to be as soon as if it sent nothing.  Once many
+        have been measured, one of these is taken.
         """
         while True:
             known = [f for f in self.forecasts if f.candidate in self._step_s]
-            among = [f for f in (known if len(known) >= MOST_TRIED else self.forecasts) if f.delivered is not None]
+            among = known if len(known) >= MOST_TRIED else self.forecasts
             best = soonest(among, self._auto.at_most, self._step_s) if among else None
-            best_s = best.seconds if best else math.inf
-            to_try = [f.candidate for f in self.forecasts if f.delivered is None and f.step_s < best_s]
-            if to_try:
-                self._try(exchange, to_try)
-            elif best and (not self._ahead or self._is_hidden(best_s)):
+            if best and best.delivered is None:
+                self._try(exchange, [f for f in among if f.delivered is None])
+            elif best and (not self._ahead or self._is_hidden(best.seconds)):
+                self._ahead.clear()
                 return self._announced(best)
             else:
                 self._look_at(exchange, self._ahead.pop(0))
@@ -229,11 +238,11 @@ class Chooser:
         """Say what ``at_most`` costs in time, if it does."""
         if self._auto.at_most is None:
             return ""
-        free = soonest([f for f in self.forecasts if f.delivered is not None], measured=self._step_s)
+        free = soonest(self.forecasts, measured=self._step_s)
         if free.candidate == best.candidate:
             return ""
         return (
-            f" Without at_most={self._auto.at_most:g} {free.candidate} would be there after {1e3 * free.seconds:.0f} s."
+            f" Without at_most={self._auto.at_most:g} {free.candidate} might be there after {1e3 * free.seconds:.0f} s."
         )
 
 

@@ -11,9 +11,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.auto.chooser import ELEMENTS, Chooser
+from lightning_sparse.auto.chooser import Chooser
 from lightning_sparse.auto.policy import Auto, Candidate
 from lightning_sparse.auto.switch import Switch
+from lightning_sparse.auto.trial import ELEMENTS
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.build import Way
 from lightning_sparse.engine.exchange import Exchange
@@ -208,7 +209,7 @@ def _choose(switch: Switch, chooser: Chooser) -> Passes[float]:
     fusion, exchange = switch.layer_fusion, switch.exchange
     assert fusion is not None
     yield  # what a checkpoint holds is in its place now
-    exchange.record_gradients(ELEMENTS // exchange.size)
+    exchange.record_gradients(ELEMENTS)
     measured, at_work = (yield from fusion.measure(CHOOSING)), fusion.at_work
     record = exchange.take_record()
     check_clock(measured)

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_sparse.auto import more_steps
 from lightning_sparse.auto.policy import Candidate
 from lightning_sparse.auto.simulated_cost import Now, applying_s, in_place_cost, simulated_cost
+from lightning_sparse.auto.trial import RANKS
 from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.engine.groups import Piece, cut_into_fragments, pieces_of
 from lightning_sparse.fusion.costs import SizeCost, cost_of
@@ -20,7 +21,7 @@ from lightning_sparse.network.costs import Link
 from lightning_sparse.settings import as_text, same
 
 SHORT = 0.1  # Part of a step by which repeated measurements of the same step differ.
-FEW, MOST = 2**8, 2**18  # Elements of the groups that are simulated; the second on all ranks together.
+FEW, MOST = 2**8, 2**17  # Elements of the groups that are simulated; the second on all of them together.
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,9 @@ class Forecast:
 
     @property
     def more_steps(self) -> float:
-        """How many times as many steps as dense training are expected to a loss; infinite until it was tried."""
+        """How many times as many steps as dense training are expected to a loss; at least, until it was tried."""
         if self.delivered is None or self.staleness is None:
-            return math.inf
+            return more_steps.least_more_steps(self.ranks, self.candidate.local_steps)
         return more_steps.more_steps(self.delivered, self.staleness, self.ranks, self.candidate.local_steps > 0)
 
     @property
@@ -131,15 +132,17 @@ class Forecaster:
     def _of_local_steps(self, candidate: Candidate) -> Forecast:
         """A fragment is exchanged beside the next step, which is as long as the longer of the two.
 
-        By what measured steps were longer than the model, these are by their share of the bytes.
+        A processor that computes the step has the work of the exchange too; a device does not.  By what measured steps
+        were longer than the model, these are by their share of the bytes.
         """
         compressor, steps = candidate.averaging, candidate.local_steps
         pieces = pieces_of(self._parameters, compressor)
         sizes = np.array(cut_into_fragments([[piece] for piece in pieces], steps)[1])
         largest = int(sizes.max())
-        _, _, latency_s = self._cost(compressor, largest).at(sizes)
+        busy_s, _, latency_s = self._cost(compressor, largest).at(sizes)
         n = min(largest, MOST)
         own_s = self.computing_s + applying_s(n, self._size, self._device, self._now) / n * sizes
+        own_s = own_s + (busy_s if self._device.type == "cpu" else 0.0)
         each_bytes = self._bytes_each(compressor, largest) * sizes
         own_s = own_s + self.calibration.offset_s * each_bytes / self._sent_bytes
         step_s = float(np.maximum(own_s, latency_s).mean())
@@ -159,7 +162,7 @@ class Forecaster:
         return in_place_cost(elements, self._size, self._link) if same(compressor, Dense()) else []
 
     def _simulated(self, compressor: Compressor, elements: int) -> list[SizeCost]:
-        n = max(1, min(elements, MOST // self._size))
+        n = max(1, min(elements, MOST // min(self._size, RANKS)))
         key = (as_text(compressor), n)
         if key not in self._samples and (in_place := self._in_place(compressor)):
             self._samples[key] = in_place

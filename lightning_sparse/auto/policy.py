@@ -5,13 +5,11 @@ from functools import cached_property
 from typing import Any
 
 from lightning_sparse.checks import check_whole, is_list, is_number
-from lightning_sparse.compressors import COMPRESSORS, Compressor, Dense, MiCRO, OkTopk, Rounded, SkipReduce
+from lightning_sparse.compressors import COMPRESSORS, Compressor, Dense, MiCRO, OkTopk, Rounded
 from lightning_sparse.compressors import by_name as compressor_by_name
 from lightning_sparse.compressors.base import check_settings
 from lightning_sparse.settings import changed
 from lightning_sparse.wire import wire_format
-
-DENSITIES = (0.3, 0.1, 0.05, 0.01)  # Parts of the elements that selecting candidates send.
 
 
 def _check_compressor(what: str, given: object) -> None:
@@ -68,10 +66,10 @@ class Candidate:
 
 def _candidates() -> tuple[Candidate, ...]:
     sums = [Candidate(Dense(), wire_dtype) for wire_dtype in ("float32", "bfloat16", "int8", "int4")]
-    selecting = [Candidate(kind(density=d), "int4") for d in DENSITIES for kind in (MiCRO, OkTopk)]
-    formats = {1: ("int2", "sign"), 2: ("int4", "sign"), 4: ("int4", "sign"), 16: ("int4", "sign")}  # by local steps
+    selecting = [Candidate(each, "int4") for each in (OkTopk(density=0.3), MiCRO(density=0.3), MiCRO(density=0.05))]
+    formats = {1: ("int2", "sign"), 2: ("int4", "sign"), 4: ("int4", "sign"), 8: ("int4", "sign")}  # by local steps
     local = [Candidate(Dense(), wire_dtype, steps) for steps in formats for wire_dtype in formats[steps]]
-    return (*sums, Candidate(SkipReduce()), *selecting, *local)
+    return (*sums, *selecting, *local)
 
 
 CANDIDATES = _candidates()

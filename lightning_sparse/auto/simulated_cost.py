@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from lightning_sparse.auto.trial import RANKS
 from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
@@ -29,11 +30,13 @@ def simulated_cost(
 ) -> SizeCost:
     """Estimate the cost of a group of ``n`` elements among ``size`` ranks; only the compressor's own work is measured.
 
-    The ranks are simulated.  Messages that follow one another take the link's latency for every hop, and a time for
-    every byte; what a group does while another's messages are under way is not lost.
+    Some of the ranks are simulated, and what one sends is taken to grow as in a sum.  Messages that follow one another
+    take the link's latency for every hop, and a time for every byte; what a group does while another's messages are
+    under way is not lost.
     """
-    network = SimNetwork(size, hop_bytes=link.carries(link.latency_s), checks=False)
-    gradients = [made_up(n, rank, device) for rank in range(size)]
+    simulated = min(size, RANKS)
+    network = SimNetwork(simulated, hop_bytes=link.carries(link.latency_s), checks=False)
+    gradients = [made_up(n, rank, device) for rank in range(simulated)]
     groups = [Group(0, ("simulated",), (gradient,)) for gradient in gradients]
     bucket, comm = torch.empty_like(gradients[0]), network.comms[0]
     busy_s: list[float] = []
@@ -46,8 +49,9 @@ def simulated_cost(
         own, *others = (take_step(compressor, g, c) for g, c in zip(groups, network.comms, strict=True))
         total = network.run([_timed(own, busy_s, device, now), *others])[0]
         with _adding_to(busy_s, device, now):
-            groups[0].hand_back(total, [bucket], size)
-    sent, hops, busy = comm.sent_bytes - sent_before, comm.hops - hops_before, min(busy_s[1:])
+            groups[0].hand_back(total, [bucket], simulated)
+    sent = round((comm.sent_bytes - sent_before) * (1 - 1 / size) * simulated / max(simulated - 1, 1))
+    hops, busy = comm.hops - hops_before, min(busy_s[1:])
     wire_s = sent * link.s_per_byte
     wait_s = wire_s + hops * link.latency_s
     return SizeCost(n, busy, max(busy, wire_s, (busy + wait_s) / 2), busy + wait_s, sent)

@@ -9,19 +9,21 @@ from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.compression_error import CompressionError
 from lightning_sparse.network.simulated import SimNetwork
 
+RANKS = 4  # Of so many, at most, the work is simulated: of P ranks' it grows with P squared.
+ELEMENTS = 2**13  # Elements of a rank on which candidates are tried.
 STEPS = 12  # Steps that are tried, with the recorded gradients in turn; the first third is not counted.
 TURNS = 4  # With local steps each fragment travels so often: before it did, nothing of it is known.
 
 
 def try_on(candidate: Candidate, gradients: Tensor, weights: Tensor) -> CompressionError:
-    """Run ``candidate`` on simulated ranks, and return its compression error.  P = ranks, T = steps, m = elements.
+    """Run ``candidate`` on simulated ranks, and return its compression error.  R = ranks, T = steps, m = elements.
 
     Local steps send updates, which are taken to be like gradients; after each step a fragment, or all of one local
     step, is exchanged beside the next one.
 
     Args:
         candidate: to try.
-        gradients: [P, T, m] float32.
+        gradients: [R, T, m] float32, of ``RANKS`` of them or fewer.
         weights: [m], the parameters' values.
     """
     size, recorded, m = gradients.shape

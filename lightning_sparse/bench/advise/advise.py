@@ -17,10 +17,11 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
-from lightning_sparse.auto.chooser import ELEMENTS, NOISE, tried
+from lightning_sparse.auto.chooser import NOISE, tried
 from lightning_sparse.auto.forecast import Forecaster
 from lightning_sparse.auto.policy import CANDIDATES
 from lightning_sparse.auto.simulated_cost import Now
+from lightning_sparse.auto.trial import ELEMENTS, RANKS
 from lightning_sparse.bench.cluster import ClusterError, ClusterSpec, parse
 from lightning_sparse.bench.compare.advice import Advice, advise_on
 from lightning_sparse.bench.compare.peers import ADVISE
@@ -105,7 +106,7 @@ def _in_one_process(model: str, cluster: ClusterSpec) -> list[Advice]:
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     gradients = profile.record.gradients()
     # One rank's gradients stand for all ranks': each has those of another step.
-    of_ranks = torch.stack([gradients.roll(rank, 0) for rank in range(min(cluster.hosts, len(gradients)))])
+    of_ranks = torch.stack([gradients.roll(rank, 0) for rank in range(min(cluster.hosts, RANKS))])
     return advices(parameters, profile.measured, cluster, of_ranks, profile.record.weights())
 
 
@@ -119,7 +120,7 @@ def advices(
 ) -> list[Advice]:
     """Advise on each candidate, where steps take what was measured and messages what they would on the cluster.
 
-    Candidates are tried on ``gradients`` [P, T, m], with the ``weights`` [m] of the same elements.
+    Candidates are tried on ``gradients`` [R, T, m], with the ``weights`` [m] of the same elements.
     """
     link = Link(cluster.hop_s, cluster.s_per_byte)
     forecaster = Forecaster(parameters, measured, link, cluster.hosts, at_work=None, now=now)
@@ -137,7 +138,7 @@ class _Profile(Callback):
         assert isinstance(trainer.strategy, SparseDDPStrategy)
         assert trainer.strategy.exchange is not None
         self._exchange = trainer.strategy.exchange
-        self._exchange.record_gradients(ELEMENTS // STEPS)
+        self._exchange.record_gradients(ELEMENTS)
         parameters = {name: p for name, p in pl_module.named_parameters() if p.requires_grad}
         self._passes = self._measure(measure_steps(self._exchange, parameters, COUNTS))
 

@@ -155,7 +155,7 @@ def test_a_users_own_model(own: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["advise", "own.yaml", "--link", "1x100mbit+1x1gbit+50ms"]) == 0
     shown = capsys.readouterr().out
     assert "ddp" in shown
-    assert "16 local steps" in shown
+    assert "8 local steps" in shown
     assert "predicted from one process" in shown
     assert "Trainer(strategy=" in shown
 
@@ -198,4 +198,4 @@ def test_measured_between_emulated_hosts(capsys: pytest.CaptureFixture[str]) -> 
     assert "measured between ranks" in shown
     assert "Trainer(strategy=" in shown
     assert "ddp" in shown
-    assert "16 local steps" in shown
+    assert "8 local steps" in shown
