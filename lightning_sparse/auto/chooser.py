@@ -22,7 +22,8 @@ from lightning_sparse.settings import same
 
 EXACT = Candidate(Dense())  # It has no error, so that others need not be looked at where its messages cost nothing.
 NOISE = 0.05  # Part by which the seconds of two candidates must differ to tell which is sooner.
-MOST_TRIED = 4  # Candidates whose steps are measured; then one of these is taken.
+DOUBT = 0.15  # Likewise where the soonest is only expected to be so.
+MOST_TRIED = 5  # Candidates whose steps are measured; then one of these is taken.
 
 
 def tried(forecast: Forecast, gradients: Tensor, weights: Tensor) -> Forecast:
@@ -36,7 +37,7 @@ def soonest(
 ) -> Forecast:
     """Return which is expected to be soonest at a loss; what was not tried may be as soon as its step is short.
 
-    Of those that noise does not tell apart it is the one that loses least, to a percent, and then sends least.
+    Of those that noise does not tell apart it is the one that loses least, to a percent.
 
     Args:
         forecasts: at least one.
@@ -45,10 +46,11 @@ def soonest(
     """
     least = min(forecasts, key=lambda f: f.more_steps)
     allowed = [f for f in forecasts if at_most is None or loss_above(f.more_steps) <= at_most] or [least]
-    limit_s = (1 + NOISE) * min(f.seconds for f in allowed)
+    first = min(allowed, key=lambda f: f.seconds)
+    limit_s = (1 + (NOISE if first.candidate in measured else DOUBT)) * first.seconds
     close = [f for f in allowed if f.seconds <= limit_s]
     return min(
-        [f for f in close if f.candidate in measured] or close, key=lambda f: (round(f.more_steps, 2), f.sent_bytes)
+        [f for f in close if f.candidate in measured] or close, key=lambda f: (round(f.more_steps, 2), f.seconds)
     )
 
 
@@ -76,6 +78,7 @@ class Chooser:
     Attributes:
         forecasts: of the candidates that were looked at, corrected by measured steps, the same on every rank.
         chosen: one of them.
+        measured: seconds of the steps of those that were measured.
     """
 
     def __init__(self, auto: Auto, parameters: Mapping[str, Tensor], local: bool) -> None:
@@ -83,7 +86,7 @@ class Chooser:
         self.chosen: Forecast | None = None
         self._auto, self._parameters = auto, parameters
         self._record: GradientRecord | None = None  # not shared by the ranks yet
-        self._step_s: dict[Candidate, float] = {}  # measured
+        self.measured: dict[Candidate, float] = {}  # measured
         self._ahead: list[list[Candidate]] = []  # not looked at yet
         self._candidates = auto.choices
         if not local:
@@ -96,6 +99,11 @@ class Chooser:
     def candidate(self, text: str) -> Candidate | None:
         """The candidate that is written like this, if there is one."""
         return next((each for each in self._candidates if str(each) == text), None)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the steps of what was chosen have been measured, so that training goes on with it."""
+        return self.chosen is not None and self.chosen.candidate in self.measured
 
     def choose(
         self,
@@ -114,11 +122,11 @@ class Chooser:
             at_work: what averaged.
             record: of this rank's gradients.
         """
-        self._record, self._measured, self.forecasts = record, (measured, link), []
+        self._record, self._beside, self.forecasts = record, (measured, link), []
         self._at_work = at_work
         self._forecaster = Forecaster(self._parameters, measured, link, exchange.size, None)
         known = [c for c in self._candidates if c != EXACT and not c.local_steps and same(c.averaging, at_work)]
-        self._step_s = dict.fromkeys(known, measured.span_s + measured.rest_s)
+        self.measured = dict.fromkeys(known, measured.span_s + measured.rest_s)
         cheap = [c for c in self._candidates if isinstance(c.compressor, Dense)]  # to look at
         others = [c for c in self._candidates if c not in cheap]
         self._ahead = [each for each in (cheap, others) if each]
@@ -136,9 +144,9 @@ class Chooser:
         """
         assert self.chosen is not None
         chosen = self.chosen.candidate
-        if chosen in self._step_s or not math.isfinite(step_s):
+        if chosen in self.measured or not math.isfinite(step_s):
             return chosen
-        self._step_s[chosen] = step_s
+        self.measured[chosen] = step_s
         self._correct(chosen)
         return self._take_best(exchange)
 
@@ -147,7 +155,7 @@ class Chooser:
         record, self._record = self._record, None
         if record is None:
             return
-        measured, link = self._measured
+        measured, link = self._beside
         self._forecaster = Forecaster(self._parameters, measured, link, exchange.size, self._at_work)
         calibration = self._forecaster.calibration
         own = torch.tensor([calibration.factor, calibration.offset_s], dtype=torch.float64, device=exchange.device)
@@ -167,7 +175,7 @@ class Chooser:
         new = _shared(exchange, [c for c in candidates if c not in looked_at], self._forecaster.forecast)
         self.forecasts += new
         for forecast in new:
-            if forecast.candidate in self._step_s:
+            if forecast.candidate in self.measured:
                 self._correct(forecast.candidate)
 
     def _try(self, exchange: Exchange, untried: Sequence[Forecast]) -> None:
@@ -184,22 +192,21 @@ class Chooser:
     def _correct(self, measured: Candidate) -> None:
         """Expect of ``measured`` the step that it took, and of others of its kind accordingly.
 
-        What local steps took longer is taken to be for the bytes they sent, or where these hide behind computing for
-        the weights they exchanged; sums of gradients all differ by one factor.
+        Sums of gradients all differ by one factor.  Local steps that exchange as many weights or more take as long at
+        least, where the network is what they wait for if they send as many bytes; of others nothing is known.
         """
-        step_s, expected = self._step_s[measured], next(f for f in self.forecasts if f.candidate == measured)
+        step_s, expected = self.measured[measured], next(f for f in self.forecasts if f.candidate == measured)
 
         def corrected(f: Forecast) -> Forecast:
             if f.candidate == measured:
                 return replace(f, step_s=step_s)
-            if not _alike(f.candidate, measured) or f.candidate in self._step_s:
+            if not _alike(f.candidate, measured) or f.candidate in self.measured:
                 return f
-            share = f.step_s / expected.step_s
-            if measured.local_steps and step_s > expected.step_s:
-                by_bytes = expected.limit == "network"
-                weights = measured.local_steps / f.candidate.local_steps
-                share = f.sent_bytes / expected.sent_bytes if by_bytes else weights
-            return replace(f, step_s=f.step_s + share * (step_s - expected.step_s))
+            if not measured.local_steps:
+                return replace(f, step_s=f.step_s * step_s / expected.step_s)
+            as_many = f.candidate.local_steps <= measured.local_steps
+            as_long = as_many and (expected.limit != "network" or f.sent_bytes >= expected.sent_bytes)
+            return replace(f, step_s=max(f.step_s, step_s)) if as_long else f
 
         self.forecasts = [corrected(f) for f in self.forecasts]
 
@@ -210,9 +217,9 @@ class Chooser:
         have been measured, one of these is taken.
         """
         while True:
-            known = [f for f in self.forecasts if f.candidate in self._step_s]
+            known = [f for f in self.forecasts if f.candidate in self.measured]
             among = known if len(known) >= MOST_TRIED else self.forecasts
-            best = soonest(among, self._auto.at_most, self._step_s) if among else None
+            best = soonest(among, self._auto.at_most, self.measured) if among else None
             if best and best.delivered is None:
                 self._try(exchange, [f for f in among if f.delivered is None])
             elif best and (not self._ahead or self._is_hidden(best.seconds)):
@@ -224,7 +231,7 @@ class Chooser:
     def _announced(self, best: Forecast) -> Candidate:
         """Choose ``best``."""
         self.chosen = best
-        takes = "takes" if best.candidate in self._step_s else "is expected to take"
+        takes = "takes" if best.candidate in self.measured else "is expected to take"
         least, most = (1e3 * best.step_s * more for more in likely(best.more_steps))
         rank_zero_info(
             f"sparse_auto: training goes on with {best.candidate}, whose step {takes} {1e3 * best.step_s:.0f} ms; one "
@@ -238,7 +245,7 @@ class Chooser:
         """Say what ``at_most`` costs in time, if it does."""
         if self._auto.at_most is None:
             return ""
-        free = soonest(self.forecasts, measured=self._step_s)
+        free = soonest(self.forecasts, measured=self.measured)
         if free.candidate == best.candidate:
             return ""
         return (

@@ -256,8 +256,8 @@ def test_what_is_slower_than_expected_makes_way_and_so_does_its_kind(choose: Any
     steps = GivenSteps({DENSE: 100, INT4: 50, TOPK: 40, LOCAL2: 41, LOCAL4: 40}, computing_ms=40)
     chooser, exchange, first = choose(steps)
     assert first == LOCAL2
-    assert chooser.note(exchange, 0.2) == INT4  # of local steps all are expected to take longer
-    assert chooser.note(exchange, 0.5) == INT4  # of which steps were measured at first
+    assert chooser.note(exchange, 0.2) == LOCAL4  # of which nothing is known
+    assert chooser.note(exchange, 0.2) == INT4  # of which steps were measured at first
     assert TOPK not in steps.asked  # as no step was expected to be shorter
 
 

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -29,12 +30,12 @@ from lightning_sparse.bench.compare.schedule import Schedule
 from lightning_sparse.bench.compare.start import find_ranks
 from lightning_sparse.bench.compare.worker import QUIET
 from lightning_sparse.bench.compare.workloads import workload_named
-from lightning_sparse.bench.output import known, new_table
+from lightning_sparse.bench.output import known, new_progress, new_table
 from lightning_sparse.cli.options import Advise
 from lightning_sparse.compressors import Dense
 from lightning_sparse.fusion.costs import Link
 from lightning_sparse.fusion.planner import Measured
-from lightning_sparse.fusion.steps import STEPS_MEASURED, PassCounts, Passes, measure_steps
+from lightning_sparse.fusion.steps import PassCounts, Passes, measure_steps
 from lightning_sparse.monitor.tables import human_bytes
 from lightning_sparse.strategy import SparseDDPStrategy
 
@@ -45,6 +46,7 @@ SHARDED = (
 COUNTS = PassCounts(settling=3, beside=3, apart=2)  # steps of a model that trains alone
 STEPS = sum(COUNTS)
 STEPS_OF_DDP = 1000  # Whose loss others are expected to reach in so many seconds.
+MOST_STEPS = 100  # in which sparse_auto must have chosen
 BUSY = 1.5  # programs for each core, this one among them
 
 
@@ -67,18 +69,28 @@ def _measure(options: Advise) -> tuple[list[Advice], str]:
     """Return advice from steps between ranks, and where they ran; no advice on ranks other than 0."""
     otherwise = " To predict from one process, give --link 4x1gbit, say."
     place, measure = find_ranks([options.emulate] if options.emulate else [], options.interface, otherwise)
-    schedule = Schedule(options.emulate, options.model, ADVISE, 1, STEPS_MEASURED + 1, 1, "cpu")
+    schedule = Schedule(options.emulate, options.model, f"ddp,{ADVISE}", MOST_STEPS, 1, 1, "cpu")
     if place is not None:
         schedule = replace(schedule, cluster=f"{place.size} ranks", accelerator="auto")
-    rounds = list(measure(schedule))
     if place is not None and place.rank:
+        list(measure(schedule))  # rank 0 reports
         return [], ""
-    last = rounds[-1] if rounds else None
-    if last is None or last.run is None:
-        raise ClusterError(f"the steps to measure failed: {last.error if last else 'nothing was measured'}")
+    with new_progress(Console(stderr=True)) as progress:
+        task = progress.add_task("training with plain DDP, then with what sparse_auto tries", total=2)
+        progress.refresh()
+        rounds = []
+        for each in measure(schedule):
+            rounds.append(each)
+            progress.update(task, advance=1, refresh=True)
+    if error := next((each.error for each in rounds if each.run is None), None if rounds else "nothing was measured"):
+        raise ClusterError(f"the steps to measure failed: {error}")
+    dense, last = rounds
+    assert last.run is not None
     if not last.run.advices:
         raise ValueError("nothing to advise: the model is too small to plan, or no rank could measure times.")
-    return [Advice(**each) for each in last.run.advices], f"{schedule.cluster}, measured between ranks"
+    ddp, *others = (Advice(**each) for each in last.run.advices)
+    ddp = replace(ddp, step_s=median(step.s for step in dense.timed), measured=True)
+    return [ddp, *others], f"{schedule.cluster}, measured between ranks"
 
 
 # - a link as given
@@ -164,13 +176,14 @@ def table(advices: Sequence[Advice], title: str) -> Table:
     result = new_table(title, "strategy", "step", "to loss", "delivered", "stale", "sends")
     result.add_column("waits for")
     result.columns[0].no_wrap = True
-    result.caption = f"to loss: seconds to what ddp reaches in {STEPS_OF_DDP:,} steps"
+    result.caption = f"to loss: seconds to what ddp reaches in {STEPS_OF_DDP:,} steps; ~: expected, not measured"
     ddp, *others = advices
     for a in [ddp, *sorted(others, key=lambda a: (a.seconds, a.step_s))]:
         name = f"[bold]{a.name}[/bold]" if a.chosen else a.name
         to_loss = f"{STEPS_OF_DDP * a.seconds:.0f} s" if a.more_steps else "-"
         delivered, stale = known(a.delivered, "{:.0%}".format), known(a.staleness, "{:.1f}".format)
-        result.add_row(name, f"{1e3 * a.step_s:.0f} ms", to_loss, delivered, stale, human_bytes(a.sent_bytes), a.limit)
+        step = f"{'' if a.measured else '~'}{1e3 * a.step_s:.0f} ms"
+        result.add_row(name, step, to_loss, delivered, stale, human_bytes(a.sent_bytes), a.limit)
     return result
 
 

@@ -1,7 +1,7 @@
 """Advice on every candidate: what to expect of it, and how to use it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from lightning_sparse.auto.chooser import EXACT, soonest
@@ -22,6 +22,7 @@ class Advice:
     staleness: float | None  # steps after which a gradient arrives
     more_steps: float | None  # times as many steps as dense training to a loss
     chosen: bool
+    measured: bool = False  # the step, and not only expected
     python: str = ""  # to paste
     yaml: str = ""
 
@@ -37,15 +38,24 @@ class Advice:
         return self.step_s * least, self.step_s * most
 
 
-def advise_on(forecasts: Sequence[Forecast]) -> list[Advice]:
-    """Return a row for DDP, and one for each candidate; those that cannot be soonest were not tried."""
+def advise_on(
+    forecasts: Sequence[Forecast], chosen: Candidate | None = None, measured: Container[Candidate] = ()
+) -> list[Advice]:
+    """Return a row for DDP, and one for each candidate; those that cannot be soonest were not tried.
+
+    Args:
+        forecasts: one of each candidate that was looked at, float32 sums among them.
+        chosen: one of them; None: the one that is expected to be soonest at a loss.
+        measured: candidates whose steps were.
+    """
     dense = next(f for f in forecasts if f.candidate == EXACT)
-    chosen = soonest([f for f in forecasts if f.delivered is not None], Auto.at_most)
+    chosen = chosen or soonest([f for f in forecasts if f.delivered is not None], Auto.at_most).candidate
     found = [Advice("ddp", dense.buckets_s, dense.sent_bytes, dense.limit, 1.0, 0.0, 1.0, False)]
     for f in forecasts:
         more = None if f.delivered is None else f.more_steps
         expected = f.step_s, f.sent_bytes, f.limit, f.delivered, f.staleness, more
-        found.append(Advice(str(f.candidate), *expected, f is chosen, *to_paste(f.candidate)))
+        of_whom = f.candidate == chosen, f.candidate in measured
+        found.append(Advice(str(f.candidate), *expected, *of_whom, *to_paste(f.candidate)))
     return found
 
 

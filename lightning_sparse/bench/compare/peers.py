@@ -23,14 +23,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.auto.policy import NAMES, Auto
 from lightning_sparse.checks import is_number
-from lightning_sparse.compressors import COMPRESSORS, Dense, MiCRO, TopK
+from lightning_sparse.compressors import COMPRESSORS, Dense, TopK
 from lightning_sparse.compressors.named import did_you_mean
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.network.costs import traffic
 from lightning_sparse.strategy import SparseDDPStrategy
 
 NO_COMMUNICATION = "no_communication"
-ADVISE = "advise"  # every compressor measured, none preferred: for `lightning-sparse advise`
+ADVISE = "advise"  # sparse_auto until it has chosen: for `lightning-sparse advise`
 SPEC_FORM = "'name' or 'name:option=value:option=value', such as 'skip_reduce:skip=0.5:wire_dtype=bfloat16'"
 RATE = "lr"  # the option of every strategy that says at which learning rate it trains
 
@@ -140,8 +140,8 @@ class Contender:
             known = [key for key, each in inspect.signature(make).parameters.items() if each.kind is each.KEYWORD_ONLY]
             self._check(options, known)
             return make(**{key: _value(text) for key, text in options.items()}, **_COMMON)
-        if name == ADVISE:  # dense steps would take long where the link is slow
-            return SparseDDPStrategy(Auto(start=MiCRO()), **_COMMON)
+        if name == ADVISE:
+            return SparseDDPStrategy(Auto(), **_COMMON)
         if name not in NAMES:
             known = [*PEERS, *NAMES]
             raise ValueError(

@@ -29,9 +29,10 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from lightning.pytorch import Callback, Trainer, seed_everything
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # exported at run time only
 
-from lightning_sparse.bench.compare.advice import advise_on
+from lightning_sparse.auto.chooser import Chooser
+from lightning_sparse.bench.compare.advice import Advice, advise_on
 from lightning_sparse.bench.compare.held_out import Judge, LearningRate
-from lightning_sparse.bench.compare.peers import Contender
+from lightning_sparse.bench.compare.peers import ADVISE, Contender
 from lightning_sparse.bench.compare.place import Place
 from lightning_sparse.bench.compare.probe import Probe
 from lightning_sparse.bench.compare.records import MeasuredRun, Round
@@ -45,6 +46,7 @@ _PATIENCE = timedelta(days=1)  # of the workers among themselves; training has a
 # Seconds until a worker asks again whether another rank failed: Gloo leaves a rank waiting for one that is gone.  The
 # question and its answer are counted with the messages of a step: some 300 bytes.
 _GLANCE_S = 5.0
+FEW_STEPS = 3  # timed steps that `advise` has of plain DDP, which may be long
 _STOPPED = "stopped, since another rank failed"
 _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 #: Arguments of a Trainer that writes nothing.
@@ -201,6 +203,8 @@ def _fit(turn: _Turn) -> MeasuredRun:
     if schedule.until_loss and workload.held_out is not None:
         least = schedule.warmup + 1
         callbacks.append(Judge(probe, workload.held_out(), min(schedule.until_loss), schedule.seconds, least))
+    if ADVISE in schedule.strategies.split(","):
+        callbacks.append(_Enough(probe, schedule.warmup))
     trainer = Trainer(
         accelerator=schedule.accelerator,
         devices=place.local_size,
@@ -217,7 +221,7 @@ def _fit(turn: _Turn) -> MeasuredRun:
     on_cuda = device.type == "cuda"
     hook = trainer.strategy.hook if isinstance(trainer.strategy, SparseDDPStrategy) else None
     plan = hook.layer_fusion.plan if hook and hook.layer_fusion else None
-    forecasts = hook.chooser.forecasts if hook and hook.chooser else []
+    chooser = hook.chooser if hook else None
     return MeasuredRun(
         device=torch.cuda.get_device_name(device) if on_cuda else "cpu",
         threads=torch.get_num_threads(),
@@ -225,8 +229,28 @@ def _fit(turn: _Turn) -> MeasuredRun:
         peak_memory_bytes=torch.cuda.max_memory_allocated() if on_cuda else getrusage(RUSAGE_SELF).ru_maxrss * 1024,
         steps=probe.steps,
         predicted_s=plan.step_s if plan else None,
-        advices=[asdict(each) for each in advise_on(forecasts)] if forecasts else [],
+        advices=[asdict(each) for each in _advices(chooser)] if chooser and chooser.chosen else [],
     )
+
+
+def _advices(chooser: Chooser) -> list[Advice]:
+    assert chooser.chosen is not None
+    return advise_on(chooser.forecasts, chooser.chosen.candidate, chooser.measured)
+
+
+class _Enough(Callback):
+    """Ends a training once `advise` knows of it what it needs: what sparse_auto takes, of others a few steps."""
+
+    def __init__(self, probe: Probe, warmup: int) -> None:
+        self._probe, self._warmup = probe, warmup
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        del args
+        hook = trainer.strategy.hook if isinstance(trainer.strategy, SparseDDPStrategy) else None
+        if hook and hook.chooser:
+            trainer.should_stop = hook.chooser.is_settled
+        else:
+            trainer.should_stop = len(self._probe.steps) >= self._warmup + FEW_STEPS
 
 
 def main() -> None:

@@ -39,7 +39,7 @@ def advised(dense_s: float, int4_s: float, micro_s: float, local_s: float) -> li
 
 def test_what_is_soonest_at_a_loss_is_recommended() -> None:
     recommended = {
-        (1.0, 0.5, 0.49, 0.55): INT4,
+        (1.0, 0.5, 0.49, 0.65): INT4,
         (1.0, 0.6, 0.50, 0.49): LOCAL,
         (1.0, 0.6, 0.20, 0.60): LOCAL,  # MiCRO is expected to cost more than 5 % of the loss
     }
