@@ -7,7 +7,7 @@ import uuid
 from dataclasses import dataclass
 from functools import cache
 
-from lightning_sparse.checks import check_setting, check_whole, is_number
+from lightning_sparse.checks import check_setting, check_switch, check_whole, is_number
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"  # torchft's own variable
 
@@ -28,6 +28,8 @@ class Elastic:
         quorum_timeout: seconds that a host waits for a lighthouse that is gone, or for ``min_hosts``; then its
             training ends with an error.
         replica_id: the name of this host, from which the order of its data follows.  None: another in each start.
+        own_pace: hosts are not equally fast, and each takes as many own steps from one exchange to the next as fit into
+            the time that the fastest needs for its own, and the slowest for one.  False: all take as many.
 
     Raises:
         ValueError: for a setting out of range, with the value and what is allowed.
@@ -38,9 +40,11 @@ class Elastic:
     timeout: float = 60.0
     quorum_timeout: float = 600.0
     replica_id: str | None = None
+    own_pace: bool = False
 
     def __post_init__(self) -> None:
         check_whole("Elastic: min_hosts", self.min_hosts, 1)
+        check_switch(self, "own_pace")
         for name in ("timeout", "quorum_timeout"):
             seconds = getattr(self, name)
             check_setting(self, name, is_number(seconds) and 0 < seconds < math.inf, "a number of seconds above 0")
