@@ -138,13 +138,14 @@ def free_port() -> int:
 class Training:
     """One training of several hosts in a folder of its own."""
 
-    def __init__(self, args: argparse.Namespace, own_pace: bool = False, restarts: bool = False) -> None:
+    def __init__(self, args: argparse.Namespace, fewest: int, own_pace: bool = False, restarts: bool = False) -> None:
+        self.fewest = fewest
         self.args, self.folder, self.port, self.begun = args, Path(tempfile.mkdtemp()), free_port(), 0
         self.restarts, self.own_pace = restarts, own_pace
         self.environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         self.environment |= {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{self.port}"}
         self.environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        self.start_s, self.hosts = time.time(), [self.start() for _ in range(args.hosts)]
+        self.hosts = [self.start() for _ in range(args.hosts)]
 
     def start(self) -> Host:
         """Start one host more."""
@@ -161,13 +162,16 @@ class Training:
         return Host(process, self.folder / f"{self.begun}.json")
 
     def run(self, beside: Callable[["Training"], None]) -> dict[str, Any]:
-        """Return what the first host has at its end, and when which loss was reached; ``beside`` is called often."""
+        """Return what the first host has at its end, and seconds since its first step; ``beside`` is called often."""
         program = Path(sys.executable).with_name("torchft_lighthouse")
-        limits = ["--min_replicas", "1", "--heartbeat_timeout_ms", "1000", "--join_timeout_ms", "10000"]
+        limits = ["--min_replicas", str(self.fewest), "--heartbeat_timeout_ms", "1000", "--join_timeout_ms", "10000"]
         lighthouse = None
         if not self.restarts:
             lighthouse = subprocess.Popen([program, "--bind", f"[::]:{self.port}", *limits], stderr=subprocess.DEVNULL)
         try:
+            while self.hosts[0].note()["step"] < 0 and self.hosts[0].process.poll() is None:
+                time.sleep(0.02)
+            start_s = time.time()
             while self.hosts[0].process.poll() is None:
                 beside(self)
             for host in self.hosts[1:]:
@@ -181,16 +185,16 @@ class Training:
                 lighthouse.kill()
         end = ends[0]
         own = "/".join(str(each["batches"]) for each in ends)
-        return end | {"seconds": end["end_s"] - self.start_s, "to": self._seconds_to(self.args.loss), "own": own}
+        return end | {"seconds": end["end_s"] - start_s, "to": self._when(self.args.loss) - start_s, "own": own}
 
-    def _seconds_to(self, loss: float) -> float:
-        """Seconds from the start to the first average of this loss."""
+    def _when(self, loss: float) -> float:
+        """The time of the first average of this loss."""
         model = Model(self.args.steps)
         for path in sorted(self.folder.glob("*.pt"), key=lambda path: float(path.stem)):
             then_s, averages = torch.load(path)
             model.load_state_dict(averages, strict=False)
             if model.task.validation_loss() <= loss:
-                return then_s - self.start_s
+                return then_s
         return float("nan")
 
 
@@ -234,7 +238,7 @@ def faults(args: argparse.Namespace) -> None:
         ("the same, torchrun starts all from the last checkpoint", True, True),
     ):
         beside = Faults() if dying else wait
-        end = Training(args, restarts=restarts).run(beside)
+        end = Training(args, args.hosts - dying, restarts=restarts).run(beside)
         killed, dropped = getattr(beside, "killed", 0), end.get("sparse/dropped_exchanges", 0)
         print(
             f"| {name} | {killed} | {dropped:.0f} | {end['loss']:.4f} | {end['seconds']:.0f} | {end['to']:.0f} |",
@@ -245,12 +249,14 @@ def faults(args: argparse.Namespace) -> None:
 def unequal(args: argparse.Namespace) -> None:
     """Print what a slow host costs."""
     print(f"| | own steps of each host | held-out loss | seconds | to {args.loss:g} |\n| --- | --- | --- | --- | --- |")
-    for name, beside, own_pace in (
-        ("equal hosts", wait, False),
-        ("one at half a processor", halve, False),
-        ("the same, `own_pace=True`", halve, True),
+    for name, beside, own_pace, more in (
+        ("equal hosts", wait, False, 1.0),
+        ("one at half a processor", halve, False, 1.0),
+        ("the same, `own_pace=True`", halve, True, 1.0),
+        ("the same, half as many steps more", halve, True, 1.5),
     ):
-        end = Training(args, own_pace=own_pace).run(beside)
+        settings = argparse.Namespace(**vars(args) | {"steps": round(args.steps * more)})
+        end = Training(settings, args.hosts, own_pace=own_pace).run(beside)
         print(f"| {name} | {end['own']} | {end['loss']:.4f} | {end['seconds']:.0f} | {end['to']:.0f} |", flush=True)
 
 

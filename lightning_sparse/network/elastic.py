@@ -48,6 +48,8 @@ class Elastic:
         for name in ("timeout", "quorum_timeout"):
             seconds = getattr(self, name)
             check_setting(self, name, is_number(seconds) and 0 < seconds < math.inf, "a number of seconds above 0")
+        named = self.replica_id is None or (isinstance(self.replica_id, str) and self.replica_id != "")
+        check_setting(self, "replica_id", named, "a name, which no other host has, or None")
         if self.lighthouse is not None:
             is_address = isinstance(self.lighthouse, str) and self.lighthouse.startswith("http")
             check_setting(self, "lighthouse", is_address, "an address such as 'http://10.0.0.1:29510', or None")
