@@ -100,6 +100,8 @@ class Plan:
     checkpoints: dict[int, str] = field(default_factory=dict)
     saves: bool = False
     odd: int | None = None  # a host with other settings
+    min_hosts: int = 1
+    quorum_timeout_s: float = LONG_S
     own_pace: bool = False
     sleeps: dict[int, float] = field(default_factory=dict)  # seconds that a host does nothing before each own step
 
@@ -250,7 +252,11 @@ def train(rank: int, size: int, plan: Plan) -> dict[str, Any]:
         note("state", exchange._committed, _bits(exchange), run.global_step)
 
     elastic = ls.Elastic(
-        timeout=plan.timeout_s, quorum_timeout=LONG_S, replica_id=f"host{rank}", own_pace=plan.own_pace
+        min_hosts=plan.min_hosts,
+        timeout=plan.timeout_s,
+        quorum_timeout=plan.quorum_timeout_s,
+        replica_id=f"host{rank}",
+        own_pace=plan.own_pace,
     )
     local = plan.local | ({"local_steps": 7} if rank == plan.odd else {})
     strategy = ls.SparseDDPStrategy(plan.compressor, elastic=elastic, **local)

@@ -14,6 +14,7 @@ import torch
 import lightning_sparse as ls
 from lightning_sparse.bench.cluster import Cluster
 from lightning_sparse.engine.local_steps import LocalSteps
+from lightning_sparse.fabric import SparseDDPStrategy as FabricStrategy
 from lightning_sparse.network.hosts import Hosts
 from tests import conftest
 from tests.support.elastic import FATAL, FAULTS, Journals, Lighthouse, Plan, train, wait_until
@@ -138,6 +139,16 @@ def test_a_host_with_other_settings_is_refused_and_the_others_go_on(ranks: Ranks
     assert ends[0].value["step"] == ends[1].value["step"] == 30
 
 
+@pytest.mark.programs
+def test_too_few_hosts_wait_and_are_told_how_many_are_there(ranks: Ranks, tmp_path: Path) -> None:
+    with Lighthouse(min_hosts=2) as lighthouse:
+        plan = Plan(lighthouse.address, tmp_path, min_hosts=3, quorum_timeout_s=3.0)
+        with ranks.start(train, 2, plan) as running:
+            errors = [str(end.error) for end in running.ends(IN_TIME_S)]
+    assert all("at least 3 hosts must meet" in error for error in errors)
+    assert any("got: 2 are there" in error for error in errors), errors
+
+
 def on_host(rank: int, size: int, namespaces: list[str], interface: str, cut_s: int, plan: Plan) -> Any:
     """``train`` on an emulated host, whose network namespace this process joins."""
     with Path(namespaces[rank]).open() as namespace:
@@ -218,6 +229,11 @@ def test_a_host_without_a_lighthouse_is_told_how_to_start_one(monkeypatch: pytes
         Hosts(ls.Elastic(), dict)
 
 
+def test_a_lighthouse_whose_name_nobody_knows_is_an_error_that_names_it() -> None:
+    with pytest.raises(ValueError, match=r"an address that this host can reach; got http://nowhere\.invalid:1"):
+        Hosts(ls.Elastic(lighthouse="http://nowhere.invalid:1"), dict).meet(0)
+
+
 def test_options_that_cannot_be_elastic_are_refused() -> None:
     with pytest.raises(ValueError, match="elastic must be combined with local_steps"):
         ls.SparseDDPStrategy("micro", elastic=True)
@@ -225,6 +241,12 @@ def test_options_that_cannot_be_elastic_are_refused() -> None:
         ls.SparseDDPStrategy("micro", local_steps=2, elastic=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="timeout must be a number of seconds above 0"):
         ls.Elastic(timeout=0)
+    with pytest.raises(ValueError, match="replica_id must be a name, which no other host has"):
+        ls.Elastic(replica_id=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="Hosts come and go with SparseDDPStrategy and local_steps alone"):
+        ls.SparseHSDPStrategy("micro", elastic=True)
+    with pytest.raises(TypeError, match="Hosts come and go under a Trainer alone"):
+        FabricStrategy("sparse_dense", local_steps=2, elastic=True)
 
 
 @pytest.mark.skipif(not ROUNDS, reason="ELASTIC_ROUNDS=50 has so many rounds of random faults")
