@@ -65,10 +65,10 @@ class ElasticHost(ShowsAverage):
         """Count so many more, and have schedules go on that Lightning steps after each."""
         before = self.steps_taken()
         self._go_to(before + steps)
-        module = self.lightning_module
-        if module is None or not module.automatic_optimization:
-            return  # which steps schedules itself
-        for each in self._trainer.lr_scheduler_configs:
+        trainer = self._trainer
+        if not trainer.lightning_module.automatic_optimization:
+            return  # its own code steps schedules
+        for each in trainer.lr_scheduler_configs:
             if each.interval == "step" and not each.reduce_on_plateau:
                 for _ in range((before + steps) // each.frequency - before // each.frequency):
                     each.scheduler.step()

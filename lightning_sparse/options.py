@@ -235,12 +235,9 @@ def _refuse_unknown(kwargs: Mapping[str, object], init: Callable[..., None], com
     no_options = {*GIVEN_BY_LIGHTNING, *UNSUPPORTED, "self", "ddp_kwargs", *unknown}
     options = (taken | {f.name for f in fields(Options)}) - no_options
     close = get_close_matches(next(iter(unknown)), options, n=1, cutoff=0.75)
-    hint = f"Did you mean {close[0]}?" if close else "Leave it out, or correct its name."
-    if "elastic" in unknown:
-        hint = "Hosts come and go under a Trainer alone; with Fabric leave it out."
     raise TypeError(
         f"{next(iter(unknown))} must be an option of this strategy, of DDPStrategy or of DistributedDataParallel; got "
-        f"{_call(unknown)}. {hint}"
+        f"{_call(unknown)}. {f'Did you mean {close[0]}?' if close else 'Leave it out, or correct its name.'}"
     )
 
 

@@ -35,7 +35,7 @@ PEAK = 3e-3  # the learning rate, which falls as a cosine
 OFTEN, BACK_AFTER, CHECKPOINT = 100, 30, 100  # steps
 FIRST_AT = 50  # steps, half-way from one checkpoint to the next
 KEEP = 25  # steps, after which the average is kept, to be judged at the end
-LIMIT_S = 60  # to end
+LIMIT_S = 15  # to end
 HALF_S = 0.05  # that a host at half a processor is stopped, and goes on
 RENDEZVOUS = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"  # torchrun waits no longer
 
@@ -176,7 +176,8 @@ class Training:
                 beside(self)
             for host in self.hosts[1:]:
                 host.signal(signal.SIGCONT)
-                host.process.wait(LIMIT_S)
+                with suppress(subprocess.TimeoutExpired):  # one that came after the end waits for others
+                    host.process.wait(LIMIT_S)
             ends = [host.note() for host in self.hosts]
         finally:
             for host in self.hosts:
@@ -184,7 +185,7 @@ class Training:
             if lighthouse is not None:
                 lighthouse.kill()
         end = ends[0]
-        own = "/".join(str(each["batches"]) for each in ends)
+        own = "/".join(str(each.get("batches", 0)) for each in ends)
         return end | {"seconds": end["end_s"] - start_s, "to": self._when(self.args.loss) - start_s, "own": own}
 
     def _when(self, loss: float) -> float:

@@ -22,7 +22,7 @@ class Elastic:
     Args:
         lighthouse: where ``torchft_lighthouse`` answers, such as "http://10.0.0.1:29510".  None: what the environment
             variable ``TORCHFT_LIGHTHOUSE`` says.
-        min_hosts: the fewest whose exchange counts.  To have fewer wait, give the lighthouse that ``--min_replicas``.
+        min_hosts: the fewest that exchange; fewer wait for others.  Give the lighthouse as many ``--min_replicas``.
         timeout: seconds that a message may take, or what a host gets when it joins: so long others wait for one that
             has stopped, or whose link was cut.
         quorum_timeout: seconds that a host waits for a lighthouse that is gone, or for ``min_hosts``; then its
