@@ -33,9 +33,7 @@ class ElasticHost(ShowsAverage):
 
     def training_state(self) -> dict[str, Any]:
         """What a host that joins gets of this one's Trainer: optimizers, schedules, and how far it is."""
-        module = self.lightning_module
-        assert module is not None
-        trainer = module.trainer
+        trainer = self._trainer
         return {
             "optimizers": [copy.deepcopy(optimizer.state_dict()) for optimizer in self.optimizers],
             "schedulers": [copy.deepcopy(each.scheduler.state_dict()) for each in trainer.lr_scheduler_configs],
@@ -45,20 +43,46 @@ class ElasticHost(ShowsAverage):
 
     def load_training_state(self, state: dict[str, Any]) -> None:
         """Go on as the host that returned ``state``; in the middle of an epoch that is this host's own."""
-        module = self.lightning_module
-        assert module is not None
-        trainer = module.trainer
         for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(kept)
+        trainer = self._trainer
         for each, kept in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
             each.scheduler.load_state_dict(kept)
-        loop = trainer.fit_loop.epoch_loop
-        steps = loop.automatic_optimization.optim_progress.optimizer.step.total
-        if not module.automatic_optimization:
-            steps = loop.manual_optimization.optim_step_progress.total
-        under_way = steps.ready - steps.completed
-        steps.completed = state["global_step"]
-        steps.ready = steps.completed + under_way
-        if not loop.batch_progress.current.ready:
+        self._go_to(state["global_step"])
+        if not trainer.fit_loop.epoch_loop.batch_progress.current.ready:
             epochs: Any = trainer.fit_loop.epoch_progress.current
             epochs.ready = epochs.started = epochs.processed = epochs.completed = state["epoch"]
+
+    def last_step(self) -> int:
+        """The Trainer's ``max_steps``."""
+        return int(self._trainer.max_steps)
+
+    def steps_taken(self) -> int:
+        """The Trainer's ``global_step``."""
+        return int(self._trainer.global_step)
+
+    def skip_steps(self, steps: int) -> None:
+        """Count so many more, and have schedules go on that Lightning steps after each."""
+        before = self.steps_taken()
+        self._go_to(before + steps)
+        trainer = self._trainer
+        if not trainer.lightning_module.automatic_optimization:
+            return  # its own code steps schedules
+        for each in trainer.lr_scheduler_configs:
+            if each.interval == "step" and not each.reduce_on_plateau:
+                for _ in range((before + steps) // each.frequency - before // each.frequency):
+                    each.scheduler.step()
+
+    def _go_to(self, step: int) -> None:
+        loop = self._trainer.fit_loop.epoch_loop
+        steps = loop.automatic_optimization.optim_progress.optimizer.step.total
+        if not self._trainer.lightning_module.automatic_optimization:
+            steps = loop.manual_optimization.optim_step_progress.total
+        under_way = steps.ready - steps.completed
+        steps.completed = step
+        steps.ready = step + under_way
+
+    @property
+    def _trainer(self) -> Any:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer

@@ -27,6 +27,7 @@ FITTING = "fit"  # the state of a Trainer, of either package
 GIVEN_TO_LIGHTNING = ("save_distributed_checkpoint", "process_group_backend", "timeout")
 NOT_HERE = {  # options of other strategies, and what is to be done about them
     "local_steps": "There are no local steps for sharded models.",
+    "elastic": "Hosts come and go with SparseDDPStrategy and local_steps alone.",
     "fusion": "Each call of fully_shard is a group.",
     "local_group": "The ranks of a node have shards: give shard_size.",
     "data_parallel_size": "Give replicate_size.",

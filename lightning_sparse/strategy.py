@@ -100,7 +100,7 @@ class SparseMixin(ElasticHost):
             hook.take_over(self.hook)  # a second fit goes on where the first ended
         self.hook, self._hooked = hook, module
         if self.options.hosts is not None:
-            hook.exchange.add_part("trainer", self.training_state, self.load_training_state)
+            hook.exchange.serve(self)
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Set up the optimizers, and note them: with ``local_steps`` their states differ between ranks."""

@@ -1,10 +1,29 @@
 """What an engine does around the steps of a training."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
+
+
+class Training(Protocol):
+    """The training of one host among several, which its engine is part of."""
+
+    def training_state(self) -> dict[str, Any]:
+        """What a host needs that joins, beside what the engine knows."""
+
+    def load_training_state(self, state: dict[str, Any]) -> None:
+        """Go on as the host that returned ``state``."""
+
+    def last_step(self) -> int:
+        """The number of steps with which the training ends; -1 if others things end it."""
+
+    def steps_taken(self) -> int:
+        """Steps so far."""
+
+    def skip_steps(self, steps: int) -> None:
+        """Count so many more, and have schedules go on by as many."""
 
 
 class Around:
@@ -15,8 +34,8 @@ class Around:
     def enter(self) -> None:
         """Take part from now on; see :class:`ElasticExchange`."""
 
-    def add_part(self, name: str, save: Callable[[], Any], load: Callable[[Any], None]) -> None:
-        """Have a host that joins get what ``save`` returns on another one; see :class:`ElasticExchange`."""
+    def serve(self, training: Training) -> None:
+        """Be part of this ``training``, of which a host that joins gets what it needs; see :class:`ElasticExchange`."""
 
     def settle(self) -> None:
         """Do what is due after the last step, if anything is.  To be called between two steps, on every rank."""

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.group import Group
+from lightning_sparse.engine.around import Training
 from lightning_sparse.engine.flight import Flight
 from lightning_sparse.engine.lane import Lane
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.engine.local_steps import LocalSteps
+from lightning_sparse.engine.pace import Pace
 from lightning_sparse.engine.replica import Find
 from lightning_sparse.engine.untrained import Untrained
 from lightning_sparse.network.agreement import differences
@@ -63,20 +65,18 @@ class ElasticExchange(LocalExchange):
         super().__init__(groups, fragments, [self._among], threaded=True, settings=settings, warmup_steps=warmup_steps)
         self._described, self._alone = dict(described), alone
         self._others = Untrained(untrained)  # that each host has for itself, and hands on to one that joins
-        self._parts: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
+        self._pace = Pace(hosts.own_pace, ahead=int(settings.overlap))
         self._committed = 0  # 1 + the step of the last exchange that counted; 0 before all
-        self._has_met = self._has_entered = False  # a meeting whose exchange has not begun; any
-        self._in_exchange = self._has_voted = False
+        self._has_met = False  # others, and their exchange has not begun
+        self._has_entered = self._in_exchange = self._has_voted = False
         self._in_doubt: tuple[Flight, int] | None = None  # an exchange that may count on other hosts, and its step
         self._remembered_of = 0  # hosts that compressors' memories are of; 0: they start anew with the next
         self._known: set[int] = set()  # the hosts of the last meeting
         self.lost_hosts = self.dropped = self._failed = 0  # exchanges dropped so far, and one after the other
 
-    # - what others ask for
-
-    def add_part(self, name: str, save: Callable[[], Any], load: Callable[[Any], None]) -> None:
-        """Have a host that joins get what ``save`` returns on another one."""
-        self._parts[name] = save, load
+    def serve(self, training: Training) -> None:
+        """Have a host that joins get the state of this ``training``, whose steps are those of the furthest host."""
+        self._pace.training = training
 
     def enter(self) -> None:
         """Take part from now on; to be called when all that a checkpoint holds is loaded, before the first step."""
@@ -95,6 +95,7 @@ class ElasticExchange(LocalExchange):
                 self._has_met = True
             elif self._hosts.commit():
                 self._committed = self.steps + 1
+            self._pace.enter()
             if was_shown:
                 self.weights.show()
 
@@ -133,23 +134,29 @@ class ElasticExchange(LocalExchange):
                 self._send()
                 self._receive()
         super().between_steps()
+        self._pace.begin_step()
+
+    def _advance(self) -> int:
+        return self._pace.end_step(lambda steps: self._is_due(self.steps + steps))
 
     def _is_due(self, step: int) -> bool:
-        due = [replica.is_due(step, self._warmup_steps) for replica in self.weights.replicas]
-        return any(due) or self.moments.is_due(step)
+        turns = (self.settings.turn(each.fragment, step, self._warmup_steps) for each in self.weights.replicas)
+        return any(turn is not None for turn in turns) or self.moments.is_due(step)
 
     def _send(self) -> None:
-        if not self._has_met and self._is_due(self.steps) and not self._meet():
+        is_due = self._has_met or (self._is_due(self.steps) and not self._pace.has_ended)
+        if is_due and not self._has_met and not self._meet():
             self._note_failure(self._hosts.commit(RankLost("not all hosts have met")))
-        elif self._has_met or self._is_due(self.steps):
+        elif is_due:
             super()._send()
             self._has_met, self._in_exchange, self._has_voted = False, True, False
+            self._pace.vote()
             self._flight.launch(self._lanes[0], self._vote)
         self._exchanged = self.steps
 
     def _vote(self, lane: Lane) -> None:
         self._has_voted = True
-        lane.comm.all_gather(torch.ones(1, dtype=torch.uint8)).wait()
+        self._pace.heard = lane.comm.all_gather(self._pace.told).wait()
 
     def _receive(self) -> None:
         super()._receive()
@@ -161,6 +168,7 @@ class ElasticExchange(LocalExchange):
             return super()._counts(flight)
         if self._hosts.commit(error):
             self._committed, self._failed = self._exchanged + 1, 0
+            self._pace.keep_up()
             return True
         self._note_failure(False)
         if self._has_voted:
@@ -203,6 +211,7 @@ class ElasticExchange(LocalExchange):
         except RankLost:
             return False
         self._remember(self._hosts.size)
+        self._pace.meet()
         return True
 
     def _greet(self) -> None:
@@ -249,7 +258,7 @@ class ElasticExchange(LocalExchange):
             "replicas": [replica.shared() for replica in self.weights.replicas],
             "moments": {key: x.clone() for key, x in self.mean_moments.state().items()},
             "others": {n: find().detach().clone() for (n, find), c in zip(names.items(), changed, strict=True) if c},
-            "parts": {name: save() for name, (save, _) in self._parts.items()},
+            "training": self._pace.training.training_state(),
         }
 
     @torch.no_grad()
@@ -286,6 +295,5 @@ class ElasticExchange(LocalExchange):
             replica.start_from_shared(shared)
         for name, x in furthest["others"].items():
             self._others.watched[name]().copy_(x)
-        for name, part in furthest["parts"].items():
-            self._parts[name][1](part)
+        self._pace.training.load_training_state(furthest["training"])
         self.mean_moments.resume(furthest["moments"], None, max(furthest["remembered_of"], 1))

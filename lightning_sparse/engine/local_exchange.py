@@ -164,17 +164,21 @@ class LocalExchange(LocalState):
         if not self._phases.backwards:
             return
         self._phases.settle()
-        self.steps += 1
+        self.steps += self._advance()
         self.timeline.end_backward()
         with torch.inference_mode(False):
             self._hide()
-            if not self.settings.overlap:
+            if not self.settings.overlap and self._exchanged < self.steps:
                 self._send()
             self._receive()
             if not self.settings.overlap:
                 self.moments.read(self.members)
             if self.steps == 1:
                 self.compare()
+
+    def _advance(self) -> int:
+        """By how much the step that is being settled takes the schedule of exchanges forward."""
+        return 1
 
     def count_from(self, steps: int) -> None:
         super().count_from(steps)

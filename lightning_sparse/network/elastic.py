@@ -7,7 +7,7 @@ import uuid
 from dataclasses import dataclass
 from functools import cache
 
-from lightning_sparse.checks import check_setting, check_whole, is_number
+from lightning_sparse.checks import check_setting, check_switch, check_whole, is_number
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"  # torchft's own variable
 
@@ -22,12 +22,14 @@ class Elastic:
     Args:
         lighthouse: where ``torchft_lighthouse`` answers, such as "http://10.0.0.1:29510".  None: what the environment
             variable ``TORCHFT_LIGHTHOUSE`` says.
-        min_hosts: the fewest whose exchange counts.  To have fewer wait, give the lighthouse that ``--min_replicas``.
+        min_hosts: the fewest that exchange; fewer wait for others.  Give the lighthouse as many ``--min_replicas``.
         timeout: seconds that a message may take, or what a host gets when it joins: so long others wait for one that
             has stopped, or whose link was cut.
         quorum_timeout: seconds that a host waits for a lighthouse that is gone, or for ``min_hosts``; then its
             training ends with an error.
         replica_id: the name of this host, from which the order of its data follows.  None: another in each start.
+        own_pace: hosts are not equally fast, and each takes as many own steps from one exchange to the next as fit into
+            the time that the fastest needs for its own, and the slowest for one.  False: all take as many.
 
     Raises:
         ValueError: for a setting out of range, with the value and what is allowed.
@@ -38,12 +40,16 @@ class Elastic:
     timeout: float = 60.0
     quorum_timeout: float = 600.0
     replica_id: str | None = None
+    own_pace: bool = False
 
     def __post_init__(self) -> None:
         check_whole("Elastic: min_hosts", self.min_hosts, 1)
+        check_switch(self, "own_pace")
         for name in ("timeout", "quorum_timeout"):
             seconds = getattr(self, name)
             check_setting(self, name, is_number(seconds) and 0 < seconds < math.inf, "a number of seconds above 0")
+        named = self.replica_id is None or (isinstance(self.replica_id, str) and self.replica_id != "")
+        check_setting(self, "replica_id", named, "a name, which no other host has, or None")
         if self.lighthouse is not None:
             is_address = isinstance(self.lighthouse, str) and self.lighthouse.startswith("http")
             check_setting(self, "lighthouse", is_address, "an address such as 'http://10.0.0.1:29510', or None")

@@ -4,6 +4,7 @@ import logging
 import os
 import random
 import socket
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -74,12 +75,17 @@ class Hosts:
             if self._manager is None:
                 self._start()
             self._group.made_anew = False
-            self._manager.load_state_dict({"step": committed, "batches_committed": 0})
-            self._manager.start_quorum()
+            self._ask(committed)
+            end_s = time.monotonic() + self._settings.quorum_timeout
+            while self.size < self._settings.min_hosts and self._manager.errored() is None:
+                if time.monotonic() > end_s:
+                    raise TimeoutError(f"{self.size} are there")
+                time.sleep(RETRY_S)
+                self._ask(committed)
         except (RuntimeError, TimeoutError) as error:
             raise RuntimeError(
                 f"at least {self._settings.min_hosts} hosts must meet at the lighthouse {self._lighthouse} within "
-                f"{self._settings.quorum_timeout:g} s; got no answer: {error}. Look whether it runs, and with which "
+                f"{self._settings.quorum_timeout:g} s; got: {error}. Look whether it runs, and with which "
                 "--min_replicas; then start this host again."
             ) from None
         return self._manager.errored() is None
@@ -106,6 +112,10 @@ class Hosts:
             self._manager.shutdown(wait=False)
             self._group.abort(errored=False)
         self._manager = None
+
+    def _ask(self, committed: int) -> None:
+        self._manager.load_state_dict({"step": committed, "batches_committed": 0})
+        self._manager.start_quorum()
 
     def _start(self) -> None:
         settings, address = self._settings, _own_address(self._lighthouse)
@@ -176,9 +186,9 @@ def _own_address(lighthouse: str) -> str:
             probe.connect(where)  # sends nothing
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise RuntimeError(
+        raise ValueError(
             f"the lighthouse must have an address that this host can reach; got {lighthouse}: {error}. Correct "
-            "TORCHFT_LIGHTHOUSE, or the network."
+            "it, or the network."
         ) from error
 
 

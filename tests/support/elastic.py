@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,10 @@ class Plan:
     checkpoints: dict[int, str] = field(default_factory=dict)
     saves: bool = False
     odd: int | None = None  # a host with other settings
+    min_hosts: int = 1
+    quorum_timeout_s: float = LONG_S
+    own_pace: bool = False
+    sleeps: dict[int, float] = field(default_factory=dict)  # seconds that a host does nothing before each own step
 
 
 class Now:
@@ -145,7 +150,7 @@ def half_a_vote(step: int) -> None:
             return vote(self, lane)
         comm: Any = lane.comm
         one = (comm.rank + 1) % comm.size
-        yes = [torch.ones(1, dtype=torch.uint8)]
+        yes = [torch.zeros(2, dtype=torch.float64)]
         messages = comm._group.recv([torch.empty_like(yes[0])], one, 1), comm._group.send(yes, one, 1)
         for message in messages:
             message.wait()
@@ -158,6 +163,12 @@ def after(step: int) -> None:
     """Die when an exchange counts, before it is applied here."""
     commit = Hosts.commit
     _replace(Hosts, "commit", lambda self, *error: (commit(self, *error), Now.step >= step and die())[0])
+
+
+def handing_on(step: int) -> None:
+    """Die when one that joins has asked this host for what it needs."""
+    shared = ElasticExchange._shared
+    _replace(ElasticExchange, "_shared", lambda self: (Now.step >= step and die(), shared(self))[1])
 
 
 def stop_for_a_while(step: int) -> None:
@@ -194,7 +205,8 @@ def cut_for_a_while(step: int) -> None:
     _replace(ElasticComm, "_watch", cutting)
 
 
-FAULTS = {each.__name__: each for each in (before, within, half_a_vote, after, stop_for_a_while, cut_for_a_while)}
+FATAL = (before, within, half_a_vote, after, handing_on)
+FAULTS = {each.__name__: each for each in (*FATAL, stop_for_a_while, cut_for_a_while)}
 
 
 def _replace(owner: type, name: str, function: Any) -> None:
@@ -236,9 +248,16 @@ def train(rank: int, size: int, plan: Plan) -> dict[str, Any]:
         (plan.folder / f"{rank}.at{run.global_step}").touch()
         if exchange.members < plan.slow_below:
             time.sleep(0.1)
+        time.sleep(plan.sleeps.get(rank, 0.0))
         note("state", exchange._committed, _bits(exchange), run.global_step)
 
-    elastic = ls.Elastic(timeout=plan.timeout_s, quorum_timeout=LONG_S, replica_id=f"host{rank}")
+    elastic = ls.Elastic(
+        min_hosts=plan.min_hosts,
+        timeout=plan.timeout_s,
+        quorum_timeout=plan.quorum_timeout_s,
+        replica_id=f"host{rank}",
+        own_pace=plan.own_pace,
+    )
     local = plan.local | ({"local_steps": 7} if rank == plan.odd else {})
     strategy = ls.SparseDDPStrategy(plan.compressor, elastic=elastic, **local)
     callbacks: list[Any] = [Does("on_train_batch_start", at_batch)]
@@ -246,6 +265,8 @@ def train(rank: int, size: int, plan: Plan) -> dict[str, Any]:
         callbacks.append(ModelCheckpoint(dirpath=plan.folder / f"host{rank}", every_n_train_steps=3, save_last=True))
     run = trainer(strategy, 1, check_every=0, max_steps=plan.steps, callbacks=callbacks)
     model = small(seed=rank, optimizer="adam")
+    if plan.own_pace:
+        model.configure_optimizers = partial(falling, model)  # type: ignore[method-assign]
     run.fit(model, data(4 * plan.steps, 1, seed=rank), ckpt_path=plan.checkpoints.get(rank))
     exchange: Any = strategy.exchange
     return {
@@ -254,8 +275,17 @@ def train(rank: int, size: int, plan: Plan) -> dict[str, Any]:
         "seed": run.train_dataloader.sampler.seed,  # type: ignore[union-attr]
         "metrics": exchange.metrics(),
         "hosts": exchange.members,
+        "rate": run.optimizers[0].param_groups[0]["lr"],
+        "batches": run.fit_loop.epoch_loop.total_batch_idx + 1,
         "sent": sum(lane.comm.sent_bytes for lane in exchange._lanes),
     }
+
+
+def falling(model: torch.nn.Module) -> Any:
+    """An Adam whose learning rate falls in each step of the training."""
+    adam = torch.optim.Adam(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(adam, 0.99)
+    return {"optimizer": adam, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 def as_a_host(lighthouse: str) -> None:
