@@ -27,7 +27,7 @@ CHOICE = re.compile(r"sparse_auto: training goes on with (.+), whose step")
 
 def on_loopback(argv: list[str]) -> Iterator[str]:
     """Yield what two processes write that Lightning starts."""
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield from process.stdout
     if process.returncode:
