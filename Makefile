@@ -3,6 +3,7 @@
 #   make bench   a short comparison over emulated slow networks, and limits of time (Linux; a quiet machine)
 #   make test    the tests; those of one process on JOBS processors
 #   make programs  the tests of whole programs: the demo, examples, the notebook, the documentation, the bench on a cluster
+#   make packages  other people's models with ddp and with these strategies, in virtual environments of their own
 #   make docs    the documentation site, in docs/_build/html
 #   make results the page of results and its figures, from the runs stored in docs/benchmarks
 #   make check   what CI runs: lint, types, tests, programs
@@ -14,7 +15,9 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 CONSTRAINTS ?= constraints.txt
 
-.PHONY: setup demo bench test programs docs results lint types check dist format clean
+PACKAGES ?= litgpt scvi-tools pytorch-forecasting neuralforecast darts chemprop
+
+.PHONY: setup demo bench test programs packages docs results lint types check dist format clean
 
 setup: $(VENV)/.ready
 
@@ -47,6 +50,14 @@ test: setup
 programs: setup
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --max-worker-restart 0 -m programs
 
+# One environment a package: they ask for different versions of the same things.  Darts leaves PyTorch to an extra.
+packages: $(PACKAGES:%=package-%)
+
+package-%:
+	$(PYTHON) -m venv $(VENV)-$*
+	$(VENV)-$*/bin/python -m pip install --constraint tests/constraints/packages.txt --editable . "$(*:darts=darts[torch])"
+	$(VENV)-$*/bin/python tests/packages/run.py $*
+
 docs: setup
 	$(BIN)/python -m sphinx -W --keep-going -n -q docs docs/_build/html
 
@@ -74,4 +85,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-* dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
