@@ -32,7 +32,7 @@ from lightning_sparse.wire.values import RUN, ValueFormat
 SIGNS = 1 - 2 * np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).astype(np.float32)
 # The multiples in a byte, the first in its lowest bits: [256, 4] float32, from -1.5 to 1.5.
 LEVELS = ((np.arange(256)[:, None] >> np.arange(0, 8, 2)) % 4 - 1.5).astype(np.float32)
-# Of the shares a mean is the sum of: a little less, so that no mean is above the largest float32, however it is rounded.
+# The shares whose sum is a mean are a little less, so that no mean is above the largest float32, however it is rounded.
 SHARE = 1 - 2.0**-18
 
 
