@@ -107,7 +107,7 @@ class CompressionMonitor(Callback):
         if exchange is None:
             rank_zero_warn(
                 f"CompressionMonitor has nothing to report: {type(trainer.strategy).__name__} is not a strategy of "
-                "lightning_sparse. Give the Trainer strategy='skip_reduce', say."
+                "lightning_sparse. Give the Trainer strategy='sparse_auto', say."
             )
             return
         self._rank = exchange.rank
