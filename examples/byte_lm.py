@@ -1,6 +1,6 @@
 """Train a small GPT on the bytes of Python's own standard library.
 
-    python examples/byte_lm.py --strategy skip_reduce --devices 4 --max-steps 300
+    python examples/byte_lm.py --strategy sparse_auto --devices 4 --max-steps 300
 
 The text is the source code that every Python installation carries: nothing is downloaded.
 """
@@ -147,7 +147,7 @@ class ByteLM(L.LightningModule):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategy", default="skip_reduce")
+    parser.add_argument("--strategy", default="sparse_auto")
     parser.add_argument("--accelerator", default="cpu")
     parser.add_argument("--devices", type=int, default=4, help="number of processes (on the CPU) or of GPUs")
     parser.add_argument("--num-nodes", type=int, default=1, help="machines; each then starts as many processes")

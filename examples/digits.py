@@ -1,6 +1,6 @@
 """Train a small convolutional network on 1,797 handwritten digits (they come with scikit-learn).
 
-    python examples/digits.py --strategy skip_reduce --devices 4 --max-steps 200
+    python examples/digits.py --strategy sparse_auto --devices 4 --max-steps 200
 
 Every process takes its share of the images; a test at the end gives the accuracy.
 """
@@ -95,7 +95,7 @@ class DigitsClassifier(L.LightningModule):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategy", default="skip_reduce")
+    parser.add_argument("--strategy", default="sparse_auto")
     parser.add_argument("--accelerator", default="cpu")
     parser.add_argument("--devices", type=int, default=4, help="number of processes (on the CPU) or of GPUs")
     parser.add_argument("--num-nodes", type=int, default=1, help="machines; each then starts as many processes")

@@ -75,7 +75,7 @@ class FreezeAtFirst(L.Callback):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategy", default="skip_reduce")
+    parser.add_argument("--strategy", default="sparse_auto")
     parser.add_argument("--accelerator", default="cpu")
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=6, help="of fine-tuning; the body joins in after half of them")

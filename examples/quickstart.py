@@ -14,7 +14,7 @@ if __name__ == "__main__":
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,  # two processes on this machine
-        strategy="skip_reduce",  # was: "ddp"
+        strategy="sparse_auto",  # was: "ddp"
         max_epochs=2,
         log_every_n_steps=10,
         callbacks=[ls.CompressionMonitor()],

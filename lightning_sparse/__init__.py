@@ -1,6 +1,6 @@
 """PyTorch Lightning strategies that send a part of the gradient over slow networks, and the rest later.
 
-Importing this package makes its strategies known: ``Trainer(strategy="skip_reduce")``.
+Importing this package makes its strategies known: ``Trainer(strategy="sparse_auto")``.
 """
 
 import sys

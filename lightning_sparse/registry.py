@@ -4,8 +4,10 @@ from importlib.util import find_spec
 from itertools import product
 from typing import Any, NoReturn
 
-from lightning_sparse.auto.policy import NAMES, Auto
+from lightning_sparse.auto.policy import NAMES, Auto, by_name
 from lightning_sparse.compressors import Compressor
+from lightning_sparse.compressors.base import OPTIONS
+from lightning_sparse.compressors.named import did_you_mean
 
 
 def register() -> None:
@@ -61,6 +63,34 @@ NO_STRATEGY = (
 )
 
 
+class Names(list[str]):
+    """The names of a registry, in which Lightning looks for a strategy before it calls it "an invalid strategy name".
+
+    What is none, but is meant for one of ours, is refused with what was meant.
+    """
+
+    def __contains__(self, given: object) -> bool:
+        if super().__contains__(given):
+            return True
+        if isinstance(given, type) and issubclass(given, Compressor | Auto):
+            raise TypeError(
+                f"strategy must be a strategy, or a name of one; got the class {given.__name__}. Write "
+                f"SparseDDPStrategy({given.__name__}())."
+            )
+        if isinstance(given, type) and hasattr(given, "setup_environment"):
+            raise TypeError(
+                f"strategy must be an instance, or a name; got the class {given.__name__}. Write {given.__name__}(...)."
+            )
+        if isinstance(given, str) and given in OPTIONS:
+            by_name(given)
+        if isinstance(given, str) and (meant := did_you_mean(given, NAMES)):
+            raise ValueError(
+                f"strategy must be a name that Lightning knows, or an instance; got {given!r}.{meant} Names take no "
+                "settings: for those write SparseDDPStrategy(MiCRO(density=0.1)), say."
+            )
+        return False
+
+
 class NoStrategy(TypeError, AttributeError):
     """What is no strategy was given as one; ``hasattr`` answers that it has no such attribute."""
 
@@ -96,8 +126,7 @@ def _register_names(registry: Any, strategy: type) -> None:
                 start_method=start_method,
                 **({"find_unused_parameters": True} if unused else {}),
             )
-    # No name of a strategy, but taken for one: SparseDDPStrategy says what it is.
-    registry.register("local_steps", strategy, description="An option.", override=True, compressor="local_steps")
+    registry.available_strategies = lambda: Names(registry)
 
 
 def _register_sharded(registry: Any, strategy: type) -> None:

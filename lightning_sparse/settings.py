@@ -1,10 +1,13 @@
-"""Settings as text that is equal where their values are: in every process, and in a checkpoint."""
+"""Settings: what is none is refused; and as text they are equal where their values are, in every process and file."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from difflib import get_close_matches
 from enum import Enum
+from inspect import signature
 from types import BuiltinFunctionType, FunctionType
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -12,6 +15,40 @@ from torch import Tensor
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype)  # whose ``repr`` is their value
 DIGEST = 16  # hexadecimal digits of the SHA-256 of a tensor's bytes
+
+Kind = TypeVar("Kind")
+
+
+def unknown_setting(kind: type, given: Iterable[str]) -> str | None:
+    """The first of the names ``given`` that the ``__init__`` of ``kind`` does not take."""
+    takes = signature(kind.__init__).parameters  # type: ignore[misc]  # of the class that is made
+    if any(each.kind is each.VAR_KEYWORD for each in takes.values()):
+        return None
+    return next((name for name in given if name not in takes), None)
+
+
+def check_known(kind: type, given: Mapping[str, object]) -> None:
+    """Raise a TypeError for a keyword of ``given`` that the ``__init__`` of ``kind`` does not take."""
+    name = unknown_setting(kind, given)
+    if name is None:
+        return
+    known = list(signature(kind.__init__).parameters)[1:]  # type: ignore[misc]  # of the class that is made
+    close = get_close_matches(name, known, n=1)
+    raise TypeError(
+        f"{kind.__name__}: {name} must be one of its settings, {', '.join(known) or 'of which it has none'}; got "
+        f"{name}={given[name]!r}.{f' Did you mean {close[0]}?' if close else ''}"
+    )
+
+
+def names_checked(kind: type[Kind]) -> type[Kind]:
+    """Have the class ``kind`` refuse what is not a setting in these words, not in Python's."""
+
+    def new(cls: type[Kind], *_: object, **given: object) -> Kind:
+        check_known(cls, given)
+        return object.__new__(cls)
+
+    kind.__new__ = new  # type: ignore[method-assign,assignment]  # of any arguments, and of this class alone
+    return kind
 
 
 def as_text(value: object) -> str:

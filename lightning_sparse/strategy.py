@@ -226,14 +226,15 @@ class SparseMixin(ElasticHost):
                 f"a strategy of the package {_package(self.accelerator_class)!r} was given to a Trainer of "
                 f"{_package(type(self.accelerator))!r}; the two packages do not mix. With 'lightning' "
                 "use lightning_sparse.SparseDDPStrategy, with 'pytorch_lightning' "
-                "lightning_sparse.pytorch_lightning.SparseDDPStrategy, or in both a name: strategy='skip_reduce'."
+                "lightning_sparse.pytorch_lightning.SparseDDPStrategy, or in both a name: strategy='sparse_auto'."
             )
         super().set_world_ranks()
 
     def on_exception(self, exception: BaseException) -> None:
         """Name our own strategy, not plain DDP, where DDP's text tells what to do about unused parameters."""
         if "Expected to have finished reduction in the prior iteration" in str(exception):
-            names = [name for name, kind in COMPRESSORS.items() if type(self.compressor) is kind] or ["skip_reduce"]
+            kinds = {"sparse_auto": Auto, **COMPRESSORS}
+            names = [name for name, kind in kinds.items() if type(self.compressor) is kind] or ["sparse_auto"]
             exception.args = (
                 f"{exception}\nSome parameters were not used in producing the loss that training_step returned. If "
                 f"that is meant, let DDP look for them: strategy='{names[0]}_find_unused_parameters_true', "
@@ -251,7 +252,8 @@ class SparseDDPStrategy(SparseMixin, DDPStrategy):
     """Data-parallel training that sends a part of the gradient and keeps the rest for later steps.
 
     Args:
-        compressor: a name in ``COMPRESSORS``, for its defaults, or an instance such as ``SkipReduce(skip=0.5)``.
+        compressor: "sparse_auto", which measures and chooses, and is what we recommend; a name in ``COMPRESSORS``, for
+            its defaults; or an instance such as ``SkipReduce(skip=0.5)``.
         fusion: which parameters travel together.  "layer": LayerFusion, groups of 25 MiB in backward order until the
             first steps have been measured, then the fastest; "bucket": groups of ``bucket_cap_mb`` (25) MiB; "none":
             one group a layer; or a list with a shell-style pattern of parameter names for each group.

@@ -101,8 +101,8 @@ def run_script(rank, size, name, arguments, folder):
 
 def test_quickstart_shows_what_was_sent(ranks: Ranks, tmp_path):
     out, other = ranks.run(run_script, 2, "quickstart.py", [], str(tmp_path))
-    assert "58.13 kB" in out  # half of 4 * 29,066 bytes
-    assert "58.13 kB" not in other  # rank 0 speaks
+    assert "116.26 kB" in out  # what dense DDP would have sent: 4 * 29,066 bytes
+    assert "116.26 kB" not in other  # rank 0 speaks
 
 
 def test_own_compressor_learns(ranks: Ranks, tmp_path):

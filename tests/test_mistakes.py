@@ -1,6 +1,7 @@
 """What is easily got wrong is answered with what must be, what was given, and what to do."""
 
 import dataclasses
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 from lightning.fabric import Fabric
+from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_sparse as ls
 from lightning_sparse import fabric
@@ -36,6 +38,33 @@ def test_an_option_in_the_place_of_a_name_is_answered_with_where_it_goes(run: Ca
         run("local_steps")
 
 
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    ("given", "write"),
+    [
+        (ls.MiCRO, "got the class MiCRO. Write SparseDDPStrategy(MiCRO())"),
+        (ls.Auto, "got the class Auto. Write SparseDDPStrategy(Auto())"),
+        (ls.SparseDDPStrategy, "got the class SparseDDPStrategy. Write SparseDDPStrategy(...)"),
+        ("mirco", "got 'mirco'. Did you mean 'micro'?"),
+        ("sparse-auto_spawn", "Did you mean 'sparse_auto'?"),
+        ("micro:density=0.1", "Did you mean 'micro'? Names take no settings"),
+    ],
+)
+def test_a_class_or_a_misspelt_name_as_strategy_is_answered_with_the_right_one(
+    run: Callable[[Any], Any], given: Any, write: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(write)):
+        run(given)
+
+
+def test_other_names_are_left_to_lightning() -> None:
+    for run in (RUNS[0].values[0], RUNS[1].values[0]):
+        with pytest.raises(ValueError, match="invalid strategy name"):
+            run("horovod")
+    assert "ddp" in StrategyRegistry.available_strategies()
+    assert "deepspeed_stage_9" not in StrategyRegistry.available_strategies()
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_option_given_to_a_compressor_is_answered_with_the_strategy(name: str) -> None:
     write = rf"write SparseDDPStrategy\(MiCRO\(density=0\.1\), {name}={OPTIONS[name]!r}\)"
@@ -54,6 +83,17 @@ def test_a_misspelt_setting_is_answered_with_the_right_one() -> None:
         ls.MiCRO(densty=0.1)  # type: ignore[call-arg]  # a mistake
     with pytest.raises(TypeError, match=r"Dense: density must be one of its settings, of which it has none"):
         ls.Dense(density=0.1)  # type: ignore[call-arg]  # a mistake
+    with pytest.raises(TypeError, match=r"Auto: atmost must be one of .*; got atmost=1\. Did you mean at_most"):
+        ls.Auto(atmost=1)  # type: ignore[call-arg]  # a mistake
+    with pytest.raises(TypeError, match=r"LocalSteps: every must be one of its settings, steps, .*; got every=4"):
+        ls.LocalSteps(every=4)  # type: ignore[call-arg]  # a mistake
+
+
+def test_what_auto_allows_is_said_with_what_to_write() -> None:
+    with pytest.raises(ValueError, match=r"at_most must be at least 0, or None; got -1\. Give the part"):
+        ls.Auto(at_most=-1)
+    with pytest.raises(ValueError, match=r"candidates must be a list .*; got MiCRO.*\. Write Auto\(\[MiCRO\(\)\]\)"):
+        ls.Auto(ls.MiCRO())  # type: ignore[arg-type]  # a mistake
 
 
 @dataclasses.dataclass(frozen=True, init=False)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
+from lightning_sparse.auto.policy import NAMES
 from lightning_sparse.checkpoint.state import State
 from tests.support.said import warned
 
@@ -53,7 +54,7 @@ def alone() -> Iterator[Any]:
         made.pop().hook.close()
 
 
-@pytest.mark.parametrize("name", [name for name in ls.COMPRESSORS if name != "sparse_dense"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "sparse_dense"])
 def test_every_strategy_updates_all_elements_and_says_why(alone: Any, name: str) -> None:
     run = alone(name, fusion="layer", warmup_steps=1)
     assert len(run.said) == 1

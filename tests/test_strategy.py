@@ -85,7 +85,8 @@ def test_an_unknown_name_is_lightnings_error() -> None:
         L.Trainer(strategy="skip_reduce_but_faster", accelerator="cpu")
 
 
-def test_unused_parameters_are_answered_with_a_name_of_ours() -> None:
+@pytest.mark.parametrize("name", ["sparse_topk", "sparse_auto"])
+def test_unused_parameters_are_answered_with_a_name_of_ours(name: str) -> None:
     error = RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one.")
-    ls.SparseDDPStrategy("sparse_topk").on_exception(error)
-    assert "strategy='sparse_topk_find_unused_parameters_true'" in str(error)
+    ls.SparseDDPStrategy(name).on_exception(error)
+    assert f"strategy='{name}_find_unused_parameters_true'" in str(error)

@@ -8,7 +8,7 @@ from lightning_sparse.checks import check_whole, is_list, is_number
 from lightning_sparse.compressors import COMPRESSORS, Compressor, Dense, MiCRO, OkTopk, Rounded
 from lightning_sparse.compressors import by_name as compressor_by_name
 from lightning_sparse.compressors.base import check_settings
-from lightning_sparse.settings import changed
+from lightning_sparse.settings import changed, names_checked
 from lightning_sparse.wire import wire_format
 
 
@@ -18,6 +18,7 @@ def _check_compressor(what: str, given: object) -> None:
     check_settings(given)
 
 
+@names_checked
 @dataclass(frozen=True)
 class Candidate:
     """A way to train that :class:`Auto` may choose.
@@ -75,6 +76,7 @@ def _candidates() -> tuple[Candidate, ...]:
 CANDIDATES = _candidates()
 
 
+@names_checked
 @dataclass(frozen=True)
 class Auto:
     """Trains with the candidate that is expected to be soonest at a loss: seconds a step, times the steps it needs.
@@ -103,7 +105,10 @@ class Auto:
 
     def __post_init__(self) -> None:
         if not is_list(self.candidates) or not self.candidates:
-            raise ValueError(f"Auto: candidates must be a list of one candidate or more; got {self.candidates!r}.")
+            raise ValueError(
+                f"Auto: candidates must be a list of one candidate or more; got {self.candidates!r}. Write "
+                "Auto([MiCRO()]), say."
+            )
         for each in self.candidates:
             if not isinstance(each, Candidate | Compressor):
                 raise ValueError(
@@ -113,7 +118,10 @@ class Auto:
         object.__setattr__(self, "candidates", candidates)  # a config file gives a list
         _check_compressor("Auto: start", self.start)
         if self.at_most is not None and not (is_number(self.at_most) and 0 <= self.at_most < float("inf")):
-            raise ValueError(f"Auto: at_most must be at least 0, or None; got {self.at_most!r}.")
+            raise ValueError(
+                f"Auto: at_most must be at least 0, or None; got {self.at_most!r}. Give the part by which the loss may "
+                "be above dense training's: 0.02 for 2 %, None for any."
+            )
 
     def __str__(self) -> str:
         return "sparse_auto"

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.auto.policy import Candidate
 from lightning_sparse.checkpoint.optimizers import in_order, set_tensors, tensors_everywhere
-from lightning_sparse.compressors import Compressor
+from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.engine.build import Way, check_not_capturing, make_exchange
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.groups import BUCKET_BYTES
@@ -153,9 +153,9 @@ def _dense_if_alone(compressor: Compressor, size: int) -> Compressor:
     """``compressor``, or among ``size`` = 1 ranks, or nodes, its dense form: there is nobody to send to."""
     if size > 1:
         return compressor
-    if compressor.compresses(sys.maxsize):
+    if not isinstance(compressor, Dense):
         rank_zero_warn(
-            f"There is one rank, node or replica, and nobody to send to: {compressor} is not used, and "
-            "every step updates all elements. A compressor starts to work from two on."
+            f"There is one rank, node or replica, and nobody to send to: {compressor} is not used, and every step "
+            "updates all elements. Start more, or use strategy='auto'."
         )
     return compressor.dense_variant()

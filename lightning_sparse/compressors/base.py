@@ -1,11 +1,9 @@
 """What a compressor is: settings, and one method that sums gradients over the ranks while sending less than all."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from functools import cached_property
-from inspect import signature
 
 import torch
 from torch import Tensor
@@ -15,7 +13,7 @@ from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.network.sums import sum_values
 from lightning_sparse.selection.sparse import Sparse
 from lightning_sparse.selection.threshold import ThresholdController
-from lightning_sparse.settings import as_text
+from lightning_sparse.settings import as_text, check_known, unknown_setting
 from lightning_sparse.wire import CAUSE, CorruptMessage, Selection
 
 #: Options of the strategies, and a value of each: what is taken for a setting of a compressor, or for a name.
@@ -45,11 +43,14 @@ class Compressor(ABC):
 
     def __new__(cls, *_: object, **settings: object) -> "Compressor":
         """Refuse what is not a setting, by its name."""
-        takes = list(signature(cls.__init__).parameters.values())[1:]
-        known = [each.name for each in takes]
-        unknown = [name for name in settings if name not in known]
-        if unknown and not any(each.kind is each.VAR_KEYWORD for each in takes):
-            raise TypeError(_no_setting(cls.__name__, unknown[0], settings, known))
+        name = unknown_setting(cls, settings)
+        if name in OPTIONS:
+            given = ", ".join(f"{each}={value!r}" for each, value in settings.items() if each not in OPTIONS)
+            raise TypeError(
+                f"{name} must be given to the strategy, of which it is an option, not to {cls.__name__}; write "
+                f"SparseDDPStrategy({cls.__name__}({given}), {name}={settings[name]!r})."
+            )
+        check_known(cls, settings)
         return super().__new__(cls)
 
     @abstractmethod
@@ -115,21 +116,6 @@ class Compressor(ABC):
         for group, _ in parts:
             last_report(self, group)
         return {}
-
-
-def _no_setting(kind: str, name: str, given: Mapping[str, object], known: Collection[str]) -> str:
-    """Say of what ``name`` is a setting, if it is not one of the class ``kind``."""
-    if name in OPTIONS:
-        settings = ", ".join(f"{each}={value!r}" for each, value in given.items() if each in known)
-        return (
-            f"{name} must be given to the strategy, of which it is an option, not to {kind}; write "
-            f"SparseDDPStrategy({kind}({settings}), {name}={given[name]!r})."
-        )
-    close = get_close_matches(name, known, n=1)
-    return (
-        f"{kind}: {name} must be one of its settings, {', '.join(known) or 'of which it has none'}; got "
-        f"{name}={given[name]!r}.{f' Did you mean {close[0]}?' if close else ''}"
-    )
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def by_name(compressor: object, names: Iterable[str] = COMPRESSORS) -> Compresso
             f"compressor must be one of {', '.join(names)}; got {compressor!r}.{did_you_mean(compressor, names)} For "
             "settings of its own give an instance, such as SkipReduce(skip=0.5)."
         )
-    hint = f" Write {compressor.__name__}(...)." if isinstance(compressor, type) else ""
+    hint = f"Write {compressor.__name__}()." if isinstance(compressor, type) else "Leave it out for the default."
     raise TypeError(
-        f"compressor must be a name ({', '.join(names)}) or an instance of a Compressor; got {compressor!r}.{hint}"
+        f"compressor must be a name ({', '.join(names)}) or an instance of a Compressor; got {compressor!r}. {hint}"
     )

@@ -167,13 +167,13 @@ def check_not_capturing() -> None:
         )
 
 
-def check_trains(module: nn.Module) -> None:
-    """Raise a ValueError if no parameter of ``module`` is trained."""
+def check_trains(module: nn.Module, name: str = "a model") -> None:
+    """Raise a ValueError if no parameter of ``module`` is trained; ``name`` is what the error calls it."""
     parameters = list(module.parameters())
     if not any(p.requires_grad for p in parameters):
         got = f"{len(parameters)} parameters, all frozen" if parameters else "a model without parameters"
         raise ValueError(
-            f"a model must have a parameter that requires a gradient, or there is nothing to train; got {got}. Make "
+            f"{name} must have a parameter that requires a gradient, or there is nothing to train; got {got}. Make "
             "layers in __init__ or configure_model, and set requires_grad=True on what is to be trained."
         )
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from lightning_sparse.checks import check_one_of, check_setting, check_switch, check_whole, is_number
 from lightning_sparse.compressors import Compressor, Dense, Rounded
+from lightning_sparse.settings import names_checked
 
 SECOND_MOMENTS = ("mean", "own")
 # How far ranks look ahead where what is unsent arrives soon, and in one bit, which arrives later, of several steps;
@@ -12,6 +13,7 @@ SECOND_MOMENTS = ("mean", "own")
 LEAD, LEAD_OF_SIGNS, MOST_AHEAD = 1 / 0.7, 1.25, 4
 
 
+@names_checked
 @dataclass(frozen=True)
 class LocalSteps:
     """Exchange what the optimizer did, not what it was given: every weight once in ``steps`` optimizer steps.

@@ -51,14 +51,15 @@ class Replica:
     ) -> None:
         """Start from what the parameters hold; ``find`` finds tensors that no optimizer trains, where they are now."""
         self._scratch = scratch or Scratch()
-        self._lent: list[Tensor] = []  # from take_up to apply
+        self._taken_up: Tensor | None = None  # the weights when they were taken up [n], lent by scratch
+        self._difference: Tensor | None = None  # from x̄ to them [n], then what x̄ moves by; lent by scratch
         self.group, self.compressor, self.fragment = group, compressor, fragment
         dtypes = {p.dtype for p in group.parameters}
         self.average = group.unsent.to(torch.float64 if torch.float64 in dtypes else torch.float32, copy=True)
         self._settings = replace(settings, outer_rate=1.0, outer_momentum=0.0, lead=1.0) if find else settings
         self._find = find
         self._warms_up = False
-        self._own: list[Tensor] = []  # the weights when they were taken up
+        self._own: list[Tensor] = []  # of each parameter, its part of the weights when they were taken up
         self._set_meanwhile: set[int] = set()  # places of parameters whose x̄ was set since then
         self._left_out: Tensor | None = None  # [n] bool, of what no optimizer trains, elements that are not averaged
         self._velocity: Tensor | None = None  # of the outer step [n]
@@ -113,32 +114,29 @@ class Replica:
             torch.sub(weights.detach().to(flat.dtype), average, out=slot.view(weights.shape))
         return flat if self._aside is None else flat.add_(self._aside)
 
-    def _borrow(self) -> Tensor:
-        self._lent.append(self._scratch.take(self.average))
-        return self._lent[-1]
-
     @torch.no_grad()
     def take_up(self, size: int) -> None:
         """Set ``unsent`` to x_r - x̄."""
         self._end()
         group = self.group
-        tensors, slots = self.tensors(), group.slots(self._borrow())  # which can hold what is of another type exactly
+        self._taken_up = self._scratch.take(self.average)  # which can hold what is of another type exactly
+        tensors, slots = self.tensors(), group.slots(self._taken_up)
         self._own = [slot.view(p.shape).copy_(p.detach()) for p, slot in zip(tensors, slots, strict=True)]
         self._set_meanwhile.clear()
         self._memory = {key: kept.clone() for key, kept in group.memory.items()}
         group.weights = self._own
-        difference = self.unsent(self._own, out=self._borrow())
+        self._difference = self.unsent(self._own, out=self._scratch.take(self.average))
         if self._find:
-            self._leave_out(difference)
+            self._leave_out(self._difference, self._taken_up)
         group.unsent.zero_()
-        parts = zip(group.slots(difference), group.shapes, strict=True)
+        parts = zip(group.slots(self._difference), group.shapes, strict=True)
         self.compressor.accumulate(group, [part.view(shape) for part, shape in parts], size)
 
-    def _leave_out(self, difference: Tensor) -> None:
+    def _leave_out(self, difference: Tensor, weights: Tensor) -> None:
         """Send nothing of what is not finite, such as a mask; what statistics start from anew is sent whole."""
         if isinstance(self.compressor, Exact):  # sums it all the same, so that every rank knows where one is not finite
             started = ~self.average.isfinite()
-            difference[started] = self._lent[0][started]
+            difference[started] = weights[started]
             return
         self._left_out = ~difference.isfinite()
         difference.masked_fill_(self._left_out, 0.0)
@@ -158,7 +156,8 @@ class Replica:
         if isinstance(total, Sparse) and not momentum:
             self._next = Sparse(total.index.clone(), (total.values / size * rate).to(self.average.dtype)), None
             return
-        total, velocity, moves_by = dense(total, self.group.n), self._velocity, self._lent[-1]  # no longer in use
+        assert self._difference is not None
+        total, velocity, moves_by = dense(total, self.group.n), self._velocity, self._difference
         if not momentum:
             torch.div(total, size / rate, out=moves_by)
         else:
@@ -209,9 +208,10 @@ class Replica:
     def _end(self) -> None:
         """Forget what was under way."""
         self._own, self._next, self._left_out, self._memory, self.group.weights = [], None, None, None, None
-        for each in self._lent:
-            self._scratch.give(each)
-        self._lent = []
+        for lent in (self._taken_up, self._difference):
+            if lent is not None:
+                self._scratch.give(lent)
+        self._taken_up = self._difference = None
 
     def _set(self, place: int, parameter: Tensor, own: Tensor, average: Tensor, unsent: Tensor) -> None:
         if parameter.dtype == torch.float32 and self._left_out is None and self._aside is None:

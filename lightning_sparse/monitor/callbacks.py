@@ -20,7 +20,7 @@ from rich import get_console
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.fusion.layer_fusion import LayerFusion
 from lightning_sparse.fusion.model import Plan
-from lightning_sparse.monitor.advice import ways_to_send_less
+from lightning_sparse.monitor.advice import advice
 from lightning_sparse.monitor.pictures import draw, require_matplotlib
 from lightning_sparse.monitor.record import Notes, Point, Selected, Sums, measure, measure_parts
 from lightning_sparse.monitor.tables import epoch_table, percent, plan_table, starvation, summary
@@ -107,7 +107,7 @@ class CompressionMonitor(Callback):
         if exchange is None:
             rank_zero_warn(
                 f"CompressionMonitor has nothing to report: {type(trainer.strategy).__name__} is not a strategy of "
-                "lightning_sparse. Give the Trainer strategy='skip_reduce', say."
+                "lightning_sparse. Give the Trainer strategy='sparse_auto', say."
             )
             return
         self._rank = exchange.rank
@@ -115,7 +115,7 @@ class CompressionMonitor(Callback):
         self._notes.cuda = exchange.device.type == "cuda"
         is_sharded = hasattr(trainer.strategy, "sharded")
         self._notes.dense = "dense HSDP" if is_sharded else "dense DDP"
-        self._notes.sends_less_with = ways_to_send_less(trainer.strategy.options, is_sharded)  # type: ignore[attr-defined]
+        self._notes.advice = advice(trainer.strategy.options, is_sharded)  # type: ignore[attr-defined]
         exchange.watch_unsent()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -12,6 +12,7 @@ from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.sample import Waiting
 from lightning_sparse.engine.step import Report
 from lightning_sparse.engine.timeline import GroupTime
+from lightning_sparse.monitor.advice import OF_ITSELF
 from lightning_sparse.monitor.metrics import compression_ratio, threshold_error
 
 MOST_POINTS = 2000  # of a training; of more, every other one is kept
@@ -83,7 +84,7 @@ class Notes:
     expected_span_s: float | None = None  # the part of it from the start of backward to the last mean
     planned_s: list[float] = field(default_factory=list)  # seconds of the last steps that followed the plan
     dense: str = "dense DDP"  # what sends all, of the strategy's kind
-    sends_less_with: list[str] = field(default_factory=list)  # settings that the strategy has; none of sparse_auto's
+    advice: dict[str, str] = field(default_factory=lambda: OF_ITSELF)  # for this strategy
     cuda: bool = False  # steps ran on a GPU, of which the host's clock knows little
 
     def note(self, point: Point) -> None:

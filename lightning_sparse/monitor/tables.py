@@ -128,18 +128,13 @@ def verdict(notes: Notes) -> str:
     share = notes.ms_wait() / ms_step
     waited = f"training waited {share:.1%} of a step ({notes.ms_wait():.1f} of {ms_step:.1f} ms)"
     if share < BOTTLENECK:
-        return (
-            "Keep these settings, or send more for the sake of the loss: the network was not your bottleneck, "
-            f"{waited} for means of gradients."
-        )
-    advice = f"Send less ({', '.join(notes.sends_less_with)}), or let 'sparse_auto' choose"
+        return f"{notes.advice['send more']}: the network was not your bottleneck, {waited} for means of gradients."
+    advice = notes.advice["send less"]
     cause = f"the network was your bottleneck, or a slower rank; {waited} for means of gradients"
     if sums.ms_compress > sums.ms_network and not notes.cuda:  # on CUDA the host's clock cannot tell them apart
-        advice = "Compress with less work, as 'sparse_dense' with wire_dtype='int4' does"
+        advice = notes.advice["compress less"]
         costs = f"compressing took {sums.ms_compress / steps:.1f} ms and messages {sums.ms_network / steps:.1f} ms"
         cause = f"compression was your bottleneck, {waited} and {costs}"
-    if not notes.sends_less_with:
-        advice = "Exchange less often, with larger batches or accumulate_grad_batches"
     return f"{advice}: {cause}."
 
 

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from functools import cache
 
 from lightning_sparse.checks import check_setting, check_switch, check_whole, is_number
+from lightning_sparse.settings import names_checked
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"  # torchft's own variable
 
 
+@names_checked
 @dataclass(frozen=True)
 class Elastic:
     """Has hosts come and go while the others train on.

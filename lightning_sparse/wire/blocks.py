@@ -32,6 +32,8 @@ from lightning_sparse.wire.values import RUN, ValueFormat
 SIGNS = 1 - 2 * np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).astype(np.float32)
 # The multiples in a byte, the first in its lowest bits: [256, 4] float32, from -1.5 to 1.5.
 LEVELS = ((np.arange(256)[:, None] >> np.arange(0, 8, 2)) % 4 - 1.5).astype(np.float32)
+# The shares whose sum is a mean are a little less, so that no mean is above the largest float32, however it is rounded.
+SHARE = 1 - 2.0**-18
 
 
 class Blocks(ValueFormat):
@@ -156,7 +158,7 @@ class Sign(Blocks):
     bits: int = 1
 
     def _take(self, part: Tensor, scale: Tensor, code: Tensor, scratch: Tensor) -> None:
-        shares = torch.mul(part, 1 / part.shape[1], out=scratch).abs_()  # a sum of magnitudes might not be finite
+        shares = torch.mul(part, SHARE / part.shape[1], out=scratch).abs_()  # a sum of magnitudes might not be finite
         torch.sum(shares, 1, keepdim=True, out=scale).view(torch.int32).bitwise_and_(SCALE_BITS)
         torch.threshold_(scale, TINY, 0.0)
         code.view(-1).numpy()[:] = np.packbits(np.signbit(part.numpy()))

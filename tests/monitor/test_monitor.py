@@ -5,6 +5,7 @@ import io
 import math
 import os
 import pickle
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -17,10 +18,11 @@ import pytest
 from rich.console import Console
 
 import lightning_sparse as ls
+from lightning_sparse.auto.policy import NAMES
 from lightning_sparse.engine.sample import Waiting
 from lightning_sparse.engine.timeline import GroupTime
 from lightning_sparse.fusion.model import Cost, Plan, StepModel
-from lightning_sparse.monitor.advice import ways_to_send_less
+from lightning_sparse.monitor.advice import advice
 from lightning_sparse.monitor.pictures import draw, draw_timeline
 from lightning_sparse.monitor.record import MOST_POINTS, Notes, Point, Selected, Sums
 from lightning_sparse.monitor.tables import summary, verdict
@@ -168,25 +170,60 @@ def test_the_table_of_an_epoch_and_the_summary_are_printed(
     assert capsys.readouterr().out == ""
 
 
-WAYS: list[tuple[Any, bool, list[str]]] = [
-    (ls.SparseDDPStrategy("micro"), False, ["a lower density", "local_steps"]),
-    (ls.SparseDDPStrategy("skip_reduce", local_steps=4), False, ["a higher skip", "more local_steps"]),
-    (ls.SparseDDPStrategy("sparse_dense"), False, ["a shorter wire_dtype", "local_steps"]),
-    (ls.SparseDDPStrategy(ls.MomentumCorrection(0.9, ls.LowRank())), False, ["a lower rank"]),
-    (ls.SparseDDPStrategy("micro", local_group=2), False, ["a lower density"]),
-    (ls.SparseDDPStrategy("sparse_auto"), False, []),
-    (ls.SparseHSDPStrategy("micro"), True, ["a lower density"]),
-    (ls.SparseHSDPStrategy("sparse_dense", wire_dtype="sign"), True, []),
+OR_AUTO = ", or let 'sparse_auto' choose"
+WAYS: list[tuple[Any, str]] = [
+    (ls.SparseDDPStrategy("skip_reduce"), f"Send less (a higher skip, a shorter wire_dtype, local_steps){OR_AUTO}"),
+    (ls.SparseDDPStrategy("low_rank"), f"Send less (a lower rank, a shorter wire_dtype, local_steps){OR_AUTO}"),
+    (ls.SparseDDPStrategy("sparse_dense"), f"Send less (a shorter wire_dtype, local_steps){OR_AUTO}"),
+    (ls.SparseDDPStrategy("sparse_auto"), "Exchange less often, with larger batches or accumulate_grad_batches:"),
+    *(
+        (ls.SparseDDPStrategy(name), f"Send less (a lower density, local_steps){OR_AUTO}")
+        for name in ("micro", "importance", "sketch_fusion", "ok_topk", "sparse_topk", "sparse_random_k")
+    ),
+    (ls.SparseDDPStrategy(ls.SkipReduce(skip=1), local_steps=4, wire_dtype="int4"), "Send less (more local_steps)"),
+    (ls.SparseDDPStrategy(ls.MomentumCorrection(0.9, ls.LowRank(1))), f"Send less (a shorter wire_dtype){OR_AUTO}"),
+    (ls.SparseDDPStrategy("micro", local_group=2), f"Send less (a lower density){OR_AUTO}"),
+    (ls.SparseDDPStrategy("micro", local_steps=2, elastic=True), "Send less (a lower density, more local_steps):"),
+    (ls.SparseHSDPStrategy("micro"), f"Send less (a lower density){OR_AUTO}"),
+    (ls.SparseHSDPStrategy("sparse_dense", wire_dtype="sign"), f"Exchange less often, .*{OR_AUTO}"),
 ]
 
 
-@pytest.mark.parametrize(("strategy", "is_sharded", "ways"), WAYS, ids=range(len(WAYS)))
-def test_nothing_is_advised_that_the_strategy_does_not_have(strategy: Any, is_sharded: bool, ways: list[str]) -> None:
-    assert hasattr(strategy, "sharded") == is_sharded
-    assert ways_to_send_less(strategy.options, is_sharded) == ways
+def test_every_name_of_a_strategy_is_advised() -> None:
+    assert {type(strategy.options.compressor) for strategy, _ in WAYS} >= set(NAMES.values())
+
+
+@pytest.mark.parametrize(("strategy", "less"), WAYS, ids=range(len(WAYS)))
+def test_nothing_is_advised_that_the_strategy_does_not_have(strategy: Any, less: str) -> None:
+    advised = advice(strategy.options, hasattr(strategy, "sharded"))
     sums = Sums(steps=10, sent_bytes=1, dense_bytes=9, ms_step=1000, ms_wait=500, ms_network=400)
-    said = verdict(Notes(sums, sends_less_with=ways))
-    assert said.startswith(f"Send less ({', '.join(ways)})" if ways else "Exchange less often, with larger batches")
+    assert re.match(less.replace("(", r"\(").replace(")", r"\)"), verdict(Notes(sums, advice=advised)))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "more", "work"),
+    [
+        (
+            ls.SparseDDPStrategy("micro"),
+            "Keep these settings, or send more",
+            "Compress with less work, as 'sparse_dense'",
+        ),
+        (ls.SparseDDPStrategy("sparse_dense"), "Keep these settings: ", "Exchange less often"),
+        (
+            ls.SparseDDPStrategy("sparse_dense", wire_dtype="int4"),
+            "Keep these settings, or",
+            "Compress .*='float32' does",
+        ),
+        (ls.SparseDDPStrategy("sparse_auto"), "Keep these settings: ", "Exchange less often"),
+    ],
+    ids=range(4),
+)
+def test_what_sends_all_or_compresses_least_is_not_told_to(strategy: Any, more: str, work: str) -> None:
+    advised = advice(strategy.options, False)
+    idle = Sums(steps=10, sent_bytes=1, dense_bytes=9, ms_step=1000, ms_wait=1, ms_network=1)
+    busy = Sums(steps=10, sent_bytes=1, dense_bytes=9, ms_step=1000, ms_wait=500, ms_network=1, ms_compress=400)
+    assert re.match(more, verdict(Notes(idle, advice=advised)))
+    assert re.match(work, verdict(Notes(busy, advice=advised)))
 
 
 def test_what_sends_all_is_called_by_its_name() -> None:

@@ -103,12 +103,28 @@ def diverge(rank: int, size: int) -> list[str]:
 
 
 def test_a_loss_that_becomes_nan_is_said_once(ranks: Ranks) -> None:
-    first, _ = ranks.run(diverge, 2)
+    first, others = ranks.run(diverge, 2)
     assert len(first) == 1
-    assert re.search(
-        "The loss must be finite; got nan, noticed in step 3. If its gradient is not",
-        first[0],
-    ), first
+    assert re.search("The loss must be finite; got nan, noticed in step 3. If its gradient is not", first[0]), first
+    assert not others
+
+
+class Infinite(Small):
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        loss = super().training_step(batch, index)
+        return loss + torch.inf if self.trainer.global_rank and index in (1, 2) else loss
+
+
+def log_infinity(rank: int, size: int) -> list[str]:
+    run = trainer("micro", size, max_steps=6)
+    return [text for text in warned(run.fit, Infinite(), data(6, size)) if "must be finite" in text]
+
+
+def test_an_infinite_loss_of_another_rank_that_spoils_no_weight_is_said_by_that_rank(ranks: Ranks) -> None:
+    first, second = ranks.run(log_infinity, 2)
+    assert not first
+    assert len(second) == 1
+    assert "got inf on rank 1 in step 1, after which the weights still are" in second[0]
 
 
 def start(variants: list[str], folder: str) -> dict[str, tuple[bool, list[str]]]:

@@ -106,6 +106,13 @@ def test_a_sign_arrives_as_the_mean_magnitude_of_its_block() -> None:
         assert torch.allclose(there, block.abs().mean() * torch.where(block < 0, -1.0, 1.0), rtol=2e-5)
 
 
+@pytest.mark.parametrize("form", [SIGN, INT2], ids=str)
+@pytest.mark.parametrize("below", [0.0, 2.0**-20])
+def test_a_mean_of_the_largest_float32_is_finite_in_a_block_of_any_width(form: ValueFormat, below: float) -> None:
+    for count in range(1, BLOCK + 1):
+        assert_nothing_lost(torch.full((count,), -LARGEST * (1 - below)), form)
+
+
 @every_size
 def test_bytes_of_values(count: int) -> None:
     scales = 4 * -(-count // 256)

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_sparse.bench.compare import byte_lm
 from lightning_sparse.bench.compare.models import ByteGPT, mlp
 from lightning_sparse.cli.names import MODEL_FORMS
+from lightning_sparse.engine.build import check_trains
 
 
 @dataclass(frozen=True)
@@ -126,11 +127,8 @@ def _check_trains(text: str, model: LightningModule, data: LightningDataModule |
     """Raise a ValueError for what a model lacks to be trained."""
     if not _overrides(model, "training_step"):
         raise ValueError(f"model {text!r} must have a training_step; got {type(model).__name__} without one.")
-    if not (_overrides(model, "configure_model") or any(p.requires_grad for p in model.parameters())):
-        raise ValueError(
-            f"model {text!r} must have a parameter that requires a gradient; {type(model).__name__} made without "
-            "arguments has none. Make its layers in __init__, or give a config file with its arguments."
-        )
+    if not _overrides(model, "configure_model"):
+        check_trains(model, f"model {text!r}")
     if not any(made is not None and _overrides(made, "train_dataloader") for made in (data, model)):
         raise ValueError(
             f"model {text!r} must bring data, with a train_dataloader of its own or of a LightningDataModule; got "

@@ -171,7 +171,7 @@ def test_a_users_own_model(own: Path, capsys: pytest.CaptureFixture[str]) -> Non
         ("missing.yaml", "config file 'missing.yaml' is not there"),
         ("no_such_workload", "got 'no_such_workload'"),
         ("own_net:Net", "'own_net:Net' must bring data, with a train_dataloader"),
-        ("own_net:Empty", "'own_net:Empty' must have a parameter that requires a gradient; Empty made without"),
+        ("own_net:Empty", "'own_net:Empty' must have a parameter that requires a gradient, or there is nothing to"),
         ("own_net:NoStep", "'own_net:NoStep' must have a training_step"),
         ("own_net.py", "got the path 'own_net.py'. Give the class by its module, as in 'own_net:Model'"),
         ("./trained.ckpt", "got the path './trained.ckpt'. Give the class by its module, as in 'module:Model'"),
