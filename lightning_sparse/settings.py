@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
 from enum import Enum
+from functools import wraps
 from inspect import signature
 from types import BuiltinFunctionType, FunctionType
 from typing import TypeVar
@@ -42,12 +43,14 @@ def check_known(kind: type, given: Mapping[str, object]) -> None:
 
 def names_checked(kind: type[Kind]) -> type[Kind]:
     """Have the class ``kind`` refuse what is not a setting in these words, not in Python's."""
+    init = kind.__init__
 
-    def new(cls: type[Kind], *_: object, **given: object) -> Kind:
-        check_known(cls, given)
-        return object.__new__(cls)
+    @wraps(init)  # whose signature a config file goes by
+    def checked(self: Kind, *args: object, **given: object) -> None:
+        check_known(kind, given)
+        init(self, *args, **given)
 
-    kind.__new__ = new  # type: ignore[method-assign,assignment]  # of any arguments, and of this class alone
+    kind.__init__ = checked  # type: ignore[method-assign,assignment]
     return kind
 
 
