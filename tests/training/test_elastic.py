@@ -100,7 +100,8 @@ def test_a_host_that_has_stopped_and_goes_on_joins_again(ranks: Ranks, tmp_path:
 def test_at_its_own_pace_a_slow_host_takes_fewer_steps(ranks: Ranks, tmp_path: Path, local_steps: dict) -> None:
     slow = 2
     with Lighthouse() as lighthouse:
-        plan = Plan(lighthouse.address, tmp_path, steps=100, local=local_steps | {"wire_dtype": "int4"}, own_pace=True)
+        plan = Plan(lighthouse.address, tmp_path, steps=160, local=local_steps | {"wire_dtype": "int4"}, own_pace=True)
+        plan.slow_below = 3
         plan.sleeps = {0: 0.02, 1: 0.02, slow: 0.3}
         ends = ends_of(ranks, 3, plan)
     journals = Journals(tmp_path)
