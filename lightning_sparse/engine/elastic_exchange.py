@@ -137,11 +137,14 @@ class ElasticExchange(LocalExchange):
         self._pace.begin_step()
 
     def _advance(self) -> int:
-        return self._pace.end_step(lambda steps: self._is_due(self.steps + steps))
+        return self._pace.end_step(lambda steps: self._weights_are_due(self.steps + steps))
+
+    def _weights_are_due(self, step: int) -> bool:
+        turns = (self.settings.turn(each.fragment, step, self._warmup_steps) for each in self.weights.replicas)
+        return any(turn is not None for turn in turns)
 
     def _is_due(self, step: int) -> bool:
-        turns = (self.settings.turn(each.fragment, step, self._warmup_steps) for each in self.weights.replicas)
-        return any(turn is not None for turn in turns) or self.moments.is_due(step)
+        return self._weights_are_due(step) or self.moments.is_due(step)
 
     def _send(self) -> None:
         is_due = self._has_met or (self._is_due(self.steps) and not self._pace.has_ended)
