@@ -143,11 +143,9 @@ class ElasticExchange(LocalExchange):
         turns = (self.settings.turn(each.fragment, step, self._warmup_steps) for each in self.weights.replicas)
         return any(turn is not None for turn in turns)
 
-    def _is_due(self, step: int) -> bool:
-        return self._weights_are_due(step) or self.moments.is_due(step)
-
     def _send(self) -> None:
-        is_due = self._has_met or (self._is_due(self.steps) and not self._pace.has_ended)
+        is_due = self._weights_are_due(self.steps) or self.moments.is_due(self.steps)
+        is_due = self._has_met or (is_due and not self._pace.has_ended)
         if is_due and not self._has_met and not self._meet():
             self._note_failure(self._hosts.commit(RankLost("not all hosts have met")))
         elif is_due:
