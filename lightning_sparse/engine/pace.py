@@ -71,13 +71,13 @@ class Pace:
         self.told = torch.tensor([self._taken, self._step_s], dtype=torch.float64)
 
     def keep_up(self) -> None:
-        """Go by what was heard: count as many steps as the furthest host, but the training's last only once taken."""
+        """Go by what was heard: count as many steps as the furthest host, but leave those from the last meeting on."""
         taken, seconds = self.heard.T.tolist()
         known = [each for each in seconds if each > 0]
         self._fastest_s, self._slowest_s = min(known, default=0.0), max(known, default=0.0)
         self._furthest = int(max(taken))
         behind, last = self._furthest - int(self.told[0]), self.training.last_step()
-        behind = min(behind, last - self._per_step - self._taken) if last > 0 else behind
+        behind = min(behind, last - (1 + self._ahead) * self._per_step - self._taken) if last > 0 else behind
         if behind > 0:
             self.training.skip_steps(behind)
             self._taken += behind

@@ -86,7 +86,7 @@ def test_all_count_the_steps_of_the_furthest_and_none_exchanges_after_the_last(c
     assert of.has_ended
 
 
-def test_the_last_step_of_the_training_is_not_skipped(clock: Clock) -> None:
+def test_the_step_to_the_last_meeting_is_not_skipped(clock: Clock) -> None:
     training = Training(last=20)
     of = started(training, [[0, 1.0]])
     assert steps_until_met(of, clock, 3.0, 1) == 1
@@ -96,4 +96,5 @@ def test_the_last_step_of_the_training_is_not_skipped(clock: Clock) -> None:
     of.end_step(lambda _: True)
     of.heard = torch.tensor([[1, 3.0], [19, 1.0]])
     of.keep_up()
-    assert training.taken == 19
+    assert training.taken == 18
+    assert steps_until_met(of, clock, 0.1, 8) == 1  # else it would end, and the others would wait for it
