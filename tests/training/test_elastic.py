@@ -179,6 +179,7 @@ def test_a_link_is_cut_for_a_while(ranks: Ranks, tmp_path: Path, cut_s: int, tim
             f"http://{cluster.address(0)}:{lighthouse.port}", tmp_path, steps=120 + 10 * cut_s, timeout_s=timeout_s
         )
         plan.slow_below, plan.faults = 3, {2: ("cut_for_a_while", 5)}
+        plan.quorum_timeout_s += 2 * cut_s  # which goes on while the link is cut
         where = [cluster.namespace(host) for host in range(3)], "eth0", cut_s
         with ranks.start(on_host, 3, *where, plan) as running:
             ends = [end.value or end.error for end in running.ends(IN_TIME_S + cut_s)]
