@@ -107,12 +107,13 @@ def loop(make: Callable[..., DDPStrategy], size: int, folder: Path) -> dict[str,
         "weights": weights(model),
         "stopped": (stop.stopped_epoch, run.current_epoch, run.global_step, run.state.finished),
         "metrics": dict(run.callback_metrics),
-        "logged": [path.read_text() for path in Path(files.log_dir).glob("metrics.csv")],
         "experiment": type(files.experiment).__name__,
         "log_dir": Path(run.log_dir or "").name,
         "saved": [Path(path).name for path in (saver.best_model_path, saver.last_model_path)],
         "profiled": sorted(action.replace("SparseDDP", "DDP") for action in profiler.recorded_durations),
         "gathered": run.strategy.all_gather(torch.tensor(float(run.global_rank))),
+        # after the gathering, which rank 0 joins once it has written its file: rank 1 reads it too
+        "logged": [path.read_text() for path in Path(files.log_dir).glob("metrics.csv")],
         "steps": run.estimated_stepping_batches,
     }
     saved = torch.load(saver.best_model_path, weights_only=False)
