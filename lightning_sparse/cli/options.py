@@ -88,7 +88,7 @@ class Bench(_Written, _OnCluster):
     rounds: int | None = _option("turns of each strategy (one for each of --seeds, or 5)", None)
     until_loss: str = _option(
         "losses on held-out data, such as 3.2,3,2.8: report the seconds to each; a training ends with "
-        "the lowest (byte_lm, gpt_10m and gpt_50m)",
+        "the lowest (byte_lm and those that begin with gpt)",
         "",
         metavar="LIST",
     )

@@ -68,6 +68,12 @@ def _loader(data: TensorDataset, batch_size: int) -> dict[str, Any]:
 WORKLOADS = {
     "mlp_1m": Workload(lambda: mlp(512, 4), _digits, needs_digits=True),
     "mlp_25m": Workload(lambda: mlp(2048, 6), _digits, needs_digits=True),
+    "gpt_3m": Workload(
+        lambda: ByteGPT(192, 6, 6, learning_rate=2e-3),
+        _source_code,
+        held_out=byte_lm.other_source_code,
+        schedule=byte_lm.schedule,
+    ),
     "gpt_10m": Workload(lambda: ByteGPT(384, 6, 6), _source_code, held_out=byte_lm.other_source_code),
     "gpt_50m": Workload(lambda: ByteGPT(640, 10, 10), _source_code, held_out=byte_lm.other_source_code),
     "byte_lm": Workload(

@@ -240,7 +240,7 @@ def test_the_cause_of_a_failure_is_told_and_not_its_consequences() -> None:
         (["--until-loss", "3,two", "--workload", "gpt_10m"], "--until-loss must be numbers, separated by commas"),
         (
             ["--until-loss", "3", "--workload", "mlp_1m"],
-            "held-out data, one of gpt_10m, gpt_50m, byte_lm; got",
+            "held-out data, one of gpt_3m, gpt_10m, gpt_50m, byte_lm; got",
         ),
         (["--learning-rates", "1e-3"], "--learning-rates needs --until-loss"),
         (["--learning-rates", "0"], "--learning-rates must be numbers above 0, separated by commas; got '0'"),
