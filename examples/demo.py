@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ HOSTS = 4
 PORT = 29500  # every emulated cluster has its ports to itself
 ALONE = "no_communication"
 STYLES = ("red", "green", "blue")  # of ddp, the strategy to compare with it, and one host alone
+TELL_S = 5  # between two lines of progress, where output is no terminal
 COLUMNS, LINES = 64, 14  # of the picture
 
 
@@ -55,6 +57,10 @@ class Training:
     @property
     def label(self) -> str:
         return "one host alone" if self.name == ALONE else self.name
+
+    def sent(self, sent_bytes: float) -> str:
+        """Say how much; a host alone has nobody to send to."""
+        return "-" if self.name == ALONE else human_bytes(sent_bytes)
 
     @property
     def best(self) -> float:
@@ -166,6 +172,7 @@ def train(trainings: Sequence[Training], args: argparse.Namespace, compute: bool
     arguments = [";".join(each.name for each in trainings), "--seconds", str(args.seconds)]
     lines = (computed if compute else emulated)(args.link, arguments)
     spinner = Spinner("dots", f"starting {HOSTS} hosts: each imports torch and Lightning ...")
+    told_s = 0.0  # where nobody sees a live table, a line every now and then says how far it is
     with Live(console=console, refresh_per_second=8) as live, closing(lines):
         live.update(Group(live_table(trainings, args.seconds), spinner))
         for line in lines:
@@ -173,6 +180,10 @@ def train(trainings: Sequence[Training], args: argparse.Namespace, compute: bool
             name = figures.pop("strategy")
             now = next(each for each in trainings if each.name == name)
             now.add(**figures)
+            if not console.is_terminal and time.monotonic() > told_s + TELL_S:
+                told_s = time.monotonic()
+                far = f"{now.seconds:.0f} of {args.seconds:g} s, {now.steps} steps"
+                console.print(f"{now.label}: {far}", highlight=False)
             spinner.update(text=f"training: {now.label}" if now.seconds < args.seconds else "starting the next one ...")
             live.update(Group(live_table(trainings, args.seconds), spinner))
         live.update(live_table(trainings, args.seconds))
@@ -187,7 +198,7 @@ def introduction(args: argparse.Namespace, how: str) -> Text:
     return Text(
         f"Four hosts, joined by links of {link} ({how}; they share {cores} core{'s' if cores > 1 else ''}), train "
         "a language model of 279,168 parameters on the source of Python's library, "
-        f"{args.seconds:g} seconds with each strategy; then each of them alone, without a network.\n"
+        f"{args.seconds:g} seconds with each strategy; then each of them alone, beside the others: without a network.\n"
     )
 
 
@@ -198,7 +209,7 @@ def live_table(trainings: Sequence[Training], seconds: float) -> Table:
         loss = f"{each.judged[-1][1]:.3f}" if each.judged else ""
         bar = ProgressBar(seconds, min(each.seconds, seconds), 24, complete_style=each.style, finished_style=each.style)
         name = Text(each.label, each.style)
-        table.add_row(name, bar, f"{each.seconds:.1f}", f"{each.steps}", loss, human_bytes(each.sent_bytes))
+        table.add_row(name, bar, f"{each.seconds:.1f}", f"{each.steps}", loss, each.sent(each.sent_bytes))
     return table
 
 
@@ -235,7 +246,7 @@ def result(trainings: Sequence[Training]) -> Table:
     for each in trainings:
         cells = ("-", "-", "-")
         if ddp and (found := each.until(wanted)):
-            cells = (f"{found[0]:.1f}", f"{ddp[0] / found[0]:.1f}", human_bytes(found[1]))
+            cells = (f"{found[0]:.1f}", f"{ddp[0] / found[0]:.1f}", each.sent(found[1]))
         table.add_row(Text(each.label, each.style), f"{each.judged[-1][1]:.3f}", *cells, f"{each.steps}")
     return table
 
@@ -258,9 +269,8 @@ def closing_words(trainings: Sequence[Training], compute: bool, doubt: str) -> s
         )
     if single and now and single[0] <= now[0]:
         said += f" One host alone got there in {single[0]:.1f} s: here the other three are not worth their network."
-    elif now and before and single:
-        sooner = "sooner" if single[0] < before[0] else "later"
-        said += f" One host alone got there in {single[0]:.1f} s, {sooner} than four with ddp."
+    elif now and single:
+        said += f" One host alone got there in {single[0]:.1f} s: four are {single[0] / now[0]:.1f} times faster."
     elif now:
         said += f" One host alone ended at {alone.judged[-1][1]:.2f}: the others are worth their network."
     if compute:

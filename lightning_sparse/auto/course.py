@@ -64,6 +64,7 @@ class Course:
             if switch.exchange.steps != self._seen:  # else gradients are being accumulated
                 self._seen = switch.exchange.steps
                 self._pass()
+                switch.exchange.end_pass()
         switch.exchange.between_steps()
 
     def _pass(self) -> None:

@@ -117,9 +117,9 @@ class Auto:
         candidates = tuple(c if isinstance(c, Candidate) else Candidate(c) for c in self.candidates)
         object.__setattr__(self, "candidates", candidates)  # a config file gives a list
         _check_compressor("Auto: start", self.start)
-        if self.at_most is not None and not (is_number(self.at_most) and 0 <= self.at_most < float("inf")):
+        if self.at_most is not None and not (is_number(self.at_most) and 0 <= self.at_most <= 1):
             raise ValueError(
-                f"Auto: at_most must be at least 0, or None; got {self.at_most!r}. Give the part by which the loss may "
+                f"Auto: at_most must be 0 to 1, or None; got {self.at_most!r}. Give the part by which the loss may "
                 "be above dense training's: 0.02 for 2 %, None for any."
             )
 

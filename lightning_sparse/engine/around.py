@@ -30,6 +30,7 @@ class Around:
     """What an engine does around a step of a training; nothing, where gradients are averaged within backward."""
 
     takes_local_steps = False  # ranks have weights of their own
+    was_shown = False  # the average was asked for since the last pass, by an evaluation say, which takes its time
 
     def enter(self) -> None:
         """Take part from now on; see :class:`ElasticExchange`."""
@@ -66,11 +67,6 @@ class Around:
     @property
     def is_half_made(self) -> bool:
         """Whether an optimizer needs another forward for the step that is open."""
-        return False
-
-    @property
-    def was_shown(self) -> bool:
-        """Whether the average has been shown since the last step, by an evaluation say."""
         return False
 
     @property
@@ -137,6 +133,11 @@ class Around:
 
     def show_average(self, settle: bool = True) -> None:
         """Have parameters whose values differ between ranks hold their average; see :class:`LocalExchange`."""
+        self.was_shown = True
+
+    def end_pass(self) -> None:
+        """Note that whoever times steps has timed one: ``was_shown`` is of the next."""
+        self.was_shown = False
 
     def compare(self) -> None:
         """Find out what no optimizer trains and has changed, and differs between ranks; to be called on every rank."""

@@ -70,10 +70,6 @@ class LocalExchange(LocalState):
         return self.phase is Phase.STEP
 
     @property
-    def was_shown(self) -> bool:
-        return self.phase is Phase.SHOWN
-
-    @property
     def is_half_made(self) -> bool:
         return self._phases.is_half_made(self.weights.versions())
 
@@ -149,6 +145,7 @@ class LocalExchange(LocalState):
         with torch.inference_mode(False):  # in which an evaluation may ask for it
             self.weights.show()
         self._phases.show()
+        self.was_shown = True
 
     def _hide(self) -> None:
         self._note_what_was_set()

@@ -49,6 +49,7 @@ class ProcessGroups:
         columns: of ranks that do the same at once, each among themselves, if ``ddp`` is of one of several.
 
     Raises:
+        TypeError: ``ddp`` is none, but a model by itself, say.
         ValueError: L does not divide the number of ranks, or nothing known carries tensors of the device of ``ddp``.
     """
 
@@ -59,6 +60,11 @@ class ProcessGroups:
         local_size: int = 1,
         columns: Sequence[Sequence[int]] = (),
     ) -> None:
+        if not hasattr(ddp, "process_group"):
+            raise TypeError(
+                f"ddp must be a DistributedDataParallel; got {type(ddp).__name__}. Write "
+                "SparseHook(DistributedDataParallel(model)), once torch.distributed is initialized."
+            )
         ranks = dist.get_process_group_ranks(ddp.process_group)
         if local_size < 1 or len(ranks) % local_size:
             raise ValueError(

@@ -67,3 +67,8 @@ def test_accumulation_from_the_second_step_on_is_not(static: bool) -> None:
         ddp(torch.ones(2, 3))
     backwards(ddp, True, False, True)
     hook.close()
+
+
+def test_a_model_by_itself_is_refused() -> None:
+    message = refusal(ls.SparseHook, nn.Linear(3, 3))
+    assert message.startswith("ddp must be a DistributedDataParallel; got Linear. Write SparseHook(")

@@ -6,7 +6,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+import lightning_sparse as ls
 from lightning_sparse.auto.course import StepClock
 from lightning_sparse.fusion import steps
 from lightning_sparse.fusion.steps import Passes, typical_s, until_changed
@@ -70,3 +74,26 @@ def test_a_step_before_which_somebody_evaluated_is_not_timed() -> None:
     assert clock() >= 0
     exchange.was_shown = True
     assert clock() != clock()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("local_steps", [0, 2])
+def test_an_evaluation_is_noticed_where_the_forward_is_within_the_optimizers_step(local_steps: int) -> None:
+    """As in Lightning, whose optimizers are given a closure."""
+    ddp = DistributedDataParallel(nn.Linear(2, 1))
+    hook = ls.SparseHook(ddp, "sparse_dense", fusion="bucket", local_steps=local_steps)
+    optimizer, seen = torch.optim.SGD(ddp.parameters(), lr=0.1), []
+
+    def closure() -> Tensor:
+        seen.append(hook.exchange.was_shown)
+        loss: Tensor = ddp(torch.ones(1, 2)).sum()
+        seen.append(hook.exchange.was_shown)
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)  # type: ignore[arg-type]  # which returns a tensor
+    hook.show_average()
+    optimizer.step(closure)  # type: ignore[arg-type]
+    hook.close()
+    assert seen == [False, False] * 2 + [True, False]
