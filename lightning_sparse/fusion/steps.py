@@ -48,7 +48,7 @@ def measure_steps(exchange: Exchange, parameters: Mapping[str, Tensor], counts: 
         yield
         now_s = time.perf_counter()
         spans.append(timeline.span_s())
-        rests.append(math.nan if exchange.was_shown else (now_s - before_s) / (exchange.steps - steps) - spans[-1])
+        rests.append((now_s - before_s) / (exchange.steps - steps) - spans[-1])
     exchange.defer(True)
     for _ in range(counts.apart):
         yield
