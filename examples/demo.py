@@ -198,7 +198,7 @@ def introduction(args: argparse.Namespace, how: str) -> Text:
     return Text(
         f"Four hosts, joined by links of {link} ({how}; they share {cores} core{'s' if cores > 1 else ''}), train "
         "a language model of 279,168 parameters on the source of Python's library, "
-        f"{args.seconds:g} seconds with each strategy; then each of them alone, beside the others: without a network.\n"
+        f"{args.seconds:g} seconds with each strategy; then each host alone, all four at once: without a network.\n"
     )
 
 

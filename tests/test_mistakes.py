@@ -90,7 +90,7 @@ def test_a_misspelt_setting_is_answered_with_the_right_one() -> None:
 
 
 def test_what_auto_allows_is_said_with_what_to_write() -> None:
-    with pytest.raises(ValueError, match=r"at_most must be at least 0, or None; got -1\. Give the part"):
+    with pytest.raises(ValueError, match=r"at_most must be 0 to 1, or None; got -1\. Give the part"):
         ls.Auto(at_most=-1)
     with pytest.raises(ValueError, match=r"candidates must be a list .*; got MiCRO.*\. Write Auto\(\[MiCRO\(\)\]\)"):
         ls.Auto(ls.MiCRO())  # type: ignore[arg-type]  # a mistake

@@ -145,7 +145,7 @@ class LocalExchange(LocalState):
         with torch.inference_mode(False):  # in which an evaluation may ask for it
             self.weights.show()
         self._phases.show()
-        self.was_shown = True
+        super().show_average(settle)
 
     def _hide(self) -> None:
         self._note_what_was_set()
