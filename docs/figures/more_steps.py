@@ -5,6 +5,7 @@ between the marks in docs/benchmarks/2026-11-24-more-steps.md.
 """
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from loss_by_bytes import at_best_rate
 from pages import BENCHMARKS, with_lines
 from scipy.stats import spearmanr
 
-from lightning_sparse.auto.more_steps import OF_STALENESS, OF_UNSENT, more_steps
+from lightning_sparse.auto.more_steps import OF_LOCAL, OF_UNSENT, more_steps
 from lightning_sparse.bench.simulate.results import Result, read
 
 PAGE = BENCHMARKS / "2026-11-24-more-steps.md"
@@ -38,14 +39,22 @@ class Point:
     more: float
 
     @property
-    def local(self) -> bool:
-        """Whether it takes local steps."""
-        return "local_steps" in self.name
+    def local_steps(self) -> int:
+        """H; 0 where gradients are averaged."""
+        found = re.search(r"local_steps=(\d+)", self.name)
+        return int(found[1]) if found else 0
 
     @property
     def cause(self) -> float:
         """What the logarithm of ``more`` is proportional to."""
-        return self.ranks * self.staleness if self.local else 1 - self.delivered
+        if not self.local_steps:
+            return 1 - self.delivered
+        return self.ranks * (max(self.local_steps, self.staleness / 2) - 1)
+
+    @property
+    def expected(self) -> float:
+        """What ``more`` is expected to be."""
+        return more_steps(self.delivered, self.staleness, self.ranks, self.local_steps)
 
 
 def steps_to(result: Result, loss: float) -> float:
@@ -98,13 +107,13 @@ def tables(every: Sequence[Point]) -> list[str]:
     """What was fitted, how it orders a task that it was not fitted on, and every strategy."""
     tasks = sorted({row.task for row in every})
     slopes = {
-        (task, local): slope([row for row in every if row.task == task and row.local == local])
+        (task, local): slope([row for row in every if row.task == task and bool(row.local_steps) == local])
         for task in tasks
         for local in (False, True)
     }
     lines = ["| | " + " | ".join(tasks) + " | taken |", "| --- " * (2 + len(tasks)) + "|"]
-    for local, taken in ((False, OF_UNSENT), (True, OF_STALENESS)):
-        what = "local steps: for ranks x staleness" if local else "gradients: for 1 - `delivered`"
+    for local, taken in ((False, OF_UNSENT), (True, OF_LOCAL)):
+        what = "local steps: for ranks x (max(H, staleness / 2) - 1)" if local else "gradients: for 1 - `delivered`"
         lines.append(f"| {what} | {' | '.join(f'{slopes[task, local]:.4g}' for task in tasks)} | {taken:g} |")
     lines += ["", "| held out | strategies | rank correlation | as taken |", "| --- | --- | --- | --- |"]
     for task in tasks:
@@ -112,8 +121,8 @@ def tables(every: Sequence[Point]) -> list[str]:
         of_others = {
             local: geometric_mean(slopes[other, local] for other in tasks if other != task) for local in (False, True)
         }
-        fitted = [row.cause * of_others[row.local] for row in rows]
-        taken = [more_steps(row.delivered, row.staleness, row.ranks, row.local) for row in rows]
+        fitted = [row.cause * of_others[bool(row.local_steps)] for row in rows]
+        taken = [row.expected for row in rows]
         actual = [row.more for row in rows]
         cells = (f"{spearmanr(each, actual).statistic:.2f}" for each in (fitted, taken))
         lines.append(f"| {task} | {len(rows)} | {' | '.join(cells)} |")
@@ -121,8 +130,7 @@ def tables(every: Sequence[Point]) -> list[str]:
     for task in tasks:
         lines += ["", f"## {task}", "", header, "| --- " * 7 + "|"]
         for row in sorted((row for row in every if row.task == task), key=lambda row: row.more):
-            expected = more_steps(row.delivered, row.staleness, row.ranks, row.local)
-            cells = f"{row.delivered:.3f} | {row.staleness:.2f} | {row.more:.2f} | {expected:.2f}"
+            cells = f"{row.delivered:.3f} | {row.staleness:.2f} | {row.more:.2f} | {row.expected:.2f}"
             lines.append(f"| `{row.name}` | {row.ranks} | {row.steps} | {cells} |")
     return lines
 

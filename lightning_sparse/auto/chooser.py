@@ -22,7 +22,7 @@ from lightning_sparse.settings import same
 
 EXACT = Candidate(Dense())  # It has no error, so that others need not be looked at where its messages cost nothing.
 NOISE = 0.05  # Part by which the seconds of two candidates must differ to tell which is sooner.
-DOUBT = 0.15  # Likewise where the soonest is only expected to be so.
+DOUBT = 0.1  # Likewise where the soonest is only expected to be so.
 MOST_TRIED = 5  # Candidates whose steps are measured; then one of these is taken.
 
 
@@ -192,10 +192,11 @@ class Chooser:
     def _correct(self, measured: Candidate) -> None:
         """Expect of ``measured`` the step that it took, and of others of its kind accordingly.
 
-        Sums of gradients all differ by one factor.  Local steps that exchange as many weights or more take as long at
-        least, where the network is what they wait for if they send as many bytes; of others nothing is known.
+        Sums of gradients all differ by one factor.  What local steps took longer, others do by the bytes they send,
+        if that is what they wait for; else half of it, the other half by the weights they exchange in a step.
         """
         step_s, expected = self.measured[measured], next(f for f in self.forecasts if f.candidate == measured)
+        longer_s = max(0.0, step_s - expected.step_s)
 
         def corrected(f: Forecast) -> Forecast:
             if f.candidate == measured:
@@ -204,9 +205,9 @@ class Chooser:
                 return f
             if not measured.local_steps:
                 return replace(f, step_s=f.step_s * step_s / expected.step_s)
-            as_many = f.candidate.local_steps <= measured.local_steps
-            as_long = as_many and (expected.limit != "network" or f.sent_bytes >= expected.sent_bytes)
-            return replace(f, step_s=max(f.step_s, step_s)) if as_long else f
+            if expected.limit == "network":
+                return replace(f, step_s=f.step_s + longer_s * f.sent_bytes / expected.sent_bytes)
+            return replace(f, step_s=f.step_s + longer_s * (1 + measured.local_steps / f.candidate.local_steps) / 2)
 
         self.forecasts = [corrected(f) for f in self.forecasts]
 

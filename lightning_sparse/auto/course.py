@@ -29,7 +29,7 @@ from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.settings import same
 
 MEASURED_AFTER = 3  # Local steps after which the link is measured, where local steps were given.
-SETTLING = 3  # Local steps until any is timed.
+SETTLING = 8  # Local steps until any is timed: the first ones make buffers and threads.
 TIMED = 10  # Local steps whose mean is what a step takes: they differ, as fragments do.
 WATCHED = 50  # Local steps after which it is checked whether their times have changed.
 CHOOSING = PassCounts(1, 3, 2)  # Few, since steps of what is chosen are measured too.

@@ -21,7 +21,7 @@ from lightning_sparse.network.costs import Link
 from lightning_sparse.settings import as_text, same
 
 SHORT = 0.1  # Part of a step by which repeated measurements of the same step differ.
-FEW, MOST = 2**8, 2**17  # Elements of the groups that are simulated; the second on all of them together.
+FEW, MOST = 2**8, 2**20  # Elements of the groups that are simulated; the second on all of them together.
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Forecast:
         """How many times as many steps as dense training are expected to a loss; at least, until it was tried."""
         if self.delivered is None or self.staleness is None:
             return more_steps.least_more_steps(self.ranks, self.candidate.local_steps)
-        return more_steps.more_steps(self.delivered, self.staleness, self.ranks, self.candidate.local_steps > 0)
+        return more_steps.more_steps(self.delivered, self.staleness, self.ranks, self.candidate.local_steps)
 
     @property
     def seconds(self) -> float:

@@ -7,21 +7,23 @@ import math
 
 # The logarithm of how many times as many steps a strategy needs:
 OF_UNSENT = 1.0  # times the part of what is unsent that a step does not deliver, where gradients are averaged
-OF_STALENESS = 0.003  # times staleness, in steps, and ranks, with local steps: of P ranks one's own steps are not late
+OF_LOCAL = 0.006  # times ranks, and local steps or, if that is more, half of staleness, beyond the first
 APART = 2.5  # On a task this logarithm may be so many times larger or smaller.
 OF_STEPS = 0.3  # That of how many times the loss after equal steps is dense training's is so much of it.
 
 
-def more_steps(delivered: float, staleness: float, ranks: int, local: bool) -> float:
+def more_steps(delivered: float, staleness: float, ranks: int, local_steps: int) -> float:
     """Return how many times as many steps as dense training are expected to the same loss.
 
     Args:
         delivered: the part of what is unsent that a step delivers.
         staleness: steps after which a gradient arrives.
         ranks: P.
-        local: whether these are local steps.
+        local_steps: H; 0: gradients are averaged.
     """
-    return math.exp(OF_STALENESS * ranks * staleness if local else OF_UNSENT * (1 - delivered))
+    if local_steps:
+        return math.exp(OF_LOCAL * ranks * (max(local_steps, staleness / 2) - 1))
+    return math.exp(OF_UNSENT * (1 - delivered))
 
 
 def least_more_steps(ranks: int, local_steps: int) -> float:
@@ -29,7 +31,7 @@ def least_more_steps(ranks: int, local_steps: int) -> float:
 
     Of H = ``local_steps`` exchanged in turn beside the next step, a rank's steps wait (H + 1) / 2 steps in the mean.
     """
-    return more_steps(1.0, (local_steps + 1) / 2, ranks, local_steps > 0)
+    return more_steps(1.0, (local_steps + 1) / 2, ranks, local_steps)
 
 
 def likely(more: float) -> tuple[float, float]:

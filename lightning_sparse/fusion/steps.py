@@ -48,7 +48,8 @@ def measure_steps(exchange: Exchange, parameters: Mapping[str, Tensor], counts: 
         yield
         now_s = time.perf_counter()
         spans.append(timeline.span_s())
-        rests.append((now_s - before_s) / (exchange.steps - steps) - spans[-1])
+        rest_s = (now_s - before_s) / (exchange.steps - steps) - spans[-1]
+        rests.append(math.nan if exchange.was_shown else rest_s)  # else somebody evaluated meanwhile
     exchange.defer(True)
     for _ in range(counts.apart):
         yield

@@ -13,6 +13,7 @@ from lightning_sparse.bench.compare.probe import Probe
 from lightning_sparse.strategy import SparseDDPStrategy
 
 SOONEST = 0.1  # of the time trained so far: until the next evaluation
+LEAST = 5  # Steps until then, so that what measures steps finds some that follow none.
 
 
 class LearningRate(Callback):
@@ -41,7 +42,7 @@ class LearningRate(Callback):
 class Judge(Callback):
     """Notes the held-out loss of a training, again and again, and ends it.  To be called after its :class:`Probe`.
 
-    Evaluations follow steps 1, 2, 3, ... and then come whenever a tenth of the time trained so far has passed again.
+    Evaluations follow steps 1, 6, 11, ... and then come whenever a tenth of the time trained so far has passed again.
     Each rank evaluates a part of the data with the model it has: all ranks the same one, the average with local steps,
     or with no communication its own.  A strategy that does not send in every step is judged after steps in which it
     did, when its ranks share a model.  The ranks agree on every decision, since they make it from the same numbers.
@@ -73,7 +74,7 @@ class Judge(Callback):
         before, seconds_before = self._last
         left_s = SOONEST * seconds if self._seconds is None else min(SOONEST * seconds, self._seconds - seconds)
         steps_per_s = (len(steps) - before) / max(seconds - seconds_before, 1e-9)
-        self._next, self._last = len(steps) + max(1, round(left_s * steps_per_s)), (len(steps), seconds)
+        self._next, self._last = len(steps) + max(LEAST, round(left_s * steps_per_s)), (len(steps), seconds)
         self._probe.skip()
 
     @torch.no_grad()
