@@ -49,7 +49,7 @@ class Point:
         """What the logarithm of ``more`` is proportional to."""
         if not self.local_steps:
             return 1 - self.delivered
-        return self.ranks * (max(self.local_steps, self.staleness / 2) - 1)
+        return self.ranks * (max(self.local_steps, self.staleness) - 1)
 
     @property
     def expected(self) -> float:
@@ -113,7 +113,7 @@ def tables(every: Sequence[Point]) -> list[str]:
     }
     lines = ["| | " + " | ".join(tasks) + " | taken |", "| --- " * (2 + len(tasks)) + "|"]
     for local, taken in ((False, OF_UNSENT), (True, OF_LOCAL)):
-        what = "local steps: for ranks x (max(H, staleness / 2) - 1)" if local else "gradients: for 1 - `delivered`"
+        what = "local steps: for ranks x (max(H, staleness) - 1)" if local else "gradients: for 1 - `delivered`"
         lines.append(f"| {what} | {' | '.join(f'{slopes[task, local]:.4g}' for task in tasks)} | {taken:g} |")
     lines += ["", "| held out | strategies | rank correlation | as taken |", "| --- | --- | --- | --- |"]
     for task in tasks:

@@ -23,6 +23,7 @@ from lightning_sparse.settings import same
 EXACT = Candidate(Dense())  # It has no error, so that others need not be looked at where its messages cost nothing.
 NOISE = 0.05  # Part by which the seconds of two candidates must differ to tell which is sooner.
 DOUBT = 0.1  # Likewise where the soonest is only expected to be so.
+DOUBT_OF_DDP = 0.25  # Likewise of plain DDP, until it was measured: nobody wants to be slower.
 MOST_TRIED = 5  # Candidates whose steps are measured; then one of these is taken.
 
 
@@ -37,7 +38,7 @@ def soonest(
 ) -> Forecast:
     """Return which is expected to be soonest at a loss; what was not tried may be as soon as its step is short.
 
-    Of those that noise does not tell apart it is the one that loses least, to a percent.
+    Of those that noise does not tell apart it is the one that loses least, to a percent; plain DDP, if that may be.
 
     Args:
         forecasts: at least one.
@@ -49,9 +50,10 @@ def soonest(
     first = min(allowed, key=lambda f: f.seconds)
     limit_s = (1 + (NOISE if first.candidate in measured else DOUBT)) * first.seconds
     close = [f for f in allowed if f.seconds <= limit_s]
-    return min(
-        [f for f in close if f.candidate in measured] or close, key=lambda f: (round(f.more_steps, 2), f.seconds)
-    )
+    exact = next((f for f in allowed if f.candidate == EXACT), None)
+    if exact and EXACT not in measured and exact.seconds <= (1 + DOUBT_OF_DDP) * first.seconds:
+        return exact
+    return min([f for f in close if f.candidate in measured] or close, key=lambda f: (round(f.more_steps, 2), f.seconds))
 
 
 def _shared(

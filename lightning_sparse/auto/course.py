@@ -29,7 +29,7 @@ from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.settings import same
 
 MEASURED_AFTER = 3  # Local steps after which the link is measured, where local steps were given.
-SETTLING = 8  # Local steps until any is timed: the first ones make buffers and threads.
+SETTLING = 5  # Local steps until any is timed, once ranks compare second moments no longer in each of them.
 TIMED = 10  # Local steps whose mean is what a step takes: they differ, as fragments do.
 WATCHED = 50  # Local steps after which it is checked whether their times have changed.
 CHOOSING = PassCounts(1, 3, 2)  # Few, since steps of what is chosen are measured too.
@@ -250,14 +250,19 @@ def _take_local_steps(switch: Switch, candidate: Candidate) -> Passes[float]:
         while not switch.exchange.ask_for_unsent():
             yield
     switch.to_local_steps(candidate)
-    for _ in range(SETTLING):
-        yield
+    yield from _settle(switch)
     return (yield from typical_s(switch.exchange, StepClock(switch.exchange), TIMED))
 
 
-def _watch_local_steps(switch: Switch, usual_s: float) -> Passes[None]:
+def _settle(switch: Switch) -> Passes[None]:
+    while switch.exchange.is_starting:
+        yield
     for _ in range(SETTLING):
         yield
+
+
+def _watch_local_steps(switch: Switch, usual_s: float) -> Passes[None]:
+    yield from _settle(switch)
     clock = StepClock(switch.exchange)
     usual_s, now_s = yield from until_changed(switch.exchange, clock, WATCHED, usual_s=usual_s)
     rank_zero_info(

@@ -7,7 +7,7 @@ import math
 
 # The logarithm of how many times as many steps a strategy needs:
 OF_UNSENT = 1.0  # times the part of what is unsent that a step does not deliver, where gradients are averaged
-OF_LOCAL = 0.006  # times ranks, and local steps or, if that is more, half of staleness, beyond the first
+OF_LOCAL = 0.005  # times ranks, and local steps or, if that is more, staleness, beyond the first step
 APART = 2.5  # On a task this logarithm may be so many times larger or smaller.
 OF_STEPS = 0.3  # That of how many times the loss after equal steps is dense training's is so much of it.
 
@@ -22,7 +22,7 @@ def more_steps(delivered: float, staleness: float, ranks: int, local_steps: int)
         local_steps: H; 0: gradients are averaged.
     """
     if local_steps:
-        return math.exp(OF_LOCAL * ranks * (max(local_steps, staleness / 2) - 1))
+        return math.exp(OF_LOCAL * ranks * (max(local_steps, staleness) - 1))
     return math.exp(OF_UNSENT * (1 - delivered))
 
 

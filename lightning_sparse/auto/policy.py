@@ -68,7 +68,7 @@ class Candidate:
 def _candidates() -> tuple[Candidate, ...]:
     sums = [Candidate(Dense(), wire_dtype) for wire_dtype in ("float32", "bfloat16", "int8", "int4")]
     selecting = [Candidate(each, "int4") for each in (OkTopk(density=0.3), MiCRO(density=0.3), MiCRO(density=0.05))]
-    formats = {1: ("int2", "sign"), 2: ("int4", "sign"), 4: ("int4", "sign"), 8: ("int4", "sign")}  # by local steps
+    formats = {1: ("int2",), 2: ("int4",), 4: ("int4",), 8: ("int4", "sign")}  # by local steps
     local = [Candidate(Dense(), wire_dtype, steps) for steps in formats for wire_dtype in formats[steps]]
     return (*sums, *selecting, *local)
 

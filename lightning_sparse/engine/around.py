@@ -32,6 +32,11 @@ class Around:
     takes_local_steps = False  # ranks have weights of their own
     was_shown = False  # the average was asked for since the last pass, by an evaluation say, which takes its time
 
+    @property
+    def is_starting(self) -> bool:
+        """Whether steps have work that later ones do not have, so that their times say nothing of these."""
+        return False
+
     def enter(self) -> None:
         """Take part from now on; see :class:`ElasticExchange`."""
 

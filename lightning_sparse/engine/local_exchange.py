@@ -127,6 +127,10 @@ class LocalExchange(LocalState):
         self.mean_moments.after_update(optimizer)
         self._phases.end_optimizer()
 
+    @property
+    def is_starting(self) -> bool:
+        return self.moments.is_starting
+
     def metrics(self) -> dict[str, float]:
         return {"sparse/lr_factor": float(self.moments.lr_factor)} if self.moments.is_known else {}
 

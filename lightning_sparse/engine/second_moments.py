@@ -163,10 +163,15 @@ class SecondMoments:
 
     # - the ranks' messages
 
+    @property
+    def is_starting(self) -> bool:
+        """Whether ranks still compare after every step."""
+        return bool(self._places) and self.looks < EARLY
+
     def is_due(self, step: int) -> bool:
         """Whether ranks compare after ``step``: hardly ever where no optimizer of any rank divides by such."""
-        if not self._places or self.looks < EARLY:
-            return bool(self._places)
+        if not self._places or self.is_starting:
+            return self.is_starting
         return step % RARELY == 0 or (step % EVERY == 0 and bool(self.squares[1].any()))
 
     @property

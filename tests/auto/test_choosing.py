@@ -118,22 +118,32 @@ def expected(step_s: float, delivered: float | None = None) -> Forecast:
 
 
 def test_what_is_soonest_at_a_loss_is_taken_and_within_noise_what_loses_least() -> None:
-    exact, int4, some, few = (expected(*each) for each in ((1.0, 1.0), (0.5, 0.97), (0.52, 0.9), (0.49, 0.2)))
+    exact = expected(1.0, 1.0)
+    int4, some, few = (replace(expected(*each), candidate=TOPK) for each in ((0.5, 0.97), (0.52, 0.9), (0.49, 0.2)))
     assert int4.seconds < some.seconds < exact.seconds < few.seconds  # though its steps are the shortest
     assert soonest([exact, int4, some, few]) is int4
     assert soonest([exact, some, few]) is some
     assert soonest([exact, some, few], at_most=0.02) is exact
     assert soonest([some, few], at_most=0.02) is some  # which is the least that can be had
-    near = expected(0.485, 0.96)
+    near = replace(int4, step_s=0.485, delivered=0.96)
     assert near.seconds < int4.seconds
     assert soonest([near, int4]) is int4  # noise does not tell them apart
 
 
 def test_within_noise_what_was_measured_is_taken() -> None:
-    hoped, known = expected(0.50, 0.97), replace(expected(0.51, 0.96), candidate=INT4)
+    hoped, known = replace(expected(0.50, 0.97), candidate=TOPK), replace(expected(0.51, 0.96), candidate=INT4)
     assert soonest([hoped, known]) is hoped
     assert soonest([hoped, known], measured=[INT4]) is known
     assert soonest([hoped, replace(known, step_s=0.6)], measured=[INT4]) is hoped
+
+
+def test_plain_ddp_is_tried_where_it_may_be_soonest() -> None:
+    exact, known = expected(0.6, 1.0), replace(expected(0.50, 0.98), candidate=INT4)
+    assert soonest([exact, known], measured=[INT4]) is exact
+    assert soonest([exact, known], measured=[INT4, DENSE]) is known
+    assert soonest([replace(exact, step_s=0.65), known], measured=[INT4]) is known
+    near = replace(exact, step_s=0.52)
+    assert soonest([near, known], measured=[INT4, DENSE]) is near
 
 
 @pytest.mark.parametrize("local", [False, True])
