@@ -53,7 +53,8 @@ def soonest(
     exact = next((f for f in allowed if f.candidate == EXACT), None)
     if exact and EXACT not in measured and exact.seconds <= (1 + DOUBT_OF_DDP) * first.seconds:
         return exact
-    return min([f for f in close if f.candidate in measured] or close, key=lambda f: (round(f.more_steps, 2), f.seconds))
+    known = [f for f in close if f.candidate in measured]
+    return min(known or close, key=lambda f: (round(f.more_steps, 2), f.seconds))
 
 
 def _shared(
