@@ -78,7 +78,7 @@ class Training:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=25, help="of each of the three trainings (default: 25)")
+    parser.add_argument("--seconds", type=float, default=20, help="of each of the three trainings (default: 20)")
     parser.add_argument("--link", default="100mbit", help="rate of each host's link (default: 100mbit)")
     parser.add_argument("--no-emulation", action="store_true", help="compute the network's time; do not emulate one")
     parser.add_argument("--picture", type=Path, default=Path("demo.svg"), help="file to write (default: demo.svg)")

@@ -20,10 +20,13 @@ MOST = 12  # strategies of a link
 
 
 def target(run: Run, cluster: str) -> float | None:
-    """The lowest loss that half of the strategies reached; None where they reached none."""
+    """The lowest loss that every strategy reached, else half of them; None where they reached none."""
     rows = [row for strategy, row in run.reached[cluster].items() if strategy != NO_COMMUNICATION]
     counts = [sum(row.to_each[i].seconds < math.inf for row in rows) for i in range(len(run.losses))]
-    return min((loss for loss, n in zip(run.losses, counts, strict=True) if 2 * n >= len(rows)), default=None)
+    for wanted in (len(rows), len(rows) / 2):
+        if reached := [loss for loss, n in zip(run.losses, counts, strict=True) if n >= wanted]:
+            return min(reached)
+    return None
 
 
 def to_loss(run: Run, cluster: str, strategy: str, loss: float | None) -> float:

@@ -20,6 +20,7 @@ DOCS = Path(__file__).parents[1]
 LOSSES = 3  # of a table
 WORKLOADS = {
     "byte_lm": "a byte language model, 279,168 parameters, AdamW",
+    "gpt_3m": "a GPT over bytes, 2.8 million parameters, AdamW",
     "gpt_10m": "a GPT over bytes, 10.9 million parameters, AdamW",
     "mlp_25m": "25.3 million parameters",
     "mlp_1m": "1.1 million parameters",

@@ -7,7 +7,7 @@ import math
 
 # The logarithm of how many times as many steps a strategy needs:
 OF_UNSENT = 1.0  # times the part of what is unsent that a step does not deliver, where gradients are averaged
-OF_LOCAL = 0.005  # times ranks, and local steps or, if that is more, staleness, beyond the first step
+OF_LOCAL = 0.0065  # times ranks, and local steps or, if that is more, staleness, beyond the first step
 APART = 2.5  # On a task this logarithm may be so many times larger or smaller.
 OF_STEPS = 0.3  # That of how many times the loss after equal steps is dense training's is so much of it.
 

@@ -290,7 +290,7 @@ def test_of_local_steps_whose_bytes_hide_those_that_exchange_less_are_tried(
     choose: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     int2 = ls.Candidate(ls.Dense(), "int2", 1)  # as many bytes here as LOCAL4
-    steps = GivenSteps({DENSE: 100, INT4: 90, TOPK: 90, LOCAL4: 33, int2: 33}, computing_ms=33, limit="backward")
+    steps = GivenSteps({DENSE: 100, INT4: 90, TOPK: 90, LOCAL4: 31, int2: 33}, computing_ms=31, limit="backward")
     monkeypatch.setattr(steps, "forecast", lambda c: replace(GivenSteps.forecast(steps, c), sent_bytes=1.0))
     chooser, exchange, first = choose(steps)
     assert first == int2
