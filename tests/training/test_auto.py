@@ -1,5 +1,6 @@
 """sparse_auto on real processes: from gradients to local steps and back, and what a checkpoint keeps of it."""
 
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -13,6 +14,7 @@ from lightning_sparse.auto.chooser import Chooser
 from lightning_sparse.auto.course import FIRST_CHOICE, StepClock
 from lightning_sparse.engine import local_steps
 from lightning_sparse.engine.gradients import GradientExchange
+from lightning_sparse.engine.second_moments import EARLY
 from lightning_sparse.fusion import layer_fusion
 from tests.support.models import Small, data, trainer, weights
 from tests.support.processes import LIMIT_S, Ranks
@@ -21,7 +23,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
 
 FIRST = FIRST_CHOICE
 LOCAL = ls.Candidate(ls.Dense(), "int4", local_steps=3)
-CHANGES_BACK = FIRST + 10
+CHANGES_BACK = FIRST + EARLY + 10
 
 
 def nobody_looks_ahead() -> None:
@@ -100,3 +102,28 @@ def _there_and_back(rank: int, size: int) -> Any:
     run.fit(WithEmpty(), data(CHANGES_BACK + 5, size))
     last = len(watch.engines) - 1 - watch.engines[::-1].index("LocalExchange")
     return watch.engines, watch.own[last], merged[0], watch.momenta[last]
+
+
+def test_a_checkpoint_of_local_steps_that_are_no_candidate_any_more_goes_on_with_gradients(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    first, second = ranks.run(_other_candidates, 2, tmp_path / "some.ckpt")
+    assert first[:2] == second[:2] == ("LocalExchange", {"GradientExchange"})
+    assert torch.equal(first[2], second[2])
+
+
+def _other_candidates(rank: int, size: int, path: Path) -> Any:
+    """The engine that wrote a checkpoint, those that went on from it, and the weights at the end."""
+    course.SETTLING, course.TIMED = 0, 3
+    note, Chooser.note = Chooser.note, lambda self, exchange, step_s: LOCAL  # type: ignore[method-assign]
+    steps = FIRST + 8
+    run = trainer(auto(LOCAL), size, check_every=0, max_steps=steps)
+    run.fit(Small(), data(steps, size))
+    run.save_checkpoint(path)
+    before = type(run.strategy.exchange).__name__  # type: ignore[attr-defined]
+    Chooser.note = note  # type: ignore[method-assign]
+    watch = Watch()
+    run = trainer(auto(ls.Candidate(ls.Dense(), "int4")), size, max_steps=2 * steps, callbacks=[watch])
+    model = Small()
+    run.fit(model, data(2 * steps, size), ckpt_path=str(path))
+    return before, set(watch.engines), weights(model)
