@@ -15,7 +15,7 @@ QUESTIONS = [
     ("Do you wait for the network?\nadvise, or sparse/ms_wait", "no", "plain DDP\nkeep it", s.GREY),
     ("Rather not choose?\n", "yes", "sparse_auto\nmeasures, chooses", s.GREEN),
     ("Is 1/8 of the bytes enough?\nagainst float32", "yes", "sparse_dense\nall, in int4", s.BLUE),
-    ("Is it Adam, or long latency?\n", "yes", "local steps\n1/2 int4, 1/3 sign", s.PURPLE),
+    ("Is it Adam, or long latency?\n", "yes", "2 local steps, int4;\n3 in one bit", s.PURPLE),
     ("Is 1/15 of the bytes enough?\n", "yes", "micro\n30 % in int4", s.ORANGE),
 ]
 LAST = ("micro\n5 % in int4: 1/77", s.RED)

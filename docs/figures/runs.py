@@ -136,7 +136,8 @@ def label(strategy: str) -> str:
     if name.startswith("powersgd_"):
         words = [f"PowerSGD, rank {name.rpartition('_')[2]}"]
     elif name == "sparse_dense":
-        words = [f"local steps 1/{options.pop('local_steps')}" if "local_steps" in options else "all"]
+        steps = options.pop("local_steps", "")
+        words = [f"{steps} local step{'s'[: steps != '1']}" if steps else "all"]
     for key, write in _OPTIONS.items():
         if key in options:
             words.append(write(options.pop(key)))
