@@ -255,7 +255,8 @@ def closing_words(trainings: Sequence[Training], compute: bool, doubt: str) -> s
     """Say who was faster, if anybody was, and what to think of it."""
     ddp, ours, alone = trainings
     wanted = ddp.best
-    before, now, single = (each.until(wanted) for each in trainings)
+    before, now = ddp.until(wanted), ours.until(wanted)
+    single, four = alone.until(alone.best), ours.until(alone.best)
     said = f"{ours.label} did not get to ddp's best loss, {wanted:.2f}, in the time: no gain here."
     if before and now and now[0] >= before[0]:
         said = (
@@ -267,12 +268,12 @@ def closing_words(trainings: Sequence[Training], compute: bool, doubt: str) -> s
             f"{before[0] / now[0]:.1f} times faster, and a host sent {human_bytes(now[1])} in place of "
             f"{human_bytes(before[1])}."
         )
-    if single and now and single[0] <= now[0]:
-        said += f" One host alone got there in {single[0]:.1f} s: here the other three are not worth their network."
-    elif now and single:
-        said += f" One host alone got there in {single[0]:.1f} s: four are {single[0] / now[0]:.1f} times faster."
-    elif now:
-        said += f" One host alone ended at {alone.judged[-1][1]:.2f}: the others are worth their network."
+    if single:
+        said += f" One host alone got to its best loss, {alone.best:.2f}, in {single[0]:.1f} s, {ours.label} "
+        if four and four[0] < single[0]:
+            said += f"in {four[0]:.1f}: four are {single[0] / four[0]:.1f} times faster."
+        else:
+            said += "no sooner: here the other three are not worth their network."
     if compute:
         said += (
             " Computation and bytes were measured; the bytes' time on the link was computed, and added to each step's."
