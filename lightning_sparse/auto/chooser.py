@@ -38,7 +38,8 @@ def soonest(
 ) -> Forecast:
     """Return which is expected to be soonest at a loss; what was not tried may be as soon as its step is short.
 
-    Of those that noise does not tell apart it is the one that loses least, to a percent; plain DDP, if that may be.
+    Of those that noise does not tell apart it is the one that loses least, to a percent.  Plain DDP
+    is the first to be tried where it may be soonest.
 
     Args:
         forecasts: at least one.

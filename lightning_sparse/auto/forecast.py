@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from lightning_sparse.auto import more_steps
+from lightning_sparse.auto.more_steps import more_steps
 from lightning_sparse.auto.policy import Candidate
 from lightning_sparse.auto.simulated_cost import Now, applying_s, in_place_cost, simulated_cost
 from lightning_sparse.auto.trial import RANKS
@@ -51,9 +51,8 @@ class Forecast:
     @property
     def more_steps(self) -> float:
         """How many times as many steps as dense training are expected to a loss; at least, until it was tried."""
-        if self.delivered is None or self.staleness is None:
-            return more_steps.least_more_steps(self.ranks, self.candidate.local_steps)
-        return more_steps.more_steps(self.delivered, self.staleness, self.ranks, self.candidate.local_steps)
+        delivered = 1.0 if self.delivered is None else self.delivered
+        return more_steps(delivered, self.staleness or 0.0, self.ranks, self.candidate.local_steps)
 
     @property
     def seconds(self) -> float:

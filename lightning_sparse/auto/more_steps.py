@@ -26,14 +26,6 @@ def more_steps(delivered: float, staleness: float, ranks: int, local_steps: int)
     return math.exp(OF_UNSENT * (1 - delivered))
 
 
-def least_more_steps(ranks: int, local_steps: int) -> float:
-    """Return the least that :func:`more_steps` can be, before anything was tried.
-
-    Of H = ``local_steps`` exchanged in turn beside the next step, a rank's steps wait (H + 1) / 2 steps in the mean.
-    """
-    return more_steps(1.0, (local_steps + 1) / 2, ranks, local_steps)
-
-
 def likely(more: float) -> tuple[float, float]:
     """Return the least and the most times as many steps that a task may need where ``more`` are expected."""
     return more ** (1 / APART), more**APART
