@@ -1,8 +1,8 @@
-"""Draw loss against bytes for every strategy and peer on three tasks, and write the table of it.
+"""Draw the loss of strategies and peers on three tasks, the most bytes first, and write tables of it.
 
 Run: python docs/figures/loss_by_bytes.py; it reads the stored results of lightning-sparse simulate, takes each strategy
-at its best learning rate, and writes docs/benchmarks/2026-11-22-accuracy.svg and the table between the marks in
-docs/benchmarks/2026-11-22-accuracy.md.
+at its best learning rate, and writes docs/benchmarks/2026-11-22-accuracy.svg and the tables between the marks in
+docs/benchmarks/2026-11-22-accuracy.md and docs/accuracy.md.
 """
 
 from collections.abc import Iterable
@@ -21,88 +21,40 @@ from lightning_sparse.bench.simulate.task import TASKS
 LOCAL = "2026-11-24-local-steps-loss.jsonl"  # with local steps as they are now; in the others they are as they were
 RESULTS = [*(f"2026-11-22-{name}.jsonl" for name in ("loss", "local-steps-loss", "accuracy")), LOCAL]
 FIGURE, PAGE = BENCHMARKS / "2026-11-22-accuracy.svg", BENCHMARKS / "2026-11-22-accuracy.md"
+SUMMARY = BENCHMARKS.parent / "accuracy.md"
 RANKS = 4
 
-TITLES = {
-    "byte_lm": "byte LM: GPT, AdamW",
-    "digits": "digits: CNN, SGD",
-    "modules": "modules: embeddings, AdamW",
+#: Task -> what it is called, its colour and its mark.
+LOOKS = {
+    "byte_lm": ("byte LM: GPT, AdamW", style.BLUE, "o"),
+    "digits": ("digits: CNN, SGD", style.ORANGE, "s"),
+    "modules": ("modules: embeddings, AdamW", style.GREEN, "D"),
 }
-#: Start of a strategy's name -> colour and what it is called in the legend.
-FAMILIES = {
-    "local": ("#c0392b", "local steps"),
-    "diloco": ("#7f8c8d", "DiLoCo"),
-    "powersgd": ("#8e44ad", "PowerSGD, low rank"),
-    "low_rank": ("#8e44ad", "PowerSGD, low rank"),
-    "sparse_dense": ("#2471a3", "all of the gradient"),
-    "ddp": ("#2471a3", "all of the gradient"),
-    "": ("#d68910", "a part of the gradient"),
+#: Strategy -> what it is called in the figure.
+NAMES = {
+    "sparse_dense:wire_dtype=int8": "all, int8",
+    "sparse_dense:wire_dtype=int4": "all, int4",
+    "sparse_dense:wire_dtype=sign": "all, sign",
+    "skip_reduce:wire_dtype=int4": "half skipped, int4",
+    "ok_topk:density=0.3:wire_dtype=int4": "Ok-Topk 30 %, int4",
+    "micro:density=0.3:wire_dtype=int4": "MiCRO 30 %, int4",
+    "micro:density=0.1:wire_dtype=int4": "MiCRO 10 %, int4",
+    "micro:density=0.05:wire_dtype=int4": "MiCRO 5 %, int4",
+    "micro:density=0.01:wire_dtype=float32": "MiCRO 1 %, float32",
+    "low_rank:rank=16": "PowerSGD, rank 16",
+    "low_rank:rank=4": "PowerSGD, rank 4",
+    "low_rank:rank=1": "PowerSGD, rank 1",
+    "sparse_dense:local_steps=1:wire_dtype=int2": "1 local step, int2",
+    "sparse_dense:local_steps=2:wire_dtype=int4": "2 local steps, int4",
+    "sparse_dense:local_steps=4:wire_dtype=int4": "4 local steps, int4",
+    "sparse_dense:local_steps=3:wire_dtype=sign": "3 local steps, sign",
+    "sparse_dense:local_steps=16:wire_dtype=int4": "16 local steps, int4",
+    "diloco:steps=16": "DiLoCo, 16 steps",
+    "diloco:steps=16:outer_rate=0.7:outer_momentum=0.5:start=60": "DiLoCo, tuned",
 }
-#: Strategy -> label.
-LABELS = {
-    "ddp": "DDP",
-    "sparse_dense:wire_dtype=int4": "int4",
-    "sparse_dense:wire_dtype=sign": "sign",
-    "skip_reduce": "half skipped",
-    "micro:density=0.3:wire_dtype=int4": "30 % int4",
-    "micro:density=0.05:wire_dtype=int4": "5 % int4",
-    "micro:density=0.01:wire_dtype=float32": "1 % float32",
-    "low_rank:rank=4": "rank 4",
-    "low_rank:rank=1": "rank 1",
-    "sparse_dense:local_steps=2:wire_dtype=int4": "1/2 int4",
-    "sparse_dense:local_steps=3:wire_dtype=sign": "1/3 sign",
-    "sparse_dense:local_steps=1:wire_dtype=sign": "1/1 sign",
-    "sparse_dense:local_steps=16:wire_dtype=int4": "1/16 int4",
-}
-#: Task -> where labels stand beside their points, in points to the right and above; none where they would overlap.
-BESIDE = {
-    "byte_lm": {
-        "DDP": (-8, 5),
-        "int4": (-8, -16),
-        "sign": (6, -3),
-        "half skipped": (-42, 6),
-        "30 % int4": (6, 1),
-        "5 % int4": (-42, 5),
-        "1 % float32": (-10, 6),
-        "rank 4": (7, -9),
-        "rank 1": (9, -3),
-        "1/2 int4": (-44, -13),
-        "1/3 sign": (-40, -8),
-        "1/1 sign": (-40, 4),
-        "1/16 int4": (-18, 6),
-    },
-    "digits": {
-        "DDP": (-10, 5),
-        "int4": (-2, -13),
-        "sign": (6, -3),
-        "half skipped": (-42, 6),
-        "5 % int4": (-10, 7),
-        "1 % float32": (6, -3),
-        "rank 1": (6, -3),
-        "1/2 int4": (-6, 12),
-        "1/3 sign": (-34, -18),
-        "1/16 int4": (-20, 8),
-    },
-    "modules": {
-        "DDP": (-8, -12),
-        "int4": (-2, -12),
-        "sign": (6, 0),
-        "half skipped": (-42, 6),
-        "5 % int4": (-30, -12),
-        "1 % float32": (-10, 6),
-        "rank 4": (5, 3),
-        "rank 1": (-22, -11),
-        "1/2 int4": (-10, 7),
-        "1/3 sign": (-14, -13),
-        "1/16 int4": (-20, 7),
-    },
-}
-#: Task -> limits of its vertical axis.
-LIMITS = {
-    "byte_lm": (-12, 160),
-    "digits": (-9, 80),
-    "modules": (-3, 30),
-}  # of the vertical axis, which has its own scale
+ALONE = "one rank alone"
+LOWEST, HIGHEST = -6, 112  # what is shown, of 100 that three ranks more gain; beyond it numbers stand
+ROW = 15  # points
 
 
 @dataclass(frozen=True)
@@ -136,13 +88,7 @@ class Point:
         return [self.results[seed].loss / dense.results[seed].loss for seed in seeds]
 
 
-def frontier(found: Iterable[Point], dense: Point) -> list[Point]:
-    """Those of which no other one loses less for as few bytes, the fewest bytes first."""
-    kept: list[Point] = []
-    for point in sorted(found, key=lambda point: point.sent_bytes):
-        if not kept or point.above(dense) < kept[-1].above(dense):
-            kept.append(point)
-    return kept
+Tasks = dict[str, tuple[dict[str, Point], Point]]  # for each, all strategies on four ranks, and one rank alone
 
 
 def points(results: Iterable[Result]) -> dict[str, Point]:
@@ -163,44 +109,23 @@ def at_best_rate(results: Iterable[Result]) -> dict[int, Result]:
     return min(rates.values(), key=lambda of_rate: fmean(of_rate[seed].loss for seed in seeds))
 
 
-def family(strategy: str) -> tuple[str, str]:
-    """The colour and the name of what a strategy does."""
-    kind = "local" if "local_steps" in strategy else strategy
-    return next(value for start, value in FAMILIES.items() if kind.startswith(start))
-
-
-def draw(axes: Axes, task: str, found: dict[str, Point], alone: Point) -> None:
-    """Draw a task: 0 is dense training, 100 one rank alone."""
-    dense, worst = found["ddp"], alone.above(found["ddp"])
-    for point in found.values():
-        x, y = point.sent_bytes, 100 * point.above(dense) / worst
-        colour, name = family(point.strategy)
-        top = LIMITS[task][1]
-        axes.plot(
-            x, min(y, top), "o" if y <= top else "^", color=colour, markersize=4.5, label=name, clip_on=False, zorder=3
-        )
-        if y <= top and (spread := 100 * point.spread(dense) / worst):
-            axes.errorbar(x, y, spread, color=colour, linewidth=0.8, zorder=2)
-        if y > top:
-            axes.annotate(f"{y:.0f}", (x, top), (5, -3), textcoords="offset points", color=colour, fontsize=style.SMALL)
-        label = LABELS.get(point.strategy, "")
-        if label in BESIDE[task]:
-            axes.annotate(
-                label, (x, y), BESIDE[task][label], textcoords="offset points", color=colour, fontsize=style.SMALL
-            )
-    best = frontier(found.values(), dense)
-    heights = [100 * point.above(dense) / worst for point in best]
-    axes.plot([point.sent_bytes for point in best], heights, color=style.GREY, linewidth=0.9, zorder=1)
-    axes.axhline(0, color="black", linewidth=0.6)
-    if LIMITS[task][1] > 100:
-        axes.axhline(100, color="black", linewidth=0.6, linestyle=":")
-    axes.set_title(TITLES[task], fontsize=style.TEXT, fontweight="bold", loc="left")
-    axes.set_xscale("log")
-    axes.set_xlim(0.006, 8)
-    axes.set_ylim(*LIMITS[task])
-    axes.set_xticks([0.01, 0.1, 1], ["0.01", "0.1", "1"])
-    axes.tick_params(labelsize=style.SMALL)
-    axes.spines[["top", "right"]].set_visible(False)
+def draw(axes: Axes, y: int, strategy: str, tasks: Tasks) -> None:
+    """Draw in a row how much of what three ranks more gain a strategy loses on each task."""
+    beyond = []
+    for task, (found, alone) in tasks.items():
+        if (point := found.get(strategy)) is None:
+            continue
+        _, colour, mark = LOOKS[task]
+        dense, worst = found["ddp"], alone.above(found["ddp"])
+        x, spread = 100 * point.above(dense) / worst, 100 * point.spread(dense) / worst
+        if x > HIGHEST:
+            beyond.append(f"{x:.0f}")
+        else:
+            axes.plot(x, y, mark, color=colour, markersize=5, zorder=3)
+            axes.errorbar(x, y, xerr=spread, color=colour, linewidth=0.8, zorder=2)
+    if beyond:
+        blank = {"facecolor": style.PAPER, "edgecolor": "none", "pad": 1}
+        axes.text(HIGHEST, y, ", ".join(beyond), fontsize=style.SMALL, ha="right", va="center", bbox=blank)
 
 
 def table(found: dict[str, Point], alone: Point) -> list[str]:
@@ -224,7 +149,7 @@ def _percent(part: float, digits: int) -> str:
     return f"{round(100 * part, digits) + 0.0:.{digits}f} %"  # never -0.0
 
 
-def of_tasks() -> dict[str, tuple[dict[str, Point], Point]]:
+def of_tasks() -> Tasks:
     """For each task all strategies on four ranks, and one rank alone; local steps as they are now."""
     results = [
         result
@@ -241,21 +166,47 @@ def of_tasks() -> dict[str, tuple[dict[str, Point], Point]]:
     return found
 
 
+def summary(tasks: Tasks, rows: list[str]) -> list[str]:
+    """A row for each named strategy: bytes on the byte LM, and for each task the loss above dense training."""
+    lines = ["| strategy | bytes | byte LM | digits | modules |", "| --- | ---: | ---: | ---: | ---: |"]
+    for strategy in [*rows, ALONE]:
+        cells = []
+        for found, alone in tasks.values():
+            point = alone if strategy == ALONE else found.get(strategy)
+            above = point.above(found["ddp"]) if point else 0.0
+            lost = round(100 * above / alone.above(found["ddp"])) + 0
+            cells.append(f"{_percent(above, 1)} ({lost})" if point else "")
+        sent = f"{tasks['byte_lm'][0][strategy].sent_bytes:.2f}" if strategy != ALONE else "0"
+        lines.append(f"| {NAMES.get(strategy, strategy)} | {sent} | {' | '.join(cells)} |")
+    return lines
+
+
 def main() -> None:
-    """Draw the figure and write the table."""
+    """Draw the figure and write the tables."""
     style.settings()
-    figure, panels = plt.subplots(len(TASKS), 1, figsize=(style.WIDTH / style.POINTS_PER_INCH, 10.4))
-    text: list[str] = []
-    for axes, (task, (found, alone)) in zip(panels, of_tasks().items(), strict=True):
-        draw(axes, task, found, alone)
-        text += [f"## {task}", "", *table(found, alone), ""]
-    panels[1].set_ylabel("loss: 0 is dense training, 100 one rank alone")
-    panels[-1].set_xlabel("bytes a step, for each parameter (float32: 6)")
-    handles = dict(zip(*reversed(panels[0].get_legend_handles_labels()), strict=True))
-    figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=2, fontsize=style.SMALL, frameon=False)
-    figure.subplots_adjust(left=0.13, right=0.94, top=0.97, bottom=0.135, hspace=0.24)
+    tasks = of_tasks()
+    byte_lm = tasks["byte_lm"][0]
+    rows = sorted(NAMES, key=lambda strategy: -byte_lm[strategy].sent_bytes)
+    height = ROW * len(rows) + 112
+    figure, axes = plt.subplots(figsize=(style.WIDTH / style.POINTS_PER_INCH, height / style.POINTS_PER_INCH))
+    for y, strategy in enumerate(rows):
+        draw(axes, y, strategy, tasks)
+    for title, colour, mark in LOOKS.values():
+        axes.plot([], [], mark, color=colour, markersize=5, label=title)
+    axes.set(xlim=(LOWEST, HIGHEST), ylim=(len(rows) - 0.4, -0.6))
+    axes.set_yticks(range(len(rows)), [f"{NAMES[each]}  {byte_lm[each].sent_bytes:.2f}" for each in rows])
+    axes.set_xticks([0, 25, 50, 75, 100], ["0\nas dense", "25", "50", "75", "100\none rank alone"])
+    axes.tick_params(labelsize=style.SMALL, length=0)
+    axes.grid(color=style.GREY, linewidth=0.4)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.set_title("bytes a step, for each parameter", fontsize=style.SMALL, x=-0.02, ha="right", color=style.FAINT)
+    axes.set_xlabel("lost of what three more ranks gain, in percent", fontsize=style.SMALL, x=0.25, labelpad=6)
+    figure.legend(loc="lower center", fontsize=style.SMALL, frameon=False)
+    figure.subplots_adjust(left=0.455, right=0.95, top=1 - 20 / height, bottom=92 / height)
     save(figure, FIGURE)
+    text = [line for task, found in tasks.items() for line in (f"## {task}", "", *table(*found), "")]
     PAGE.write_text(with_lines(PAGE, __file__, text))
+    SUMMARY.write_text(with_lines(SUMMARY, __file__, summary(tasks, rows)))
 
 
 if __name__ == "__main__":
