@@ -155,22 +155,17 @@ class Chooser:
         return self._take_best(exchange)
 
     def _look_closer(self, exchange: Exchange) -> None:
-        """Have forecasts count how measured steps differ from the model, and gradients of all ranks to try on."""
+        """Have forecasts count how measured steps differ from the model, and gather gradients to try on."""
         record, self._record = self._record, None
         if record is None:
             return
         measured, link = self._beside
         self._forecaster = Forecaster(self._parameters, measured, link, exchange.size, self._at_work)
-        calibration = self._forecaster.calibration
-        own = torch.tensor([calibration.factor, calibration.offset_s], dtype=torch.float64, device=exchange.device)
-        self._forecaster.calibration = Calibration(*exchange.ask(lambda comm: comm.broadcast(own, 0)).tolist())
-        gradients = record.gradients()
-
-        def of_rank(rank: int) -> Tensor:
-            return exchange.ask(lambda comm: comm.broadcast(gradients.clone(), rank))
-
-        self._gradients = torch.stack([of_rank(rank) for rank in range(min(exchange.size, RANKS))])
-        self._weights = record.weights()
+        calibration, gradients = self._forecaster.calibration, record.gradients()
+        own = torch.cat([gradients.new_tensor([calibration.factor, calibration.offset_s]), gradients.flatten()])
+        of_each = exchange.ask(lambda comm: comm.all_gather(own.bfloat16()))[:RANKS].float()
+        self._forecaster.calibration = Calibration(*of_each[0, :2].tolist())
+        self._gradients, self._weights = of_each[:, 2:].unflatten(1, gradients.shape), record.weights()
 
     def _look_at(self, exchange: Exchange, candidates: Sequence[Candidate]) -> None:
         """Predict the step of each of ``candidates``."""
