@@ -77,6 +77,21 @@ class MeetsAtSignals:
             if self.reduce_boolean_decision(is_lightnings):  # on every rank: a handler of one's own sends no message
                 signal.signal(number, partial(_ask, meeting))
                 self._meetings = {**self._meetings, number: (meeting, handler)}
+        if signal.SIGTERM in self._meetings:
+            leave_out_message_before_batches(self.lightning_module.trainer)
+
+
+def leave_out_message_before_batches(trainer: Any) -> None:
+    """Have ranks not ask rank 0 before every batch, and wait for its answer, whether one of them has had SIGTERM.
+
+    Lightning does so since 2.6 (its issue 21487); a device has to finish its work for it too.
+    """
+    if hasattr(loop := trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
+        loop._broadcast_sigterm_tensor = _nothing
+
+
+def _nothing() -> None:
+    pass
 
 
 def _ask(meeting: Meeting, *_: object) -> None:

@@ -111,6 +111,22 @@ def test_slurms_signal_requeues_the_job_once_and_training_goes_on_until_sigterm(
     assert KEY in torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=True)
 
 
+def messages_before_batches(rank: int, size: int, strategy: Any) -> int:
+    """Train for six steps; return how many messages there were just before the last three batches."""
+    sent: list[object] = []
+    broadcast = torch.distributed.broadcast
+    torch.distributed.broadcast = lambda *args, **kwargs: (sent.append(args), broadcast(*args, **kwargs))[1]
+    counts = Does("on_train_batch_start", lambda run: len(sent))
+    trainer(strategy, size, 0, max_steps=6, callbacks=[counts]).fit(Small(), data(6, size))
+    return int(counts.found[5] - counts.found[2])
+
+
+def test_no_rank_waits_for_a_message_before_a_batch(ranks: Ranks) -> None:
+    """Lightning broadcasts before each batch whether there was a SIGTERM, which costs the latency of a message."""
+    assert ranks.run(messages_before_batches, 2, ls.SparseDDPStrategy("sparse_dense", local_steps=2)) == [0, 0]
+    assert ranks.run(messages_before_batches, 2, ls.SparseDDPStrategy("micro")) == [0, 0]
+
+
 class Kept(dict[str, Any]):
     """A store of one process."""
 

@@ -27,6 +27,7 @@ from lightning_sparse.compressors import COMPRESSORS, Dense, TopK
 from lightning_sparse.compressors.named import did_you_mean
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.network.costs import traffic
+from lightning_sparse.signals import leave_out_message_before_batches
 from lightning_sparse.strategy import SparseDDPStrategy
 
 NO_COMMUNICATION = "no_communication"
@@ -61,6 +62,18 @@ class Peer(DDPStrategy):
     def sent_bytes(self) -> int:
         """Payload this rank put on the wire in the last step, counted as for this project's own strategies."""
         return traffic("all_reduce", self._elements * self._bytes_each, self.world_size)
+
+
+class Alone(Peer):
+    """Each rank trains for itself, and waits for nobody."""
+
+    def __init__(self, **ddp_kwargs: Any) -> None:
+        super().__init__(send_nothing, bytes_each=0, **ddp_kwargs)
+
+    def on_train_start(self) -> None:
+        assert self.lightning_module is not None
+        leave_out_message_before_batches(self.lightning_module.trainer)
+        super().on_train_start()
 
 
 class PowerSGD(Peer):
@@ -120,7 +133,7 @@ PEERS: dict[str, Callable[..., DDPStrategy]] = {
     "powersgd_16": partial(PowerSGD, 16),
     "diloco": diloco,
     "sparse_loco": sparse_loco,
-    NO_COMMUNICATION: partial(Peer, send_nothing, bytes_each=0),
+    NO_COMMUNICATION: Alone,
 }
 
 
