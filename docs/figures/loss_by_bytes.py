@@ -83,6 +83,10 @@ class Point:
         ratios = self._ratios(dense)
         return stdev(ratios) if len(ratios) > 1 else 0.0
 
+    def lost(self, dense: "Point", alone: "Point") -> float:
+        """The part that is lost of what three more ranks gain: 0 as dense training, 1 as one rank alone."""
+        return self.above(dense) / alone.above(dense)
+
     def _ratios(self, dense: "Point") -> list[float]:
         seeds = self.results.keys() & dense.results.keys()
         return [self.results[seed].loss / dense.results[seed].loss for seed in seeds]
@@ -116,8 +120,8 @@ def draw(axes: Axes, y: int, strategy: str, tasks: Tasks) -> None:
         if (point := found.get(strategy)) is None:
             continue
         _, colour, mark = LOOKS[task]
-        dense, worst = found["ddp"], alone.above(found["ddp"])
-        x, spread = 100 * point.above(dense) / worst, 100 * point.spread(dense) / worst
+        dense = found["ddp"]
+        x, spread = 100 * point.lost(dense, alone), 100 * point.spread(dense) / alone.above(dense)
         if x > HIGHEST:
             beyond.append(f"{x:.0f}")
         else:
@@ -137,10 +141,10 @@ def table(found: dict[str, Point], alone: Point) -> list[str]:
     ]
     for point in [*sorted(found.values(), key=lambda point: point.above(dense)), alone]:
         above, loss = point.above(dense), fmean(result.loss for result in point.results.values())
-        name = "one rank alone" if point is alone else f"`{point.strategy}`"
+        name = ALONE if point is alone else f"`{point.strategy}`"
         lines.append(
             f"| {name} | {point.sent_bytes:.3f} | {point.rate:g} | {len(point.results)} | {loss:.3f} | "
-            f"{_percent(above, 1)} | {_percent(above / alone.above(dense), 0)} |"
+            f"{_percent(above, 1)} | {_percent(point.lost(dense, alone), 0)} |"
         )
     return lines
 
@@ -172,10 +176,9 @@ def summary(tasks: Tasks, rows: list[str]) -> list[str]:
     for strategy in [*rows, ALONE]:
         cells = []
         for found, alone in tasks.values():
-            point = alone if strategy == ALONE else found.get(strategy)
-            above = point.above(found["ddp"]) if point else 0.0
-            lost = round(100 * above / alone.above(found["ddp"])) + 0
-            cells.append(f"{_percent(above, 1)} ({lost})" if point else "")
+            dense, point = found["ddp"], alone if strategy == ALONE else found.get(strategy)
+            cell = f"{_percent(point.above(dense), 1)} ({round(100 * point.lost(dense, alone))})" if point else ""
+            cells.append(cell)
         sent = f"{tasks['byte_lm'][0][strategy].sent_bytes:.2f}" if strategy != ALONE else "0"
         lines.append(f"| {NAMES.get(strategy, strategy)} | {sent} | {' | '.join(cells)} |")
     return lines

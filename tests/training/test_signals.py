@@ -6,6 +6,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -113,11 +114,9 @@ def test_slurms_signal_requeues_the_job_once_and_training_goes_on_until_sigterm(
 
 def messages_before_batches(rank: int, size: int, strategy: Any) -> int:
     """Train for six steps; return how many messages there were just before the last three batches."""
-    sent: list[object] = []
-    broadcast = torch.distributed.broadcast
-    torch.distributed.broadcast = lambda *args, **kwargs: (sent.append(args), broadcast(*args, **kwargs))[1]
-    counts = Does("on_train_batch_start", lambda run: len(sent))
-    trainer(strategy, size, 0, max_steps=6, callbacks=[counts]).fit(Small(), data(6, size))
+    with mock.patch.object(torch.distributed, "broadcast", wraps=torch.distributed.broadcast) as broadcast:
+        counts = Does("on_train_batch_start", lambda run: broadcast.call_count)
+        trainer(strategy, size, 0, max_steps=6, callbacks=[counts]).fit(Small(), data(6, size))
     return int(counts.found[5] - counts.found[2])
 
 
