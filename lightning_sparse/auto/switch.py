@@ -44,6 +44,7 @@ class Switch:
         way: how it averages.
         layer_fusion: of its groups, if there is one.
         chosen: the candidate in use, where one was chosen.
+        may_owe: what is unsent of gradients may be added to a rank's own next gradients: every step takes all of them.
         knows_link: sums of local steps that were given go by the link's latencies.
         optimizers: of these parameters, where they are watched.
     """
@@ -64,6 +65,7 @@ class Switch:
         self.parameters = parameters
         self.chosen: Candidate | None = None
         self.knows_link = False
+        self.may_owe = scaler is None and not ddp.find_unused_parameters
         own = weakref.ref(self)
         self.optimizers = Optimizers(
             parameters.values() if watch_optimizers else (), lambda: me.exchange if (me := own()) else None
@@ -112,10 +114,7 @@ class Switch:
         self.chosen = None
 
     def to_local_steps(self, chosen: Candidate) -> None:
-        """Take the local steps of ``chosen``, without a message: what each rank has not sent of others goes along.
-
-        Of gradients nothing is unsent.
-        """
+        """Take the local steps of ``chosen``, without a message: what each rank has not sent goes along."""
         before, was = self.exchange, self.chosen
         way = replace(self._first, compressor=chosen.averaging, local=LocalSteps(chosen.local_steps), warmup_steps=0)
         are_local = self.way.local is not None
@@ -125,6 +124,8 @@ class Switch:
         if are_local:
             memories = was is not None and same(was.averaging, chosen.averaging)
             self.exchange.take_over(before, memories=memories)
+        elif self.may_owe:
+            self.exchange.owe(before.groups)
         self.chosen = chosen
 
     def _change(self, way: Way) -> None:

@@ -129,6 +129,10 @@ class Exchange(Around, ABC):
         carry_over(list(before.kept()), list(zip(self.groups, self.compressors, strict=True)), memories)
         self.unpack(steps, names, averages, late=False)
 
+    def owe(self, groups: Sequence[Group]) -> None:
+        """Have each rank add what it has not sent of gradients, in these ``groups``, to its own next gradients."""
+        raise NotImplementedError
+
     def sums_in_place(self, compressor: Compressor) -> bool:
         """Whether what ``compressor`` averages is summed where DDP has it, not in groups, once nothing is unsent."""
         return False

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_sparse.checks import is_names, matches
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.engine.replica import ASIDE, EXACT
+from lightning_sparse.engine.replica import ASIDE, EXACT, OWED
 
 FUSIONS = ("layer", "bucket", "none")
 BUCKET_BYTES = 25 * 2**20  # of float32 gradient in a group, as in DDP's default buckets
@@ -163,6 +163,7 @@ def cut_into_fragments(units: Sequence[Sequence[Piece]], fragments: int) -> tupl
 
 # - from one set of groups to another
 
+OF_WEIGHTS = (ASIDE, EXACT, OWED)  # what replicas remember of each element
 Part = tuple[Group, int]  # the group that has a parameter, and the parameter's place in it
 
 
@@ -171,7 +172,7 @@ def carry_over(old: Sequence[Group], new: Sequence[tuple[Group, Compressor]], me
 
     Other parameters start from zero; :func:`not_carried` names them.  A group of the same parameters as before keeps
     all its memory.  Others keep what compressors remember of each element, and what their compressor can carry;
-    ``memories=False``, for another compressor, keeps none but what weights in half precision cannot hold.  The old
+    ``memories=False``, for another compressor, keeps none but what replicas remember of each element.  The old
     groups are emptied on the way, so that there is never a second copy of all that is unsent.
     """
     source = {parameter: (group, slot) for group in old for slot, parameter in enumerate(_parameters(group))}
@@ -179,7 +180,7 @@ def carry_over(old: Sequence[Group], new: Sequence[tuple[Group, Compressor]], me
     last_use = {id(part[0]): number for number, parts in enumerate(parts_of) for part in parts if part}
     for number, ((group, compressor), parts) in enumerate(zip(new, parts_of, strict=True)):
         group.step = max((giver.step for giver in old), default=0)
-        group.memory = _memory(group, compressor, parts) if memories else _of_each_element(group, parts, (ASIDE, EXACT))
+        group.memory = _memory(group, compressor, parts) if memories else _of_each_element(group, parts, OF_WEIGHTS)
         _take(group.slots(group.unsent), parts, lambda giver: giver.unsent)
         for giver in old:
             if last_use.get(id(giver)) == number:
@@ -200,7 +201,7 @@ def _memory(group: Group, compressor: Compressor, parts: Sequence[Part | None]) 
         if part:
             elements[id(part[0])] += size
     memory = compressor.carry([(givers[key], n) for key, n in elements.items()])
-    return memory | _of_each_element(group, parts, (*compressor.per_element, ASIDE, EXACT))
+    return memory | _of_each_element(group, parts, (*compressor.per_element, *OF_WEIGHTS))
 
 
 def _of_each_element(group: Group, parts: Sequence[Part | None], keys: Sequence[str]) -> dict[str, Tensor]:

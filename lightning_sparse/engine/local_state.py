@@ -9,6 +9,7 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.adam import MeanMoments
 from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.engine.groups import carry_over
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.engine.replica import Find, Replica
 from lightning_sparse.engine.scratch import Scratch
@@ -51,6 +52,12 @@ class LocalState(Exchange):
         if set(before.moments) == set(self.moments):  # else, as where a layer is frozen, they are compared anew
             before.moments.read(self.members)
             self.mean_moments.resume(before.mean_moments.state(), before.sampled, self.members)
+
+    def owe(self, groups: Sequence[Group]) -> None:
+        carry_over(groups, list(zip(self.groups, self.compressors, strict=True)), memories=False)
+        for replica in self.weights.replicas:
+            replica.owed = replica.group.unsent.clone()
+            replica.group.unsent.zero_()
 
     @property
     def members(self) -> int:

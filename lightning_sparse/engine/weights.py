@@ -85,6 +85,19 @@ class Weights:
         unsent = replica.unsent(self.own(replica)).float()
         return unsent.nan_to_num(0.0, 0.0, 0.0) if replica.is_untrained else unsent
 
+    def owed(self) -> dict[Tensor, Tensor]:
+        """What each parameter's next gradient gets added, of its shape, if anything is owed."""
+        return {
+            p: slot.view(p.shape)
+            for replica in self.replicas
+            if replica.owed is not None
+            for p, slot in zip(replica.group.parameters, replica.group.slots(replica.owed), strict=True)
+        }
+
+    def forget_owed(self) -> None:
+        for replica in self.replicas:
+            replica.owed = None
+
     # - all of them
 
     def named(self, of: Callable[[Replica], Sequence[Tensor]]) -> dict[str, Tensor]:

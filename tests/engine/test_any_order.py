@@ -110,7 +110,8 @@ SETUPS = {
         candidates=(Candidate(ls.Dense(), "float32", 2), Candidate(ls.Dense(), "float32", 3)),
     ),
     "changes, rounded": Setup(
-        optimizer="adamw", teacher=True, candidates=(Candidate(MICRO, "int4", 2), Candidate(ls.Dense(), "sign", 3))
+        MICRO, optimizer="adamw", teacher=True,
+        candidates=(Candidate(MICRO, "int4", 2), Candidate(ls.Dense(), "sign", 3)),
     ),
 }  # fmt: skip
 
@@ -259,7 +260,7 @@ class Seen:
     averages: Weights  # empty with averaged gradients
     own: Weights
     left: Weights  # what is unsent with local steps
-    unsent: Weights  # of gradients; empty with local steps
+    unsent: Weights  # of gradients; with local steps what of them is owed
     handed_in: Weights
     handed_out: Weights
     phase: Phase | None
@@ -279,7 +280,8 @@ def look_at(training: Training) -> Seen:
             for flat, group in [(exchange.weights.unsent(replica), replica.group)]
             for name, shape, slot in zip(group.names, group.shapes, group.slots(flat), strict=True)
         }
-        return Seen(held, averages, own, left, {}, given, got, exchange.phase, exchange.steps)
+        owed = {names[p]: x.double() for p, x in exchange.weights.owed().items()}
+        return Seen(held, averages, own, left, owed, given, got, exchange.phase, exchange.steps)
     unsent = {
         name: slot.view(shape).double()
         for group in exchange.groups
@@ -453,7 +455,7 @@ class AnyOrder(RuleBasedStateMachine):
             arrived = self.setup.lead * self.total("averages", name) + self.total("left", name)
             lost = arrived - self.updates.get(name, torch.zeros(()))
             assert float(lost.abs().max()) < NEAR, f"{name}: {float(lost.abs().max())} of updates is lost"
-        for name in self.seen[0].unsent:
+        for name in () if self.is_local else self.seen[0].unsent:
             lost = self.total("handed_in", name) - self.total("unsent", name) - self.total("handed_out", name)
             assert float(lost.abs().max()) < NEAR, f"{name}: {float(lost.abs().max())} of gradients is lost"
 
@@ -680,8 +682,10 @@ class AnyOrder(RuleBasedStateMachine):
 
     @may(lambda self: self.setup.candidates and not self.is_local, number=st.integers(0, 1))
     def begin_local_steps(self, number: int) -> None:
-        chosen = self.setup.candidates[number]
+        chosen, before = self.setup.candidates[number], self.look()
         self.everywhere(lambda training: training.change(chosen))
+        for one, other in zip(before, self.look(), strict=True):
+            assert_kept(one.unsent, other.unsent, "what is unsent of gradients, before and after local steps began")
         self.plain.steps = self.trainings[0].exchange.steps
         self.plain.begin(ls.LocalSteps(chosen.local_steps))
         self.restart()
@@ -789,6 +793,42 @@ def test_a_teacher_that_moved_before_the_number_of_local_steps_changed_is_averag
     first, *others = [training.model.teacher for training in state.trainings]
     assert all(torch.equal(first, other) for other in others)
     state.teardown()
+
+
+def test_what_gradients_have_not_sent_joins_those_of_the_first_local_step_once() -> None:
+    """Also where that step is made again, after a checkpoint within it."""
+    state = AnyOrder(SETUPS["changes, rounded"])
+    state.train(steps=2)
+    state.begin_local_steps(number=0)
+    unsent = [seen.unsent for seen in state.seen]
+    assert all(x.any() for x in unsent[0].values())
+    state.forward(sync=False)
+    state.backward()
+    assert not any(added_by(state, rank)["first.weight"].any() for rank in (0, 1))
+    state.forward()
+    state.backward()
+    for rank in (0, 1):
+        assert_near(unsent[rank], added_by(state, rank), f"what rank {rank} has and what its gradients get")
+    state.save_within_a_step()
+    state.optimizer_step()
+    state.train(steps=2)
+    for rank in (0, 1):
+        assert_near(unsent[rank], added_by(state, rank), f"what rank {rank} had and what its gradients got")
+        assert not state.seen[rank].unsent
+    state.load(fresh=True)
+    state.train(steps=2)
+    for rank in (0, 1):
+        assert_near(unsent[rank], added_by(state, rank), f"what rank {rank} had saved and what its gradients got")
+    state.teardown()
+
+
+def added_by(state: AnyOrder, rank: int) -> Weights:
+    """What the hook has given back more than it was given, since the account of ``state`` was started."""
+    now, then = state.seen[rank], state.account[rank]
+    return {
+        name: (now.handed_out[name] - now.handed_in[name]) - (then.handed_out[name] - then.handed_in[name])
+        for name in now.handed_in
+    }
 
 
 @pytest.mark.parametrize("name", ["local steps, micro", "own second moments"])
