@@ -244,7 +244,7 @@ def _average_gradients(
 
 def _take_local_steps(switch: Switch, candidate: Candidate) -> Passes[float]:
     """Go on with local steps; returns the seconds of one."""
-    if switch.layer_fusion is not None and not switch.may_owe:
+    if switch.layer_fusion is not None and not switch.may_add_unsent:
         switch.layer_fusion.send_all()
         switch.chosen = None
         while not switch.exchange.ask_for_unsent():

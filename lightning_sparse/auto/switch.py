@@ -44,7 +44,7 @@ class Switch:
         way: how it averages.
         layer_fusion: of its groups, if there is one.
         chosen: the candidate in use, where one was chosen.
-        may_owe: what is unsent of gradients may be added to a rank's own next gradients: every step takes all of them.
+        may_add_unsent: every step takes all gradients, so that what is unsent may be added to a rank's own next ones.
         knows_link: sums of local steps that were given go by the link's latencies.
         optimizers: of these parameters, where they are watched.
     """
@@ -65,7 +65,7 @@ class Switch:
         self.parameters = parameters
         self.chosen: Candidate | None = None
         self.knows_link = False
-        self.may_owe = scaler is None and not ddp.find_unused_parameters
+        self.may_add_unsent = scaler is None and not ddp.find_unused_parameters
         own = weakref.ref(self)
         self.optimizers = Optimizers(
             parameters.values() if watch_optimizers else (), lambda: me.exchange if (me := own()) else None
@@ -124,8 +124,8 @@ class Switch:
         if are_local:
             memories = was is not None and same(was.averaging, chosen.averaging)
             self.exchange.take_over(before, memories=memories)
-        elif self.may_owe:
-            self.exchange.owe(before.groups)
+        elif self.may_add_unsent:
+            self.exchange.add_to_next(before.groups)
         self.chosen = chosen
 
     def _change(self, way: Way) -> None:

@@ -129,7 +129,7 @@ class Exchange(Around, ABC):
         carry_over(list(before.kept()), list(zip(self.groups, self.compressors, strict=True)), memories)
         self.unpack(steps, names, averages, late=False)
 
-    def owe(self, groups: Sequence[Group]) -> None:
+    def add_to_next(self, groups: Sequence[Group]) -> None:
         """Have each rank add what it has not sent of gradients, in these ``groups``, to its own next gradients."""
         raise NotImplementedError
 

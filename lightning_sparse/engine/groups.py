@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_sparse.checks import is_names, matches
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.engine.replica import ASIDE, EXACT, OWED
+from lightning_sparse.engine.replica import ASIDE, EXACT, UNSENT_GRADIENT
 
 FUSIONS = ("layer", "bucket", "none")
 BUCKET_BYTES = 25 * 2**20  # of float32 gradient in a group, as in DDP's default buckets
@@ -163,7 +163,7 @@ def cut_into_fragments(units: Sequence[Sequence[Piece]], fragments: int) -> tupl
 
 # - from one set of groups to another
 
-OF_WEIGHTS = (ASIDE, EXACT, OWED)  # what replicas remember of each element
+OF_WEIGHTS = (ASIDE, EXACT, UNSENT_GRADIENT)  # what replicas remember of each element
 Part = tuple[Group, int]  # the group that has a parameter, and the parameter's place in it
 
 

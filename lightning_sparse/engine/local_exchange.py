@@ -58,7 +58,7 @@ class LocalExchange(LocalState):
         self._warmup_steps = warmup_steps
         self._exchanged = 0  # the last step after which groups were taken up
         self._flight = Flight(self._lanes)
-        self._owed: dict[Tensor, Tensor] = {}  # what the step's gradients do not have yet of what is owed
+        self._unsent_gradients: dict[Tensor, Tensor] = {}  # by parameter, until this step has them
 
     # - a step
 
@@ -81,7 +81,7 @@ class LocalExchange(LocalState):
             self.settle()
             self._hide()
             self.untrained.begin()
-        self._owed = self.weights.owed()
+        self._unsent_gradients = self.weights.unsent_gradients()
         self._phases.begin_forward(half_made)
         if not half_made and self.settings.overlap and self._exchanged < self.steps:
             self._send()
@@ -90,10 +90,10 @@ class LocalExchange(LocalState):
         self._phases.end_forward()
 
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
-        """DDP's communication hook: gives every rank its own gradients back, and what is owed with them."""
+        """DDP's communication hook: gives every rank its own gradients back, with what was unsent at first."""
         self._phases.check_backward()
-        for parameter, gradient in gradients_of(bucket.buffer(), bucket.parameters()) if self._owed else ():
-            gradient.add_(self._owed.pop(parameter, 0.0))
+        for parameter, gradient in gradients_of(bucket.buffer(), bucket.parameters()) if self._unsent_gradients else ():
+            gradient.add_(self._unsent_gradients.pop(parameter, 0.0))
         if bucket.is_last():
             self._phases.backward(self.weights.versions())
         future: Future[Tensor] = Future(devices=[self.device] if self.device.type == "cuda" else None)
@@ -169,7 +169,7 @@ class LocalExchange(LocalState):
         if not self._phases.backwards:
             return
         self._phases.settle()
-        self.weights.forget_owed()
+        self.weights.forget_unsent_gradients()
         self.steps += self._advance()
         self.timeline.end_backward()
         with torch.inference_mode(False):
@@ -218,7 +218,7 @@ class LocalExchange(LocalState):
         self._flight.wait()
         self._flight, self._comparison.under_way = Flight(self._lanes), None
         if is_loaded:
-            self.weights.forget_owed()
+            self.weights.forget_unsent_gradients()
             self.weights.restart()
             self._phases.restart()
 

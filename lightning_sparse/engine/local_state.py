@@ -53,10 +53,10 @@ class LocalState(Exchange):
             before.moments.read(self.members)
             self.mean_moments.resume(before.mean_moments.state(), before.sampled, self.members)
 
-    def owe(self, groups: Sequence[Group]) -> None:
+    def add_to_next(self, groups: Sequence[Group]) -> None:
         carry_over(groups, list(zip(self.groups, self.compressors, strict=True)), memories=False)
         for replica in self.weights.replicas:
-            replica.owed = replica.group.unsent.clone()
+            replica.unsent_gradient = replica.group.unsent.clone()
             replica.group.unsent.zero_()
 
     @property

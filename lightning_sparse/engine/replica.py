@@ -17,7 +17,7 @@ from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.selection.sparse import Sparse, dense
 
 #: What a replica remembers beside its compressor, as a checkpoint names it.
-VELOCITY, ASIDE, EXACT, OWED = "outer velocity", "aside", "exact", "owed"
+VELOCITY, ASIDE, EXACT, UNSENT_GRADIENT = "outer velocity", "aside", "exact", "unsent gradient"
 HALVES = {torch.bfloat16, torch.float16}  # in which parameters hold neither x_r nor x̄ exactly
 
 Find = Callable[[], Tensor]
@@ -38,7 +38,8 @@ class Replica:
         compressor: what averages it.
         fragment: with which it takes turns.
         average: x̄ [n], the same bits on every rank; float32, or float64 for tensors in float64.
-        owed: [n] float32, what this rank had not sent of gradients when local steps began, until it has taken a step.
+        unsent_gradient: [n] float32, what this rank had not sent of gradients when local steps began, until a step is
+            taken.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Replica:
         scratch: Scratch | None = None,
     ) -> None:
         """Start from what the parameters hold; ``find`` finds tensors that no optimizer trains, where they are now."""
-        self.owed: Tensor | None = None
+        self.unsent_gradient: Tensor | None = None
         self._scratch = scratch or Scratch()
         self._taken_up: Tensor | None = None  # the weights when they were taken up [n], lent by scratch
         self._difference: Tensor | None = None  # from x̄ to them [n], then what x̄ moves by; lent by scratch
@@ -260,7 +261,7 @@ class Replica:
         """
         flat = torch.cat([weights.detach().reshape(-1) for weights in own])
         memory = dict(self.group.memory if self._memory is None else self._memory)
-        kept = {VELOCITY: self._velocity, ASIDE: self._aside, OWED: self.owed}
+        kept = {VELOCITY: self._velocity, ASIDE: self._aside, UNSENT_GRADIENT: self.unsent_gradient}
         memory |= {key: x.clone() for key, x in kept.items() if x is not None}
         if flat.dtype == torch.float64 or self._decay is not None:
             memory[EXACT] = flat
@@ -273,8 +274,8 @@ class Replica:
         """
         self._end()
         memory = self.group.memory
-        self._velocity, owed = memory.pop(VELOCITY, None), memory.pop(OWED, None)
-        self.owed = None if self.is_untrained else owed
+        self._velocity, unsent_gradient = memory.pop(VELOCITY, None), memory.pop(UNSENT_GRADIENT, None)
+        self.unsent_gradient = None if self.is_untrained else unsent_gradient
         aside, exact = memory.pop(ASIDE, None), memory.pop(EXACT, None)
         if self.average.dtype == torch.float64:  # float32 that is that of x̄ has nothing more to say
             flat = torch.where(flat == self.average.float(), self.average, flat.double())

@@ -85,18 +85,18 @@ class Weights:
         unsent = replica.unsent(self.own(replica)).float()
         return unsent.nan_to_num(0.0, 0.0, 0.0) if replica.is_untrained else unsent
 
-    def owed(self) -> dict[Tensor, Tensor]:
-        """What each parameter's next gradient gets added, of its shape, if anything is owed."""
+    def unsent_gradients(self) -> dict[Tensor, Tensor]:
+        """What is to be added to each parameter's next gradient, of its shape; empty once it was."""
         return {
             p: slot.view(p.shape)
             for replica in self.replicas
-            if replica.owed is not None
-            for p, slot in zip(replica.group.parameters, replica.group.slots(replica.owed), strict=True)
+            if replica.unsent_gradient is not None
+            for p, slot in zip(replica.group.parameters, replica.group.slots(replica.unsent_gradient), strict=True)
         }
 
-    def forget_owed(self) -> None:
+    def forget_unsent_gradients(self) -> None:
         for replica in self.replicas:
-            replica.owed = None
+            replica.unsent_gradient = None
 
     # - all of them
 

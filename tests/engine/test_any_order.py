@@ -260,7 +260,7 @@ class Seen:
     averages: Weights  # empty with averaged gradients
     own: Weights
     left: Weights  # what is unsent with local steps
-    unsent: Weights  # of gradients; with local steps what of them is owed
+    unsent: Weights  # of gradients; with local steps until one is taken
     handed_in: Weights
     handed_out: Weights
     phase: Phase | None
@@ -280,8 +280,8 @@ def look_at(training: Training) -> Seen:
             for flat, group in [(exchange.weights.unsent(replica), replica.group)]
             for name, shape, slot in zip(group.names, group.shapes, group.slots(flat), strict=True)
         }
-        owed = {names[p]: x.double() for p, x in exchange.weights.owed().items()}
-        return Seen(held, averages, own, left, owed, given, got, exchange.phase, exchange.steps)
+        unsent = {names[p]: x.double() for p, x in exchange.weights.unsent_gradients().items()}
+        return Seen(held, averages, own, left, unsent, given, got, exchange.phase, exchange.steps)
     unsent = {
         name: slot.view(shape).double()
         for group in exchange.groups
