@@ -90,7 +90,7 @@ class Chooser:
         self.chosen: Forecast | None = None
         self._auto, self._parameters = auto, parameters
         self._record: GradientRecord | None = None  # not shared by the ranks yet
-        self.measured: dict[Candidate, float] = {}  # measured
+        self.measured: dict[Candidate, float] = {}
         self._ahead: list[list[Candidate]] = []  # not looked at yet
         self._candidates = auto.choices
         if not local:
@@ -126,8 +126,7 @@ class Chooser:
             at_work: what averaged.
             record: of this rank's gradients.
         """
-        self._record, self._beside, self.forecasts = record, (measured, link), []
-        self._at_work = at_work
+        self._record, self._beside, self._at_work, self.forecasts = record, (measured, link), at_work, []
         self._forecaster = Forecaster(self._parameters, measured, link, exchange.size, None)
         known = [c for c in self._candidates if c != EXACT and not c.local_steps and same(c.averaging, at_work)]
         self.measured = dict.fromkeys(known, measured.span_s + measured.rest_s)

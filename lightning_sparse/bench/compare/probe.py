@@ -53,7 +53,7 @@ class Probe(Callback):
                 exchange.settle()  # now and not before the next forward: it belongs to this step
         end_s = time.perf_counter()
         wire = self._read()
-        report, counted_bytes = _reported(trainer.strategy)
+        report, counted_bytes, local_steps = _reported(trainer.strategy)
         self.steps.append(
             MeasuredStep(
                 s=end_s - self._end_s,
@@ -64,7 +64,7 @@ class Probe(Callback):
                 ms_compress=report.ms_compress if report else None,
                 ms_network=report.ms_network if report else None,
                 ms_span=1e3 * (self._backward_s - self._ready_s[0]),
-                ms_wait=1e3 * (self._backward_s - self._ready_s[-1]),
+                ms_wait=report.ms_wait if report and local_steps else 1e3 * (self._backward_s - self._ready_s[-1]),
                 ms_apply=1e3 * (end_s - self._backward_s),
             )
         )
@@ -79,11 +79,11 @@ class Probe(Callback):
         return read_sent(self._interface) if self._interface else None
 
 
-def _reported(strategy: Strategy) -> tuple[Report | None, int]:
-    """A strategy's report of the last step, if it makes one, and the bytes it counted."""
+def _reported(strategy: Strategy) -> tuple[Report | None, int, bool]:
+    """A strategy's report of the last step, if it makes one, the bytes it counted, and whether it was a local step."""
     if isinstance(strategy, SparseDDPStrategy):
         assert strategy.exchange is not None
         report = strategy.exchange.last  # of local steps beside which the next one computes: of the step before
-        return report, report.sent_bytes if report else 0
+        return report, report.sent_bytes if report else 0, strategy.exchange.takes_local_steps
     assert isinstance(strategy, Peer)
-    return None, strategy.sent_bytes()
+    return None, strategy.sent_bytes(), False

@@ -23,7 +23,7 @@ class MeasuredStep:
     ms_compress: float | None  # in the compressor's own code
     ms_network: float | None  # that the issuing threads waited for messages
     ms_span: float  # from the first gradient ready to the end of backward
-    ms_wait: float  # from the last gradient ready to the end of backward
+    ms_wait: float  # from the last gradient ready to the end of backward; with local steps until weights have arrived
     ms_apply: float  # from the end of backward to the end of the step
     held_out: float | None = None  # loss after it on held-out data
 
