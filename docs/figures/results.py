@@ -26,7 +26,7 @@ WORKLOADS = {
     "mlp_1m": "1.1 million parameters",
 }
 BEST_RATES = "Learning rates are the best of simulated trainings."
-GPT_3M = "One learning rate for all, 2e-3. `sparse_auto` was changed after this run."
+GPT_3M = "One learning rate for all, 2e-3."
 #: What must be known to read a run.
 NOTES = {
     "2026-11-21-050057-mlp_25m": "For Skip-Reduce on 2, 4 and 8 hosts.",
@@ -42,12 +42,12 @@ NOTES = {
     "2026-11-22-174617-gpt_10m": "Other programs took up to one of the two cores; `no_communication`, whose turn was "
     "the busiest, is no floor here. `post_local_sgd`, PyTorch's hook, is no peer any more.",
     "2026-11-22-182041-gpt_10m": "A quieter machine; stopped after the first round.",
-    "2026-11-25-134512-gpt_3m": GPT_3M,
-    "2026-11-25-135947-gpt_3m": GPT_3M,
     "2026-11-25-150025-byte_lm": BEST_RATES,
     "2026-11-25-150736-byte_lm": f"{BEST_RATES} Choosing took `sparse_auto` 3.4 s, most of it messages.",
     "2026-11-25-151443-byte_lm": BEST_RATES,
     "2026-11-25-151857-byte_lm": BEST_RATES,
+    "2026-11-25-220915-gpt_3m": GPT_3M,
+    "2026-11-25-221933-gpt_3m": GPT_3M,
 }
 
 
