@@ -46,7 +46,7 @@ class SparseDDPStrategy(DDPStrategy):
 
     def __init__(
         self,
-        compressor: Compressor | Auto | str = "skip_reduce",
+        compressor: Compressor | Auto | str = "sparse_auto",
         fusion: str | Sequence[str] = "layer",
         wire_dtype: str | None = None,
         warmup_steps: int = 0,

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse.auto.policy import Auto, by_name
 from lightning_sparse.checkpoint.state import RESIDUALS
 from lightning_sparse.checks import check_one_of, check_whole, is_number
-from lightning_sparse.compressors import Compressor, MomentumCorrection, Warmup
+from lightning_sparse.compressors import COMPRESSORS, Compressor, MomentumCorrection, Warmup
 from lightning_sparse.compressors.wrapper import Wrapper
 from lightning_sparse.engine.build import Way, check_trains
 from lightning_sparse.engine.groups import BUCKET_BYTES, check_fusion
@@ -224,14 +224,15 @@ def _refuse_unknown(kwargs: Mapping[str, object], init: Callable[..., None], com
     unknown = {name: value for name, value in kwargs.items() if name not in taken - GIVEN_BY_LIGHTNING}
     if not unknown:
         return
-    known = fields(compressor)  # type: ignore[arg-type]  # by_name has seen to it
-    if misplaced := [field.name for field in known if field.name in unknown]:
-        name = type(compressor).__name__
-        name = f"ls.{name}" if type(compressor).__module__.startswith("lightning_sparse.") else name
-        raise TypeError(
-            f"{misplaced[0]} must be given to the compressor, of which it is a setting, not to the strategy; write "
-            f"SparseDDPStrategy({name}({_call(changed(compressor) | {each: unknown[each] for each in misplaced})}))."
-        )
+    for owner in (compressor, *(kind() for kind in COMPRESSORS.values())):
+        known = fields(owner)  # type: ignore[arg-type]  # by_name has seen to it
+        if misplaced := [field.name for field in known if field.name in unknown]:
+            name = type(owner).__name__
+            name = f"ls.{name}" if type(owner).__module__.startswith("lightning_sparse.") else name
+            raise TypeError(
+                f"{misplaced[0]} must be given to the compressor, of which it is a setting, not to the strategy; write "
+                f"SparseDDPStrategy({name}({_call(changed(owner) | {each: unknown[each] for each in misplaced})}))."
+            )
     no_options = {*GIVEN_BY_LIGHTNING, *UNSUPPORTED, "self", "ddp_kwargs", *unknown}
     options = (taken | {f.name for f in fields(Options)}) - no_options
     close = get_close_matches(next(iter(unknown)), options, n=1, cutoff=0.75)

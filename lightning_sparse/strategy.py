@@ -40,7 +40,7 @@ class SparseMixin(ElasticHost):
 
     def __init__(
         self,
-        compressor: Compressor | Auto | str = "skip_reduce",
+        compressor: Compressor | Auto | str = "sparse_auto",
         fusion: str | Sequence[str] = "layer",
         wire_dtype: str | None = None,
         warmup_steps: int = 0,
@@ -252,8 +252,8 @@ class SparseDDPStrategy(SparseMixin, DDPStrategy):
     """Data-parallel training that sends a part of the gradient and keeps the rest for later steps.
 
     Args:
-        compressor: "sparse_auto", which measures and chooses, and is what we recommend; a name in ``COMPRESSORS``, for
-            its defaults; or an instance such as ``SkipReduce(skip=0.5)``.
+        compressor: "sparse_auto", which measures and chooses; a name in ``COMPRESSORS``, for its defaults; or an
+            instance such as ``SkipReduce(skip=0.5)``.
         fusion: which parameters travel together.  "layer": LayerFusion, groups of 25 MiB in backward order until the
             first steps have been measured, then the fastest; "bucket": groups of ``bucket_cap_mb`` (25) MiB; "none":
             one group a layer; or a list with a shell-style pattern of parameter names for each group.

@@ -42,12 +42,12 @@ NOTES = {
     "2026-11-22-174617-gpt_10m": "Other programs took up to one of the two cores; `no_communication`, whose turn was "
     "the busiest, is no floor here. `post_local_sgd`, PyTorch's hook, is no peer any more.",
     "2026-11-22-182041-gpt_10m": "A quieter machine; stopped after the first round.",
-    "2026-11-25-150025-byte_lm": BEST_RATES,
-    "2026-11-25-150736-byte_lm": f"{BEST_RATES} Choosing took `sparse_auto` 3.4 s, most of it messages.",
-    "2026-11-25-151443-byte_lm": BEST_RATES,
-    "2026-11-25-151857-byte_lm": BEST_RATES,
     "2026-11-25-220915-gpt_3m": GPT_3M,
     "2026-11-25-221933-gpt_3m": GPT_3M,
+    "2026-11-25-230003-byte_lm": BEST_RATES,
+    "2026-11-25-230802-byte_lm": BEST_RATES,
+    "2026-11-25-231600-byte_lm": BEST_RATES,
+    "2026-11-25-232017-byte_lm": BEST_RATES,
 }
 
 

@@ -168,8 +168,8 @@ def test_frozen_parameters_and_buffers_that_a_checkpoint_keeps_are_watched() -> 
     ("options", "error"),
     [
         ({"compressor": ls.MomentumCorrection(0.9, ls.TopK())}, "cannot be combined with MomentumCorrection"),
-        ({"compressor": "sparse_auto"}, "cannot be combined with sparse_auto"),
-        ({"local_group": 2}, "local_steps cannot be combined with local_group=2"),
+        ({}, "cannot be combined with sparse_auto"),
+        ({"compressor": "sparse_dense", "local_group": 2}, "local_steps cannot be combined with local_group=2"),
     ],
 )
 def test_what_cannot_be_combined(options: Any, error: str) -> None:
