@@ -218,7 +218,7 @@ def test_every_option_of_the_strategy_is_reached(configure: Configure, tmp_path:
     typed = [f"{STRATEGY}.{name}={text}" for name, (text, _) in OPTIONS.items()]
     for given in (
         [f"--config={written(content, tmp_path)}"],
-        ["--trainer.accelerator=cpu", f"{STRATEGY}=SparseDDPStrategy", *typed],
+        ["--trainer.accelerator=cpu", f"{STRATEGY}=SparseDDPStrategy", f"{STRATEGY}.compressor=ok_topk", *typed],
     ):
         strategy = configure(*given)
         own = vars(strategy.options) | vars(strategy) | strategy._ddp_kwargs
