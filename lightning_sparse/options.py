@@ -36,6 +36,7 @@ UNSUPPORTED = (
 GIVEN_BY_LIGHTNING = {"module", "device_ids", "args", "kwargs"}  # to DDP, or not by name
 MOST_MB = 2**23  # of bucket_cap_mb: 8 TiB
 HAND_OVER_MB = 1  # of gradient, between one call of our hook and the next
+EXAMPLE = ": SparseDDPStrategy('sparse_dense', ...)"  # how a compressor is named in place of sparse_auto
 
 
 @dataclass(frozen=True)
@@ -111,17 +112,17 @@ class Options:
         if self.fusion != "layer":
             raise ValueError(
                 f"fusion={self.fusion!r} cannot be combined with sparse_auto, which chooses from what LayerFusion "
-                "measures. Give fusion='layer'."
+                f"measures. Give fusion='layer', or name a compressor{EXAMPLE}."
             )
         if self.wire_dtype != "float32":
             raise ValueError(
                 f"wire_dtype={self.wire_dtype!r} cannot be combined with sparse_auto, whose candidates have formats of "
-                "their own. Leave it out."
+                f"their own. Leave it out, or name a compressor{EXAMPLE}."
             )
         if self.local_steps:
             raise ValueError(
-                "local_steps cannot be combined with sparse_auto, which chooses whether to take local steps. Leave out "
-                "local_steps, or name the compressor."
+                "local_steps cannot be combined with sparse_auto, which chooses whether to take local steps. Leave "
+                f"it out, or name a compressor{EXAMPLE}."
             )
 
     def _check_local(self) -> None:
