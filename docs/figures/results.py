@@ -48,6 +48,7 @@ NOTES = {
     "2026-11-25-230802-byte_lm": BEST_RATES,
     "2026-11-25-231600-byte_lm": BEST_RATES,
     "2026-11-25-232017-byte_lm": BEST_RATES,
+    "2026-11-25-235556-gpt_10m": "One learning rate for all.",
 }
 
 
