@@ -13,6 +13,7 @@ from lightning_sparse.checkpoint.state import KEY, State, mean_used
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.groups import carry_over, not_carried
+from lightning_sparse.engine.replica import UNSENT_GRADIENT
 from lightning_sparse.network.agreement import agree, everywhere, ranks_having
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.torch_comm import TorchComm
@@ -195,6 +196,8 @@ def _groups(state: State, exchange: Exchange, memories: bool) -> list[Group]:
             slot.copy_(mean_used(x, rows).reshape(-1))
         if memories:
             group.memory = {key: _beside(x[exchange.rank], exchange.device) for key, x in kept["memory"].items()}
+        elif (unsent := kept["memory"].get(UNSENT_GRADIENT)) is not None:
+            group.memory = {UNSENT_GRADIENT: _beside(mean_used(unsent, rows), exchange.device)}
         groups.append(group)
     return groups
 
