@@ -822,6 +822,27 @@ def test_what_gradients_have_not_sent_joins_those_of_the_first_local_step_once()
     state.teardown()
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_gradients_have_not_sent_goes_along_to_other_settings_and_ranks(size: int) -> None:
+    """From a checkpoint within the first local step; to another number of ranks as a mean."""
+    setup = SETUPS["changes, rounded"]
+    state = AnyOrder(setup)
+    state.train(steps=2)
+    state.begin_local_steps(number=0)
+    state.forward()
+    state.save_within_a_step()
+    written = state.file[0]
+    other = AnyOrder(replace(setup, size=size, candidates=(*setup.candidates, Candidate(ls.Dense(), "int4", 4))))
+    other.everywhere(lambda training: training.load(written))
+    for name in state.seen[0].unsent:
+        saved = [seen.unsent[name] for seen in state.seen]
+        loaded = [seen.unsent[name] for seen in other.look()]
+        assert_near({name: torch.stack(saved).mean(0)}, {name: torch.stack(loaded).mean(0)}, "means of what is unsent")
+    assert state.seen[0].unsent
+    for each in (state, other):
+        each.teardown()
+
+
 def added_by(state: AnyOrder, rank: int) -> Weights:
     """What the hook has given back more than it was given, since the account of ``state`` was started."""
     now, then = state.seen[rank], state.account[rank]
