@@ -26,7 +26,7 @@ WORKLOADS = {
     "mlp_1m": "1.1 million parameters",
 }
 BEST_RATES = "Learning rates are the best of simulated trainings."
-GPT_3M = "One learning rate for all, 2e-3."
+ONE_RATE = "One learning rate for all, {}."
 #: What must be known to read a run.
 NOTES = {
     "2026-11-21-050057-mlp_25m": "For Skip-Reduce on 2, 4 and 8 hosts.",
@@ -42,13 +42,13 @@ NOTES = {
     "2026-11-22-174617-gpt_10m": "Other programs took up to one of the two cores; `no_communication`, whose turn was "
     "the busiest, is no floor here. `post_local_sgd`, PyTorch's hook, is no peer any more.",
     "2026-11-22-182041-gpt_10m": "A quieter machine; stopped after the first round.",
-    "2026-11-25-220915-gpt_3m": GPT_3M,
-    "2026-11-25-221933-gpt_3m": GPT_3M,
+    "2026-11-25-220915-gpt_3m": ONE_RATE.format("2e-3"),
+    "2026-11-25-221933-gpt_3m": ONE_RATE.format("2e-3"),
     "2026-11-25-230003-byte_lm": BEST_RATES,
     "2026-11-25-230802-byte_lm": BEST_RATES,
     "2026-11-25-231600-byte_lm": BEST_RATES,
     "2026-11-25-232017-byte_lm": BEST_RATES,
-    "2026-11-25-235556-gpt_10m": "One learning rate for all.",
+    "2026-11-25-235556-gpt_10m": ONE_RATE.format("5e-4"),
 }
 
 
