@@ -61,7 +61,7 @@ class ElasticExchange(LocalExchange):
         warmup_steps: int = 0,
     ) -> None:
         self._hosts = Hosts(hosts, self._shared)
-        self._among = ElasticComm(self._hosts.leave).in_format(wire_dtype)
+        self._among = ElasticComm(self._hosts.leave, hosts.limit).in_format(wire_dtype)
         super().__init__(groups, fragments, [self._among], threaded=True, settings=settings, warmup_steps=warmup_steps)
         self._described, self._alone = dict(described), alone
         self._others = Untrained(untrained)  # that each host has for itself, and hands on to one that joins

@@ -5,6 +5,7 @@ import os
 import socket
 import uuid
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache
 
 from lightning_sparse.checks import check_setting, check_switch, check_whole, is_number
@@ -68,6 +69,11 @@ class Elastic:
         if not isinstance(given, bool):
             raise ValueError(f"elastic must be True, False or ls.Elastic(...); got {given!r}.")
         return cls() if given else None
+
+    @property
+    def limit(self) -> timedelta:
+        """``timeout``."""
+        return timedelta(seconds=self.timeout)
 
     def name(self) -> str:
         """The name of this host; if none is given, that of the machine and a random one of this process."""

@@ -1,6 +1,7 @@
 """Messages among hosts that may be lost: whoever loses one gives all up at once, so that nobody waits for it."""
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor
@@ -22,14 +23,15 @@ class ElasticComm(TorchComm):
 
     Args:
         leave: closes what else is open to the other hosts.
+        limit: how long a message may take.
     """
 
-    def __init__(self, leave: Callable[[], None]) -> None:
+    def __init__(self, leave: Callable[[], None], limit: timedelta) -> None:
         Comm.__init__(self, 0, 1)
         self._groups: list[dist.ProcessGroup] = []
         self._by_nccl = {"cpu": False, "cuda": False}
         self._under_way: set[_Watched] = set()
-        self._close = leave
+        self._close, self.limit = leave, limit
 
     def join(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
         """Send to these ``size`` hosts from now on, of which this one is ``rank``."""
@@ -95,7 +97,7 @@ class _Watched:
         if self.work is None:
             raise RankLost("another message was lost before")
         try:
-            self.work.wait()
+            self.work.wait(self._comm.limit)
         except RuntimeError as error:
             self._comm.leave()
             raise RankLost(str(error)) from None

@@ -16,6 +16,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 from lightning_sparse.network.elastic import Elastic
 
 RETRY_S = 0.5  # from one look for a lighthouse that is gone to the next
+TO_CONNECT = 5  # times its time limit, which Gloo waits for another host to connect
 
 
 class Hosts:
@@ -119,7 +120,7 @@ class Hosts:
 
     def _start(self) -> None:
         settings, address = self._settings, _own_address(self._lighthouse)
-        limit = timedelta(seconds=settings.timeout)
+        limit = settings.limit
         group, transport = _parts(address, limit)
         self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=limit)
         self._group = group
@@ -169,6 +170,14 @@ def _parts(address: str, limit: timedelta) -> tuple[Any, Any]:
         def configure(self, *args: Any, **kwargs: Any) -> None:
             super().configure(*args, **kwargs)
             self.made_anew = True
+
+        def _create_pg(self, *args: Any) -> dist.ProcessGroup:
+            self._timeout = limit / TO_CONNECT
+            try:
+                group: dist.ProcessGroup = super()._create_pg(*args)
+            finally:
+                self._timeout = limit  # so long it waits for the others to say where they are
+            return group
 
     class Transport(HTTPTransport):  # type: ignore[misc]
         def address(self) -> str:  # torchft gives the host's name, which others may not know

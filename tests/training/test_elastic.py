@@ -5,17 +5,19 @@ import os
 import random
 import re
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time only
 
 import lightning_sparse as ls
 from lightning_sparse.bench.cluster import Cluster
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.fabric import SparseDDPStrategy as FabricStrategy
-from lightning_sparse.network.hosts import Hosts
+from lightning_sparse.network.hosts import Hosts, _parts
 from tests import conftest
 from tests.support.elastic import FATAL, FAULTS, Journals, Lighthouse, Plan, train, wait_until
 from tests.support.local_steps import local
@@ -71,7 +73,8 @@ def test_a_host_joins_when_two_of_four_were_killed_at_once(ranks: Ranks, tmp_pat
 def test_hosts_are_killed_while_another_joins(ranks: Ranks, tmp_path: Path) -> None:
     faults = {0: ("handing_on", 8), 1: ("within", 9)}
     with Lighthouse() as lighthouse:
-        plan = Plan(lighthouse.address, tmp_path, steps=40, faults=faults, joins={4: 8})
+        plan = Plan(lighthouse.address, tmp_path, steps=100, faults=faults, joins={4: 8}, timeout_s=4.0)
+        plan.slow_below = 3  # whoever waits, for 4 s, for a dead host to connect, is to catch up in time
         ends = ends_of(ranks, 5, plan)
     Journals(tmp_path).check_bits()
     assert {3, 4} & set(Journals(tmp_path).check_law())
@@ -216,6 +219,16 @@ def test_a_checkpoint_of_one_host_resumes_on_any_number_of_hosts_and_ranks(ranks
         of_ranks = str(Path(saved[0]).with_name("ranks.ckpt"))
         elsewhere = Plan(lighthouse.address, tmp_path, steps=10, checkpoints={0: of_ranks, 1: of_ranks})
         ends_of(ranks, 2, elsewhere)
+
+
+def test_who_dies_before_it_connects_is_waited_for_no_longer_than_for_a_message() -> None:
+    limit = timedelta(seconds=10)
+    group, _ = _parts("127.0.0.1", limit)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    group.configure(f"127.0.0.1:{store.port}/test", "alone", 0, 1)
+    of_gloo = group.parent._get_backend(torch.device("cpu")).options._timeout
+    assert 5 * of_gloo == limit  # Gloo waits five times its own limit for others to connect
+    group.abort(errored=False)
 
 
 def test_without_torchft_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
