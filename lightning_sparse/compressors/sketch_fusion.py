@@ -84,12 +84,17 @@ class SketchFusion(Compressor):
         estimates = hashed.estimate(table, out=comm.buffer("estimates", n, torch.float32, unsent.device))
 
         found = on.select_k(estimates, k)
-        group.picked, broken = found.count, (0 * found.values).sum()  # NaN if an estimate is not finite: so it is seen
-        if not self.exact:
-            on.put(replace(found, values=0 * found.values), unsent)
-            return on.total(replace(found, values=found.values + broken), n)
-        total = yield from sum_selected(found, unsent, k, comm)
-        return Sparse(total.index, total.values + broken) if isinstance(total, Sparse) else total + broken
+        group.picked, broken = found.count, (0 * found.values).sum()  # NaN if an estimate is not finite
+        if self.exact:
+            total = yield from sum_selected(found, unsent, k, comm)
+        else:
+            on.put(replace(found, values=torch.zeros_like(found.values)), unsent)
+            total = on.total(found, n)
+        if isinstance(total, Sparse) and not broken.isnan():
+            return total
+        for x in (unsent, *group.memory.values()):
+            x.nan_to_num_(0.0, 0.0, 0.0)  # none is left of what is not finite: it arrives as NaN, in all of the group
+        return torch.full_like(unsent, torch.nan) if isinstance(total, Sparse) else total + broken
 
     def _remembered(self, group: Group, table: Tensor) -> Tensor:
         if not self.momentum:

@@ -139,7 +139,8 @@ def _take(
         if BITS == 4:
             digit = ((digit + 8 * (1 - k)) & 15) << (4 * k)
     tl.store(scales + row, scale, mask=row < blocks)
-    tl.store(values + row * BLOCK + place, value - multiple * scale, mask=inside)
+    rest = tl.where(scale < float("inf"), value - multiple * scale, 0.0)  # none of what is not finite
+    tl.store(values + row * BLOCK + place, rest, mask=inside)
     code = tl.sum(tl.where(inside, digit, 0), axis=2)[:, :, None]
     at = codes + row * (BLOCK * BITS // 8) + byte
     tl.store(at, (code & 0xFF).to(tl.uint8), mask=byte < (width * BITS + 7) // 8)

@@ -114,7 +114,7 @@ def take_blocks(values: Tensor, out: Tensor, bits: int) -> None:
         else:
             multiples = (part * (scale.reciprocal() * BELOW_ONE)).round().nan_to_num(0.0)
         code.copy_(_written(multiples, bits))
-        part.sub_(multiples * scale)
+        part.sub_(multiples * scale).masked_fill_(~scale.isfinite(), 0.0)
     head.copy_(scales.view(torch.uint8))
 
 

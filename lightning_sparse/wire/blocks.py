@@ -39,7 +39,8 @@ SHARE = 1 - 2.0**-18
 class Blocks(ValueFormat):
     """Values that are multiples of a scale that each block of ``BLOCK`` shares.
 
-    On the wire lie the scales, then the multiples.  What is not finite arrives as NaN or infinity in all of its block.
+    On the wire lie the scales, then the multiples.  What is not finite arrives as NaN or infinity in all of its block,
+    of which nothing is left to be sent.
     """
 
     bits: int
@@ -55,6 +56,8 @@ class Blocks(ValueFormat):
         head, codes = out.split([4 * scales.numel(), out.numel() - 4 * scales.numel()])
         for part, scale, code, scratch in self._runs(values, scales, codes):
             self._take(part, scale, code, scratch)
+            if not bool(scale.isfinite().all()):  # nothing is left of what arrives as NaN or infinity
+                part.masked_fill_(~scale.isfinite(), 0.0)
         head.copy_(scales.view(torch.uint8))
 
     def read(self, payload: Tensor, out: Tensor) -> None:

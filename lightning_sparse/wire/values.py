@@ -31,6 +31,7 @@ class ValueFormat(ABC):
         """Move ``values`` [n] float32, contiguous, onto the wire: rounded into ``out`` [nbytes(n)] uint8.
 
         ``values`` keep the rounding errors, to be sent in a later step: ``values before == read + values after``.
+        Where what is read is not finite they are zero.
         """
 
     @abstractmethod
@@ -87,8 +88,8 @@ class ValueFormat(ABC):
 class Float(ValueFormat):
     """Floating-point values of another type: float32, bfloat16 or float16.
 
-    A value beyond the range of float16, infinity too, is sent as the largest it can carry; the rest, rounded to
-    float32, stays.  What is not finite arrives so.
+    A value beyond the range of float16 is sent as the largest it can carry; the rest, rounded to float32, stays.  What
+    is not finite, or becomes so by rounding, arrives so, and nothing is left of it.
     """
 
     name: str
@@ -116,10 +117,11 @@ class Float(ValueFormat):
     def _take(self, values: Tensor, written: Tensor, scratch: Tensor) -> None:
         if self.dtype == torch.float16:
             limit = torch.finfo(torch.float16).max
-            written.copy_(torch.clamp(values, -limit, limit, out=scratch))
+            written.copy_(torch.where(values.isinf(), values, values.clamp(-limit, limit)))
         else:
             written.copy_(values)
         values.sub_(scratch.copy_(written))  # 5 times as fast as subtracting another type
+        values.nan_to_num_(0.0, 0.0, 0.0)
 
     def read(self, payload: Tensor, out: Tensor) -> None:
         out.copy_(viewed(payload, self.dtype))
