@@ -72,6 +72,22 @@ def test_an_option_of_the_strategy_works_or_is_refused_by_name(name: str, value:
     assert simulate(options.averaging, given, wire_dtype=options.wire_dtype).mean.isfinite().all()
 
 
+@pytest.mark.parametrize(("mib", "buckets_mib"), [(0, 1), (4, 1), (43, 4.3), (4000, 25)])
+def test_ddp_hands_over_ten_buckets_of_1_to_25_mib_unless_a_user_says_otherwise(mib: int, buckets_mib: float) -> None:
+    module = nn.Module()
+    module.trained = nn.Parameter(torch.empty(mib, 2**18, device="meta"))
+    module.frozen = nn.Parameter(torch.empty(9, 2**18, device="meta"), requires_grad=False)
+
+    def given_to_ddp(fusion: Any, **kwargs: Any) -> dict[str, Any]:
+        strategy = ls.SparseDDPStrategy("micro", fusion=fusion, **kwargs)
+        return strategy.options.with_buckets(strategy._ddp_kwargs, module)
+
+    assert given_to_ddp("layer") == given_to_ddp(["*"], bucket_cap_mb=None) == {"bucket_cap_mb": buckets_mib}
+    assert given_to_ddp("layer", bucket_cap_mb=3) == {"bucket_cap_mb": 3}
+    assert given_to_ddp("bucket") == {}
+    assert given_to_ddp("none")["bucket_cap_mb"] < 1e-5  # one for each parameter
+
+
 @pytest.mark.filterwarnings("ignore:There is one rank")
 @pytest.mark.parametrize("name", ["compressor", "fusion", "wire_dtype", "warmup_steps", "bucket_bytes", "residuals"])
 @fuzzed(12, value=VALUES)
