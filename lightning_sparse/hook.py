@@ -102,14 +102,9 @@ class SparseHook:
         options: Options = strategy.options
         local_size = strategy.num_processes if isinstance(options.local_group, str) else options.local_group
         options.agree(module, world(), local_size, strategy._ddp_kwargs.get("find_unused_parameters"), scaler)
-        given = strategy._ddp_kwargs
-        strategy._ddp_kwargs = options.with_buckets(given, module)
-        try:
+        with options.buckets_for(module, strategy):
             ddp = wrap()
-        finally:
-            strategy._ddp_kwargs = given
-        hook = cls.__new__(cls)
-        owner = weakref.ref(strategy)
+        hook, owner = cls.__new__(cls), weakref.ref(strategy)
         hook._put_on(
             ddp,
             options,

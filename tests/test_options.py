@@ -80,7 +80,8 @@ def test_ddp_hands_over_ten_buckets_of_1_to_25_mib_unless_a_user_says_otherwise(
 
     def given_to_ddp(fusion: Any, **kwargs: Any) -> dict[str, Any]:
         strategy = ls.SparseDDPStrategy("micro", fusion=fusion, **kwargs)
-        return strategy.options.with_buckets(strategy._ddp_kwargs, module)
+        with strategy.options.buckets_for(module, strategy):
+            return strategy._ddp_kwargs
 
     assert given_to_ddp("layer") == given_to_ddp(["*"], bucket_cap_mb=None) == {"bucket_cap_mb": buckets_mib}
     assert given_to_ddp("layer", bucket_cap_mb=3) == {"bucket_cap_mb": 3}

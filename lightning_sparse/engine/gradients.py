@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group, HostCopy
+from lightning_sparse.engine.groups import BUCKET_BYTES
 from lightning_sparse.engine.lane import Lane, have_caller_wait, wait_for_caller
 from lightning_sparse.engine.means import Means
 from lightning_sparse.engine.scaled_steps import ScaledSteps
@@ -107,6 +108,8 @@ class GradientExchange(ScaledSteps):
             self._end_scaled_step()
             step = self._step = Step(self.groups, self._queues, self._lanes, self._scaler)
             step.in_place = self._next_in_place
+            if step.in_place:
+                self._lanes[0].comm.buffers.reuse()
         with self._lock:
             if self.error is not None:
                 raise self.error
@@ -169,24 +172,29 @@ class GradientExchange(ScaledSteps):
     def _sum_in_place(self, step: Step, bucket: PendingBucket) -> Future[Tensor]:
         comm = self._lanes[0].comm
         assert isinstance(comm, TorchComm)
-        sums = comm.mean_in_place(bucket.buffer)
-        done: Future[Tensor] = sums.then(partial(self._end_in_place, step, bucket))
-        return done
+        step.unsummed.append(bucket)
+        if step.has_arrived or sum(each.buffer.nbytes for each in step.unsummed) >= BUCKET_BYTES:
+            buckets, step.unsummed = step.unsummed, []
+            sums = comm.mean_in_place([each.buffer for each in buckets])
+            sums.then(partial(self._end_in_place, step, buckets))
+        return bucket.future
 
-    def _end_in_place(self, step: Step, bucket: PendingBucket, sums: Future[list[Tensor]]) -> Tensor:
-        try:
-            with explained():
-                sums.value()
-        except RuntimeError as error:
-            self.error = self.error or error
-            raise
+    def _end_in_place(self, step: Step, buckets: Sequence[PendingBucket], sums: Future[list[Tensor]]) -> None:
         with self._lock:
-            step.buckets.remove(bucket)
+            try:
+                with explained():
+                    sums.value()
+            except RuntimeError as error:
+                self.error = self.error or error
+                step.fail(self.error)
+                return
+            step.buckets = [each for each in step.buckets if each not in buckets]
             if step.has_arrived and not step.buckets:
                 for group in self._groups:
                     group.end_dense_step()
                 self._finish(step)
-        return bucket.buffer
+            for each in buckets:
+                each.give_back()
 
     def close(self) -> bool:
         if self._used is not None:

@@ -79,6 +79,7 @@ class Step:
         self.overflowed: Pending  # with a loss scale, and how many ranks found a gradient that is not finite
         self.averages: list[LaneFuture[None]] = []  # with a loss scale
         self.in_place = False  # DDP's buckets are summed where they lie
+        self.unsummed: list[PendingBucket] = []  # of these, what no message has yet
         self._arriving = [len(group.parameters) for group in groups]  # parameters not handed over yet
         self._queues = [deque(queue) for queue in queues]
         self._lanes = lanes

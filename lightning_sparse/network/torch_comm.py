@@ -142,12 +142,26 @@ class TorchComm(Comm):
         dist.reduce(total, self._global[0], group=self._group)
         return total.div_(self.size).cpu()
 
-    def mean_in_place(self, x: Tensor) -> Future[list[Tensor]]:
-        """Launch the mean of ``x`` [n] over all ranks, by the backend, into ``x``; the same bits as plain DDP's."""
+    def mean_in_place(self, parts: Sequence[Tensor]) -> Future[list[Tensor]]:
+        """Launch the mean of ``parts`` [n_i] float32 over all ranks, by the backend in one message, into them.
+
+        As plain DDP does it: each rank's is divided first.  Several are copied into one buffer and back.
+        """
+        lengths = [part.numel() for part in parts]
+        alone = len(parts) == 1
+        x = parts[0] if alone else self.buffer("total", sum(lengths), torch.float32, parts[0].device)
+        for part, place in zip(parts, x.split(lengths), strict=True):
+            torch.div(part, self.size, out=place)
         self._count("all_reduce", x.nbytes)
-        work = dist.all_reduce(x.div_(self.size), group=self._group, async_op=True)
-        done: Future[list[Tensor]] = work.get_future()
-        return done
+        sums: Future[list[Tensor]] = dist.all_reduce(x, group=self._group, async_op=True).get_future()
+
+        def copied_back(done: Future[list[Tensor]]) -> list[Tensor]:
+            done.value()
+            for part, place in zip(parts, x.split(lengths), strict=True):
+                part.copy_(place)
+            return list(parts)
+
+        return sums if alone else sums.then(copied_back)
 
     def _to_first(self, x: Tensor) -> None:
         self._meter.count(0 if self.rank == 0 else x.nbytes)

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.compressors.rounded import Rounded
+from lightning_sparse.engine import gradients
 from lightning_sparse.engine.groups import lay_out
 from tests.support.models import weights
 from tests.support.processes import Ranks
@@ -17,9 +18,9 @@ from tests.support.processes import Ranks
 SHAPE = (100, 50)  # large enough not to go to all ranks in one hop
 
 
-def layer() -> DistributedDataParallel:
+def layer(bucket_cap_mb: float = 25) -> DistributedDataParallel:
     torch.manual_seed(0)
-    return DistributedDataParallel(nn.Linear(*SHAPE))
+    return DistributedDataParallel(nn.Linear(*SHAPE), bucket_cap_mb=bucket_cap_mb)
 
 
 def step(ddp: DistributedDataParallel, rank: int, number: int, lr: float = 0.1) -> None:
@@ -31,8 +32,9 @@ def step(ddp: DistributedDataParallel, rank: int, number: int, lr: float = 0.1) 
             parameter -= lr * parameter.grad
 
 
-def trained(rank: int, size: int) -> Any:
-    plain, ours, again = layer(), layer(), layer()
+def trained(rank: int, size: int, bucket_cap_mb: float, message_bytes: int) -> Any:
+    gradients.BUCKET_BYTES = message_bytes
+    plain, ours, again = layer(), layer(bucket_cap_mb), layer(bucket_cap_mb)
     hook = ls.SparseHook(ours, "sparse_dense")
     hook.exchange.may_sum_in_place = True
     whole = []
@@ -49,22 +51,32 @@ def trained(rank: int, size: int) -> Any:
             resumed.load_state_dict(saved[0])
         if number > 2:
             step(again, rank, number)
-    report = hook.exchange.last
-    results = weights(plain), weights(ours), weights(again), whole, report.sent_bytes, hook.exchange.steps
+    report, sent_before = hook.exchange.last, hook.exchange._lanes[0].comm.messages
+    step(ours, rank, 6)
+    messages = hook.exchange._lanes[0].comm.messages - sent_before
+    step(plain, rank, 6)
+    step(again, rank, 6)
+    results = weights(plain), weights(ours), weights(again), whole, report.sent_bytes, messages
     resumed.close()
     hook.close()
     return results
 
 
-def test_it_is_plain_ddp_but_for_the_order_of_sums(ranks: Ranks) -> None:
-    every = ranks.run(trained, 3, gloo=True)
-    for plain, ours, resumed, whole, sent_bytes, steps in every:
+@pytest.mark.parametrize(
+    ("bucket_cap_mb", "message_bytes", "expected"), [(25, 25 << 20, 1), (1e-4, 25 << 20, 1), (1e-4, 100, 2)]
+)
+def test_it_is_plain_ddp_but_for_the_order_of_sums(
+    ranks: Ranks, bucket_cap_mb: float, message_bytes: int, expected: int
+) -> None:
+    """Small buckets travel together, up to so many bytes."""
+    every = ranks.run(trained, 3, bucket_cap_mb, message_bytes, gloo=True)
+    for plain, ours, resumed, whole, sent_bytes, messages in every:
         torch.testing.assert_close(ours, plain, rtol=1e-3, atol=1e-4)
         torch.testing.assert_close(ours, resumed, rtol=1e-3, atol=1e-4)
         assert torch.equal(ours, every[0][1])
         assert all(whole)
         assert sent_bytes == pytest.approx(2 * 2 / 3 * 4 * (SHAPE[0] + 1) * SHAPE[1], abs=4)
-        assert steps == 6
+        assert messages == expected
 
 
 def rounded_then_exact(rank: int, size: int) -> tuple[Tensor, Tensor]:
