@@ -37,8 +37,6 @@ NOTES = {
     "at 1 % in float32, the default then.",
     "2026-11-21-192825-mlp_25m": "For memory and the compressor's own time, on a quiet machine. 1 % in float32.",
     "2026-11-22-145844-mlp_1m": "What a step adds to one without a network is 100 ms for each hop after another.",
-    "2026-11-22-174617-gpt_10m": "Other programs took up to one of the two cores; `no_communication`, whose turn was "
-    "the busiest, is no floor here. `post_local_sgd`, PyTorch's hook, is no peer any more.",
     "2026-11-25-220915-gpt_3m": ONE_RATE.format("2e-3"),
     "2026-11-25-221933-gpt_3m": ONE_RATE.format("2e-3"),
     "2026-11-25-230003-byte_lm": BEST_RATES,
@@ -48,7 +46,9 @@ NOTES = {
     "2026-11-25-235556-gpt_10m": ONE_RATE.format("5e-4"),
     "2026-11-26-012810-gpt_3m": ONE_RATE.format("2e-3") + " Tests ran beside it at the lowest priority.",
     "2026-11-26-014934-gpt_10m": ONE_RATE.format("5e-4"),
-    "2026-11-26-022625-gpt_10m": ONE_RATE.format("5e-4"),
+    "2026-11-26-022625-gpt_10m": ONE_RATE.format("5e-4") + " `sparse_auto` sent a message for each 4 MiB.",
+    "2026-11-26-024233-gpt_10m": ONE_RATE.format("5e-4"),
+    "2026-11-26-025458-gpt_3m": ONE_RATE.format("2e-3"),
 }
 
 

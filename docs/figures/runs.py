@@ -21,7 +21,6 @@ PEER_LABELS = {
     "ddp": "plain DDP",
     "bf16_hook": "bfloat16 hook",
     "fp16_hook": "float16 hook",
-    "post_local_sgd": "post-local SGD",
     "diloco": "DiLoCo",
     NO_COMMUNICATION: "no network",
 }
