@@ -120,7 +120,8 @@ class Float(ValueFormat):
             written.copy_(torch.where(values.isinf(), values, values.clamp(-limit, limit)))
         else:
             written.copy_(values)
-        values.sub_(scratch.copy_(written))  # 5 times as fast as subtracting another type
+        # On a CPU a copy is 5 times as fast as subtracting another type; on a device it would be a launch more.
+        values.sub_(scratch.copy_(written) if values.device.type == "cpu" else written)
         values.nan_to_num_(0.0, 0.0, 0.0)
 
     def read(self, payload: Tensor, out: Tensor) -> None:
