@@ -50,7 +50,7 @@ class WatchesLoss:
                 self._own_loss = f"{value:g} on rank {self.global_rank} in step {step}"
             rank_zero_warn(
                 f"The loss must be finite; got {value:g}, noticed in step {step}. If its gradient is not finite "
-                "either, training has diverged, as it would with plain DDP: no weight, and nothing that ranks have not "
-                "sent, is finite any more. Then go on from a checkpoint before this step, with a lower learning rate "
-                "or gradient_clip_val; Trainer(detect_anomaly=True) names the operation if the model is the cause."
+                "either, nor is the mean, as with plain DDP; and unless your code leaves that mean out, training has "
+                "diverged. Then go on from a checkpoint before this step, with a lower learning rate or "
+                "gradient_clip_val; Trainer(detect_anomaly=True) names the operation if the model is the cause."
             )

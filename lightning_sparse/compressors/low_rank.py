@@ -97,7 +97,8 @@ def _project(
         thrice = p.repeat(1, 3)
         torch.mm(thrice, _pieces(q), out=product)
         matrix.addmm_(thrice, _pieces(mine - rest), alpha=-1)
-    return [q.T.clone(memory_format=torch.contiguous_format) for q in right]
+        matrix.nan_to_num_(0.0, 0.0, 0.0)  # what is not finite is in the product, in all of it
+    return [q.T.nan_to_num(0.0, 0.0, 0.0).contiguous() for q in right]
 
 
 def _pieces(factor: Tensor) -> Tensor:

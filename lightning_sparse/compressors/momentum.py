@@ -67,6 +67,7 @@ class MomentumCorrection(Wrapper):
             else:
                 velocities.append(velocity.view(gradient.shape).mul_(self.momentum).add_(gradient, alpha=scale))
         self.wrapped.accumulate(group, velocities, size)
+        _velocity(group).nan_to_num_(0.0, 0.0, 0.0)  # what is not finite is unsent once
 
     def reduce(self, group: Group, comm: Comm) -> Rounds:
         """Sum as the wrapped compressor does; then set the velocities of what was delivered to zero."""

@@ -87,7 +87,7 @@ class Sample:
         unsent = self._left
         # A parameter that was not used in this step had nothing to send while others were sent, and has again now.
         before = torch.where(self._before == 0, unsent, self._before)
-        gradient, went = before - earlier, unsent != before
+        gradient, went = (before - earlier).nan_to_num_(0.0, 0.0, 0.0), unsent != before
         self._delivered = before - unsent
         self._state[2:4] *= self._decays
         sent += went

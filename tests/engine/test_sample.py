@@ -97,6 +97,15 @@ def test_of_parameters_sampled_whole_what_is_delivered_and_its_age_are_exact(com
     assert sum(ages[100:]) / 100 == pytest.approx(own.staleness, rel=0.2, abs=1e-6)  # the mean over all steps
 
 
+def test_a_gradient_that_is_not_finite_is_not_counted() -> None:
+    ranks = Ranks(ls.TopK(0.3), (tuple(SIZES),))
+    for number, given in enumerate(gradients(30)):
+        given[0, :40] *= torch.nan if number == 5 else 1.0
+        ranks.step(given)
+    assert 0 < ranks.samples[0].age() < 20
+    assert all(each.unsent_over_gradient < 20 for each in ranks.samples[0].waiting())
+
+
 def test_a_layer_of_small_gradients_starves_beside_others_and_not_by_itself() -> None:
     together = Ranks(ls.TopK(0.1), (tuple(SIZES),), size=1)
     apart = Ranks(ls.TopK(0.1), tuple((name,) for name in SIZES), size=1)
