@@ -18,7 +18,7 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
-from lightning_sparse.auto.chooser import NOISE, tried
+from lightning_sparse.auto.chooser import EXACT, NOISE, tried
 from lightning_sparse.auto.forecast import Forecaster
 from lightning_sparse.auto.policy import CANDIDATES
 from lightning_sparse.auto.simulated_cost import Now
@@ -193,7 +193,7 @@ def words(advices: Sequence[Advice], busy: str = "") -> list[str]:
     doubt = [busy, ""] if busy else []
     doubt += [SHARDED, ""] if ddp.sent_bytes > LARGE_BYTES else []
     ddp_s, best_s = STEPS_OF_DDP * ddp.step_s, STEPS_OF_DDP * best.seconds
-    if ddp.step_s <= (1 + NOISE) * best.seconds:
+    if best.name == str(EXACT) or ddp.step_s <= (1 + NOISE) * best.seconds:  # the former are sums as DDP's
         return [
             *doubt,
             f"Do not compress: nothing is expected to be at the loss that plain DDP has after {STEPS_OF_DDP:,} steps, "

@@ -50,6 +50,8 @@ def test_what_is_soonest_at_a_loss_is_recommended() -> None:
 def test_words_say_when_not_to_compress_what_to_paste_and_why() -> None:
     assert words(advised(0.5, 0.5, 0.3, 0.48))[0].startswith("Do not compress")
     assert words(advised(0.5, 0.5, 0.3, 0.48))[-1].strip() == "Trainer(strategy='ddp')"
+    same = advised(0.5, 0.9, 0.9, 0.9)
+    assert words([replace(same[0], step_s=0.6), *same[1:]])[0].startswith("Do not compress")  # noise
     found = advised(1.0, 0.6, 0.50, 0.49)
     shown = "\n".join(words(found))
     assert shown.startswith("Use sparse_auto")
