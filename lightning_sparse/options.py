@@ -36,7 +36,7 @@ UNSUPPORTED = (
 )
 GIVEN_BY_LIGHTNING = {"module", "device_ids", "args", "kwargs"}  # to DDP, or not by name
 MOST_MB = 2**23  # of bucket_cap_mb: 8 TiB
-HAND_OVERS, LEAST_MB, MOST_OVER_MB = 10, 1, 25  # calls of our hook in a backward; MiB of gradient in each
+HAND_OVERS = 10  # calls of our hook in a backward, of at least 1 MiB and at most one group of gradient
 EXAMPLE = ": SparseDDPStrategy('sparse_dense', ...)"  # how a compressor is named in place of sparse_auto
 
 
@@ -190,10 +190,10 @@ class Options:
         They decide when gradients reach us.  Of small ones that is soon, but each takes some 50 us.
         """
         given = strategy._ddp_kwargs
-        mb = sum(p.nbytes for p in module.parameters() if p.requires_grad) / 2**20
-        hand_over_mb = 1e-6 if self.fusion == "none" else min(max(LEAST_MB, mb / HAND_OVERS), MOST_OVER_MB)
+        nbytes = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+        hand_over_bytes = 1 if self.fusion == "none" else min(max(2**20, nbytes / HAND_OVERS), BUCKET_BYTES)
         if self.fusion != "bucket":
-            strategy._ddp_kwargs = {"bucket_cap_mb": hand_over_mb} | given
+            strategy._ddp_kwargs = {"bucket_cap_mb": hand_over_bytes / 2**20} | given
         try:
             yield
         finally:

@@ -180,21 +180,20 @@ class GradientExchange(ScaledSteps):
         return bucket.future
 
     def _end_in_place(self, step: Step, buckets: Sequence[PendingBucket], sums: Future[list[Tensor]]) -> None:
+        try:
+            with explained():
+                sums.value()
+        except RuntimeError as error:
+            self._fail(step, error)
+            return
         with self._lock:
-            try:
-                with explained():
-                    sums.value()
-            except RuntimeError as error:
-                self.error = self.error or error
-                step.fail(self.error)
-                return
-            step.buckets = [each for each in step.buckets if each not in buckets]
-            if step.has_arrived and not step.buckets:
+            for each in buckets:
+                each.missing = 0
+            if step.has_arrived and not any(each.missing for each in step.buckets):
                 for group in self._groups:
                     group.end_dense_step()
                 self._finish(step)
-            for each in buckets:
-                each.give_back()
+            step.give_back()
 
     def close(self) -> bool:
         if self._used is not None:
@@ -217,9 +216,12 @@ class GradientExchange(ScaledSteps):
 
     def _note_error(self, step: Step, done: "LaneFuture[None]") -> None:
         if (error := done.exception()) is not None:
-            with self._lock:
-                self.error = self.error or error
-                step.fail(self.error)
+            self._fail(step, error)
+
+    def _fail(self, step: Step, error: BaseException) -> None:
+        with self._lock:
+            self.error = self.error or error
+            step.fail(self.error)
 
     def _average(self, step: Step, lane: Lane, index: int) -> None:
         taken_up, start_ns, waited_ns = self.timeline.now(), time.perf_counter_ns(), lane.network_ns

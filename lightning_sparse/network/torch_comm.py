@@ -150,14 +150,15 @@ class TorchComm(Comm):
         lengths = [part.numel() for part in parts]
         alone = len(parts) == 1
         x = parts[0] if alone else self.buffer("total", sum(lengths), torch.float32, parts[0].device)
-        for part, place in zip(parts, x.split(lengths), strict=True):
+        places = x.split(lengths)
+        for part, place in zip(parts, places, strict=True):
             torch.div(part, self.size, out=place)
         self._count("all_reduce", x.nbytes)
         sums: Future[list[Tensor]] = dist.all_reduce(x, group=self._group, async_op=True).get_future()
 
         def copied_back(done: Future[list[Tensor]]) -> list[Tensor]:
             done.value()
-            for part, place in zip(parts, x.split(lengths), strict=True):
+            for part, place in zip(parts, places, strict=True):
                 part.copy_(place)
             return list(parts)
 

@@ -120,8 +120,7 @@ class Float(ValueFormat):
             written.copy_(torch.where(values.isinf(), values, values.clamp(-limit, limit)))
         else:
             written.copy_(values)
-        # On a CPU a copy is 5 times as fast as subtracting another type; on a device it would be a launch more.
-        values.sub_(scratch.copy_(written) if values.device.type == "cpu" else written)
+        values.sub_(in_float32(written, scratch))
         values.nan_to_num_(0.0, 0.0, 0.0)
 
     def read(self, payload: Tensor, out: Tensor) -> None:
@@ -134,7 +133,7 @@ class Float(ValueFormat):
             return
         scratch = scratch_for(out)
         for part, values in runs(out, written):
-            part.add_(scratch[: part.numel()].copy_(values))
+            part.add_(in_float32(values, scratch[: part.numel()]))
 
 
 def runs(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -144,6 +143,13 @@ def runs(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def scratch_for(values: Tensor) -> Tensor:
-    """Room for the longest run of ``values``, [m] float32."""
-    count = values.numel()
-    return values.new_empty(min(count, RUN) if values.device.type == "cpu" else count)
+    """Room for the longest run of ``values``, [m] float32; none where a device works on them."""
+    return values.new_empty(min(values.numel(), RUN) if values.device.type == "cpu" else 0)
+
+
+def in_float32(values: Tensor, scratch: Tensor) -> Tensor:
+    """``values`` [m] for arithmetic with float32: a copy in ``scratch`` on a CPU, 5 times as fast as another type.
+
+    On a device they are read as they are, without the launch of a copy.
+    """
+    return scratch.copy_(values) if values.device.type == "cpu" else values

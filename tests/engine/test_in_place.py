@@ -39,6 +39,7 @@ def trained(rank: int, size: int, bucket_cap_mb: float, message_bytes: int) -> A
     hook.exchange.may_sum_in_place = True
     whole = []
     for number in range(6):
+        sent_before = hook.exchange._lanes[0].comm.messages
         step(plain, rank, number)
         step(ours, rank, number)
         whole.append(hook.exchange.nothing_unsent)
@@ -51,12 +52,8 @@ def trained(rank: int, size: int, bucket_cap_mb: float, message_bytes: int) -> A
             resumed.load_state_dict(saved[0])
         if number > 2:
             step(again, rank, number)
-    report, sent_before = hook.exchange.last, hook.exchange._lanes[0].comm.messages
-    step(ours, rank, 6)
-    messages = hook.exchange._lanes[0].comm.messages - sent_before
-    step(plain, rank, 6)
-    step(again, rank, 6)
-    results = weights(plain), weights(ours), weights(again), whole, report.sent_bytes, messages
+    report, messages = hook.exchange.last, hook.exchange._lanes[0].comm.messages - sent_before
+    results = weights(plain), weights(ours), weights(again), whole, report.sent_bytes, hook.exchange.steps, messages
     resumed.close()
     hook.close()
     return results
@@ -70,12 +67,13 @@ def test_it_is_plain_ddp_but_for_the_order_of_sums(
 ) -> None:
     """Small buckets travel together, up to so many bytes."""
     every = ranks.run(trained, 3, bucket_cap_mb, message_bytes, gloo=True)
-    for plain, ours, resumed, whole, sent_bytes, messages in every:
+    for plain, ours, resumed, whole, sent_bytes, steps, messages in every:
         torch.testing.assert_close(ours, plain, rtol=1e-3, atol=1e-4)
         torch.testing.assert_close(ours, resumed, rtol=1e-3, atol=1e-4)
         assert torch.equal(ours, every[0][1])
         assert all(whole)
         assert sent_bytes == pytest.approx(2 * 2 / 3 * 4 * (SHAPE[0] + 1) * SHAPE[1], abs=4)
+        assert steps == 6
         assert messages == expected
 
 
