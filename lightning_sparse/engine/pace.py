@@ -33,7 +33,7 @@ class Pace:
     training: Training
 
     def __init__(self, own_pace: bool, ahead: int) -> None:
-        self._own_pace, self._ahead = own_pace, ahead
+        self._own_pace, self.ahead = own_pace, ahead
         self._latest: deque[float] = deque(maxlen=LATEST)
         self._met_s = time.perf_counter()
         self._begun_s: float | None = None  # of an own step that is under way
@@ -77,7 +77,7 @@ class Pace:
         self._fastest_s, self._slowest_s = min(known, default=0.0), max(known, default=0.0)
         self._furthest = int(max(taken))
         behind, last = self._furthest - int(self.told[0]), self.training.last_step()
-        behind = min(behind, last - (1 + self._ahead) * self._per_step - self._taken) if last > 0 else behind
+        behind = min(behind, last - (1 + self.ahead) * self._per_step - self._taken) if last > 0 else behind
         if behind > 0:
             self.training.skip_steps(behind)
             self._taken += behind
@@ -85,7 +85,12 @@ class Pace:
     @property
     def has_ended(self) -> bool:
         """Whether the exchange that counted last is the last before the training ends."""
-        return self._own_pace and self._is_last(self._furthest)
+        return self._is_last(self._furthest)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this host has taken the last step of the training."""
+        return 0 < self.training.last_step() <= self.training.steps_taken()
 
     @property
     def _step_s(self) -> float:
@@ -97,4 +102,4 @@ class Pace:
 
     def _is_last(self, taken: int) -> bool:
         """Whether no exchange after one after so many steps would count before the training ends."""
-        return 0 < self.training.last_step() <= taken + self._ahead * self._per_step
+        return 0 < self.training.last_step() <= taken + self.ahead * self._per_step

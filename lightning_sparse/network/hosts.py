@@ -89,7 +89,7 @@ class Hosts:
                 f"{self._settings.quorum_timeout:g} s; got: {error}. Look whether it runs, and with which "
                 "--min_replicas; then start this host again."
             ) from None
-        return self._manager.errored() is None
+        return self._manager.errored() is None and self._group.is_open
 
     def take_received(self) -> Any:
         """What the furthest host has saved, if this one was behind in the last meeting; else None."""
@@ -166,10 +166,15 @@ def _parts(address: str, limit: timedelta) -> tuple[Any, Any]:
 
     class Gloo(ProcessGroupGloo):  # type: ignore[misc]  # nobody looks into torchft
         made_anew = False
+        is_open = False  # a lighthouse that was started again may give no other, as it counts anew
 
         def configure(self, *args: Any, **kwargs: Any) -> None:
             super().configure(*args, **kwargs)
-            self.made_anew = True
+            self.made_anew = self.is_open = True
+
+        def abort(self, *args: Any, **kwargs: Any) -> None:
+            self.is_open = False
+            super().abort(*args, **kwargs)
 
         def _create_pg(self, *args: Any) -> dist.ProcessGroup:
             self._timeout = limit / TO_CONNECT

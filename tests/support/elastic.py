@@ -109,6 +109,7 @@ class Plan:
 class Now:
     """Where this process is."""
 
+    folder: Path  # of the plan
     step = 0  # of the exchange that is under way
     launched = 0  # messages of it
     killed = False
@@ -188,6 +189,20 @@ def stop_for_a_while(step: int) -> None:
     _replace(ElasticComm, "_watch", stopping)
 
 
+def answer_lost(step: int) -> None:
+    """Lose one answer of the lighthouse, which the other hosts get, and ask again."""
+    ask = Hosts._ask
+
+    def again(self: Hosts, committed: int) -> None:
+        ask(self, committed)
+        if committed >= step and not Now.killed:
+            Now.killed = True
+            (Now.folder / "lost").touch()
+            ask(self, committed)
+
+    _replace(Hosts, "_ask", again)
+
+
 def cut_for_a_while(step: int) -> None:
     """Take this host's link away within an exchange, for some seconds."""
     watch, interface, seconds = ElasticComm._watch, os.environ["GLOO_SOCKET_IFNAME"], int(os.environ["CUT_S"])
@@ -206,7 +221,7 @@ def cut_for_a_while(step: int) -> None:
 
 
 FATAL = (before, within, half_a_vote, after, handing_on)
-FAULTS = {each.__name__: each for each in (*FATAL, stop_for_a_while, cut_for_a_while)}
+FAULTS = {each.__name__: each for each in (*FATAL, stop_for_a_while, answer_lost, cut_for_a_while)}
 
 
 def _replace(owner: type, name: str, function: Any) -> None:
@@ -219,6 +234,7 @@ def _replace(owner: type, name: str, function: Any) -> None:
 def train(rank: int, size: int, plan: Plan) -> dict[str, Any]:
     """Train as one host; returns what it has at the end."""
     as_a_host(plan.lighthouse)
+    Now.folder = plan.folder
     journal = (plan.folder / f"{rank}.journal").open("ab", buffering=0)
 
     def note(*entry: Any) -> None:

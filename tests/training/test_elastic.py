@@ -132,6 +132,23 @@ def test_a_lighthouse_that_is_killed_and_started_again_costs_its_absence(ranks: 
 
 
 @pytest.mark.programs
+@pytest.mark.parametrize(("step", "is_restarted"), [(6, True), (28, False)], ids=["restarted", "last_exchange"])
+def test_an_answer_of_the_lighthouse_is_lost(ranks: Ranks, tmp_path: Path, step: int, is_restarted: bool) -> None:
+    with Lighthouse(min_hosts=2) as lighthouse:
+        plan = Plan(lighthouse.address, tmp_path, steps=30, faults={1: ("answer_lost", step)}, timeout_s=3.0)
+        with ranks.start(train, 2, plan) as running:
+            wait_until((tmp_path / "lost").exists)
+            if is_restarted:  # and counts anew while the other host waits in an exchange
+                lighthouse.kill()
+                lighthouse.start()
+            ends = [end.value for end in running.ends(IN_TIME_S)]
+    assert len({end["bits"] for end in ends}) == 1
+    assert [end["step"] for end in ends] == [30, 30]
+    assert max(end["metrics"]["sparse/dropped_exchanges"] for end in ends) >= 1
+    Journals(tmp_path).check_bits()
+
+
+@pytest.mark.programs
 def test_a_host_with_other_settings_is_refused_and_the_others_go_on(ranks: Ranks, tmp_path: Path) -> None:
     with Lighthouse() as lighthouse:
         plan = Plan(lighthouse.address, tmp_path, steps=30, joins={2: 5}, odd=2)
