@@ -24,6 +24,7 @@ EXACT = Candidate(Dense())  # It has no error, so that others need not be looked
 NOISE = 0.05  # Part by which the seconds of two candidates must differ to tell which is sooner.
 DOUBT = 0.1  # Likewise where the soonest is only expected to be so.
 DOUBT_OF_DDP = 0.25  # Likewise of plain DDP, until it was measured: nobody wants to be slower.
+FAR = 0.25  # Likewise of the first steps of what is being tried, for the trial to end with them.
 MOST_TRIED = 5  # Candidates whose steps are measured; then one of these is taken.
 
 
@@ -108,6 +109,12 @@ class Chooser:
     def is_settled(self) -> bool:
         """Whether the steps of what was chosen have been measured, so that training goes on with it."""
         return self.chosen is not None and self.chosen.candidate in self.measured
+
+    @property
+    def longest_s(self) -> float:
+        """Seconds of a step of what was chosen, above which another that was measured is sooner by far."""
+        known = [f.seconds for f in self.forecasts if f.candidate in self.measured]
+        return (1 + FAR) * min(known, default=math.inf) / (self.chosen.more_steps if self.chosen else 1.0)
 
     def choose(
         self,

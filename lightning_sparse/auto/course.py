@@ -1,5 +1,6 @@
 """What is due between two steps of a training: measuring, planning, choosing, and changing the engine."""
 
+import gc
 import math
 import time
 from collections.abc import Mapping
@@ -29,6 +30,7 @@ from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.settings import same
 
 MEASURED_AFTER = 3  # Local steps after which the link is measured, where local steps were given.
+GLANCE = 5  # First local steps whose mean shows whether they are far too long.
 SETTLING = 5  # Local steps until any is timed, once ranks compare second moments no longer in each of them.
 TIMED = 10  # Local steps whose mean is what a step takes: they differ, as fragments do.
 WATCHED = 50  # Local steps after which it is checked whether their times have changed.
@@ -167,6 +169,8 @@ def course_of(
     switch = Switch(ddp, parameters, way, groups, scaler, ranks, watch_optimizers)
     alone = switch.exchange.size == 1  # with nobody to send to
     chooser = None if policy is None or alone else Chooser(policy, parameters, may_choose_local)
+    if chooser:
+        gc.collect()  # of all that was imported: choosing would set it off, on one rank after the other, 0.3 s each
     return Course(switch, chooser, way.warmup_steps)
 
 
@@ -218,7 +222,7 @@ def _choose(switch: Switch, chooser: Chooser) -> Passes[float]:
     candidate = chooser.choose(exchange, measured, link, at_work, record)
     while True:
         if candidate.local_steps:
-            step_s = yield from _take_local_steps(switch, candidate)
+            step_s = yield from _take_local_steps(switch, candidate, chooser.longest_s)
         else:
             step_s = yield from _average_gradients(switch, candidate, at_work, measured, link)
         again = chooser.note(switch.exchange, step_s)
@@ -242,14 +246,18 @@ def _average_gradients(
     return measured.rest_s + (yield from fusion.try_each(layouts, measured.span_s))
 
 
-def _take_local_steps(switch: Switch, candidate: Candidate) -> Passes[float]:
-    """Go on with local steps; returns the seconds of one."""
+def _take_local_steps(switch: Switch, candidate: Candidate, longest_s: float) -> Passes[float]:
+    """Go on with local steps; returns the seconds of one, soon if the first ones take longer than ``longest_s``."""
     if switch.layer_fusion is not None and not switch.may_add_unsent:
         switch.layer_fusion.send_all()
         switch.chosen = None
         while not switch.exchange.ask_for_unsent():
             yield
     switch.to_local_steps(candidate)
+    if switch.exchange.is_starting:
+        step_s = yield from typical_s(switch.exchange, StepClock(switch.exchange), GLANCE)
+        if step_s > longest_s:
+            return step_s
     yield from _settle(switch)
     return (yield from typical_s(switch.exchange, StepClock(switch.exchange), TIMED))
 

@@ -16,6 +16,7 @@ from lightning_sparse.settings import as_text
 T = TypeVar("T", bound=Hashable)
 
 MOST_NAMED = 8  # differences, or ranks, that an error names
+SHORT = 1024  # bytes of a text that are sent with its length
 
 
 def agree(settings: Mapping[str, object], comm: Comm, device: torch.device) -> None:
@@ -40,13 +41,15 @@ def agree(settings: Mapping[str, object], comm: Comm, device: torch.device) -> N
 
 
 def everywhere(text: str, comm: Comm, device: torch.device) -> list[str]:
-    """Return what each rank says, by rank; to be called on every rank, at once.  Saying nothing takes 8 bytes."""
+    """Return what each rank says, by rank; to be called on every rank, at once.  A short text takes one message."""
     said = text.encode()
-    length = max(int.from_bytes(each, "big") for each in _gather(len(said).to_bytes(8, "big"), comm, device))
-    if not length:
-        return [""] * comm.size
-    said = said.ljust(length)[:length]  # of nodes the first rank speaks; others may have more to say
-    return [each.rstrip().decode() for each in _gather(said, comm, device)]
+    starts = _gather(len(said).to_bytes(8, "big") + said[:SHORT].ljust(SHORT), comm, device)
+    lengths = [int.from_bytes(start[:8], "big") for start in starts]
+    every = [start[8:] for start in starts]
+    if (more := max(lengths) - SHORT) > 0:
+        ends = _gather(said[SHORT:].ljust(more)[:more], comm, device)  # of nodes the first rank speaks, others say more
+        every = [start + end for start, end in zip(every, ends, strict=True)]
+    return [each[:length].decode() for each, length in zip(every, lengths, strict=True)]
 
 
 def versions() -> dict[str, object]:

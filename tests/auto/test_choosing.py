@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 import lightning_sparse as ls
 from lightning_sparse.auto import chooser as chooser_module
+from lightning_sparse.auto import course
 from lightning_sparse.auto import simulated_cost as simulated_cost_module
 from lightning_sparse.auto.chooser import Chooser, soonest
 from lightning_sparse.auto.forecast import Forecast, Forecaster
@@ -21,6 +23,7 @@ from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.gradient_record import RUN, STEPS, GradientRecord
 from lightning_sparse.fusion.costs import Link
 from lightning_sparse.fusion.planner import Calibration, Measured
+from lightning_sparse.fusion.steps import Passes
 from lightning_sparse.network.comm import Comm, Pending
 from lightning_sparse.network.simulated import SimNetwork
 from tests.support.ticking import ticking
@@ -338,3 +341,37 @@ def test_local_steps_are_candidates_only_where_their_average_is_shown() -> None:
 def test_what_cannot_be_chosen_is_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_trial_of_local_steps_ends_early_where_they_take_far_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    def looks(exchange: object, look: object, count: int) -> Passes[float]:
+        for _ in range(count):
+            yield
+        return 2.0 if count == course.GLANCE else 1.0
+
+    def trial(longest_s: float) -> tuple[int, float]:
+        """How many steps it takes, and seconds of one."""
+        exchange = SimpleNamespace(is_starting=True)
+        switch: Any = SimpleNamespace(layer_fusion=None, exchange=exchange, to_local_steps=lambda candidate: None)
+        passes, steps = course._take_local_steps(switch, LOCAL2, longest_s), 0
+        while True:
+            try:
+                next(passes)
+            except StopIteration as stop:
+                return steps, stop.value
+            steps += 1
+            exchange.is_starting = steps < 20
+
+    monkeypatch.setattr(course, "typical_s", looks)
+    assert trial(longest_s=1.9) == (course.GLANCE, 2.0)
+    assert trial(longest_s=2.1) == (20 + course.SETTLING + course.TIMED, 1.0)
+
+
+def test_steps_are_far_too_long_where_a_quarter_more_would_be_as_soon_as_what_was_measured() -> None:
+    chooser = Chooser(ls.Auto(), LAYERS, local=True)
+    assert chooser.longest_s == float("inf")
+    chooser.forecasts = [expected(0.2, 1.0), replace(expected(0.1, 0.7), candidate=LOCAL2)]
+    chooser.chosen = chooser.forecasts[1]
+    assert chooser.longest_s == float("inf")
+    chooser.measured = {DENSE: 0.2}
+    assert chooser.longest_s == pytest.approx(1.25 * 0.2 / chooser.chosen.more_steps)
