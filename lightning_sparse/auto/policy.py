@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Any
 
 from lightning_sparse.checks import check_whole, is_list, is_number
-from lightning_sparse.compressors import COMPRESSORS, Compressor, Dense, MiCRO, OkTopk, Rounded
+from lightning_sparse.compressors import COMPRESSORS, Compressor, Dense, Rounded
 from lightning_sparse.compressors import by_name as compressor_by_name
 from lightning_sparse.compressors.base import check_settings
 from lightning_sparse.settings import changed, names_checked
@@ -67,10 +67,9 @@ class Candidate:
 
 def _candidates() -> tuple[Candidate, ...]:
     sums = [Candidate(Dense(), wire_dtype) for wire_dtype in ("float32", "bfloat16", "int8", "int4")]
-    selecting = [Candidate(each, "int4") for each in (OkTopk(density=0.3), MiCRO(density=0.3), MiCRO(density=0.05))]
     formats = {1: ("int2",), 2: ("int4",), 4: ("int4",), 8: ("int4", "sign")}  # by local steps
     local = [Candidate(Dense(), wire_dtype, steps) for steps in formats for wire_dtype in formats[steps]]
-    return (*sums, *selecting, *local)
+    return (*sums, *local)
 
 
 CANDIDATES = _candidates()

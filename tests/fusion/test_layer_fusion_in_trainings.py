@@ -276,7 +276,9 @@ def test_it_measures_anew_when_another_compressor_sets_in(ranks: Ranks) -> None:
 # - the compressor chosen too
 
 CHOSEN = STEPS_MEASURED + 2 * layer_fusion.TRIAL + 4  # steps after which float32 and another have been tried
-AUTO = ls.Auto([candidate for candidate in CANDIDATES if not candidate.local_steps], at_most=None)
+SUMS = [candidate for candidate in CANDIDATES if not candidate.local_steps]
+SELECTING = [ls.Candidate(each, "int4") for each in (ls.OkTopk(density=0.3), ls.MiCRO(density=0.3))]
+AUTO = ls.Auto([*SUMS, *SELECTING], at_most=None)
 
 
 def automatic(
