@@ -63,8 +63,6 @@ def _shared(
     exchange: Exchange, candidates: Sequence[Candidate], forecast: Callable[[Candidate], Forecast]
 ) -> list[Forecast]:
     """Return the forecast of each candidate, made by one of the ranks; to be called on every rank, with the same."""
-    if not candidates:
-        return []
     own = [vars(forecast(candidate)) for candidate in candidates[exchange.rank :: exchange.size]]
     numbers = [{name: x for name, x in each.items() if name != "candidate"} for each in own]
     texts = exchange.gather_text(json.dumps(numbers))
@@ -92,7 +90,6 @@ class Chooser:
         self._auto, self._parameters = auto, parameters
         self._record: GradientRecord | None = None  # not shared by the ranks yet
         self.measured: dict[Candidate, float] = {}
-        self._ahead: list[list[Candidate]] = []  # not looked at yet
         self._candidates = auto.choices
         if not local:
             self.forbid_local_steps()
@@ -133,14 +130,12 @@ class Chooser:
             at_work: what averaged.
             record: of this rank's gradients.
         """
-        self._record, self._beside, self._at_work, self.forecasts = record, (measured, link), at_work, []
+        self._record, self._beside, self._at_work = record, (measured, link), at_work
+        self._has_looked, self.forecasts = False, []  # at all candidates
         self._forecaster = Forecaster(self._parameters, measured, link, exchange.size, None)
         known = [c for c in self._candidates if c != EXACT and not c.local_steps and same(c.averaging, at_work)]
         self.measured = dict.fromkeys(known, measured.span_s + measured.rest_s)
-        cheap = [c for c in self._candidates if isinstance(c.compressor, Dense)]  # to look at
-        others = [c for c in self._candidates if c not in cheap]
-        self._ahead = [each for each in (cheap, others) if each]
-        if EXACT in cheap and math.isfinite(self._forecaster.in_place_s):
+        if EXACT in self._candidates and math.isfinite(self._forecaster.in_place_s):
             exact = self._forecaster.forecast(EXACT)
             if self._is_hidden(exact.step_s):
                 self.forecasts = [exact]
@@ -173,11 +168,12 @@ class Chooser:
         self._forecaster.calibration = Calibration(*of_each[0, :2].tolist())
         self._gradients, self._weights = of_each[:, 2:].unflatten(1, gradients.shape), record.weights()
 
-    def _look_at(self, exchange: Exchange, candidates: Sequence[Candidate]) -> None:
-        """Predict the step of each of ``candidates``."""
+    def _look(self, exchange: Exchange) -> None:
+        """Predict the step of each candidate."""
+        self._has_looked = True
         self._look_closer(exchange)
         looked_at = {f.candidate for f in self.forecasts}
-        new = _shared(exchange, [c for c in candidates if c not in looked_at], self._forecaster.forecast)
+        new = _shared(exchange, [c for c in self._candidates if c not in looked_at], self._forecaster.forecast)
         self.forecasts += new
         for forecast in new:
             if forecast.candidate in self.measured:
@@ -217,10 +213,9 @@ class Chooser:
         self.forecasts = [corrected(f) for f in self.forecasts]
 
     def _take_best(self, exchange: Exchange) -> Candidate:
-        """Choose by what is known, after looking at more candidates while one might be sooner.
+        """Choose by what is known, after looking at all candidates if another might be sooner.
 
-        Those that select are not looked at once another is expected to be as soon as if it sent nothing.  Once many
-        have been measured, one of these is taken.
+        Once many have been measured, one of these is taken.
         """
         while True:
             known = [f for f in self.forecasts if f.candidate in self.measured]
@@ -228,11 +223,10 @@ class Chooser:
             best = soonest(among, self._auto.at_most, self.measured) if among else None
             if best and best.delivered is None:
                 self._try(exchange, [f for f in among if f.delivered is None])
-            elif best and (not self._ahead or self._is_hidden(best.seconds)):
-                self._ahead.clear()
+            elif best and (self._has_looked or self._is_hidden(best.seconds)):
                 return self._announced(best)
             else:
-                self._look_at(exchange, self._ahead.pop(0))
+                self._look(exchange)
 
     def _announced(self, best: Forecast) -> Candidate:
         """Choose ``best``."""
@@ -249,10 +243,8 @@ class Chooser:
 
     def _cost_of_limit(self, best: Forecast) -> str:
         """Say what ``at_most`` costs in time, if it does."""
-        if self._auto.at_most is None:
-            return ""
         free = soonest(self.forecasts, measured=self.measured)
-        if free.candidate == best.candidate:
+        if self._auto.at_most is None or free.candidate == best.candidate:
             return ""
         return (
             f" Without at_most={self._auto.at_most:g} {free.candidate} might be there after {1e3 * free.seconds:.0f} s."

@@ -65,14 +65,9 @@ class Candidate:
         return f"{local}{what}, {self.wire_dtype}"
 
 
-def _candidates() -> tuple[Candidate, ...]:
-    sums = [Candidate(Dense(), wire_dtype) for wire_dtype in ("float32", "bfloat16", "int8", "int4")]
-    formats = {1: ("int2",), 2: ("int4",), 4: ("int4",), 8: ("int4", "sign")}  # by local steps
-    local = [Candidate(Dense(), wire_dtype, steps) for steps in formats for wire_dtype in formats[steps]]
-    return (*sums, *local)
-
-
-CANDIDATES = _candidates()
+# Wire formats by local steps.
+FORMATS = {0: ("float32", "bfloat16", "int8", "int4"), 1: ("int2",), 2: ("int4",), 4: ("int4",), 8: ("int4", "sign")}
+CANDIDATES = tuple(Candidate(Dense(), each, steps) for steps, formats in FORMATS.items() for each in formats)
 
 
 @names_checked
