@@ -46,9 +46,9 @@ NOTES = {
     "2026-11-25-235556-gpt_10m": ONE_RATE.format("5e-4"),
     "2026-11-26-012810-gpt_3m": ONE_RATE.format("2e-3") + " Tests ran beside it at the lowest priority.",
     "2026-11-26-014934-gpt_10m": ONE_RATE.format("5e-4"),
-    "2026-11-26-022625-gpt_10m": ONE_RATE.format("5e-4") + " `sparse_auto` sent a message for each 4 MiB.",
     "2026-11-26-024233-gpt_10m": ONE_RATE.format("5e-4"),
-    "2026-11-26-025458-gpt_3m": ONE_RATE.format("2e-3"),
+    "2026-11-26-025458-gpt_3m": ONE_RATE.format("2e-3") + " `sparse_auto` tried local steps for 35 steps, not for 5.",
+    "2026-11-26-061310-gpt_10m": ONE_RATE.format("5e-4"),
 }
 
 
