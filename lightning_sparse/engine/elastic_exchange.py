@@ -67,8 +67,12 @@ class ElasticExchange(Meetings):
 
     def settle(self) -> None:
         super().settle()
-        if self._failed and self._pace.is_over:
+        if (self._failed or self._has_met) and self._pace.is_over:
             with torch.inference_mode(False):
+                self._hide()
+                if self._has_met:  # others, as they begin the last exchange, which no forward of this host follows
+                    self._send()
+                    self._receive()
                 self._repeat()
 
     def _repeat(self) -> None:

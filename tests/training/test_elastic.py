@@ -149,6 +149,21 @@ def test_an_answer_of_the_lighthouse_is_lost(ranks: Ranks, tmp_path: Path, step:
 
 
 @pytest.mark.programs
+def test_a_host_that_joins_at_the_last_exchange_takes_part_in_it(ranks: Ranks, tmp_path: Path) -> None:
+    with Lighthouse() as lighthouse:
+        plan = Plan(lighthouse.address, tmp_path, steps=30, joins={2: 24}, slow_below=3)
+        plan.local = {"local_steps": LocalSteps(6, fragments=1, overlap=False), "wire_dtype": "int4"}
+        ends = ends_of(ranks, 3, plan)
+    assert {end["metrics"]["sparse/dropped_exchanges"] for end in ends.values()} == {0}
+
+
+@pytest.mark.programs
+def test_a_host_that_loses_the_first_answer_ends_as_the_others(ranks: Ranks, tmp_path: Path) -> None:
+    with Lighthouse() as lighthouse:
+        ends_of(ranks, 2, Plan(lighthouse.address, tmp_path, steps=1, faults={1: ("answer_lost", 0)}, timeout_s=3.0))
+
+
+@pytest.mark.programs
 def test_a_host_with_other_settings_is_refused_and_the_others_go_on(ranks: Ranks, tmp_path: Path) -> None:
     with Lighthouse() as lighthouse:
         plan = Plan(lighthouse.address, tmp_path, steps=30, joins={2: 5}, odd=2)
