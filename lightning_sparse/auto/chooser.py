@@ -88,7 +88,6 @@ class Chooser:
         self.forecasts: list[Forecast] = []
         self.chosen: Forecast | None = None
         self._auto, self._parameters = auto, parameters
-        self._record: GradientRecord | None = None  # not shared by the ranks yet
         self.measured: dict[Candidate, float] = {}
         self._candidates = auto.choices
         if not local:
@@ -119,7 +118,7 @@ class Chooser:
         measured: Measured,
         link: Link,
         at_work: Compressor,
-        record: GradientRecord | None,
+        record: GradientRecord,
     ) -> Candidate:
         """Return the same candidate on every rank, for :meth:`note`; to be called on every rank between two steps.
 
@@ -157,10 +156,7 @@ class Chooser:
 
     def _look_closer(self, exchange: Exchange) -> None:
         """Have forecasts count how measured steps differ from the model, and gather gradients to try on."""
-        record, self._record = self._record, None
-        if record is None:
-            return
-        measured, link = self._beside
+        record, (measured, link) = self._record, self._beside
         self._forecaster = Forecaster(self._parameters, measured, link, exchange.size, self._at_work)
         calibration, gradients = self._forecaster.calibration, record.gradients()
         own = torch.cat([gradients.new_tensor([calibration.factor, calibration.offset_s]), gradients.flatten()])

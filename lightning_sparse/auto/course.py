@@ -217,6 +217,7 @@ def _choose(switch: Switch, chooser: Chooser) -> Passes[float]:
     exchange.record_gradients(ELEMENTS)
     measured, at_work = (yield from fusion.measure(CHOOSING)), fusion.at_work
     record = exchange.take_record()
+    assert record is not None  # of the steps that were measured
     check_clock(measured)
     link = measure_link(exchange)
     candidate = chooser.choose(exchange, measured, link, at_work, record)

@@ -58,22 +58,24 @@ class ElasticExchange(Meetings):
     def between_steps(self) -> None:
         self.enter()
         if self._has_met and not self.settings.overlap:  # others have met after a step
-            with torch.inference_mode(False):
-                self._hide()
-                self._send()
-                self._receive()
+            self._exchange()
         super().between_steps()
         self._pace.begin_step()
 
     def settle(self) -> None:
         super().settle()
         if (self._failed or self._has_met) and self._pace.is_over:
+            if self._has_met:  # others, as they begin the last exchange, which no forward of this host follows
+                self._exchange()
             with torch.inference_mode(False):
-                self._hide()
-                if self._has_met:  # others, as they begin the last exchange, which no forward of this host follows
-                    self._send()
-                    self._receive()
                 self._repeat()
+
+    def _exchange(self) -> None:
+        """Send what is due, and wait for it."""
+        with torch.inference_mode(False):
+            self._hide()
+            self._send()
+            self._receive()
 
     def _repeat(self) -> None:
         """Repeat the last exchange of the training, which has failed, since no later one makes up for it."""
@@ -90,8 +92,7 @@ class ElasticExchange(Meetings):
                 self._failed = 0
             else:
                 self._has_met = True
-                self._send()
-                self._receive()
+                self._exchange()
         self.steps = max(self.steps, steps)
 
     def _advance(self) -> int:

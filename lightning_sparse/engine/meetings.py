@@ -82,7 +82,7 @@ class Meetings(LocalExchange):
             was_shown = self.weights.shown
             self._hide()
             self._meet_until_ready()
-            self._failed = 0  # exchanges: there was none
+            self._failed = 0  # no exchange has failed yet, only meetings
             if self._exchanged < self.steps:
                 self._has_met = True
             elif self._hosts.commit():

@@ -166,7 +166,7 @@ def _parts(address: str, limit: timedelta) -> tuple[Any, Any]:
 
     class Gloo(ProcessGroupGloo):  # type: ignore[misc]  # nobody looks into torchft
         made_anew = False
-        is_open = False  # a lighthouse that was started again may give no other, as it counts anew
+        is_open = False  # what is closed stays so where a lighthouse that was started again gives the same number
 
         def configure(self, *args: Any, **kwargs: Any) -> None:
             super().configure(*args, **kwargs)

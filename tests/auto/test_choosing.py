@@ -29,6 +29,9 @@ from lightning_sparse.network.simulated import SimNetwork
 from tests.support.ticking import ticking
 
 DENSE = ls.Candidate(ls.Dense())
+SELECTING = [
+    ls.Candidate(each, "int4") for each in (ls.OkTopk(density=0.3), ls.MiCRO(density=0.3), ls.MiCRO(density=0.05))
+]
 LAYERS = {"a": torch.empty(1024, 64), "b": torch.empty(1024, 512)}
 MEASURED = Measured([0.01, 0.02], span_s=0.05, rest_s=0.01, groups=[["b", "a"]])
 
@@ -60,7 +63,7 @@ def test_what_sends_more_delivers_more_and_sooner(gradients: Tensor) -> None:
 
 
 def test_every_candidate_can_be_tried_and_what_it_keeps_is_bounded(gradients: Tensor) -> None:
-    for candidate in CANDIDATES:
+    for candidate in (*CANDIDATES, *SELECTING):
         found = try_on(candidate, gradients, torch.zeros(2000))
         assert 0 < found.delivered <= 1, candidate
         assert 0 <= found.staleness < 50, candidate
@@ -105,7 +108,7 @@ def test_local_steps_are_longer_than_the_model_by_what_they_send() -> None:
         assert after.step_s == pytest.approx(before.step_s + late_s, rel=1e-3)
 
 
-@pytest.mark.parametrize("candidate", [*CANDIDATES[:4], ls.Candidate(ls.MiCRO(density=0.3), "int4")], ids=str)
+@pytest.mark.parametrize("candidate", [*CANDIDATES[:4], *SELECTING[:2]], ids=str)
 def test_few_ranks_stand_for_many(candidate: ls.Candidate, monkeypatch: pytest.MonkeyPatch) -> None:
     link, device = Link(1e-6, 1e-9), torch.device("cpu")
     few = simulated_cost(candidate.averaging, 2**15, 16, link, device, ticking())

@@ -277,7 +277,7 @@ def test_it_measures_anew_when_another_compressor_sets_in(ranks: Ranks) -> None:
 
 CHOSEN = STEPS_MEASURED + 2 * layer_fusion.TRIAL + 4  # steps after which float32 and another have been tried
 SUMS = [candidate for candidate in CANDIDATES if not candidate.local_steps]
-SELECTING = [ls.Candidate(each, "int4") for each in (ls.OkTopk(density=0.3), ls.MiCRO(density=0.3))]
+SELECTING = [ls.Candidate(each, "int4") for each in (ls.OkTopk(0.3), ls.MiCRO(0.3), ls.MiCRO(0.05))]
 AUTO = ls.Auto([*SUMS, *SELECTING], at_most=None)
 
 
