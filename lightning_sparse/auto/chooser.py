@@ -23,7 +23,8 @@ from lightning_sparse.settings import same
 EXACT = Candidate(Dense())  # It has no error, so that others need not be looked at where its messages cost nothing.
 NOISE = 0.05  # Part by which the seconds of two candidates must differ to tell which is sooner.
 DOUBT = 0.1  # Likewise where the soonest is only expected to be so.
-DOUBT_OF_DDP = 0.25  # Likewise of plain DDP, until it was measured: nobody wants to be slower.
+# Likewise of what DDP and PyTorch's hook do, until it was measured: it loses nothing, and nobody wants to be slower.
+DOUBT_OF = {EXACT: 0.25, Candidate(Dense(), "bfloat16"): DOUBT}
 FAR = 0.25  # Likewise of the first steps of what is being tried, for the trial to end with them.
 MOST_TRIED = 5  # Candidates whose steps are measured; then one of these is taken.
 
@@ -39,8 +40,8 @@ def soonest(
 ) -> Forecast:
     """Return which is expected to be soonest at a loss; what was not tried may be as soon as its step is short.
 
-    Of those that noise does not tell apart it is the one that loses least, to a percent.  Plain DDP
-    is the first to be tried where it may be soonest.
+    Of those that noise does not tell apart it is the one that loses least, to a percent.  Plain DDP, then sums in
+    bfloat16, are the first to be tried where they may be soonest.
 
     Args:
         forecasts: at least one.
@@ -52,9 +53,10 @@ def soonest(
     first = min(allowed, key=lambda f: f.seconds)
     limit_s = (1 + (NOISE if first.candidate in measured else DOUBT)) * first.seconds
     close = [f for f in allowed if f.seconds <= limit_s]
-    exact = next((f for f in allowed if f.candidate == EXACT), None)
-    if exact and EXACT not in measured and exact.seconds <= (1 + DOUBT_OF_DDP) * first.seconds:
-        return exact
+    for plain, doubt in DOUBT_OF.items():
+        found = next((f for f in allowed if f.candidate == plain), None)
+        if found and plain not in measured and found.seconds <= (1 + doubt) * first.seconds:
+            return found
     known = [f for f in close if f.candidate in measured]
     return min(known or close, key=lambda f: (round(f.more_steps, 2), f.seconds))
 

@@ -13,6 +13,7 @@ from lightning_sparse.auto.policy import Candidate
 from lightning_sparse.auto.simulated_cost import Now, applying_s, in_place_cost, simulated_cost
 from lightning_sparse.auto.trial import RANKS
 from lightning_sparse.compressors import Compressor, Dense
+from lightning_sparse.compressors.rounded import type_in_place
 from lightning_sparse.engine.groups import Piece, cut_into_fragments, pieces_of
 from lightning_sparse.fusion.costs import SizeCost, cost_of
 from lightning_sparse.fusion.model import Cost, Plan
@@ -157,8 +158,8 @@ class Forecaster:
 
     def _in_place(self, compressor: Compressor) -> list[SizeCost]:
         """The cost of DDP's buckets, if ``compressor`` sums them where they lie; else empty."""
-        elements = sum(parameter.numel() for parameter in self._parameters.values())
-        return in_place_cost(elements, self._size, self._link) if same(compressor, Dense()) else []
+        elements, dtype = sum(parameter.numel() for parameter in self._parameters.values()), type_in_place(compressor)
+        return in_place_cost(elements, self._size, self._link, dtype) if dtype else []
 
     def _simulated(self, compressor: Compressor, elements: int) -> list[SizeCost]:
         n = max(1, min(elements, MOST // min(self._size, RANKS)))

@@ -57,16 +57,16 @@ def simulated_cost(
     return SizeCost(n, busy, max(busy, wire_s, (busy + wait_s) / 2), busy + wait_s, sent)
 
 
-def in_place_cost(n: int, size: int, link: Link) -> list[SizeCost]:
+def in_place_cost(n: int, size: int, link: Link, dtype: torch.dtype) -> list[SizeCost]:
     """Estimate the cost of 1 to ``n`` elements that are summed where they lie; empty where other sums are sooner."""
     all_reduce_s = link.all_reduce_s if math.isfinite(link.all_reduce_s) else hops("all_reduce", size) * link.latency_s
     costs = Costs(size, link.carries(link.latency_s))
     costs.all_reduce_bytes = link.carries(all_reduce_s)
-    if not costs.in_place(4 * n):
+    if not costs.in_place(dtype.itemsize * n):
         return []
     samples = []
     for elements in sorted({1, n}):
-        sent_bytes = traffic("all_reduce", 4 * elements, size)
+        sent_bytes = traffic("all_reduce", dtype.itemsize * elements, size)
         wire_s = sent_bytes * link.s_per_byte
         samples.append(SizeCost(elements, 0.0, wire_s, all_reduce_s + wire_s, sent_bytes))
     return samples

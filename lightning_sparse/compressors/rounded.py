@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass
 
-from lightning_sparse.compressors.base import Compressor
+import torch
+
+from lightning_sparse.compressors.base import Compressor, Dense
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.compressors.wrapper import Wrapper
 from lightning_sparse.network.comm import Comm, Rounds
+from lightning_sparse.settings import same
 from lightning_sparse.wire import wire_format
 
 
@@ -29,3 +32,10 @@ class Rounded(Wrapper):
 
     def dense_variant(self) -> Compressor:
         return Rounded(self.wrapped.dense_variant(), self.wire_dtype)
+
+
+def type_in_place(compressor: Compressor) -> torch.dtype | None:
+    """The type in which the backend could sum what ``compressor`` does where DDP has it: float32, bfloat16 or none."""
+    if same(compressor, Dense()):
+        return torch.float32
+    return torch.bfloat16 if same(compressor, Rounded(Dense(), "bfloat16")) else None

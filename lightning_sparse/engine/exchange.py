@@ -134,7 +134,10 @@ class Exchange(Around, ABC):
         raise NotImplementedError
 
     def sums_in_place(self, compressor: Compressor) -> bool:
-        """Whether what ``compressor`` averages is summed where DDP has it, not in groups, once nothing is unsent."""
+        """Whether what ``compressor`` averages is summed where DDP has it, not in groups, once nothing is unsent.
+
+        Its rounding errors, in bfloat16, are then kept by nobody.
+        """
         return False
 
     def compared(self) -> Mapping[Tensor, Tensor]:

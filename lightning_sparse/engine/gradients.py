@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group, HostCopy
+from lightning_sparse.compressors.rounded import type_in_place
 from lightning_sparse.engine.groups import BUCKET_BYTES
 from lightning_sparse.engine.lane import Lane, have_caller_wait, wait_for_caller
 from lightning_sparse.engine.means import Means
@@ -32,8 +33,9 @@ class GradientExchange(ScaledSteps):
 
     DDP's bucketing only decides when gradients reach us: its buckets change their members after the first step.  Ours
     do not, so every element keeps its place, its ``unsent`` and its order of summation from the first step on.  Where
-    all is summed in float32, nothing is unsent and ``may_sum_in_place``, DDP's buckets are summed where they lie, as
-    plain DDP does it: sooner by the copies into groups, but from three ranks on in an order that changes with buckets.
+    all is summed, in float32 or bfloat16, nothing is unsent and ``may_sum_in_place``, DDP's buckets are summed where
+    they lie, as plain DDP or PyTorch's bfloat16 hook does it: sooner by the copies into groups, but from three ranks on
+    in an order that changes with buckets, and with rounding errors that nobody keeps.
 
     Args:
         groups: as for :class:`Exchange`; and so ``comms`` and ``threaded``.
@@ -107,7 +109,7 @@ class GradientExchange(ScaledSteps):
         if step is None or step.has_arrived:
             self._end_scaled_step()
             step = self._step = Step(self.groups, self._queues, self._lanes, self._scaler)
-            step.in_place = self._next_in_place
+            step.in_place, step.sends_all = self._next_in_place
             if step.in_place:
                 self._lanes[0].comm.buffers.reuse()
         with self._lock:
@@ -150,8 +152,8 @@ class GradientExchange(ScaledSteps):
     # - sums of DDP's own buckets
 
     def sums_in_place(self, compressor: Compressor) -> bool:
-        comm = self._lanes[0].comm
-        if type(compressor) is not Dense or not self._in_float32 or not isinstance(comm, TorchComm):
+        comm, dtype = self._lanes[0].comm, type_in_place(compressor)
+        if dtype is None or not self._in_float32 or not isinstance(comm, TorchComm):
             return False
         if comm.stages(self.device):
             return False
@@ -160,14 +162,21 @@ class GradientExchange(ScaledSteps):
             self.may_sum_in_place
             and not needs_groups
             and comm.wire_dtype.lossless
-            and comm.costs.in_place(4 * self._elements)
+            and comm.costs.in_place(dtype.itemsize * self._elements)
         )
 
     @property
-    def _next_in_place(self) -> bool:
-        """Whether the next step's gradients are summed where they lie; the same on every rank."""
+    def _next_in_place(self) -> tuple[torch.dtype | None, bool]:
+        """The type in which the next step's gradients are summed where they lie, if they are, the same on every rank.
+
+        Also whether all is summed in float32 in groups instead: once, before rounded sums, to leave nothing unsent.
+        """
         looked_at = self._deferred or self._record is not None
-        return self.nothing_unsent and not looked_at and all(map(self.sums_in_place, self.compressors))
+        dtypes = {type_in_place(each) if self.sums_in_place(each) else None for each in self.compressors}
+        if len(dtypes) != 1 or dtypes == {None} or (looked_at and dtypes != {torch.float32}):
+            return None, False
+        in_place = self.nothing_unsent and not looked_at
+        return (dtypes.pop() if in_place else None), not in_place
 
     def _sum_in_place(self, step: Step, bucket: PendingBucket) -> Future[Tensor]:
         comm = self._lanes[0].comm
@@ -175,7 +184,8 @@ class GradientExchange(ScaledSteps):
         step.unsummed.append(bucket)
         if step.has_arrived or sum(each.buffer.nbytes for each in step.unsummed) >= BUCKET_BYTES:
             buckets, step.unsummed = step.unsummed, []
-            sums = comm.mean_in_place([each.buffer for each in buckets])
+            assert step.in_place is not None
+            sums = comm.mean_in_place([each.buffer for each in buckets], step.in_place)
             sums.then(partial(self._end_in_place, step, buckets))
         return bucket.future
 
@@ -225,7 +235,7 @@ class GradientExchange(ScaledSteps):
 
     def _average(self, step: Step, lane: Lane, index: int) -> None:
         taken_up, start_ns, waited_ns = self.timeline.now(), time.perf_counter_ns(), lane.network_ns
-        group, compressor = self._groups[index], self.compressors[index]
+        group, compressor = self._groups[index], Dense() if step.sends_all else self.compressors[index]
         if step.loss_scale:
             step.loss_scale.keep(group)
         arrived = [step.gradients.pop(parameter) for parameter in group.parameters]
@@ -279,7 +289,7 @@ class GradientExchange(ScaledSteps):
             self._sample.end_dense_step()
         if not step.in_place:
             self._end_if_known(step.loss_scale, overflowed)
-        self.nothing_unsent = all(map(self.sums_in_place, self.compressors))
+        self.nothing_unsent = bool(step.in_place) or step.sends_all
         self.last = step.report()
         self.timeline.end_backward()
         if self._used is not None:

@@ -78,7 +78,8 @@ class Step:
         self.loss_scale = LossScale(scaler, groups[0].unsent.device) if scaler is not None else None
         self.overflowed: Pending  # with a loss scale, and how many ranks found a gradient that is not finite
         self.averages: list[LaneFuture[None]] = []  # with a loss scale
-        self.in_place = False  # DDP's buckets are summed where they lie
+        self.in_place: torch.dtype | None = None  # the type in which DDP's buckets are summed where they lie
+        self.sends_all = False  # all is summed in float32, so that nothing is unsent after it
         self.unsummed: list[PendingBucket] = []  # of these, what no message has yet
         self._arriving = [len(group.parameters) for group in groups]  # parameters not handed over yet
         self._queues = [deque(queue) for queue in queues]

@@ -142,17 +142,21 @@ class TorchComm(Comm):
         dist.reduce(total, self._global[0], group=self._group)
         return total.div_(self.size).cpu()
 
-    def mean_in_place(self, parts: Sequence[Tensor]) -> Future[list[Tensor]]:
+    def mean_in_place(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Future[list[Tensor]]:
         """Launch the mean of ``parts`` [n_i] float32 over all ranks, by the backend in one message, into them.
 
-        As plain DDP does it: each rank's is divided first.  Several are copied into one buffer and back.
+        As plain DDP does it, or in bfloat16 PyTorch's ``bf16_compress_hook``: each rank's is rounded to ``dtype`` and
+        divided, then summed in it.  Several, or in another type than theirs, are copied into one buffer and back.
         """
         lengths = [part.numel() for part in parts]
-        alone = len(parts) == 1
-        x = parts[0] if alone else self.buffer("total", sum(lengths), torch.float32, parts[0].device)
+        alone = len(parts) == 1 and dtype == torch.float32
+        x = parts[0] if alone else self.buffer("total", sum(lengths), dtype, parts[0].device)
         places = x.split(lengths)
         for part, place in zip(parts, places, strict=True):
-            torch.div(part, self.size, out=place)
+            if dtype == torch.float32:
+                torch.div(part, self.size, out=place)
+            else:  # 6 times as fast as a division that rounds
+                place.copy_(part).div_(self.size)
         self._count("all_reduce", x.nbytes)
         sums: Future[list[Tensor]] = dist.all_reduce(x, group=self._group, async_op=True).get_future()
 

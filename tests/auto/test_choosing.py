@@ -152,6 +152,14 @@ def test_plain_ddp_is_tried_where_it_may_be_soonest() -> None:
     assert soonest([near, known], measured=[INT4, DENSE]) is near
 
 
+def test_sums_in_bfloat16_are_tried_where_they_may_be_soonest() -> None:
+    known = replace(expected(0.50, 0.98), candidate=INT4)
+    rounded = replace(expected(0.53, 1.0), candidate=ls.Candidate(ls.Dense(), "bfloat16"))
+    assert soonest([rounded, known], measured=[INT4]) is rounded
+    assert soonest([replace(rounded, step_s=0.6), known], measured=[INT4]) is known
+    assert soonest([expected(0.6, 1.0), rounded, known], measured=[INT4]).candidate == DENSE
+
+
 @pytest.mark.parametrize("local", [False, True])
 def test_what_is_late_needs_more_steps_and_loses_more(local: bool) -> None:
     of_less = [more_steps(1 - late / 10, 3.0 * late, 4, late if local else 0) for late in range(10)]

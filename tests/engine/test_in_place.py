@@ -1,4 +1,4 @@
-"""Dense sums in float32 where DDP has the gradients: plain DDP's, and nothing lost; on real processes."""
+"""Dense sums where DDP has the gradients: as plain DDP and PyTorch's hook do it; on real processes."""
 
 from typing import Any
 
@@ -9,13 +9,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
+from lightning_sparse.bench.compare.peers import bf16_hook
 from lightning_sparse.compressors.rounded import Rounded
 from lightning_sparse.engine import gradients
 from lightning_sparse.engine.groups import lay_out
 from tests.support.models import weights
 from tests.support.processes import Ranks
 
-SHAPE = (100, 50)  # large enough not to go to all ranks in one hop
+SHAPE = (200, 50)  # large enough not to go to all ranks in one hop
 
 
 def layer(bucket_cap_mb: float = 25) -> DistributedDataParallel:
@@ -104,3 +105,41 @@ def rounded_then_exact(rank: int, size: int) -> tuple[Tensor, Tensor]:
 def test_what_rounding_left_is_sent_before_sums_are_in_place(ranks: Ranks) -> None:
     results = ranks.run(rounded_then_exact, 3, gloo=True)
     torch.testing.assert_close(3 * results[0][0], sum(own for _, own in results))
+
+
+def after_int4(rank: int, size: int) -> tuple[list[torch.dtype | None], list[bool], list[bool], list[int]]:
+    """Of each step of sums in bfloat16 after int4: in place or not, as with PyTorch's hook, unsent, bytes."""
+    ours, hooked = layer(), layer()
+    hook = ls.SparseHook(ours, Rounded(ls.Dense(), "int4"), wire_dtype="float32", fusion="bucket")
+    hook.exchange.may_sum_in_place = True
+    hooked.register_comm_hook(None, bf16_hook)
+    found = []
+    for number in range(7):
+        if number == 1:
+            after = lay_out(dict(ours.module.named_parameters()), Rounded(ls.Dense(), "bfloat16"), "bucket", 25 << 20)
+            after[0][0].unsent.copy_(hook.exchange.groups[0].unsent)
+            hook.exchange.lay_out(after)
+        if number == 4:
+            hook.exchange.record_gradients(100)
+        elif number == 5:
+            hook.exchange.take_record()
+        hooked.load_state_dict(ours.state_dict())
+        step(ours, rank, number)
+        step(hooked, rank, number)
+        exchange = hook.exchange
+        as_hooked = torch.equal(weights(ours), weights(hooked))
+        found.append((exchange._step.in_place, as_hooked, exchange.unsent_norm() > 0, exchange.last.sent_bytes))
+    hook.close()
+    return tuple(map(list, zip(*found, strict=True)))
+
+
+def test_bfloat16_is_summed_as_by_pytorchs_hook_once_nothing_is_unsent(ranks: Ranks) -> None:
+    """And in groups, with rounding errors that are kept, while gradients are recorded."""
+    for in_place, as_hooked, is_unsent, sent_bytes in ranks.run(after_int4, 3, gloo=True):
+        rounded = torch.bfloat16
+        assert in_place == [None, None, rounded, rounded, None, None, rounded]
+        assert is_unsent == [True, False, False, False, True, False, False]
+        assert [x for x, place in zip(as_hooked, in_place, strict=True) if place] == [True, True, True]
+        elements = (SHAPE[0] + 1) * SHAPE[1]
+        assert sent_bytes[1] == pytest.approx(2 * 2 / 3 * 4 * elements, abs=8)
+        assert sent_bytes[2] == pytest.approx(2 * 2 / 3 * 2 * elements, abs=4)
