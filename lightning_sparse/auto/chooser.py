@@ -23,8 +23,8 @@ from lightning_sparse.settings import same
 EXACT = Candidate(Dense())  # It has no error, so that others need not be looked at where its messages cost nothing.
 NOISE = 0.05  # Part by which the seconds of two candidates must differ to tell which is sooner.
 DOUBT = 0.1  # Likewise where the soonest is only expected to be so.
-# Likewise of what DDP and PyTorch's hook do, until it was measured: it loses nothing, and nobody wants to be slower.
-DOUBT_OF = {EXACT: 0.25, Candidate(Dense(), "bfloat16"): DOUBT}
+# Likewise of what plain DDP and PyTorch's hook do, until its step was measured where DDP has the gradient.
+PLAIN = {EXACT: 0.25, Candidate(Dense(), "bfloat16"): DOUBT}
 FAR = 0.25  # Likewise of the first steps of what is being tried, for the trial to end with them.
 MOST_TRIED = 5  # Candidates whose steps are measured; then one of these is taken.
 
@@ -53,7 +53,7 @@ def soonest(
     first = min(allowed, key=lambda f: f.seconds)
     limit_s = (1 + (NOISE if first.candidate in measured else DOUBT)) * first.seconds
     close = [f for f in allowed if f.seconds <= limit_s]
-    for plain, doubt in DOUBT_OF.items():
+    for plain, doubt in PLAIN.items():
         found = next((f for f in allowed if f.candidate == plain), None)
         if found and plain not in measured and found.seconds <= (1 + doubt) * first.seconds:
             return found
@@ -134,7 +134,7 @@ class Chooser:
         self._record, self._beside, self._at_work = record, (measured, link), at_work
         self._has_looked, self.forecasts = False, []  # at all candidates
         self._forecaster = Forecaster(self._parameters, measured, link, exchange.size, None)
-        known = [c for c in self._candidates if c != EXACT and not c.local_steps and same(c.averaging, at_work)]
+        known = [c for c in self._candidates if c not in PLAIN and not c.local_steps and same(c.averaging, at_work)]
         self.measured = dict.fromkeys(known, measured.span_s + measured.rest_s)
         if EXACT in self._candidates and math.isfinite(self._forecaster.in_place_s):
             exact = self._forecaster.forecast(EXACT)

@@ -169,14 +169,13 @@ class GradientExchange(ScaledSteps):
     def _next_in_place(self) -> tuple[torch.dtype | None, bool]:
         """The type in which the next step's gradients are summed where they lie, if they are, the same on every rank.
 
-        Also whether all is summed in float32 in groups instead: once, before rounded sums, to leave nothing unsent.
+        And whether groups send all there is in float32: so they do once before sums in place, to leave nothing unsent.
         """
-        looked_at = self._deferred or self._record is not None
-        dtypes = {type_in_place(each) if self.sums_in_place(each) else None for each in self.compressors}
-        if len(dtypes) != 1 or dtypes == {None} or (looked_at and dtypes != {torch.float32}):
-            return None, False
-        in_place = self.nothing_unsent and not looked_at
-        return (dtypes.pop() if in_place else None), not in_place
+        in_place = all(map(self.sums_in_place, self.compressors))
+        dtype = type_in_place(self.compressors[0]) if in_place and self.compressors else None
+        if self._deferred or self._record is not None:  # groups are looked at
+            return None, dtype == torch.float32
+        return (dtype, False) if self.nothing_unsent else (None, dtype is not None)
 
     def _sum_in_place(self, step: Step, bucket: PendingBucket) -> Future[Tensor]:
         comm = self._lanes[0].comm
