@@ -31,8 +31,9 @@ class Elastic:
         quorum_timeout: seconds that a host waits for a lighthouse that is gone, or for ``min_hosts``; then its
             training ends with an error.
         replica_id: the name of this host, from which the order of its data follows.  None: another in each start.
-        own_pace: hosts are not equally fast, and each takes as many own steps from one exchange to the next as fit into
-            the time that the fastest needs for its own, and the slowest for one.  False: all take as many.
+        own_pace: each host takes as many own steps from one exchange to the next as come nearest to the time that the
+            fastest needs for the steps of the schedule, or the slowest for one if that is longer.  False: all take as
+            many.
 
     Raises:
         ValueError: for a setting out of range, with the value and what is allowed.
