@@ -23,8 +23,8 @@ from lightning_sparse.settings import same
 EXACT = Candidate(Dense())  # It has no error, so that others need not be looked at where its messages cost nothing.
 NOISE = 0.05  # Part by which the seconds of two candidates must differ to tell which is sooner.
 DOUBT = 0.1  # Likewise where the soonest is only expected to be so.
-# Likewise of what plain DDP and PyTorch's hook do, until its step was measured where DDP has the gradient.
-PLAIN = {EXACT: 0.25, Candidate(Dense(), "bfloat16"): DOUBT}
+PLAIN = (EXACT, Candidate(Dense(), "bfloat16"))  # What DDP and PyTorch's hook do: nobody wants to be slower.
+DOUBT_OF_PLAIN = 0.25  # As ``DOUBT``, for these to be tried.
 FAR = 0.25  # Likewise of the first steps of what is being tried, for the trial to end with them.
 MOST_TRIED = 5  # Candidates whose steps are measured; then one of these is taken.
 
@@ -41,7 +41,7 @@ def soonest(
     """Return which is expected to be soonest at a loss; what was not tried may be as soon as its step is short.
 
     Of those that noise does not tell apart it is the one that loses least, to a percent.  Plain DDP, then sums in
-    bfloat16, are the first to be tried where they may be soonest.
+    bfloat16, are the first to be tried where they may be soonest, and are left only for what is sooner by far.
 
     Args:
         forecasts: at least one.
@@ -51,11 +51,11 @@ def soonest(
     least = min(forecasts, key=lambda f: f.more_steps)
     allowed = [f for f in forecasts if at_most is None or loss_above(f.more_steps) <= at_most] or [least]
     first = min(allowed, key=lambda f: f.seconds)
-    limit_s = (1 + (NOISE if first.candidate in measured else DOUBT)) * first.seconds
-    close = [f for f in allowed if f.seconds <= limit_s]
-    for plain, doubt in PLAIN.items():
+    doubt = NOISE if first.candidate in measured else DOUBT
+    close = [f for f in allowed if f.seconds <= (1 + (DOUBT if f.candidate in PLAIN else doubt)) * first.seconds]
+    for plain in PLAIN:
         found = next((f for f in allowed if f.candidate == plain), None)
-        if found and plain not in measured and found.seconds <= (1 + doubt) * first.seconds:
+        if found and plain not in measured and found.seconds <= (1 + DOUBT_OF_PLAIN) * first.seconds:
             return found
     known = [f for f in close if f.candidate in measured]
     return min(known or close, key=lambda f: (round(f.more_steps, 2), f.seconds))

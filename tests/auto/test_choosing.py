@@ -154,9 +154,12 @@ def test_plain_ddp_is_tried_where_it_may_be_soonest() -> None:
 
 def test_sums_in_bfloat16_are_tried_where_they_may_be_soonest() -> None:
     known = replace(expected(0.50, 0.98), candidate=INT4)
-    rounded = replace(expected(0.53, 1.0), candidate=ls.Candidate(ls.Dense(), "bfloat16"))
+    rounded = replace(expected(0.54, 1.0), candidate=ls.Candidate(ls.Dense(), "bfloat16"))
     assert soonest([rounded, known], measured=[INT4]) is rounded
-    assert soonest([replace(rounded, step_s=0.6), known], measured=[INT4]) is known
+    assert soonest([rounded, known], measured=[INT4, rounded.candidate]) is rounded
+    slow = replace(rounded, step_s=0.6)
+    assert soonest([slow, known], measured=[INT4]) is slow
+    assert soonest([slow, known], measured=[INT4, slow.candidate]) is known
     assert soonest([expected(0.6, 1.0), rounded, known], measured=[INT4]).candidate == DENSE
 
 
