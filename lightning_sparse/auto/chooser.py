@@ -23,7 +23,8 @@ from lightning_sparse.settings import same
 EXACT = Candidate(Dense())  # It has no error, so that others need not be looked at where its messages cost nothing.
 NOISE = 0.05  # Part by which the seconds of two candidates must differ to tell which is sooner.
 DOUBT = 0.1  # Likewise where the soonest is only expected to be so.
-PLAIN = (EXACT, Candidate(Dense(), "bfloat16"))  # What DDP and PyTorch's hook do: nobody wants to be slower.
+BFLOAT16 = Candidate(Dense(), "bfloat16")
+PLAIN = (EXACT, BFLOAT16)  # What DDP and PyTorch's hook do: nobody wants to be slower.
 DOUBT_OF_PLAIN = 0.25  # As ``DOUBT``, for these to be tried.
 FAR = 0.25  # Likewise of the first steps of what is being tried, for the trial to end with them.
 MOST_TRIED = 5  # Candidates whose steps are measured; then one of these is taken.

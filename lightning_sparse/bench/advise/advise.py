@@ -18,7 +18,7 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
-from lightning_sparse.auto.chooser import EXACT, NOISE, tried
+from lightning_sparse.auto.chooser import BFLOAT16, EXACT, NOISE, tried
 from lightning_sparse.auto.forecast import Forecaster
 from lightning_sparse.auto.policy import CANDIDATES
 from lightning_sparse.auto.simulated_cost import Now
@@ -212,7 +212,7 @@ def words(advices: Sequence[Advice], busy: str = "") -> list[str]:
         "",
         "    import lightning_sparse as ls",
         "    Trainer(strategy='sparse_auto')",
-        f"    {best.python}  # the same, fixed",
+        f"    {best.python}  # {'with its rounding errors kept' if best.name == str(BFLOAT16) else 'the same, fixed'}",
         "",
         "or in a config file:",
         "",
