@@ -54,10 +54,9 @@ def soonest(
     first = min(allowed, key=lambda f: f.seconds)
     doubt = NOISE if first.candidate in measured else DOUBT
     close = [f for f in allowed if f.seconds <= (1 + (DOUBT if f.candidate in PLAIN else doubt)) * first.seconds]
-    for plain in PLAIN:
-        found = next((f for f in allowed if f.candidate == plain), None)
-        if found and plain not in measured and found.seconds <= (1 + DOUBT_OF_PLAIN) * first.seconds:
-            return found
+    near = [f for f in allowed if f.candidate in PLAIN and f.seconds <= (1 + DOUBT_OF_PLAIN) * first.seconds]
+    if untried := [f for f in near if f.candidate not in measured]:
+        return untried[0]
     known = [f for f in close if f.candidate in measured]
     return min(known or close, key=lambda f: (round(f.more_steps, 2), f.seconds))
 
@@ -137,7 +136,7 @@ class Chooser:
         self._forecaster = Forecaster(self._parameters, measured, link, exchange.size, None)
         known = [c for c in self._candidates if c not in PLAIN and not c.local_steps and same(c.averaging, at_work)]
         self.measured = dict.fromkeys(known, measured.span_s + measured.rest_s)
-        if EXACT in self._candidates and math.isfinite(self._forecaster.in_place_s):
+        if EXACT in self._candidates and self._forecaster.sums_in_place:
             exact = self._forecaster.forecast(EXACT)
             if self._is_hidden(exact.step_s):
                 self.forecasts = [exact]
@@ -171,8 +170,8 @@ class Chooser:
         """Predict the step of each candidate."""
         self._has_looked = True
         self._look_closer(exchange)
-        looked_at = {f.candidate for f in self.forecasts}
-        new = _shared(exchange, [c for c in self._candidates if c not in looked_at], self._forecaster.forecast)
+        candidates = [c for c in self._candidates if c not in {f.candidate for f in self.forecasts}]
+        new = _shared(exchange, candidates, self._forecaster.forecast)
         self.forecasts += new
         for forecast in new:
             if forecast.candidate in self.measured:

@@ -101,10 +101,9 @@ class Forecaster:
         return self._measured.rest_s + float(np.nanmax([0.0, *self._measured.arrivals_s]))
 
     @property
-    def in_place_s(self) -> float:
-        """Seconds that sums of the gradient take where it lies, if that is the soonest; else infinite."""
-        in_place = self._in_place(Dense())
-        return in_place[-1].latency_s if in_place else math.inf
+    def sums_in_place(self) -> bool:
+        """Whether float32 sums of the gradient where it lies are the soonest sums of it."""
+        return bool(self._in_place(Dense()))
 
     def forecast(self, candidate: Candidate) -> Forecast:
         """Predict a step."""

@@ -222,11 +222,10 @@ class GivenSteps:
         self,
         steps_ms: dict[ls.Candidate, float],
         computing_ms: float = 40,
-        in_place_ms: float = 100,
         limit: str = "network",
     ) -> None:
         self.computing_s = computing_ms / 1e3
-        self.in_place_s = in_place_ms / 1e3
+        self.sums_in_place = True
         self.calibration = Calibration()
         self.asked: list[ls.Candidate] = []
         self.steps_ms, self._limit = steps_ms, limit
