@@ -46,19 +46,19 @@ from tests.support.on_fake_cuda import (
 MAY_WAIT = {
     "compressors/micro.py reduce": "`micro`, in the first step and where its threshold was lost",
     "compressors/momentum.py _shrunk": "`MomentumCorrection(clip_norm=...)`, in every step",
-    "engine/untrained.py end": "with local steps, every 10 steps, what no optimizer trains",
-    "engine/weights.py _take_over": "with local steps, where the average was shown, whether somebody changed it",
-    "compressors/group.py read": "between two steps, whoever asks what is unsent after a step with a loss scale",
-    "engine/sample.py waiting": "who asks how long gradients wait",
-    "engine/exchange.py delivered": "who asks how long gradients wait",
-    "engine/exchange.py unsent_norm": "who asks how long gradients wait",
+    "engine/untrained.py end": "every 10 steps, to see whether what no optimizer trains has changed",
+    "engine/weights.py _take_over": "where the average was shown, to see whether somebody changed it",
+    "compressors/group.py read": "what is unsent after a step with a loss scale, asked between two steps",
+    "engine/sample.py waiting": "how long gradients wait",
+    "engine/exchange.py delivered": "how long gradients wait",
+    "engine/exchange.py unsent_norm": "how long gradients wait",
     "engine/local_exchange.py metrics": "by how much Adam's steps are shorter",
-    "engine/timeline.py _since_backward_began": "who asks when groups were averaged",
+    "engine/timeline.py _since_backward_began": "when groups were averaged",
     "network/torch_comm.py gather": "a checkpoint",
     "network/torch_comm.py mean": "a checkpoint",
 }
 
-EVERY_TEN_STEPS = {place for place, why in MAY_WAIT.items() if why.startswith("with local steps, every 10 steps")}
+EVERY_TEN_STEPS = {place for place, why in MAY_WAIT.items() if why.startswith("every 10 steps")}
 AFTER_THE_AVERAGE = {place for place, why in MAY_WAIT.items() if "where the average was shown" in why}
 
 FORMATS = [str(each) for each in WIRE_DTYPES]
