@@ -111,6 +111,7 @@ class GradientExchange(ScaledSteps):
             step = self._step = Step(self.groups, self._queues, self._lanes, self._scaler)
             step.in_place, step.sends_all = self._next_in_place
             if step.in_place:
+                self._lanes[0].check_open()
                 self._lanes[0].comm.buffers.reuse()
         with self._lock:
             if self.error is not None:

@@ -40,11 +40,7 @@ class Lane:
         Raises:
             RuntimeError: the lane was closed.
         """
-        if self._closed:
-            raise RuntimeError(
-                "the hook on this DistributedDataParallel was closed, so it averages no gradients any more; to train "
-                "on, make a new DistributedDataParallel and a new hook."
-            )
+        self.check_open()
         result: Future[T] = Future()
         if not self._threaded:
             _do(work, self.stream, result)
@@ -54,6 +50,14 @@ class Lane:
             self._thread.start()
         self._inbox.put((work, self.stream, result))
         return result
+
+    def check_open(self) -> None:
+        """Raise a RuntimeError if the lane was closed."""
+        if self._closed:
+            raise RuntimeError(
+                "the hook on this DistributedDataParallel was closed, so it averages no gradients any more; to train "
+                "on, make a new DistributedDataParallel and a new hook."
+            )
 
     def wait_for_caller(self) -> None:
         """Have this lane do nothing more before what the caller's stream is given so far is done."""

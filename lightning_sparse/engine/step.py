@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future as LaneFuture
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -128,7 +128,8 @@ class Step:
 
     def report(self) -> "Report":
         waited_ns = time.perf_counter_ns() - self._handed_over_ns
-        return Report.of(self.groups, self.groups, self._lanes, self._spent_before, waited_ns)
+        report = Report.of(self.groups, self.groups, self._lanes, self._spent_before, waited_ns)
+        return replace(report, ms_network=report.ms_wait) if self.in_place else report  # no lane waits for the backend
 
 
 @dataclass(frozen=True)

@@ -149,6 +149,10 @@ class TorchComm(Comm):
         divided, then summed in it.  Several, or in another type than theirs, are copied into one buffer and back.
         """
         lengths = [part.numel() for part in parts]
+        if not sum(lengths):  # of parameters without elements; not every backend can carry it
+            nothing: Future[list[Tensor]] = Future()
+            nothing.set_result(list(parts))
+            return nothing
         alone = len(parts) == 1 and dtype == torch.float32
         x = parts[0] if alone else self.buffer("total", sum(lengths), dtype, parts[0].device)
         places = x.split(lengths)

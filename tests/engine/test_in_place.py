@@ -143,3 +143,40 @@ def test_bfloat16_is_summed_as_by_pytorchs_hook_once_nothing_is_unsent(ranks: Ra
         elements = (SHAPE[0] + 1) * SHAPE[1]
         assert sent_bytes[1] == pytest.approx(2 * 2 / 3 * 4 * elements, abs=8)
         assert sent_bytes[2] == pytest.approx(2 * 2 / 3 * 2 * elements, abs=4)
+
+
+class StartsEmpty(nn.Module):
+    """A layer after a parameter without elements, whose gradient arrives last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty, self.layer = nn.Parameter(torch.zeros(0)), nn.Linear(*SHAPE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x + self.empty.sum()).square().sum()
+
+
+def with_an_empty_bucket(rank: int, size: int) -> list[Tensor]:
+    """Train a model whose last bucket has no elements, in bfloat16 where DDP has it, and after the hook was closed."""
+    gradients.BUCKET_BYTES = 100  # so that it is sent alone
+    torch.manual_seed(0)
+    model = StartsEmpty()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4)
+    hook = ls.SparseHook(ddp, Rounded(ls.Dense(), "bfloat16"), wire_dtype="float32", fusion="bucket")
+    hook.exchange.may_sum_in_place = True
+    used = []
+    for number in range(4):
+        generator = torch.Generator().manual_seed(100 * rank + number)
+        ddp.zero_grad()
+        ddp(torch.randn(4, SHAPE[0], generator=generator)).backward()
+        used.append(hook.exchange._step.in_place)
+    assert used[1:] == 3 * [torch.bfloat16]
+    hook.exchange._lanes[0].close()
+    with pytest.raises(RuntimeError, match="was closed"):
+        ddp(torch.randn(4, SHAPE[0])).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def test_a_bucket_without_elements_and_a_closed_hook(ranks: Ranks) -> None:
+    first, *others = ranks.run(with_an_empty_bucket, 2, gloo=True)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
