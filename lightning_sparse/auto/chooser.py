@@ -41,8 +41,8 @@ def soonest(
 ) -> Forecast:
     """Return which is expected to be soonest at a loss; what was not tried may be as soon as its step is short.
 
-    Of those that noise does not tell apart it is the one that loses least, to a percent.  Plain DDP, then sums in
-    bfloat16, are the first to be tried where they may be soonest, and are left only for what is sooner by far.
+    Of those that noise does not tell apart it is the one that loses least, to a percent.  Plain DDP and sums in
+    bfloat16 are the first to be tried where they may be soonest, and are left only for what is sooner by far.
 
     Args:
         forecasts: at least one.

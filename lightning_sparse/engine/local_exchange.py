@@ -22,6 +22,7 @@ from lightning_sparse.engine.replica import Find
 from lightning_sparse.engine.second_moments import EVERY
 from lightning_sparse.engine.step import Report, gradients_of
 from lightning_sparse.network.comm import Comm
+from lightning_sparse.network.torch_comm import future_on
 
 
 class LocalExchange(LocalState):
@@ -96,7 +97,7 @@ class LocalExchange(LocalState):
             gradient.add_(self._unsent_gradients.pop(parameter, 0.0))
         if bucket.is_last():
             self._phases.backward(self.weights.versions())
-        future: Future[Tensor] = Future(devices=[self.device] if self.device.type == "cuda" else None)
+        future: Future[Tensor] = future_on(self.device)
         future.set_result(bucket.buffer())
         return future
 

@@ -16,6 +16,7 @@ from lightning_sparse.engine.lane import Lane, spent
 from lightning_sparse.engine.loss_scale import LossScale
 from lightning_sparse.network.comm import Pending
 from lightning_sparse.network.costs import traffic
+from lightning_sparse.network.torch_comm import future_on
 
 
 class PendingBucket:
@@ -28,8 +29,7 @@ class PendingBucket:
         self.summed: Pending | None = None  # its sum over this rank's node, under way
         self._waiting = threading.Lock()
         self.missing = len(self.parameters)  # parameters whose mean is not in the buffer yet
-        device = buffer.device
-        self.future: Future[Tensor] = Future(devices=None if device.type == "cpu" else [device])
+        self.future: Future[Tensor] = future_on(buffer.device)
 
     def gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Each parameter and its gradient, a view of the buffer."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,11 @@ def carries_by_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
             f"with init_process_group({'nccl' if device.type == 'cuda' else 'gloo'!r})."
         )
     return name != "gloo"
+
+
+def future_on(device: torch.device) -> Future[Any]:
+    """Return a future that may be of tensors on ``device``."""
+    return Future(devices=None if device.type == "cpu" else [device])
 
 
 class RankLost(RuntimeError):
@@ -150,7 +155,7 @@ class TorchComm(Comm):
         """
         lengths = [part.numel() for part in parts]
         if not sum(lengths):  # of parameters without elements; not every backend can carry it
-            nothing: Future[list[Tensor]] = Future()
+            nothing = future_on(parts[0].device)
             nothing.set_result(list(parts))
             return nothing
         alone = len(parts) == 1 and dtype == torch.float32

@@ -72,6 +72,9 @@ class Event:
 class Future:
     """Takes the place of ``torch.futures.Future``, which a build without CUDA makes of no CUDA device."""
 
+    def __class_getitem__(cls, _: object) -> "type[Future]":
+        return cls
+
     def __init__(self, devices: object = None) -> None:
         self.result: Any = None
         self.moment: Any = None
@@ -214,8 +217,7 @@ class FakeCuda:
         for name, fake in in_place.items():
             yield mock.patch.object(torch.cuda, name, fake)
         yield mock.patch.object(torch, "Generator", _generator)
-        for module in ("step", "local_exchange"):
-            yield mock.patch.object(import_module(f"lightning_sparse.engine.{module}"), "Future", Future)
+        yield mock.patch("lightning_sparse.network.torch_comm.Future", Future)
         yield _launching(self)
 
 
