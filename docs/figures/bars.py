@@ -1,4 +1,4 @@
-"""Draw seconds a step and seconds to a loss as bars, from the newest stored runs, for the README and for the results.
+"""Draw the time of a step and seconds to a loss as bars, from the newest stored runs, for the README and for the results.
 
 Run: python docs/figures/bars.py
 """
@@ -66,13 +66,11 @@ def colour_of(strategy: str) -> str:
     return s.BLUE if is_peer(strategy) else s.GREEN
 
 
-def bar(axes: Axes, left: float, top: float, value: float, longest: float, strategy: str, otherwise: str) -> None:
-    """One bar and its number; an outline where the value is infinite."""
-    known = value < math.inf
-    s.block(axes, (left, top), (LONGEST * min(value / longest, 1), BAR), colour_of(strategy), pale=not known)
-    text = f"{value:.3f}" if longest < 1 else f"{value:.1f}"
-    at = left + LONGEST * min(value / longest, 1) + 5, top + BAR / 2
-    s.write(axes, at, text if known else otherwise, s.INK, s.SMALL)
+def bar(axes: Axes, left: float, top: float, value: float, longest: float, strategy: str, text: str) -> None:
+    """One bar and its ``text``; an outline where the value is infinite."""
+    length = LONGEST * min(value / longest, 1)
+    s.block(axes, (left, top), (length, BAR), colour_of(strategy), pale=value == math.inf)
+    s.write(axes, (left + length + 5, top + BAR / 2), text, s.INK, s.SMALL)
 
 
 def panel(axes: Axes, top: float, run: Run, cluster: str, strategies: Sequence[str]) -> None:
@@ -82,16 +80,17 @@ def panel(axes: Axes, top: float, run: Run, cluster: str, strategies: Sequence[s
     losses = {name: to_loss(run, cluster, name, loss) for name in strategies}
     given = run.environment.get("seconds") or max(row.in_all.seconds for row in run.reached[cluster].values())
     axes.text(NAMES, top, link(cluster), fontweight="bold", va="center_baseline")
-    s.write(axes, (STEP, top + 18), "seconds a step", s.FAINT, s.SMALL)
+    s.write(axes, (STEP, top + 18), "ms a step", s.FAINT, s.SMALL)
     s.write(axes, (LOSS, top + 18), "" if loss is None else f"seconds to loss {loss:g}", s.FAINT, s.SMALL)
     longest = max((value for value in losses.values() if value < math.inf), default=given)
     longest = max(longest, given) if math.inf in losses.values() else longest
     for i, name in enumerate(strategies):
         y = top + HEAD - 10 + ROW * i
         s.write(axes, (NAMES, y + BAR / 2), label(name), size=s.SMALL)
-        bar(axes, STEP, y, steps[name], max(steps.values()), name, "")
+        bar(axes, STEP, y, steps[name], max(steps.values()), name, f"{1e3 * steps[name]:.0f}")
         if loss is not None:
-            bar(axes, LOSS, y, losses[name], longest, name, f"> {given:.0f}")
+            text = f"{losses[name]:.1f}" if losses[name] < math.inf else f"> {given:.0f}"
+            bar(axes, LOSS, y, losses[name], longest, name, text)
 
 
 def draw(name: str, shown: Sequence[tuple[Run, str, Sequence[str]]], folder: Path = s.FOLDER) -> None:

@@ -134,7 +134,7 @@ def results(runs: dict[tuple[str, str], Run], folder: Path = s.FOLDER) -> Iterat
         if drawn:
             name = f"results-{workload}"
             bars.draw(name, [(run, cluster, bars.long_list(run, cluster)) for run, cluster in drawn], folder)
-            yield from [f"![{workload}: seconds a step and seconds to a loss](figures/{name}.svg)", ""]
+            yield from [f"![{workload}: ms a step and seconds to a loss](figures/{name}.svg)", ""]
         for i, (run, cluster) in enumerate(here):
             yield from [f"### {workload}: {link(cluster)}", "", *table(run, cluster)]
             if all(run is not later for later, _ in here[i + 1 :]):

@@ -130,7 +130,8 @@ def label(strategy: str) -> str:
     name, *pairs = strategy.split(":")
     options = dict(pair.split("=", 1) for pair in pairs)
     wire = options.pop("wire_dtype", "")
-    options.pop("lr", None)  # the run's command says it
+    for told in ("lr", "start"):  # by the run's command
+        options.pop(told, None)
     words = [PEER_LABELS.get(name, name)]
     if name.startswith("powersgd_"):
         words = [f"PowerSGD, rank {name.rpartition('_')[2]}"]
@@ -147,6 +148,7 @@ _OPTIONS: dict[str, Callable[[str], str]] = {
     "density": lambda value: f"{100 * float(value):g} %",
     "rank": lambda value: f"rank {value}",
     "local_group": lambda value: f"nodes of {value}",
+    "outer_momentum": lambda value: f"momentum {value}",
     "lr_factor": lambda value: f"{value} rate",
 }
 

@@ -63,4 +63,4 @@ def viewed(payload: Tensor, dtype: torch.dtype) -> Tensor:
 
 def can_be_viewed(payload: Tensor, dtype: torch.dtype) -> bool:
     """Whether ``payload`` uint8 starts where a value of ``dtype`` may."""
-    return payload.storage_offset() % dtype.itemsize == 0
+    return int(payload.storage_offset()) % dtype.itemsize == 0
