@@ -1,4 +1,4 @@
-"""Draw the time of a step and seconds to a loss as bars, from the newest stored runs, for the README and for the results.
+"""Draw how long a step takes and seconds to a loss as bars, from the newest stored runs, for the README and results.
 
 Run: python docs/figures/bars.py
 """
