@@ -124,7 +124,8 @@ def _check_group(names: Sequence[str], parameters: Sequence[Any], fsdp: Any, mes
             f"offload_policy must not be CPUOffloadPolicy: what is unsent lies beside the shards; got it for {names[0]}"
             ". Leave it out."
         )
-    dtype = fsdp.mp_policy.reduce_dtype or fsdp.mp_policy.param_dtype or parameters[0].dtype
+    policy = fsdp.fsdp_params[0].mp_policy  # PyTorch 2.15 keeps none for the group
+    dtype = policy.reduce_dtype or policy.param_dtype or parameters[0].dtype
     if dtype == torch.float16 or parameters[0].dtype == torch.float16:
         raise ValueError(
             f"gradients must be reduced in float32 or bfloat16; got float16 for {names[0]}, which FSDP scales before "
