@@ -192,13 +192,13 @@ class GradientExchange(ScaledSteps):
     def _end_in_place(self, step: Step, buckets: Sequence[PendingBucket], sums: Future[list[Tensor]]) -> None:
         try:
             with explained():
-                sums.value()
+                means = sums.value()
         except RuntimeError as error:
             self._fail(step, error)
             return
         with self._lock:
-            for each in buckets:
-                each.missing = 0
+            for each, mean in zip(buckets, means, strict=True):
+                each.buffer, each.missing = mean, 0
             if step.has_arrived and not any(each.missing for each in step.buckets):
                 for group in self._groups:
                     group.end_dense_step()

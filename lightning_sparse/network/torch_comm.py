@@ -148,10 +148,11 @@ class TorchComm(Comm):
         return total.div_(self.size).cpu()
 
     def mean_in_place(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Future[list[Tensor]]:
-        """Launch the mean of ``parts`` [n_i] float32 over all ranks, by the backend in one message, into them.
+        """Launch the mean of ``parts`` [n_i] float32 over all ranks, by the backend in one message; a tensor for each.
 
         As plain DDP does it, or in bfloat16 PyTorch's ``bf16_compress_hook``: each rank's is rounded to ``dtype`` and
-        divided, then summed in it.  Several, or in another type than theirs, are copied into one buffer and back.
+        divided, then summed in it.  Several, or in another type than theirs, are copied into one buffer and back; from
+        there DDP itself copies float32 on a CPU, before the next step.
         """
         lengths = [part.numel() for part in parts]
         if not sum(lengths):  # of parameters without elements; not every backend can carry it
@@ -169,13 +170,15 @@ class TorchComm(Comm):
         self._count("all_reduce", x.nbytes)
         sums: Future[list[Tensor]] = dist.all_reduce(x, group=self._group, async_op=True).get_future()
 
-        def copied_back(done: Future[list[Tensor]]) -> list[Tensor]:
+        def of_each(done: Future[list[Tensor]]) -> list[Tensor]:
             done.value()
+            if dtype == torch.float32 and x.device.type == "cpu":
+                return [torch.from_numpy(place.numpy()) for place in places]  # DDP reads a storage from its beginning
             for part, place in zip(parts, places, strict=True):
                 part.copy_(place)
             return list(parts)
 
-        return sums if alone else sums.then(copied_back)
+        return sums if alone else sums.then(of_each)
 
     def _to_first(self, x: Tensor) -> None:
         self._meter.count(0 if self.rank == 0 else x.nbytes)

@@ -19,9 +19,9 @@ from tests.support.processes import Ranks
 SHAPE = (200, 50)  # large enough not to go to all ranks in one hop
 
 
-def layer(bucket_cap_mb: float = 25) -> DistributedDataParallel:
+def layer(bucket_cap_mb: float = 25, views: bool = False) -> DistributedDataParallel:
     torch.manual_seed(0)
-    return DistributedDataParallel(nn.Linear(*SHAPE), bucket_cap_mb=bucket_cap_mb)
+    return DistributedDataParallel(nn.Linear(*SHAPE), bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=views)
 
 
 def step(ddp: DistributedDataParallel, rank: int, number: int, lr: float = 0.1) -> None:
@@ -35,7 +35,7 @@ def step(ddp: DistributedDataParallel, rank: int, number: int, lr: float = 0.1) 
 
 def trained(rank: int, size: int, bucket_cap_mb: float, message_bytes: int) -> Any:
     gradients.BUCKET_BYTES = message_bytes
-    plain, ours, again = layer(), layer(bucket_cap_mb), layer(bucket_cap_mb)
+    plain, ours, again = layer(), layer(bucket_cap_mb), layer(bucket_cap_mb, views=True)
     hook = ls.SparseHook(ours, "sparse_dense")
     hook.exchange.may_sum_in_place = True
     whole = []
