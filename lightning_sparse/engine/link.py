@@ -33,20 +33,29 @@ def measure_link(exchange: Exchange) -> Link:
         NoClock: if no rank could tell the time.
     """
 
-    def seconds(elements: int, direct: bool, runs: int = RUNS) -> float:
-        """The median over ranks of the shortest of ``runs``."""
-        x = torch.zeros(elements, device=exchange.device)
-        own = [time_s(exchange, lambda lane: lane.comm.all_reduce(x, direct).wait(), lanes=1) for _ in range(runs)]
-        return float(median_over_ranks(exchange, [min(own)])[0])
+    def medians_s(runs: int, *sums: tuple[int, bool]) -> list[float]:
+        """The medians over ranks of the shortest of ``runs`` of each sum, given as (elements, in one hop)."""
 
-    latency_s = seconds(FEW, True)
+        def shortest_s(elements: int, direct: bool) -> float:
+            x = torch.zeros(elements, device=exchange.device)
+            return min(
+                time_s(exchange, lambda lane: lane.comm.all_reduce(x, direct).wait(), lanes=1) for _ in range(runs)
+            )
+
+        own = [shortest_s(*each) for each in sums]
+        return [float(median) for median in median_over_ranks(exchange, own)]
+
+    (latency_s,), many = medians_s(1, (FEW, True)), MANY
     far = not latency_s < SLOW_S
-    all_reduce_s = hops("all_reduce", exchange.size) * latency_s if far else seconds(FEW, False)
-    many = MANY
-    while (many_s := seconds(many, far, 1)) < SLOW_S and many < MOST:
-        many *= 4
-    some, runs = many // 4, RUNS if many_s < SLOW_S else 1
-    some_s, many_s = seconds(some, far, runs), seconds(many, far, runs) if runs > 1 else many_s
+    if far:
+        all_reduce_s, runs = hops("all_reduce", exchange.size) * latency_s, 1
+    else:
+        latency_s, all_reduce_s = medians_s(RUNS, (FEW, True), (FEW, False))
+        while (many_s := medians_s(1, (many, False))[0]) < SLOW_S and many < MOST:
+            many *= 4
+        runs = RUNS if many_s < SLOW_S else 1
+    some = many // 4
+    some_s, many_s = medians_s(runs, (some, far), (many, far))
     if not math.isfinite(latency_s + all_reduce_s + some_s + many_s):
         raise NoClock
     sent_bytes = traffic("all_gather" if far else "all_reduce", 4 * many, exchange.size)
