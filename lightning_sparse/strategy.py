@@ -147,8 +147,8 @@ class SparseMixin(ElasticHost):
             raise ValueError(
                 f"there is no plan to draw (rank {self.global_rank}, fusion={self.options.fusion!r}): fusion='layer' "
                 f"makes one on rank 0 after the first {STEPS_MEASURED} steps, for more than one rank and "
-                f"{WORTH_PLANNING:,} elements. Local steps have none, nor have sums of DDP's own buckets, which sparse_auto "
-                "may choose."
+                f"{WORTH_PLANNING:,} elements. Local steps have none, nor have sums of DDP's own buckets, which "
+                "sparse_auto may choose."
             )
         draw_timeline(self.layer_fusion.plan, self.layer_fusion.measured(), path)
 
