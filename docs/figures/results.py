@@ -26,6 +26,10 @@ WORKLOADS = {
     "mlp_1m": "1.1 million parameters",
 }
 BEST_RATES = "Learning rates are the best of simulated trainings."
+SLOWER = (
+    "On two cores that took longer over everything, and unevenly, with every strategy. The more of a step is "
+    "computing, the less a shorter message saves."
+)
 ONE_RATE = "One learning rate for all, {}."
 #: What must be known to read a run.
 NOTES = {
@@ -141,6 +145,16 @@ def results(runs: dict[tuple[str, str], Run], folder: Path = s.FOLDER) -> Iterat
                 yield from (line.replace("](2026", "](benchmarks/2026") for line in details(run))
 
 
+def elsewhere(runs: dict[tuple[str, str], Run]) -> Iterator[str]:
+    """The newest runs to losses on another processor than usual."""
+    if runs:
+        yield from ["## On a slower processor", "", SLOWER, ""]
+    for workload, cluster in in_order(runs):
+        run = runs[workload, cluster]
+        yield from [f"### {workload}: {link(cluster)}, {run.environment['cpu']}", "", *table(run, cluster)]
+        yield from (line.replace("](2026", "](benchmarks/2026") for line in details(run))
+
+
 def every_run(runs: Sequence[Run]) -> Iterator[str]:
     """Every stored run, the newest first."""
     for run in sorted(runs, key=lambda run: run.name, reverse=True):
@@ -153,7 +167,9 @@ def every_run(runs: Sequence[Run]) -> Iterator[str]:
 def pages(runs: Sequence[Run], folder: Path = s.FOLDER) -> dict[Path, str]:
     """What both pages are to say; figures go into ``folder``."""
     bars.main(folder)
-    lines = {DOCS / "results.md": results(newest(runs), folder), BENCHMARKS / "runs.md": every_run(runs)}
+    others = newest(run for run in runs if run.losses and not run.is_usual)
+    shown = [*results(newest(runs), folder), *elsewhere(others)]
+    lines = {DOCS / "results.md": shown, BENCHMARKS / "runs.md": every_run(runs)}
     return {page: with_lines(page, __file__, text) for page, text in lines.items()}
 
 

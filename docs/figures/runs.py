@@ -17,6 +17,7 @@ from lightning_sparse.bench.compare.records import Round, grouped, read_lines
 from lightning_sparse.bench.compare.report import Summary, summarise
 
 DIGITS = 5  # of a stored number
+USUAL_CPU = "AMD EPYC"  # of most runs; where another computes, steps take other times
 PEER_LABELS = {
     "ddp": "plain DDP",
     "bf16_hook": "bfloat16 hook",
@@ -39,6 +40,11 @@ class Run:
     def workload(self) -> str:
         """The model that was trained."""
         return str(self.environment["workload"])
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether it ran on the processor that most did."""
+        return bool(self.environment["cpu"] == USUAL_CPU)
 
     @property
     def losses(self) -> list[float]:
@@ -95,9 +101,10 @@ def stored() -> list[Run]:
 def newest(runs: Iterable[Run]) -> dict[tuple[str, str], Run]:
     """The newest run of each workload on each cluster.
 
-    A run to losses, which shows steps too, goes before one of steps alone; one that was interrupted comes last.
+    A run to losses, which shows steps too, goes before one of steps alone; one that was interrupted comes last, after
+    those on another processor than usual.
     """
-    ordered = sorted(runs, key=lambda run: (run.complete, bool(run.losses), run.name))
+    ordered = sorted(runs, key=lambda run: (run.complete, run.is_usual, bool(run.losses), run.name))
     return {(run.workload, cluster): run for run in ordered for cluster in run.clusters}
 
 
