@@ -55,6 +55,9 @@ NOTES = {
     + " After as many steps the losses of all but the host alone lie within 0.03 of each other, so that chance decides "
     "when 2.4 is reached.",
     "2026-11-26-090246-gpt_3m": ONE_RATE.format("2e-3"),
+    "2026-11-26-111941-byte_lm": BEST_RATES,
+    "2026-11-26-113916-byte_lm": BEST_RATES,
+    "2026-11-26-115213-byte_lm": BEST_RATES,
 }
 
 
