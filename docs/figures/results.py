@@ -58,6 +58,7 @@ NOTES = {
     "2026-11-26-111941-byte_lm": BEST_RATES,
     "2026-11-26-113916-byte_lm": BEST_RATES,
     "2026-11-26-115213-byte_lm": BEST_RATES,
+    "2026-11-26-120503-byte_lm": BEST_RATES,
 }
 
 
