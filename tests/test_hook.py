@@ -53,6 +53,27 @@ def test_a_bare_ddp_trains_and_resumes_bit_for_bit(ranks: Ranks) -> None:
             assert torch.equal(straight, plain) == (name == "sparse_dense"), name
 
 
+def in_parts(rank: int, size: int) -> tuple[Tensor | None, Tensor]:
+    """Two replicas each of two models, and a rank that trains none."""
+    parts = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mean = None
+    if rank < 4:
+        ddp = DistributedDataParallel(nn.Linear(3, 1, bias=False), process_group=parts[rank // 2])
+        hook = ls.SparseHook(ddp, "sparse_dense")
+        ddp(torch.full((1, 3), float(rank))).sum().backward()
+        mean = ddp.module.weight.grad
+        hook.close()
+    total = torch.ones(1)
+    dist.all_reduce(total, group=dist.new_group(list(range(size))))
+    return mean, total
+
+
+def test_a_ddp_of_some_ranks_leaves_the_others_alone(ranks: Ranks) -> None:
+    for rank, (mean, total) in enumerate(ranks.run(in_parts, 5, gloo=True)):
+        assert total == 5
+        assert mean is None if rank == 4 else torch.equal(mean, torch.full((1, 3), 2 * (rank // 2) + 0.5))
+
+
 def said(rank: int, size: int, cases: list[tuple[ls.Compressor, int]]) -> list[list[str]]:
     """What is said before and in each of four steps, with nodes of so many ranks."""
     rank_zero_only.rank = rank  # as Lightning sets it, and torchrun's variables before it is imported

@@ -77,6 +77,7 @@ class ProcessGroups:
         self._timeout = timeout
         self._ddp_group = ddp.process_group
         self._columns = columns or [ranks]
+        self._is_part = not columns and len(ranks) < dist.get_world_size()  # other ranks do not pass here
         self._nodes = [ranks[i : i + local_size] for i in range(0, len(ranks), local_size)]
         self._node = ranks.index(dist.get_rank()) // local_size
         self._made: list[dist.ProcessGroup] = []
@@ -139,8 +140,11 @@ class ProcessGroups:
 
     def _new(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         backend = dist.get_backend_config(self._ddp_group) if self.nccl else "gloo"
-        group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._timeout, backend=backend)
-        self._made.append(group)
+        group: dist.ProcessGroup = dist.new_group(
+            list(ranks), timeout=self._timeout, backend=backend, use_local_synchronization=self._is_part
+        )
+        if dist.get_rank() in ranks:
+            self._made.append(group)
         return group
 
     def _new_column(self) -> dist.ProcessGroup:
