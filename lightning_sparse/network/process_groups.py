@@ -77,7 +77,8 @@ class ProcessGroups:
         self._timeout = timeout
         self._ddp_group = ddp.process_group
         self._columns = columns or [ranks]
-        self._is_part = not columns and len(ranks) < dist.get_world_size()  # other ranks do not pass here
+        # Other ranks do not pass here.  With nodes PyTorch would give a group another name on each of its ranks.
+        self._without_others = not columns and local_size == 1 and len(ranks) < dist.get_world_size()
         self._nodes = [ranks[i : i + local_size] for i in range(0, len(ranks), local_size)]
         self._node = ranks.index(dist.get_rank()) // local_size
         self._made: list[dist.ProcessGroup] = []
@@ -141,7 +142,7 @@ class ProcessGroups:
     def _new(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         backend = dist.get_backend_config(self._ddp_group) if self.nccl else "gloo"
         group: dist.ProcessGroup = dist.new_group(
-            list(ranks), timeout=self._timeout, backend=backend, use_local_synchronization=self._is_part
+            list(ranks), timeout=self._timeout, backend=backend, use_local_synchronization=self._without_others
         )
         if dist.get_rank() in ranks:
             self._made.append(group)
