@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -63,6 +64,8 @@ def in_parts(rank: int, size: int) -> tuple[Tensor | None, Tensor]:
         ddp(torch.full((1, 3), float(rank))).sum().backward()
         mean = ddp.module.weight.grad
         hook.close()
+        with pytest.raises(ValueError, match="must be of all 5 ranks; got one of 2"):
+            ls.SparseHook(ddp, "sparse_dense", local_steps=2)
     total = torch.ones(1)
     dist.all_reduce(total, group=dist.new_group(list(range(size))))
     return mean, total

@@ -77,8 +77,7 @@ class ProcessGroups:
         self._timeout = timeout
         self._ddp_group = ddp.process_group
         self._columns = columns or [ranks]
-        # Other ranks do not pass here.  With nodes PyTorch would give a group another name on each of its ranks.
-        self._without_others = not columns and local_size == 1 and len(ranks) < dist.get_world_size()
+        self._is_part = not columns and len(ranks) < dist.get_world_size()
         self._nodes = [ranks[i : i + local_size] for i in range(0, len(ranks), local_size)]
         self._node = ranks.index(dist.get_rank()) // local_size
         self._made: list[dist.ProcessGroup] = []
@@ -97,6 +96,8 @@ class ProcessGroups:
         return comms
 
     def _comms(self, beside_ddp: bool) -> Sequence[Comm]:
+        if self._is_part and self.local_size == 1:
+            return self._without_others(beside_ddp)
         if self.local_size == 1 and self.nccl and not beside_ddp:
             return [TorchComm(self._ddp_group) for _ in range(LANES)]
         if self.local_size == 1:  # over Gloo others may use DDP's group from the main thread
@@ -106,6 +107,15 @@ class ProcessGroups:
         inside = [self._new_inside() for _ in leaders]
         self._inside = inside[0] if self.nccl else self._new_inside()
         return [NodeComm(self._node, len(self._nodes), *lane) for lane in zip(leaders, inside, strict=True)]
+
+    def _without_others(self, beside_ddp: bool) -> Sequence[Comm]:
+        """DDP's own group: every rank must call ``new_group``, and those that are not in ``ddp`` do not pass here."""
+        if beside_ddp:
+            raise ValueError(
+                f"with local_steps ddp must be of all {dist.get_world_size()} ranks; got one of "
+                f"{self._ddp_group.size()}, for which no process group can be made beside it. Leave local_steps out."
+            )
+        return [TorchComm(self._ddp_group) for _ in range(LANES if self.nccl else 1)]
 
     @contextmanager
     def leaders(self) -> Iterator[TorchComm | None]:
@@ -141,11 +151,8 @@ class ProcessGroups:
 
     def _new(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         backend = dist.get_backend_config(self._ddp_group) if self.nccl else "gloo"
-        group: dist.ProcessGroup = dist.new_group(
-            list(ranks), timeout=self._timeout, backend=backend, use_local_synchronization=self._without_others
-        )
-        if dist.get_rank() in ranks:
-            self._made.append(group)
+        group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._timeout, backend=backend)
+        self._made.append(group)
         return group
 
     def _new_column(self) -> dist.ProcessGroup:
