@@ -75,12 +75,12 @@ def command(run: Run) -> str:
     return run.environment["command"].partition(" --output")[0].replace(" --", " \\\n    --")
 
 
-def details(run: Run) -> Iterator[str]:
-    """What ran, folded away."""
+def details(run: Run, folder: str = "") -> Iterator[str]:
+    """What ran, folded away; the run lies in ``folder``, seen from the page."""
     rounds = max(r.number for r in run.rounds) + 1
     yield from ["<details><summary>Machine and command</summary>", ""]
     yield f"{machine(run)}; {rounds} {'round' if rounds == 1 else 'rounds'}. {NOTES.get(run.name, '')}".strip()
-    yield from ["", "```text", command(run), "```", "", f"[Every step]({run.name}.jsonl)", "", "</details>", ""]
+    yield from ["", "```text", command(run), "```", "", f"[Every step]({folder}{run.name}.jsonl)", "", "</details>", ""]
 
 
 def columns(run: Run) -> list[int]:
@@ -146,7 +146,7 @@ def results(runs: dict[tuple[str, str], Run], folder: Path = s.FOLDER) -> Iterat
         for i, (run, cluster) in enumerate(here):
             yield from [f"### {workload}: {link(cluster)}", "", *table(run, cluster)]
             if all(run is not later for later, _ in here[i + 1 :]):
-                yield from (line.replace("](2026", "](benchmarks/2026") for line in details(run))
+                yield from details(run, "benchmarks/")
 
 
 def elsewhere(runs: dict[tuple[str, str], Run]) -> Iterator[str]:
@@ -156,7 +156,7 @@ def elsewhere(runs: dict[tuple[str, str], Run]) -> Iterator[str]:
     for workload, cluster in in_order(runs):
         run = runs[workload, cluster]
         yield from [f"### {workload}: {link(cluster)}, {run.environment['cpu']}", "", *table(run, cluster)]
-        yield from (line.replace("](2026", "](benchmarks/2026") for line in details(run))
+        yield from details(run, "benchmarks/")
 
 
 def every_run(runs: Sequence[Run]) -> Iterator[str]:

@@ -18,6 +18,7 @@ from lightning_sparse.bench.compare.report import Summary, summarise
 
 DIGITS = 5  # of a stored number
 USUAL_CPU = "AMD EPYC"  # of most runs; where another computes, steps take other times
+IN_THE_COMMAND = ("lr", "start")  # Options that a run's command shows, and no label.
 PEER_LABELS = {
     "ddp": "plain DDP",
     "bf16_hook": "bfloat16 hook",
@@ -101,8 +102,8 @@ def stored() -> list[Run]:
 def newest(runs: Iterable[Run]) -> dict[tuple[str, str], Run]:
     """The newest run of each workload on each cluster.
 
-    A run to losses, which shows steps too, goes before one of steps alone; one that was interrupted comes last, after
-    those on another processor than usual.
+    A run on the usual processor goes before others, and one to losses, which shows steps too, before one of steps
+    alone; one that was interrupted comes last.
     """
     ordered = sorted(runs, key=lambda run: (run.complete, run.is_usual, bool(run.losses), run.name))
     return {(run.workload, cluster): run for run in ordered for cluster in run.clusters}
@@ -137,8 +138,7 @@ def label(strategy: str) -> str:
     name, *pairs = strategy.split(":")
     options = dict(pair.split("=", 1) for pair in pairs)
     wire = options.pop("wire_dtype", "")
-    for told in ("lr", "start"):  # by the run's command
-        options.pop(told, None)
+    options = {key: value for key, value in options.items() if key not in IN_THE_COMMAND}
     words = [PEER_LABELS.get(name, name)]
     if name.startswith("powersgd_"):
         words = [f"PowerSGD, rank {name.rpartition('_')[2]}"]

@@ -25,7 +25,7 @@ from lightning_sparse.engine.step import PendingBucket, Step
 from lightning_sparse.engine.unused_parameters import UsedParameters
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.process_groups import ProcessGroups
-from lightning_sparse.network.torch_comm import TorchComm, explained, future_on
+from lightning_sparse.network.torch_comm import TorchComm, explained, finished
 
 
 class GradientExchange(ScaledSteps):
@@ -99,9 +99,7 @@ class GradientExchange(ScaledSteps):
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
         if self._means.saved:
             self._means.hand_back(bucket.buffer(), bucket.parameters(), bucket.is_last())
-            future = future_on(self.device)
-            future.set_result(bucket.buffer())
-            return future
+            return finished(bucket.buffer(), self.device)
         return self.hand_over(PendingBucket(bucket.buffer(), bucket.parameters()))
 
     def hand_over(self, bucket: PendingBucket) -> Future[Tensor]:

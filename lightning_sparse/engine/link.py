@@ -48,18 +48,20 @@ def measure_link(exchange: Exchange) -> Link:
     (latency_s,), many = medians_s(1, (FEW, True)), MANY
     far = not latency_s < SLOW_S
     if far:
-        all_reduce_s, runs = hops("all_reduce", exchange.size) * latency_s, 1
+        all_reduce_s = hops("all_reduce", exchange.size) * latency_s
+        some_s, many_s = medians_s(1, (many // 4, far), (many, far))
     else:
         latency_s, all_reduce_s = medians_s(RUNS, (FEW, True), (FEW, False))
         while (many_s := medians_s(1, (many, False))[0]) < SLOW_S and many < MOST:
             many *= 4
-        runs = RUNS if many_s < SLOW_S else 1
-    some = many // 4
-    some_s, many_s = medians_s(runs, (some, far), (many, far))
+        if many_s < SLOW_S:
+            some_s, many_s = medians_s(RUNS, (many // 4, far), (many, far))
+        else:
+            (some_s,) = medians_s(1, (many // 4, far))
     if not math.isfinite(latency_s + all_reduce_s + some_s + many_s):
         raise NoClock
     sent_bytes = traffic("all_gather" if far else "all_reduce", 4 * many, exchange.size)
-    link = Link(latency_s, max((many_s - some_s) / (many - some), 0.0) * many / sent_bytes, all_reduce_s)
+    link = Link(latency_s, max((many_s - some_s) / (many - many // 4), 0.0) * many / sent_bytes, all_reduce_s)
     exchange.set_latencies(link.carries(link.latency_s), link.carries(link.all_reduce_s))
     mbit_s = 8e-6 / max(link.s_per_byte, IMMEASURABLE)
     rate = f"carries {mbit_s:,.0f} Mbit/s" if link.s_per_byte > IMMEASURABLE else "is too fast to be measured"

@@ -22,7 +22,7 @@ from lightning_sparse.engine.replica import Find
 from lightning_sparse.engine.second_moments import EVERY
 from lightning_sparse.engine.step import Report, gradients_of
 from lightning_sparse.network.comm import Comm
-from lightning_sparse.network.torch_comm import future_on
+from lightning_sparse.network.torch_comm import finished
 
 
 class LocalExchange(LocalState):
@@ -97,9 +97,7 @@ class LocalExchange(LocalState):
             gradient.add_(self._unsent_gradients.pop(parameter, 0.0))
         if bucket.is_last():
             self._phases.backward(self.weights.versions())
-        future: Future[Tensor] = future_on(self.device)
-        future.set_result(bucket.buffer())
-        return future
+        return finished(bucket.buffer(), self.device)
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Have an optimizer of these parameters step this rank's own weights.

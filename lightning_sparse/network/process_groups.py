@@ -77,6 +77,7 @@ class ProcessGroups:
         self._timeout = timeout
         self._ddp_group = ddp.process_group
         self._columns = columns or [ranks]
+        # Others do not pass here, and every rank must call new_group.
         self._is_part = not columns and len(ranks) < dist.get_world_size()
         self._nodes = [ranks[i : i + local_size] for i in range(0, len(ranks), local_size)]
         self._node = ranks.index(dist.get_rank()) // local_size
@@ -96,10 +97,13 @@ class ProcessGroups:
         return comms
 
     def _comms(self, beside_ddp: bool) -> Sequence[Comm]:
-        if self._is_part and self.local_size == 1:
-            return self._without_others(beside_ddp)
-        if self.local_size == 1 and self.nccl and not beside_ddp:
-            return [TorchComm(self._ddp_group) for _ in range(LANES)]
+        if self.local_size == 1 and (self.nccl or self._is_part) and not beside_ddp:
+            return [TorchComm(self._ddp_group) for _ in range(LANES if self.nccl else 1)]
+        if self.local_size == 1 and self._is_part:
+            raise ValueError(
+                f"with local_steps ddp must be of all {dist.get_world_size()} ranks; got one of "
+                f"{self._ddp_group.size()}, for which no process group can be made beside it. Leave local_steps out."
+            )
         if self.local_size == 1:  # over Gloo others may use DDP's group from the main thread
             self._own = self._own or [self._new_column() for _ in range(1 if self.nccl else LANES)]
             return [TorchComm(group) for group in (self._own * LANES)[:LANES]]
@@ -107,15 +111,6 @@ class ProcessGroups:
         inside = [self._new_inside() for _ in leaders]
         self._inside = inside[0] if self.nccl else self._new_inside()
         return [NodeComm(self._node, len(self._nodes), *lane) for lane in zip(leaders, inside, strict=True)]
-
-    def _without_others(self, beside_ddp: bool) -> Sequence[Comm]:
-        """DDP's own group: every rank must call ``new_group``, and those that are not in ``ddp`` do not pass here."""
-        if beside_ddp:
-            raise ValueError(
-                f"with local_steps ddp must be of all {dist.get_world_size()} ranks; got one of "
-                f"{self._ddp_group.size()}, for which no process group can be made beside it. Leave local_steps out."
-            )
-        return [TorchComm(self._ddp_group) for _ in range(LANES if self.nccl else 1)]
 
     @contextmanager
     def leaders(self) -> Iterator[TorchComm | None]:

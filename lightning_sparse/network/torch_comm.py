@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_sparse.network.comm import Comm, Pending
+
+T = TypeVar("T")
 
 
 def carries_by_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -39,6 +41,13 @@ def carries_by_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
 def future_on(device: torch.device) -> Future[Any]:
     """Return a future that may be of tensors on ``device``."""
     return Future(devices=None if device.type == "cpu" else [device])
+
+
+def finished(result: T, device: torch.device) -> Future[T]:
+    """Return a future that already has its ``result``, of tensors on ``device``."""
+    future: Future[T] = future_on(device)
+    future.set_result(result)
+    return future
 
 
 class RankLost(RuntimeError):
@@ -156,9 +165,7 @@ class TorchComm(Comm):
         """
         lengths = [part.numel() for part in parts]
         if not sum(lengths):  # of parameters without elements; not every backend can carry it
-            nothing = future_on(parts[0].device)
-            nothing.set_result(list(parts))
-            return nothing
+            return finished(list(parts), parts[0].device)
         alone = len(parts) == 1 and dtype == torch.float32
         x = parts[0] if alone else self.buffer("total", sum(lengths), dtype, parts[0].device)
         places = x.split(lengths)
