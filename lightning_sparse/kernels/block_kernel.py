@@ -2,6 +2,9 @@
 """Blocks of values with a scale: a program reads a few blocks once, and writes their scales, codes and remainders.
 
 A tile is [blocks, bytes, values of a byte].  Bytes and values are those of :mod:`lightning_sparse.wire.blocks`.
+
+Of 4 bits, of which a byte holds a value of each half of its block, the halves are read and written apart: Triton 3.6
+exchanges values where it gives a tile of three dimensions to other threads.
 """
 
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -104,26 +107,28 @@ def _take(
     SHARE: tl.constexpr, NEAREST: tl.constexpr, BELOW_ONE: tl.constexpr, SCALE_BITS: tl.constexpr, TINY: tl.constexpr,
     MOST_SCALE: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    row, width, byte, place, k = _tile(n, BITS, BLOCK, ROWS)
-    inside = place < width
-    value = tl.load(values + row * BLOCK + place, mask=inside, other=0.0)
+    row, width = _rows(n, BLOCK, ROWS)
+    value = _load(values, row, width, BITS, BLOCK)
     bits = value.to(tl.int32, bitcast=True)
     if BITS == 1:
         total = tl.sum(tl.sum(tl.abs(value).to(tl.float64), axis=2), axis=1)
-        scale = (total[:, None, None] * (1.0 / width.to(tl.float64))).to(tl.float32)
+        scale = (total[:, None] * (1.0 / width.to(tl.float64))).to(tl.float32)
     elif BITS == 2:
         wide = value.to(tl.float64)
         total = tl.sum(tl.sum(wide * wide, axis=2), axis=1)
-        scale = (tl.sqrt(total[:, None, None]) * (1.0 / tl.sqrt(width.to(tl.float64)))).to(tl.float32)
+        scale = (tl.sqrt(total[:, None]) * (1.0 / tl.sqrt(width.to(tl.float64)))).to(tl.float32)
         scale = tl.where((scale > MOST_SCALE) & (scale < float("inf")), MOST_SCALE, scale)
         scale = tl.where(scale <= 4 * TINY, 0.0, scale)
     else:  # as integers magnitudes are ordered as they are, and NaN is above all
         largest = tl.max(tl.max(bits & 0x7FFFFFFF, axis=2), axis=1)
-        scale = largest.to(tl.float32, bitcast=True)[:, None, None] * SHARE
+        scale = largest.to(tl.float32, bitcast=True)[:, None] * SHARE
         scale = tl.where(scale < TINY, TINY, scale)
     scale = (scale.to(tl.int32, bitcast=True) & SCALE_BITS).to(tl.float32, bitcast=True)
     if BITS == 1:
         scale = tl.where(scale <= TINY, 0.0, scale)
+    tl.store(scales + row, scale, mask=row < blocks)
+    scale, k = scale[:, :, None], _places_in_a_byte(BITS)
+    if BITS == 1:
         multiple = tl.where(bits < 0, -1.0, 1.0)
         digit = (bits < 0).to(tl.int32) << (7 - k)
     elif BITS == 2:
@@ -131,22 +136,20 @@ def _take(
         level = tl.where(level == level, level, 0.0)
         level = tl.minimum(tl.maximum(level, -2.0), 1.0)
         multiple = level + 0.5
-        digit = (level.to(tl.int32) + 2) << (2 * k)
+        digit = tl.where(_places(BITS, BLOCK) < width[:, :, None], (level.to(tl.int32) + 2) << (2 * k), 0)
     else:
         multiple = (value * (tl.div_rn(1.0, scale) * BELOW_ONE) + NEAREST) - NEAREST
         multiple = tl.where(multiple == multiple, multiple, 0.0)
         digit = multiple.to(tl.int32)
         if BITS == 4:
             digit = ((digit + 8 * (1 - k)) & 15) << (4 * k)
-    tl.store(scales + row, scale, mask=row < blocks)
     rest = tl.where(scale < float("inf"), value - multiple * scale, 0.0)  # none of what is not finite
-    tl.store(values + row * BLOCK + place, rest, mask=inside)
-    code = tl.sum(tl.where(inside, digit, 0), axis=2)[:, :, None]
-    at = codes + row * (BLOCK * BITS // 8) + byte
-    tl.store(at, (code & 0xFF).to(tl.uint8), mask=byte < (width * BITS + 7) // 8)
+    _store(values, rest, row, width, BITS, BLOCK)
+    byte, exists = _bytes(width, BITS, BLOCK)
+    tl.store(codes + row * (BLOCK * BITS // 8) + byte, (tl.sum(digit, axis=2) & 0xFF).to(tl.uint8), mask=exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size", "rotation", "first"])
 def _take_rows(
     values: tl.tensor, scales: tl.tensor, codes: tl.tensor, total: tl.tensor, row_bytes: tl.tensor, size: tl.tensor,
     width: tl.tensor, start: tl.tensor, length: tl.tensor, rotation: tl.tensor, first: tl.tensor,
@@ -161,7 +164,7 @@ def _take_rows(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size", "rotation"])
 def _read_rows(
     scales: tl.tensor, codes: tl.tensor, out: tl.tensor, total: tl.tensor, row_bytes: tl.tensor, size: tl.tensor,
     width: tl.tensor, start: tl.tensor, length: tl.tensor, rotation: tl.tensor,
@@ -183,26 +186,22 @@ def _segment(
     return begin, n, (n + BLOCK - 1) // BLOCK, owner.to(tl.int64) * row_bytes
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size", "first", "step", "count"])
 def _add_rows(
     scales: tl.tensor, codes: tl.tensor, out: tl.tensor, n: tl.tensor, row_bytes: tl.tensor, size: tl.tensor,
     first: tl.tensor, step: tl.tensor, count: tl.tensor,
     ONTO: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    row, width, byte, place, k = _tile(n, BITS, BLOCK, ROWS)
-    inside = place < width
+    row, width = _rows(n, BLOCK, ROWS)
     blocks = (n + BLOCK - 1) // BLOCK
-    at = out + row * BLOCK + place
     head = first.to(tl.int64) * row_bytes
+    value = _read(scales + head // 4, codes + head + 4 * blocks, row, width, blocks, BITS, BLOCK)
     if ONTO:
-        value = tl.load(at, mask=inside, other=0.0)
-        value += _read(scales + head // 4, codes + head + 4 * blocks, row, width, byte, k, blocks, BITS, BLOCK)
-    else:
-        value = _read(scales + head // 4, codes + head + 4 * blocks, row, width, byte, k, blocks, BITS, BLOCK)
+        value += _load(out, row, width, BITS, BLOCK)
     for i in range(1, count):
         head = ((first + i * step) % size).to(tl.int64) * row_bytes
-        value += _read(scales + head // 4, codes + head + 4 * blocks, row, width, byte, k, blocks, BITS, BLOCK)
-    tl.store(at, value, mask=inside)
+        value += _read(scales + head // 4, codes + head + 4 * blocks, row, width, blocks, BITS, BLOCK)
+    _store(out, value, row, width, BITS, BLOCK)
 
 
 @triton.jit
@@ -210,24 +209,23 @@ def _give(
     scales: tl.tensor, codes: tl.tensor, out: tl.tensor, n: tl.tensor, blocks: tl.tensor,
     ONTO: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    row, width, byte, place, k = _tile(n, BITS, BLOCK, ROWS)
-    inside = place < width
-    value = _read(scales, codes, row, width, byte, k, blocks, BITS, BLOCK)
-    at = out + row * BLOCK + place
+    row, width = _rows(n, BLOCK, ROWS)
+    value = _read(scales, codes, row, width, blocks, BITS, BLOCK)
     if ONTO:
-        value += tl.load(at, mask=inside, other=0.0)
-    tl.store(at, value, mask=inside)
+        value += _load(out, row, width, BITS, BLOCK)
+    _store(out, value, row, width, BITS, BLOCK)
 
 
 @triton.jit
 def _read(
-    scales: tl.tensor, codes: tl.tensor, row: tl.tensor, width: tl.tensor, byte: tl.tensor, k: tl.tensor,
-    blocks: tl.tensor, BITS: tl.constexpr, BLOCK: tl.constexpr,
+    scales: tl.tensor, codes: tl.tensor, row: tl.tensor, width: tl.tensor, blocks: tl.tensor,
+    BITS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The values of a tile."""
+    """The values of a tile that its codes say."""
     scale = tl.load(scales + row, mask=row < blocks, other=0.0)
-    exists = byte < (width * BITS + 7) // 8  # of the shape of the pointers: Triton 3.2 broadcasts no mask
-    code = tl.load(codes + row * (BLOCK * BITS // 8) + byte, mask=exists, other=0).to(tl.int32)
+    byte, exists = _bytes(width, BITS, BLOCK)
+    code = tl.load(codes + row * (BLOCK * BITS // 8) + byte, mask=exists, other=0).to(tl.int32)[:, :, None]
+    k = _places_in_a_byte(BITS)
     if BITS == 1:
         multiple = 1 - 2 * ((code >> (7 - k)) & 1)
     elif BITS == 2:
@@ -236,19 +234,60 @@ def _read(
         multiple = (((code >> (4 * k)) + 8 * k) & 15) - 8
     else:
         multiple = ((code + 128) & 255) - 128
-    return multiple.to(tl.float32) * scale
+    return multiple.to(tl.float32) * scale[:, :, None]
 
 
 @triton.jit
-def _tile(n: tl.tensor, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
-    """Block [r, 1, 1] and its width, byte [1, bytes, 1], a value's place in the block, and in the byte [1, 1, k]."""
-    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None, None]
-    width = tl.minimum(n - row * BLOCK, BLOCK)
-    byte = tl.arange(0, BLOCK * BITS // 8)[None, :, None]
-    k = tl.arange(0, 8 // BITS)[None, None, :]
-    if BITS == 4:  # a byte holds a value of each half of the block
-        half = (width + 1) // 2
-        place = tl.where(byte < half, byte + k * half, BLOCK)
+def _rows(n: tl.tensor, BLOCK: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
+    """The blocks of a tile, and how many of ``n`` values each has: [r, 1] both."""
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    return row, tl.minimum(n - row * BLOCK, BLOCK)
+
+
+@triton.jit
+def _bytes(width: tl.tensor, BITS: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
+    """The bytes of a block [1, bytes], and which of them each block has [r, bytes]."""
+    byte = tl.arange(0, BLOCK * BITS // 8)[None, :]
+    return byte, byte < (width * BITS + 7) // 8
+
+
+@triton.jit
+def _places_in_a_byte(BITS: tl.constexpr) -> tl.tensor:
+    """[1, 1, values of a byte]."""
+    return tl.arange(0, 8 // BITS)[None, None, :]
+
+
+@triton.jit
+def _places(BITS: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
+    """Where the values of a byte, which follow each other, lie in their block: [1, bytes, values of a byte]."""
+    return tl.arange(0, BLOCK * BITS // 8)[None, :, None] * (8 // BITS) + _places_in_a_byte(BITS)
+
+
+@triton.jit
+def _load(values: tl.tensor, row: tl.tensor, width: tl.tensor, BITS: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
+    """A tile of values; 0 where a block has none."""
+    if BITS == 4:
+        byte, half = tl.arange(0, BLOCK // 2)[None, :], (width + 1) // 2
+        at = values + row * BLOCK + byte
+        low = tl.load(at, mask=byte < half, other=0.0)
+        tile = tl.join(low, tl.load(at + half, mask=byte < width - half, other=0.0))
     else:
-        place = byte * (8 // BITS) + k + 0 * row
-    return row, width, byte, place, k
+        place = _places(BITS, BLOCK)
+        tile = tl.load(values + row[:, :, None] * BLOCK + place, mask=place < width[:, :, None], other=0.0)
+    return tile
+
+
+@triton.jit
+def _store(
+    values: tl.tensor, tile: tl.tensor, row: tl.tensor, width: tl.tensor, BITS: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    """Write a tile where its values belong."""
+    if BITS == 4:
+        byte, half = tl.arange(0, BLOCK // 2)[None, :], (width + 1) // 2
+        at = values + row * BLOCK + byte
+        low, high = tl.split(tile)
+        tl.store(at, low, mask=byte < half)
+        tl.store(at + half, high, mask=byte < width - half)
+    else:
+        place = _places(BITS, BLOCK)
+        tl.store(values + row[:, :, None] * BLOCK + place, tile, mask=place < width[:, :, None])

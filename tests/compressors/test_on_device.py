@@ -106,6 +106,24 @@ def test_what_is_sent_is_what_is_sent_on_a_cpu(monkeypatch: pytest.MonkeyPatch, 
         assert torch.equal(getattr(result, field.name), getattr(expected, field.name)), field.name
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@every_compressor
+@pytest.mark.parametrize("wire_dtype", [name for name in WIRE_DTYPES if name != "sign"])
+def test_a_cuda_device_sends_what_plain_pytorch_sends(
+    monkeypatch: pytest.MonkeyPatch, compressor: ls.Compressor, wire_dtype: str
+) -> None:
+    """Bit for bit: kernels on CUDA, and the device's path in plain PyTorch on the CPU."""
+    given = torch.stack(list(layered(3000, 3, 12)))
+    weights = torch.randn(3000, generator=torch.Generator().manual_seed(1))
+    result = simulate(compressor, given.cuda(), weights.cuda(), wire_dtype=wire_dtype)
+    monkeypatch.setattr(kernels, "used_for", lambda x: True)
+    expected = simulate(compressor, given, weights, wire_dtype=wire_dtype)
+    for field in dataclasses.fields(result):
+        ours, theirs = getattr(result, field.name), getattr(expected, field.name)
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=0, msg=field.name)
+
+
 @every_compressor
 def test_a_resumed_run_goes_on_with_the_same_bits(on_device: None, compressor: ls.Compressor) -> None:
     given = normal(12, 3, 400)

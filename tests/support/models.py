@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_sparse as ls
+from tests.support.on_one_device import ACCELERATOR
 
 
 class Small(L.LightningModule):
@@ -45,7 +46,7 @@ def trainer(strategy: Any, size: int, check_every: int = 2, **kwargs: Any) -> L.
     """A Trainer whose replicas are compared every so many steps, if at all."""
     callbacks = [*kwargs.pop("callbacks", []), *([ls.ReplicaCheck(check_every)] if check_every else [])]
     defaults: dict[str, Any] = {
-        "accelerator": "cpu",
+        "accelerator": ACCELERATOR,
         "devices": size,
         "logger": False,
         "enable_checkpointing": any(isinstance(each, Checkpoint) for each in callbacks),

@@ -1,0 +1,30 @@
+"""Whether the ranks of the tests train on one CUDA device in place of the CPU: ``TESTS_ON=cuda pytest tests/training``.
+
+NCCL takes no two ranks on one device, so they send over Gloo.  Lightning gives each rank of a host a device of its own;
+here all get the first.
+"""
+
+import os
+
+import torch
+from lightning.fabric.accelerators.cuda import CUDAAccelerator as OfFabric
+from lightning.fabric.strategies import ddp as fabric_ddp
+from lightning.pytorch.accelerators.cuda import CUDAAccelerator
+from lightning.pytorch.strategies import ddp
+
+ACCELERATOR = os.environ.get("TESTS_ON", "cpu")
+
+
+def _share_the_device() -> None:
+    """Have Lightning give every rank the first device, and Gloo."""
+    for accelerator in (OfFabric, CUDAAccelerator):
+        accelerator.parse_devices = staticmethod(lambda devices: list(range(int(devices))))  # type: ignore[method-assign]
+        accelerator.get_parallel_devices = staticmethod(  # type: ignore[method-assign]
+            lambda devices: [torch.device("cuda", 0) for _ in devices]
+        )
+    for module in (ddp, fabric_ddp):
+        module._get_default_process_group_backend_for_device = lambda device: "gloo"  # type: ignore[attr-defined]
+
+
+if ACCELERATOR == "cuda":
+    _share_the_device()
