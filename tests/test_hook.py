@@ -16,6 +16,7 @@ import lightning_sparse as ls
 from lightning_sparse.fabric import SparseDDPStrategy
 from lightning_sparse.network.process_groups import ProcessGroups
 from tests.support.models import batch, small, take_steps, weights
+from tests.support.on_one_device import ACCELERATOR
 from tests.support.processes import Ranks
 
 
@@ -111,7 +112,7 @@ def test_bytes_that_reach_those_of_dense_ddp_are_named_once(ranks: Ranks) -> Non
 
 
 def fabric(rank: int, size: int, strategy: Any, folder: str) -> tuple[Tensor, Tensor, list[str]]:
-    run = L.Fabric(accelerator="cpu", devices=size, strategy=strategy)
+    run = L.Fabric(accelerator=ACCELERATOR, devices=size, strategy=strategy)
     run.launch()
 
     def train(first: int, last: int, resume: str | None) -> Tensor:

@@ -83,6 +83,10 @@ class Replica:
         """The parameters, as they are; a module may have put another tensor in the place of a buffer."""
         return [find() for find in self._find] or list(self.group.parameters)
 
+    def held(self) -> list[Tensor]:
+        """What the parameters hold, to be read where x̄ lies: after a fit Lightning moves the model to the CPU."""
+        return [tensor.detach().to(self.average.device) for tensor in self.tensors()]
+
     def averages(self) -> list[Tensor]:
         """The average of each parameter: views, of its shape."""
         slots = self.group.slots(self.average)

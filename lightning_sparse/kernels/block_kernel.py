@@ -231,7 +231,8 @@ def _read(
     elif BITS == 2:
         multiple = ((code >> (2 * k)) & 3).to(tl.float32) - 1.5
     elif BITS == 4:
-        multiple = (((code >> (4 * k)) + 8 * k) & 15) - 8
+        upper = tl.floor(((code ^ 128) - 128).to(tl.float32) * 0.0625)  # see the module's docstring
+        multiple = tl.where(k == 0, (code & 15).to(tl.float32) - 8.0, upper)
     else:
         multiple = ((code + 128) & 255) - 128
     return multiple.to(tl.float32) * scale[:, :, None]

@@ -126,7 +126,7 @@ class Odd(Optimizer):
         for p in self.param_groups[0]["params"]:
             state = self.state[p]
             if not state:
-                state |= {"last": [], "used": 0, "large": 0.0, "seen": torch.zeros(p.shape, dtype=torch.int64)}
+                state |= {"last": [], "used": 0, "large": 0.0, "seen": torch.zeros_like(p, dtype=torch.int64)}
             if p.grad.norm() > state["large"] / (1 + state["used"]):
                 state["last"] = [*state["last"][-3:], p.grad.clone()]
                 state["used"] += 1

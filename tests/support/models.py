@@ -75,9 +75,9 @@ def flat(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def unsent(strategy: ls.SparseDDPStrategy | ls.SparseHook) -> dict[str, Tensor]:
-    """What this rank has not sent, flat, by parameter."""
+    """What this rank has not sent, flat, by parameter; copies on the CPU."""
     return {
-        name: slot.clone()
+        name: slot.to("cpu", copy=True)
         for group in strategy.exchange.groups
         for name, slot in zip(group.names, group.slots(group.unsent), strict=True)
     }

@@ -6,13 +6,17 @@ here all get the first.
 
 import os
 
+import pytest
 import torch
 from lightning.fabric.accelerators.cuda import CUDAAccelerator as OfFabric
 from lightning.fabric.strategies import ddp as fabric_ddp
+from lightning.fabric.strategies import model_parallel as fabric_model_parallel
 from lightning.pytorch.accelerators.cuda import CUDAAccelerator
-from lightning.pytorch.strategies import ddp
+from lightning.pytorch.strategies import ddp, model_parallel
 
 ACCELERATOR = os.environ.get("TESTS_ON", "cpu")
+#: Marks a test of what is otherwise on a CPU.
+only_on_cpu = pytest.mark.skipif(ACCELERATOR != "cpu", reason="is otherwise on a device")
 
 
 def _share_the_device() -> None:
@@ -22,7 +26,7 @@ def _share_the_device() -> None:
         accelerator.get_parallel_devices = staticmethod(  # type: ignore[method-assign]
             lambda devices: [torch.device("cuda", 0) for _ in devices]
         )
-    for module in (ddp, fabric_ddp):
+    for module in (ddp, fabric_ddp, model_parallel, fabric_model_parallel):
         module._get_default_process_group_backend_for_device = lambda device: "gloo"  # type: ignore[attr-defined]
 
 

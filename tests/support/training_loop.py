@@ -35,8 +35,8 @@ class Ledger(L.Callback):
     def on_train_start(self, run: L.Trainer, module: L.LightningModule) -> None:
         kept = unsent(run.strategy)  # of an earlier fit: it is still to be sent
         for name, p in parameters(module).items():
-            self.own[name] = torch.zeros(p.shape, dtype=torch.float64) + kept.get(name, 0)
-            self._applied[name] = torch.zeros(p.shape, dtype=torch.float64)
+            self.own[name] = torch.zeros_like(p, dtype=torch.float64) + kept.get(name, 0)
+            self._applied[name] = torch.zeros_like(p, dtype=torch.float64)
             if p.requires_grad:  # called before DDP sees the gradient
                 self._handles.append(p.register_hook(partial(self._note, name)))
 

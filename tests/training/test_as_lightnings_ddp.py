@@ -27,6 +27,7 @@ from torchmetrics import MeanMetric
 import lightning_sparse as ls
 from lightning_sparse.checkpoint.state import KEY
 from tests.support.models import Small, data, small, trainer, weights
+from tests.support.on_one_device import only_on_cpu
 from tests.support.processes import Ranks
 from tests.support.said import error_of
 from tests.support.same import same
@@ -186,6 +187,7 @@ def wrap(make: Callable[..., DDPStrategy], size: int, folder: Path) -> dict[str,
     return seen | {"watched": watch.seen}
 
 
+@only_on_cpu
 def test_what_wraps_the_model_in_each_stage(ranks: Ranks, tmp_path: Path) -> None:
     for seen in check_same(ranks, wrap, tmp_path):
         kinds = {hook: (model, layers) for hook, model, layers, _, _ in seen["watched"]}
@@ -476,6 +478,7 @@ def fork(name: str) -> dict[str, Any]:
     return seen
 
 
+@only_on_cpu
 def test_what_forked_processes_hand_back(ranks: Ranks, tmp_path: Path) -> None:
     plain, sparse = (ranks.apart(fork, tmp_path / "output", name) for name in ("ddp_fork", "sparse_dense_fork"))
     for name in plain:

@@ -22,6 +22,7 @@ from lightning_sparse.fabric import SparseDDPStrategy as FabricStrategy
 from lightning_sparse.network.torch_comm import world
 from tests.support.local_steps import CHOSEN, Causal, auto, follow, local
 from tests.support.models import Does, batch, data, flat, small, trainer
+from tests.support.on_one_device import ACCELERATOR
 from tests.support.processes import Ranks
 from tests.support.said import refusal
 
@@ -203,7 +204,7 @@ def _fabric(rank: int, size: int, path: Path) -> dict[str, End]:
     ends = {}
     for resumed in ("", *ORDERS):
         strategy = FabricStrategy("sparse_dense", local_steps=3, wire_dtype="int4")
-        fabric = L.Fabric(accelerator="cpu", devices=size, strategy=strategy, precision="bf16-true")
+        fabric = L.Fabric(accelerator=ACCELERATOR, devices=size, strategy=strategy, precision="bf16-true")
         fabric.launch()
         torch.manual_seed(0)
         module = Loss()

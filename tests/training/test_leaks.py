@@ -20,6 +20,7 @@ from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.network.simulated import SimNetwork
 from tests.support.local_steps import CHOSEN, auto
 from tests.support.models import Small, data, small, take_steps, trainer
+from tests.support.on_one_device import ACCELERATOR
 from tests.support.processes import Ranks
 
 FITS = 4
@@ -90,7 +91,7 @@ def test_fits_one_after_the_other_hold_no_more_than_one(ranks: Ranks, tmp_path: 
 
 
 def of_hooks(rank: int, size: int) -> dict[str, list[tuple[int, int]]]:
-    run = L.Fabric(accelerator="cpu", devices=size, strategy="micro")
+    run = L.Fabric(accelerator=ACCELERATOR, devices=size, strategy="micro")
     run.launch()
 
     def of_fabric() -> None:

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import lightning_sparse as ls
 from lightning_sparse.fabric import SparseHSDPStrategy as FabricStrategy
 from tests.support.models import Small, batch, data, trainer
+from tests.support.on_one_device import ACCELERATOR
 from tests.support.processes import Ranks
 
 Parallelize = Callable[[nn.Module, Any], object]  # shards a net over the mesh of R x S ranks
@@ -129,7 +130,7 @@ def _under_fabric(rank: int, size: int, folder: Path) -> None:
     found = {}
     for stage in ("through", "first", "second"):
         strategy = FabricStrategy(whole, ls.MiCRO(density=0.2), replicate_size=2)
-        fabric = Fabric(accelerator="cpu", devices=size, strategy=strategy)
+        fabric = Fabric(accelerator=ACCELERATOR, devices=size, strategy=strategy)
         fabric.launch()
         torch.manual_seed(0)
         model = fabric.setup_module(Small().net)

@@ -15,6 +15,7 @@ from lightning_sparse.compressors.group import Group
 from lightning_sparse.network.comm import Comm, Rounds
 from tests.support import training_loop as models
 from tests.support.models import Does, Small, data, small, trainer, weights
+from tests.support.on_one_device import only_on_cpu
 from tests.support.processes import Ranks
 from tests.support.said import error_of, refusal, warned
 
@@ -102,6 +103,7 @@ def diverge(rank: int, size: int) -> list[str]:
     return [text for text in warned(run.fit, small(), data(8, size)) if "must be finite" in text]
 
 
+@only_on_cpu
 def test_a_loss_that_becomes_nan_is_said_once(ranks: Ranks) -> None:
     first, others = ranks.run(diverge, 2)
     assert len(first) == 1
