@@ -37,8 +37,8 @@ class Untrained:
                 self.seen[name] = checksum(find())
 
     def resume(self, seen: Mapping[str, Tensor]) -> None:
-        """Go on with what :attr:`seen` was."""
-        self.seen.update({name: x for name, x in seen.items() if name in self.watched})
+        """Go on with what :attr:`seen` was, which a checkpoint has on the CPU."""
+        self.seen.update({name: x.to(self.watched[name]().device) for name, x in seen.items() if name in self.watched})
 
     def changed(self) -> Tensor:
         """Whether each has changed on this rank since the first step, in the order of ``watched``: [k] uint8."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 import lightning_sparse as ls
 from lightning_sparse.checkpoint import residuals
@@ -40,6 +41,7 @@ from tests.support.on_fake_cuda import (
     parameters,
     train,
     watched,
+    watching,
 )
 
 #: Where the host may wait for the device: the function that does, and what docs/gpu.md says of it.
@@ -217,6 +219,35 @@ def test_who_asks_between_steps_waits_as_the_documentation_says() -> None:
         cuda.waits.clear()
         training.step()
         assert cuda.waits == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("settings", [{}, {"error_decay": 0.95}, {"outer_momentum": 0.9}], ids=repr)
+def test_what_a_checkpoint_has_on_the_cpu_goes_on_on_a_device(settings: dict[str, Any], dtype: torch.dtype) -> None:
+    """So does what is saved after a fit, when Lightning has moved the model to the CPU."""
+    with on_fake_cuda() as (_, nccl):
+        of = parameters(dtype=dtype)
+
+        def trained(steps: int, state: dict[str, Any] | None = None) -> tuple[LocalExchange, dict[str, Any]]:
+            exchange = watching(local_steps(nccl, of, ls.TopK(), "int4", **settings))
+            training = Training(exchange, of, adam=True)
+            if state is not None:
+                averages = {name: x.to(DEVICE) for name, x in state["averages"].items()}
+                exchange.unpack(EVERY, of, averages, late=True)
+                exchange.resume(state, None if exchange.sampled is None else torch.zeros(exchange.sampled.shape))
+            for _ in range(steps):
+                training.step()
+            return exchange, tree_map_only(Tensor, lambda x: x.cpu(), exchange.state())
+
+        exchange, state = trained(EVERY)
+        state["seen"] = {"running mean": torch.zeros((), dtype=torch.int64)}  # which has not changed
+        resumed, _ = trained(1, state)
+        evaluate(resumed, nccl, of)
+        exchange.show_average()
+        for group in exchange.groups:
+            group.parameters = tuple(p.cpu() for p in group.parameters)
+        exchange.state()
+        assert len(list(exchange.kept())) == len(exchange.groups)
 
 
 def test_the_documentation_lists_what_waits() -> None:

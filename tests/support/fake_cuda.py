@@ -248,10 +248,16 @@ def place() -> str:
 # - operations
 
 
+def _equal(cuda: "FakeCuda", x: Tensor, y: Tensor) -> bool:
+    if place_of(x) != place_of(y):
+        raise RuntimeError(f"Expected all tensors to be on the same device, got {place_of(x)} and {place_of(y)}")
+    return True
+
+
 # What looks at data, and what it is told: all places are other than zero, and everything is equal.
 LOOKS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._local_scalar_dense.default: lambda cuda, x: cuda.seen(x.dtype),
-    torch.ops.aten.equal.default: lambda cuda, x, y: True,
+    torch.ops.aten.equal.default: _equal,
     torch.ops.aten.masked_select.default: lambda cuda, x, mask: x.reshape(-1).clone(),
     torch.ops.aten.nonzero.default: lambda cuda, x: x.new_empty((x.numel(), x.dim()), dtype=torch.int64),
 }
@@ -413,7 +419,7 @@ def kernel_modules() -> list[ModuleType]:
     language = ModuleType("triton.language")
     language.tensor = language.constexpr = object  # type: ignore[attr-defined]
     triton = ModuleType("triton")
-    triton.language, triton.jit, triton.JITFunction = language, _Kernel, _Kernel  # type: ignore[attr-defined]
+    triton.language, triton.jit, triton.JITFunction = language, _jit, _Kernel  # type: ignore[attr-defined]
     triton.cdiv = lambda a, b: -(-a // b)  # type: ignore[attr-defined]
     with mock.patch.dict(sys.modules, {"triton": triton, "triton.language": language}):
         return [import_module(name) for name in names]
@@ -430,6 +436,11 @@ class _Kernel:
 
     def run(self, *arguments: object, grid: object, warmup: bool, **options: object) -> None:
         raise NotImplementedError
+
+
+def _jit(fn: Any = None, **options: object) -> Any:
+    """Takes the place of ``triton.jit``, with options or without."""
+    return _Kernel if fn is None else _Kernel(fn)
 
 
 def _launching(cuda: FakeCuda) -> AbstractContextManager[Any]:

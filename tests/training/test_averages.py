@@ -190,7 +190,7 @@ def _look_and_set(rank: int, size: int, path: Path) -> dict[str, Tensor]:
     return {
         "validated": torch.cat(physics.validated),
         "trained": trained,
-        "saved": flat(torch.load(path / "last.ckpt", weights_only=True)["state_dict"].values()),
+        "saved": flat(torch.load(path / "last.ckpt", map_location="cpu", weights_only=True)["state_dict"].values()),
         "set": weights(best),
         "by hand": weights(plain),
         "ema by hand": weights(ema),
