@@ -72,6 +72,12 @@ class Bench(_Written, _OnCluster):
         "",
         metavar="CLUSTERS",
     )
+    accelerator: str = _option(
+        "with --emulate, what the hosts compute on (%(default)s): cpu, or cuda, this machine's first device, which all "
+        "share; they send over Gloo",
+        "cpu",
+        metavar="NAME",
+    )
     workload: str = _option(
         f"what to train (%(default)s): one of {', '.join(WORKLOADS)}, or your own: {MODEL_FORMS}",
         "mlp_25m",

@@ -144,26 +144,27 @@ class Contender:
     label: str  # names the row; distinct from all others
     spec: str  # what to run, in the form of `SPEC_FORM`
 
-    def build(self) -> DDPStrategy:
+    def build(self, **ddp_kwargs: Any) -> DDPStrategy:
         """Make a fresh strategy; raises a ValueError for an unknown name or option, or a value out of range."""
+        ddp_kwargs = _COMMON | ddp_kwargs
         name, options = self.spec.partition(":")[0], self._options
         options.pop(RATE, None)
         if name in PEERS:
             make = PEERS[name]
             known = [key for key, each in inspect.signature(make).parameters.items() if each.kind is each.KEYWORD_ONLY]
             self._check(options, known)
-            return make(**{key: _value(text) for key, text in options.items()}, **_COMMON)
+            return make(**{key: _value(text) for key, text in options.items()}, **ddp_kwargs)
         if name == ADVISE:
-            return SparseDDPStrategy(Auto(), **_COMMON)
+            return SparseDDPStrategy(Auto(), **ddp_kwargs)
         if name not in NAMES:
             known = [*PEERS, *NAMES]
             raise ValueError(
                 f"strategy {self.spec!r}: the name must be one of {', '.join(known)}; got {name!r}."
                 f"{did_you_mean(name, known)} Write {SPEC_FORM}."
             )
-        return self._build_sparse(NAMES[name], options)
+        return self._build_sparse(NAMES[name], options, ddp_kwargs)
 
-    def _build_sparse(self, kind: type[Any], options: dict[str, str]) -> SparseDDPStrategy:
+    def _build_sparse(self, kind: type[Any], options: dict[str, str], ddp_kwargs: dict[str, Any]) -> SparseDDPStrategy:
         """Make one of ours: options are the compressor's, the strategy's and those of local steps."""
         of_compressor = {f.name: f.default for f in fields(kind)}
         of_strategy = {
@@ -178,7 +179,7 @@ class Contender:
         compressor = kind(**{key: values.pop(key) for key in options if key in of_compressor})
         if local := {key: values.pop(key) for key in options if key in of_local_steps}:
             values["local_steps"] = LocalSteps(values.get("local_steps", 0), **local)
-        return SparseDDPStrategy(compressor, **values, **_COMMON)
+        return SparseDDPStrategy(compressor, **(ddp_kwargs | values))
 
     @property
     def _options(self) -> dict[str, str]:

@@ -4,10 +4,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, Contender, all_names, contenders
 from lightning_sparse.bench.compare.records import Round
 from lightning_sparse.bench.compare.until_loss import best_rate
 from lightning_sparse.bench.compare.workloads import WORKLOADS, workload_named
+from lightning_sparse.checks import check_one_of
 from lightning_sparse.cli.options import Bench, losses, rates, seeds
 
 ROUNDS = 5  # where neither they nor seeds are given
@@ -66,7 +69,12 @@ def schedules(options: Bench) -> list[Schedule]:
     strategies = options.strategies or all_names()
     contenders(strategies)
     counts = options.steps, options.warmup, options.rounds or len(given) or ROUNDS
-    where = "cpu" if options.emulate else "auto"
+    check_one_of("--accelerator", options.accelerator, ("cpu", "cuda"))
+    if options.accelerator == "cuda" and not options.emulate:
+        raise ValueError("--accelerator cuda is for --emulate; ranks of a cluster take the devices that they have.")
+    if options.accelerator == "cuda" and not torch.cuda.device_count():
+        raise ValueError("--accelerator must be cpu where PyTorch finds no CUDA device; got 'cuda'. See nvidia-smi.")
+    where = options.accelerator if options.emulate else "auto"
     first = Schedule("", options.workload, strategies, *counts, where, until, options.seconds, tried, given, True)
     return [replace(first, cluster=cluster.strip()) for cluster in options.emulate.split(",")]
 

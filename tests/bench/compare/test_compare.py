@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed import HashStore
 
 from lightning_sparse import COMPRESSORS, Dense, LocalSteps, SkipReduce, SparseDDPStrategy
@@ -20,9 +21,10 @@ from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, PEERS, all_na
 from lightning_sparse.bench.compare.place import Place, read_sent
 from lightning_sparse.bench.compare.records import MeasuredRun, MeasuredStep, Round
 from lightning_sparse.bench.compare.report import middle_half, page, ratio, summarise
-from lightning_sparse.bench.compare.schedule import Schedule
+from lightning_sparse.bench.compare.schedule import Schedule, schedules
 from lightning_sparse.bench.output import environment, new_file
 from lightning_sparse.cli import main
+from lightning_sparse.cli.options import Bench
 from lightning_sparse.monitor import pictures
 from tests import conftest
 
@@ -90,6 +92,19 @@ def test_all_names_are_every_peer_and_every_compressor() -> None:
 def test_bad_strategy_is_named_with_the_fix(spec: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         contenders(f"ddp,{spec}")
+
+
+def test_a_device_is_for_emulated_hosts_and_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for emulate, accelerator, message in (
+        ("2x1gbit", "gpu", "--accelerator must be one of cpu, cuda; got 'gpu'"),
+        ("", "cuda", "--accelerator cuda is for --emulate"),
+        ("2x1gbit", "cuda", "must be cpu where PyTorch finds no CUDA device; got 'cuda'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            schedules(Bench(emulate=emulate, accelerator=accelerator))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert schedules(Bench(emulate="2x1gbit", accelerator="cuda"))[0].accelerator == "cuda"
 
 
 def test_every_other_round_runs_backwards() -> None:
