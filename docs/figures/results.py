@@ -31,6 +31,7 @@ SLOWER = (
     "computing, the less a shorter message saves."
 )
 ONE_RATE = "One learning rate for all, {}."
+BESIDE = " Other programs ran beside it at a low priority."
 #: What must be known to read a run.
 NOTES = {
     "2026-11-21-050057-mlp_25m": "For Skip-Reduce on 2, 4 and 8 hosts.",
@@ -55,6 +56,9 @@ NOTES = {
     + " After as many steps the losses of all but the host alone lie within 0.03 of each other, so that chance decides "
     "when 2.4 is reached.",
     "2026-11-26-090246-gpt_3m": ONE_RATE.format("2e-3"),
+    "2026-11-26-140411-gpt_10m": ONE_RATE.format("5e-4") + BESIDE,
+    "2026-11-26-142525-gpt_3m": ONE_RATE.format("2e-3") + BESIDE,
+    "2026-11-26-144018-gpt_10m": ONE_RATE.format("5e-4") + BESIDE,
     "2026-11-26-111941-byte_lm": BEST_RATES,
     "2026-11-26-113916-byte_lm": BEST_RATES,
     "2026-11-26-115213-byte_lm": BEST_RATES,

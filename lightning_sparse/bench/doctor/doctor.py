@@ -27,7 +27,8 @@ FEW = ("ddp", "micro", LOCAL)  # on the CPU, where there are CUDA devices to tra
 FORMATS = tuple(f"sparse_dense:wire_dtype={name}" for name in WIRE_DTYPES)
 #: On CUDA tensors, through pinned memory.
 OVER_GLOO = tuple(f"{each}:process_group_backend=gloo" for each in (*NAMES, *FORMATS, LOCAL))
-CPU_RANKS = 2  # that check on one machine, and on one device
+CPU_RANKS = 2  # that check on one machine
+DEVICE_RANKS = 3  # on one device: their sums take two hops, as those of large gradients do
 
 
 def doctor(options: Doctor) -> int:
@@ -64,8 +65,8 @@ def _examinations(cluster: str, place: Place | None, devices: int) -> Iterator[t
         if devices:
             title = f"{screen.counted(devices, 'rank')} of this machine, NCCL on CUDA"
             yield title, on_this_machine(plan("cuda"), devices)
-            over_gloo = on_this_machine(plan("cuda", OVER_GLOO), CPU_RANKS, on_one_device=True)
-            yield f"{CPU_RANKS} ranks on one device, Gloo on CUDA", over_gloo
+            over_gloo = on_this_machine(plan("cuda", OVER_GLOO), DEVICE_RANKS, on_one_device=True)
+            yield f"{DEVICE_RANKS} ranks on one device, Gloo on CUDA", over_gloo
 
 
 def plan(accelerator: str, strategies: tuple[str, ...] = STRATEGIES, cluster: str = "") -> Schedule:
