@@ -3,8 +3,9 @@
 
 A tile is [blocks, bytes, values of a byte].  Bytes and values are those of :mod:`lightning_sparse.wire.blocks`.
 
-Of 4 bits, of which a byte holds a value of each half of its block, the halves are read and written apart: Triton 3.6
-exchanges values where it gives a tile of three dimensions to other threads.
+Of 4 bits, of which a byte holds a value of each half of its block, the halves are read and written apart, so that
+threads side by side move values side by side.  The upper bits of a byte are told apart as a float: shifted as an
+integer, LLVM as in Triton 3.6 takes them for nothing where rows are added (tests/kernels/compiled.py looks for that).
 """
 
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
