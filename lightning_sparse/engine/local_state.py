@@ -100,7 +100,7 @@ class LocalState(Exchange):
     def state(self) -> dict[str, Any]:
         self.moments.read(self.members)
         return {
-            "moments": self.mean_moments.state(),
+            "moments": {key: x.cpu() for key, x in self.mean_moments.state().items()},
             "checksums": self.weights.checksums(),
             "seen": {name: x.cpu() for name, x in self.untrained.seen.items()},
             "averages": self.weights.averages_beyond_parameters(),

@@ -83,8 +83,8 @@ class Replica:
         """The parameters, as they are; a module may have put another tensor in the place of a buffer."""
         return [find() for find in self._find] or list(self.group.parameters)
 
-    def held(self) -> list[Tensor]:
-        """What the parameters hold, to be read where x̄ lies: after a fit Lightning moves the model to the CPU."""
+    def values(self) -> list[Tensor]:
+        """The values of the parameters, on the device of x̄: after a fit Lightning has moved the model to the CPU."""
         return [tensor.detach().to(self.average.device) for tensor in self.tensors()]
 
     def averages(self) -> list[Tensor]:
@@ -277,10 +277,10 @@ class Replica:
         Where unsent waits aside, and nothing says what of ``flat`` did so, as on another number of ranks, all does.
         """
         self._end()
-        memory = self.group.memory
-        self._velocity, unsent_gradient = memory.pop(VELOCITY, None), memory.pop(UNSENT_GRADIENT, None)
+        remembered = (self.group.memory.pop(key, None) for key in (VELOCITY, UNSENT_GRADIENT, ASIDE, EXACT))
+        device = self.average.device  # a checkpoint has some of it on the CPU
+        self._velocity, unsent_gradient, aside, exact = (None if x is None else x.to(device) for x in remembered)
         self.unsent_gradient = None if self.is_untrained else unsent_gradient
-        aside, exact = memory.pop(ASIDE, None), memory.pop(EXACT, None)
         if self.average.dtype == torch.float64:  # float32 that is that of x̄ has nothing more to say
             flat = torch.where(flat == self.average.float(), self.average, flat.double())
         if exact is not None:

@@ -55,7 +55,7 @@ class Weights:
             self._take_over(replica, held)
 
     def _take_over(self, replica: Replica, held: list[Tensor | None]) -> None:
-        for place, (p, average) in enumerate(zip(replica.held(), replica.averages(), strict=True)):
+        for place, (p, average) in enumerate(zip(replica.values(), replica.averages(), strict=True)):
             if not torch.equal(as_integers(p), as_integers(average.to(p.dtype))):  # whoever changed it, and how
                 replica.start_from(place, p, keep_aside=self._late)
                 held[place] = held[place] if self._late else None
@@ -63,10 +63,10 @@ class Weights:
 
     def own(self, replica: Replica) -> list[Tensor]:
         if self._held is None:
-            return replica.held()
+            return replica.values()
         held = self._held[self.replicas.index(replica)]
         self._take_over(replica, held)
-        return [p if own is None else own for p, own in zip(replica.held(), held, strict=True)]
+        return [p if own is None else own for p, own in zip(replica.values(), held, strict=True)]
 
     def shared(self, replica: Replica) -> list[Tensor]:
         """The average of each parameter, of its shape; where it is shown the parameter itself."""

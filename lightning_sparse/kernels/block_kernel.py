@@ -4,8 +4,8 @@
 A tile is [blocks, bytes, values of a byte].  Bytes and values are those of :mod:`lightning_sparse.wire.blocks`.
 
 Of 4 bits, of which a byte holds a value of each half of its block, the halves are read and written apart, so that
-threads side by side move values side by side.  The upper bits of a byte are told apart as a float: shifted as an
-integer, LLVM as in Triton 3.6 takes them for nothing where rows are added (tests/kernels/compiled.py looks for that).
+threads side by side move values side by side.  The upper four bits are extracted in floating point: where rows are
+added, LLVM in Triton 3.6 computes an integer shift as zero (tests/kernels/compiled.py looks for that).
 """
 
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -108,7 +108,7 @@ def _take(
     SHARE: tl.constexpr, NEAREST: tl.constexpr, BELOW_ONE: tl.constexpr, SCALE_BITS: tl.constexpr, TINY: tl.constexpr,
     MOST_SCALE: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    row, width = _rows(n, BLOCK, ROWS)
+    row, width = _blocks(n, BLOCK, ROWS)
     value = _load(values, row, width, BITS, BLOCK)
     bits = value.to(tl.int32, bitcast=True)
     if BITS == 1:
@@ -193,7 +193,7 @@ def _add_rows(
     first: tl.tensor, step: tl.tensor, count: tl.tensor,
     ONTO: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    row, width = _rows(n, BLOCK, ROWS)
+    row, width = _blocks(n, BLOCK, ROWS)
     blocks = (n + BLOCK - 1) // BLOCK
     head = first.to(tl.int64) * row_bytes
     value = _read(scales + head // 4, codes + head + 4 * blocks, row, width, blocks, BITS, BLOCK)
@@ -210,7 +210,7 @@ def _give(
     scales: tl.tensor, codes: tl.tensor, out: tl.tensor, n: tl.tensor, blocks: tl.tensor,
     ONTO: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    row, width = _rows(n, BLOCK, ROWS)
+    row, width = _blocks(n, BLOCK, ROWS)
     value = _read(scales, codes, row, width, blocks, BITS, BLOCK)
     if ONTO:
         value += _load(out, row, width, BITS, BLOCK)
@@ -222,7 +222,7 @@ def _read(
     scales: tl.tensor, codes: tl.tensor, row: tl.tensor, width: tl.tensor, blocks: tl.tensor,
     BITS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The values of a tile that its codes say."""
+    """The values of a tile from its scales and codes: [blocks, bytes, values of a byte] float32."""
     scale = tl.load(scales + row, mask=row < blocks, other=0.0)
     byte, exists = _bytes(width, BITS, BLOCK)
     code = tl.load(codes + row * (BLOCK * BITS // 8) + byte, mask=exists, other=0).to(tl.int32)[:, :, None]
@@ -232,7 +232,8 @@ def _read(
     elif BITS == 2:
         multiple = ((code >> (2 * k)) & 3).to(tl.float32) - 1.5
     elif BITS == 4:
-        upper = tl.floor(((code ^ 128) - 128).to(tl.float32) * 0.0625)  # see the module's docstring
+        # By a product, which is exact where Triton divides approximately; see the module's docstring.
+        upper = tl.floor(((code ^ 128) - 128).to(tl.float32) * 0.0625)
         multiple = tl.where(k == 0, (code & 15).to(tl.float32) - 8.0, upper)
     else:
         multiple = ((code + 128) & 255) - 128
@@ -240,22 +241,22 @@ def _read(
 
 
 @triton.jit
-def _rows(n: tl.tensor, BLOCK: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
-    """The blocks of a tile, and how many of ``n`` values each has: [r, 1] both."""
+def _blocks(n: tl.tensor, BLOCK: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
+    """The numbers of a tile's blocks, and how many of ``n`` values each has: [blocks, 1] both."""
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     return row, tl.minimum(n - row * BLOCK, BLOCK)
 
 
 @triton.jit
 def _bytes(width: tl.tensor, BITS: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
-    """The bytes of a block [1, bytes], and which of them each block has [r, bytes]."""
+    """The bytes of a block [1, bytes], and which of them each block has [blocks, bytes]."""
     byte = tl.arange(0, BLOCK * BITS // 8)[None, :]
     return byte, byte < (width * BITS + 7) // 8
 
 
 @triton.jit
 def _places_in_a_byte(BITS: tl.constexpr) -> tl.tensor:
-    """[1, 1, values of a byte]."""
+    """The places of values in a byte, from 0: [1, 1, values of a byte]."""
     return tl.arange(0, 8 // BITS)[None, None, :]
 
 
@@ -267,7 +268,7 @@ def _places(BITS: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _load(values: tl.tensor, row: tl.tensor, width: tl.tensor, BITS: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
-    """A tile of values; 0 where a block has none."""
+    """A tile of values [blocks, bytes, values of a byte]; 0 where a block has none."""
     if BITS == 4:
         byte, half = tl.arange(0, BLOCK // 2)[None, :], (width + 1) // 2
         at = values + row * BLOCK + byte

@@ -115,7 +115,8 @@ def test_a_cuda_device_sends_what_plain_pytorch_sends(
 ) -> None:
     """Bit for bit: kernels on CUDA, and the device's path in plain PyTorch on the CPU.
 
-    Among four ranks: CUDA divides by another number of them by multiplying.
+    Among four ranks: CUDA divides by another number of them by multiplying.  Not of ``ok_topk`` and ``sketch_fusion``,
+    which chose other elements on the device where this was tried, and lost nothing.
     """
     given = torch.stack(list(layered(3000, 4, 12)))
     weights = torch.randn(3000, generator=torch.Generator().manual_seed(1))

@@ -56,7 +56,7 @@ class Compiler(FakeCuda):
     def kernel(self, kernel: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
         given = [Given(x) if isinstance(x, Tensor) else x for x in arguments]
         found = self._run(kernel, *given, grid=(1,), warmup=True, **options)
-        # As LLVM, in Triton 3.6, once took the upper half of each byte for nothing.
+        # LLVM in Triton 3.6 once computed the upper four bits of each byte as zero.
         lost = re.search(r"mul\S* .*, 0f00000000;", found.asm.get("ptx", ""))
         assert not lost, f"{kernel.fn.__name__} multiplies with a zero that is not in its source: {lost}"
         self.compiled[id(found)] = kernel, found

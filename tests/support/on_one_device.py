@@ -15,8 +15,13 @@ from lightning.pytorch.accelerators.cuda import CUDAAccelerator
 from lightning.pytorch.strategies import ddp, model_parallel
 
 ACCELERATOR = os.environ.get("TESTS_ON", "cpu")
-#: Marks a test of what is otherwise on a CPU.
-only_on_cpu = pytest.mark.skipif(ACCELERATOR != "cpu", reason="is otherwise on a device")
+if ACCELERATOR not in ("cpu", "cuda"):
+    raise ValueError(f"TESTS_ON must be cpu or cuda; got {ACCELERATOR!r}.")
+
+
+def only_on_cpu(reason: str) -> pytest.MarkDecorator:
+    """Mark a test of what a device does in another way: ``reason``."""
+    return pytest.mark.skipif(ACCELERATOR != "cpu", reason=reason)
 
 
 def _share_the_device() -> None:

@@ -187,7 +187,7 @@ def wrap(make: Callable[..., DDPStrategy], size: int, folder: Path) -> dict[str,
     return seen | {"watched": watch.seen}
 
 
-@only_on_cpu
+@only_on_cpu("layers of a device may be SyncBatchNorm")
 def test_what_wraps_the_model_in_each_stage(ranks: Ranks, tmp_path: Path) -> None:
     for seen in check_same(ranks, wrap, tmp_path):
         kinds = {hook: (model, layers) for hook, model, layers, _, _ in seen["watched"]}
@@ -478,7 +478,7 @@ def fork(name: str) -> dict[str, Any]:
     return seen
 
 
-@only_on_cpu
+@only_on_cpu("CUDA cannot be used in forked processes")
 def test_what_forked_processes_hand_back(ranks: Ranks, tmp_path: Path) -> None:
     plain, sparse = (ranks.apart(fork, tmp_path / "output", name) for name in ("ddp_fork", "sparse_dense_fork"))
     for name in plain:

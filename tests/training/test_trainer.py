@@ -103,7 +103,7 @@ def diverge(rank: int, size: int) -> list[str]:
     return [text for text in warned(run.fit, small(), data(8, size)) if "must be finite" in text]
 
 
-@only_on_cpu
+@only_on_cpu("a loss on a device is looked at every 5 s")
 def test_a_loss_that_becomes_nan_is_said_once(ranks: Ranks) -> None:
     first, others = ranks.run(diverge, 2)
     assert len(first) == 1

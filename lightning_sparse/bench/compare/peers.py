@@ -145,7 +145,10 @@ class Contender:
     spec: str  # what to run, in the form of `SPEC_FORM`
 
     def build(self, **ddp_kwargs: Any) -> DDPStrategy:
-        """Make a fresh strategy; raises a ValueError for an unknown name or option, or a value out of range."""
+        """Make a fresh strategy; raises a ValueError for an unknown name or option, or a value out of range.
+
+        ``ddp_kwargs`` are of DDP's strategy; options that the spec names go before them.
+        """
         ddp_kwargs = _COMMON | ddp_kwargs
         name, options = self.spec.partition(":")[0], self._options
         options.pop(RATE, None)

@@ -33,6 +33,11 @@ class Schedule:
     seeds: Sequence[int] = ()  # of the rounds, in turn; nothing: 0, 1, 2, ...
     floor: bool = False  # whether to train without communication too
 
+    @property
+    def shares_a_device(self) -> bool:
+        """Whether emulated hosts are all on one device, which NCCL does not take; real ranks have "auto"."""
+        return bool(self.cluster) and self.accelerator == "cuda"
+
     def turns(self) -> list[tuple[int, Contender]]:
         """Rounds and strategies in the order in which they run, that without communication first.
 

@@ -209,7 +209,7 @@ def _fit(turn: _Turn) -> MeasuredRun:
         accelerator=schedule.accelerator,
         devices=place.local_size,
         num_nodes=place.hosts,
-        strategy=turn.contender.build(**({"process_group_backend": "gloo"} if schedule.cluster else {})),
+        strategy=turn.contender.build(**({"process_group_backend": "gloo"} if schedule.shares_a_device else {})),
         plugins=[TorchElasticEnvironment()],
         max_steps=schedule.warmup + schedule.steps if schedule.seconds is None else -1,
         max_epochs=-1,

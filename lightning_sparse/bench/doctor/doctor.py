@@ -28,7 +28,7 @@ FORMATS = tuple(f"sparse_dense:wire_dtype={name}" for name in WIRE_DTYPES)
 #: On CUDA tensors, through pinned memory.
 OVER_GLOO = tuple(f"{each}:process_group_backend=gloo" for each in (*NAMES, *FORMATS, LOCAL))
 CPU_RANKS = 2  # that check on one machine
-DEVICE_RANKS = 3  # on one device: their sums take two hops, as those of large gradients do
+DEVICE_RANKS = 3  # on one device: from three on, sums may take two hops
 
 
 def doctor(options: Doctor) -> int:

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -104,7 +104,9 @@ def test_a_device_is_for_emulated_hosts_and_must_be_there(monkeypatch: pytest.Mo
         with pytest.raises(ValueError, match=message):
             schedules(Bench(emulate=emulate, accelerator=accelerator))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert schedules(Bench(emulate="2x1gbit", accelerator="cuda"))[0].accelerator == "cuda"
+    assert schedules(Bench(emulate="2x1gbit", accelerator="cuda"))[0].shares_a_device
+    assert not schedules(Bench(emulate="2x1gbit"))[0].shares_a_device
+    assert not replace(schedules(Bench())[0], cluster="2 hosts").shares_a_device  # real ones
 
 
 def test_every_other_round_runs_backwards() -> None:

@@ -92,7 +92,7 @@ def test_what_is_examined_is_what_the_devices_allow(
     assert main(["doctor"]) == (devices > 0)
     assert ("wrong: micro failed: it broke" if devices else "Nothing is wrong.") in capsys.readouterr().out
     few, over_gloo, every = (",".join(each) for each in (doctor.FEW, doctor.OVER_GLOO, doctor.STRATEGIES))
-    on_devices = [("cpu", few, 2, False), ("cuda", every, devices, False), ("cuda", over_gloo, 2, True)]
+    on_devices = [("cpu", few, 2, False), ("cuda", every, devices, False), ("cuda", over_gloo, 3, True)]
     assert done == (on_devices if devices else [("cpu", every, 2, False)])
 
 
