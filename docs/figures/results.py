@@ -59,6 +59,8 @@ NOTES = {
     "2026-11-26-140411-gpt_10m": ONE_RATE.format("5e-4") + BESIDE,
     "2026-11-26-142525-gpt_3m": ONE_RATE.format("2e-3") + BESIDE,
     "2026-11-26-144018-gpt_10m": ONE_RATE.format("5e-4") + BESIDE,
+    "2026-11-26-150402-gpt_3m": ONE_RATE.format("2e-3") + BESIDE,
+    "2026-11-26-151733-gpt_3m": ONE_RATE.format("2e-3") + BESIDE,
     "2026-11-26-111941-byte_lm": BEST_RATES,
     "2026-11-26-113916-byte_lm": BEST_RATES,
     "2026-11-26-115213-byte_lm": BEST_RATES,
