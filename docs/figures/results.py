@@ -66,6 +66,7 @@ NOTES = {
     "2026-11-26-155046-gpt_3m": ONE_RATE.format("2e-3"),
     "2026-11-26-160901-gpt_10m": ONE_RATE.format("5e-4")
     + " Nothing ran beside it; every strategy: 2026-11-26-153229-gpt_10m.",
+    "2026-11-26-162304-gpt_10m": ONE_RATE.format("5e-4"),
     "2026-11-26-111941-byte_lm": BEST_RATES,
     "2026-11-26-113916-byte_lm": BEST_RATES,
     "2026-11-26-115213-byte_lm": BEST_RATES,
