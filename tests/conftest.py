@@ -26,6 +26,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.processes)
+        if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.get_closest_marker("cluster"):  # in one worker: creating a cluster removes what others left behind
             item.add_marker(pytest.mark.xdist_group("cluster"))
 

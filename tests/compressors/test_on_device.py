@@ -107,7 +107,6 @@ def test_what_is_sent_is_what_is_sent_on_a_cpu(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("compressor", [ls.Dense(), ls.MiCRO(), ls.TopK(density=0.2), ls.ImportancePruning()], ids=repr)
 @pytest.mark.parametrize("wire_dtype", [name for name in WIRE_DTYPES if name != "sign"])
 def test_a_cuda_device_sends_what_plain_pytorch_sends(

@@ -254,12 +254,7 @@ def test_kernels_agree_with_the_reference_under_tritons_interpreter() -> None:
     assert done.stdout.split() == [check.__name__ for check in CHECKS]
 
 
-cuda = pytest.mark.cuda
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-@cuda
-@needs_cuda
+@pytest.mark.cuda
 @every_check
 def test_kernels_agree_with_the_reference_on_a_cuda_device(check: Any) -> None:
     check(torch.device("cuda"))
