@@ -16,6 +16,7 @@ from lightning_sparse.auto.trial import RANKS, try_on
 from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.gradient_record import GradientRecord
+from lightning_sparse.engine.link import median_over_ranks
 from lightning_sparse.fusion.planner import Calibration, Measured
 from lightning_sparse.network.costs import Link
 from lightning_sparse.settings import same
@@ -114,12 +115,25 @@ class Chooser:
         known = [f.seconds for f in self.forecasts if f.candidate in self.measured]
         return (1 + FAR) * min(known, default=math.inf) / (self.chosen.more_steps if self.chosen else 1.0)
 
+    def start(self, exchange: Exchange, link: Link, given: Compressor) -> tuple[Compressor, float]:
+        """Return what to begin with: ``given``, or plain sums where the link takes them sooner; and their seconds.
+
+        To be called on every rank between two steps, before any is measured.
+        """
+        names = list(self._parameters)
+        at_once = Measured([0.0] * len(names), 0.0, 0.0, [names])
+        forecaster = Forecaster(self._parameters, at_once, link, exchange.size, None)
+        options = [given, *(each.averaging for each in PLAIN if each in self._candidates)]
+        seconds = median_over_ranks(exchange, [forecaster.sums_s(each) for each in options]).tolist()
+        soonest_s = min(seconds)
+        return options[seconds.index(soonest_s)], soonest_s
+
     def choose(
         self,
         exchange: Exchange,
         measured: Measured,
         link: Link,
-        at_work: Compressor,
+        at_work: Compressor | None,
         record: GradientRecord,
     ) -> Candidate:
         """Return the same candidate on every rank, for :meth:`note`; to be called on every rank between two steps.
@@ -128,7 +142,7 @@ class Chooser:
             exchange: that averages.
             measured: steps with ``at_work``.
             link: between the ranks.
-            at_work: what averaged.
+            at_work: what averaged; None where the steps are too few to tell how they differ from the model.
             record: of this rank's gradients.
         """
         self._record, self._beside, self._at_work = record, (measured, link), at_work

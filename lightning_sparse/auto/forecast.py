@@ -98,12 +98,17 @@ class Forecaster:
     @property
     def computing_s(self) -> float:
         """Seconds of a step that sends nothing: no candidate's is shorter."""
-        return self._measured.rest_s + float(np.nanmax([0.0, *self._measured.arrivals_s]))
+        return self._measured.computing_s
 
     @property
     def sums_in_place(self) -> bool:
         """Whether float32 sums of the gradient where it lies are the soonest sums of it."""
         return bool(self._in_place(Dense()))
+
+    def sums_s(self, compressor: Compressor) -> float:
+        """Seconds from the start of backward to the last mean, in DDP's buckets."""
+        pieces, kinds, _ = self._costs(compressor)
+        return best_plan(pieces, kinds, self._measured, self.calibration).spans[DDP_PLAN]
 
     def forecast(self, candidate: Candidate) -> Forecast:
         """Predict a step."""

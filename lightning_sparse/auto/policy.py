@@ -75,16 +75,17 @@ CANDIDATES = tuple(Candidate(Dense(), each, steps) for steps, formats in FORMATS
 class Auto:
     """Trains with the candidate that is expected to be soonest at a loss: seconds a step, times the steps it needs.
 
-    Until the first steps have been measured, gradients are averaged by ``start``.  Then every candidate's step is
-    predicted from what the link, backward and compressing took, and how many more steps than dense training it needs
-    from what it delivers, and when, of gradients of this training.  Of those that differ by no more than noise the one
+    Before the first step the link is measured, and until steps have been, gradients are averaged by ``start``, or in
+    float32 or bfloat16 where the link takes these sums sooner.  Then every candidate's step is predicted from what the
+    link, backward and compressing took, and how many more steps than dense training it needs from what it delivers, and
+    when, of gradients of this training.  Of those that differ by no more than noise the one
     with the smallest loss is taken.  When times change, it chooses anew; what is unsent goes along.  Choosing needs
     ``fusion="layer"``, more than one rank and a gradient worth planning; else ``start`` stays.
 
     Args:
         candidates: to choose from: each a :class:`Candidate`, or a compressor that averages gradients.
-        start: the compressor that averages until one is chosen; dense sums in int4, which cost hardly any loss, and not
-            much time on a slow link.
+        start: the compressor that averages until one is chosen, where plain sums are not sooner: by default dense sums
+            in int4, which cost hardly any loss, and not much time on a slow link.
         at_most: by what part the loss may be expected above dense training's after as many steps: 0.05 for 5 %; None:
             what is soonest is taken, whatever it loses in a step.
 

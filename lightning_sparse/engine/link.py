@@ -26,8 +26,9 @@ class NoClock(Exception):
 def measure_link(exchange: Exchange) -> Link:
     """Time sums of a few bytes, in one hop and as the backend does it, and longer ones for the rate.
 
-    These are of 256 KiB, or up to 4 MiB where that is quick, and of a quarter; the backend's, but where latency is long
-    in one hop, and the backend's latency is taken to be that of its hops.  Sums go by the latencies from then on.
+    These are of 256 KiB, or up to 4 MiB where that is quick, and of a quarter; the backend's.  Where latency is long
+    there is one, in one hop, and the backend's latency is taken to be that of its hops.  Sums go by the latencies from
+    then on.
 
     Raises:
         NoClock: if no rank could tell the time.
@@ -49,19 +50,20 @@ def measure_link(exchange: Exchange) -> Link:
     far = not latency_s < SLOW_S
     if far:
         all_reduce_s = hops("all_reduce", exchange.size) * latency_s
-        some_s, many_s = medians_s(1, (many // 4, far), (many, far))
+        some, some_s, (many_s,) = 0, latency_s, medians_s(1, (many, far))
     else:
         latency_s, all_reduce_s = medians_s(RUNS, (FEW, True), (FEW, False))
         while (many_s := medians_s(1, (many, False))[0]) < SLOW_S and many < MOST:
             many *= 4
+        some = many // 4
         if many_s < SLOW_S:
-            some_s, many_s = medians_s(RUNS, (many // 4, far), (many, far))
+            some_s, many_s = medians_s(RUNS, (some, far), (many, far))
         else:
-            (some_s,) = medians_s(1, (many // 4, far))
+            (some_s,) = medians_s(1, (some, far))
     if not math.isfinite(latency_s + all_reduce_s + some_s + many_s):
         raise NoClock
     sent_bytes = traffic("all_gather" if far else "all_reduce", 4 * many, exchange.size)
-    link = Link(latency_s, max((many_s - some_s) / (many - many // 4), 0.0) * many / sent_bytes, all_reduce_s)
+    link = Link(latency_s, max((many_s - some_s) / (many - some), 0.0) * many / sent_bytes, all_reduce_s)
     exchange.set_latencies(link.carries(link.latency_s), link.carries(link.all_reduce_s))
     mbit_s = 8e-6 / max(link.s_per_byte, IMMEASURABLE)
     rate = f"carries {mbit_s:,.0f} Mbit/s" if link.s_per_byte > IMMEASURABLE else "is too fast to be measured"

@@ -32,6 +32,11 @@ class Measured:
     rest_s: float
     groups: Sequence[Sequence[str]]
 
+    @property
+    def computing_s(self) -> float:
+        """Seconds of a step that sends nothing."""
+        return self.rest_s + float(np.nanmax([0.0, *self.arrivals_s]))
+
 
 @dataclass(frozen=True)
 class Calibration:

@@ -35,7 +35,7 @@ STEPS_MEASURED = sum(PLANNING)
 def measure_steps(exchange: Exchange, parameters: Mapping[str, Tensor], counts: PassCounts) -> Passes[Measured]:
     """Look at so many steps as they are, then at backward alone; return the medians over steps and ranks.
 
-    ``parameters`` are by name, in the order of definition.
+    ``parameters`` are by name, in the order of definition.  Spans are of steps as they are, if there are any.
     """
     timeline, backward = exchange.timeline, list(parameters.values())[::-1]
     for _ in range(counts.settling):
@@ -43,17 +43,17 @@ def measure_steps(exchange: Exchange, parameters: Mapping[str, Tensor], counts: 
     rank_zero_info(f"LayerFusion: measuring {counts.beside + counts.apart} steps, then what messages cost.")
     spans, rests, arrivals = [], [], []
     now_s = time.perf_counter()
-    for _ in range(counts.beside):
+    for i in range(counts.beside + counts.apart):
+        exchange.defer(i >= counts.beside)
         before_s, steps = now_s, exchange.steps
         yield
         now_s = time.perf_counter()
-        spans.append(timeline.span_s())
-        rest_s = (now_s - before_s) / (exchange.steps - steps) - spans[-1]
-        rests.append(math.nan if exchange.was_shown else rest_s)  # else somebody evaluated meanwhile
-    exchange.defer(True)
-    for _ in range(counts.apart):
-        yield
-        arrivals.append([timeline.arrival_s(parameter) for parameter in backward])
+        if i < (counts.beside or counts.apart):
+            spans.append(timeline.span_s())
+            rest_s = (now_s - before_s) / (exchange.steps - steps) - spans[-1]
+            rests.append(math.nan if exchange.was_shown else rest_s)  # else somebody evaluated meanwhile
+        if i >= counts.beside:
+            arrivals.append([timeline.arrival_s(parameter) for parameter in backward])
     exchange.defer(False)
     own = [median(_known(each)) for each in (spans, rests, *zip(*arrivals, strict=True))]
     span_s, rest_s, *arrivals_s = median_over_ranks(exchange, own).tolist()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import lightning_sparse as ls
 from lightning_sparse.auto import chooser as chooser_module
-from lightning_sparse.auto import course
+from lightning_sparse.auto import passes
 from lightning_sparse.auto import simulated_cost as simulated_cost_module
 from lightning_sparse.auto.chooser import Chooser, soonest
 from lightning_sparse.auto.forecast import Forecast, Forecaster
@@ -241,6 +241,19 @@ def as_late_as_expected(forecast: Forecast, *_: Tensor) -> Forecast:
     return replace(forecast, delivered=0.98, staleness=float(forecast.candidate.local_steps))
 
 
+@pytest.mark.parametrize(("s_per_byte", "sums"), [(1e-11, DENSE), (8e-8, ls.Candidate(ls.Dense(), "int4"))])
+def test_it_begins_with_the_sums_that_the_link_takes_soonest(s_per_byte: float, sums: ls.Candidate) -> None:
+    exchange: Any = Alone()
+    exchange.size = 4
+
+    def begun(auto: ls.Auto) -> ls.Compressor:
+        chooser = Chooser(auto, LAYERS, local=True)
+        return chooser.start(exchange, Link(1e-5, s_per_byte, 6e-5), auto.start)[0]
+
+    assert begun(ls.Auto()) == sums.averaging
+    assert begun(ls.Auto([ls.MiCRO()])) == ls.Auto().start  # no plain sums are to be chosen
+
+
 INT4, TOPK = ls.Candidate(ls.Dense(), "int4"), ls.Candidate(ls.TopK(density=0.01))
 LOCAL2, LOCAL4 = (ls.Candidate(ls.Dense(), "int4", steps) for steps in (2, 4))
 ALL = (DENSE, INT4, TOPK, LOCAL2, LOCAL4)
@@ -359,24 +372,24 @@ def test_a_trial_of_local_steps_ends_early_where_they_take_far_too_long(monkeypa
     def looks(exchange: object, look: object, count: int) -> Passes[float]:
         for _ in range(count):
             yield
-        return 2.0 if count == course.GLANCE else 1.0
+        return 2.0 if count == passes.GLANCE else 1.0
 
     def trial(longest_s: float) -> tuple[int, float]:
         """How many steps it takes, and seconds of one."""
         exchange = SimpleNamespace(is_starting=True)
         switch: Any = SimpleNamespace(layer_fusion=None, exchange=exchange, to_local_steps=lambda candidate: None)
-        passes, steps = course._take_local_steps(switch, LOCAL2, longest_s), 0
+        trial_of, steps = passes._take_local_steps(switch, LOCAL2, longest_s), 0
         while True:
             try:
-                next(passes)
+                next(trial_of)
             except StopIteration as stop:
                 return steps, stop.value
             steps += 1
             exchange.is_starting = steps < 20
 
-    monkeypatch.setattr(course, "typical_s", looks)
-    assert trial(longest_s=1.9) == (course.GLANCE, 2.0)
-    assert trial(longest_s=2.1) == (20 + course.SETTLING + course.TIMED, 1.0)
+    monkeypatch.setattr(passes, "typical_s", looks)
+    assert trial(longest_s=1.9) == (passes.GLANCE, 2.0)
+    assert trial(longest_s=2.1) == (20 + passes.SETTLING + passes.TIMED, 1.0)
 
 
 def test_steps_are_far_too_long_where_a_quarter_more_would_be_as_soon_as_what_was_measured() -> None:

@@ -1,6 +1,7 @@
 """LayerFusion step by step in one process: what it does between which steps, however many backwards there are."""
 
 import gc
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 import lightning_sparse as ls
 from lightning_sparse.auto import chooser
 from lightning_sparse.auto.chooser import Chooser
-from lightning_sparse.auto.course import FIRST_CHOICE, Course
+from lightning_sparse.auto.course import Course
+from lightning_sparse.auto.passes import FIRST_CHOICE, GLIMPSE
 from lightning_sparse.engine.build import Way
 from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.groups import lay_out, pieces_of
@@ -121,16 +123,18 @@ def compressors_at_work(training: Training) -> set[str]:
 @pytest.mark.parametrize("backwards", [1, 5])
 @pytest.mark.parametrize("start", [ls.Candidate(ls.Dense(), "int4").averaging, ls.Dense()])
 @pytest.mark.parametrize("warmup", [0, 3, STEPS_MEASURED + 1])
+@pytest.mark.parametrize(("sums_s", "steps"), [(0.0, FIRST_CHOICE), (math.inf, sum(GLIMPSE))])
 def test_auto_chooses_also_after_a_warmup(
-    monkeypatch: pytest.MonkeyPatch, warmup: int, start: ls.Compressor, backwards: int
+    monkeypatch: pytest.MonkeyPatch, sums_s: float, steps: int, warmup: int, start: ls.Compressor, backwards: int
 ) -> None:
+    monkeypatch.setattr(chooser.Chooser, "start", lambda self, exchange, link, given: (given, sums_s))
     monkeypatch.setattr(chooser, "soonest", lambda forecasts, *_, **__: forecasts[-1])
     monkeypatch.setattr(Timeline, "span_s", lambda self: 0.01)
     auto = ls.Auto((ls.SkipReduce(), ls.Candidate(ls.TopK(density=0.5), "float32")), start=start)
     training = Training(auto, backwards, warmup)
     chosen = [n for n in training.passes(2 * STEPS_MEASURED + 4) if compressors_at_work(training) == {"TopK"}]
     measured_from = -(-warmup // backwards)
-    assert chosen[0] == measured_from + FIRST_CHOICE
+    assert chosen[0] == measured_from + (warmup > 0) + steps  # the first step after a warm-up is not measured
     assert chosen[-1] == 2 * STEPS_MEASURED + 3
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from lightning_sparse.auto.course import StepClock
+from lightning_sparse.auto.passes import StepClock
 from lightning_sparse.fusion import steps
 from lightning_sparse.fusion.steps import Passes, typical_s, until_changed
 

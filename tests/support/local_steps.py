@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import lightning_sparse as ls
-from lightning_sparse.auto.course import FIRST_CHOICE
+from lightning_sparse.auto.passes import FIRST_CHOICE
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.fusion import layer_fusion
 from tests.support.models import Small, flat

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import lightning_sparse as ls
-from lightning_sparse.auto import course
+from lightning_sparse.auto import passes
 from lightning_sparse.auto.chooser import Chooser
-from lightning_sparse.auto.course import FIRST_CHOICE, StepClock
+from lightning_sparse.auto.passes import FIRST_CHOICE, StepClock
 from lightning_sparse.engine import local_steps
 from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.second_moments import EARLY
@@ -86,7 +86,7 @@ def _there_and_back(rank: int, size: int) -> Any:
     """The engines, this rank's weights before its local steps ended, what was merged, and its momenta before."""
     nobody_looks_ahead()
     merged: list[tuple[Tensor, Tensor]] = []
-    course.SETTLING, course.TIMED, course.WATCHED = 0, 3, 1
+    passes.SETTLING, passes.TIMED, passes.WATCHED = 0, 3, 1
     StepClock.__call__ = lambda self: 1.0 if self._exchange.steps < CHANGES_BACK else 9.0  # type: ignore[method-assign]
     Chooser.note = lambda self, exchange, step_s: LOCAL  # type: ignore[method-assign]
 
@@ -114,7 +114,7 @@ def test_a_checkpoint_of_local_steps_that_are_no_candidate_any_more_goes_on_with
 
 def _other_candidates(rank: int, size: int, path: Path) -> Any:
     """The engine that wrote a checkpoint, those that went on from it, and the weights at the end."""
-    course.SETTLING, course.TIMED = 0, 3
+    passes.SETTLING, passes.TIMED = 0, 3
     note, Chooser.note = Chooser.note, lambda self, exchange, step_s: LOCAL  # type: ignore[method-assign]
     steps = FIRST + 8
     run = trainer(auto(LOCAL), size, check_every=0, max_steps=steps)

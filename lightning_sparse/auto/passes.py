@@ -1,0 +1,151 @@
+"""What is done in the passes of a training, from one step to the next: measuring, choosing, watching.
+
+Generators that are resumed once before each forward, between two steps, on every rank.
+"""
+
+import math
+import time
+from contextlib import suppress
+
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_sparse.auto.chooser import Chooser
+from lightning_sparse.auto.policy import Candidate
+from lightning_sparse.auto.switch import Switch
+from lightning_sparse.auto.trial import ELEMENTS
+from lightning_sparse.compressors import Compressor
+from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.engine.link import NoClock, measure_link
+from lightning_sparse.fusion.layer_fusion import check_clock
+from lightning_sparse.fusion.planner import Layout, Measured
+from lightning_sparse.fusion.steps import PassCounts, Passes, typical_s, until_changed
+from lightning_sparse.network.costs import Link
+
+MEASURED_AFTER = 3  # Local steps after which the link is measured, where local steps were given.
+GLANCE = 5  # First local steps whose mean shows whether they are far too long.
+SETTLING = 5  # Local steps until any is timed, once ranks compare second moments no longer in each of them.
+TIMED = 10  # Local steps whose mean is what a step takes: they differ, as fragments do.
+WATCHED = 50  # Local steps after which it is checked whether their times have changed.
+GLIMPSE = PassCounts(0, 0, 1)  # The first step: enough where it shows that messages take longer than all the rest.
+CHOOSING = PassCounts(0, 3, 2)  # Few, since steps of what is chosen are measured too.
+FIRST_CHOICE = sum(GLIMPSE) + sum(CHOOSING)  # Steps until a candidate is chosen, at most.
+
+
+def nothing() -> Passes[None]:
+    """Leave the training as it is."""
+    while True:
+        yield
+
+
+def measure_link_once(switch: Switch) -> Passes[None]:
+    """Have sums of local steps go by the link's latencies too; LayerFusion measures them for gradients."""
+    while True:
+        yield
+        if switch.exchange.steps == MEASURED_AFTER and switch.exchange.size > 1 and not switch.knows_link:
+            switch.knows_link = True
+            with suppress(NoClock):
+                measure_link(switch.exchange)
+
+
+def choose_and_watch(switch: Switch, chooser: Chooser, chosen: bool) -> Passes[None]:
+    """Choose, and watch until steps take another time than they did; over and over."""
+    while True:
+        usual_s = math.nan
+        if not chosen:
+            try:
+                usual_s = yield from _choose(switch, chooser)
+            except NoClock:  # on every rank
+                rank_zero_warn("sparse_auto: no rank could tell the time; training goes on as it began.")
+        if switch.layer_fusion is not None:
+            yield from switch.layer_fusion.watch()
+        else:
+            yield from _watch_local_steps(switch, usual_s)
+            switch.to_gradients()
+        chosen = False
+
+
+def _choose(switch: Switch, chooser: Chooser) -> Passes[float]:
+    """Measure, choose, and try what was chosen, until nothing better is expected; returns the seconds of its step."""
+    fusion, exchange = switch.layer_fusion, switch.exchange
+    assert fusion is not None
+    yield  # what a checkpoint holds is in its place now
+    link = measure_link(exchange)
+    at_work, sums_s = chooser.start(exchange, link, fusion.compressor)
+    fusion.follow(Layout(fusion.layout.groups, at_work))
+    exchange.record_gradients(ELEMENTS)
+    measured = yield from fusion.measure(GLIMPSE)
+    is_enough = sums_s > measured.computing_s  # the same on every rank
+    if not is_enough:
+        measured = yield from fusion.measure(CHOOSING)
+    record = exchange.take_record()
+    assert record is not None  # of the steps that were measured
+    check_clock(measured)
+    candidate = chooser.choose(exchange, measured, link, None if is_enough else at_work, record)
+    while True:
+        if candidate.local_steps:
+            step_s = yield from _take_local_steps(switch, candidate, chooser.longest_s)
+        else:
+            step_s = yield from _average_gradients(switch, candidate, at_work, measured, link)
+        again = chooser.note(switch.exchange, step_s)
+        if again == candidate:
+            return step_s
+        candidate = again
+
+
+def _average_gradients(
+    switch: Switch, candidate: Candidate, at_work: Compressor, measured: Measured, link: Link
+) -> Passes[float]:
+    """Go on with a candidate that averages gradients, in the groups that are best for it; returns seconds of a step."""
+    if switch.layer_fusion is None:
+        switch.to_gradients()
+    fusion = switch.layer_fusion
+    assert fusion is not None
+    layouts = [Layout(fusion.layout.groups, candidate.averaging)]
+    if len(layouts[0].groups) > 1:  # else it is too short to gain by cuts
+        layouts = fusion.decide(candidate.averaging, at_work, measured, link)
+    switch.chosen = candidate
+    return measured.rest_s + (yield from fusion.try_each(layouts, measured.span_s))
+
+
+def _take_local_steps(switch: Switch, candidate: Candidate, longest_s: float) -> Passes[float]:
+    """Go on with local steps; returns the seconds of one, soon if the first ones take longer than ``longest_s``."""
+    if switch.layer_fusion is not None and not switch.may_add_unsent:
+        switch.layer_fusion.send_all()
+        switch.chosen = None
+        while not switch.exchange.ask_for_unsent():
+            yield
+    switch.to_local_steps(candidate)
+    if switch.exchange.is_starting:
+        step_s = yield from typical_s(switch.exchange, StepClock(switch.exchange), GLANCE)
+        if step_s > longest_s:
+            return step_s
+    yield from _settle(switch)
+    return (yield from typical_s(switch.exchange, StepClock(switch.exchange), TIMED))
+
+
+def _settle(switch: Switch) -> Passes[None]:
+    while switch.exchange.is_starting:
+        yield
+    for _ in range(SETTLING):
+        yield
+
+
+def _watch_local_steps(switch: Switch, usual_s: float) -> Passes[None]:
+    yield from _settle(switch)
+    clock = StepClock(switch.exchange)
+    usual_s, now_s = yield from until_changed(switch.exchange, clock, WATCHED, usual_s=usual_s)
+    rank_zero_info(
+        f"sparse_auto: local steps take {1e3 * now_s:.0f} ms, no longer {1e3 * usual_s:.0f} ms; choosing anew."
+    )
+
+
+class StepClock:
+    """Returns the seconds since it was asked last; NaN where somebody evaluated or saved meanwhile."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange, self._last_s = exchange, time.perf_counter()
+
+    def __call__(self) -> float:
+        """Return the seconds of the last step."""
+        before_s, self._last_s = self._last_s, time.perf_counter()
+        return math.nan if self._exchange.was_shown else self._last_s - before_s
