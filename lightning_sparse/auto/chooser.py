@@ -148,7 +148,7 @@ class Chooser:
         self._record, self._beside, self._at_work = record, (measured, link), at_work
         self._has_looked, self.forecasts = False, []  # at all candidates
         self._forecaster = Forecaster(self._parameters, measured, link, exchange.size, None)
-        known = [c for c in self._candidates if c not in PLAIN and not c.local_steps and same(c.averaging, at_work)]
+        known = [c for c in self._candidates if not c.local_steps and same(c.averaging, at_work)]
         self.measured = dict.fromkeys(known, measured.span_s + measured.rest_s)
         if EXACT in self._candidates and self._forecaster.sums_in_place:
             exact = self._forecaster.forecast(EXACT)

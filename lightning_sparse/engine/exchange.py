@@ -99,7 +99,7 @@ class Exchange(Around, ABC):
         self._deferred = deferred
 
     def record_gradients(self, elements: int) -> None:
-        """Record about so many elements of this rank's gradients from the next step on."""
+        """Record about so many elements of this rank's gradients from the next step on that averages groups."""
         self._record = GradientRecord(self.groups, elements)
 
     def take_record(self) -> GradientRecord | None:

@@ -172,7 +172,7 @@ class GradientExchange(ScaledSteps):
         """
         in_place = all(map(self.sums_in_place, self.compressors))
         dtype = type_in_place(self.compressors[0]) if in_place and self.compressors else None
-        if self._deferred or self._record is not None:  # groups are looked at
+        if self._deferred:  # groups are looked at
             return None, dtype == torch.float32
         return (dtype, False) if self.nothing_unsent else (None, dtype is not None)
 

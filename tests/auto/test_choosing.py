@@ -339,7 +339,7 @@ def test_a_limit_of_the_loss_is_kept_and_what_it_costs_is_said(
     monkeypatch.setattr(chooser_module, "rank_zero_info", said.append)
     monkeypatch.setattr(chooser_module, "tried", as_late_as_expected)
     chooser = Chooser(ls.Auto(ALL, at_most=at_most), LAYERS, local=True)
-    chosen = chooser.choose(exchange, MEASURED, Link(0.001, 1e-9), ls.Dense(), exchange.record)  # type: ignore[arg-type]
+    chosen = chooser.choose(exchange, MEASURED, Link(0.001, 1e-9), INT4.averaging, exchange.record)  # type: ignore[arg-type]
     assert chosen == (DENSE if at_most == 0 else LOCAL2)
     assert ("Without at_most=0 2 local steps" in said[-1]) == (at_most == 0)
     assert "The loss of 1,000 steps of dense training is expected after 1,0" in said[-1]

@@ -120,9 +120,9 @@ def after_int4(rank: int, size: int) -> tuple[list[torch.dtype | None], list[boo
             after[0][0].unsent.copy_(hook.exchange.groups[0].unsent)
             hook.exchange.lay_out(after)
         if number == 4:
-            hook.exchange.record_gradients(100)
+            hook.exchange.defer(True)
         elif number == 5:
-            hook.exchange.take_record()
+            hook.exchange.defer(False)
         hooked.load_state_dict(ours.state_dict())
         step(ours, rank, number)
         step(hooked, rank, number)
@@ -134,7 +134,7 @@ def after_int4(rank: int, size: int) -> tuple[list[torch.dtype | None], list[boo
 
 
 def test_bfloat16_is_summed_as_by_pytorchs_hook_once_nothing_is_unsent(ranks: Ranks) -> None:
-    """And in groups, with rounding errors that are kept, while gradients are recorded."""
+    """And in groups, with rounding errors that are kept, while backward is timed alone."""
     for in_place, as_hooked, is_unsent, sent_bytes in ranks.run(after_int4, 3, gloo=True):
         rounded = torch.bfloat16
         assert in_place == [None, None, rounded, rounded, None, None, rounded]
