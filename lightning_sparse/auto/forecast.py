@@ -19,7 +19,7 @@ from lightning_sparse.fusion.costs import SizeCost, cost_of
 from lightning_sparse.fusion.model import Cost, Plan
 from lightning_sparse.fusion.planner import DDP_PLAN, Calibration, Kinds, Measured, best_plan, calibrate, kinds_of
 from lightning_sparse.network.costs import Link
-from lightning_sparse.settings import as_text, same
+from lightning_sparse.settings import as_text
 
 SHORT = 0.1  # Part of a step by which repeated measurements of the same step differ.
 FEW, MOST = 2**8, 2**20  # Elements of the groups that are simulated; the second on all of them together.
@@ -120,7 +120,7 @@ class Forecaster:
         plan = best_plan(pieces, kinds, self._measured, self.calibration)
         buckets_s = plan.rest_s + plan.spans[DDP_PLAN]
         step_s = buckets_s if self._in_place(compressor) else plan.step_s
-        known = (1.0, 0.0) if same(compressor, Dense()) else (None, None)  # all arrives, at once
+        known = (1.0, 0.0) if type_in_place(compressor) else (None, None)  # all arrives at once, rounded at most
         return Forecast(candidate, step_s, buckets_s, sent_bytes, _limit(plan), self._size, *known)
 
     def _costs(self, compressor: Compressor) -> tuple[list[Piece], Kinds, float]:
