@@ -42,9 +42,9 @@ def soonest(
 ) -> Forecast:
     """Return which is expected to be soonest at a loss; what was not tried may be as soon as its step is short.
 
-    Of those that noise does not tell apart it is the one that loses least, to a percent, and of these float32, where it
-    is not slower by more than noise.  Plain DDP and sums in bfloat16 are the first to be tried where they may be
-    soonest, and are left only for what is sooner by far.
+    Of those that noise does not tell apart it is the one that loses least, to a percent, and float32 before others.
+    Plain DDP and sums in bfloat16 are the first to be tried where they may be soonest, and are left only for what is
+    sooner by far.
 
     Args:
         forecasts: at least one.
@@ -60,7 +60,7 @@ def soonest(
     if untried := [f for f in near if f.candidate not in measured]:
         return untried[0]
     known = [f for f in close if f.candidate in measured]
-    return min(known or close, key=lambda f: (round(f.more_steps, 2), f.seconds * (1 + NOISE * (f.candidate != EXACT))))
+    return min(known or close, key=lambda f: (round(f.more_steps, 2), f.candidate != EXACT, f.seconds))
 
 
 def _shared(

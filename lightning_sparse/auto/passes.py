@@ -24,7 +24,7 @@ from lightning_sparse.network.costs import Link
 MEASURED_AFTER = 3  # Local steps after which the link is measured, where local steps were given.
 GLANCE = 5  # First local steps whose mean shows whether they are far too long.
 SETTLING = 5  # Local steps until any is timed, once ranks compare second moments no longer in each of them.
-TIMED = 10  # Local steps whose mean is what a step takes: they differ, as fragments do.
+TIMED = 10  # Steps whose mean is what a step takes: they differ, as fragments do.
 WATCHED = 50  # Local steps after which it is checked whether their times have changed.
 GLIMPSE = PassCounts(0, 0, 1)  # The first step: enough where it shows that messages take longer than all the rest.
 CHOOSING = PassCounts(0, 3, 2)  # Few, since steps of what is chosen are measured too.
@@ -104,7 +104,8 @@ def _average_gradients(
     if len(layouts[0].groups) > 1:  # else it is too short to gain by cuts
         layouts = fusion.decide(candidate.averaging, at_work, measured, link)
     switch.chosen = candidate
-    return measured.rest_s + (yield from fusion.try_each(layouts, measured.span_s))
+    yield from fusion.try_each(layouts, measured.span_s)
+    return (yield from typical_s(switch.exchange, StepClock(switch.exchange), TIMED))
 
 
 def _take_local_steps(switch: Switch, candidate: Candidate, longest_s: float) -> Passes[float]:

@@ -165,6 +165,7 @@ class LayerFusion:
         Returns:
             The seconds from the start of backward to the last mean, which were ``span_s`` at first.
         """
+        self.phase = "try"
         if plan := layouts[0].plan:
             self.plan = plan.rejected()
         for layout in layouts:
@@ -177,7 +178,7 @@ class LayerFusion:
         is_same_compressor = same(self.compressor, before.compressor)
         if is_same_compressor and self.layout.groups == before.groups:
             return span_s
-        self.phase, spans = "try", []
+        spans = []
         for _ in range(TRIAL):
             yield
             spans.append(exchange.timeline.span_s())

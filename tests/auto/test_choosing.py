@@ -162,8 +162,8 @@ def test_sums_in_bfloat16_are_tried_where_they_may_be_soonest() -> None:
     assert soonest([slow, known], measured=[INT4, slow.candidate]) is known
     assert soonest([expected(0.6, 1.0), rounded, known], measured=[INT4]).candidate == DENSE
     both = [DENSE, rounded.candidate]
-    assert soonest([expected(0.56, 1.0), rounded], measured=both).candidate == DENSE  # which rounds nothing
-    assert soonest([expected(0.58, 1.0), rounded], measured=both) is rounded
+    assert soonest([expected(0.58, 1.0), rounded], measured=both).candidate == DENSE  # which rounds nothing
+    assert soonest([expected(0.60, 1.0), rounded], measured=both) is rounded
 
 
 @pytest.mark.parametrize("local", [False, True])
