@@ -9,7 +9,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_sparse.auto.forecast import Forecast, Forecaster
+from lightning_sparse.auto.forecast import Forecast, Forecaster, Samples
 from lightning_sparse.auto.more_steps import likely, loss_above
 from lightning_sparse.auto.policy import Auto, Candidate
 from lightning_sparse.auto.trial import RANKS, try_on
@@ -93,6 +93,7 @@ class Chooser:
         self.chosen: Forecast | None = None
         self._auto, self._parameters = auto, parameters
         self.measured: dict[Candidate, float] = {}
+        self._samples: Samples = {}  # of the last link
         self._candidates = auto.choices
         if not local:
             self.forbid_local_steps()
@@ -123,7 +124,8 @@ class Chooser:
         """
         names = list(self._parameters)
         at_once = Measured([0.0] * len(names), 0.0, 0.0, [names])
-        forecaster = Forecaster(self._parameters, at_once, link, exchange.size, None)
+        self._samples = {}
+        forecaster = self._forecaster_of(exchange, at_once, link, None)
         options = [given, *(each.averaging for each in PLAIN if each in self._candidates)]
         seconds = median_over_ranks(exchange, [forecaster.sums_s(each) for each in options]).tolist()
         soonest_s = min(seconds)
@@ -148,13 +150,13 @@ class Chooser:
         """
         self._record, self._beside, self._at_work = record, (measured, link), at_work
         self._has_looked, self.forecasts = False, []  # at all candidates
-        self._forecaster = Forecaster(self._parameters, measured, link, exchange.size, None)
+        self._forecaster = self._forecaster_of(exchange, measured, link, None)
         # Little lies between plain sums, of which these few steps tell too little.
         known = [c for c in self._candidates if c not in PLAIN and not c.local_steps and same(c.averaging, at_work)]
         self.measured = dict.fromkeys(known, measured.span_s + measured.rest_s)
         if EXACT in self._candidates and self._forecaster.sums_in_place:
             exact = self._forecaster.forecast(EXACT)
-            if self._is_hidden(exact.step_s):
+            if self._is_hidden(exact):
                 self.forecasts = [exact]
                 return self._announced(exact)
         return self._take_best(exchange)
@@ -172,10 +174,15 @@ class Chooser:
         self._correct(chosen)
         return self._take_best(exchange)
 
+    def _forecaster_of(
+        self, exchange: Exchange, measured: Measured, link: Link, at_work: Compressor | None
+    ) -> Forecaster:
+        return Forecaster(self._parameters, measured, link, exchange.size, at_work, samples=self._samples)
+
     def _look_closer(self, exchange: Exchange) -> None:
         """Have forecasts count how measured steps differ from the model, and gather gradients to try on."""
         record, (measured, link) = self._record, self._beside
-        self._forecaster = Forecaster(self._parameters, measured, link, exchange.size, self._at_work)
+        self._forecaster = self._forecaster_of(exchange, measured, link, self._at_work)
         calibration, gradients = self._forecaster.calibration, record.gradients()
         own = torch.cat([gradients.new_tensor([calibration.factor, calibration.offset_s]), gradients.flatten()])
         of_each = exchange.ask(lambda comm: comm.all_gather(own.bfloat16()))[:RANKS].float()
@@ -200,9 +207,10 @@ class Chooser:
         found = _shared(exchange, candidates, lambda c: tried(expected[c], self._gradients, self._weights))
         self.forecasts = list((expected | {f.candidate: f for f in found}).values())
 
-    def _is_hidden(self, seconds: float) -> bool:
-        """Whether no candidate can be sooner by more than noise, since a step that sends nothing takes as long."""
-        return seconds <= (1 + NOISE) * self._forecaster.computing_s
+    def _is_hidden(self, forecast: Forecast) -> bool:
+        """Whether no candidate can be sooner by so much that it is taken: a step that sends nothing takes as long."""
+        doubt = DOUBT if forecast.candidate in PLAIN else NOISE
+        return forecast.seconds <= (1 + doubt) * self._forecaster.computing_s
 
     def _correct(self, measured: Candidate) -> None:
         """Expect of ``measured`` the step that it took, and of others of its kind accordingly.
@@ -237,7 +245,7 @@ class Chooser:
             best = soonest(among, self._auto.at_most, self.measured) if among else None
             if best and best.delivered is None:
                 self._try(exchange, [f for f in among if f.delivered is None])
-            elif best and (self._has_looked or self._is_hidden(best.seconds)):
+            elif best and (self._has_looked or self._is_hidden(best)):
                 return self._announced(best)
             else:
                 self._look(exchange)

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from torch import Tensor
@@ -23,6 +24,8 @@ from lightning_sparse.settings import as_text
 
 SHORT = 0.1  # Part of a step by which repeated measurements of the same step differ.
 FEW, MOST = 2**8, 2**20  # Elements of the groups that are simulated; the second on all of them together.
+
+Samples: TypeAlias = dict[tuple[str, int], list[SizeCost]]
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class Forecaster:
         size: P.
         at_work: what averaged meanwhile; None: nothing was sent.
         now: the clock by which compressing is timed.
+        samples: costs of groups on this link that were simulated before, to which others are added; by what and size.
 
     Attributes:
         calibration: how measured steps differ from the model.
@@ -84,11 +88,11 @@ class Forecaster:
         size: int,
         at_work: Compressor | None,
         now: Now = time.perf_counter,
+        samples: Samples | None = None,
     ) -> None:
-        self._now = now
+        self._now, self._samples = now, {} if samples is None else samples
         self._parameters, self._measured, self._link, self._size = parameters, measured, link, size
         self._device = next(iter(parameters.values())).device
-        self._samples: dict[tuple[str, int], list[SizeCost]] = {}
         self.calibration = Calibration()
         self._sent_bytes = math.inf  # of a rank in a measured step
         if at_work is not None:

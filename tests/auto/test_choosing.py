@@ -265,7 +265,7 @@ ALL = (DENSE, INT4, TOPK, LOCAL2, LOCAL4)
 @pytest.fixture
 def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[[GivenSteps], tuple[Chooser, Any, ls.Candidate]]:
     def chosen(steps: GivenSteps) -> tuple[Chooser, Any, ls.Candidate]:
-        monkeypatch.setattr(chooser_module, "Forecaster", lambda *_: steps)
+        monkeypatch.setattr(chooser_module, "Forecaster", lambda *_, **__: steps)
         monkeypatch.setattr(chooser_module, "tried", as_late_as_expected)
         exchange: Any = Alone()
         chooser = Chooser(ls.Auto(tuple(steps.steps_ms)), LAYERS, local=True)
@@ -338,7 +338,7 @@ def test_a_limit_of_the_loss_is_kept_and_what_it_costs_is_said(
     monkeypatch: pytest.MonkeyPatch, at_most: float | None
 ) -> None:
     steps, exchange, said = GivenSteps({DENSE: 100, INT4: 60, TOPK: 90, LOCAL2: 41, LOCAL4: 41}), Alone(), []
-    monkeypatch.setattr(chooser_module, "Forecaster", lambda *_: steps)
+    monkeypatch.setattr(chooser_module, "Forecaster", lambda *_, **__: steps)
     monkeypatch.setattr(chooser_module, "rank_zero_info", said.append)
     monkeypatch.setattr(chooser_module, "tried", as_late_as_expected)
     chooser = Chooser(ls.Auto(ALL, at_most=at_most), LAYERS, local=True)
