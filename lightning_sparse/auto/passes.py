@@ -70,7 +70,7 @@ def _choose(switch: Switch, chooser: Chooser) -> Passes[float]:
     assert fusion is not None
     yield  # what a checkpoint holds is in its place now
     link = measure_link(exchange)
-    at_work, sums_s = chooser.start(exchange, link, fusion.compressor)
+    at_work, sums_s = chooser.start(exchange, link, fusion.at_work)
     fusion.follow(Layout(fusion.layout.groups, at_work))
     exchange.record_gradients(ELEMENTS)
     measured = yield from fusion.measure(GLIMPSE)

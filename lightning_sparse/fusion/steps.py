@@ -40,10 +40,11 @@ def measure_steps(exchange: Exchange, parameters: Mapping[str, Tensor], counts: 
     timeline, backward = exchange.timeline, list(parameters.values())[::-1]
     for _ in range(counts.settling):
         yield
-    rank_zero_info(f"LayerFusion: measuring {counts.beside + counts.apart} steps, then what messages cost.")
+    steps_measured = counts.beside + counts.apart
+    rank_zero_info(f"LayerFusion: measuring {steps_measured} step{'s'[: steps_measured > 1]}.")
     spans, rests, arrivals = [], [], []
     now_s = time.perf_counter()
-    for i in range(counts.beside + counts.apart):
+    for i in range(steps_measured):
         exchange.defer(i >= counts.beside)
         before_s, steps = now_s, exchange.steps
         yield

@@ -127,13 +127,20 @@ def compressors_at_work(training: Training) -> set[str]:
 def test_auto_chooses_also_after_a_warmup(
     monkeypatch: pytest.MonkeyPatch, sums_s: float, steps: int, warmup: int, start: ls.Compressor, backwards: int
 ) -> None:
-    monkeypatch.setattr(chooser.Chooser, "start", lambda self, exchange, link, given: (given, sums_s))
+    begun: list[ls.Compressor] = []
+
+    def begin(self: Chooser, exchange: object, link: object, given: ls.Compressor) -> tuple[ls.Compressor, float]:
+        begun.append(given)
+        return given, sums_s
+
+    monkeypatch.setattr(Chooser, "start", begin)
     monkeypatch.setattr(chooser, "soonest", lambda forecasts, *_, **__: forecasts[-1])
     monkeypatch.setattr(Timeline, "span_s", lambda self: 0.01)
     auto = ls.Auto((ls.SkipReduce(), ls.Candidate(ls.TopK(density=0.5), "float32")), start=start)
     training = Training(auto, backwards, warmup)
     chosen = [n for n in training.passes(2 * STEPS_MEASURED + 4) if compressors_at_work(training) == {"TopK"}]
     measured_from = -(-warmup // backwards)
+    assert begun == [start]
     assert chosen[0] == measured_from + (warmup > 0) + steps  # the first step after a warm-up is not measured
     assert chosen[-1] == 2 * STEPS_MEASURED + 3
 
