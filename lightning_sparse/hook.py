@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import JoinHook
@@ -23,7 +22,7 @@ from lightning_sparse.checkpoint.parts import Parts
 from lightning_sparse.checkpoint.state import RESIDUALS
 from lightning_sparse.checks import check_one_of
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.engine.build import averaged_parameters, check_may_begin
+from lightning_sparse.engine.build import averaged_parameters, check_may_begin, check_still_frozen
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.groups import BUCKET_BYTES, not_carried
 from lightning_sparse.engine.local_steps import LocalSteps
@@ -175,13 +174,7 @@ class SparseHook:
         """Between two steps: the time to measure, and to change groups.  Every rank passes here as often."""
         check_may_begin(self._ddp(), self.exchange.error)
         self._warn_if_nothing_is_saved()
-        thawed = [name for name, parameter in self._frozen if parameter.requires_grad]
-        if thawed and dist.get_world_size() > 1 and torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{', '.join(thawed)} required no gradient when {self._wrapper} was set up, so it does not average "
-                f"them and the ranks would drift apart. Set requires_grad=False only after setup (in on_train_start"
-                f"{self._to_freeze}), or start a new fit after unfreezing."
-            )
+        check_still_frozen(self._frozen, self._wrapper, self._to_freeze)
         if self._trains(module):
             self._course.between_steps()
             self._steps_before = self.exchange.steps
@@ -232,6 +225,10 @@ class SparseHook:
         evaluation mode without gradients does it by itself.
         """
         self.exchange.show_average()
+
+    def expect_step(self) -> None:
+        """Note that every rank begins a step with its next forward."""
+        self._course.expect_step()
 
     def note(self, optimizer: Optimizer) -> None:
         """Have :meth:`state_dict` and :meth:`load_state_dict` know it before it has stepped."""

@@ -149,6 +149,7 @@ class HSDPMixin(OnMesh, MeetsAtSignals, WatchesLoss, _Base):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.hook is None:
             return super().training_step(*args, **kwargs)
+        self.hook.expect_step()
         self.hook.begin_forward()
         try:
             return super().training_step(*args, **kwargs)

@@ -124,6 +124,12 @@ class SparseMixin(ElasticHost):
         """The plan of LayerFusion; None on ranks other than 0, with another ``fusion``, or before it has measured."""
         return self.layer_fusion.plan if self.layer_fusion else None
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's, in which every rank takes part."""
+        if self.hook is not None:
+            self.hook.expect_step()
+        return super().training_step(*args, **kwargs)
+
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Backward, with the exchange's own error instead of DDP's word that a future failed."""
         if self.exchange is None:

@@ -39,7 +39,7 @@ class Course:
         self._warmup_steps = warmup_steps
         self._seen = switch.exchange.steps
         self._at_work: Compressor | None = None  # in the last pass
-        self._is_choosing = False
+        self._is_choosing = self._may_precede = False
         self._passes: Passes[None]
         self._begin()
 
@@ -72,11 +72,18 @@ class Course:
         is_warm = self.switch.chosen is not None or self.switch.exchange.group_step >= self._warmup_steps
         return self.chooser is not None and is_warm
 
+    def expect_step(self) -> None:
+        """Note that every rank begins a step now: to choose, there is a pass before the first one.
+
+        Where nobody says so, as a rank may run a forward alone, the first pass is after the first step.
+        """
+        if self._may_precede:
+            self._may_precede, self._seen = False, NONE_SEEN
+
     def _begin(self, planned: bool = False) -> None:
-        """Begin as :meth:`_start` does, if it is to choose with a pass before the first step."""
+        """Begin as :meth:`_start` does, before any step."""
         self._start(planned)
-        if self._is_choosing and not planned:
-            self._seen = NONE_SEEN
+        self._may_precede = self._is_choosing and not planned
 
     def _start(self, planned: bool = False) -> None:
         """Begin: measure, or if there is a plan already, only watch."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -185,6 +186,20 @@ def check_may_begin(ddp: DistributedDataParallel | None, error: BaseException | 
     check_not_capturing()
     if ddp is not None:
         _check_first_synchronised(ddp)
+
+
+def check_still_frozen(frozen: Sequence[tuple[str, Tensor]], wrapper: str, to_freeze: str) -> None:
+    """Raise a RuntimeError if a parameter of ``frozen`` is trained now, which ``wrapper`` does not average.
+
+    ``to_freeze`` is what it takes to freeze one meanwhile.
+    """
+    thawed = [name for name, parameter in frozen if parameter.requires_grad]
+    if thawed and dist.get_world_size() > 1 and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{', '.join(thawed)} required no gradient when {wrapper} was set up, so it does not average "
+            f"them and the ranks would drift apart. Set requires_grad=False only after setup (in on_train_start"
+            f"{to_freeze}), or start a new fit after unfreezing."
+        )
 
 
 def _check_first_synchronised(ddp: DistributedDataParallel) -> None:

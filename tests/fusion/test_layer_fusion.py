@@ -72,6 +72,7 @@ class Training:
     def passes(self, count: int) -> Iterator[int]:
         """The forwards, 0 the first, each after what is done before it and before its backwards."""
         for number in range(count):
+            self.course.expect_step()
             self.course.between_steps()
             yield number
             for _ in range(self.backwards):

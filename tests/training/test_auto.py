@@ -15,8 +15,10 @@ from lightning_sparse.auto.passes import FIRST_CHOICE, StepClock
 from lightning_sparse.engine import local_steps
 from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.second_moments import EARLY
+from lightning_sparse.fabric import SparseDDPStrategy as FabricStrategy
 from lightning_sparse.fusion import layer_fusion
 from tests.support.models import Small, data, trainer, weights
+from tests.support.on_one_device import ACCELERATOR
 from tests.support.processes import LIMIT_S, Ranks
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
@@ -128,3 +130,31 @@ def _other_candidates(rank: int, size: int, path: Path) -> Any:
     model = Small()
     run.fit(model, data(2 * steps, size), ckpt_path=str(path))
     return before, set(watch.engines), weights(model)
+
+
+def _forward_of_one_rank(rank: int, size: int) -> list[str]:
+    """Under Fabric, engines of a training before whose first step one rank looks at an output, and the others wait."""
+    layer_fusion.WORTH_PLANNING = 1
+    strategy = FabricStrategy(ls.Auto((LOCAL,)))
+    fabric = L.Fabric(accelerator=ACCELERATOR, devices=size, strategy=strategy)
+    fabric.launch()
+    module = nn.Linear(4, 1)
+    wrapped: Any = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    model, optimizer = wrapped
+    x = torch.ones(2, 4, device=fabric.device)
+    if rank == 0:
+        model(x)
+    fabric.barrier()
+    engines = []
+    for _ in range(FIRST + 3):
+        optimizer.zero_grad()
+        fabric.backward(model(x).sum())
+        optimizer.step()
+        engines.append(type(strategy.hooks[0].exchange).__name__)
+    return engines
+
+
+def test_one_rank_may_run_a_forward_before_the_first_step(ranks: Ranks) -> None:
+    first, second = ranks.run(_forward_of_one_rank, 2, timeout_s=LIMIT_S)
+    assert first == second
+    assert (first[0], first[-1]) == ("GradientExchange", "LocalExchange")
