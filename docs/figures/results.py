@@ -28,7 +28,8 @@ WORKLOADS = {
 BEST_RATES = "Learning rates are the best of simulated trainings."
 SLOWER = (
     "On two cores that took longer over everything, and unevenly, with every strategy. The more of a step is "
-    "computing, the less a shorter message saves."
+    "computing, the less a shorter message saves. The rows of `sparse_auto` are of before its first steps went by the "
+    "link: [since then](benchmarks/2026-11-26-start.md)."
 )
 ONE_RATE = "One learning rate for all, {}."
 BESIDE = " Other programs ran beside it at a low priority."
