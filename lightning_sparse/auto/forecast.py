@@ -111,8 +111,7 @@ class Forecaster:
 
     def sums_s(self, compressor: Compressor) -> float:
         """Seconds from the start of backward to the last mean, in DDP's buckets."""
-        pieces, kinds, _ = self._costs(compressor)
-        return best_plan(pieces, kinds, self._measured, self.calibration).spans[DDP_PLAN]
+        return self._planned(compressor)[0].spans[DDP_PLAN]
 
     def forecast(self, candidate: Candidate) -> Forecast:
         """Predict a step."""
@@ -120,12 +119,16 @@ class Forecaster:
 
     def _of_gradients(self, candidate: Candidate) -> Forecast:
         compressor = candidate.averaging
-        pieces, kinds, sent_bytes = self._costs(compressor)
-        plan = best_plan(pieces, kinds, self._measured, self.calibration)
+        plan, sent_bytes = self._planned(compressor)
         buckets_s = plan.rest_s + plan.spans[DDP_PLAN]
         step_s = buckets_s if self._in_place(compressor) else plan.step_s
         known = (1.0, 0.0) if type_in_place(compressor) else (None, None)  # all arrives at once, rounded at most
         return Forecast(candidate, step_s, buckets_s, sent_bytes, _limit(plan), self._size, *known)
+
+    def _planned(self, compressor: Compressor) -> tuple[Plan, float]:
+        """The best groups, and the bytes that a rank sends in a step."""
+        pieces, kinds, sent_bytes = self._costs(compressor)
+        return best_plan(pieces, kinds, self._measured, self.calibration), sent_bytes
 
     def _costs(self, compressor: Compressor) -> tuple[list[Piece], Kinds, float]:
         """The pieces of the gradient, what they cost, and the bytes that a rank sends of them in a step."""

@@ -50,16 +50,16 @@ def measure_link(exchange: Exchange) -> Link:
     far = not latency_s < SLOW_S
     if far:
         all_reduce_s = hops("all_reduce", exchange.size) * latency_s
-        some, some_s, (many_s,) = 0, latency_s, medians_s(1, (many, far))
+        some, some_s, (many_s,) = 0, latency_s, medians_s(1, (many, True))
     else:
         latency_s, all_reduce_s = medians_s(RUNS, (FEW, True), (FEW, False))
         while (many_s := medians_s(1, (many, False))[0]) < SLOW_S and many < MOST:
             many *= 4
         some = many // 4
         if many_s < SLOW_S:
-            some_s, many_s = medians_s(RUNS, (some, far), (many, far))
+            some_s, many_s = medians_s(RUNS, (some, False), (many, False))
         else:
-            (some_s,) = medians_s(1, (some, far))
+            (some_s,) = medians_s(1, (some, False))
     if not math.isfinite(latency_s + all_reduce_s + some_s + many_s):
         raise NoClock
     sent_bytes = traffic("all_gather" if far else "all_reduce", 4 * many, exchange.size)
