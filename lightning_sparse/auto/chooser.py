@@ -2,23 +2,23 @@
 
 import json
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_sparse.auto.forecast import Forecast, Forecaster, Samples
+from lightning_sparse.auto.forecast import Forecast, Forecaster
 from lightning_sparse.auto.more_steps import likely, loss_above
 from lightning_sparse.auto.policy import Auto, Candidate
-from lightning_sparse.auto.trial import RANKS, try_on
+from lightning_sparse.auto.trial import try_on
 from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.gradient_record import GradientRecord
 from lightning_sparse.engine.link import median_over_ranks
+from lightning_sparse.fusion.costs import RANKS, SimulatedCosts
 from lightning_sparse.fusion.planner import Calibration, Measured
-from lightning_sparse.network.costs import Link
 from lightning_sparse.settings import same
 
 EXACT = Candidate(Dense())  # It has no error, so that others need not be looked at where its messages cost nothing.
@@ -79,7 +79,6 @@ class Chooser:
 
     Args:
         auto: what to choose from, and how.
-        parameters: by name, in the order of definition.
         local: whether local steps may be chosen.
 
     Attributes:
@@ -88,12 +87,11 @@ class Chooser:
         measured: seconds of the steps of those that were measured.
     """
 
-    def __init__(self, auto: Auto, parameters: Mapping[str, Tensor], local: bool) -> None:
+    def __init__(self, auto: Auto, local: bool) -> None:
         self.forecasts: list[Forecast] = []
         self.chosen: Forecast | None = None
-        self._auto, self._parameters = auto, parameters
+        self._auto = auto
         self.measured: dict[Candidate, float] = {}
-        self._samples: Samples = {}  # of the last link
         self._candidates = auto.choices
         if not local:
             self.forbid_local_steps()
@@ -117,17 +115,13 @@ class Chooser:
         known = [f.seconds for f in self.forecasts if f.candidate in self.measured]
         return (1 + FAR) * min(known, default=math.inf) / (self.chosen.more_steps if self.chosen else 1.0)
 
-    def start(self, exchange: Exchange, link: Link, given: Compressor) -> tuple[Compressor, float]:
+    def start(self, exchange: Exchange, costs: SimulatedCosts, given: Compressor) -> tuple[Compressor, float]:
         """Return what to begin with: ``given``, or plain sums where the link takes them sooner; and their seconds.
 
         To be called on every rank between two steps, before any is measured.
         """
-        names = list(self._parameters)
-        at_once = Measured([0.0] * len(names), 0.0, 0.0, [names])
-        self._samples = {}
-        forecaster = self._forecaster_of(exchange, at_once, link, None)
         options = [given, *(each.averaging for each in PLAIN if each in self._candidates)]
-        seconds = median_over_ranks(exchange, [forecaster.sums_s(each) for each in options]).tolist()
+        seconds = median_over_ranks(exchange, [costs.sums_s(each) for each in options]).tolist()
         soonest_s = min(seconds)
         return options[seconds.index(soonest_s)], soonest_s
 
@@ -135,7 +129,7 @@ class Chooser:
         self,
         exchange: Exchange,
         measured: Measured,
-        link: Link,
+        costs: SimulatedCosts,
         at_work: Compressor | None,
         record: GradientRecord,
     ) -> Candidate:
@@ -144,13 +138,13 @@ class Chooser:
         Args:
             exchange: that averages.
             measured: steps with ``at_work``.
-            link: between the ranks.
+            costs: of groups on the link.
             at_work: what averaged; None where the steps are too few to tell how they differ from the model.
             record: of this rank's gradients.
         """
-        self._record, self._beside, self._at_work = record, (measured, link), at_work
+        self._record, self._beside, self._at_work = record, (measured, costs), at_work
         self._has_looked, self.forecasts = False, []  # at all candidates
-        self._forecaster = self._forecaster_of(exchange, measured, link, None)
+        self._forecaster = Forecaster(measured, costs, None)
         # Little lies between plain sums, of which these few steps tell too little.
         known = [c for c in self._candidates if c not in PLAIN and not c.local_steps and same(c.averaging, at_work)]
         self.measured = dict.fromkeys(known, measured.span_s + measured.rest_s)
@@ -174,20 +168,14 @@ class Chooser:
         self._correct(chosen)
         return self._take_best(exchange)
 
-    def _forecaster_of(
-        self, exchange: Exchange, measured: Measured, link: Link, at_work: Compressor | None
-    ) -> Forecaster:
-        return Forecaster(self._parameters, measured, link, exchange.size, at_work, samples=self._samples)
-
     def _look_closer(self, exchange: Exchange) -> None:
         """Have forecasts count how measured steps differ from the model, and gather gradients to try on."""
-        record, (measured, link) = self._record, self._beside
-        self._forecaster = self._forecaster_of(exchange, measured, link, self._at_work)
-        calibration, gradients = self._forecaster.calibration, record.gradients()
+        self._forecaster = Forecaster(*self._beside, self._at_work)
+        calibration, gradients = self._forecaster.calibration, self._record.gradients()
         own = torch.cat([gradients.new_tensor([calibration.factor, calibration.offset_s]), gradients.flatten()])
         of_each = exchange.ask(lambda comm: comm.all_gather(own.bfloat16()))[:RANKS].float()
         self._forecaster.calibration = Calibration(*of_each[0, :2].tolist())
-        self._gradients, self._weights = of_each[:, 2:].unflatten(1, gradients.shape), record.weights()
+        self._gradients, self._weights = of_each[:, 2:].unflatten(1, gradients.shape), self._record.weights()
 
     def _look(self, exchange: Exchange) -> None:
         """Predict the step of each candidate."""

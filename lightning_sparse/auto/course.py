@@ -166,7 +166,7 @@ def course_of(
     watch_optimizers = way.local is not None or (policy is not None and may_choose_local)
     switch = Switch(ddp, parameters, way, groups, scaler, ranks, watch_optimizers)
     alone = switch.exchange.size == 1  # with nobody to send to
-    chooser = None if policy is None or alone else Chooser(policy, parameters, may_choose_local)
+    chooser = None if policy is None or alone else Chooser(policy, may_choose_local)
     if chooser:
         gc.collect()  # of all that was imported: choosing would set it off, on one rank after the other, 0.3 s each
     return Course(switch, chooser, way.warmup_steps)

@@ -1,31 +1,23 @@
 """Predicts the step of each candidate, from measured steps and a link."""
 
 import math
-import time
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
-from torch import Tensor
 
 from lightning_sparse.auto.more_steps import more_steps
 from lightning_sparse.auto.policy import Candidate
-from lightning_sparse.auto.simulated_cost import Now, applying_s, in_place_cost, simulated_cost
-from lightning_sparse.auto.trial import RANKS
 from lightning_sparse.compressors import Compressor, Dense
+from lightning_sparse.compressors.group import Group
 from lightning_sparse.compressors.rounded import type_in_place
-from lightning_sparse.engine.groups import Piece, cut_into_fragments, pieces_of
-from lightning_sparse.fusion.costs import SizeCost, cost_of
-from lightning_sparse.fusion.model import Cost, Plan
-from lightning_sparse.fusion.planner import DDP_PLAN, Calibration, Kinds, Measured, best_plan, calibrate, kinds_of
-from lightning_sparse.network.costs import Link
-from lightning_sparse.settings import as_text
+from lightning_sparse.engine.groups import cut_into_fragments, pieces_of
+from lightning_sparse.engine.local_steps import LocalSteps
+from lightning_sparse.engine.replica import Replica
+from lightning_sparse.fusion.costs import MOST, RUNS, SimulatedCosts, adding_to, made_up
+from lightning_sparse.fusion.model import Plan
+from lightning_sparse.fusion.planner import DDP_PLAN, Calibration, Measured, best_plan, calibrate
 
 SHORT = 0.1  # Part of a step by which repeated measurements of the same step differ.
-FEW, MOST = 2**8, 2**20  # Elements of the groups that are simulated; the second on all of them together.
-
-Samples: TypeAlias = dict[tuple[str, int], list[SizeCost]]
 
 
 @dataclass(frozen=True)
@@ -68,35 +60,20 @@ class Forecaster:
     """Predicts steps in which computing takes what was measured, and messages what they would on a link.
 
     Args:
-        parameters: by name, in the order of definition.
         measured: with ``at_work``.
-        link: between the ranks.
-        size: P.
+        costs: of groups on the link.
         at_work: what averaged meanwhile; None: nothing was sent.
-        now: the clock by which compressing is timed.
-        samples: costs of groups on this link that were simulated before, to which others are added; by what and size.
 
     Attributes:
         calibration: how measured steps differ from the model.
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[str, Tensor],
-        measured: Measured,
-        link: Link,
-        size: int,
-        at_work: Compressor | None,
-        now: Now = time.perf_counter,
-        samples: Samples | None = None,
-    ) -> None:
-        self._now, self._samples = now, {} if samples is None else samples
-        self._parameters, self._measured, self._link, self._size = parameters, measured, link, size
-        self._device = next(iter(parameters.values())).device
+    def __init__(self, measured: Measured, costs: SimulatedCosts, at_work: Compressor | None) -> None:
+        self._measured, self._costs = measured, costs
         self.calibration = Calibration()
         self._sent_bytes = math.inf  # of a rank in a measured step
         if at_work is not None:
-            pieces, kinds, self._sent_bytes = self._costs(at_work)
+            pieces, kinds, self._sent_bytes = costs.of_model(at_work)
             self.calibration = calibrate(pieces, kinds, measured)
 
     @property
@@ -107,11 +84,7 @@ class Forecaster:
     @property
     def sums_in_place(self) -> bool:
         """Whether float32 sums of the gradient where it lies are the soonest sums of it."""
-        return bool(self._in_place(Dense()))
-
-    def sums_s(self, compressor: Compressor) -> float:
-        """Seconds from the start of backward to the last mean, in DDP's buckets."""
-        return self._planned(compressor)[0].spans[DDP_PLAN]
+        return bool(self._costs.in_place(Dense()))
 
     def forecast(self, candidate: Candidate) -> Forecast:
         """Predict a step."""
@@ -119,26 +92,12 @@ class Forecaster:
 
     def _of_gradients(self, candidate: Candidate) -> Forecast:
         compressor = candidate.averaging
-        plan, sent_bytes = self._planned(compressor)
+        pieces, kinds, sent_bytes = self._costs.of_model(compressor)
+        plan = best_plan(pieces, kinds, self._measured, self.calibration)
         buckets_s = plan.rest_s + plan.spans[DDP_PLAN]
-        step_s = buckets_s if self._in_place(compressor) else plan.step_s
+        step_s = buckets_s if self._costs.in_place(compressor) else plan.step_s
         known = (1.0, 0.0) if type_in_place(compressor) else (None, None)  # all arrives at once, rounded at most
-        return Forecast(candidate, step_s, buckets_s, sent_bytes, _limit(plan), self._size, *known)
-
-    def _planned(self, compressor: Compressor) -> tuple[Plan, float]:
-        """The best groups, and the bytes that a rank sends in a step."""
-        pieces, kinds, sent_bytes = self._costs(compressor)
-        return best_plan(pieces, kinds, self._measured, self.calibration), sent_bytes
-
-    def _costs(self, compressor: Compressor) -> tuple[list[Piece], Kinds, float]:
-        """The pieces of the gradient, what they cost, and the bytes that a rank sends of them in a step."""
-        pieces, sent = pieces_of(self._parameters, compressor), []
-
-        def cost(averages: Compressor, elements: int) -> Cost:
-            sent.append(self._bytes_each(averages, elements) * elements)
-            return self._cost(averages, elements)
-
-        return pieces, kinds_of(pieces, compressor, cost), sum(sent)
+        return Forecast(candidate, step_s, buckets_s, sent_bytes, _limit(plan), self._costs.size, *known)
 
     def _of_local_steps(self, candidate: Candidate) -> Forecast:
         """A fragment is exchanged beside the next step, which is as long as the longer of the two.
@@ -146,43 +105,34 @@ class Forecaster:
         A processor that computes the step has the work of the exchange too; a device does not.  By what measured steps
         were longer than the model, these are by their share of the bytes.
         """
-        compressor, steps = candidate.averaging, candidate.local_steps
-        pieces = pieces_of(self._parameters, compressor)
-        sizes = np.array(cut_into_fragments([[piece] for piece in pieces], steps)[1])
+        compressor, costs = candidate.averaging, self._costs
+        pieces = pieces_of(costs.parameters, compressor)
+        sizes = np.array(cut_into_fragments([[piece] for piece in pieces], candidate.local_steps)[1])
         largest = int(sizes.max())
-        busy_s, _, latency_s = self._cost(compressor, largest).at(sizes)
+        busy_s, _, latency_s = costs.of_groups(compressor, largest).at(sizes)
         n = min(largest, MOST)
-        own_s = self.computing_s + applying_s(n, self._size, self._device, self._now) / n * sizes
-        own_s = own_s + (busy_s if self._device.type == "cpu" else 0.0)
-        each_bytes = self._bytes_each(compressor, largest) * sizes
+        own_s = self.computing_s + applying_s(n, costs) / n * sizes
+        own_s = own_s + (busy_s if costs.device.type == "cpu" else 0.0)
+        each_bytes = costs.bytes_each(compressor, largest) * sizes
         own_s = own_s + self.calibration.offset_s * each_bytes / self._sent_bytes
         step_s = float(np.maximum(own_s, latency_s).mean())
         limit = "network" if (latency_s > own_s).mean() > 0.5 else "backward"
-        return Forecast(candidate, step_s, step_s, float(each_bytes.mean()), limit, self._size)
+        return Forecast(candidate, step_s, step_s, float(each_bytes.mean()), limit, costs.size)
 
-    def _cost(self, compressor: Compressor, elements: int) -> Cost:
-        return cost_of(self._simulated(compressor, elements), self._link)
 
-    def _bytes_each(self, compressor: Compressor, elements: int) -> float:
-        largest = self._simulated(compressor, elements)[-1]
-        return largest.sent_bytes / largest.elements
-
-    def _in_place(self, compressor: Compressor) -> list[SizeCost]:
-        """The cost of DDP's buckets, if ``compressor`` sums them where they lie; else empty."""
-        elements, dtype = sum(parameter.numel() for parameter in self._parameters.values()), type_in_place(compressor)
-        return in_place_cost(elements, self._size, self._link, dtype) if dtype else []
-
-    def _simulated(self, compressor: Compressor, elements: int) -> list[SizeCost]:
-        n = max(1, min(elements, MOST // min(self._size, RANKS)))
-        key = (as_text(compressor), n)
-        if key not in self._samples and (in_place := self._in_place(compressor)):
-            self._samples[key] = in_place
-        elif key not in self._samples:
-            sizes = sorted({min(FEW, n), n})
-            self._samples[key] = [
-                simulated_cost(compressor, each, self._size, self._link, self._device, self._now) for each in sizes
-            ]
-        return self._samples[key]
+def applying_s(n: int, costs: SimulatedCosts) -> float:
+    """Seconds in which a rank takes up ``n`` weights after local steps and applies their exchange."""
+    weights = made_up(n, 0, costs.device)
+    replica = Replica(Group(0, ("simulated",), (weights,)), Dense(), 0, LocalSteps(2))
+    seconds = []
+    for _ in range(RUNS):
+        seconds.append(0.0)
+        with adding_to(seconds, costs.device, costs.now):
+            replica.take_up(costs.size)
+        replica.move(replica.group.unsent, costs.size)
+        with adding_to(seconds, costs.device, costs.now):
+            replica.apply()
+    return min(seconds[1:])
 
 
 def _limit(plan: Plan) -> str:

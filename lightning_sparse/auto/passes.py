@@ -15,7 +15,8 @@ from lightning_sparse.auto.switch import Switch
 from lightning_sparse.auto.trial import ELEMENTS
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.exchange import Exchange
-from lightning_sparse.engine.link import NoClock, measure_link
+from lightning_sparse.engine.link import NoClock, is_far, measure_latency, measure_link
+from lightning_sparse.fusion.costs import SimulatedCosts
 from lightning_sparse.fusion.layer_fusion import check_clock
 from lightning_sparse.fusion.planner import Layout, Measured
 from lightning_sparse.fusion.steps import PassCounts, Passes, typical_s, until_changed
@@ -69,23 +70,27 @@ def _choose(switch: Switch, chooser: Chooser) -> Passes[float]:
     fusion, exchange = switch.layer_fusion, switch.exchange
     assert fusion is not None
     yield  # what a checkpoint holds is in its place now
-    link = measure_link(exchange)
-    at_work, sums_s = chooser.start(exchange, link, fusion.at_work)
-    fusion.follow(Layout(fusion.layout.groups, at_work))
+    latency_s, at_work, sums_s = measure_latency(exchange), fusion.at_work, math.inf
+    if not is_far(latency_s):
+        costs = SimulatedCosts(switch.parameters, measure_link(exchange, latency_s), exchange.size)
+        at_work, sums_s = chooser.start(exchange, costs, fusion.at_work)
+        fusion.follow(Layout(fusion.layout.groups, at_work))
     exchange.record_gradients(ELEMENTS)
     measured = yield from fusion.measure(GLIMPSE)
+    if is_far(latency_s):  # now that connections carry what they can
+        costs = SimulatedCosts(switch.parameters, measure_link(exchange, latency_s), exchange.size)
     is_enough = sums_s > measured.computing_s  # the same on every rank
     if not is_enough:
         measured = yield from fusion.measure(CHOOSING)
     record = exchange.take_record()
     assert record is not None  # of the steps that were measured
     check_clock(measured)
-    candidate = chooser.choose(exchange, measured, link, None if is_enough else at_work, record)
+    candidate = chooser.choose(exchange, measured, costs, None if is_enough else at_work, record)
     while True:
         if candidate.local_steps:
             step_s = yield from _take_local_steps(switch, candidate, chooser.longest_s)
         else:
-            step_s = yield from _average_gradients(switch, candidate, at_work, measured, link)
+            step_s = yield from _average_gradients(switch, candidate, at_work, measured, costs.link)
         again = chooser.note(switch.exchange, step_s)
         if again == candidate:
             return step_s

@@ -9,7 +9,6 @@ from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.compression_error import CompressionError
 from lightning_sparse.network.simulated import SimNetwork
 
-RANKS = 4  # Of so many, at most, the work is simulated: of P ranks' it grows with P squared.
 ELEMENTS = 2**13  # Elements of a rank on which candidates are tried.
 STEPS = 12  # Steps that are tried, with the recorded gradients in turn; the first third is not counted.
 TURNS = 4  # With local steps each fragment travels so often: before it did, nothing of it is known.
@@ -23,7 +22,7 @@ def try_on(candidate: Candidate, gradients: Tensor, weights: Tensor) -> Compress
 
     Args:
         candidate: to try.
-        gradients: [R, T, m] float32, of ``RANKS`` of them or fewer.
+        gradients: [R, T, m] float32, of so many ranks as are simulated.
         weights: [m], the parameters' values.
     """
     size, recorded, m = gradients.shape

@@ -23,43 +23,44 @@ class NoClock(Exception):
     """No rank could tell the time; raised on every rank."""
 
 
-def measure_link(exchange: Exchange) -> Link:
+def measure_latency(exchange: Exchange) -> float:
+    """Return the seconds of a sum of a few bytes in one hop, with which :func:`measure_link` begins."""
+    return _medians_s(exchange, 1, (FEW, True))[0]
+
+
+def is_far(latency_s: float) -> bool:
+    """Whether measuring the link waits for messages more than for anything else; also where no rank has a clock."""
+    return not latency_s < SLOW_S
+
+
+def measure_link(exchange: Exchange, latency_s: float | None = None) -> Link:
     """Time sums of a few bytes, in one hop and as the backend does it, and longer ones for the rate.
 
     These are of 256 KiB, or up to 4 MiB where that is quick, and of a quarter; the backend's.  Where latency is long
     there is one, in one hop, and the backend's latency is taken to be that of its hops.  Sums go by the latencies from
     then on.
 
+    Args:
+        exchange: between whose ranks.
+        latency_s: what :func:`measure_latency` returned, if it was called.
+
     Raises:
         NoClock: if no rank could tell the time.
     """
-
-    def medians_s(runs: int, *sums: tuple[int, bool]) -> list[float]:
-        """The medians over ranks of the shortest of ``runs`` of each sum, given as (elements, in one hop)."""
-
-        def shortest_s(elements: int, direct: bool) -> float:
-            x = torch.zeros(elements, device=exchange.device)
-            return min(
-                time_s(exchange, lambda lane: lane.comm.all_reduce(x, direct).wait(), lanes=1) for _ in range(runs)
-            )
-
-        own = [shortest_s(*each) for each in sums]
-        return [float(median) for median in median_over_ranks(exchange, own)]
-
-    (latency_s,), many = medians_s(1, (FEW, True)), MANY
-    far = not latency_s < SLOW_S
+    latency_s, many = measure_latency(exchange) if latency_s is None else latency_s, MANY
+    far = is_far(latency_s)
     if far:
         all_reduce_s = hops("all_reduce", exchange.size) * latency_s
-        some, some_s, (many_s,) = 0, latency_s, medians_s(1, (many, True))
+        some, some_s, (many_s,) = 0, latency_s, _medians_s(exchange, 1, (many, True))
     else:
-        latency_s, all_reduce_s = medians_s(RUNS, (FEW, True), (FEW, False))
-        while (many_s := medians_s(1, (many, False))[0]) < SLOW_S and many < MOST:
+        latency_s, all_reduce_s = _medians_s(exchange, RUNS, (FEW, True), (FEW, False))
+        while (many_s := _medians_s(exchange, 1, (many, False))[0]) < SLOW_S and many < MOST:
             many *= 4
         some = many // 4
         if many_s < SLOW_S:
-            some_s, many_s = medians_s(RUNS, (some, False), (many, False))
+            some_s, many_s = _medians_s(exchange, RUNS, (some, False), (many, False))
         else:
-            (some_s,) = medians_s(1, (some, False))
+            (some_s,) = _medians_s(exchange, 1, (some, False))
     if not math.isfinite(latency_s + all_reduce_s + some_s + many_s):
         raise NoClock
     sent_bytes = traffic("all_gather" if far else "all_reduce", 4 * many, exchange.size)
@@ -72,6 +73,17 @@ def measure_link(exchange: Exchange) -> Link:
         f"{1e3 * link.all_reduce_s:.2f} ms; the link {rate}."
     )
     return link
+
+
+def _medians_s(exchange: Exchange, runs: int, *sums: tuple[int, bool]) -> list[float]:
+    """The medians over ranks of the shortest of ``runs`` of each sum, given as (elements, in one hop)."""
+
+    def shortest_s(elements: int, direct: bool) -> float:
+        x = torch.zeros(elements, device=exchange.device)
+        return min(time_s(exchange, lambda lane: lane.comm.all_reduce(x, direct).wait(), lanes=1) for _ in range(runs))
+
+    own = [shortest_s(*each) for each in sums]
+    return [float(median) for median in median_over_ranks(exchange, own)]
 
 
 def median_over_ranks(exchange: Exchange, seconds: Sequence[float]) -> NDArray[np.float64]:

@@ -15,9 +15,9 @@ from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.groups import Piece, carry_over, make_groups, pieces_of
 from lightning_sparse.engine.link import NoClock, measure_link, median_over_ranks
 from lightning_sparse.engine.timeline import GroupTime
-from lightning_sparse.fusion.costs import measure_cost
+from lightning_sparse.fusion.costs import MeasuredCosts
 from lightning_sparse.fusion.model import Plan
-from lightning_sparse.fusion.planner import Kinds, Layout, Measured, best_plan, calibrate, kinds_of
+from lightning_sparse.fusion.planner import Layout, Measured, best_plan, calibrate
 from lightning_sparse.fusion.steps import PLANNING, PassCounts, Passes, measure_steps, until_changed
 from lightning_sparse.network.costs import Link
 from lightning_sparse.settings import as_text, same
@@ -215,14 +215,13 @@ class LayerFusion:
         stay = Layout([group.names for group in exchange.groups], compressor)
         if exchange.sums_in_place(compressor):
             return [stay]
-        after = compressor.active(exchange.group_step)
-        kinds = [self._kinds(at_work, link)]
-        kinds.append(kinds[0] if same(at_work, after) else self._kinds(after, link))
+        costs = MeasuredCosts(self._parameters, link, exchange)
+        before, after = (costs.of_model(each) for each in (at_work, compressor.active(exchange.group_step)))
         plan, one_group, planned = None, None, ""
         if exchange.rank == 0:
             try:
-                calibration = calibrate(pieces_of(self._parameters, at_work), kinds[0], measured)
-                plan = best_plan(pieces_of(self._parameters, compressor), kinds[1], measured, calibration)
+                calibration = calibrate(*before[:2], measured)
+                plan = best_plan(pieces_of(self._parameters, compressor), after[1], measured, calibration)
                 rank_zero_info(f"LayerFusion: {plan}")
                 one_group, group_of = plan.one_group() if self._buffers_are_small else None, plan.group_of()
                 groups = [[name for name in names if group_of[name] == i] for i in range(len(plan.ends))]
@@ -240,10 +239,6 @@ class LayerFusion:
     def _buffers_are_small(self) -> bool:
         kept_bytes = max(self._exchange.on_lanes(lambda lane: lane.comm.buffers.nbytes))
         return kept_bytes <= SMALL_BUFFERS * max(2**20, *(group.n for group in self._exchange.groups))
-
-    def _kinds(self, compressor: Compressor, link: Link) -> Kinds:
-        pieces = pieces_of(self._parameters, compressor)
-        return kinds_of(pieces, compressor, lambda c, n: measure_cost(self._exchange, c, n, link))
 
 
 def check_clock(measured: Measured) -> None:

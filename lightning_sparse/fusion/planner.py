@@ -1,6 +1,6 @@
 """Plans groups from measured steps and costs.  Pure functions."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,18 +58,6 @@ class Layout:
     groups: Sequence[Sequence[str]]
     compressor: Compressor
     plan: Plan | None = None
-
-
-def kinds_of(pieces: Sequence[Piece], compressor: Compressor, cost: Callable[[Compressor, int], Cost]) -> Kinds:
-    """Return the costs of ``compressor`` and of its dense variant, if there are pieces for each.
-
-    ``cost`` gets one of the two and how many elements it averages.
-    """
-    kinds = []
-    for dense, averages in ((False, compressor), (True, compressor.dense_variant())):
-        if elements := sum(piece.elements for piece in pieces if piece.dense == dense):
-            kinds.append((dense, cost(averages, elements)))
-    return kinds
 
 
 def calibrate(pieces: Sequence[Piece], kinds: Kinds, measured: Measured) -> Calibration:

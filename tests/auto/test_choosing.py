@@ -12,19 +12,19 @@ from torch import Tensor
 import lightning_sparse as ls
 from lightning_sparse.auto import chooser as chooser_module
 from lightning_sparse.auto import passes
-from lightning_sparse.auto import simulated_cost as simulated_cost_module
 from lightning_sparse.auto.chooser import Chooser, soonest
 from lightning_sparse.auto.forecast import Forecast, Forecaster
 from lightning_sparse.auto.more_steps import likely, loss_above, more_steps
 from lightning_sparse.auto.policy import CANDIDATES
-from lightning_sparse.auto.simulated_cost import simulated_cost
 from lightning_sparse.auto.trial import try_on
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.gradient_record import RUN, STEPS, GradientRecord
-from lightning_sparse.fusion.costs import Link
+from lightning_sparse.fusion import costs as costs_module
+from lightning_sparse.fusion.costs import SimulatedCosts, simulated_cost
 from lightning_sparse.fusion.planner import Calibration, Measured
 from lightning_sparse.fusion.steps import Passes
 from lightning_sparse.network.comm import Comm, Pending
+from lightning_sparse.network.costs import Link
 from lightning_sparse.network.simulated import SimNetwork
 from tests.support.ticking import ticking
 
@@ -34,6 +34,7 @@ SELECTING = [
 ]
 LAYERS = {"a": torch.empty(1024, 64), "b": torch.empty(1024, 512)}
 MEASURED = Measured([0.01, 0.02], span_s=0.05, rest_s=0.01, groups=[["b", "a"]])
+COSTS = SimulatedCosts(LAYERS, Link(0.001, 1e-9), 4)
 
 
 @pytest.fixture
@@ -70,7 +71,7 @@ def test_every_candidate_can_be_tried_and_what_it_keeps_is_bounded(gradients: Te
 
 
 def forecaster(link: Link, at_work: ls.Compressor | None = None) -> Forecaster:
-    return Forecaster(LAYERS, MEASURED, link, 4, at_work, ticking())
+    return Forecaster(MEASURED, SimulatedCosts(LAYERS, link, 4, ticking()), at_work)
 
 
 def test_local_steps_hide_what_they_send_beside_the_next_step() -> None:
@@ -87,7 +88,8 @@ def test_local_steps_hide_what_they_send_beside_the_next_step() -> None:
 def test_float32_in_several_buckets_takes_the_time_of_its_bytes() -> None:
     layers = {str(i): torch.empty(1024, 1024) for i in range(20)}  # 80 MiB
     measured = Measured([0.01] * 20, span_s=0.05, rest_s=0.01, groups=[list(layers)])
-    found = Forecaster(layers, measured, Link(0.0001, 8e-8), 4, None, ticking()).forecast(DENSE)  # 100 Mbit/s
+    costs = SimulatedCosts(layers, Link(0.0001, 8e-8), 4, ticking())  # 100 Mbit/s
+    found = Forecaster(measured, costs, None).forecast(DENSE)
     assert found.step_s == pytest.approx(8e-8 * 2 * 3 / 4 * 80 * 2**20, rel=0.1)
 
 
@@ -112,7 +114,7 @@ def test_local_steps_are_longer_than_the_model_by_what_they_send() -> None:
 def test_few_ranks_stand_for_many(candidate: ls.Candidate, monkeypatch: pytest.MonkeyPatch) -> None:
     link, device = Link(1e-6, 1e-9), torch.device("cpu")
     few = simulated_cost(candidate.averaging, 2**15, 16, link, device, ticking())
-    monkeypatch.setattr(simulated_cost_module, "RANKS", 16)
+    monkeypatch.setattr(costs_module, "RANKS", 16)
     many = simulated_cost(candidate.averaging, 2**15, 16, link, device, ticking())
     assert few.sent_bytes == pytest.approx(
         many.sent_bytes, rel=0.02 if isinstance(candidate.compressor, ls.Dense) else 0.5
@@ -250,8 +252,9 @@ def test_it_begins_with_the_sums_that_the_link_takes_soonest(s_per_byte: float, 
     exchange.size = 4
 
     def begun(auto: ls.Auto) -> ls.Compressor:
-        chooser = Chooser(auto, LAYERS, local=True)
-        return chooser.start(exchange, Link(1e-5, s_per_byte, 2e-5), auto.start)[0]
+        chooser = Chooser(auto, local=True)
+        costs = SimulatedCosts(LAYERS, Link(1e-5, s_per_byte, 2e-5), exchange.size)
+        return chooser.start(exchange, costs, auto.start)[0]
 
     assert begun(ls.Auto()) == ls.Candidate(ls.Dense(), wire_dtype).averaging
     assert begun(ls.Auto([ls.MiCRO()])) == ls.Auto().start  # no plain sums are to be chosen
@@ -268,12 +271,12 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[[GivenSteps], tuple[Choo
         monkeypatch.setattr(chooser_module, "Forecaster", lambda *_, **__: steps)
         monkeypatch.setattr(chooser_module, "tried", as_late_as_expected)
         exchange: Any = Alone()
-        chooser = Chooser(ls.Auto(tuple(steps.steps_ms)), LAYERS, local=True)
+        chooser = Chooser(ls.Auto(tuple(steps.steps_ms)), local=True)
         at_work = INT4.averaging
         return (
             chooser,
             exchange,
-            chooser.choose(exchange, MEASURED, Link(0.001, 1e-9), at_work, exchange.record),
+            chooser.choose(exchange, MEASURED, COSTS, at_work, exchange.record),
         )  # which takes 60 ms
 
     return chosen
@@ -341,8 +344,8 @@ def test_a_limit_of_the_loss_is_kept_and_what_it_costs_is_said(
     monkeypatch.setattr(chooser_module, "Forecaster", lambda *_, **__: steps)
     monkeypatch.setattr(chooser_module, "rank_zero_info", said.append)
     monkeypatch.setattr(chooser_module, "tried", as_late_as_expected)
-    chooser = Chooser(ls.Auto(ALL, at_most=at_most), LAYERS, local=True)
-    chosen = chooser.choose(exchange, MEASURED, Link(0.001, 1e-9), INT4.averaging, exchange.record)  # type: ignore[arg-type]
+    chooser = Chooser(ls.Auto(ALL, at_most=at_most), local=True)
+    chosen = chooser.choose(exchange, MEASURED, COSTS, INT4.averaging, exchange.record)  # type: ignore[arg-type]
     assert chosen == (DENSE if at_most == 0 else LOCAL2)
     assert ("Without at_most=0 2 local steps" in said[-1]) == (at_most == 0)
     assert "The loss of 1,000 steps of dense training is expected after 1,0" in said[-1]
@@ -350,8 +353,8 @@ def test_a_limit_of_the_loss_is_kept_and_what_it_costs_is_said(
 
 def test_local_steps_are_candidates_only_where_their_average_is_shown() -> None:
     local = str(CANDIDATES[-1])
-    assert Chooser(ls.Auto(), LAYERS, local=True).candidate(local) == CANDIDATES[-1]
-    assert Chooser(ls.Auto(), LAYERS, local=False).candidate(local) is None
+    assert Chooser(ls.Auto(), local=True).candidate(local) == CANDIDATES[-1]
+    assert Chooser(ls.Auto(), local=False).candidate(local) is None
 
 
 @pytest.mark.parametrize(
@@ -396,7 +399,7 @@ def test_a_trial_of_local_steps_ends_early_where_they_take_far_too_long(monkeypa
 
 
 def test_steps_are_far_too_long_where_a_quarter_more_would_be_as_soon_as_what_was_measured() -> None:
-    chooser = Chooser(ls.Auto(), LAYERS, local=True)
+    chooser = Chooser(ls.Auto(), local=True)
     assert chooser.longest_s == float("inf")
     chooser.forecasts = [expected(0.2, 1.0), replace(expected(0.1, 0.7), candidate=LOCAL2)]
     chooser.chosen = chooser.forecasts[1]

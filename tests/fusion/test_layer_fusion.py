@@ -63,9 +63,11 @@ class Training:
             lay_out(self.parameters, options.averaging, "layer"), [Mirror()], threaded=False
         )
         self.fusion = LayerFusion(self.exchange, options.averaging, self.parameters)
-        switch: Any = SimpleNamespace(exchange=self.exchange, layer_fusion=self.fusion, way=Way, chosen=None)
+        switch: Any = SimpleNamespace(
+            exchange=self.exchange, layer_fusion=self.fusion, way=Way, chosen=None, parameters=self.parameters
+        )
         switch.optimizers = SimpleNamespace(seen=[], unscale=lambda: None)
-        choosing = Chooser(options.policy, self.parameters, local=False) if options.policy else None
+        choosing = Chooser(options.policy, local=False) if options.policy else None
         self.course = Course(switch, choosing, warmup_steps)
         self.backwards = backwards
 

@@ -21,8 +21,7 @@ from torch import Tensor
 from lightning_sparse.auto.chooser import BFLOAT16, EXACT, NOISE, tried
 from lightning_sparse.auto.forecast import Forecaster
 from lightning_sparse.auto.policy import CANDIDATES
-from lightning_sparse.auto.simulated_cost import Now
-from lightning_sparse.auto.trial import ELEMENTS, RANKS
+from lightning_sparse.auto.trial import ELEMENTS
 from lightning_sparse.bench.cluster import ClusterError, ClusterSpec, parse
 from lightning_sparse.bench.compare.advice import Advice, advise_on
 from lightning_sparse.bench.compare.peers import ADVISE
@@ -33,10 +32,11 @@ from lightning_sparse.bench.compare.workloads import workload_named
 from lightning_sparse.bench.output import known, new_progress, new_table
 from lightning_sparse.cli.options import Advise
 from lightning_sparse.compressors import Dense
-from lightning_sparse.fusion.costs import Link
+from lightning_sparse.fusion.costs import RANKS, Now, SimulatedCosts
 from lightning_sparse.fusion.planner import Measured
 from lightning_sparse.fusion.steps import PassCounts, Passes, measure_steps
 from lightning_sparse.monitor.tables import human_bytes
+from lightning_sparse.network.costs import Link
 from lightning_sparse.strategy import SparseDDPStrategy
 
 LARGE_BYTES = 8 * 10**9  # that plain DDP sends in a step, of some 10**9 parameters
@@ -134,8 +134,8 @@ def advices(
 
     Candidates are tried on ``gradients`` [R, T, m], with the ``weights`` [m] of the same elements.
     """
-    link = Link(cluster.hop_s, cluster.s_per_byte)
-    forecaster = Forecaster(parameters, measured, link, cluster.hosts, at_work=None, now=now)
+    costs = SimulatedCosts(parameters, Link(cluster.hop_s, cluster.s_per_byte), cluster.hosts, now)
+    forecaster = Forecaster(measured, costs, at_work=None)
     with Progress(transient=True) as progress:
         candidates = progress.track(CANDIDATES, description="Trying candidates on the model's gradients")
         found = [tried(forecaster.forecast(candidate), gradients, weights) for candidate in candidates]

@@ -13,8 +13,8 @@ from lightning_sparse.bench.output import environment, new_console, new_progress
 from lightning_sparse.bench.scale.ranks import StepTraffic, count_traffic
 from lightning_sparse.cli.options import Scale
 from lightning_sparse.compressors import COMPRESSORS
-from lightning_sparse.fusion.costs import Link
 from lightning_sparse.monitor.tables import human_bytes
+from lightning_sparse.network.costs import Link
 
 WORKLOAD = "mlp_1m"
 LEAST, MOST = 2, 256  # ranks, whose gradients together take 1.1 GB

@@ -12,7 +12,7 @@ from lightning_sparse.bench.scale import ranks, scale
 from lightning_sparse.bench.scale.ranks import StepTraffic, count_traffic
 from lightning_sparse.cli import main
 from lightning_sparse.cli.options import Scale
-from lightning_sparse.fusion.costs import Link
+from lightning_sparse.network.costs import Link
 
 
 @pytest.mark.parametrize("name", ls.COMPRESSORS)
