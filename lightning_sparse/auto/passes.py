@@ -28,8 +28,9 @@ SETTLING = 5  # Local steps until any is timed, once ranks compare second moment
 TIMED = 10  # Steps whose mean is what a step takes: they differ, as fragments do.
 WATCHED = 50  # Local steps after which it is checked whether their times have changed.
 GLIMPSE = PassCounts(0, 0, 1)  # The first step: enough where it shows that messages take longer than all the rest.
+GLIMPSE_OF_DEVICE = PassCounts(2, 0, 1)  # Before it kernels are compiled, which no later step waits for.
 CHOOSING = PassCounts(0, 3, 2)  # Few, since steps of what is chosen are measured too.
-FIRST_CHOICE = sum(GLIMPSE) + sum(CHOOSING)  # Steps until a candidate is chosen, at most.
+FIRST_CHOICE = sum(GLIMPSE) + sum(CHOOSING)  # Steps until a candidate is chosen, at most, on a CPU.
 
 
 def nothing() -> Passes[None]:
@@ -76,7 +77,7 @@ def _choose(switch: Switch, chooser: Chooser) -> Passes[float]:
         at_work, sums_s = chooser.start(exchange, costs, fusion.at_work)
         fusion.follow(Layout(fusion.layout.groups, at_work))
     exchange.record_gradients(ELEMENTS)
-    measured = yield from fusion.measure(GLIMPSE)
+    measured = yield from fusion.measure(GLIMPSE_OF_DEVICE if exchange.device.type == "cuda" else GLIMPSE)
     if is_far(latency_s):  # now that connections carry what they can
         costs = SimulatedCosts(switch.parameters, measure_link(exchange, latency_s), exchange.size)
     is_enough = sums_s > measured.computing_s  # the same on every rank

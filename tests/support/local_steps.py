@@ -13,7 +13,7 @@ from lightning_sparse.fusion import layer_fusion
 from tests.support.models import Small, flat
 
 LOCAL = ls.Candidate(ls.Dense(), "int4", local_steps=3)
-CHOSEN = FIRST_CHOICE + 2  # steps after which sparse_auto takes local steps
+CHOSEN = FIRST_CHOICE + 4  # steps after which sparse_auto takes local steps
 
 
 def auto(**options: Any) -> ls.SparseDDPStrategy:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import lightning_sparse as ls
 from lightning_sparse.auto import passes
 from lightning_sparse.auto.chooser import Chooser
-from lightning_sparse.auto.passes import FIRST_CHOICE, StepClock
+from lightning_sparse.auto.passes import FIRST_CHOICE, GLIMPSE_OF_DEVICE, StepClock
 from lightning_sparse.engine import local_steps
 from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.second_moments import EARLY
@@ -23,7 +23,7 @@ from tests.support.processes import LIMIT_S, Ranks
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
 
-FIRST = FIRST_CHOICE
+FIRST = FIRST_CHOICE + (GLIMPSE_OF_DEVICE.settling if ACCELERATOR == "cuda" else 0)
 LOCAL = ls.Candidate(ls.Dense(), "int4", local_steps=3)
 CHANGES_BACK = FIRST + EARLY + 10
 
