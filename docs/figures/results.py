@@ -26,10 +26,15 @@ WORKLOADS = {
     "mlp_1m": "1.1 million parameters",
 }
 BEST_RATES = "Learning rates are the best of simulated trainings."
+EVERY = 12  # Rows of a table, or more, that has every strategy.
 SLOWER = (
     "On two cores that took longer over everything, and unevenly, with every strategy. The more of a step is "
-    "computing, the less a shorter message saves. The rows of `sparse_auto` are of before its first steps went by the "
-    "link: [since then](benchmarks/2026-11-26-start.md)."
+    "computing, the less a shorter message saves. The rows of `sparse_auto`, but for `gpt_10m` with 50 ms, are of "
+    "before its first steps went by the link; those are below."
+)
+NEAREST = (
+    "On the same two cores, to lower losses: `sparse_auto` as it begins now, and those that were nearest to it above, "
+    "in one call each. One run differs from another by some 5 %, and the machine's speed from hour to hour."
 )
 ONE_RATE = "One learning rate for all, {}."
 BESIDE = " Other programs ran beside it at a low priority."
@@ -68,6 +73,7 @@ NOTES = {
     "2026-11-26-160901-gpt_10m": ONE_RATE.format("5e-4")
     + " Nothing ran beside it; every strategy: 2026-11-26-153229-gpt_10m.",
     "2026-11-26-162304-gpt_10m": ONE_RATE.format("5e-4"),
+    "2026-11-26-204426-gpt_10m": ONE_RATE.format("5e-4"),
     "2026-11-26-111941-byte_lm": BEST_RATES,
     "2026-11-26-113916-byte_lm": BEST_RATES,
     "2026-11-26-115213-byte_lm": BEST_RATES,
@@ -162,14 +168,20 @@ def results(runs: dict[tuple[str, str], Run], folder: Path = s.FOLDER) -> Iterat
                 yield from details(run, "benchmarks/")
 
 
-def elsewhere(runs: dict[tuple[str, str], Run]) -> Iterator[str]:
-    """The newest runs to losses on another processor than usual."""
-    if runs:
-        yield from ["## On a slower processor", "", SLOWER, ""]
-    for workload, cluster in in_order(runs):
-        run = runs[workload, cluster]
-        yield from [f"### {workload}: {link(cluster)}, {run.environment['cpu']}", "", *table(run, cluster)]
-        yield from details(run, "benchmarks/")
+def elsewhere(runs: Sequence[Run]) -> Iterator[str]:
+    """The newest runs to losses on another processor than usual: of every strategy, then of some for longer."""
+    every = newest(run for run in runs if len(run.rounds) >= EVERY)
+    nearest = newest(run for run in runs if len(run.rounds) < EVERY)
+    for title, text, shown in (
+        ("On a slower processor", SLOWER, every),
+        ("The nearest for longer", NEAREST, nearest),
+    ):
+        if shown:
+            yield from [f"## {title}", "", text, ""]
+        for workload, cluster in in_order(shown):
+            run = shown[workload, cluster]
+            yield from [f"### {workload}: {link(cluster)}, {run.environment['cpu']}", "", *table(run, cluster)]
+            yield from details(run, "benchmarks/")
 
 
 def every_run(runs: Sequence[Run]) -> Iterator[str]:
@@ -184,7 +196,7 @@ def every_run(runs: Sequence[Run]) -> Iterator[str]:
 def pages(runs: Sequence[Run], folder: Path = s.FOLDER) -> dict[Path, str]:
     """What both pages are to say; figures go into ``folder``."""
     bars.main(folder)
-    others = newest(run for run in runs if run.losses and not run.is_usual)
+    others = [run for run in runs if run.losses and not run.is_usual]
     shown = [*results(newest(runs), folder), *elsewhere(others)]
     lines = {DOCS / "results.md": shown, BENCHMARKS / "runs.md": every_run(runs)}
     return {page: with_lines(page, __file__, text) for page, text in lines.items()}

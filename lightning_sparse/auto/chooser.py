@@ -149,10 +149,7 @@ class Chooser:
         known = [c for c in self._candidates if c not in PLAIN and not c.local_steps and same(c.averaging, at_work)]
         self.measured = dict.fromkeys(known, measured.span_s + measured.rest_s)
         if EXACT in self._candidates and self._forecaster.sums_in_place:
-            exact = self._forecaster.forecast(EXACT)
-            if self._is_hidden(exact):
-                self.forecasts = [exact]
-                return self._announced(exact)
+            self.forecasts = [self._forecaster.forecast(EXACT)]
         return self._take_best(exchange)
 
     def note(self, exchange: Exchange, step_s: float) -> Candidate:
@@ -168,22 +165,19 @@ class Chooser:
         self._correct(chosen)
         return self._take_best(exchange)
 
-    def _look_closer(self, exchange: Exchange) -> None:
-        """Have forecasts count how measured steps differ from the model, and gather gradients to try on."""
+    def _look(self, exchange: Exchange) -> None:
+        """Predict the step of each candidate, with how measured steps differ from the model, and gather gradients."""
+        self._has_looked = True
         self._forecaster = Forecaster(*self._beside, self._at_work)
         calibration, gradients = self._forecaster.calibration, self._record.gradients()
         own = torch.cat([gradients.new_tensor([calibration.factor, calibration.offset_s]), gradients.flatten()])
         of_each = exchange.ask(lambda comm: comm.all_gather(own.bfloat16()))[:RANKS].float()
         self._forecaster.calibration = Calibration(*of_each[0, :2].tolist())
         self._gradients, self._weights = of_each[:, 2:].unflatten(1, gradients.shape), self._record.weights()
-
-    def _look(self, exchange: Exchange) -> None:
-        """Predict the step of each candidate."""
-        self._has_looked = True
-        self._look_closer(exchange)
-        candidates = [c for c in self._candidates if c not in {f.candidate for f in self.forecasts}]
+        tried_before = [f for f in self.forecasts if f.candidate in self.measured]  # with what was found of them
+        candidates = [c for c in self._candidates if c not in {f.candidate for f in tried_before}]
         new = _shared(exchange, candidates, self._forecaster.forecast)
-        self.forecasts += new
+        self.forecasts = tried_before + new
         for forecast in new:
             if forecast.candidate in self.measured:
                 self._correct(forecast.candidate)

@@ -76,7 +76,8 @@ class Auto:
     """Trains with the candidate that is expected to be soonest at a loss: seconds a step, times the steps it needs.
 
     Before the first step, under Fabric after it, the link is measured, and until steps have been, gradients are
-    averaged by ``start``, or in float32 or bfloat16 where the link takes these sums sooner.  Then every candidate's
+    averaged by ``start``, or in float32 or bfloat16 where the link takes these sums sooner.  Of a far link the latency
+    is measured then, and the rate after that step.  Then every candidate's
     step is predicted from what the link, backward and compressing took, and how many more steps than dense training it
     needs from what it delivers, and when, of gradients of this training.  Of those that differ by no more than noise
     the one with the smallest loss is taken.  When times change, it chooses anew; what is unsent goes along.  Choosing

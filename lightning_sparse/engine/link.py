@@ -15,6 +15,7 @@ from lightning_sparse.network.costs import Link, hops, traffic
 
 FEW, MANY, MOST = 2**8, 2**16, 2**20  # Elements of a sum that takes its latency alone, and of those that tell the rate.
 RUNS = 3  # Runs of each; the shortest was disturbed least.
+RUNS_OF_FEW = 10  # Likewise of those of few elements, which go by as soon, and whose times decide the way of all sums.
 SLOW_S = 0.02  # Seconds of a message that is timed once: there, runs differ little beside it.
 IMMEASURABLE = 1e-11  # Seconds for a byte, or less, of a link whose rate cannot be measured: 800 Gbit/s.
 
@@ -53,7 +54,7 @@ def measure_link(exchange: Exchange, latency_s: float | None = None) -> Link:
         all_reduce_s = hops("all_reduce", exchange.size) * latency_s
         some, some_s, (many_s,) = 0, latency_s, _medians_s(exchange, 1, (many, True))
     else:
-        latency_s, all_reduce_s = _medians_s(exchange, RUNS, (FEW, True), (FEW, False))
+        latency_s, all_reduce_s = _medians_s(exchange, RUNS_OF_FEW, (FEW, True), (FEW, False))
         while (many_s := _medians_s(exchange, 1, (many, False))[0]) < SLOW_S and many < MOST:
             many *= 4
         some = many // 4
