@@ -72,6 +72,7 @@ class Forecaster:
         self._measured, self._costs = measured, costs
         self.calibration = Calibration()
         self._sent_bytes = math.inf  # of a rank in a measured step
+        self._has_coded = at_work is not None and not costs.in_place(at_work)  # in it
         if at_work is not None:
             pieces, kinds, self._sent_bytes = costs.of_model(at_work)
             self.calibration = calibrate(pieces, kinds, measured)
@@ -91,11 +92,13 @@ class Forecaster:
         return self._of_local_steps(candidate) if candidate.local_steps else self._of_gradients(candidate)
 
     def _of_gradients(self, candidate: Candidate) -> Forecast:
-        compressor = candidate.averaging
+        compressor, in_place = candidate.averaging, self._costs.in_place(candidate.averaging)
         pieces, kinds, sent_bytes = self._costs.of_model(compressor)
-        plan = best_plan(pieces, kinds, self._measured, self.calibration)
+        # What coding and backward took longer for each other, sums where the gradient lies do not.
+        calibration = Calibration() if in_place and self._has_coded else self.calibration
+        plan = best_plan(pieces, kinds, self._measured, calibration)
         buckets_s = plan.rest_s + plan.spans[DDP_PLAN]
-        step_s = buckets_s if self._costs.in_place(compressor) else plan.step_s
+        step_s = buckets_s if in_place else plan.step_s
         known = (1.0, 0.0) if type_in_place(compressor) else (None, None)  # all arrives at once, rounded at most
         return Forecast(candidate, step_s, buckets_s, sent_bytes, _limit(plan), self._costs.size, *known)
 

@@ -99,6 +99,14 @@ def test_measured_steps_correct_what_is_predicted() -> None:
     assert forecaster(link, ls.Dense()).forecast(DENSE).step_s > usual  # they took longer than the model says
 
 
+def test_what_coding_took_longer_is_not_expected_of_sums_in_place() -> None:
+    link, at_work = Link(0.0001, 1e-9), ls.Candidate(ls.Dense(), "int4")
+    usual, corrected = forecaster(link), forecaster(link, at_work.averaging)
+    assert corrected.calibration.offset_s > 0
+    assert corrected.forecast(at_work).step_s > usual.forecast(at_work).step_s
+    assert corrected.forecast(DENSE).step_s == usual.forecast(DENSE).step_s
+
+
 def test_local_steps_are_longer_than_the_model_by_what_they_send() -> None:
     link, at_work = Link(0.0001, 1e-9), ls.Candidate(ls.Dense(), "int4")
     usual, corrected = forecaster(link), forecaster(link, at_work.averaging)
