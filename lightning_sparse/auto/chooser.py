@@ -197,8 +197,9 @@ class Chooser:
     def _correct(self, measured: Candidate) -> None:
         """Expect of ``measured`` the step that it took, and of others of its kind accordingly.
 
-        Sums of gradients all differ by one factor.  What local steps took longer, others do by the bytes they send,
-        if that is what they wait for; else half of it, the other half by the weights they exchange in a step.
+        Sums of gradients all differ by one factor, but plain ones, which code nothing, by one of their own.  What local
+        steps took longer, others do by the bytes they send, if that is what they wait for; else half of it, the other
+        half by the weights they exchange in a step.
         """
         step_s, expected = self.measured[measured], next(f for f in self.forecasts if f.candidate == measured)
         longer_s = max(0.0, step_s - expected.step_s)
@@ -257,4 +258,5 @@ class Chooser:
 
 def _alike(one: Candidate, other: Candidate) -> bool:
     """Whether what is wrong with the forecast of one is wrong with that of the other."""
-    return bool(one.local_steps) == bool(other.local_steps) and type(one.compressor) is type(other.compressor)
+    kinds = [(bool(each.local_steps), each in PLAIN, type(each.compressor)) for each in (one, other)]
+    return kinds[0] == kinds[1]

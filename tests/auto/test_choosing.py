@@ -305,6 +305,13 @@ def test_others_are_looked_at_where_float32_turns_out_to_be_slow(choose: Any) ->
     assert next(f.step_s for f in chooser.forecasts if f.candidate == INT4) == pytest.approx(0.06)  # as measured
 
 
+def test_what_coding_took_longer_is_not_corrected_in_plain_sums(choose: Any) -> None:
+    chooser, *_ = choose(GivenSteps({DENSE: 60, INT4: 30, LOCAL2: 50}, computing_ms=30))
+    steps_ms = {f.candidate: 1e3 * f.step_s for f in chooser.forecasts}
+    assert steps_ms[INT4] == pytest.approx(60)  # as measured, twice what was expected
+    assert steps_ms[DENSE] == 60
+
+
 def test_what_is_slower_than_expected_makes_way_and_so_does_its_kind(choose: Any) -> None:
     steps = GivenSteps({DENSE: 100, INT4: 50, TOPK: 90, LOCAL2: 40, LOCAL4: 39}, computing_ms=40)
     chooser, exchange, first = choose(steps)
