@@ -70,10 +70,15 @@ NOTES = {
     "2026-11-26-153229-gpt_10m": ONE_RATE.format("5e-4")
     + " Tests ran beside its first three rows, those of a host alone, `sparse_auto` and DDP, which took longer for it.",
     "2026-11-26-155046-gpt_3m": ONE_RATE.format("2e-3"),
-    "2026-11-26-160901-gpt_10m": ONE_RATE.format("5e-4")
-    + " Nothing ran beside it; every strategy: 2026-11-26-153229-gpt_10m.",
-    "2026-11-26-162304-gpt_10m": ONE_RATE.format("5e-4"),
     "2026-11-26-204426-gpt_10m": ONE_RATE.format("5e-4"),
+    "2026-11-26-211148-byte_lm": BEST_RATES,
+    "2026-11-26-212040-byte_lm": BEST_RATES,
+    "2026-11-26-213017-byte_lm": BEST_RATES,
+    "2026-11-26-215304-byte_lm": BEST_RATES,
+    "2026-11-26-215932-gpt_10m": ONE_RATE.format("5e-4"),
+    "2026-11-26-220605-gpt_10m": ONE_RATE.format("5e-4"),
+    "2026-11-26-221923-gpt_10m": ONE_RATE.format("5e-4"),
+    "2026-11-26-223422-gpt_3m": ONE_RATE.format("2e-3"),
     "2026-11-26-111941-byte_lm": BEST_RATES,
     "2026-11-26-113916-byte_lm": BEST_RATES,
     "2026-11-26-115213-byte_lm": BEST_RATES,
