@@ -57,6 +57,7 @@ def choose_and_watch(switch: Switch, chooser: Chooser, chosen: bool) -> Passes[N
             try:
                 usual_s = yield from _choose(switch, chooser)
             except NoClock:  # on every rank
+                switch.exchange.take_record()  # which nobody reads now
                 rank_zero_warn("sparse_auto: no rank could tell the time; training goes on as it began.")
         if switch.layer_fusion is not None:
             yield from switch.layer_fusion.watch()

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 import lightning_sparse as ls
-from lightning_sparse.auto import chooser
+from lightning_sparse.auto import chooser, passes
 from lightning_sparse.auto.chooser import Chooser
 from lightning_sparse.auto.course import Course
 from lightning_sparse.auto.passes import FIRST_CHOICE, GLIMPSE
 from lightning_sparse.engine.build import Way
 from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.groups import lay_out, pieces_of
+from lightning_sparse.engine.link import measure_link
 from lightning_sparse.engine.timeline import Timeline
 from lightning_sparse.fusion import layer_fusion, model, planner
 from lightning_sparse.fusion.layer_fusion import EVERY, TRIAL, WINDOW, LayerFusion
@@ -26,6 +27,7 @@ from lightning_sparse.fusion.model import StepModel
 from lightning_sparse.fusion.planner import Layout
 from lightning_sparse.fusion.steps import STEPS_MEASURED
 from lightning_sparse.network.comm import Comm
+from lightning_sparse.network.costs import Link
 from lightning_sparse.network.torch_comm import Works
 from lightning_sparse.options import Options
 from tests.support.buckets import Bucket
@@ -146,6 +148,23 @@ def test_auto_chooses_also_after_a_warmup(
     assert begun == [start]
     assert chosen[0] == measured_from + (warmup > 0) + steps  # the first step after a warm-up is not measured
     assert chosen[-1] == 2 * STEPS_MEASURED + 3
+
+
+def test_the_rate_of_a_far_link_is_measured_after_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured_after: list[int] = []
+
+    def measure(exchange: GradientExchange, latency_s: float) -> Link:
+        measured_after.append(exchange.steps)
+        return measure_link(exchange, latency_s)
+
+    monkeypatch.setattr(passes, "is_far", lambda latency_s: True)
+    monkeypatch.setattr(passes, "measure_link", measure)
+    monkeypatch.setattr(Chooser, "start", lambda *_: pytest.fail("the link alone decides with what it begins"))
+    monkeypatch.setattr(chooser, "soonest", lambda forecasts, *_, **__: forecasts[-1])
+    monkeypatch.setattr(Timeline, "span_s", lambda self: 0.01)
+    training = Training(ls.Auto((ls.SkipReduce(), ls.Candidate(ls.TopK(density=0.5), "float32"))))
+    chosen = [n for n in training.passes(STEPS_MEASURED) if compressors_at_work(training) == {"TopK"}]
+    assert measured_after == [chosen[0]] == [sum(GLIMPSE)]
 
 
 @pytest.mark.parametrize(
