@@ -237,10 +237,11 @@ class Chooser:
         """Choose ``best``."""
         self.chosen = best
         takes = "takes" if best.candidate in self.measured else "is expected to take"
+        computing_s = min(self._forecaster.computing_s, best.step_s)
         least, most = (1e3 * best.step_s * more for more in likely(best.more_steps))
         rank_zero_info(
             f"sparse_auto: training goes on with {best.candidate}, whose step {takes} {1e3 * best.step_s:.0f} ms; one "
-            f"that sends next to nothing would take {1e3 * self._forecaster.computing_s:.0f} ms. The loss of 1,000 "
+            f"that sends next to nothing would take {1e3 * computing_s:.0f} ms. The loss of 1,000 "
             f"steps of dense training is expected after {1e3 * best.more_steps:,.0f} steps, {1e3 * best.seconds:.0f} s "
             f"({least:.0f} to {most:.0f}).{self._cost_of_limit(best)}"
         )

@@ -37,6 +37,11 @@ class Measured:
         """Seconds of a step that sends nothing."""
         return self.rest_s + float(np.nanmax([0.0, *self.arrivals_s]))
 
+    @property
+    def sums_s(self) -> float:
+        """From the last gradient to the last mean."""
+        return self.span_s + self.rest_s - self.computing_s
+
 
 @dataclass(frozen=True)
 class Calibration:

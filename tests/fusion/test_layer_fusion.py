@@ -24,7 +24,7 @@ from lightning_sparse.engine.timeline import Timeline
 from lightning_sparse.fusion import layer_fusion, model, planner
 from lightning_sparse.fusion.layer_fusion import EVERY, TRIAL, WINDOW, LayerFusion
 from lightning_sparse.fusion.model import StepModel
-from lightning_sparse.fusion.planner import Layout
+from lightning_sparse.fusion.planner import Layout, Measured
 from lightning_sparse.fusion.steps import STEPS_MEASURED
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.costs import Link
@@ -150,7 +150,10 @@ def test_auto_chooses_also_after_a_warmup(
     assert chosen[-1] == 2 * STEPS_MEASURED + 3
 
 
-def test_the_rate_of_a_far_link_is_measured_after_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("sums_s", "steps"), [(math.inf, sum(GLIMPSE)), (0.0, FIRST_CHOICE)])
+def test_the_rate_of_a_far_link_is_measured_after_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, sums_s: float, steps: int
+) -> None:
     measured_after: list[int] = []
 
     def measure(exchange: GradientExchange, latency_s: float) -> Link:
@@ -162,9 +165,10 @@ def test_the_rate_of_a_far_link_is_measured_after_the_first_step(monkeypatch: py
     monkeypatch.setattr(Chooser, "start", lambda *_: pytest.fail("the link alone decides with what it begins"))
     monkeypatch.setattr(chooser, "soonest", lambda forecasts, *_, **__: forecasts[-1])
     monkeypatch.setattr(Timeline, "span_s", lambda self: 0.01)
+    monkeypatch.setattr(Measured, "sums_s", sums_s)
     training = Training(ls.Auto((ls.SkipReduce(), ls.Candidate(ls.TopK(density=0.5), "float32"))))
     chosen = [n for n in training.passes(STEPS_MEASURED) if compressors_at_work(training) == {"TopK"}]
-    assert measured_after == [chosen[0]] == [sum(GLIMPSE)]
+    assert (measured_after, chosen[0]) == ([sum(GLIMPSE)], steps)
 
 
 @pytest.mark.parametrize(
