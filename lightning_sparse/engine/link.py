@@ -26,7 +26,7 @@ class NoClock(Exception):
 
 def measure_latency(exchange: Exchange) -> float:
     """Return the seconds of a sum of a few bytes in one hop, with which :func:`measure_link` begins."""
-    return _medians_s(exchange, 1, (FEW, True))[0]
+    return _medians_s(exchange, 2, (FEW, True))[0]  # the first may have to connect
 
 
 def is_far(latency_s: float) -> bool:
@@ -51,9 +51,8 @@ def measure_link(exchange: Exchange, latency_s: float | None = None) -> Link:
     latency_s, many = measure_latency(exchange) if latency_s is None else latency_s, MANY
     far = is_far(latency_s)
     if far:
-        latency_s, many_s = _medians_s(exchange, 1, (FEW, True), (many, True))  # the first had to connect
         all_reduce_s = hops("all_reduce", exchange.size) * latency_s
-        some, some_s = 0, latency_s
+        some, some_s, (many_s,) = 0, latency_s, _medians_s(exchange, 1, (many, True))
     else:
         latency_s, all_reduce_s = _medians_s(exchange, RUNS_OF_FEW, (FEW, True), (FEW, False))
         while (many_s := _medians_s(exchange, 1, (many, False))[0]) < SLOW_S and many < MOST:
