@@ -112,8 +112,13 @@ class Chooser:
     @property
     def longest_s(self) -> float:
         """Seconds of a step of what was chosen, above which another that was measured is sooner by far."""
-        known = [f.seconds for f in self.forecasts if f.candidate in self.measured]
-        return (1 + FAR) * min(known, default=math.inf) / (self.chosen.more_steps if self.chosen else 1.0)
+        known_s = min((f.seconds for f in self._known), default=math.inf)
+        return (1 + FAR) * known_s / (self.chosen.more_steps if self.chosen else 1.0)
+
+    @property
+    def _known(self) -> list[Forecast]:
+        """Those of candidates whose steps were measured."""
+        return [f for f in self.forecasts if f.candidate in self.measured]
 
     def start(self, exchange: Exchange, costs: SimulatedCosts, given: Compressor) -> tuple[Compressor, float]:
         """Return what to begin with: ``given``, or plain sums where the link takes them sooner; and their seconds.
@@ -174,10 +179,10 @@ class Chooser:
         of_each = exchange.ask(lambda comm: comm.all_gather(own.bfloat16()))[:RANKS].float()
         self._forecaster.calibration = Calibration(*of_each[0, :2].tolist())
         self._gradients, self._weights = of_each[:, 2:].unflatten(1, gradients.shape), self._record.weights()
-        tried_before = [f for f in self.forecasts if f.candidate in self.measured]  # with what was found of them
-        candidates = [c for c in self._candidates if c not in {f.candidate for f in tried_before}]
+        known = self._known
+        candidates = [c for c in self._candidates if c not in {f.candidate for f in known}]
         new = _shared(exchange, candidates, self._forecaster.forecast)
-        self.forecasts = tried_before + new
+        self.forecasts = known + new
         for forecast in new:
             if forecast.candidate in self.measured:
                 self._correct(forecast.candidate)
@@ -223,8 +228,7 @@ class Chooser:
         Once many have been measured, one of these is taken.
         """
         while True:
-            known = [f for f in self.forecasts if f.candidate in self.measured]
-            among = known if len(known) >= MOST_TRIED else self.forecasts
+            among = self._known if len(self._known) >= MOST_TRIED else self.forecasts
             best = soonest(among, self._auto.at_most, self.measured) if among else None
             if best and best.delivered is None:
                 self._try(exchange, [f for f in among if f.delivered is None])

@@ -72,16 +72,20 @@ def _choose(switch: Switch, chooser: Chooser) -> Passes[float]:
     fusion, exchange = switch.layer_fusion, switch.exchange
     assert fusion is not None
     yield  # what a checkpoint holds is in its place now
-    latency_s, at_work, sums_s = measure_latency(exchange), fusion.at_work, math.nan
-    if not is_far(latency_s):
-        costs = SimulatedCosts(switch.parameters, measure_link(exchange, latency_s), exchange.size)
+    latency_s, at_work = measure_latency(exchange), fusion.at_work
+    far = is_far(latency_s)
+
+    def costs_on_link() -> SimulatedCosts:
+        return SimulatedCosts(switch.parameters, measure_link(exchange, latency_s), exchange.size)
+
+    if not far:
+        costs = costs_on_link()
         at_work, sums_s = chooser.start(exchange, costs, fusion.at_work)
         fusion.follow(Layout(fusion.layout.groups, at_work))
     exchange.record_gradients(ELEMENTS)
     measured = yield from fusion.measure(GLIMPSE_OF_DEVICE if exchange.device.type == "cuda" else GLIMPSE)
-    if is_far(latency_s):  # now that connections carry what they can
-        costs = SimulatedCosts(switch.parameters, measure_link(exchange, latency_s), exchange.size)
-        sums_s = measured.sums_s
+    if far:  # now that connections carry what they can
+        costs, sums_s = costs_on_link(), measured.sums_s
     is_enough = sums_s > measured.computing_s  # the same on every rank
     if not is_enough:
         measured = yield from fusion.measure(CHOOSING)

@@ -3,7 +3,7 @@
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import median
 from typing import NamedTuple
@@ -68,12 +68,14 @@ class GroupCosts(ABC):
 
     def of_model(self, compressor: Compressor) -> tuple[list[Piece], Kinds, float]:
         """The pieces of the gradient, what they cost, and the bytes that a rank sends of them in a step."""
-        pieces, kinds, sent_bytes = pieces_of(self.parameters, compressor), [], 0.0
-        for dense, averages in ((False, compressor), (True, compressor.dense_variant())):
-            if elements := sum(piece.elements for piece in pieces if piece.dense == dense):
-                kinds.append((dense, self.of_groups(averages, elements)))
-                sent_bytes += self.bytes_each(averages, elements) * elements
-        return pieces, kinds, sent_bytes
+        pieces = pieces_of(self.parameters, compressor)
+        kinds = [(dense, self.of_groups(averages, n)) for dense, averages, n in _kinds(pieces, compressor)]
+        return pieces, kinds, sum(self.bytes_each(averages, n) * n for _, averages, n in _kinds(pieces, compressor))
+
+    def sums_s(self, compressor: Compressor) -> float:
+        """Seconds of averaging the whole gradient at once."""
+        kinds = _kinds(pieces_of(self.parameters, compressor), compressor)
+        return sum(float(self.of_groups(averages, n).at(np.array(n))[2]) for _, averages, n in kinds)
 
     def of_groups(self, compressor: Compressor, largest: int) -> Cost:
         """The cost of groups of up to ``largest`` elements."""
@@ -92,6 +94,13 @@ class GroupCosts(ABC):
         if key not in self._kept:
             self._kept[key] = self._sample(compressor, largest)
         return self._kept[key]
+
+
+def _kinds(pieces: Sequence[Piece], compressor: Compressor) -> Iterator[tuple[bool, Compressor, int]]:
+    """Yield for compressed pieces and for dense ones, if there are any, what averages them, and their elements."""
+    for dense, averages in ((False, compressor), (True, compressor.dense_variant())):
+        if elements := sum(piece.elements for piece in pieces if piece.dense == dense):
+            yield dense, averages, elements
 
 
 class MeasuredCosts(GroupCosts):
@@ -173,12 +182,6 @@ class SimulatedCosts(GroupCosts):
         sent_bytes = [traffic("all_reduce", dtype.itemsize * n, self.size) for n in sizes]
         wires_s = [sent * link.s_per_byte for sent in sent_bytes]
         return [SizeCost(n, 0.0, s, all_reduce_s + s, b) for n, s, b in zip(sizes, wires_s, sent_bytes, strict=True)]
-
-    def sums_s(self, compressor: Compressor) -> float:
-        """Seconds of averaging the whole gradient at once."""
-        pieces, kinds, _ = self.of_model(compressor)
-        elements = [sum(piece.elements for piece in pieces if piece.dense == dense) for dense, _ in kinds]
-        return sum(float(cost.at(np.array(n))[2]) for n, (_, cost) in zip(elements, kinds, strict=True))
 
     def _samples(self, compressor: Compressor, largest: int) -> list[SizeCost]:
         return super()._samples(compressor, max(1, min(largest, MOST // min(self.size, RANKS))))

@@ -216,12 +216,13 @@ class LayerFusion:
         if exchange.sums_in_place(compressor):
             return [stay]
         costs = MeasuredCosts(self._parameters, link, exchange)
-        before, after = (costs.of_model(each) for each in (at_work, compressor.active(exchange.group_step)))
+        pieces, kinds, _ = costs.of_model(at_work)
+        _, kinds_from_now_on, _ = costs.of_model(compressor.active(exchange.group_step))
         plan, one_group, planned = None, None, ""
         if exchange.rank == 0:
             try:
-                calibration = calibrate(*before[:2], measured)
-                plan = best_plan(pieces_of(self._parameters, compressor), after[1], measured, calibration)
+                calibration = calibrate(pieces, kinds, measured)
+                plan = best_plan(pieces_of(self._parameters, compressor), kinds_from_now_on, measured, calibration)
                 rank_zero_info(f"LayerFusion: {plan}")
                 one_group, group_of = plan.one_group() if self._buffers_are_small else None, plan.group_of()
                 groups = [[name for name in names if group_of[name] == i] for i in range(len(plan.ends))]

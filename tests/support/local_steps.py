@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 import lightning_sparse as ls
-from lightning_sparse.auto.passes import FIRST_CHOICE
+from lightning_sparse.auto.passes import FIRST_CHOICE, GLIMPSE_OF_DEVICE
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.fusion import layer_fusion
 from tests.support.models import Small, flat
 
 LOCAL = ls.Candidate(ls.Dense(), "int4", local_steps=3)
-CHOSEN = FIRST_CHOICE + 4  # steps after which sparse_auto takes local steps
+CHOSEN = FIRST_CHOICE + GLIMPSE_OF_DEVICE.settling + 2  # steps after which sparse_auto takes local steps
 
 
 def auto(**options: Any) -> ls.SparseDDPStrategy:
