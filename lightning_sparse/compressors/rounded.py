@@ -8,7 +8,7 @@ from lightning_sparse.compressors.base import Compressor, Dense
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.compressors.wrapper import Wrapper
 from lightning_sparse.network.comm import Comm, Rounds
-from lightning_sparse.settings import same
+from lightning_sparse.settings import as_text
 from lightning_sparse.wire import wire_format
 
 
@@ -34,8 +34,9 @@ class Rounded(Wrapper):
         return Rounded(self.wrapped.dense_variant(), self.wire_dtype)
 
 
+_TYPES_IN_PLACE = {as_text(Dense()): torch.float32, as_text(Rounded(Dense(), "bfloat16")): torch.bfloat16}
+
+
 def type_in_place(compressor: Compressor) -> torch.dtype | None:
     """The type in which the backend could sum what ``compressor`` does where DDP has it: float32, bfloat16 or none."""
-    if same(compressor, Dense()):
-        return torch.float32
-    return torch.bfloat16 if same(compressor, Rounded(Dense(), "bfloat16")) else None
+    return _TYPES_IN_PLACE.get(as_text(compressor))

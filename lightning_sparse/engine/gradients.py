@@ -71,6 +71,8 @@ class GradientExchange(ScaledSteps):
         self._queues = self._queues_of(range(len(self.groups)))
         self._elements = sum(group.n for group in self.groups)
         self._in_float32 = all(parameter.dtype == torch.float32 for parameter in self._group_of)
+        types = {type_in_place(compressor) for compressor in self.compressors}
+        self._type_in_place = types.pop() if len(types) == 1 else None
         self.nothing_unsent = False
 
     def between_steps(self) -> None:
@@ -151,7 +153,10 @@ class GradientExchange(ScaledSteps):
     # - sums of DDP's own buckets
 
     def sums_in_place(self, compressor: Compressor) -> bool:
-        comm, dtype = self._lanes[0].comm, type_in_place(compressor)
+        return self._sums_in_place_in(type_in_place(compressor))
+
+    def _sums_in_place_in(self, dtype: torch.dtype | None) -> bool:
+        comm = self._lanes[0].comm
         if dtype is None or not self._in_float32 or not isinstance(comm, TorchComm):
             return False
         if comm.stages(self.device):
@@ -170,8 +175,7 @@ class GradientExchange(ScaledSteps):
 
         And whether groups send all there is in float32: so they do once before sums in place, to leave nothing unsent.
         """
-        in_place = all(map(self.sums_in_place, self.compressors))
-        dtype = type_in_place(self.compressors[0]) if in_place and self.compressors else None
+        dtype = self._type_in_place if self._sums_in_place_in(self._type_in_place) else None
         if self._deferred:  # groups are looked at
             return None, dtype == torch.float32
         return (dtype, False) if self.nothing_unsent else (None, dtype is not None)
