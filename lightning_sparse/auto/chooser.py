@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -23,12 +23,14 @@ from lightning_sparse.settings import same
 
 EXACT = Candidate(Dense())  # It has no error, so that others need not be looked at where its messages cost nothing.
 NOISE = 0.05  # Part by which the seconds of two candidates must differ to tell which is sooner.
+EVEN = 0.02  # Likewise once they were measured in turn.
 DOUBT = 0.1  # Likewise where the soonest is only expected to be so.
 BFLOAT16 = Candidate(Dense(), "bfloat16")
 PLAIN = (EXACT, BFLOAT16)  # What DDP and PyTorch's hook do: nobody wants to be slower.
 DOUBT_OF_PLAIN = 0.25  # As ``DOUBT``, for these to be tried.
 FAR = 0.25  # Likewise of the first steps of what is being tried, for the trial to end with them.
 MOST_TRIED = 5  # Candidates whose steps are measured; then one of these is taken.
+FINALISTS = 3  # Of which at most are measured in turn.
 
 
 def tried(forecast: Forecast, gradients: Tensor, weights: Tensor) -> Forecast:
@@ -52,7 +54,7 @@ def soonest(
         measured: candidates whose steps were, which take precedence within noise.
     """
     least = min(forecasts, key=lambda f: f.more_steps)
-    allowed = [f for f in forecasts if at_most is None or loss_above(f.more_steps) <= at_most] or [least]
+    allowed = [f for f in forecasts if _is_allowed(f, at_most)] or [least]
     first = min(allowed, key=lambda f: f.seconds)
     doubt = NOISE if first.candidate in measured else DOUBT
     close = [f for f in allowed if f.seconds <= (1 + (DOUBT if f.candidate in PLAIN else doubt)) * first.seconds]
@@ -61,6 +63,10 @@ def soonest(
         return untried[0]
     known = [f for f in close if f.candidate in measured]
     return min(known or close, key=lambda f: (round(f.more_steps, 2), f.candidate != EXACT, f.seconds))
+
+
+def _is_allowed(forecast: Forecast, at_most: float | None) -> bool:
+    return at_most is None or loss_above(forecast.more_steps) <= at_most
 
 
 def _shared(
@@ -114,6 +120,28 @@ class Chooser:
         """Seconds of a step of what was chosen, above which another that was measured is sooner by far."""
         known_s = min((f.seconds for f in self._known), default=math.inf)
         return (1 + FAR) * known_s / (self.chosen.more_steps if self.chosen else 1.0)
+
+    @property
+    def finalists(self) -> list[Candidate]:
+        """Candidates to measure in turn: where gradients are averaged, what a few steps do not tell from the chosen."""
+        chosen = self.chosen
+        if chosen is None or chosen.candidate.local_steps:
+            return []
+        near = [f for f in self._known if not f.candidate.local_steps and f.seconds <= (1 + DOUBT) * chosen.seconds]
+        among = [f for f in near if f is chosen or _is_allowed(f, self._auto.at_most)]
+        return [f.candidate for f in sorted(among, key=lambda f: f.seconds)[:FINALISTS]]
+
+    def decide(self, seconds: Mapping[Candidate, float]) -> Candidate:
+        """Return what to go on with of candidates whose steps, measured in turn, took so many ``seconds``.
+
+        It is the one that is soonest at a loss, or float32 where that is hardly later.
+        """
+        self.measured |= {each: its_s for each, its_s in seconds.items() if math.isfinite(its_s)}
+        self.forecasts = [replace(f, step_s=self.measured.get(f.candidate, f.step_s)) for f in self.forecasts]
+        among = [f for f in self.forecasts if f.candidate in seconds]
+        first = min(among, key=lambda f: f.seconds)
+        exact = (f for f in among if f.candidate == EXACT and f.seconds <= (1 + EVEN) * first.seconds)
+        return self._announced(next(exact, first))
 
     @property
     def _known(self) -> list[Forecast]:

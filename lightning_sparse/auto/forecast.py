@@ -93,13 +93,16 @@ class Forecaster:
 
     def _of_gradients(self, candidate: Candidate) -> Forecast:
         compressor, in_place = candidate.averaging, self._costs.in_place(candidate.averaging)
+        dtype = type_in_place(compressor)
         pieces, kinds, sent_bytes = self._costs.of_model(compressor)
         # What coding and backward took longer for each other, sums where the gradient lies do not.
         calibration = Calibration() if in_place and self._has_coded else self.calibration
         plan = best_plan(pieces, kinds, self._measured, calibration)
-        buckets_s = plan.rest_s + plan.spans[DDP_PLAN]
-        step_s = buckets_s if in_place else plan.step_s
-        known = (1.0, 0.0) if type_in_place(compressor) else (None, None)  # all arrives at once, rounded at most
+        step_s, buckets_s = plan.step_s, plan.rest_s + plan.spans[DDP_PLAN]
+        if dtype and in_place:
+            messages = plan.model.filled(self._costs.sums.message_bytes // dtype.itemsize)
+            step_s = plan.rest_s + calibration.of(plan.model.span(messages))
+        known = (1.0, 0.0) if dtype else (None, None)  # all arrives at once, rounded at most
         return Forecast(candidate, step_s, buckets_s, sent_bytes, _limit(plan), self._costs.size, *known)
 
     def _of_local_steps(self, candidate: Candidate) -> Forecast:

@@ -5,7 +5,9 @@ Generators that are resumed once before each forward, between two steps, on ever
 
 import math
 import time
+from collections.abc import Mapping
 from contextlib import suppress
+from statistics import mean
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
@@ -26,6 +28,8 @@ MEASURED_AFTER = 3  # Local steps after which the link is measured, where local 
 GLANCE = 5  # First local steps whose mean shows whether they are far too long.
 SETTLING = 5  # Local steps until any is timed, once ranks compare second moments no longer in each of them.
 TIMED = 10  # Steps whose mean is what a step takes: they differ, as fragments do.
+TAKING_OVER = 2  # Steps after a change: one sends what was not sent before, or finds thresholds.
+TURNS = 4  # How often so many are timed of each of those that differ little: a machine is slower at times.
 WATCHED = 50  # Local steps after which it is checked whether their times have changed.
 GLIMPSE = PassCounts(0, 0, 1)  # The first step: enough where it shows that messages take longer than all the rest.
 GLIMPSE_OF_DEVICE = PassCounts(2, 0, 1)  # Before it kernels are compiled, which no later step waits for.
@@ -92,16 +96,40 @@ def _choose(switch: Switch, chooser: Chooser) -> Passes[float]:
     record = exchange.take_record()
     assert record is not None  # of the steps that were measured
     check_clock(measured)
-    candidate = chooser.choose(exchange, measured, costs, None if is_enough else at_work, record)
+    candidate, first = chooser.choose(exchange, measured, costs, None if is_enough else at_work, record), fusion.layout
+    layouts = {each: Layout(first.groups, each.averaging) for each in chooser.measured}
     while True:
         if candidate.local_steps:
             step_s = yield from _take_local_steps(switch, candidate, chooser.longest_s)
         else:
             step_s = yield from _average_gradients(switch, candidate, at_work, measured, costs.link)
+            assert switch.layer_fusion is not None
+            layouts[candidate] = switch.layer_fusion.layout
         again = chooser.note(switch.exchange, step_s)
         if again == candidate:
-            return step_s
+            break
         candidate = again
+    if len(chooser.finalists) > 1:
+        step_s = yield from _measure_in_turn(switch, chooser, layouts)
+    return step_s
+
+
+def _measure_in_turn(switch: Switch, chooser: Chooser, layouts: Mapping[Candidate, Layout]) -> Passes[float]:
+    """Measure finalists in turn, and go on with the best; returns the seconds of its step."""
+    finalists, fusion, exchange = chooser.finalists, switch.layer_fusion, switch.exchange
+    assert fusion is not None
+    names = ", ".join(map(str, finalists))
+    rank_zero_info(f"sparse_auto: steps of these differ little: {names}. Measuring {TURNS * TIMED} of each in turn.")
+    seconds: dict[Candidate, list[float]] = {each: [] for each in finalists}
+    for each in finalists * TURNS:
+        switch.chosen = each
+        fusion.follow(layouts[each])
+        for _ in range(TAKING_OVER):
+            yield
+        seconds[each].append((yield from typical_s(exchange, StepClock(exchange), TIMED)))
+    switch.chosen = chooser.decide({each: mean(its) for each, its in seconds.items()})
+    fusion.follow(layouts[switch.chosen])
+    return chooser.measured[switch.chosen]
 
 
 def _average_gradients(

@@ -17,7 +17,6 @@ from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group, HostCopy
 from lightning_sparse.compressors.rounded import type_in_place
-from lightning_sparse.engine.groups import BUCKET_BYTES
 from lightning_sparse.engine.lane import Lane, have_caller_wait, wait_for_caller
 from lightning_sparse.engine.means import Means
 from lightning_sparse.engine.scaled_steps import ScaledSteps
@@ -183,10 +182,11 @@ class GradientExchange(ScaledSteps):
     def _sum_in_place(self, step: Step, bucket: PendingBucket) -> Future[Tensor]:
         comm = self._lanes[0].comm
         assert isinstance(comm, TorchComm)
+        assert step.in_place is not None
         step.unsummed.append(bucket)
-        if step.has_arrived or sum(each.buffer.nbytes for each in step.unsummed) >= BUCKET_BYTES:
+        payload_bytes = step.in_place.itemsize * sum(each.buffer.numel() for each in step.unsummed)
+        if step.has_arrived or payload_bytes >= comm.costs.message_bytes:
             buckets, step.unsummed = step.unsummed, []
-            assert step.in_place is not None
             sums = comm.mean_in_place([each.buffer for each in buckets], step.in_place)
             sums.then(partial(self._end_in_place, step, buckets))
         return bucket.future

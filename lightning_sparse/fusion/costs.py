@@ -167,20 +167,26 @@ class SimulatedCosts(GroupCosts):
         super().__init__(parameters, link, size)
         self.now = now
 
+    @property
+    def _all_reduce_s(self) -> float:
+        all_reduce_s, link = self.link.all_reduce_s, self.link
+        return all_reduce_s if math.isfinite(all_reduce_s) else hops("all_reduce", self.size) * link.latency_s
+
+    @property
+    def sums(self) -> Costs:
+        """What sums go by on the link."""
+        costs = Costs(self.size, self.link.carries(self.link.latency_s))
+        costs.all_reduce_bytes = self.link.carries(self._all_reduce_s)
+        return costs
+
     def in_place(self, compressor: Compressor) -> list[SizeCost]:
         """The cost of DDP's buckets, if ``compressor`` sums them where they lie; else empty."""
-        link, dtype = self.link, type_in_place(compressor)
-        all_reduce_s = link.all_reduce_s
-        if not math.isfinite(all_reduce_s):
-            all_reduce_s = hops("all_reduce", self.size) * link.latency_s
-        costs = Costs(self.size, link.carries(link.latency_s))
-        costs.all_reduce_bytes = link.carries(all_reduce_s)
-        elements = sum(parameter.numel() for parameter in self.parameters.values())
-        if dtype is None or not costs.in_place(dtype.itemsize * elements):
+        dtype, elements = type_in_place(compressor), sum(parameter.numel() for parameter in self.parameters.values())
+        if dtype is None or not self.sums.in_place(dtype.itemsize * elements):
             return []
-        sizes = sorted({1, elements})
+        sizes, all_reduce_s = sorted({1, elements}), self._all_reduce_s
         sent_bytes = [traffic("all_reduce", dtype.itemsize * n, self.size) for n in sizes]
-        wires_s = [sent * link.s_per_byte for sent in sent_bytes]
+        wires_s = [sent * self.link.s_per_byte for sent in sent_bytes]
         return [SizeCost(n, 0.0, s, all_reduce_s + s, b) for n, s, b in zip(sizes, wires_s, sent_bytes, strict=True)]
 
     def _samples(self, compressor: Compressor, largest: int) -> list[SizeCost]:

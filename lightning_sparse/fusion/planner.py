@@ -55,6 +55,10 @@ class Calibration:
     factor: float = 1.0
     offset_s: float = 0.0
 
+    def of(self, span_s: float) -> float:
+        """What steps take of which the model expects ``span_s``."""
+        return self.factor * span_s + self.offset_s
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -77,19 +81,15 @@ def calibrate(pieces: Sequence[Piece], kinds: Kinds, measured: Measured) -> Cali
 def best_plan(pieces: Sequence[Piece], kinds: Kinds, measured: Measured, calibration: Calibration) -> Plan:
     """Return the best groups, or those there were if these are hardly slower."""
     model, place = _model(pieces, kinds, measured)
-    ordered = sorted(pieces, key=lambda piece: place[piece.name])
-
-    def fused(fusion: str) -> list[int]:
-        return _ends([[piece.name for piece in group] for group in fuse(ordered, fusion)], place)
-
+    layers = fuse(sorted(pieces, key=lambda piece: place[piece.name]), "none")
     plans = {
         "LayerFusion": model.best(),
-        DDP_PLAN: fused("bucket"),
-        "one group a layer": fused("none"),
+        DDP_PLAN: model.filled(BUCKET_BYTES // 4),
+        "one group a layer": _ends([[piece.name for piece in layer] for layer in layers], place),
         "one group": [len(pieces)],
         "as before": _ends(measured.groups, place),
     }
-    spans = {name: calibration.factor * model.span(ends) + calibration.offset_s for name, ends in plans.items()}
+    spans = {name: calibration.of(model.span(ends)) for name, ends in plans.items()}
     gains = spans["LayerFusion"] < (1 - LEAST_GAIN) * spans["as before"]
     chosen = "LayerFusion" if gains and model.can_be_indexed(plans["LayerFusion"]) else "as before"
     ends, before = tuple(plans[chosen]), tuple(plans["as before"])

@@ -8,6 +8,12 @@ MOST_LATENCY_BYTES = 2**26  # the most that a link is taken to carry in its late
 SEGMENT_BYTES = 512 * 1024  # long messages are sent in segments: one is on the wire while another is being added
 DEVICE_SEGMENT_BYTES = 32 * 2**20  # likewise where a device adds them, of which a launch takes some 5 µs of the host
 
+# How many times as long as its latency a message takes to transfer, at least, of those that follow each other during
+# backward.  The shorter they are, the less is left after it: at 1 Gbit/s ten messages of a gradient of 11 MB took 0.82
+# of the step with one, where they are 2 to 4 times (docs/benchmarks/2026-11-27-short-messages.md).
+LONG = 3
+MOST_MESSAGE_BYTES = 25 * 2**20  # of such a message: as long as DDP's buckets
+
 COPIES = 1.2  # what two hops of float32 cost beside the backend's sum, which adds where the values lie
 COPIES_OF_GROUPS = 1.5  # likewise, beside the backend's sum of DDP's buckets, which needs no copies into groups
 
@@ -96,6 +102,11 @@ class Costs:
             return "one_hop"
         two_hops = self.of("two_hops", payload_bytes)
         return "backend" if lossless and self.of("backend", payload_bytes) <= COPIES * two_hops else "two_hops"
+
+    @property
+    def message_bytes(self) -> int:
+        """Of one message's payload, at least, where the backend sums a gradient in several."""
+        return min(LONG * self.all_reduce_bytes * self.size // (2 * max(self.size - 1, 1)), MOST_MESSAGE_BYTES)
 
     def in_place(self, payload_bytes: int) -> bool:
         """Whether the backend's sums of a gradient in float32, where DDP has it, are the soonest."""

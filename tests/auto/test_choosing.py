@@ -365,6 +365,61 @@ def test_a_limit_of_the_loss_is_kept_and_what_it_costs_is_said(
     assert ("Without at_most=0 2 local steps" in said[-1]) == (at_most == 0)
     assert "The loss of 1,000 steps of dense training is expected after 1,0" in said[-1]
 
+BFLOAT16 = ls.Candidate(ls.Dense(), "bfloat16")
+
+
+@pytest.fixture
+def settled() -> Chooser:
+    """Measured 100, 105, 108 and 90 ms; the last of local steps."""
+    chooser = Chooser(ls.Auto((*ALL, BFLOAT16)), local=True)
+    chooser._forecaster = GivenSteps({})  # type: ignore[assignment]
+    steps_ms = {DENSE: 100, BFLOAT16: 105, INT4: 108, LOCAL2: 90, TOPK: 95}
+    chooser.forecasts = [replace(expected(ms / 1e3, 1.0), candidate=each) for each, ms in steps_ms.items()]
+    chooser.measured = {each: ms / 1e3 for each, ms in steps_ms.items() if each != TOPK}
+    chooser.chosen = chooser.forecasts[0]
+    return chooser
+
+
+def test_sums_that_differ_little_are_measured_in_turn_if_they_were_measured(settled: Chooser) -> None:
+    assert settled.finalists == [DENSE, BFLOAT16, INT4]
+    settled.measured[INT4] = settled.chosen.step_s * 1.2
+    settled.chosen = settled.forecasts[3]
+    assert settled.finalists == []  # local steps would have to come to an end
+
+
+@pytest.mark.parametrize(
+    ("bfloat16_s", "int4_s", "best"),
+    [(0.099, 0.2, DENSE), (0.097, 0.2, BFLOAT16), (0.097, 0.09, INT4), (float("nan"), float("nan"), DENSE)],
+)
+def test_in_turn_the_soonest_wins_and_float32_where_it_is_as_soon(
+    settled: Chooser, bfloat16_s: float, int4_s: float, best: ls.Candidate
+) -> None:
+    assert settled.decide({DENSE: 0.1, BFLOAT16: bfloat16_s, INT4: int4_s}) == best
+    assert settled.chosen.candidate == best
+    assert settled.measured[BFLOAT16] == (0.105 if bfloat16_s != bfloat16_s else bfloat16_s)
+
+
+def test_measuring_in_turn_ends_with_the_groups_of_the_best(settled: Chooser, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps_s, followed = {DENSE: 0.1, BFLOAT16: 0.08, INT4: 0.09}, []
+    switch: Any = SimpleNamespace(layer_fusion=SimpleNamespace(follow=followed.append), exchange=None, chosen=DENSE)
+
+    def looks(exchange: object, look: object, count: int) -> Passes[float]:
+        for _ in range(count):
+            yield
+        return steps_s[switch.chosen]
+
+    monkeypatch.setattr(passes, "typical_s", looks)
+    layouts: Any = {each: str(each) for each in steps_s}
+    measuring, steps = passes._measure_in_turn(switch, settled, layouts), 0
+    with pytest.raises(StopIteration) as end:
+        while True:
+            next(measuring)
+            steps += 1
+    assert end.value.value == 0.08
+    assert followed == [str(each) for each in (DENSE, BFLOAT16, INT4)] * passes.TURNS + [str(BFLOAT16)]
+    assert switch.chosen == BFLOAT16
+    assert steps == 3 * passes.TURNS * (passes.TAKING_OVER + passes.TIMED)
+
 
 def test_local_steps_are_candidates_only_where_their_average_is_shown() -> None:
     local = str(CANDIDATES[-1])

@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sparse as ls
 from lightning_sparse.bench.compare.peers import bf16_hook
 from lightning_sparse.compressors.rounded import Rounded
-from lightning_sparse.engine import gradients
 from lightning_sparse.engine.groups import lay_out
+from lightning_sparse.network import costs
 from tests.support.models import weights
 from tests.support.processes import Ranks
 
@@ -34,7 +34,7 @@ def step(ddp: DistributedDataParallel, rank: int, number: int, lr: float = 0.1) 
 
 
 def trained(rank: int, size: int, bucket_cap_mb: float, message_bytes: int) -> Any:
-    gradients.BUCKET_BYTES = message_bytes
+    costs.MOST_MESSAGE_BYTES = message_bytes
     plain, ours, again = layer(), layer(bucket_cap_mb), layer(bucket_cap_mb, views=True)
     hook = ls.SparseHook(ours, "sparse_dense")
     hook.exchange.may_sum_in_place = True
@@ -158,7 +158,7 @@ class StartsEmpty(nn.Module):
 
 def with_an_empty_bucket(rank: int, size: int) -> list[Tensor]:
     """Train a model whose last bucket has no elements, in bfloat16 where DDP has it, and after the hook was closed."""
-    gradients.BUCKET_BYTES = 100  # so that it is sent alone
+    costs.MOST_MESSAGE_BYTES = 50  # so that it is sent alone
     torch.manual_seed(0)
     model = StartsEmpty()
     ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4)
