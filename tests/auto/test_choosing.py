@@ -365,7 +365,20 @@ def test_a_limit_of_the_loss_is_kept_and_what_it_costs_is_said(
     assert ("Without at_most=0 2 local steps" in said[-1]) == (at_most == 0)
     assert "The loss of 1,000 steps of dense training is expected after 1,0" in said[-1]
 
+
 BFLOAT16 = ls.Candidate(ls.Dense(), "bfloat16")
+
+
+def to_its_end(course: Passes[float], after: Callable[[int], None] = lambda steps: None) -> tuple[int, float]:
+    """Return how many passes it takes, and what it returns."""
+    steps = 0
+    while True:
+        try:
+            next(course)
+        except StopIteration as stop:
+            return steps, stop.value
+        steps += 1
+        after(steps)
 
 
 @pytest.fixture
@@ -410,12 +423,8 @@ def test_measuring_in_turn_ends_with_the_groups_of_the_best(settled: Chooser, mo
 
     monkeypatch.setattr(passes, "typical_s", looks)
     layouts: Any = {each: str(each) for each in steps_s}
-    measuring, steps = passes._measure_in_turn(switch, settled, layouts), 0
-    with pytest.raises(StopIteration) as end:
-        while True:
-            next(measuring)
-            steps += 1
-    assert end.value.value == 0.08
+    steps, step_s = to_its_end(passes._measure_in_turn(switch, settled, layouts))
+    assert step_s == 0.08
     assert followed == [str(each) for each in (DENSE, BFLOAT16, INT4)] * passes.TURNS + [str(BFLOAT16)]
     assert switch.chosen == BFLOAT16
     assert steps == 3 * passes.TURNS * (passes.TAKING_OVER + passes.TIMED)
@@ -454,14 +463,8 @@ def test_a_trial_of_local_steps_ends_early_where_they_take_far_too_long(monkeypa
         """How many steps it takes, and seconds of one."""
         exchange = SimpleNamespace(is_starting=True)
         switch: Any = SimpleNamespace(layer_fusion=None, exchange=exchange, to_local_steps=lambda candidate: None)
-        trial_of, steps = passes._take_local_steps(switch, LOCAL2, longest_s), 0
-        while True:
-            try:
-                next(trial_of)
-            except StopIteration as stop:
-                return steps, stop.value
-            steps += 1
-            exchange.is_starting = steps < 20
+        trial_of = passes._take_local_steps(switch, LOCAL2, longest_s)
+        return to_its_end(trial_of, lambda steps: vars(exchange).update(is_starting=steps < 20))
 
     monkeypatch.setattr(passes, "typical_s", looks)
     assert trial(longest_s=1.9) == (passes.GLANCE, 2.0)
