@@ -2,8 +2,9 @@
 
 import json
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
+from statistics import mean
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -44,9 +45,8 @@ def soonest(
 ) -> Forecast:
     """Return which is expected to be soonest at a loss; what was not tried may be as soon as its step is short.
 
-    Of those that noise does not tell apart it is the one that loses least, to a percent, and float32 before others.
-    Plain DDP and sums in bfloat16 are the first to be tried where they may be soonest, and are left only for what is
-    sooner by far.
+    Of those that noise does not tell apart it is the one that loses least, to a percent.  Plain DDP and sums in
+    bfloat16 are the first to be tried where they may be soonest, and are left only for what is sooner by far.
 
     Args:
         forecasts: at least one.
@@ -62,7 +62,7 @@ def soonest(
     if untried := [f for f in near if f.candidate not in measured]:
         return untried[0]
     known = [f for f in close if f.candidate in measured]
-    return min(known or close, key=lambda f: (round(f.more_steps, 2), f.candidate != EXACT, f.seconds))
+    return min(known or close, key=lambda f: (round(f.more_steps, 2), f.seconds))
 
 
 def _is_allowed(forecast: Forecast, at_most: float | None) -> bool:
@@ -98,6 +98,7 @@ class Chooser:
         self.chosen: Forecast | None = None
         self._auto = auto
         self.measured: dict[Candidate, float] = {}
+        self._looks: dict[Candidate, list[float]] = {}  # whose means these are, of what was measured several times
         self._candidates = auto.choices
         if not local:
             self.forbid_local_steps()
@@ -121,27 +122,25 @@ class Chooser:
         known_s = min((f.seconds for f in self._known), default=math.inf)
         return (1 + FAR) * known_s / (self.chosen.more_steps if self.chosen else 1.0)
 
-    @property
-    def finalists(self) -> list[Candidate]:
-        """Candidates to measure in turn: where gradients are averaged, what a few steps do not tell from the chosen."""
-        chosen = self.chosen
-        if chosen is None or chosen.candidate.local_steps:
-            return []
-        near = [f for f in self._known if not f.candidate.local_steps and f.seconds <= (1 + DOUBT) * chosen.seconds]
-        among = [f for f in near if f is chosen or _is_allowed(f, self._auto.at_most)]
-        return [f.candidate for f in sorted(among, key=lambda f: f.seconds)[:FINALISTS]]
+    def finalists(self, doubt: float) -> list[Candidate]:
+        """Measured sums of gradients: the soonest, and those that are later by a part of ``doubt`` or less."""
+        known = [f for f in self._known if not f.candidate.local_steps]
+        allowed = [f for f in known if f is self.chosen or _is_allowed(f, self._auto.at_most)]
+        allowed.sort(key=lambda f: f.seconds)
+        return [f.candidate for f in allowed[:FINALISTS] if f.seconds <= (1 + doubt) * allowed[0].seconds]
 
-    def decide(self, seconds: Mapping[Candidate, float]) -> Candidate:
-        """Return what to go on with of candidates whose steps, measured in turn, took so many ``seconds``.
+    def measure_again(self, candidate: Candidate, step_s: float) -> None:
+        """Note that more steps of ``candidate`` took ``step_s`` seconds each, where that is known."""
+        looks = self._looks.setdefault(candidate, [self.measured[candidate]])
+        looks += [step_s] if math.isfinite(step_s) else []
+        self.measured[candidate] = step_s = mean(looks)
+        self.forecasts = [replace(f, step_s=step_s) if f.candidate == candidate else f for f in self.forecasts]
 
-        It is the one that is soonest at a loss, or float32 where that is hardly later.
-        """
-        self.measured |= {each: its_s for each, its_s in seconds.items() if math.isfinite(its_s)}
-        self.forecasts = [replace(f, step_s=self.measured.get(f.candidate, f.step_s)) for f in self.forecasts]
-        among = [f for f in self.forecasts if f.candidate in seconds]
-        first = min(among, key=lambda f: f.seconds)
-        exact = (f for f in among if f.candidate == EXACT and f.seconds <= (1 + EVEN) * first.seconds)
-        return self._announced(next(exact, first))
+    def take_soonest(self) -> Candidate:
+        """Choose the soonest of the measured sums, or float32 where that is hardly later."""
+        even = self.finalists(EVEN)
+        best = EXACT if EXACT in even else even[0]
+        return self._announced(next(f for f in self.forecasts if f.candidate == best))
 
     @property
     def _known(self) -> list[Forecast]:
@@ -176,7 +175,8 @@ class Chooser:
             record: of this rank's gradients.
         """
         self._record, self._beside, self._at_work = record, (measured, costs), at_work
-        self._has_looked, self.forecasts = False, []  # at all candidates
+        self._has_looked = False  # at all candidates
+        self.forecasts, self._looks = [], {}
         self._forecaster = Forecaster(measured, costs, None)
         # Little lies between plain sums, of which these few steps tell too little.
         known = [c for c in self._candidates if c not in PLAIN and not c.local_steps and same(c.averaging, at_work)]

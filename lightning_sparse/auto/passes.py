@@ -7,11 +7,10 @@ import math
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from statistics import mean
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_sparse.auto.chooser import Chooser
+from lightning_sparse.auto.chooser import DOUBT, Chooser
 from lightning_sparse.auto.policy import Candidate
 from lightning_sparse.auto.switch import Switch
 from lightning_sparse.auto.trial import ELEMENTS
@@ -29,7 +28,7 @@ GLANCE = 5  # First local steps whose mean shows whether they are far too long.
 SETTLING = 5  # Local steps until any is timed, once ranks compare second moments no longer in each of them.
 TIMED = 10  # Steps whose mean is what a step takes: they differ, as fragments do.
 TAKING_OVER = 2  # Steps after a change: one sends what was not sent before, or finds thresholds.
-TURNS = 4  # How often so many are timed of each of those that differ little: a machine is slower at times.
+TURNS = 4  # How often, at most, so many are timed of each that differs little: a machine is slower at times.
 WATCHED = 50  # Local steps after which it is checked whether their times have changed.
 GLIMPSE = PassCounts(0, 0, 1)  # The first step: enough where it shows that messages take longer than all the rest.
 GLIMPSE_OF_DEVICE = PassCounts(2, 0, 1)  # Before it kernels are compiled, which no later step waits for.
@@ -109,25 +108,27 @@ def _choose(switch: Switch, chooser: Chooser) -> Passes[float]:
         if again == candidate:
             break
         candidate = again
-    if len(chooser.finalists) > 1:
-        step_s = yield from _measure_in_turn(switch, chooser, layouts)
-    return step_s
+    if candidate.local_steps or len(chooser.finalists(DOUBT)) < 2:
+        return step_s
+    return (yield from _measure_in_turn(switch, chooser, layouts))
 
 
 def _measure_in_turn(switch: Switch, chooser: Chooser, layouts: Mapping[Candidate, Layout]) -> Passes[float]:
-    """Measure finalists in turn, and go on with the best; returns the seconds of its step."""
-    finalists, fusion, exchange = chooser.finalists, switch.layer_fusion, switch.exchange
+    """Measure in turn what differs little, ever fewer, and go on with the soonest; returns the seconds of its step."""
+    fusion, exchange = switch.layer_fusion, switch.exchange
     assert fusion is not None
-    names = ", ".join(map(str, finalists))
-    rank_zero_info(f"sparse_auto: steps of these differ little: {names}. Measuring {TURNS * TIMED} of each in turn.")
-    seconds: dict[Candidate, list[float]] = {each: [] for each in finalists}
-    for each in finalists * TURNS:
-        switch.chosen = each
-        fusion.follow(layouts[each])
-        for _ in range(TAKING_OVER):
-            yield
-        seconds[each].append((yield from typical_s(exchange, StepClock(exchange), TIMED)))
-    switch.chosen = chooser.decide({each: mean(its) for each, its in seconds.items()})
+    for turn in range(1, TURNS + 1):
+        finalists = chooser.finalists(DOUBT / turn)
+        if len(finalists) < 2:
+            break
+        rank_zero_info(f"sparse_auto: measuring in turn, since steps differ little: {'; '.join(map(str, finalists))}.")
+        for each in finalists:
+            switch.chosen = each
+            fusion.follow(layouts[each])
+            for _ in range(TAKING_OVER):
+                yield
+            chooser.measure_again(each, (yield from typical_s(exchange, StepClock(exchange), TIMED)))
+    switch.chosen = chooser.take_soonest()
     fusion.follow(layouts[switch.chosen])
     return chooser.measured[switch.chosen]
 
