@@ -29,7 +29,7 @@ DOUBT = 0.1  # Likewise where the soonest is only expected to be so.
 BFLOAT16 = Candidate(Dense(), "bfloat16")
 PLAIN = (EXACT, BFLOAT16)  # What DDP and PyTorch's hook do: nobody wants to be slower.
 DOUBT_OF_PLAIN = 0.25  # As ``DOUBT``, for these to be tried.
-FAR = 0.25  # Likewise of the first steps of what is being tried, for the trial to end with them.
+FAR = 0.25  # As ``DOUBT``, of the first local steps, which take longer than later ones.
 MOST_TRIED = 5  # Candidates whose steps are measured; then one of these is taken.
 FINALISTS = 3  # Of which at most are measured in turn.
 
@@ -116,11 +116,10 @@ class Chooser:
         """Whether the steps of what was chosen have been measured, so that training goes on with it."""
         return self.chosen is not None and self.chosen.candidate in self.measured
 
-    @property
-    def longest_s(self) -> float:
-        """Seconds of a step of what was chosen, above which another that was measured is sooner by far."""
+    def longest_s(self, doubt: float) -> float:
+        """Seconds of a step of what was chosen, above which another that was measured is sooner by over ``doubt``."""
         known_s = min((f.seconds for f in self._known), default=math.inf)
-        return (1 + FAR) * known_s / (self.chosen.more_steps if self.chosen else 1.0)
+        return (1 + doubt) * known_s / (self.chosen.more_steps if self.chosen else 1.0)
 
     def finalists(self, doubt: float) -> list[Candidate]:
         """Measured sums of gradients: the soonest, and those that are later by a part of ``doubt`` or less."""

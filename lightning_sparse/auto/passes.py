@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_sparse.auto.chooser import DOUBT, Chooser
+from lightning_sparse.auto.chooser import DOUBT, FAR, Chooser
 from lightning_sparse.auto.policy import Candidate
 from lightning_sparse.auto.switch import Switch
 from lightning_sparse.auto.trial import ELEMENTS
@@ -22,9 +22,10 @@ from lightning_sparse.fusion.layer_fusion import check_clock
 from lightning_sparse.fusion.planner import Layout, Measured
 from lightning_sparse.fusion.steps import PassCounts, Passes, typical_s, until_changed
 from lightning_sparse.network.costs import Link
+from lightning_sparse.settings import same
 
 MEASURED_AFTER = 3  # Local steps after which the link is measured, where local steps were given.
-GLANCE = 5  # First local steps whose mean shows whether they are far too long.
+GLANCE = 5  # First steps whose mean shows whether they are far too long.
 SETTLING = 5  # Local steps until any is timed, once ranks compare second moments no longer in each of them.
 TIMED = 10  # Steps whose mean is what a step takes: they differ, as fragments do.
 TAKING_OVER = 2  # Steps after a change: one sends what was not sent before, or finds thresholds.
@@ -99,9 +100,10 @@ def _choose(switch: Switch, chooser: Chooser) -> Passes[float]:
     layouts = {each: Layout(first.groups, each.averaging) for each in chooser.measured}
     while True:
         if candidate.local_steps:
-            step_s = yield from _take_local_steps(switch, candidate, chooser.longest_s)
+            step_s = yield from _take_local_steps(switch, candidate, chooser.longest_s(FAR))
         else:
-            step_s = yield from _average_gradients(switch, candidate, at_work, measured, costs.link)
+            longest_s = chooser.longest_s(DOUBT)
+            step_s = yield from _average_gradients(switch, candidate, at_work, measured, costs.link, longest_s)
             assert switch.layer_fusion is not None
             layouts[candidate] = switch.layer_fusion.layout
         again = chooser.note(switch.exchange, step_s)
@@ -134,9 +136,12 @@ def _measure_in_turn(switch: Switch, chooser: Chooser, layouts: Mapping[Candidat
 
 
 def _average_gradients(
-    switch: Switch, candidate: Candidate, at_work: Compressor, measured: Measured, link: Link
+    switch: Switch, candidate: Candidate, at_work: Compressor, measured: Measured, link: Link, longest_s: float
 ) -> Passes[float]:
-    """Go on with a candidate that averages gradients, in the groups that are best for it; returns seconds of a step."""
+    """Go on with a candidate that averages gradients, in the groups that are best for it; returns seconds of a step.
+
+    Soon, if the first ones take longer than ``longest_s``.
+    """
     if switch.layer_fusion is None:
         switch.to_gradients()
     fusion = switch.layer_fusion
@@ -145,7 +150,15 @@ def _average_gradients(
     if len(layouts[0].groups) > 1:  # else it is too short to gain by cuts
         layouts = fusion.decide(candidate.averaging, at_work, measured, link)
     switch.chosen = candidate
-    yield from fusion.try_each(layouts, measured.span_s)
+    if len(layouts) > 1 or same(fusion.compressor, candidate.averaging):
+        yield from fusion.try_each(layouts, measured.span_s)
+    else:
+        fusion.follow(layouts[0])
+        for _ in range(TAKING_OVER):
+            yield
+    step_s = yield from typical_s(switch.exchange, StepClock(switch.exchange), GLANCE)
+    if step_s > longest_s:
+        return step_s
     return (yield from typical_s(switch.exchange, StepClock(switch.exchange), TIMED))
 
 

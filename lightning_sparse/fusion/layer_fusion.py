@@ -122,7 +122,7 @@ class LayerFusion:
             [pieces[name] for name in names if pieces[name].dense == d] for names in layout.groups for d in (0, 1)
         ]
         self.regroup([group for group in groups if group], layout.compressor)
-        self.plan = layout.plan
+        self.plan, self.phase = layout.plan, "try"
 
     def send_all(self) -> None:
         """Sum in float32 from now on, so that nothing is unsent after a step; a checkpoint keeps nothing of it."""
@@ -165,7 +165,6 @@ class LayerFusion:
         Returns:
             The seconds from the start of backward to the last mean, which were ``span_s`` at first.
         """
-        self.phase = "try"
         if plan := layouts[0].plan:
             self.plan = plan.rejected()
         for layout in layouts:

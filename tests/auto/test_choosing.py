@@ -476,9 +476,9 @@ def test_a_trial_of_local_steps_ends_early_where_they_take_far_too_long(monkeypa
 
 def test_steps_are_far_too_long_where_a_quarter_more_would_be_as_soon_as_what_was_measured() -> None:
     chooser = Chooser(ls.Auto(), local=True)
-    assert chooser.longest_s == float("inf")
+    assert chooser.longest_s(0.25) == float("inf")
     chooser.forecasts = [expected(0.2, 1.0), replace(expected(0.1, 0.7), candidate=LOCAL2)]
     chooser.chosen = chooser.forecasts[1]
-    assert chooser.longest_s == float("inf")
+    assert chooser.longest_s(0.25) == float("inf")
     chooser.measured = {DENSE: 0.2}
-    assert chooser.longest_s == pytest.approx(1.25 * 0.2 / chooser.chosen.more_steps)
+    assert chooser.longest_s(0.25) == pytest.approx(1.25 * 0.2 / chooser.chosen.more_steps)
