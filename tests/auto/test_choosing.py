@@ -456,12 +456,31 @@ def test_what_cannot_be_chosen_is_refused(make: Any, message: str) -> None:
         make()
 
 
-def test_a_trial_of_local_steps_ends_early_where_they_take_far_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def two_then_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps take 2 s at first, then 1 s."""
+
     def looks(exchange: object, look: object, count: int) -> Passes[float]:
         for _ in range(count):
             yield
         return 2.0 if count == passes.GLANCE else 1.0
 
+    monkeypatch.setattr(passes, "typical_s", looks)
+
+
+@pytest.mark.usefixtures("two_then_one")
+def test_a_trial_of_sums_ends_early_where_they_take_too_long() -> None:
+    layout = passes.Layout([["layer"]], DENSE.averaging)
+    fusion = SimpleNamespace(layout=layout, compressor=DENSE.averaging, follow=lambda layout: None)
+    switch: Any = SimpleNamespace(layer_fusion=fusion, exchange=None, chosen=None)
+    given: Any = (switch, INT4, DENSE.averaging, MEASURED, Link(1e-5, 1e-8))
+    first = passes.TAKING_OVER + passes.GLANCE
+    assert to_its_end(passes._average_gradients(*given, 1.9)) == (first, 2.0)
+    assert to_its_end(passes._average_gradients(*given, 2.1)) == (first + passes.TIMED, 1.0)
+
+
+@pytest.mark.usefixtures("two_then_one")
+def test_a_trial_of_local_steps_ends_early_where_they_take_far_too_long() -> None:
     def trial(longest_s: float) -> tuple[int, float]:
         """How many steps it takes, and seconds of one."""
         exchange = SimpleNamespace(is_starting=True)
@@ -469,7 +488,6 @@ def test_a_trial_of_local_steps_ends_early_where_they_take_far_too_long(monkeypa
         trial_of = passes._take_local_steps(switch, LOCAL2, longest_s)
         return to_its_end(trial_of, lambda steps: vars(exchange).update(is_starting=steps < 20))
 
-    monkeypatch.setattr(passes, "typical_s", looks)
     assert trial(longest_s=1.9) == (passes.GLANCE, 2.0)
     assert trial(longest_s=2.1) == (20 + passes.SETTLING + passes.TIMED, 1.0)
 
