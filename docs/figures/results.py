@@ -34,9 +34,11 @@ SLOWER = (
 )
 NEAREST = (
     "On the same two cores, to lower losses: `sparse_auto` as it begins now, and those that were nearest to it above, "
-    "in one call each. One run differs from another by some 5 %, and the machine's speed from hour to hour."
+    "in one call each. One run differs from another by some 5 %, and the machine's speed by 10 % from one minute to "
+    "the next: of plain sums, [by turns](benchmarks/2026-11-27-short-messages.md) tells more."
 )
 ONE_RATE = "One learning rate for all, {}."
+BEFORE = " `sparse_auto` still measured each of its finalists for 40 steps, and ended no trial of sums early."
 BESIDE = " Other programs ran beside it at a low priority."
 #: What must be known to read a run.
 NOTES = {
@@ -79,6 +81,11 @@ NOTES = {
     "2026-11-26-220605-gpt_10m": ONE_RATE.format("5e-4"),
     "2026-11-26-221923-gpt_10m": ONE_RATE.format("5e-4"),
     "2026-11-26-223422-gpt_3m": ONE_RATE.format("2e-3"),
+    "2026-11-27-005604-byte_lm": BEST_RATES + BEFORE,
+    "2026-11-27-014556-gpt_10m": ONE_RATE.format("5e-4"),
+    "2026-11-27-015145-gpt_3m": ONE_RATE.format("2e-3"),
+    "2026-11-27-015646-byte_lm": BEST_RATES + " The machine slowed down while it ran: one rank alone took 47 ms a step "
+    "at first and 77 at last. By turns the same step takes 1.02 of plain DDP's (docs/benchmarks/plain_sums.py).",
     "2026-11-26-111941-byte_lm": BEST_RATES,
     "2026-11-26-113916-byte_lm": BEST_RATES,
     "2026-11-26-115213-byte_lm": BEST_RATES,
