@@ -118,15 +118,13 @@ class Chooser:
 
     def longest_s(self, doubt: float) -> float:
         """Seconds of a step of what was chosen, above which another that was measured is sooner by over ``doubt``."""
-        known_s = min((f.seconds for f in self._known), default=math.inf)
+        known_s = min((f.seconds for f in self._eligible), default=math.inf)
         return (1 + doubt) * known_s / (self.chosen.more_steps if self.chosen else 1.0)
 
     def finalists(self, doubt: float) -> list[Candidate]:
         """Measured sums of gradients: the soonest, and those that are later by a part of ``doubt`` or less."""
-        known = [f for f in self._known if not f.candidate.local_steps]
-        allowed = [f for f in known if f is self.chosen or _is_allowed(f, self._auto.at_most)]
-        allowed.sort(key=lambda f: f.seconds)
-        return [f.candidate for f in allowed[:FINALISTS] if f.seconds <= (1 + doubt) * allowed[0].seconds]
+        sums = sorted((f for f in self._eligible if not f.candidate.local_steps), key=lambda f: f.seconds)
+        return [f.candidate for f in sums[:FINALISTS] if f.seconds <= (1 + doubt) * sums[0].seconds]
 
     def measure_again(self, candidate: Candidate, step_s: float) -> None:
         """Note that more steps of ``candidate`` took ``step_s`` seconds each, where that is known."""
@@ -145,6 +143,12 @@ class Chooser:
     def _known(self) -> list[Forecast]:
         """Those of candidates whose steps were measured."""
         return [f for f in self.forecasts if f.candidate in self.measured]
+
+    @property
+    def _eligible(self) -> list[Forecast]:
+        """Those of them that lose no more than is allowed, and what was chosen."""
+        chosen = self.chosen and self.chosen.candidate
+        return [f for f in self._known if f.candidate == chosen or _is_allowed(f, self._auto.at_most)]
 
     def start(self, exchange: Exchange, costs: SimulatedCosts, given: Compressor) -> tuple[Compressor, float]:
         """Return what to begin with: ``given``, or plain sums where the link takes them sooner; and their seconds.

@@ -394,6 +394,12 @@ def settled() -> Chooser:
 def test_sums_that_differ_little_are_measured_in_turn_if_they_were_measured(settled: Chooser) -> None:
     assert settled.finalists(0.1) == [DENSE, BFLOAT16, INT4]
     assert settled.finalists(0.06) == [DENSE, BFLOAT16]
+    settled.forecasts[2] = replace(settled.forecasts[2], delivered=0.5, step_s=0.05)  # it loses more than is allowed
+    assert settled.finalists(0.1) == [DENSE, BFLOAT16]
+    settled.chosen, settled.measured[INT4] = settled.forecasts[2], 0.05
+    assert INT4 in settled.finalists(0.1)
+    settled.measure_again(INT4, 0.05)
+    assert INT4 in settled.finalists(0.1)
     settled.measured.clear()  # where nobody has a clock
     assert settled.finalists(0.1) == []
 
