@@ -29,6 +29,7 @@ from lightning_sparse.bench.compare.peers import bf16_hook
 from lightning_sparse.bench.compare.workloads import WORKLOADS, workload_named
 from lightning_sparse.compressors.rounded import Rounded
 from lightning_sparse.network import costs
+from lightning_sparse.options import HAND_OVERS
 
 DENSE, BFLOAT16 = ls.Dense(), Rounded(ls.Dense(), "bfloat16")
 BATCHES, SETTLING = 100, 8
@@ -94,7 +95,7 @@ def ours(compressor: ls.Compressor, message_bytes: int, ddp: DistributedDataPara
 def contenders(workload: str, sizes_mb: Sequence[float]) -> list[Contender]:
     """DDP first; ours in messages of so many MiB of gradient each."""
     parameters = workload_named(workload).module().parameters()
-    tenth = max(1.0, sum(parameter.nbytes for parameter in parameters) / 2**20 / 10)
+    hand_over_mb = max(1.0, sum(parameter.nbytes for parameter in parameters) / HAND_OVERS / 2**20)
     found = [
         Contender("`ddp`", workload, 25, lambda ddp: None),
         Contender("bf16 hook", workload, 25, lambda ddp: ddp.register_comm_hook(ddp.process_group, bf16_hook)),
@@ -102,7 +103,7 @@ def contenders(workload: str, sizes_mb: Sequence[float]) -> list[Contender]:
     for compressor, kind in ((BFLOAT16, "bfloat16"), (DENSE, "float32")):
         for mb in sizes_mb:
             put_on = partial(ours, compressor, round(mb * 2**20))
-            found.append(Contender(f"{kind}, messages of {mb:g} MiB of gradient", workload, tenth, put_on))
+            found.append(Contender(f"{kind}, messages of {mb:g} MiB of gradient", workload, hand_over_mb, put_on))
     return found
 
 

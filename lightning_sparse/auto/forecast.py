@@ -15,7 +15,7 @@ from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.engine.replica import Replica
 from lightning_sparse.fusion.costs import MOST, RUNS, SimulatedCosts, adding_to, made_up
 from lightning_sparse.fusion.model import Plan
-from lightning_sparse.fusion.planner import DDP_PLAN, Calibration, Measured, best_plan, calibrate
+from lightning_sparse.fusion.planner import DDP_PLAN, IN_PLACE, Calibration, Measured, best_plan, calibrate
 
 SHORT = 0.1  # Part of a step by which repeated measurements of the same step differ.
 
@@ -93,15 +93,15 @@ class Forecaster:
 
     def _of_gradients(self, candidate: Candidate) -> Forecast:
         compressor, in_place = candidate.averaging, self._costs.in_place(candidate.averaging)
-        dtype = type_in_place(compressor)
+        dtype, message_bytes = type_in_place(compressor), None
+        if dtype and in_place:
+            message_bytes = self._costs.sums.message_bytes * 4 // dtype.itemsize  # of float32
         pieces, kinds, sent_bytes = self._costs.of_model(compressor)
         # What coding and backward took longer for each other, sums where the gradient lies do not.
         calibration = Calibration() if in_place and self._has_coded else self.calibration
-        plan = best_plan(pieces, kinds, self._measured, calibration)
-        step_s, buckets_s = plan.step_s, plan.rest_s + plan.spans[DDP_PLAN]
-        if dtype and in_place:
-            messages = plan.model.filled(self._costs.sums.message_bytes // dtype.itemsize)
-            step_s = plan.rest_s + calibration.of(plan.model.span(messages))
+        plan = best_plan(pieces, kinds, self._measured, calibration, message_bytes)
+        step_s = plan.rest_s + plan.spans.get(IN_PLACE, plan.span_s)
+        buckets_s = plan.rest_s + plan.spans[DDP_PLAN]
         known = (1.0, 0.0) if dtype else (None, None)  # all arrives at once, rounded at most
         return Forecast(candidate, step_s, buckets_s, sent_bytes, _limit(plan), self._costs.size, *known)
 

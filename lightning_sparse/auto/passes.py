@@ -18,7 +18,7 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.link import NoClock, is_far, measure_latency, measure_link
 from lightning_sparse.fusion.costs import SimulatedCosts
-from lightning_sparse.fusion.layer_fusion import check_clock
+from lightning_sparse.fusion.layer_fusion import LayerFusion, check_clock
 from lightning_sparse.fusion.planner import Layout, Measured
 from lightning_sparse.fusion.steps import PassCounts, Passes, typical_s, until_changed
 from lightning_sparse.network.costs import Link
@@ -96,8 +96,8 @@ def _choose(switch: Switch, chooser: Chooser) -> Passes[float]:
     record = exchange.take_record()
     assert record is not None  # of the steps that were measured
     check_clock(measured)
-    candidate, first = chooser.choose(exchange, measured, costs, None if is_enough else at_work, record), fusion.layout
-    layouts = {each: Layout(first.groups, each.averaging) for each in chooser.measured}
+    candidate = chooser.choose(exchange, measured, costs, None if is_enough else at_work, record)
+    layouts = {each: Layout(fusion.layout.groups, each.averaging) for each in chooser.measured}
     while True:
         if candidate.local_steps:
             step_s = yield from _take_local_steps(switch, candidate, chooser.longest_s(FAR))
@@ -126,10 +126,8 @@ def _measure_in_turn(switch: Switch, chooser: Chooser, layouts: Mapping[Candidat
         rank_zero_info(f"sparse_auto: measuring in turn, since steps differ little: {'; '.join(map(str, finalists))}.")
         for each in finalists:
             switch.chosen = each
-            fusion.follow(layouts[each])
-            for _ in range(TAKING_OVER):
-                yield
-            chooser.measure_again(each, (yield from typical_s(exchange, StepClock(exchange), TIMED)))
+            yield from _take_over(fusion, layouts[each])
+            chooser.measure_again(each, (yield from _step_s(exchange, TIMED)))
     switch.chosen = chooser.take_soonest()
     fusion.follow(layouts[switch.chosen])
     return chooser.measured[switch.chosen]
@@ -153,13 +151,17 @@ def _average_gradients(
     if len(layouts) > 1 or same(fusion.compressor, candidate.averaging):
         yield from fusion.try_each(layouts, measured.span_s)
     else:
-        fusion.follow(layouts[0])
-        for _ in range(TAKING_OVER):
-            yield
-    step_s = yield from typical_s(switch.exchange, StepClock(switch.exchange), GLANCE)
+        yield from _take_over(fusion, layouts[0])
+    step_s = yield from _step_s(switch.exchange, GLANCE)
     if step_s > longest_s:
         return step_s
-    return (yield from typical_s(switch.exchange, StepClock(switch.exchange), TIMED))
+    return (yield from _step_s(switch.exchange, TIMED))
+
+
+def _take_over(fusion: LayerFusion, layout: Layout) -> Passes[None]:
+    fusion.follow(layout)
+    for _ in range(TAKING_OVER):
+        yield
 
 
 def _take_local_steps(switch: Switch, candidate: Candidate, longest_s: float) -> Passes[float]:
@@ -171,11 +173,11 @@ def _take_local_steps(switch: Switch, candidate: Candidate, longest_s: float) ->
             yield
     switch.to_local_steps(candidate)
     if switch.exchange.is_starting:
-        step_s = yield from typical_s(switch.exchange, StepClock(switch.exchange), GLANCE)
+        step_s = yield from _step_s(switch.exchange, GLANCE)
         if step_s > longest_s:
             return step_s
     yield from _settle(switch)
-    return (yield from typical_s(switch.exchange, StepClock(switch.exchange), TIMED))
+    return (yield from _step_s(switch.exchange, TIMED))
 
 
 def _settle(switch: Switch) -> Passes[None]:
@@ -192,6 +194,11 @@ def _watch_local_steps(switch: Switch, usual_s: float) -> Passes[None]:
     rank_zero_info(
         f"sparse_auto: local steps take {1e3 * now_s:.0f} ms, no longer {1e3 * usual_s:.0f} ms; choosing anew."
     )
+
+
+def _step_s(exchange: Exchange, steps: int) -> Passes[float]:
+    """Return the typical seconds of so many steps, the next ones."""
+    return (yield from typical_s(exchange, StepClock(exchange), steps))
 
 
 class StepClock:

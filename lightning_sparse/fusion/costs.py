@@ -69,8 +69,9 @@ class GroupCosts(ABC):
     def of_model(self, compressor: Compressor) -> tuple[list[Piece], Kinds, float]:
         """The pieces of the gradient, what they cost, and the bytes that a rank sends of them in a step."""
         pieces = pieces_of(self.parameters, compressor)
-        kinds = [(dense, self.of_groups(averages, n)) for dense, averages, n in _kinds(pieces, compressor)]
-        return pieces, kinds, sum(self.bytes_each(averages, n) * n for _, averages, n in _kinds(pieces, compressor))
+        every = list(_kinds(pieces, compressor))
+        kinds = [(dense, self.of_groups(averages, n)) for dense, averages, n in every]
+        return pieces, kinds, sum(self.bytes_each(averages, n) * n for _, averages, n in every)
 
     def sums_s(self, compressor: Compressor) -> float:
         """Seconds of averaging the whole gradient at once."""

@@ -159,17 +159,15 @@ class LayerFusion:
             "measuring anew."
         )
 
-    def try_each(self, layouts: Sequence[Layout], span_s: float) -> Passes[float]:
+    def try_each(self, layouts: Sequence[Layout], span_s: float) -> Passes[None]:
         """Change to each of ``layouts``, and with the same compressor back where it is slower than what was before.
 
-        Returns:
-            The seconds from the start of backward to the last mean, which were ``span_s`` at first.
+        From the start of backward to the last mean it took ``span_s`` seconds at first.
         """
         if plan := layouts[0].plan:
             self.plan = plan.rejected()
         for layout in layouts:
             span_s = yield from self._try(layout, span_s)
-        return span_s
 
     def _try(self, layout: Layout, span_s: float) -> Passes[float]:
         exchange, before = self._exchange, self.layout

@@ -89,14 +89,6 @@ class StepModel:
         """Whether no group has more elements than 32-bit indices can tell apart."""
         return bool((np.diff(self._sums[[0, *ends]], axis=0) <= INDEX_LIMIT).all())
 
-    def filled(self, elements: int) -> list[int]:
-        """The ends of groups that are closed once they hold so many ``elements``."""
-        sums, ends = self._sums.sum(1), [0]
-        while ends[-1] < len(self.ready_s):
-            end = int(np.searchsorted(sums, sums[ends[-1]] + elements))
-            ends.append(min(max(end, ends[-1] + 1), len(self.ready_s)))
-        return ends[1:]
-
     def best(self) -> list[int]:
         """The ends of the groups with the shortest span of all; of equals, one with a large last group.
 

@@ -12,6 +12,7 @@ from lightning_sparse.fusion.model import Cost, Plan, StepModel
 LEAST_GAIN = 0.1  # Part of a backward that a plan must gain, since the model is not exact; else the groups stay.
 FARTHEST = 2.0  # The most by which measured steps correct the model, in spans that it expects.
 DDP_PLAN = f"buckets of {BUCKET_BYTES >> 20} MiB"  # The name of DDP's own buckets among a plan's spans.
+IN_PLACE = "in place"  # Likewise of the messages in which they are summed where they lie.
 
 Kinds = Sequence[tuple[bool, Cost]]  # Whether pieces are summed densely, and what groups of them cost.
 
@@ -55,10 +56,6 @@ class Calibration:
     factor: float = 1.0
     offset_s: float = 0.0
 
-    def of(self, span_s: float) -> float:
-        """What steps take of which the model expects ``span_s``."""
-        return self.factor * span_s + self.offset_s
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -78,18 +75,33 @@ def calibrate(pieces: Sequence[Piece], kinds: Kinds, measured: Measured) -> Cali
     return Calibration(offset_s=min(measured.span_s - expected_s, FARTHEST * expected_s))
 
 
-def best_plan(pieces: Sequence[Piece], kinds: Kinds, measured: Measured, calibration: Calibration) -> Plan:
-    """Return the best groups, or those there were if these are hardly slower."""
+def best_plan(
+    pieces: Sequence[Piece],
+    kinds: Kinds,
+    measured: Measured,
+    calibration: Calibration,
+    message_bytes: int | None = None,
+) -> Plan:
+    """Return the best groups, or those there were if these are hardly slower.
+
+    The span of ``IN_PLACE`` is of sums in messages of ``message_bytes`` of float32 gradient, if there are any.
+    """
     model, place = _model(pieces, kinds, measured)
-    layers = fuse(sorted(pieces, key=lambda piece: place[piece.name]), "none")
+    ordered = sorted(pieces, key=lambda piece: place[piece.name])
+
+    def fused(fusion: str, bucket_bytes: int = BUCKET_BYTES) -> list[int]:
+        return _ends([[piece.name for piece in group] for group in fuse(ordered, fusion, bucket_bytes)], place)
+
     plans = {
         "LayerFusion": model.best(),
-        DDP_PLAN: model.filled(BUCKET_BYTES // 4),
-        "one group a layer": _ends([[piece.name for piece in layer] for layer in layers], place),
+        DDP_PLAN: fused("bucket"),
+        "one group a layer": fused("none"),
         "one group": [len(pieces)],
         "as before": _ends(measured.groups, place),
     }
-    spans = {name: calibration.of(model.span(ends)) for name, ends in plans.items()}
+    if message_bytes is not None:
+        plans[IN_PLACE] = fused("bucket", message_bytes)
+    spans = {name: calibration.factor * model.span(ends) + calibration.offset_s for name, ends in plans.items()}
     gains = spans["LayerFusion"] < (1 - LEAST_GAIN) * spans["as before"]
     chosen = "LayerFusion" if gains and model.can_be_indexed(plans["LayerFusion"]) else "as before"
     ends, before = tuple(plans[chosen]), tuple(plans["as before"])
