@@ -17,7 +17,7 @@ from lightning_sparse.checks import check_one_of, check_whole, is_number
 from lightning_sparse.compressors import COMPRESSORS, Compressor, MomentumCorrection, Warmup
 from lightning_sparse.compressors.wrapper import Wrapper
 from lightning_sparse.engine.build import Way, check_trains
-from lightning_sparse.engine.groups import BUCKET_BYTES, check_fusion
+from lightning_sparse.engine.groups import BUCKET_BYTES, check_fusion, hand_over_bytes
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.network.agreement import agree, described, versions
 from lightning_sparse.network.comm import Comm
@@ -36,7 +36,6 @@ UNSUPPORTED = (
 )
 GIVEN_BY_LIGHTNING = {"module", "device_ids", "args", "kwargs"}  # to DDP, or not by name
 MOST_MB = 2**23  # of bucket_cap_mb: 8 TiB
-HAND_OVERS = 10  # calls of our hook in a backward, of at least 1 MiB and at most one group of gradient
 EXAMPLE = ": SparseDDPStrategy('sparse_dense', ...)"  # how a compressor is named in place of sparse_auto
 
 
@@ -191,9 +190,9 @@ class Options:
         """
         given = strategy._ddp_kwargs
         nbytes = sum(p.nbytes for p in module.parameters() if p.requires_grad)
-        hand_over_bytes = 1 if self.fusion == "none" else min(max(2**20, nbytes / HAND_OVERS), BUCKET_BYTES)
         if self.fusion != "bucket":
-            strategy._ddp_kwargs = {"bucket_cap_mb": hand_over_bytes / 2**20} | given
+            each_bytes = 1 if self.fusion == "none" else hand_over_bytes(nbytes)
+            strategy._ddp_kwargs = {"bucket_cap_mb": each_bytes / 2**20} | given
         try:
             yield
         finally:

@@ -28,8 +28,7 @@ from lightning_sparse.bench.cluster import Cluster
 from lightning_sparse.bench.compare.peers import bf16_hook
 from lightning_sparse.bench.compare.workloads import WORKLOADS, workload_named
 from lightning_sparse.compressors.rounded import Rounded
-from lightning_sparse.network import costs
-from lightning_sparse.options import HAND_OVERS
+from lightning_sparse.engine.groups import hand_over_bytes
 
 DENSE, BFLOAT16 = ls.Dense(), Rounded(ls.Dense(), "bfloat16")
 BATCHES, SETTLING = 100, 8
@@ -86,16 +85,15 @@ def ours(compressor: ls.Compressor, message_bytes: int, ddp: DistributedDataPara
     """Sum where DDP has the gradients, in messages of so many bytes of float32, or the least that are more."""
     hook = ls.SparseHook(ddp, compressor, wire_dtype="float32", fusion="bucket")
     hook.exchange.may_sum_in_place = True
-    payload = message_bytes * (1 if compressor is DENSE else 0.5)
-    hop, size = hook.exchange.latencies[0], dist.get_world_size()
-    hook.exchange.set_latencies(hop, round(payload * 2 * (size - 1) / size / costs.LONG))
+    payload_bytes = message_bytes if compressor is DENSE else message_bytes // 2
+    hook.exchange.set_latencies(*hook.exchange.latencies[:2], payload_bytes)
     return hook
 
 
 def contenders(workload: str, sizes_mb: Sequence[float]) -> list[Contender]:
     """DDP first; ours in messages of so many MiB of gradient each."""
     parameters = workload_named(workload).module().parameters()
-    hand_over_mb = max(1.0, sum(parameter.nbytes for parameter in parameters) / HAND_OVERS / 2**20)
+    hand_over_mb = hand_over_bytes(sum(parameter.nbytes for parameter in parameters)) / 2**20
     found = [
         Contender("`ddp`", workload, 25, lambda ddp: None),
         Contender("bf16 hook", workload, 25, lambda ddp: ddp.register_comm_hook(ddp.process_group, bf16_hook)),

@@ -6,7 +6,6 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from statistics import mean
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
@@ -18,8 +17,8 @@ from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.gradient_record import GradientRecord
 from lightning_sparse.engine.link import median_over_ranks
-from lightning_sparse.fusion.costs import RANKS, SimulatedCosts
-from lightning_sparse.fusion.planner import Calibration, Measured
+from lightning_sparse.fusion.costs import RANKS, GroupCosts
+from lightning_sparse.fusion.planner import Measured
 from lightning_sparse.settings import same
 
 EXACT = Candidate(Dense())  # It has no error, so that others need not be looked at where its messages cost nothing.
@@ -90,15 +89,13 @@ class Chooser:
     Attributes:
         forecasts: of the candidates that were looked at, corrected by measured steps, the same on every rank.
         chosen: one of them.
-        measured: seconds of the steps of those that were measured.
     """
 
     def __init__(self, auto: Auto, local: bool) -> None:
         self.forecasts: list[Forecast] = []
         self.chosen: Forecast | None = None
         self._auto = auto
-        self.measured: dict[Candidate, float] = {}
-        self._looks: dict[Candidate, list[float]] = {}  # whose means these are, of what was measured several times
+        self._looks: dict[Candidate, list[float]] = {}  # seconds of steps, for each time that they were measured
         self._candidates = auto.choices
         if not local:
             self.forbid_local_steps()
@@ -110,6 +107,11 @@ class Chooser:
     def candidate(self, text: str) -> Candidate | None:
         """The candidate that is written like this, if there is one."""
         return next((each for each in self._candidates if str(each) == text), None)
+
+    @property
+    def measured(self) -> dict[Candidate, float]:
+        """The seconds of a step of what was measured."""
+        return {candidate: mean(looks) for candidate, looks in self._looks.items()}
 
     @property
     def is_settled(self) -> bool:
@@ -126,12 +128,11 @@ class Chooser:
         sums = sorted((f for f in self._eligible if not f.candidate.local_steps), key=lambda f: f.seconds)
         return [f.candidate for f in sums[:FINALISTS] if f.seconds <= (1 + doubt) * sums[0].seconds]
 
-    def measure_again(self, candidate: Candidate, step_s: float) -> None:
-        """Note that more steps of ``candidate`` took ``step_s`` seconds each, where that is known."""
-        looks = self._looks.setdefault(candidate, [self.measured[candidate]])
-        looks += [step_s] if math.isfinite(step_s) else []
-        self.measured[candidate] = step_s = mean(looks)
-        self.forecasts = [replace(f, step_s=step_s) if f.candidate == candidate else f for f in self.forecasts]
+    def see(self, candidate: Candidate, step_s: float) -> None:
+        """Note that so many more steps of ``candidate`` took ``step_s`` seconds each, where that is known."""
+        if math.isfinite(step_s):
+            self._looks.setdefault(candidate, []).append(step_s)
+            self._correct(candidate)
 
     def take_soonest(self) -> Candidate:
         """Choose the soonest of the measured sums, or float32 where that is hardly later."""
@@ -150,7 +151,7 @@ class Chooser:
         chosen = self.chosen and self.chosen.candidate
         return [f for f in self._known if f.candidate == chosen or _is_allowed(f, self._auto.at_most)]
 
-    def start(self, exchange: Exchange, costs: SimulatedCosts, given: Compressor) -> tuple[Compressor, float]:
+    def start(self, exchange: Exchange, costs: GroupCosts, given: Compressor) -> tuple[Compressor, float]:
         """Return what to begin with: ``given``, or plain sums where the link takes them sooner; and their seconds.
 
         To be called on every rank between two steps, before any is measured.
@@ -164,7 +165,7 @@ class Chooser:
         self,
         exchange: Exchange,
         measured: Measured,
-        costs: SimulatedCosts,
+        costs: GroupCosts,
         at_work: Compressor | None,
         record: GradientRecord,
     ) -> Candidate:
@@ -177,14 +178,13 @@ class Chooser:
             at_work: what averaged; None where the steps are too few to tell how they differ from the model.
             record: of this rank's gradients.
         """
-        self._record, self._beside, self._at_work = record, (measured, costs), at_work
-        self._has_looked = False  # at all candidates
-        self.forecasts, self._looks = [], {}
-        self._forecaster = Forecaster(measured, costs, None)
+        self._record, self._has_looked = record, False  # at all candidates
+        self.forecasts = []
+        self._forecaster = Forecaster(measured, costs)
         # Little lies between plain sums, of which these few steps tell too little.
         known = [c for c in self._candidates if c not in PLAIN and not c.local_steps and same(c.averaging, at_work)]
-        self.measured = dict.fromkeys(known, measured.span_s + measured.rest_s)
-        if EXACT in self._candidates and self._forecaster.sums_in_place:
+        self._looks = {candidate: [measured.span_s + measured.rest_s] for candidate in known}
+        if EXACT in self._candidates and costs.in_place(EXACT.averaging):
             self.forecasts = [self._forecaster.forecast(EXACT)]
         return self._take_best(exchange)
 
@@ -197,19 +197,15 @@ class Chooser:
         chosen = self.chosen.candidate
         if chosen in self.measured or not math.isfinite(step_s):
             return chosen
-        self.measured[chosen] = step_s
-        self._correct(chosen)
+        self.see(chosen, step_s)
         return self._take_best(exchange)
 
     def _look(self, exchange: Exchange) -> None:
-        """Predict the step of each candidate, with how measured steps differ from the model, and gather gradients."""
+        """Predict the step of each candidate, and gather gradients of all ranks."""
         self._has_looked = True
-        self._forecaster = Forecaster(*self._beside, self._at_work)
-        calibration, gradients = self._forecaster.calibration, self._record.gradients()
-        own = torch.cat([gradients.new_tensor([calibration.factor, calibration.offset_s]), gradients.flatten()])
-        of_each = exchange.ask(lambda comm: comm.all_gather(own.bfloat16()))[:RANKS].float()
-        self._forecaster.calibration = Calibration(*of_each[0, :2].tolist())
-        self._gradients, self._weights = of_each[:, 2:].unflatten(1, gradients.shape), self._record.weights()
+        own = self._record.gradients()
+        of_each = exchange.ask(lambda comm: comm.all_gather(own.flatten().bfloat16()))[:RANKS].float()
+        self._gradients, self._weights = of_each.unflatten(1, own.shape), self._record.weights()
         known = self._known
         candidates = [c for c in self._candidates if c not in {f.candidate for f in known}]
         new = _shared(exchange, candidates, self._forecaster.forecast)

@@ -1,21 +1,20 @@
 """Predicts the step of each candidate, from measured steps and a link."""
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from lightning_sparse.auto.more_steps import more_steps
 from lightning_sparse.auto.policy import Candidate
-from lightning_sparse.compressors import Compressor, Dense
+from lightning_sparse.compressors import Dense
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.compressors.rounded import type_in_place
-from lightning_sparse.engine.groups import cut_into_fragments, pieces_of
+from lightning_sparse.engine.groups import cut_into_fragments, hand_over_bytes, pieces_of
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.engine.replica import Replica
-from lightning_sparse.fusion.costs import MOST, RUNS, SimulatedCosts, adding_to, made_up
+from lightning_sparse.fusion.costs import MOST, RUNS, GroupCosts, adding_to, made_up
 from lightning_sparse.fusion.model import Plan
-from lightning_sparse.fusion.planner import DDP_PLAN, IN_PLACE, Calibration, Measured, best_plan, calibrate
+from lightning_sparse.fusion.planner import DDP_PLAN, IN_PLACE, Measured, best_plan
 
 SHORT = 0.1  # Part of a step by which repeated measurements of the same step differ.
 
@@ -60,56 +59,39 @@ class Forecaster:
     """Predicts steps in which computing takes what was measured, and messages what they would on a link.
 
     Args:
-        measured: with ``at_work``.
+        measured: steps.
         costs: of groups on the link.
-        at_work: what averaged meanwhile; None: nothing was sent.
-
-    Attributes:
-        calibration: how measured steps differ from the model.
     """
 
-    def __init__(self, measured: Measured, costs: SimulatedCosts, at_work: Compressor | None) -> None:
+    def __init__(self, measured: Measured, costs: GroupCosts) -> None:
         self._measured, self._costs = measured, costs
-        self.calibration = Calibration()
-        self._sent_bytes = math.inf  # of a rank in a measured step
-        self._has_coded = at_work is not None and not costs.in_place(at_work)  # in it
-        if at_work is not None:
-            pieces, kinds, self._sent_bytes = costs.of_model(at_work)
-            self.calibration = calibrate(pieces, kinds, measured)
 
     @property
     def computing_s(self) -> float:
         """Seconds of a step that sends nothing: no candidate's is shorter."""
         return self._measured.computing_s
 
-    @property
-    def sums_in_place(self) -> bool:
-        """Whether float32 sums of the gradient where it lies are the soonest sums of it."""
-        return bool(self._costs.in_place(Dense()))
-
     def forecast(self, candidate: Candidate) -> Forecast:
         """Predict a step."""
         return self._of_local_steps(candidate) if candidate.local_steps else self._of_gradients(candidate)
 
     def _of_gradients(self, candidate: Candidate) -> Forecast:
-        compressor, in_place = candidate.averaging, self._costs.in_place(candidate.averaging)
-        dtype, message_bytes = type_in_place(compressor), None
+        compressor, costs = candidate.averaging, self._costs
+        dtype, in_place, message_bytes = type_in_place(compressor), bool(costs.in_place(compressor)), None
+        pieces, kinds, sent_bytes = costs.of_model(compressor)
         if dtype and in_place:
-            message_bytes = self._costs.sums.message_bytes * 4 // dtype.itemsize  # of float32
-        pieces, kinds, sent_bytes = self._costs.of_model(compressor)
-        # What coding and backward took longer for each other, sums where the gradient lies do not.
-        calibration = Calibration() if in_place and self._has_coded else self.calibration
-        plan = best_plan(pieces, kinds, self._measured, calibration, message_bytes)
+            gradient_bytes = 4 * sum(piece.elements for piece in pieces)
+            message_bytes = max(costs.sums.message_bytes * 4 // dtype.itemsize, hand_over_bytes(gradient_bytes))
+        plan = best_plan(pieces, kinds, self._measured, message_bytes=message_bytes)
         step_s = plan.rest_s + plan.spans.get(IN_PLACE, plan.span_s)
         buckets_s = plan.rest_s + plan.spans[DDP_PLAN]
         known = (1.0, 0.0) if dtype else (None, None)  # all arrives at once, rounded at most
-        return Forecast(candidate, step_s, buckets_s, sent_bytes, _limit(plan), self._costs.size, *known)
+        return Forecast(candidate, step_s, buckets_s, sent_bytes, _limit(plan), costs.size, *known)
 
     def _of_local_steps(self, candidate: Candidate) -> Forecast:
         """A fragment is exchanged beside the next step, which is as long as the longer of the two.
 
-        A processor that computes the step has the work of the exchange too; a device does not.  By what measured steps
-        were longer than the model, these are by their share of the bytes.
+        A processor that computes the step has the work of the exchange too; a device does not.
         """
         compressor, costs = candidate.averaging, self._costs
         pieces = pieces_of(costs.parameters, compressor)
@@ -120,13 +102,12 @@ class Forecaster:
         own_s = self.computing_s + applying_s(n, costs) / n * sizes
         own_s = own_s + (busy_s if costs.device.type == "cpu" else 0.0)
         each_bytes = costs.bytes_each(compressor, largest) * sizes
-        own_s = own_s + self.calibration.offset_s * each_bytes / self._sent_bytes
         step_s = float(np.maximum(own_s, latency_s).mean())
         limit = "network" if (latency_s > own_s).mean() > 0.5 else "backward"
         return Forecast(candidate, step_s, step_s, float(each_bytes.mean()), limit, costs.size)
 
 
-def applying_s(n: int, costs: SimulatedCosts) -> float:
+def applying_s(n: int, costs: GroupCosts) -> float:
     """Seconds in which a rank takes up ``n`` weights after local steps and applies their exchange."""
     weights = made_up(n, 0, costs.device)
     replica = Replica(Group(0, ("simulated",), (weights,)), Dense(), 0, LocalSteps(2))

@@ -17,11 +17,10 @@ from lightning_sparse.auto.trial import ELEMENTS
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.link import NoClock, is_far, measure_latency, measure_link
-from lightning_sparse.fusion.costs import SimulatedCosts
+from lightning_sparse.fusion.costs import GroupCosts
 from lightning_sparse.fusion.layer_fusion import LayerFusion, check_clock
 from lightning_sparse.fusion.planner import Layout, Measured
 from lightning_sparse.fusion.steps import PassCounts, Passes, typical_s, until_changed
-from lightning_sparse.network.costs import Link
 from lightning_sparse.settings import same
 
 MEASURED_AFTER = 3  # Local steps after which the link is measured, where local steps were given.
@@ -79,17 +78,14 @@ def _choose(switch: Switch, chooser: Chooser) -> Passes[float]:
     latency_s, at_work = measure_latency(exchange), fusion.at_work
     far = is_far(latency_s)
 
-    def costs_on_link() -> SimulatedCosts:
-        return SimulatedCosts(switch.parameters, measure_link(exchange, latency_s), exchange.size)
-
     if not far:
-        costs = costs_on_link()
+        costs = fusion.costs_on(measure_link(exchange, latency_s))
         at_work, sums_s = chooser.start(exchange, costs, fusion.at_work)
         fusion.follow(Layout(fusion.layout.groups, at_work))
     exchange.record_gradients(ELEMENTS)
     measured = yield from fusion.measure(GLIMPSE_OF_DEVICE if exchange.device.type == "cuda" else GLIMPSE)
     if far:  # now that connections carry what they can
-        costs, sums_s = costs_on_link(), measured.sums_s
+        costs, sums_s = fusion.costs_on(measure_link(exchange, latency_s)), measured.sums_s
     is_enough = sums_s > measured.computing_s  # the same on every rank
     if not is_enough:
         measured = yield from fusion.measure(CHOOSING)
@@ -103,7 +99,7 @@ def _choose(switch: Switch, chooser: Chooser) -> Passes[float]:
             step_s = yield from _take_local_steps(switch, candidate, chooser.longest_s(FAR))
         else:
             longest_s = chooser.longest_s(DOUBT)
-            step_s = yield from _average_gradients(switch, candidate, at_work, measured, costs.link, longest_s)
+            step_s = yield from _average_gradients(switch, candidate, at_work, measured, costs, longest_s)
             assert switch.layer_fusion is not None
             layouts[candidate] = switch.layer_fusion.layout
         again = chooser.note(switch.exchange, step_s)
@@ -127,14 +123,14 @@ def _measure_in_turn(switch: Switch, chooser: Chooser, layouts: Mapping[Candidat
         for each in finalists:
             switch.chosen = each
             yield from _take_over(fusion, layouts[each])
-            chooser.measure_again(each, (yield from _step_s(exchange, TIMED)))
+            chooser.see(each, (yield from _step_s(exchange, TIMED)))
     switch.chosen = chooser.take_soonest()
     fusion.follow(layouts[switch.chosen])
     return chooser.measured[switch.chosen]
 
 
 def _average_gradients(
-    switch: Switch, candidate: Candidate, at_work: Compressor, measured: Measured, link: Link, longest_s: float
+    switch: Switch, candidate: Candidate, at_work: Compressor, measured: Measured, costs: GroupCosts, longest_s: float
 ) -> Passes[float]:
     """Go on with a candidate that averages gradients, in the groups that are best for it; returns seconds of a step.
 
@@ -144,14 +140,15 @@ def _average_gradients(
         switch.to_gradients()
     fusion = switch.layer_fusion
     assert fusion is not None
-    layouts = [Layout(fusion.layout.groups, candidate.averaging)]
-    if len(layouts[0].groups) > 1:  # else it is too short to gain by cuts
-        layouts = fusion.decide(candidate.averaging, at_work, measured, link)
+    layout = Layout(fusion.layout.groups, candidate.averaging)
+    cuts = len(layout.groups) > 1 and not switch.exchange.sums_in_place(candidate.averaging)
+    if cuts:  # else it is too short to gain by them
+        layout = fusion.decide(candidate.averaging, at_work, measured, costs)
     switch.chosen = candidate
-    if len(layouts) > 1 or same(fusion.compressor, candidate.averaging):
-        yield from fusion.try_each(layouts, measured.span_s)
+    if same(fusion.compressor, candidate.averaging):
+        yield from fusion.try_on(layout, measured.span_s)
     else:
-        yield from _take_over(fusion, layouts[0])
+        yield from _take_over(fusion, layout)
     step_s = yield from _step_s(switch.exchange, GLANCE)
     if step_s > longest_s:
         return step_s

@@ -24,6 +24,7 @@ from lightning_sparse.engine.step import PendingBucket, Report
 from lightning_sparse.engine.timeline import Timeline
 from lightning_sparse.network.agreement import everywhere
 from lightning_sparse.network.comm import Comm, Pending
+from lightning_sparse.wire import ValueFormat
 
 T = TypeVar("T")
 
@@ -133,6 +134,11 @@ class Exchange(Around, ABC):
         """Have each rank add what it has not sent of gradients, in these ``groups``, to its own next gradients."""
         raise NotImplementedError
 
+    @property
+    def can_sum_in_place(self) -> bool:
+        """Whether DDP's buckets can be summed where they lie, if the link makes that the soonest."""
+        return False
+
     def sums_in_place(self, compressor: Compressor) -> bool:
         """Whether what ``compressor`` averages is summed where DDP has it, not in groups, once nothing is unsent.
 
@@ -168,15 +174,19 @@ class Exchange(Around, ABC):
         return [result.result() for result in results]
 
     @property
-    def latencies(self) -> tuple[int, int]:
-        """What sums go by: ``hop_bytes`` and ``all_reduce_bytes`` of ``Costs``."""
-        costs = self._lanes[0].comm.costs
-        return costs.hop_bytes, costs.all_reduce_bytes
+    def wire_dtype(self) -> ValueFormat:
+        """Of values on the wire."""
+        return self._lanes[0].comm.wire_dtype
 
-    def set_latencies(self, hop_bytes: int, all_reduce_bytes: int) -> None:
+    @property
+    def latencies(self) -> tuple[int, int, int]:
+        """What sums go by, as ``Costs`` has it."""
+        return self._lanes[0].comm.costs.latencies
+
+    def set_latencies(self, hop_bytes: int, all_reduce_bytes: int, message_bytes: int = 0) -> None:
         """Have sums go by these from now on.  To be called between two steps, with the same on every rank."""
         for lane in self._lanes:
-            lane.comm.costs.hop_bytes, lane.comm.costs.all_reduce_bytes = hop_bytes, all_reduce_bytes
+            lane.comm.costs.latencies = hop_bytes, all_reduce_bytes, message_bytes
 
     def ask(self, launch: Callable[[Comm], Pending]) -> Tensor:
         """The result of one message, launched on the first lane between two steps, on every rank."""

@@ -154,19 +154,16 @@ class GradientExchange(ScaledSteps):
     def sums_in_place(self, compressor: Compressor) -> bool:
         return self._sums_in_place_in(type_in_place(compressor))
 
-    def _sums_in_place_in(self, dtype: torch.dtype | None) -> bool:
+    @property
+    def can_sum_in_place(self) -> bool:
         comm = self._lanes[0].comm
-        if dtype is None or not self._in_float32 or not isinstance(comm, TorchComm):
-            return False
-        if comm.stages(self.device):
-            return False
         needs_groups = self._node is not None or self._scaler is not None or self._used is not None
-        return (
-            self.may_sum_in_place
-            and not needs_groups
-            and comm.wire_dtype.lossless
-            and comm.costs.in_place(dtype.itemsize * self._elements)
-        )
+        may = self.may_sum_in_place and self._in_float32 and comm.wire_dtype.lossless and not needs_groups
+        return may and isinstance(comm, TorchComm) and not comm.stages(self.device)
+
+    def _sums_in_place_in(self, dtype: torch.dtype | None) -> bool:
+        costs = self._lanes[0].comm.costs
+        return dtype is not None and self.can_sum_in_place and costs.in_place(dtype.itemsize * self._elements)
 
     @property
     def _next_in_place(self) -> tuple[torch.dtype | None, bool]:

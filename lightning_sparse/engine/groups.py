@@ -14,6 +14,8 @@ from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.replica import ASIDE, EXACT, UNSENT_GRADIENT
 
 FUSIONS = ("layer", "bucket", "none")
+HAND_OVERS = 10  # calls of our hook in a backward; of smaller parts each takes longer than it gains
+LEAST_HAND_OVER_BYTES = 2**20
 BUCKET_BYTES = 25 * 2**20  # of float32 gradient in a group, as in DDP's default buckets
 
 
@@ -44,6 +46,11 @@ def check_fusion(fusion: object) -> str | tuple[str, ...]:
         f"fusion must be one of {', '.join(FUSIONS)}, or a list of patterns; got {fusion!r}. A list has a shell-style "
         "pattern of parameter names for each group, such as ['head.*', '*']."
     )
+
+
+def hand_over_bytes(gradient_bytes: int) -> int:
+    """Return of how much gradient DDP hands over at once, where nobody says it: when decides what can be sent."""
+    return min(max(LEAST_HAND_OVER_BYTES, gradient_bytes // HAND_OVERS), BUCKET_BYTES)
 
 
 def fuse(pieces: Sequence[Piece], fusion: str | Sequence[str], bucket_bytes: int = BUCKET_BYTES) -> list[list[Piece]]:

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -15,7 +16,7 @@ from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.groups import Piece, carry_over, make_groups, pieces_of
 from lightning_sparse.engine.link import NoClock, measure_link, median_over_ranks
 from lightning_sparse.engine.timeline import GroupTime
-from lightning_sparse.fusion.costs import MeasuredCosts
+from lightning_sparse.fusion.costs import GroupCosts
 from lightning_sparse.fusion.model import Plan
 from lightning_sparse.fusion.planner import Layout, Measured, best_plan, calibrate
 from lightning_sparse.fusion.steps import PLANNING, PassCounts, Passes, measure_steps, until_changed
@@ -26,7 +27,6 @@ EVERY = 10  # Passes from one look at the time to the next once a plan is follow
 WINDOW = 10  # Looks after which LayerFusion checks whether times have changed.
 TRIAL = 7  # Passes after which new groups must not be slower than the old; the first two do not count.
 WORTH_PLANNING = 2**18  # Elements; a smaller gradient is one group.
-SMALL_BUFFERS = 0.4  # Bytes of messages' buffers for each element of the largest group: a tenth of a gradient.
 MERGING_GAIN = 0.1  # Part of the time that fewer groups must gain where more parameters then compete to be sent.
 
 
@@ -138,8 +138,8 @@ class LayerFusion:
                 measured, at_work = (yield from self.measure(PLANNING)), self.at_work
                 try:
                     check_clock(measured)
-                    layouts = self.decide(self.compressor, at_work, measured, measure_link(self._exchange))
-                    yield from self.try_each(layouts, measured.span_s)
+                    costs = self.costs_on(measure_link(self._exchange))
+                    yield from self.try_on(self.decide(self.compressor, at_work, measured, costs), measured.span_s)
                 except NoClock:  # on every rank
                     rank_zero_warn("LayerFusion: no rank could tell the time; the groups stay as they are.")
             yield from self.watch()
@@ -159,22 +159,15 @@ class LayerFusion:
             "measuring anew."
         )
 
-    def try_each(self, layouts: Sequence[Layout], span_s: float) -> Passes[None]:
-        """Change to each of ``layouts``, and with the same compressor back where it is slower than what was before.
+    def try_on(self, layout: Layout, span_s: float) -> Passes[None]:
+        """Change to ``layout``, whose compressor is at work, and back where it is slower than what was before.
 
-        From the start of backward to the last mean it took ``span_s`` seconds at first.
+        From the start of backward to the last mean that took ``span_s`` seconds.
         """
-        if plan := layouts[0].plan:
-            self.plan = plan.rejected()
-        for layout in layouts:
-            span_s = yield from self._try(layout, span_s)
-
-    def _try(self, layout: Layout, span_s: float) -> Passes[float]:
         exchange, before = self._exchange, self.layout
         self.follow(layout)
-        is_same_compressor = same(self.compressor, before.compressor)
-        if is_same_compressor and self.layout.groups == before.groups:
-            return span_s
+        if self.layout.groups == before.groups:
+            return
         spans = []
         for _ in range(TRIAL):
             yield
@@ -182,61 +175,47 @@ class LayerFusion:
         # In fewer groups parameters with small gradients compete with more others, so that they are sent less often.
         merged = len(exchange.groups) < len(before.groups) and any(group.target < group.n for group in exchange.groups)
         now_s, allowed = median_over_ranks(exchange, [median(spans[2:]), 1 - MERGING_GAIN if merged else 1.0]).tolist()
-        if not is_same_compressor or not now_s > allowed * span_s:  # also where a time is not known
-            return float(now_s)
+        if not now_s > allowed * span_s:  # also where a time is not known
+            return
         rank_zero_info(
             f"LayerFusion: back to the groups before: backward and communication took {1e3 * span_s:.1f} ms "
             f"in {len(before.groups)}, {1e3 * now_s:.1f} ms in {len(exchange.groups)}, which is above {allowed:.0%} of "
             "it."
         )
-        self.follow(before)
-        return span_s
+        self.follow(replace(before, plan=layout.plan and layout.plan.rejected()))
 
     # - planning
 
-    def decide(self, compressor: Compressor, at_work: Compressor, measured: Measured, link: Link) -> list[Layout]:
-        """Return the groups that rank 0 plans for ``compressor``, on every rank; those there are if it cannot.
+    def costs_on(self, link: Link) -> GroupCosts:
+        """What groups cost on ``link``, on this machine."""
+        exchange = self._exchange
+        return GroupCosts(self._parameters, link, exchange.size, exchange.wire_dtype, exchange.can_sum_in_place)
 
-        One group of all follows if the model cannot tell which is faster, and it would hardly take more memory.
+    def decide(self, compressor: Compressor, at_work: Compressor, measured: Measured, costs: GroupCosts) -> Layout:
+        """Return the groups that rank 0 plans for ``compressor``, on every rank; those there are if it cannot.
 
         Args:
             compressor: what is to average from now on.
             at_work: what averaged when steps were measured.
             measured: these steps.
-            link: between the ranks.
-
-        Raises:
-            NoClock: if no rank could tell the time.
+            costs: of groups on the link.
         """
-        exchange, names = self._exchange, self._names
-        stay = Layout([group.names for group in exchange.groups], compressor)
-        if exchange.sums_in_place(compressor):
-            return [stay]
-        costs = MeasuredCosts(self._parameters, link, exchange)
-        pieces, kinds, _ = costs.of_model(at_work)
-        _, kinds_from_now_on, _ = costs.of_model(compressor.active(exchange.group_step))
-        plan, one_group, planned = None, None, ""
-        if exchange.rank == 0:
-            try:
+        exchange, plan, planned = self._exchange, None, ""
+        try:  # on every rank, so that compressing takes as long as in a step, in which all do it at once
+            pieces, kinds, _ = costs.of_model(at_work)
+            _, kinds_from_now_on, _ = costs.of_model(compressor.active(exchange.group_step))
+            if exchange.rank == 0:
                 calibration = calibrate(pieces, kinds, measured)
                 plan = best_plan(pieces_of(self._parameters, compressor), kinds_from_now_on, measured, calibration)
                 rank_zero_info(f"LayerFusion: {plan}")
-                one_group, group_of = plan.one_group() if self._buffers_are_small else None, plan.group_of()
-                groups = [[name for name in names if group_of[name] == i] for i in range(len(plan.ends))]
-                planned = json.dumps([groups, [names]] if one_group else [groups])
-            except Exception as error:  # a plan is a gain, not a need; and the others wait for this rank
-                rank_zero_warn(f"LayerFusion: no plan could be made; the groups stay as they are. {error!r}")
+                group_of = plan.group_of()
+                of_each = [[name for name in self._names if group_of[name] == i] for i in range(len(plan.ends))]
+                planned = json.dumps(of_each)
+        except Exception as error:  # a plan is a gain, not a need; and the others wait for this rank
+            rank_zero_warn(f"LayerFusion: no plan could be made; the groups stay as they are. {error!r}")
         planned = exchange.gather_text(planned)[0]
-        if not planned:
-            return [stay]
-        return [
-            Layout(groups, compressor, p) for groups, p in zip(json.loads(planned), (plan, one_group), strict=False)
-        ]
-
-    @property
-    def _buffers_are_small(self) -> bool:
-        kept_bytes = max(self._exchange.on_lanes(lambda lane: lane.comm.buffers.nbytes))
-        return kept_bytes <= SMALL_BUFFERS * max(2**20, *(group.n for group in self._exchange.groups))
+        groups = json.loads(planned) if planned else self.layout.groups
+        return Layout(groups, compressor, plan)
 
 
 def check_clock(measured: Measured) -> None:

@@ -16,8 +16,6 @@ from lightning_sparse.wire import INDEX_LIMIT
 Array = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
-INEXACT = 0.05  # Part of a span: where plans differ by less, the model cannot tell which is faster.
-
 
 @dataclass(frozen=True)
 class Cost:
@@ -155,13 +153,6 @@ class Plan:
     def rejected(self) -> "Plan":
         """Return the plan of the groups there were before."""
         return replace(self, ends=self.before, span_s=self.spans["as before"])
-
-    def one_group(self) -> "Plan | None":
-        """Return the plan of one group; None unless the model, which is not exact, cannot tell which is faster."""
-        one, span_s = (len(self.names),), self.spans.get("one group", math.inf)
-        if self.ends == one or span_s > (1 + INEXACT) * self.span_s or not self.model.can_be_indexed(one):
-            return None
-        return replace(self, ends=one, span_s=span_s)
 
     def group_of(self) -> dict[str, int]:
         """The index of each parameter's group, by name."""

@@ -79,7 +79,7 @@ def best_plan(
     pieces: Sequence[Piece],
     kinds: Kinds,
     measured: Measured,
-    calibration: Calibration,
+    calibration: Calibration = Calibration(),
     message_bytes: int | None = None,
 ) -> Plan:
     """Return the best groups, or those there were if these are hardly slower.

@@ -8,10 +8,11 @@ MOST_LATENCY_BYTES = 2**26  # the most that a link is taken to carry in its late
 SEGMENT_BYTES = 512 * 1024  # long messages are sent in segments: one is on the wire while another is being added
 DEVICE_SEGMENT_BYTES = 32 * 2**20  # likewise where a device adds them, of which a launch takes some 5 µs of the host
 
-# How many times as long as its latency a message takes to transfer, at least, of those that follow each other during
-# backward.  The shorter they are, the less is left after it: at 1 Gbit/s ten messages of a gradient of 11 MB took 0.82
-# of the step with one, where they are 2 to 4 times (docs/benchmarks/2026-11-27-short-messages.md).
+# Messages that follow each other during backward: the shorter they are, the less is left after it, but the more often
+# a latency is waited for.  Beyond what passes beside backward, each transfers for ``LONG`` times its latency, at least
+# (docs/benchmarks/2026-11-27-short-messages.md).
 LONG = 3
+BESIDE_S = 0.005  # Seconds of a latency of the backend's sum that pass beside backward.
 MOST_MESSAGE_BYTES = 25 * 2**20  # of such a message: as long as DDP's buckets
 
 COPIES = 1.2  # what two hops of float32 cost beside the backend's sum, which adds where the values lie
@@ -64,6 +65,16 @@ class Link:
         on_the_wire = min(max(seconds / max(self.s_per_byte, 1e-12), 1), MOST_LATENCY_BYTES)
         return round(2 ** (round(4 * math.log2(on_the_wire)) / 4))
 
+    def all_reduce_of(self, size: int) -> float:
+        """The latency of an all-reduce among ``size`` ranks: that of its hops, where it was not measured."""
+        return self.all_reduce_s if math.isfinite(self.all_reduce_s) else hops("all_reduce", size) * self.latency_s
+
+    def latencies(self, size: int) -> tuple[int, int, int]:
+        """What sums among ``size`` ranks go by: :attr:`Costs.latencies`."""
+        all_reduce_s = self.all_reduce_of(size)
+        payload_bytes = self.carries(LONG * max(all_reduce_s - BESIDE_S, 0)) * size // (2 * max(size - 1, 1))
+        return self.carries(self.latency_s), self.carries(all_reduce_s), min(payload_bytes, MOST_MESSAGE_BYTES)
+
 
 class Costs:
     """What sums cost on a link, the same on every rank, and by that the way they take.  P = ``size``.
@@ -71,13 +82,23 @@ class Costs:
     Attributes:
         hop_bytes: what a link carries in the time that a message of next to no length takes to all other ranks.
         all_reduce_bytes: what it carries in that of an all-reduce of the backend of next to no length.
+        message_bytes: of one message's payload, at least, where the backend sums a gradient in several.
         by_backend: float32 is always summed by the backend, which chooses among several ways itself.
     """
 
     def __init__(self, size: int, hop_bytes: int = HOP_BYTES) -> None:
         self.size = size
-        self.hop_bytes, self.all_reduce_bytes = hop_bytes, hops("all_reduce", size) * hop_bytes
+        self.latencies = hop_bytes, hops("all_reduce", size) * hop_bytes, 0
         self.by_backend = False
+
+    @property
+    def latencies(self) -> tuple[int, int, int]:
+        """``hop_bytes``, ``all_reduce_bytes`` and ``message_bytes``."""
+        return self.hop_bytes, self.all_reduce_bytes, self.message_bytes
+
+    @latencies.setter
+    def latencies(self, given: tuple[int, int, int]) -> None:
+        self.hop_bytes, self.all_reduce_bytes, self.message_bytes = given
 
     def of(self, way: str, payload_bytes: int) -> float:
         """The time of a sum of ``payload_bytes`` on the wire from each rank, in bytes that a link carries meanwhile.
@@ -102,11 +123,6 @@ class Costs:
             return "one_hop"
         two_hops = self.of("two_hops", payload_bytes)
         return "backend" if lossless and self.of("backend", payload_bytes) <= COPIES * two_hops else "two_hops"
-
-    @property
-    def message_bytes(self) -> int:
-        """Of one message's payload, at least, where the backend sums a gradient in several."""
-        return min(LONG * self.all_reduce_bytes * self.size // (2 * max(self.size - 1, 1)), MOST_MESSAGE_BYTES)
 
     def in_place(self, payload_bytes: int) -> bool:
         """Whether the backend's sums of a gradient in float32, where DDP has it, are the soonest."""

@@ -20,8 +20,8 @@ from lightning_sparse.auto.trial import try_on
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.gradient_record import RUN, STEPS, GradientRecord
 from lightning_sparse.fusion import costs as costs_module
-from lightning_sparse.fusion.costs import SimulatedCosts, simulated_cost
-from lightning_sparse.fusion.planner import Calibration, Measured
+from lightning_sparse.fusion.costs import GroupCosts
+from lightning_sparse.fusion.planner import Measured
 from lightning_sparse.fusion.steps import Passes
 from lightning_sparse.network.comm import Comm, Pending
 from lightning_sparse.network.costs import Link
@@ -34,7 +34,7 @@ SELECTING = [
 ]
 LAYERS = {"a": torch.empty(1024, 64), "b": torch.empty(1024, 512)}
 MEASURED = Measured([0.01, 0.02], span_s=0.05, rest_s=0.01, groups=[["b", "a"]])
-COSTS = SimulatedCosts(LAYERS, Link(0.001, 1e-9), 4)
+COSTS = GroupCosts(LAYERS, Link(0.001, 1e-9, 0.002), 4)
 
 
 @pytest.fixture
@@ -70,8 +70,8 @@ def test_every_candidate_can_be_tried_and_what_it_keeps_is_bounded(gradients: Te
         assert 0 <= found.staleness < 50, candidate
 
 
-def forecaster(link: Link, at_work: ls.Compressor | None = None) -> Forecaster:
-    return Forecaster(MEASURED, SimulatedCosts(LAYERS, link, 4, ticking()), at_work)
+def forecaster(link: Link) -> Forecaster:
+    return Forecaster(MEASURED, GroupCosts(LAYERS, link, 4, now=ticking()))
 
 
 def test_local_steps_hide_what_they_send_beside_the_next_step() -> None:
@@ -88,42 +88,17 @@ def test_local_steps_hide_what_they_send_beside_the_next_step() -> None:
 def test_float32_in_several_buckets_takes_the_time_of_its_bytes() -> None:
     layers = {str(i): torch.empty(1024, 1024) for i in range(20)}  # 80 MiB
     measured = Measured([0.01] * 20, span_s=0.05, rest_s=0.01, groups=[list(layers)])
-    costs = SimulatedCosts(layers, Link(0.0001, 8e-8), 4, ticking())  # 100 Mbit/s
-    found = Forecaster(measured, costs, None).forecast(DENSE)
+    costs = GroupCosts(layers, Link(0.0001, 8e-8), 4, now=ticking())  # 100 Mbit/s
+    found = Forecaster(measured, costs).forecast(DENSE)
     assert found.step_s == pytest.approx(8e-8 * 2 * 3 / 4 * 80 * 2**20, rel=0.1)
-
-
-def test_measured_steps_correct_what_is_predicted() -> None:
-    link = Link(0.0001, 1e-9)
-    usual = forecaster(link).forecast(DENSE).step_s
-    assert forecaster(link, ls.Dense()).forecast(DENSE).step_s > usual  # they took longer than the model says
-
-
-def test_what_coding_took_longer_is_not_expected_of_sums_in_place() -> None:
-    link, at_work = Link(0.0001, 1e-9), ls.Candidate(ls.Dense(), "int4")
-    usual, corrected = forecaster(link), forecaster(link, at_work.averaging)
-    assert corrected.calibration.offset_s > 0
-    assert corrected.forecast(at_work).step_s > usual.forecast(at_work).step_s
-    assert corrected.forecast(DENSE).step_s == usual.forecast(DENSE).step_s
-
-
-def test_local_steps_are_longer_than_the_model_by_what_they_send() -> None:
-    link, at_work = Link(0.0001, 1e-9), ls.Candidate(ls.Dense(), "int4")
-    usual, corrected = forecaster(link), forecaster(link, at_work.averaging)
-    all_bytes = usual.forecast(at_work).sent_bytes
-    for candidate in (ls.Candidate(ls.Dense(), each, steps) for each in ("int4", "sign") for steps in (2, 16)):
-        before, after = usual.forecast(candidate), corrected.forecast(candidate)
-        late_s = corrected.calibration.offset_s * before.sent_bytes / all_bytes
-        assert late_s > 0
-        assert after.step_s == pytest.approx(before.step_s + late_s, rel=1e-3)
 
 
 @pytest.mark.parametrize("candidate", [*CANDIDATES[:4], *SELECTING[:2]], ids=str)
 def test_few_ranks_stand_for_many(candidate: ls.Candidate, monkeypatch: pytest.MonkeyPatch) -> None:
-    link, device = Link(1e-6, 1e-9), torch.device("cpu")
-    few = simulated_cost(candidate.averaging, 2**15, 16, link, device, ticking())
+    costs = GroupCosts(LAYERS, Link(1e-6, 1e-9), 16, now=ticking())
+    few = costs.simulated(candidate.averaging, 2**15)
     monkeypatch.setattr(costs_module, "RANKS", 16)
-    many = simulated_cost(candidate.averaging, 2**15, 16, link, device, ticking())
+    many = costs.simulated(candidate.averaging, 2**15)
     assert few.sent_bytes == pytest.approx(
         many.sent_bytes, rel=0.02 if isinstance(candidate.compressor, ls.Dense) else 0.5
     )
@@ -236,8 +211,6 @@ class GivenSteps:
         limit: str = "network",
     ) -> None:
         self.computing_s = computing_ms / 1e3
-        self.sums_in_place = True
-        self.calibration = Calibration()
         self.asked: list[ls.Candidate] = []
         self.steps_ms, self._limit = steps_ms, limit
 
@@ -259,7 +232,7 @@ def test_it_begins_with_the_sums_that_the_link_takes_soonest(s_per_byte: float, 
 
     def begun(auto: ls.Auto) -> ls.Compressor:
         chooser = Chooser(auto, local=True)
-        costs = SimulatedCosts(LAYERS, Link(1e-5, s_per_byte, 2e-5), exchange.size)
+        costs = GroupCosts(LAYERS, Link(1e-5, s_per_byte, 2e-5), exchange.size)
         return chooser.start(exchange, costs, auto.start)[0]
 
     assert begun(ls.Auto()) == ls.Candidate(ls.Dense(), wire_dtype).averaging
@@ -386,7 +359,7 @@ def settled() -> Chooser:
     chooser._forecaster = GivenSteps({})  # type: ignore[assignment]
     steps_ms = {DENSE: 100, BFLOAT16: 105, INT4: 108, LOCAL2: 90, TOPK: 95}
     chooser.forecasts = [replace(expected(ms / 1e3, 1.0), candidate=each) for each, ms in steps_ms.items()]
-    chooser.measured = {each: ms / 1e3 for each, ms in steps_ms.items() if each != TOPK}
+    chooser._looks = {each: [ms / 1e3] for each, ms in steps_ms.items() if each != TOPK}
     chooser.chosen = chooser.forecasts[0]
     return chooser
 
@@ -396,11 +369,11 @@ def test_sums_that_differ_little_are_measured_in_turn_if_they_were_measured(sett
     assert settled.finalists(0.06) == [DENSE, BFLOAT16]
     settled.forecasts[2] = replace(settled.forecasts[2], delivered=0.5, step_s=0.05)  # it loses more than is allowed
     assert settled.finalists(0.1) == [DENSE, BFLOAT16]
-    settled.chosen, settled.measured[INT4] = settled.forecasts[2], 0.05
+    settled.chosen, settled._looks[INT4] = settled.forecasts[2], [0.05]
     assert INT4 in settled.finalists(0.1)
-    settled.measure_again(INT4, 0.05)
+    settled.see(INT4, 0.05)
     assert INT4 in settled.finalists(0.1)
-    settled.measured.clear()  # where nobody has a clock
+    settled._looks.clear()  # where nobody has a clock
     assert settled.finalists(0.1) == []
 
 
@@ -412,8 +385,8 @@ def test_in_turn_the_soonest_wins_and_float32_where_it_is_as_soon(
     settled: Chooser, bfloat16_s: float, int4_s: float, best: ls.Candidate
 ) -> None:
     """Of what was measured twice the mean counts."""
-    settled.measure_again(BFLOAT16, bfloat16_s)
-    settled.measure_again(INT4, int4_s)
+    settled.see(BFLOAT16, bfloat16_s)
+    settled.see(INT4, int4_s)
     assert settled.take_soonest() == best
     assert settled.chosen is not None
     assert settled.chosen.candidate == best
@@ -504,5 +477,5 @@ def test_steps_are_far_too_long_where_a_quarter_more_would_be_as_soon_as_what_wa
     chooser.forecasts = [expected(0.2, 1.0), replace(expected(0.1, 0.7), candidate=LOCAL2)]
     chooser.chosen = chooser.forecasts[1]
     assert chooser.longest_s(0.25) == float("inf")
-    chooser.measured = {DENSE: 0.2}
+    chooser._looks = {DENSE: [0.2]}
     assert chooser.longest_s(0.25) == pytest.approx(1.25 * 0.2 / chooser.chosen.more_steps)

@@ -21,7 +21,7 @@ from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.groups import lay_out, pieces_of
 from lightning_sparse.engine.link import measure_link
 from lightning_sparse.engine.timeline import Timeline
-from lightning_sparse.fusion import layer_fusion, model, planner
+from lightning_sparse.fusion import layer_fusion, planner
 from lightning_sparse.fusion.layer_fusion import EVERY, TRIAL, WINDOW, LayerFusion
 from lightning_sparse.fusion.model import StepModel
 from lightning_sparse.fusion.planner import Layout, Measured
@@ -210,22 +210,20 @@ def test_times_that_keep_changing_fill_no_memory(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("compressor", "span_s", "groups"),
     [
-        (ls.TopK(density=0.5), {3: 0.02, 2: 0.01, 1: 0.0095}, 2),  # one group gains 5 %
-        (ls.TopK(density=0.5), {3: 0.02, 2: 0.01, 1: 0.0085}, 1),  # 15 %
-        (ls.TopK(density=0.5), {3: 0.01, 2: 0.0095, 1: 0.0092}, 3),  # nor do two gain enough, beside three
-        (ls.TopK(density=0.5), {3: 0.01, 2: 0.0095, 1: 0.0088}, 1),  # one is compared with the groups there are
-        (ls.Dense(), {3: 0.02, 2: 0.01, 1: 0.0095}, 1),  # nothing competes to be sent
-        (ls.SkipReduce(), {3: 0.02, 2: 0.01, 1: 0.0095}, 1),
+        (ls.TopK(density=0.5), {3: 0.01, 2: 0.0095}, 3),  # two groups gain 5 %
+        (ls.TopK(density=0.5), {3: 0.01, 2: 0.0085}, 2),  # 15 %
+        (ls.Dense(), {3: 0.01, 2: 0.0095}, 2),  # nothing competes to be sent
+        (ls.Dense(), {3: 0.01, 2: 0.0105}, 3),
+        (ls.SkipReduce(), {3: 0.01, 2: 0.0095}, 2),
     ],
 )
 def test_for_a_few_per_cent_no_groups_are_merged_in_which_parameters_compete(
     tried: None, monkeypatch: pytest.MonkeyPatch, compressor: ls.Compressor, span_s: dict[int, float], groups: int
 ) -> None:
-    monkeypatch.setattr(model, "INEXACT", float("inf"))
     training = Training(compressor)
     training.fusion.regroup([[piece] for piece in pieces_of(training.parameters, compressor)])
     monkeypatch.setattr(Timeline, "span_s", lambda self: span_s[len(training.exchange.groups)])
-    list(training.passes(STEPS_MEASURED + 2 * TRIAL + 1))
+    list(training.passes(STEPS_MEASURED + TRIAL + 1))
     assert training.fusion.phase == "watch"
     assert len(training.exchange.groups) == groups
 

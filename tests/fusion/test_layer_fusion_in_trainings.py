@@ -18,7 +18,7 @@ from lightning_sparse.auto.policy import CANDIDATES
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.groups import Piece, pieces_of
 from lightning_sparse.engine.timeline import Timeline
-from lightning_sparse.fusion import costs, layer_fusion, model, planner
+from lightning_sparse.fusion import layer_fusion, planner
 from lightning_sparse.fusion.model import Plan, StepModel
 from lightning_sparse.fusion.steps import STEPS_MEASURED, Passes
 from tests.support.models import data, trainer, unsent, weights
@@ -122,8 +122,6 @@ def plan(rank: int, size: int, name: str, spoil: str, folder: str) -> tuple[list
         garbage = iter([math.nan, -1.0, 0.0, math.inf] * 1000)
         Timeline.span_s = lambda self: next(garbage)  # type: ignore[method-assign]
         Timeline.arrival_s = lambda self, parameter: next(garbage)  # type: ignore[method-assign]
-        honest = costs._time_group
-        costs._time_group = lambda *args: (next(garbage), next(garbage), next(garbage), honest(*args)[3])
     if spoil == "slow rank 1" and rank == 1:
         measured = Timeline.arrival_s
         Timeline.arrival_s = lambda self, parameter: 10 * measured(self, parameter)  # type: ignore[method-assign]
@@ -206,15 +204,15 @@ def test_a_resumed_run_follows_the_plan_it_was_saved_with(ranks: Ranks, size: in
 
 def tried(rank: int, size: int) -> list[tuple[int, int]]:
     """How many groups there are in the end, in them and in the plan, where steps seem to take as long as is said."""
-    planner.LEAST_GAIN, model.INEXACT = -math.inf, math.inf  # so that all is tried
+    planner.LEAST_GAIN = -math.inf  # so that all is tried
     StepModel.best = lambda self: [2, len(self.ready_s)]  # type: ignore[method-assign]
     found = []
-    for seconds in ({2: 0.02, 1: 0.01}, {2: 0.02, 1: 0.03}, {2: 0.05, 1: 0.06}, {2: 0.05, 1: 0.01}):
-        strategy = ls.SparseDDPStrategy(ls.MiCRO(density=0.01))  # whose buffers are small
+    for seconds in (0.02, 0.05):
+        strategy = ls.SparseDDPStrategy(ls.MiCRO(density=0.01))
         Timeline.span_s = (  # type: ignore[method-assign]
-            lambda self, strategy=strategy, seconds=seconds: seconds.get(len(strategy.exchange.groups), 0.04)
+            lambda self, strategy=strategy, seconds=seconds: seconds if len(strategy.exchange.groups) == 2 else 0.04
         )
-        steps = STEPS_MEASURED + 2 * layer_fusion.TRIAL + 2
+        steps = STEPS_MEASURED + layer_fusion.TRIAL + 2
         run = trainer(strategy, size, max_steps=steps, callbacks=[Regroup(1)])
         run.fit(Deep(), data(steps, size))
         planned = strategy.plan
@@ -224,9 +222,9 @@ def tried(rank: int, size: int) -> list[tuple[int, int]]:
 
 def test_the_groups_that_were_fastest_stay(ranks: Ranks) -> None:
     first, second = ranks.run(tried, 2, timeout_s=LIMIT_S)
-    before = first[2][0]
+    before = first[1][0]
     assert before > 2
-    assert first == [(1, 1), (2, 2), (before, before), (1, 1)]
+    assert first == [(2, 2), (before, before)]
     assert [found for found, _ in second] == [found for found, _ in first]
 
 

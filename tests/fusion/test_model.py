@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_sparse.fusion.model import Cost, Plan, StepModel
+from lightning_sparse.fusion.model import Cost, StepModel
 
 SIZES = (1, 1_000, 1_000_000)
 ms = st.floats(0, 0.05)
@@ -88,21 +88,6 @@ def test_what_messages_cost_decides_how_many_groups_there_are() -> None:
     assert groups(message_s=0.5, element_s=0) == 1  # nothing but latency: one message
     assert groups(message_s=0, element_s=1e-7) == 10  # no latency: each layer at once
     assert 1 < groups(message_s=0.005, element_s=1e-7) < 10
-
-
-@pytest.mark.parametrize(
-    ("span_s", "elements", "tried"), [(1.04, 1000, True), (1.06, 1000, False), (1.0, 2**30, True), (1.0, 2**31, False)]
-)
-def test_one_group_is_tried_where_the_model_cannot_tell_and_indices_can(
-    span_s: float, elements: int, tried: bool
-) -> None:
-    cost = Cost((256,), (0.0,), (0.1,), (0.1,), 0.0, 1e-9)
-    model = StepModel((0.1, 0.2), ((elements,), (elements,)), (cost,))
-    plan = Plan(model, ("b", "a"), (1, 2), (1, 2), 0.0, 1.0, {"as before": 1.0, "one group": span_s})
-    one = plan.one_group()
-    assert (one is not None) == tried
-    if one is not None:
-        assert (one.ends, one.span_s, one.group_of(), one.one_group()) == ((2,), span_s, {"b": 0, "a": 0}, None)
 
 
 def test_costs_are_lines_and_never_fall() -> None:

@@ -32,7 +32,7 @@ from lightning_sparse.bench.compare.workloads import workload_named
 from lightning_sparse.bench.output import known, new_progress, new_table
 from lightning_sparse.cli.options import Advise
 from lightning_sparse.compressors import Dense
-from lightning_sparse.fusion.costs import RANKS, Now, SimulatedCosts
+from lightning_sparse.fusion.costs import RANKS, GroupCosts, Now
 from lightning_sparse.fusion.planner import Measured
 from lightning_sparse.fusion.steps import PassCounts, Passes, measure_steps
 from lightning_sparse.monitor.tables import human_bytes
@@ -134,8 +134,8 @@ def advices(
 
     Candidates are tried on ``gradients`` [R, T, m], with the ``weights`` [m] of the same elements.
     """
-    costs = SimulatedCosts(parameters, Link(cluster.hop_s, cluster.s_per_byte), cluster.hosts, now)
-    forecaster = Forecaster(measured, costs, at_work=None)
+    costs = GroupCosts(parameters, Link(cluster.hop_s, cluster.s_per_byte), cluster.hosts, now=now)
+    forecaster = Forecaster(measured, costs)
     with Progress(transient=True) as progress:
         candidates = progress.track(CANDIDATES, description="Trying candidates on the model's gradients")
         found = [tried(forecaster.forecast(candidate), gradients, weights) for candidate in candidates]

@@ -17,7 +17,7 @@ from lightning_sparse.bench.cluster import parse
 from lightning_sparse.bench.compare.advice import Advice, advise_on, to_paste
 from lightning_sparse.bench.compare.workloads import count_parameters, workload_named
 from lightning_sparse.cli import main
-from lightning_sparse.fusion.costs import simulated_cost
+from lightning_sparse.fusion.costs import GroupCosts
 from lightning_sparse.fusion.planner import Measured
 from lightning_sparse.network.costs import Link
 from tests.conftest import emulated
@@ -99,11 +99,13 @@ def test_advice_for_a_link(link: str) -> None:
 
 
 def test_modelled_costs_follow_bytes_and_hops() -> None:
-    n, cpu = 2**16, torch.device("cpu")
-    slow, fast = (simulated_cost(ls.Dense(), n, 4, Link(0.001, s), cpu, ticking()) for s in (8e-8, 6e-8))
+    n, parameters = 2**16, {"layer": torch.empty(1)}
+    slow, fast = (
+        GroupCosts(parameters, Link(0.001, s), 4, now=ticking()).simulated(ls.Dense(), n) for s in (8e-8, 6e-8)
+    )
     assert slow.sent_bytes == 2 * 3 / 4 * 4 * n
     assert slow.latency_s - fast.latency_s == pytest.approx((8e-8 - 6e-8) * slow.sent_bytes)
-    few = simulated_cost(ls.Dense(), 2**8, 4, Link(0.001, 8e-8), cpu, ticking())
+    few = GroupCosts(parameters, Link(0.001, 8e-8), 4, now=ticking()).simulated(ls.Dense(), 2**8)
     assert few.latency_s >= 0.001  # of a few bytes: one hop
 
 
