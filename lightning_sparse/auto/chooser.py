@@ -4,12 +4,13 @@ import json
 import math
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import mean
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_sparse.auto.forecast import Forecast, Forecaster
+from lightning_sparse.auto.forecast import Forecast, forecast_of
 from lightning_sparse.auto.more_steps import likely, loss_above
 from lightning_sparse.auto.policy import Auto, Candidate
 from lightning_sparse.auto.trial import try_on
@@ -175,17 +176,17 @@ class Chooser:
             exchange: that averages.
             measured: steps with ``at_work``.
             costs: of groups on the link.
-            at_work: what averaged; None where the steps are too few to tell how they differ from the model.
+            at_work: what averaged; None where these steps are too few to be those of a candidate.
             record: of this rank's gradients.
         """
         self._record, self._has_looked = record, False  # at all candidates
-        self.forecasts = []
-        self._forecaster = Forecaster(measured, costs)
+        self.forecasts, self._computing_s = [], measured.computing_s
+        self._forecast_of = partial(forecast_of, measured=measured, costs=costs)
         # Little lies between plain sums, of which these few steps tell too little.
         known = [c for c in self._candidates if c not in PLAIN and not c.local_steps and same(c.averaging, at_work)]
         self._looks = {candidate: [measured.span_s + measured.rest_s] for candidate in known}
         if EXACT in self._candidates and costs.in_place(EXACT.averaging):
-            self.forecasts = [self._forecaster.forecast(EXACT)]
+            self.forecasts = [self._forecast_of(EXACT)]
         return self._take_best(exchange)
 
     def note(self, exchange: Exchange, step_s: float) -> Candidate:
@@ -206,13 +207,9 @@ class Chooser:
         own = self._record.gradients()
         of_each = exchange.ask(lambda comm: comm.all_gather(own.flatten().bfloat16()))[:RANKS].float()
         self._gradients, self._weights = of_each.unflatten(1, own.shape), self._record.weights()
-        known = self._known
-        candidates = [c for c in self._candidates if c not in {f.candidate for f in known}]
-        new = _shared(exchange, candidates, self._forecaster.forecast)
-        self.forecasts = known + new
-        for forecast in new:
-            if forecast.candidate in self.measured:
-                self._correct(forecast.candidate)
+        self.forecasts = _shared(exchange, self._candidates, self._forecast_of)
+        for candidate in self.measured:
+            self._correct(candidate)
 
     def _try(self, exchange: Exchange, untried: Sequence[Forecast]) -> None:
         """Try on gradients, on each rank one, those that may be soonest."""
@@ -224,22 +221,25 @@ class Chooser:
     def _is_hidden(self, forecast: Forecast) -> bool:
         """Whether no candidate can be sooner by so much that it is taken: a step that sends nothing takes as long."""
         doubt = DOUBT if forecast.candidate in PLAIN else NOISE
-        return forecast.seconds <= (1 + doubt) * self._forecaster.computing_s
+        return forecast.seconds <= (1 + doubt) * self._computing_s
 
     def _correct(self, measured: Candidate) -> None:
         """Expect of ``measured`` the step that it took, and of others of its kind accordingly.
 
-        Sums of gradients all differ by one factor, but plain ones, which code nothing, by one of their own.  What local
-        steps took longer, others do by the bytes they send, if that is what they wait for; else half of it, the other
-        half by the weights they exchange in a step.
+        Sums of gradients differ by one factor: plain ones, which code nothing, by one of their own, as does every kind
+        of which none was measured.  What local steps took longer, others do by the bytes they send, if that is what
+        they wait for; else half of it, the other half by the weights they exchange in a step.
         """
+        kinds = {_kind(each) for each in self.measured}
         step_s, expected = self.measured[measured], next(f for f in self.forecasts if f.candidate == measured)
         longer_s = max(0.0, step_s - expected.step_s)
 
         def corrected(f: Forecast) -> Forecast:
             if f.candidate == measured:
                 return replace(f, step_s=step_s)
-            if not _alike(f.candidate, measured) or f.candidate in self.measured:
+            is_alike = _kind(f.candidate) == _kind(measured)
+            follows = is_alike or (measured in PLAIN and _kind(f.candidate) not in kinds)
+            if f.candidate in self.measured or not follows:
                 return f
             if not measured.local_steps:
                 return replace(f, step_s=f.step_s * step_s / expected.step_s)
@@ -268,7 +268,7 @@ class Chooser:
         """Choose ``best``."""
         self.chosen = best
         takes = "takes" if best.candidate in self.measured else "is expected to take"
-        computing_s = min(self._forecaster.computing_s, best.step_s)
+        computing_s = min(self._computing_s, best.step_s)
         least, most = (1e3 * best.step_s * more for more in likely(best.more_steps))
         rank_zero_info(
             f"sparse_auto: training goes on with {best.candidate}, whose step {takes} {1e3 * best.step_s:.0f} ms; one "
@@ -288,7 +288,6 @@ class Chooser:
         )
 
 
-def _alike(one: Candidate, other: Candidate) -> bool:
-    """Whether what is wrong with the forecast of one is wrong with that of the other."""
-    kinds = [(bool(each.local_steps), each in PLAIN, type(each.compressor)) for each in (one, other)]
-    return kinds[0] == kinds[1]
+def _kind(candidate: Candidate) -> tuple[bool, bool, type]:
+    """What is wrong with the forecast of one is wrong with that of others of this kind."""
+    return bool(candidate.local_steps), candidate in PLAIN, type(candidate.compressor)

@@ -55,56 +55,40 @@ class Forecast:
         return self.step_s * self.more_steps
 
 
-class Forecaster:
-    """Predicts steps in which computing takes what was measured, and messages what they would on a link.
+def forecast_of(candidate: Candidate, measured: Measured, costs: GroupCosts) -> Forecast:
+    """Predict a step in which computing takes what was ``measured``, and messages what they would on a link."""
+    return (_of_local_steps if candidate.local_steps else _of_gradients)(candidate, measured, costs)
 
-    Args:
-        measured: steps.
-        costs: of groups on the link.
+
+def _of_gradients(candidate: Candidate, measured: Measured, costs: GroupCosts) -> Forecast:
+    compressor = candidate.averaging
+    dtype, in_place, message_bytes = type_in_place(compressor), costs.in_place(compressor), None
+    pieces, kinds, sent_bytes = costs.of_model(compressor)
+    if dtype and in_place:
+        gradient_bytes = 4 * sum(piece.elements for piece in pieces)
+        message_bytes = max(costs.sums.message_bytes * 4 // dtype.itemsize, hand_over_bytes(gradient_bytes))
+    plan = best_plan(pieces, kinds, measured, message_bytes=message_bytes)
+    step_s = plan.rest_s + plan.spans.get(IN_PLACE, plan.span_s)
+    buckets_s = plan.rest_s + plan.spans[DDP_PLAN]
+    known = (1.0, 0.0) if dtype else (None, None)  # all arrives at once, rounded at most
+    return Forecast(candidate, step_s, buckets_s, sent_bytes, _limit(plan), costs.size, *known)
+
+
+def _of_local_steps(candidate: Candidate, measured: Measured, costs: GroupCosts) -> Forecast:
+    """A fragment is exchanged beside the next step, which is as long as the longer of the two.
+
+    A processor that computes the step has the work of the exchange too; a device does not.
     """
-
-    def __init__(self, measured: Measured, costs: GroupCosts) -> None:
-        self._measured, self._costs = measured, costs
-
-    @property
-    def computing_s(self) -> float:
-        """Seconds of a step that sends nothing: no candidate's is shorter."""
-        return self._measured.computing_s
-
-    def forecast(self, candidate: Candidate) -> Forecast:
-        """Predict a step."""
-        return self._of_local_steps(candidate) if candidate.local_steps else self._of_gradients(candidate)
-
-    def _of_gradients(self, candidate: Candidate) -> Forecast:
-        compressor, costs = candidate.averaging, self._costs
-        dtype, in_place, message_bytes = type_in_place(compressor), bool(costs.in_place(compressor)), None
-        pieces, kinds, sent_bytes = costs.of_model(compressor)
-        if dtype and in_place:
-            gradient_bytes = 4 * sum(piece.elements for piece in pieces)
-            message_bytes = max(costs.sums.message_bytes * 4 // dtype.itemsize, hand_over_bytes(gradient_bytes))
-        plan = best_plan(pieces, kinds, self._measured, message_bytes=message_bytes)
-        step_s = plan.rest_s + plan.spans.get(IN_PLACE, plan.span_s)
-        buckets_s = plan.rest_s + plan.spans[DDP_PLAN]
-        known = (1.0, 0.0) if dtype else (None, None)  # all arrives at once, rounded at most
-        return Forecast(candidate, step_s, buckets_s, sent_bytes, _limit(plan), costs.size, *known)
-
-    def _of_local_steps(self, candidate: Candidate) -> Forecast:
-        """A fragment is exchanged beside the next step, which is as long as the longer of the two.
-
-        A processor that computes the step has the work of the exchange too; a device does not.
-        """
-        compressor, costs = candidate.averaging, self._costs
-        pieces = pieces_of(costs.parameters, compressor)
-        sizes = np.array(cut_into_fragments([[piece] for piece in pieces], candidate.local_steps)[1])
-        largest = int(sizes.max())
-        busy_s, _, latency_s = costs.of_groups(compressor, largest).at(sizes)
-        n = min(largest, MOST)
-        own_s = self.computing_s + applying_s(n, costs) / n * sizes
-        own_s = own_s + (busy_s if costs.device.type == "cpu" else 0.0)
-        each_bytes = costs.bytes_each(compressor, largest) * sizes
-        step_s = float(np.maximum(own_s, latency_s).mean())
-        limit = "network" if (latency_s > own_s).mean() > 0.5 else "backward"
-        return Forecast(candidate, step_s, step_s, float(each_bytes.mean()), limit, costs.size)
+    pieces = pieces_of(costs.parameters, candidate.averaging)
+    sizes = np.array(cut_into_fragments([[piece] for piece in pieces], candidate.local_steps)[1])
+    cost = costs.of_groups(candidate.averaging, int(sizes.max()))
+    busy_s, _, latency_s = cost.at(sizes)
+    n = min(int(sizes.max()), MOST)
+    own_s = measured.computing_s + applying_s(n, costs) / n * sizes + (costs.device.type == "cpu") * busy_s
+    step_s = float(np.maximum(own_s, latency_s).mean())
+    limit = "network" if (latency_s > own_s).mean() > 0.5 else "backward"
+    sent_bytes = float(cost.bytes_each * sizes.mean())
+    return Forecast(candidate, step_s, step_s, sent_bytes, limit, costs.size)
 
 
 def applying_s(n: int, costs: GroupCosts) -> float:

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.compressors.rounded import type_in_place
 from lightning_sparse.engine.groups import Piece, pieces_of
-from lightning_sparse.fusion.model import Cost
+from lightning_sparse.fusion.model import Cost, SizeCost
 from lightning_sparse.fusion.planner import Kinds
 from lightning_sparse.network.comm import Rounds
 from lightning_sparse.network.costs import Costs, Link, traffic
@@ -29,16 +28,6 @@ RUNS = 3  # Runs of each; the first is not timed, and the shortest was disturbed
 POOL = 1_000_003  # Elements after which made-up gradients repeat.
 
 Now = Callable[[], float]  # a clock, in seconds
-
-
-class SizeCost(NamedTuple):
-    """The cost of groups of one size, as in :class:`Cost`, and the bytes a rank sends for one."""
-
-    elements: int
-    busy_s: float
-    spacing_s: float
-    latency_s: float
-    sent_bytes: int
 
 
 class GroupCosts:
@@ -69,14 +58,13 @@ class GroupCosts:
         self.sums = Costs(size)
         self.sums.latencies = link.latencies(size)
         self._wire_dtype, self._may_sum_in_place = wire_dtype, may_sum_in_place
-        self._kept: dict[tuple[str, int], list[SizeCost]] = {}
+        self._kept: dict[tuple[str, int], Cost] = {}
 
     def of_model(self, compressor: Compressor) -> tuple[list[Piece], Kinds, float]:
         """The pieces of the gradient, what they cost, and the bytes that a rank sends of them in a step."""
         pieces = pieces_of(self.parameters, compressor)
-        every = list(_kinds(pieces, compressor))
-        kinds = [(dense, self.of_groups(averages, n)) for dense, averages, n in every]
-        return pieces, kinds, sum(self.bytes_each(averages, n) * n for _, averages, n in every)
+        every = [(dense, self.of_groups(averages, n), n) for dense, averages, n in _kinds(pieces, compressor)]
+        return pieces, [(dense, cost) for dense, cost, _ in every], sum(cost.bytes_each * n for _, cost, n in every)
 
     def sums_s(self, compressor: Compressor) -> float:
         """Seconds of averaging the whole gradient at once."""
@@ -84,34 +72,27 @@ class GroupCosts:
         return sum(float(self.of_groups(averages, n).at(np.array(n))[2]) for _, averages, n in kinds)
 
     def of_groups(self, compressor: Compressor, largest: int) -> Cost:
-        """The cost of groups of up to ``largest`` elements."""
-        elements, busy_s, spacing_s, latency_s, sent_bytes = zip(*self._samples(compressor, largest), strict=True)
-        busy_rise = max(busy_s[-1] - busy_s[0], 0.0) / max(elements[-1] - elements[0], 1)
-        wire_rise = sent_bytes[-1] / elements[-1] * self.link.s_per_byte
-        return Cost(elements, busy_s, spacing_s, latency_s, busy_rise, wire_rise)
-
-    def bytes_each(self, compressor: Compressor, largest: int) -> float:
-        """The bytes that a rank sends of each element, in groups of up to ``largest``."""
-        sample = self._samples(compressor, largest)[-1]
-        return sample.sent_bytes / sample.elements
-
-    def in_place(self, compressor: Compressor) -> list[SizeCost]:
-        """The cost of DDP's buckets, if ``compressor`` sums them where they lie; else empty."""
-        dtype, elements = type_in_place(compressor), sum(parameter.numel() for parameter in self.parameters.values())
-        if dtype is None or not (self._may_sum_in_place and self.sums.in_place(dtype.itemsize * elements)):
-            return []
-        sizes, all_reduce_s = sorted({1, elements}), self.link.all_reduce_of(self.size)
-        sent_bytes = [traffic("all_reduce", dtype.itemsize * n, self.size) for n in sizes]
-        wires_s = [sent * self.link.s_per_byte for sent in sent_bytes]
-        return [SizeCost(n, 0.0, s, all_reduce_s + s, b) for n, s, b in zip(sizes, wires_s, sent_bytes, strict=True)]
-
-    def _samples(self, compressor: Compressor, largest: int) -> list[SizeCost]:
+        """The cost of groups of up to ``largest`` elements, of which fewer are simulated."""
         largest = max(1, min(largest, MOST // min(self.size, RANKS)))
         key = (as_text(compressor), largest)
         if key not in self._kept:
-            sizes = sorted({min(FEW, largest), largest})
-            self._kept[key] = self.in_place(compressor) or [self.simulated(compressor, n) for n in sizes]
+            self._kept[key] = self.in_place(compressor) or Cost(
+                self.simulated(compressor, min(FEW, largest)), self.simulated(compressor, largest)
+            )
         return self._kept[key]
+
+    def in_place(self, compressor: Compressor) -> Cost | None:
+        """The cost of DDP's buckets, if ``compressor`` sums them where they lie."""
+        dtype, elements = type_in_place(compressor), sum(parameter.numel() for parameter in self.parameters.values())
+        if dtype is None or not (self._may_sum_in_place and self.sums.in_place(dtype.itemsize * elements)):
+            return None
+
+        def of(n: int) -> SizeCost:
+            sent_bytes = traffic("all_reduce", dtype.itemsize * n, self.size)
+            wire_s = sent_bytes * self.link.s_per_byte
+            return SizeCost(n, 0.0, wire_s, self.link.all_reduce_of(self.size) + wire_s, sent_bytes)
+
+        return Cost(of(1), of(elements))
 
     def simulated(self, compressor: Compressor, n: int) -> SizeCost:
         """Estimate the cost of a group of ``n`` elements; only the compressor's own work is measured.

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,34 +18,42 @@ Array = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class Cost:
-    """The cost of averaging a group, by its size: lines between measured sizes, and one beyond them.
+class SizeCost(NamedTuple):
+    """The cost of averaging a group of one size.
 
     Attributes:
-        elements: [m] measured sizes, rising.
-        busy_s: [m] of a processor, in the compressor's own code.
-        spacing_s: [m] by which a group ends after the one before where groups queue: the inverse of the throughput.
-        latency_s: [m] from the last gradient to the mean where nothing else is under way; not below ``busy_s``.
-        busy_rise: seconds by which ``busy_s`` rises with each element beyond the last size.
-        wire_rise: seconds the link needs for each element beyond the last size.
+        elements: of the group.
+        busy_s: of a processor, in the compressor's own code.
+        spacing_s: by which a group ends after the one before where groups queue: the inverse of the throughput.
+        latency_s: from the last gradient to the mean where nothing else is under way; not below ``busy_s``.
+        sent_bytes: by a rank.
     """
 
-    elements: tuple[int, ...]
-    busy_s: tuple[float, ...]
-    spacing_s: tuple[float, ...]
-    latency_s: tuple[float, ...]
-    busy_rise: float
-    wire_rise: float
+    elements: int
+    busy_s: float
+    spacing_s: float
+    latency_s: float
+    sent_bytes: int
+
+
+class Cost(NamedTuple):
+    """The cost of averaging a group, by its size: lines through ``few`` elements, the least that matter, and ``many``.
+
+    Where both are one size, it is the cost of that.
+    """
+
+    few: SizeCost
+    many: SizeCost
+
+    @property
+    def bytes_each(self) -> float:
+        """The bytes that a rank sends of each element."""
+        return self.many.sent_bytes / self.many.elements
 
     def at(self, elements: Integers) -> Array:
         """Busy, spacing and latency of groups of any sizes, [*s] -> [3, *s]; 0 for no elements."""
-        rises = self.busy_rise, max(self.busy_rise, self.wire_rise), self.busy_rise + self.wire_rise
-        beyond = np.maximum(elements - self.elements[-1], 0)
-        lines = []
-        for measured, rise in zip((self.busy_s, self.spacing_s, self.latency_s), rises, strict=True):
-            seconds = np.maximum.accumulate(np.asarray(measured, dtype=np.float64))  # more elements never cost less
-            lines.append(np.interp(elements, self.elements, seconds) + rise * beyond)
+        more = np.maximum(elements - self.few.elements, 0) / max(self.many.elements - self.few.elements, 1)
+        lines = [few + max(many - few, 0.0) * more for few, many in zip(self.few[1:4], self.many[1:4], strict=True)]
         return np.where(elements > 0, np.stack(lines), 0.0)
 
 

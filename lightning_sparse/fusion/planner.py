@@ -45,19 +45,6 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Calibration:
-    """How measured steps differ from the model.
-
-    Attributes:
-        factor: 1, or less where steps were shorter.
-        offset_s: by which they were longer: backward and messages slow each other in ways that are not modelled.
-    """
-
-    factor: float = 1.0
-    offset_s: float = 0.0
-
-
-@dataclass(frozen=True)
 class Layout:
     """Groups to average in: the names in each, what averages them, and on rank 0 the plan of them, if there is one."""
 
@@ -66,20 +53,23 @@ class Layout:
     plan: Plan | None = None
 
 
-def calibrate(pieces: Sequence[Piece], kinds: Kinds, measured: Measured) -> Calibration:
-    """Compare the model with the measured steps; ``kinds`` are of the compressor that was at work."""
+def calibrate(pieces: Sequence[Piece], kinds: Kinds, measured: Measured) -> tuple[float, float]:
+    """Return by what factor steps were shorter than the model, or by how many seconds longer; else 1, or 0.
+
+    Backward and messages slow each other in ways that are not modelled.  ``kinds`` are of what was at work.
+    """
     model, place = _model(pieces, kinds, measured)
     expected_s = model.span(_ends(measured.groups, place))
     if measured.span_s < expected_s:
-        return Calibration(factor=max(measured.span_s / expected_s, 1 / FARTHEST))
-    return Calibration(offset_s=min(measured.span_s - expected_s, FARTHEST * expected_s))
+        return max(measured.span_s / expected_s, 1 / FARTHEST), 0.0
+    return 1.0, min(measured.span_s - expected_s, FARTHEST * expected_s)
 
 
 def best_plan(
     pieces: Sequence[Piece],
     kinds: Kinds,
     measured: Measured,
-    calibration: Calibration = Calibration(),
+    calibration: tuple[float, float] = (1.0, 0.0),
     message_bytes: int | None = None,
 ) -> Plan:
     """Return the best groups, or those there were if these are hardly slower.
@@ -101,7 +91,8 @@ def best_plan(
     }
     if message_bytes is not None:
         plans[IN_PLACE] = fused("bucket", message_bytes)
-    spans = {name: calibration.factor * model.span(ends) + calibration.offset_s for name, ends in plans.items()}
+    factor, longer_s = calibration
+    spans = {name: factor * model.span(ends) + longer_s for name, ends in plans.items()}
     gains = spans["LayerFusion"] < (1 - LEAST_GAIN) * spans["as before"]
     chosen = "LayerFusion" if gains and model.can_be_indexed(plans["LayerFusion"]) else "as before"
     ends, before = tuple(plans[chosen]), tuple(plans["as before"])

@@ -35,7 +35,7 @@ def decode_indices(payload: Tensor, n: int, capacity: int, count: Tensor) -> tup
     return index, plausible(counts, capacity, count) & (wrong.sum() == 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["head", "nbytes"])
 def _encode(
     index: tl.tensor, begins: tl.tensor, count: tl.tensor, out: tl.tensor, head: tl.tensor, nbytes: tl.tensor,
     BLOCK: tl.constexpr,
@@ -51,7 +51,7 @@ def _encode(
     tl.store(out + byte, (tl.where(announces, of_block, of_index) & 0xFF).to(tl.uint8), mask=byte < nbytes)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks", "n", "capacity"])
 def _decode(
     low: tl.tensor, ends: tl.tensor, count: tl.tensor, index: tl.tensor, wrong: tl.tensor, blocks: tl.tensor,
     n: tl.tensor, capacity: tl.tensor, STEPS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,

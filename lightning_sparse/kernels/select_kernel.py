@@ -55,7 +55,7 @@ def _least(threshold: tl.tensor) -> tl.tensor:
     return tl.where(threshold == threshold, bits, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def _compact(
     bits: tl.tensor, begins: tl.tensor, index: tl.tensor, capacity: tl.tensor, WORDS: tl.constexpr, WORD: tl.constexpr
 ) -> None:

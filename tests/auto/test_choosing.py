@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ import lightning_sparse as ls
 from lightning_sparse.auto import chooser as chooser_module
 from lightning_sparse.auto import passes
 from lightning_sparse.auto.chooser import Chooser, soonest
-from lightning_sparse.auto.forecast import Forecast, Forecaster
+from lightning_sparse.auto.forecast import Forecast, forecast_of
 from lightning_sparse.auto.more_steps import likely, loss_above, more_steps
 from lightning_sparse.auto.policy import CANDIDATES
 from lightning_sparse.auto.trial import try_on
@@ -70,26 +71,26 @@ def test_every_candidate_can_be_tried_and_what_it_keeps_is_bounded(gradients: Te
         assert 0 <= found.staleness < 50, candidate
 
 
-def forecaster(link: Link) -> Forecaster:
-    return Forecaster(MEASURED, GroupCosts(LAYERS, link, 4, now=ticking()))
+def costs_on(link: Link, layers: dict[str, Tensor] = LAYERS) -> GroupCosts:
+    return GroupCosts(layers, link, 4, now=ticking())
 
 
 def test_local_steps_hide_what_they_send_beside_the_next_step() -> None:
-    fast, slow = (forecaster(Link(0.0001, s)) for s in (1e-9, 8e-6))  # 8 Gbit/s and 1 Mbit/s
+    # 8 Gbit/s and 1 Mbit/s
+    fast, slow = (partial(forecast_of, measured=MEASURED, costs=costs_on(Link(0.0001, s))) for s in (1e-9, 8e-6))
     local = ls.Candidate(ls.Dense(), "int4", local_steps=2)
-    assert fast.computing_s == pytest.approx(0.03)
-    assert fast.forecast(local).step_s < 0.04
-    bound = slow.forecast(local)
+    assert MEASURED.computing_s == pytest.approx(0.03)
+    assert fast(local).step_s < 0.04
+    bound = slow(local)
     assert bound.step_s == pytest.approx(8e-6 * bound.sent_bytes, rel=0.1)  # no longer hidden
     assert bound.limit == "network"
-    assert bound.sent_bytes == pytest.approx(0.5 * slow.forecast(ls.Candidate(ls.Dense(), "int4")).sent_bytes, rel=0.02)
+    assert bound.sent_bytes == pytest.approx(0.5 * slow(ls.Candidate(ls.Dense(), "int4")).sent_bytes, rel=0.02)
 
 
 def test_float32_in_several_buckets_takes_the_time_of_its_bytes() -> None:
     layers = {str(i): torch.empty(1024, 1024) for i in range(20)}  # 80 MiB
     measured = Measured([0.01] * 20, span_s=0.05, rest_s=0.01, groups=[list(layers)])
-    costs = GroupCosts(layers, Link(0.0001, 8e-8), 4, now=ticking())  # 100 Mbit/s
-    found = Forecaster(measured, costs).forecast(DENSE)
+    found = forecast_of(DENSE, measured, costs_on(Link(0.0001, 8e-8), layers))  # 100 Mbit/s
     assert found.step_s == pytest.approx(8e-8 * 2 * 3 / 4 * 80 * 2**20, rel=0.1)
 
 
@@ -210,11 +211,11 @@ class GivenSteps:
         computing_ms: float = 40,
         limit: str = "network",
     ) -> None:
-        self.computing_s = computing_ms / 1e3
+        self.measured = replace(MEASURED, arrivals_s=[computing_ms / 1e3 - MEASURED.rest_s])
         self.asked: list[ls.Candidate] = []
         self.steps_ms, self._limit = steps_ms, limit
 
-    def forecast(self, candidate: ls.Candidate) -> Forecast:
+    def forecast(self, candidate: ls.Candidate, **_: object) -> Forecast:
         self.asked.append(candidate)
         step_s = self.steps_ms[candidate] / 1e3
         known = (1.0, 0.0) if candidate == DENSE else (None, None)
@@ -239,6 +240,7 @@ def test_it_begins_with_the_sums_that_the_link_takes_soonest(s_per_byte: float, 
     assert begun(ls.Auto([ls.MiCRO()])) == ls.Auto().start  # no plain sums are to be chosen
 
 
+BFLOAT16 = ls.Candidate(ls.Dense(), "bfloat16")
 INT4, TOPK = ls.Candidate(ls.Dense(), "int4"), ls.Candidate(ls.TopK(density=0.01))
 LOCAL2, LOCAL4 = (ls.Candidate(ls.Dense(), "int4", steps) for steps in (2, 4))
 ALL = (DENSE, INT4, TOPK, LOCAL2, LOCAL4)
@@ -247,7 +249,7 @@ ALL = (DENSE, INT4, TOPK, LOCAL2, LOCAL4)
 @pytest.fixture
 def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[[GivenSteps], tuple[Chooser, Any, ls.Candidate]]:
     def chosen(steps: GivenSteps) -> tuple[Chooser, Any, ls.Candidate]:
-        monkeypatch.setattr(chooser_module, "Forecaster", lambda *_, **__: steps)
+        monkeypatch.setattr(chooser_module, "forecast_of", steps.forecast)
         monkeypatch.setattr(chooser_module, "tried", as_late_as_expected)
         exchange: Any = Alone()
         chooser = Chooser(ls.Auto(tuple(steps.steps_ms)), local=True)
@@ -255,7 +257,7 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[[GivenSteps], tuple[Choo
         return (
             chooser,
             exchange,
-            chooser.choose(exchange, MEASURED, COSTS, at_work, exchange.record),
+            chooser.choose(exchange, steps.measured, COSTS, at_work, exchange.record),
         )  # which takes 60 ms
 
     return chosen
@@ -272,7 +274,7 @@ def test_float32_is_tried_before_others_where_its_messages_are_hidden(choose: An
 
 def test_others_are_looked_at_where_float32_turns_out_to_be_slow(choose: Any) -> None:
     chooser, exchange, _ = choose(GivenSteps({DENSE: 41, INT4: 50, TOPK: 90, LOCAL2: 41, LOCAL4: 41}))
-    assert chooser.note(exchange, 0.07) == LOCAL2
+    assert chooser.note(exchange, 0.07) == INT4  # since local steps are expected to take longer, too
     assert next(f.step_s for f in chooser.forecasts if f.candidate == INT4) == pytest.approx(0.06)  # as measured
 
 
@@ -281,6 +283,13 @@ def test_what_coding_took_longer_is_not_corrected_in_plain_sums(choose: Any) -> 
     steps_ms = {f.candidate: 1e3 * f.step_s for f in chooser.forecasts}
     assert steps_ms[INT4] == pytest.approx(60)  # as measured, twice what was expected
     assert steps_ms[DENSE] == 60
+
+
+def test_what_plain_sums_took_longer_is_expected_of_all_of_which_nothing_else_is_known(choose: Any) -> None:
+    chooser, exchange, _ = choose(GivenSteps({DENSE: 41, INT4: 50, LOCAL2: 44, BFLOAT16: 42}))
+    chooser.note(exchange, 0.082)
+    steps_ms = {f.candidate: 1e3 * f.step_s for f in chooser.forecasts}
+    assert steps_ms == pytest.approx({DENSE: 82, INT4: 60, LOCAL2: 88, BFLOAT16: 84})  # int4 as measured
 
 
 def test_what_is_slower_than_expected_makes_way_and_so_does_its_kind(choose: Any) -> None:
@@ -311,7 +320,7 @@ def test_of_local_steps_whose_bytes_hide_those_that_exchange_less_are_tried(
 ) -> None:
     int2 = ls.Candidate(ls.Dense(), "int2", 1)  # as many bytes here as LOCAL4
     steps = GivenSteps({DENSE: 100, INT4: 90, TOPK: 90, LOCAL4: 31, int2: 33}, computing_ms=31, limit="backward")
-    monkeypatch.setattr(steps, "forecast", lambda c: replace(GivenSteps.forecast(steps, c), sent_bytes=1.0))
+    monkeypatch.setattr(steps, "forecast", lambda c, **_: replace(GivenSteps.forecast(steps, c), sent_bytes=1.0))
     chooser, exchange, first = choose(steps)
     assert first == int2
     assert chooser.note(exchange, 0.06) == LOCAL4  # five eighths of 27 ms more are expected of it
@@ -327,17 +336,14 @@ def test_a_limit_of_the_loss_is_kept_and_what_it_costs_is_said(
     monkeypatch: pytest.MonkeyPatch, at_most: float | None
 ) -> None:
     steps, exchange, said = GivenSteps({DENSE: 100, INT4: 60, TOPK: 90, LOCAL2: 41, LOCAL4: 41}), Alone(), []
-    monkeypatch.setattr(chooser_module, "Forecaster", lambda *_, **__: steps)
+    monkeypatch.setattr(chooser_module, "forecast_of", steps.forecast)
     monkeypatch.setattr(chooser_module, "rank_zero_info", said.append)
     monkeypatch.setattr(chooser_module, "tried", as_late_as_expected)
     chooser = Chooser(ls.Auto(ALL, at_most=at_most), local=True)
-    chosen = chooser.choose(exchange, MEASURED, COSTS, INT4.averaging, exchange.record)  # type: ignore[arg-type]
+    chosen = chooser.choose(exchange, steps.measured, COSTS, INT4.averaging, exchange.record)  # type: ignore[arg-type]
     assert chosen == (DENSE if at_most == 0 else LOCAL2)
     assert ("Without at_most=0 2 local steps" in said[-1]) == (at_most == 0)
     assert "The loss of 1,000 steps of dense training is expected after 1,0" in said[-1]
-
-
-BFLOAT16 = ls.Candidate(ls.Dense(), "bfloat16")
 
 
 def to_its_end(course: Passes[float], after: Callable[[int], None] = lambda steps: None) -> tuple[int, float]:
@@ -356,7 +362,7 @@ def to_its_end(course: Passes[float], after: Callable[[int], None] = lambda step
 def settled() -> Chooser:
     """Measured 100, 105, 108 and 90 ms; the last of local steps."""
     chooser = Chooser(ls.Auto((*ALL, BFLOAT16)), local=True)
-    chooser._forecaster = GivenSteps({})  # type: ignore[assignment]
+    chooser._computing_s = 0.04
     steps_ms = {DENSE: 100, BFLOAT16: 105, INT4: 108, LOCAL2: 90, TOPK: 95}
     chooser.forecasts = [replace(expected(ms / 1e3, 1.0), candidate=each) for each, ms in steps_ms.items()]
     chooser._looks = {each: [ms / 1e3] for each, ms in steps_ms.items() if each != TOPK}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lightning_sparse.bench.cluster import Cluster
-from lightning_sparse.fusion.model import Cost, StepModel
+from lightning_sparse.fusion.model import Cost, SizeCost, StepModel
 from tests.support import monitored as test_monitor
 from tests.support.hosts import MBIT, emulated, ping, transfer
 
@@ -15,12 +15,12 @@ MB = 1_000_000
 
 
 def test_a_thousand_layers_are_planned_in_time() -> None:
-    generator, sizes = np.random.default_rng(24), (1, 1_000, 1_000_000)
-    busy, wire = (tuple(constant + each * n for n in sizes) for constant, each in ((4e-4, 4.4e-7), (1.5e-5, 2e-7)))
-    latency = tuple(map(sum, zip(busy, wire, strict=True)))
+    generator = np.random.default_rng(24)
+    busy_s, wire_s = (lambda n: 4e-4 + 4.4e-7 * n), (lambda n: 1.5e-5 + 2e-7 * n)
+    few, many = (SizeCost(n, busy_s(n), busy_s(n), busy_s(n) + wire_s(n), n) for n in (1, 1_000_000))
     ready = np.cumsum(generator.exponential(1.8e-3, 1000)).tolist()
     elements = tuple((int(n),) for n in generator.integers(1, 370_000, 1000))
-    model = StepModel(tuple(ready), elements, (Cost(sizes, busy, busy, latency, 4.4e-7, 2e-7),))
+    model = StepModel(tuple(ready), elements, (Cost(few, many),))
     start_s = time.process_time()
     model.best()
     assert time.process_time() - start_s < 5  # about 1.6 s on a busy machine

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import lightning_sparse as ls
+from lightning_sparse.auto import chooser
 from lightning_sparse.auto.chooser import Chooser
-from lightning_sparse.auto.forecast import Forecast, Forecaster
+from lightning_sparse.auto.forecast import Forecast
 from lightning_sparse.auto.policy import CANDIDATES
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.groups import Piece, pieces_of
@@ -283,7 +284,7 @@ def automatic(
     rank: int, size: int, each: Sequence[str], folder: str
 ) -> list[tuple[str, list[tuple[str, ...]], Tensor, int]]:
     """Train with sparse_auto where one compressor seems by far the fastest, or all are as slow: each in turn."""
-    honest = Forecaster.forecast, Chooser.note
+    honest = chooser.forecast_of, Chooser.note
     return [with_fastest(size, fastest, *honest, f"{folder}/{fastest}.ckpt") for fastest in each]
 
 
@@ -293,16 +294,16 @@ def with_fastest(
     def given_s(candidate: ls.Candidate) -> float:
         return 0.0001 if type(candidate.compressor).__name__ == fastest else 0.5
 
-    def given_times(self: Forecaster, candidate: ls.Candidate) -> Forecast:
-        return replace(forecast(self, candidate), step_s=given_s(candidate))
+    def given_times(candidate: ls.Candidate, **of_steps: Any) -> Forecast:
+        return replace(forecast(candidate, **of_steps), step_s=given_s(candidate))
 
     def as_given(self: Chooser, exchange: Exchange, step_s: float) -> ls.Candidate:
         assert self.chosen is not None
         chosen: ls.Candidate = note(self, exchange, given_s(self.chosen.candidate))
         return chosen
 
-    Forecaster.forecast = given_times  # type: ignore[method-assign]
-    Forecaster.computing_s = 1e-6  # type: ignore[assignment,method-assign]  # so that all are looked at
+    chooser.forecast_of = given_times
+    Chooser._is_hidden = lambda self, forecast: False  # type: ignore[method-assign]  # so that all are looked at
     Chooser.note = as_given  # type: ignore[method-assign]
     Timeline.span_s = lambda self: 0.01  # type: ignore[method-assign]  # so that no trial finds it slower
     strategy = ls.SparseDDPStrategy(AUTO)

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_sparse.fusion.model import Cost, StepModel
+from lightning_sparse.fusion.model import Cost, SizeCost, StepModel
 
-SIZES = (1, 1_000, 1_000_000)
 ms = st.floats(0, 0.05)
 per_element = st.floats(0, 1e-6)
 
@@ -18,11 +17,12 @@ per_element = st.floats(0, 1e-6)
 def costs(draw: st.DrawFn) -> Cost:
     """A processor and a link that work side by side, as over two lanes."""
     busy, wire = ((draw(ms), draw(per_element)) for _ in range(2))
-    busy_s = tuple(busy[0] + busy[1] * n for n in SIZES)
-    wire_s = tuple(wire[0] + wire[1] * n for n in SIZES)
-    spacing_s = tuple(max(pair) for pair in zip(busy_s, wire_s, strict=True))
-    latency_s = tuple(sum(pair) for pair in zip(busy_s, wire_s, strict=True))
-    return Cost(SIZES, busy_s, spacing_s, latency_s, busy[1], wire[1])
+
+    def of(n: int) -> SizeCost:
+        busy_s, wire_s = (fixed + each * n for fixed, each in (busy, wire))
+        return SizeCost(n, busy_s, max(busy_s, wire_s), busy_s + wire_s, n)
+
+    return Cost(of(1), of(1_000_000))
 
 
 @st.composite
@@ -81,9 +81,8 @@ def test_what_messages_cost_decides_how_many_groups_there_are() -> None:
     elements = ((100_000,),) * 10
 
     def groups(message_s: float, element_s: float) -> int:
-        seconds = tuple(message_s + element_s * n for n in SIZES)
-        cost = Cost(SIZES, (0.0,) * 3, seconds, seconds, 0.0, element_s)
-        return len(StepModel(ready, elements, (cost,)).best())
+        few, many = (SizeCost(n, 0.0, *[message_s + element_s * n] * 2, n) for n in (1, 1_000_000))
+        return len(StepModel(ready, elements, (Cost(few, many),)).best())
 
     assert groups(message_s=0.5, element_s=0) == 1  # nothing but latency: one message
     assert groups(message_s=0, element_s=1e-7) == 10  # no latency: each layer at once
@@ -91,8 +90,11 @@ def test_what_messages_cost_decides_how_many_groups_there_are() -> None:
 
 
 def test_costs_are_lines_and_never_fall() -> None:
-    cost = Cost((10, 100), (1.0, 0.5), (2.0, 4.0), (3.0, 6.0), busy_rise=0.1, wire_rise=0.2)
-    busy, spacing, latency = cost.at(np.array([0, 1, 10, 55, 100, 110]))
-    assert busy.tolist() == pytest.approx([0, 1, 1, 1, 1, 2])
-    assert spacing.tolist() == pytest.approx([0, 2, 2, 3, 4, 6])  # beyond: the slower of processor and link
-    assert latency.tolist() == pytest.approx([0, 3, 3, 4.5, 6, 9])  # beyond: both, one after the other
+    cost = Cost(SizeCost(10, 1.0, 2.0, 3.0, 20), SizeCost(100, 0.5, 4.0, 6.0, 200))
+    busy, spacing, latency = cost.at(np.array([0, 1, 10, 55, 100, 190]))
+    assert busy.tolist() == [0, 1, 1, 1, 1, 1]
+    assert spacing.tolist() == pytest.approx([0, 2, 2, 3, 4, 6])
+    assert latency.tolist() == pytest.approx([0, 3, 3, 4.5, 6, 9])
+    assert cost.bytes_each == 2
+    one = SizeCost(10, 1.0, 2.0, 3.0, 20)
+    assert Cost(one, one).at(np.array([1, 20])).tolist() == [[1, 1], [2, 2], [3, 3]]

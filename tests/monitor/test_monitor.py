@@ -21,7 +21,7 @@ import lightning_sparse as ls
 from lightning_sparse.auto.policy import NAMES
 from lightning_sparse.engine.sample import Waiting
 from lightning_sparse.engine.timeline import GroupTime
-from lightning_sparse.fusion.model import Cost, Plan, StepModel
+from lightning_sparse.fusion.model import Cost, Plan, SizeCost, StepModel
 from lightning_sparse.monitor.advice import advice
 from lightning_sparse.monitor.pictures import draw, draw_timeline
 from lightning_sparse.monitor.record import MOST_POINTS, Notes, Point, Selected, Sums
@@ -233,7 +233,7 @@ def test_what_sends_all_is_called_by_its_name() -> None:
 
 
 def plan(groups: int = 3) -> Plan:
-    cost = Cost((10, 100), (0.001, 0.002), (0.002, 0.004), (0.003, 0.006), 1e-5, 1e-5)
+    cost = Cost(SizeCost(10, 0.001, 0.002, 0.003, 10), SizeCost(100, 0.002, 0.004, 0.006, 100))
     model = StepModel(tuple(0.01 * (i + 1) for i in range(groups)), ((100,),) * groups, (cost,))
     ends = tuple(range(1, groups + 1))
     names = tuple(f"l{i}.w" for i in range(groups))

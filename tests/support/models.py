@@ -70,8 +70,8 @@ def weights(module: nn.Module) -> Tensor:
 
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:
-    """All elements one after the other, in float64."""
-    return torch.cat([x.detach().double().flatten() for x in tensors])
+    """All elements one after the other, in float64 on the CPU."""
+    return torch.cat([x.detach().cpu().double().flatten() for x in tensors])
 
 
 def unsent(strategy: ls.SparseDDPStrategy | ls.SparseHook) -> dict[str, Tensor]:

@@ -5,12 +5,14 @@ here all get the first.
 """
 
 import os
+from typing import Any
 
 import pytest
 import torch
 from lightning.fabric.accelerators.cuda import CUDAAccelerator as OfFabric
 from lightning.fabric.strategies import ddp as fabric_ddp
 from lightning.fabric.strategies import model_parallel as fabric_model_parallel
+from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.pytorch.accelerators.cuda import CUDAAccelerator
 from lightning.pytorch.strategies import ddp, model_parallel
 
@@ -33,6 +35,12 @@ def _share_the_device() -> None:
         )
     for module in (ddp, fabric_ddp, model_parallel, fabric_model_parallel):
         module._get_default_process_group_backend_for_device = lambda device: "gloo"  # type: ignore[attr-defined]
+        module._init_dist_connection = _connected  # type: ignore[attr-defined]
+
+
+def _connected(*given: Any, device_id: torch.device | None = None, **options: Any) -> None:
+    """As Lightning connects, but for the device, by which PyTorch 2.11 splits groups in a way that Gloo cannot."""
+    _init_dist_connection(*given, **options)
 
 
 if ACCELERATOR == "cuda":

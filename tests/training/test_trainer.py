@@ -122,6 +122,7 @@ def log_infinity(rank: int, size: int) -> list[str]:
     return [text for text in warned(run.fit, Infinite(), data(6, size)) if "must be finite" in text]
 
 
+@only_on_cpu("a loss on a device is looked at every 5 s")
 def test_an_infinite_loss_of_another_rank_that_spoils_no_weight_is_said_by_that_rank(ranks: Ranks) -> None:
     first, second = ranks.run(log_infinity, 2)
     assert not first

@@ -19,7 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_sparse.auto.chooser import BFLOAT16, EXACT, NOISE, tried
-from lightning_sparse.auto.forecast import Forecaster
+from lightning_sparse.auto.forecast import forecast_of
 from lightning_sparse.auto.policy import CANDIDATES
 from lightning_sparse.auto.trial import ELEMENTS
 from lightning_sparse.bench.cluster import ClusterError, ClusterSpec, parse
@@ -135,10 +135,9 @@ def advices(
     Candidates are tried on ``gradients`` [R, T, m], with the ``weights`` [m] of the same elements.
     """
     costs = GroupCosts(parameters, Link(cluster.hop_s, cluster.s_per_byte), cluster.hosts, now=now)
-    forecaster = Forecaster(measured, costs)
     with Progress(transient=True) as progress:
         candidates = progress.track(CANDIDATES, description="Trying candidates on the model's gradients")
-        found = [tried(forecaster.forecast(candidate), gradients, weights) for candidate in candidates]
+        found = [tried(forecast_of(candidate, measured, costs), gradients, weights) for candidate in candidates]
     return advise_on(found)
 
 
