@@ -125,9 +125,13 @@ class Chooser:
         return (1 + doubt) * known_s / (self.chosen.more_steps if self.chosen else 1.0)
 
     def finalists(self, doubt: float) -> list[Candidate]:
-        """Measured sums of gradients: the soonest, and those that are later by a part of ``doubt`` or less."""
+        """Measured sums of gradients: the soonest, and plain ones that are later by a part of ``doubt`` or less.
+
+        Others are left out from a part of ``DOUBT`` on.
+        """
         sums = sorted((f for f in self._eligible if not f.candidate.local_steps), key=lambda f: f.seconds)
-        return [f.candidate for f in sums[:FINALISTS] if f.seconds <= (1 + doubt) * sums[0].seconds]
+        later = [(f.candidate, f.seconds / sums[0].seconds - 1) for f in sums]
+        return [c for c, part in later if part <= (doubt if c in PLAIN else min(doubt, DOUBT))][:FINALISTS]
 
     def see(self, candidate: Candidate, step_s: float) -> None:
         """Note that so many more steps of ``candidate`` took ``step_s`` seconds each, where that is known."""

@@ -28,7 +28,8 @@ GLANCE = 5  # First steps whose mean shows whether they are far too long.
 SETTLING = 5  # Local steps until any is timed, once ranks compare second moments no longer in each of them.
 TIMED = 10  # Steps whose mean is what a step takes: they differ, as fragments do.
 TAKING_OVER = 2  # Steps after a change: one sends what was not sent before, or finds thresholds.
-TURNS = 4  # How often, at most, so many are timed of each that differs little: a machine is slower at times.
+# By what part, from turn to turn, those may be later of which so many are timed again: a machine is slower at times.
+DOUBTS = (0.25, 0.1, 0.05, 0.03)
 WATCHED = 50  # Local steps after which it is checked whether their times have changed.
 GLIMPSE = PassCounts(0, 0, 1)  # The first step: enough where it shows that messages take longer than all the rest.
 GLIMPSE_OF_DEVICE = PassCounts(2, 0, 1)  # Before it kernels are compiled, which no later step waits for.
@@ -106,7 +107,7 @@ def _choose(switch: Switch, chooser: Chooser) -> Passes[float]:
         if again == candidate:
             break
         candidate = again
-    if candidate.local_steps or len(chooser.finalists(DOUBT)) < 2:
+    if candidate.local_steps or len(chooser.finalists(DOUBTS[0])) < 2:
         return step_s
     return (yield from _measure_in_turn(switch, chooser, layouts))
 
@@ -115,8 +116,8 @@ def _measure_in_turn(switch: Switch, chooser: Chooser, layouts: Mapping[Candidat
     """Measure in turn what differs little, ever fewer, and go on with the soonest; returns the seconds of its step."""
     fusion, exchange = switch.layer_fusion, switch.exchange
     assert fusion is not None
-    for turn in range(1, TURNS + 1):
-        finalists = chooser.finalists(DOUBT / turn)
+    for doubt in DOUBTS:
+        finalists = chooser.finalists(doubt)
         if len(finalists) < 2:
             break
         rank_zero_info(f"sparse_auto: measuring in turn, since steps differ little: {'; '.join(map(str, finalists))}.")

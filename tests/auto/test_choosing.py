@@ -399,6 +399,13 @@ def test_in_turn_the_soonest_wins_and_float32_where_it_is_as_soon(
     assert settled.measured[BFLOAT16] == (0.105 if bfloat16_s != bfloat16_s else (0.105 + bfloat16_s) / 2)
 
 
+def test_plain_sums_are_measured_in_turn_where_others_are_too_late(settled: Chooser) -> None:
+    settled.see(BFLOAT16, 0.135)  # 120 ms in the mean
+    settled.see(INT4, 0.124)  # 116 ms
+    assert settled.finalists(0.25) == [DENSE, BFLOAT16]
+    assert settled.finalists(0.1) == [DENSE]
+
+
 def test_measuring_in_turn_ends_with_the_groups_of_the_best(settled: Chooser, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the three that differ little one is soon too late, and another a turn later."""
     steps_s, followed = {DENSE: 0.1, BFLOAT16: 0.09, INT4: 0.108}, []
