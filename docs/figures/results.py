@@ -86,6 +86,18 @@ NOTES = {
     "2026-11-27-015145-gpt_3m": ONE_RATE.format("2e-3"),
     "2026-11-27-015646-byte_lm": BEST_RATES + " The machine slowed down while it ran: one rank alone took 47 ms a step "
     "at first and 77 at last. By turns the same step takes 1.02 of plain DDP's (docs/benchmarks/plain_sums.py).",
+    "2026-11-27-040631-byte_lm": BEST_RATES,
+    "2026-11-27-041255-gpt_10m": ONE_RATE.format("5e-4"),
+    "2026-11-27-042545-gpt_3m": ONE_RATE.format("2e-3")
+    + " `sparse_auto` and the hook took longer for their first 50 steps than for the same ones later, by chance.",
+    "2026-11-27-043120-byte_lm": BEST_RATES + " Plain DDP happened to need fewer steps than in other runs.",
+    "2026-11-27-043833-gpt_3m": ONE_RATE.format("2e-3")
+    + " `sparse_auto` takes the hook's step, and happened to need more of them for 2.6.",
+    "2026-11-27-044358-gpt_3m": ONE_RATE.format("2e-3")
+    + " Another program ran for some seconds in the second half of `sparse_auto`'s training, which then took the steps "
+    "of the row below it.",
+    "2026-11-27-045012-gpt_10m": ONE_RATE.format("5e-4"),
+    "2026-11-27-045648-byte_lm": BEST_RATES + " The machine was a quarter slower than for its older rows.",
     "2026-11-26-111941-byte_lm": BEST_RATES,
     "2026-11-26-113916-byte_lm": BEST_RATES,
     "2026-11-26-115213-byte_lm": BEST_RATES,
