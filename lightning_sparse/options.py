@@ -244,9 +244,11 @@ def _refuse_unknown(kwargs: Mapping[str, object], init: Callable[..., None], com
         if misplaced := [field.name for field in known if field.name in unknown]:
             name = type(owner).__name__
             name = f"ls.{name}" if type(owner).__module__.startswith("lightning_sparse.") else name
+            has_none = "" if owner is compressor else f" {type(compressor).__name__} has no such setting."
+            settings = _call(changed(owner) | {each: unknown[each] for each in misplaced})
             raise TypeError(
                 f"{misplaced[0]} must be given to the compressor, of which it is a setting, not to the strategy; write "
-                f"SparseDDPStrategy({name}({_call(changed(owner) | {each: unknown[each] for each in misplaced})}))."
+                f"SparseDDPStrategy({name}({settings})).{has_none}"
             )
     no_options = {*GIVEN_BY_LIGHTNING, *UNSUPPORTED, "self", "ddp_kwargs", *unknown}
     options = (taken | {f.name for f in fields(Options)}) - no_options

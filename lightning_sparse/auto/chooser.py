@@ -125,10 +125,7 @@ class Chooser:
         return (1 + doubt) * known_s / (self.chosen.more_steps if self.chosen else 1.0)
 
     def finalists(self, doubt: float) -> list[Candidate]:
-        """Measured sums of gradients: the soonest, and plain ones that are later by a part of ``doubt`` or less.
-
-        Others are left out from a part of ``DOUBT`` on.
-        """
+        """Measured sums of gradients: the soonest, and those later by a part of ``doubt``; ``DOUBT`` if not plain."""
         sums = sorted((f for f in self._eligible if not f.candidate.local_steps), key=lambda f: f.seconds)
         later = [(f.candidate, f.seconds / sums[0].seconds - 1) for f in sums]
         return [c for c, part in later if part <= (doubt if c in PLAIN else min(doubt, DOUBT))][:FINALISTS]

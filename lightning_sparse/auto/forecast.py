@@ -66,7 +66,7 @@ def _of_gradients(candidate: Candidate, measured: Measured, costs: GroupCosts) -
     pieces, kinds, sent_bytes = costs.of_model(compressor)
     if dtype and in_place:
         gradient_bytes = 4 * sum(piece.elements for piece in pieces)
-        message_bytes = max(costs.sums.message_bytes * 4 // dtype.itemsize, hand_over_bytes(gradient_bytes))
+        message_bytes = max(costs.sums.message_bytes * 4 // dtype.itemsize, round(hand_over_bytes(gradient_bytes)))
     plan = best_plan(pieces, kinds, measured, message_bytes=message_bytes)
     step_s = plan.rest_s + plan.spans.get(IN_PLACE, plan.span_s)
     buckets_s = plan.rest_s + plan.spans[DDP_PLAN]

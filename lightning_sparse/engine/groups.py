@@ -48,9 +48,9 @@ def check_fusion(fusion: object) -> str | tuple[str, ...]:
     )
 
 
-def hand_over_bytes(gradient_bytes: int) -> int:
+def hand_over_bytes(gradient_bytes: int) -> float:
     """Return of how much gradient DDP hands over at once, where nobody says it: when decides what can be sent."""
-    return min(max(LEAST_HAND_OVER_BYTES, gradient_bytes // HAND_OVERS), BUCKET_BYTES)
+    return min(max(LEAST_HAND_OVER_BYTES, gradient_bytes / HAND_OVERS), BUCKET_BYTES)
 
 
 def fuse(pieces: Sequence[Piece], fusion: str | Sequence[str], bucket_bytes: int = BUCKET_BYTES) -> list[list[Piece]]:

@@ -1,5 +1,6 @@
 """What averaging groups costs, from ranks that are simulated on this machine."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -139,12 +140,13 @@ def made_up(n: int, seed: int, device: torch.device) -> Tensor:
 
 @contextmanager
 def adding_to(seconds: list[float], device: torch.device, now: Now) -> Iterator[None]:
-    """Add what is done to the last of ``seconds``, by the clock ``now``."""
+    """Add the time of what is done to the last of ``seconds``, by the clock ``now``; nothing where it cannot tell."""
     start_s = now()
     yield
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    seconds[-1] += now() - start_s
+    passed_s = now() - start_s
+    seconds[-1] += passed_s if 0 < passed_s < math.inf else 0.0
 
 
 def _timed(rounds: Rounds, busy_s: list[float], device: torch.device, now: Now) -> Rounds:

@@ -210,7 +210,7 @@ class LayerFusion:
                 rank_zero_info(f"LayerFusion: {plan}")
                 group_of = plan.group_of()
                 of_each = [[name for name in self._names if group_of[name] == i] for i in range(len(plan.ends))]
-                planned = json.dumps(of_each)
+                planned = json.dumps(of_each) if plan.ends != plan.before else ""
         except Exception as error:  # a plan is a gain, not a need; and the others wait for this rank
             rank_zero_warn(f"LayerFusion: no plan could be made; the groups stay as they are. {error!r}")
         planned = exchange.gather_text(planned)[0]

@@ -51,7 +51,7 @@ def _encode(
     tl.store(out + byte, (tl.where(announces, of_block, of_index) & 0xFF).to(tl.uint8), mask=byte < nbytes)
 
 
-@triton.jit(do_not_specialize=["blocks", "n", "capacity"])
+@triton.jit(do_not_specialize=["blocks", "n", "capacity"], do_not_specialize_on_alignment=["low"])
 def _decode(
     low: tl.tensor, ends: tl.tensor, count: tl.tensor, index: tl.tensor, wrong: tl.tensor, blocks: tl.tensor,
     n: tl.tensor, capacity: tl.tensor, STEPS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,

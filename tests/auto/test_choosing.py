@@ -1,5 +1,6 @@
 """How sparse_auto chooses: predicted steps, candidates tried on gradients, and which is taken."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -92,6 +93,13 @@ def test_float32_in_several_buckets_takes_the_time_of_its_bytes() -> None:
     measured = Measured([0.01] * 20, span_s=0.05, rest_s=0.01, groups=[list(layers)])
     found = forecast_of(DENSE, measured, costs_on(Link(0.0001, 8e-8), layers))  # 100 Mbit/s
     assert found.step_s == pytest.approx(8e-8 * 2 * 3 / 4 * 80 * 2**20, rel=0.1)
+
+
+@pytest.mark.parametrize("told", [float("nan"), 5.0, float("inf")])
+@pytest.mark.parametrize("candidate", [ls.Candidate(ls.Dense(), "int4"), ls.Candidate(ls.Dense(), "int4", 2)], ids=str)
+def test_a_clock_that_tells_nothing_leaves_a_forecast_of_the_network(candidate: ls.Candidate, told: float) -> None:
+    costs = GroupCosts(LAYERS, Link(0.001, 1e-8), 4, now=lambda: told)
+    assert math.isfinite(forecast_of(candidate, MEASURED, costs).step_s)
 
 
 @pytest.mark.parametrize("candidate", [*CANDIDATES[:4], *SELECTING[:2]], ids=str)

@@ -243,6 +243,17 @@ def test_a_plan_resumed_within_a_warmup_keeps_protected_parameters_apart(tried: 
     assert resumed.fusion.phase == "watch"
 
 
+def test_groups_that_stay_are_the_same_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where dense parameters lie between others."""
+    monkeypatch.setattr(planner, "LEAST_GAIN", float("inf"))
+    compressor = ls.SkipReduce(protect=["1.*"])
+    training = Training(compressor)
+    before = laid_out(training)
+    for _ in training.passes(STEPS_MEASURED + 2 * TRIAL):
+        assert laid_out(training) == before
+    assert training.fusion.phase == "watch"
+
+
 def test_what_is_always_dense_is_in_groups_of_its_own() -> None:
     training = Training(ls.SkipReduce(protect=["1.*"]))
     training.fusion.follow(Layout([("2.weight", "1.weight", "0.weight")], ls.SkipReduce(protect=["1.*"])))
