@@ -96,21 +96,21 @@ class FakeNccl:
             for _ in range(1 + copies):
                 cuda.launch(f"message {name}")
             cuda.touch(name, read, written)
-        return Work(cuda, own, read + written)
+        return Work(cuda, own, read, written)
 
 
 class Work:
     """A message under way; as PyTorch's, it refers to its tensors until it is waited for."""
 
-    def __init__(self, cuda: FakeCuda, stream: Stream, tensors: list[Tensor]) -> None:
-        self._cuda, self._moment, self._tensors = cuda, cuda.moment(stream), tensors
+    def __init__(self, cuda: FakeCuda, stream: Stream, read: list[Tensor], written: list[Tensor]) -> None:
+        self._cuda, self._moment, self._read, self._written = cuda, cuda.moment(stream), read, written
 
     def wait(self) -> None:
         """Have the current stream wait, not the host."""
         self._cuda.wait(self._cuda.stream, self._moment)
-        self._tensors = []
+        self._read = self._written = []
 
     def get_future(self) -> Future:
         future = Future()
-        future.result, future.moment = list(self._tensors), self._moment
+        future.result, future.moment = list(self._written), self._moment
         return future
