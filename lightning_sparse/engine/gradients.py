@@ -17,6 +17,7 @@ from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group, HostCopy
 from lightning_sparse.compressors.rounded import type_in_place
+from lightning_sparse.engine.groups import MESSAGES
 from lightning_sparse.engine.lane import Lane, have_caller_wait, wait_for_caller
 from lightning_sparse.engine.means import Means
 from lightning_sparse.engine.scaled_steps import ScaledSteps
@@ -75,9 +76,9 @@ class GradientExchange(ScaledSteps):
         self.nothing_unsent = False
 
     def between_steps(self) -> None:
-        self._means.are_due = False  # a step ends with its backward
+        self._means.are_due = False
 
-    end_step = between_steps
+    end_step = between_steps  # a step ends with its backward
 
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         self._means.are_due = False
@@ -182,7 +183,8 @@ class GradientExchange(ScaledSteps):
         assert step.in_place is not None
         step.unsummed.append(bucket)
         payload_bytes = step.in_place.itemsize * sum(each.buffer.numel() for each in step.unsummed)
-        if step.has_arrived or payload_bytes >= comm.costs.message_bytes:
+        least_bytes = max(comm.costs.message_bytes, step.in_place.itemsize * self._elements // MESSAGES)
+        if step.has_arrived or payload_bytes >= least_bytes:
             buckets, step.unsummed = step.unsummed, []
             sums = comm.mean_in_place([each.buffer for each in buckets], step.in_place)
             sums.then(partial(self._end_in_place, step, buckets))

@@ -16,6 +16,7 @@ from lightning_sparse.engine.replica import ASIDE, EXACT, UNSENT_GRADIENT
 FUSIONS = ("layer", "bucket", "none")
 HAND_OVERS = 10  # calls of our hook in a backward; of smaller parts each takes longer than it gains
 LEAST_HAND_OVER_BYTES = 2**20
+MESSAGES = 5  # of sums where DDP has the gradient, at most: each takes some ms of a processor
 BUCKET_BYTES = 25 * 2**20  # of float32 gradient in a group, as in DDP's default buckets
 
 
@@ -51,6 +52,11 @@ def check_fusion(fusion: object) -> str | tuple[str, ...]:
 def hand_over_bytes(gradient_bytes: int) -> float:
     """Return of how much gradient DDP hands over at once, where nobody says it: when decides what can be sent."""
     return min(max(LEAST_HAND_OVER_BYTES, gradient_bytes / HAND_OVERS), BUCKET_BYTES)
+
+
+def least_message_bytes(gradient_bytes: int) -> int:
+    """Return of how much gradient a message is, at least, where it is summed where DDP has it."""
+    return round(max(hand_over_bytes(gradient_bytes), gradient_bytes / MESSAGES))
 
 
 def fuse(pieces: Sequence[Piece], fusion: str | Sequence[str], bucket_bytes: int = BUCKET_BYTES) -> list[list[Piece]]:
