@@ -145,7 +145,7 @@ class Chooser:
     @property
     def _known(self) -> list[Forecast]:
         """Those of candidates whose steps were measured."""
-        return [f for f in self.forecasts if f.candidate in self.measured]
+        return [f for f in self.forecasts if f.candidate in self._looks]
 
     @property
     def _eligible(self) -> list[Forecast]:
@@ -197,7 +197,7 @@ class Chooser:
         """
         assert self.chosen is not None
         chosen = self.chosen.candidate
-        if chosen in self.measured or not math.isfinite(step_s):
+        if chosen in self._looks or not math.isfinite(step_s):
             return chosen
         self.see(chosen, step_s)
         return self._take_best(exchange)
@@ -209,7 +209,7 @@ class Chooser:
         of_each = exchange.ask(lambda comm: comm.all_gather(own.flatten().bfloat16()))[:RANKS].float()
         self._gradients, self._weights = of_each.unflatten(1, own.shape), self._record.weights()
         self.forecasts = _shared(exchange, self._candidates, self._forecast_of)
-        for candidate in self.measured:
+        for candidate in self._looks:
             self._correct(candidate)
 
     def _try(self, exchange: Exchange, untried: Sequence[Forecast]) -> None:
@@ -231,7 +231,7 @@ class Chooser:
         of which none was measured.  What local steps took longer, others do by the bytes they send, if that is what
         they wait for; else half of it, the other half by the weights they exchange in a step.
         """
-        kinds = {_kind(each) for each in self.measured}
+        kinds = {_kind(each) for each in self._looks}
         step_s, expected = self.measured[measured], next(f for f in self.forecasts if f.candidate == measured)
         longer_s = max(0.0, step_s - expected.step_s)
 
@@ -240,7 +240,7 @@ class Chooser:
                 return replace(f, step_s=step_s)
             is_alike = _kind(f.candidate) == _kind(measured)
             follows = is_alike or (measured in PLAIN and _kind(f.candidate) not in kinds)
-            if f.candidate in self.measured or not follows:
+            if f.candidate in self._looks or not follows:
                 return f
             if not measured.local_steps:
                 return replace(f, step_s=f.step_s * step_s / expected.step_s)

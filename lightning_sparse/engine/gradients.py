@@ -76,9 +76,9 @@ class GradientExchange(ScaledSteps):
         self.nothing_unsent = False
 
     def between_steps(self) -> None:
-        self._means.are_due = False
+        self._means.are_due = False  # a step ends with its backward
 
-    end_step = between_steps  # a step ends with its backward
+    end_step = between_steps
 
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         self._means.are_due = False

@@ -81,7 +81,7 @@ def _medians_s(exchange: Exchange, runs: int, *sums: tuple[int, bool]) -> list[f
 
     def shortest_s(elements: int, direct: bool) -> float:
         x = torch.zeros(elements, device=exchange.device)
-        return min(time_s(exchange, lambda lane: lane.comm.all_reduce(x, direct).wait(), lanes=1) for _ in range(runs))
+        return min(time_s(exchange, lambda lane: lane.comm.all_reduce(x, direct).wait()) for _ in range(runs))
 
     own = [shortest_s(*each) for each in sums]
     return [float(median) for median in median_over_ranks(exchange, own)]
@@ -98,10 +98,10 @@ def median_over_ranks(exchange: Exchange, seconds: Sequence[float]) -> NDArray[n
     return np.array([np.median(column) if len(column) else np.nan for column in columns])
 
 
-def time_s(exchange: Exchange, work: Callable[[Lane], object], lanes: int | None = None) -> float:
-    """Seconds that ``work`` takes on the first ``lanes`` lanes at once."""
+def time_s(exchange: Exchange, work: Callable[[Lane], object]) -> float:
+    """Seconds that ``work`` takes on the first lane."""
     start_s = time.perf_counter()
-    exchange.on_lanes(work, lanes)
+    exchange.on_lanes(work, lanes=1)
     if exchange.device.type == "cuda":
         torch.cuda.synchronize(exchange.device)
     return time.perf_counter() - start_s

@@ -67,10 +67,6 @@ class Buffers:
             self._kept[key] = torch.empty(size, dtype=torch.uint8, device=device)
         return self._kept[key][:size].view(dtype)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(kept.numel() for kept in self._kept.values())
-
     def reuse(self) -> None:
         self._lent.clear()
 
