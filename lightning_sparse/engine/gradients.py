@@ -183,9 +183,9 @@ class GradientExchange(ScaledSteps):
         assert step.in_place is not None
         step.unsummed.append(bucket)
         payload_bytes = step.in_place.itemsize * sum(each.buffer.numel() for each in step.unsummed)
-        least_bytes = max(comm.costs.message_bytes, step.in_place.itemsize * self._elements // MESSAGES)
-        if step.has_arrived or payload_bytes >= least_bytes:
+        if step.has_arrived or payload_bytes >= step.least_bytes:
             buckets, step.unsummed = step.unsummed, []
+            step.least_bytes = max(comm.costs.message_bytes, step.in_place.itemsize * self._elements // MESSAGES)
             sums = comm.mean_in_place([each.buffer for each in buckets], step.in_place)
             sums.then(partial(self._end_in_place, step, buckets))
         return bucket.future

@@ -55,7 +55,7 @@ def hand_over_bytes(gradient_bytes: int) -> float:
 
 
 def least_message_bytes(gradient_bytes: int) -> int:
-    """Return of how much gradient a message is, at least, where it is summed where DDP has it."""
+    """Return of how much gradient a message is, at least, after the first, where it is summed where DDP has it."""
     return round(max(hand_over_bytes(gradient_bytes), gradient_bytes / MESSAGES))
 
 

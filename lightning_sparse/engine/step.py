@@ -81,6 +81,7 @@ class Step:
         self.in_place: torch.dtype | None = None  # the type in which DDP's buckets are summed where they lie
         self.sends_all = False  # all is summed in float32, so that nothing is unsent after it
         self.unsummed: list[PendingBucket] = []  # of these, what no message has yet
+        self.least_bytes = 0  # of the next message; the first is as short as DDP's
         self._arriving = [len(group.parameters) for group in groups]  # parameters not handed over yet
         self._queues = [deque(queue) for queue in queues]
         self._lanes = lanes

@@ -70,11 +70,12 @@ def best_plan(
     kinds: Kinds,
     measured: Measured,
     calibration: tuple[float, float] = (1.0, 0.0),
-    message_bytes: int | None = None,
+    message_bytes: tuple[int, int] | None = None,
 ) -> Plan:
     """Return the best groups, or those there were if these are hardly slower.
 
-    The span of ``IN_PLACE`` is of sums in messages of ``message_bytes`` of float32 gradient, if there are any.
+    The span of ``IN_PLACE`` is of sums in messages of so many bytes of float32 gradient, the first and later ones, if
+    there are any.
     """
     model, place = _model(pieces, kinds, measured)
     ordered = sorted(pieces, key=lambda piece: place[piece.name])
@@ -90,7 +91,8 @@ def best_plan(
         "as before": _ends(measured.groups, place),
     }
     if message_bytes is not None:
-        plans[IN_PLACE] = fused("bucket", message_bytes)
+        first, later = (fused("bucket", each) for each in message_bytes)
+        plans[IN_PLACE] = sorted({first[0], *later})
     factor, longer_s = calibration
     spans = {name: factor * model.span(ends) + longer_s for name, ends in plans.items()}
     gains = spans["LayerFusion"] < (1 - LEAST_GAIN) * spans["as before"]

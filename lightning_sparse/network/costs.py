@@ -9,10 +9,9 @@ SEGMENT_BYTES = 512 * 1024  # long messages are sent in segments: one is on the 
 DEVICE_SEGMENT_BYTES = 32 * 2**20  # likewise where a device adds them, of which a launch takes some 5 µs of the host
 
 # Messages that follow each other during backward: the shorter they are, the less is left after it, but the more often
-# a latency is waited for.  Beyond what passes beside backward, each transfers for ``LONG`` times its latency, at least
+# a latency is waited for, and a processor works for it.  Each transfers for ``LONG`` times its latency, at least
 # (docs/benchmarks/2026-11-27-short-messages.md).
 LONG = 3
-BESIDE_S = 0.005  # Seconds of a latency of the backend's sum that pass beside backward.
 MOST_MESSAGE_BYTES = 25 * 2**20  # of such a message: as long as DDP's buckets
 
 COPIES = 1.2  # what two hops of float32 cost beside the backend's sum, which adds where the values lie
@@ -72,7 +71,7 @@ class Link:
     def latencies(self, size: int) -> tuple[int, int, int]:
         """What sums among ``size`` ranks go by: :attr:`Costs.latencies`."""
         all_reduce_s = self.all_reduce_of(size)
-        payload_bytes = self.carries(LONG * max(all_reduce_s - BESIDE_S, 0)) * size // (2 * max(size - 1, 1))
+        payload_bytes = self.carries(LONG * all_reduce_s) * size // (2 * max(size - 1, 1))
         return self.carries(self.latency_s), self.carries(all_reduce_s), min(payload_bytes, MOST_MESSAGE_BYTES)
 
 
@@ -82,7 +81,7 @@ class Costs:
     Attributes:
         hop_bytes: what a link carries in the time that a message of next to no length takes to all other ranks.
         all_reduce_bytes: what it carries in that of an all-reduce of the backend of next to no length.
-        message_bytes: of one message's payload, at least, where the backend sums a gradient in several.
+        message_bytes: of a message's payload, at least, after the first, where the backend sums a gradient in several.
         by_backend: float32 is always summed by the backend, which chooses among several ways itself.
     """
 

@@ -18,11 +18,19 @@ from tests.support.models import weights
 from tests.support.processes import Ranks
 
 SHAPE = (200, 50)  # large enough not to go to all ranks in one hop
+LR = 0.003  # of two layers, which diverge sooner than one
 
 
-def layer(bucket_cap_mb: float = 25, views: bool = False) -> DistributedDataParallel:
+def layer() -> DistributedDataParallel:
     torch.manual_seed(0)
-    return DistributedDataParallel(nn.Linear(*SHAPE), bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=views)
+    return DistributedDataParallel(nn.Linear(*SHAPE))
+
+
+def two_layers(bucket_cap_mb: float = 25, views: bool = False) -> DistributedDataParallel:
+    """A model of four parameters, each of which may be a bucket."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(*SHAPE), nn.Linear(SHAPE[1], SHAPE[1]))
+    return DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=views)
 
 
 def step(ddp: DistributedDataParallel, rank: int, number: int, lr: float = 0.1) -> None:
@@ -36,15 +44,15 @@ def step(ddp: DistributedDataParallel, rank: int, number: int, lr: float = 0.1) 
 
 def trained(rank: int, size: int, bucket_cap_mb: float, message_bytes: int) -> Any:
     gradients.MESSAGES = 2**20  # so that ``message_bytes`` decides
-    plain, ours, again = layer(), layer(bucket_cap_mb), layer(bucket_cap_mb, views=True)
+    plain, ours, again = two_layers(), two_layers(bucket_cap_mb), two_layers(bucket_cap_mb, views=True)
     hook = ls.SparseHook(ours, "sparse_dense")
     hook.exchange.may_sum_in_place = True
     hook.exchange.set_latencies(*hook.exchange.latencies[:2], message_bytes)
     whole = []
     for number in range(6):
         sent_before = hook.exchange._lanes[0].comm.messages
-        step(plain, rank, number)
-        step(ours, rank, number)
+        step(plain, rank, number, LR)
+        step(ours, rank, number, LR)
         whole.append(hook.exchange.nothing_unsent)
         if number == 2:
             saved, kept = [hook.state_dict()], ours.state_dict()
@@ -54,7 +62,7 @@ def trained(rank: int, size: int, bucket_cap_mb: float, message_bytes: int) -> A
             resumed.exchange.may_sum_in_place = True
             resumed.load_state_dict(saved[0])
         if number > 2:
-            step(again, rank, number)
+            step(again, rank, number, LR)
     report, messages = hook.exchange.last, hook.exchange._lanes[0].comm.messages - sent_before
     results = weights(plain), weights(ours), weights(again), whole, report.sent_bytes, hook.exchange.steps, messages
     resumed.close()
@@ -63,19 +71,19 @@ def trained(rank: int, size: int, bucket_cap_mb: float, message_bytes: int) -> A
 
 
 @pytest.mark.parametrize(
-    ("bucket_cap_mb", "message_bytes", "expected"), [(25, 25 << 20, 1), (1e-4, 25 << 20, 1), (1e-4, 100, 2)]
+    ("bucket_cap_mb", "message_bytes", "expected"), [(25, 25 << 20, 1), (1e-4, 25 << 20, 2), (1e-4, 100, 4)]
 )
 def test_it_is_plain_ddp_but_for_the_order_of_sums(
     ranks: Ranks, bucket_cap_mb: float, message_bytes: int, expected: int
 ) -> None:
-    """Small buckets travel together, up to so many bytes."""
+    """The first bucket travels alone, as DDP's; later ones travel together, up to so many bytes."""
     every = ranks.run(trained, 3, bucket_cap_mb, message_bytes, gloo=True)
     for plain, ours, resumed, whole, sent_bytes, steps, messages in every:
         torch.testing.assert_close(ours, plain, rtol=1e-3, atol=1e-4)
         torch.testing.assert_close(ours, resumed, rtol=1e-3, atol=1e-4)
         assert torch.equal(ours, every[0][1])
         assert all(whole)
-        assert sent_bytes == pytest.approx(2 * 2 / 3 * 4 * (SHAPE[0] + 1) * SHAPE[1], abs=4)
+        assert sent_bytes == pytest.approx(2 * 2 / 3 * 4 * (sum(SHAPE) + 2) * SHAPE[1], abs=16)
         assert steps == 6
         assert messages == expected
 
