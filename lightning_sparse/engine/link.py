@@ -14,9 +14,10 @@ from lightning_sparse.engine.lane import Lane
 from lightning_sparse.network.costs import Link, hops, traffic
 
 FEW, MANY, MOST = 2**8, 2**16, 2**20  # Elements of a sum that takes its latency alone, and of those that tell the rate.
-RUNS = 3  # Runs of each; the shortest was disturbed least.
-RUNS_OF_FEW = 10  # Likewise of those of few elements, which go by as soon, and whose times decide the way of all sums.
-SLOW_S = 0.02  # Seconds of a message that is timed once: there, runs differ little beside it.
+RUNS = 4  # Runs of many elements; the shortest was disturbed least.
+RUNS_OF_SLOW = 2  # Of those of ``SLOW_S`` or longer: a lost packet, which is sent again 0.2 s later, would spoil one.
+RUNS_OF_FEW = 10  # Of those of few elements, which go by as soon, and whose times decide the way of all sums.
+SLOW_S = 0.02
 IMMEASURABLE = 1e-11  # Seconds for a byte, or less, of a link whose rate cannot be measured: 800 Gbit/s.
 
 
@@ -35,11 +36,10 @@ def is_far(latency_s: float) -> bool:
 
 
 def measure_link(exchange: Exchange, latency_s: float | None = None) -> Link:
-    """Time sums of a few bytes, in one hop and as the backend does it, and longer ones for the rate.
+    """Time sums of a few bytes, in one hop and as the backend does it, and a longer one of it for the rate.
 
-    These are of 256 KiB, or up to 4 MiB where that is quick, and of a quarter; the backend's.  Where latency is long
-    there is one, in one hop, and the backend's latency is taken to be that of its hops.  Sums go by the latencies from
-    then on.
+    That is of 256 KiB, or up to 4 MiB where that is quick.  Where latency is long it is sent once, in one hop, and the
+    backend's latency is taken to be that of its hops.  Sums go by the latencies from then on.
 
     Args:
         exchange: between whose ranks.
@@ -52,20 +52,17 @@ def measure_link(exchange: Exchange, latency_s: float | None = None) -> Link:
     far = is_far(latency_s)
     if far:
         all_reduce_s = hops("all_reduce", exchange.size) * latency_s
-        some, some_s, (many_s,) = 0, latency_s, _medians_s(exchange, 1, (many, True))
+        few_s, (many_s,) = latency_s, _medians_s(exchange, 1, (many, True))
     else:
         latency_s, all_reduce_s = _medians_s(exchange, RUNS_OF_FEW, (FEW, True), (FEW, False))
         while (many_s := _medians_s(exchange, 1, (many, False))[0]) < SLOW_S and many < MOST:
             many *= 4
-        some = many // 4
-        if many_s < SLOW_S:
-            some_s, many_s = _medians_s(exchange, RUNS, (some, False), (many, False))
-        else:
-            (some_s,) = _medians_s(exchange, 1, (some, False))
-    if not math.isfinite(latency_s + all_reduce_s + some_s + many_s):
+        runs = RUNS if many_s < SLOW_S else RUNS_OF_SLOW
+        few_s, many_s = all_reduce_s, min(many_s, *_medians_s(exchange, runs - 1, (many, False)))
+    if not math.isfinite(latency_s + all_reduce_s + many_s):
         raise NoClock
     sent_bytes = traffic("all_gather" if far else "all_reduce", 4 * many, exchange.size)
-    link = Link(latency_s, max((many_s - some_s) / (many - some), 0.0) * many / sent_bytes, all_reduce_s)
+    link = Link(latency_s, max(many_s - few_s, 0.0) / sent_bytes, all_reduce_s)
     exchange.set_latencies(*link.latencies(exchange.size))
     mbit_s = 8e-6 / max(link.s_per_byte, IMMEASURABLE)
     rate = f"carries {mbit_s:,.0f} Mbit/s" if link.s_per_byte > IMMEASURABLE else "is too fast to be measured"
