@@ -16,7 +16,7 @@ from lightning_sparse.engine.replica import ASIDE, EXACT, UNSENT_GRADIENT
 FUSIONS = ("layer", "bucket", "none")
 HAND_OVERS = 10  # calls of our hook in a backward; of smaller parts each takes longer than it gains
 LEAST_HAND_OVER_BYTES = 2**20
-MESSAGES = 5  # of sums where DDP has the gradient, at most: each takes some ms of a processor
+MESSAGES = 5  # of sums where DDP has the gradient, after the first, at most: each takes a processor 1 or 2 ms
 BUCKET_BYTES = 25 * 2**20  # of float32 gradient in a group, as in DDP's default buckets
 
 
