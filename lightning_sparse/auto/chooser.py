@@ -60,7 +60,7 @@ def soonest(
     close = [f for f in allowed if f.seconds <= (1 + (DOUBT if f.candidate in PLAIN else doubt)) * first.seconds]
     near = [f for f in allowed if f.candidate in PLAIN and f.seconds <= (1 + DOUBT_OF_PLAIN) * first.seconds]
     if untried := [f for f in near if f.candidate not in measured]:
-        return untried[0]
+        return min(untried, key=lambda f: f.seconds)
     known = [f for f in close if f.candidate in measured]
     return min(known or close, key=lambda f: (round(f.more_steps, 2), f.seconds))
 

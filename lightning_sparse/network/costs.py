@@ -14,6 +14,7 @@ DEVICE_SEGMENT_BYTES = 32 * 2**20  # likewise where a device adds them, of which
 LONG = 3
 MOST_MESSAGE_BYTES = 25 * 2**20  # of such a message: as long as DDP's buckets
 
+CROWD = 2  # what a byte costs that reaches a rank from all others at once: what queues drop is sent again, late
 COPIES = 1.2  # what two hops of float32 cost beside the backend's sum, which adds where the values lie
 COPIES_OF_GROUPS = 1.5  # likewise, beside the backend's sum of DDP's buckets, which needs no copies into groups
 
@@ -102,17 +103,19 @@ class Costs:
     def of(self, way: str, payload_bytes: int) -> float:
         """The time of a sum of ``payload_bytes`` on the wire from each rank, in bytes that a link carries meanwhile.
 
-        Ways are "one_hop" (to everybody, who adds), "two_hops" (to who adds that slice) and "backend" (round a ring).
+        Ways are "two_hops" (to who adds that slice, and back) and "backend" (round a ring).
         """
-        if way == "one_hop":
-            return self.hop_bytes + (self.size - 1) * payload_bytes
         latency_bytes = 2 * self.hop_bytes if way == "two_hops" else self.all_reduce_bytes
         return latency_bytes + 2 * (self.size - 1) / self.size * payload_bytes
 
     def in_one_hop(self, payload_bytes: int) -> bool:
-        """Whether a sum is sooner in one hop than in two; a long one is not, since it takes room for what all send."""
+        """Whether a sum goes to everybody, who adds, and is sooner than in two hops.
+
+        A long one does not, since it takes room for what all send.
+        """
         short = payload_bytes <= max(SEGMENT_BYTES, self.hop_bytes)
-        return short and self.of("one_hop", payload_bytes) <= self.of("two_hops", payload_bytes)
+        more_bytes = (self.size - 1) * (self.size - 2) / self.size * payload_bytes  # than in two hops
+        return short and CROWD * more_bytes <= self.hop_bytes
 
     def way_of(self, payload_bytes: int, lossless: bool) -> str:
         """The way a sum takes, as :meth:`of` has it; if ``lossless``, of float32, which the backend can add."""
