@@ -14,7 +14,7 @@ DEVICE_SEGMENT_BYTES = 32 * 2**20  # likewise where a device adds them, of which
 LONG = 3
 MOST_MESSAGE_BYTES = 25 * 2**20  # of such a message: as long as DDP's buckets
 
-CROWD = 2  # what a byte costs that reaches a rank from all others at once: what queues drop is sent again, late
+CROWD = 4  # what a byte costs that reaches a rank from all others at once: what queues drop is sent again, late
 COPIES = 1.2  # what two hops of float32 cost beside the backend's sum, which adds where the values lie
 COPIES_OF_GROUPS = 1.5  # likewise, beside the backend's sum of DDP's buckets, which needs no copies into groups
 
