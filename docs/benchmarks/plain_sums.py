@@ -91,7 +91,7 @@ def ours(compressor: ls.Compressor, message_bytes: int, ddp: DistributedDataPara
 
 
 def contenders(workload: str, sizes_mb: Sequence[float]) -> list[Contender]:
-    """DDP first, and again last: what differs between the two is chance; ours in messages of so many MiB of gradient."""
+    """DDP first, and again last, which shows what chance does; ours in messages of so many MiB of gradient."""
     parameters = workload_named(workload).module().parameters()
     hand_over_mb = hand_over_bytes(sum(parameter.nbytes for parameter in parameters)) / 2**20
     plain = partial(Contender, workload=workload, hand_over_mb=25, put_on=lambda ddp: None)

@@ -30,6 +30,7 @@ BFLOAT16 = Candidate(Dense(), "bfloat16")
 PLAIN = (EXACT, BFLOAT16)  # What DDP and PyTorch's hook do: nobody wants to be slower.
 DOUBT_OF_PLAIN = 0.25  # As ``DOUBT``, for these to be tried.
 FAR = 0.25  # As ``DOUBT``, of the first local steps, which take longer than later ones.
+WAY_BACK = 0.25  # Likewise of sums of gradients after local steps: a way back sends weights and optimizer states.
 MOST_TRIED = 5  # Candidates whose steps are measured; then one of these is taken.
 FINALISTS = 3  # Of which at most are measured in turn.
 
@@ -148,6 +149,15 @@ class Chooser:
         return [f for f in self.forecasts if f.candidate in self._looks]
 
     @property
+    def _within_reach(self) -> list[Forecast]:
+        """All, but sums that were not measured and would hardly make up for the way back from measured local steps."""
+        now = next((f for f in self._known if self.chosen and f.candidate == self.chosen.candidate), None)
+        if now is None or not now.candidate.local_steps:
+            return self.forecasts
+        sums = [f for f in self.forecasts if not f.candidate.local_steps and f.candidate not in self._looks]
+        return [f for f in self.forecasts if f not in sums or (1 + WAY_BACK) * f.seconds < now.seconds]
+
+    @property
     def _eligible(self) -> list[Forecast]:
         """Those of them that lose no more than is allowed, and what was chosen."""
         chosen = self.chosen and self.chosen.candidate
@@ -256,7 +266,7 @@ class Chooser:
         Once many have been measured, one of these is taken.
         """
         while True:
-            among = self._known if len(self._known) >= MOST_TRIED else self.forecasts
+            among = self._known if len(self._known) >= MOST_TRIED else self._within_reach
             best = soonest(among, self._auto.at_most, self.measured) if among else None
             if best and best.delivered is None:
                 self._try(exchange, [f for f in among if f.delivered is None])

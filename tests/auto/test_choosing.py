@@ -315,6 +315,14 @@ def test_what_is_known_does_not_make_way_for_what_noise_may_be(choose: Any) -> N
     assert chooser.note(exchange, 0.05) == LOCAL2  # though 48.5 ms are expected of another
 
 
+@pytest.mark.parametrize(("topk_ms", "back"), [(47, False), (42, True)])
+def test_the_way_back_from_local_steps_is_for_sums_that_are_far_sooner(choose: Any, topk_ms: float, back: bool) -> None:
+    steps = GivenSteps({DENSE: 100, INT4: 60, TOPK: topk_ms, LOCAL2: 34}, computing_ms=33)
+    chooser, exchange, first = choose(steps)
+    assert first == LOCAL2
+    assert chooser.note(exchange, 0.056) == (TOPK if back else LOCAL2)  # 16 and 25 % sooner, and LOCAL2 loses more
+
+
 def test_of_local_steps_that_take_longer_than_expected_those_that_send_less_are_tried(choose: Any) -> None:
     chooser, exchange, first = choose(
         GivenSteps({DENSE: 100, INT4: 55, TOPK: 90, LOCAL2: 41, LOCAL4: 38}, computing_ms=33)
