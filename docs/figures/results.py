@@ -98,6 +98,16 @@ NOTES = {
     "of the row below it.",
     "2026-11-27-045012-gpt_10m": ONE_RATE.format("5e-4"),
     "2026-11-27-045648-byte_lm": BEST_RATES + " The machine was a quarter slower than for its older rows.",
+    "2026-11-27-075251-gpt_3m": ONE_RATE.format("2e-3"),
+    "2026-11-27-075829-byte_lm": BEST_RATES,
+    "2026-11-27-080611-gpt_3m": ONE_RATE.format("2e-3"),
+    "2026-11-27-081116-gpt_3m": ONE_RATE.format("2e-3"),
+    "2026-11-27-081649-gpt_10m": ONE_RATE.format("5e-4"),
+    "2026-11-27-082300-gpt_10m": ONE_RATE.format("5e-4")
+    + " `sparse_auto` ran while the machine was slower: by turns its step is 0.99 to 1.00 of plain DDP's.",
+    "2026-11-27-082748-gpt_3m": ONE_RATE.format("2e-3")
+    + " Of `sparse_auto` one step took 5.7 s: from 4 local steps back to sums, to try int4; it does so no more.",
+    "2026-11-27-083226-byte_lm": BEST_RATES,
     "2026-11-26-111941-byte_lm": BEST_RATES,
     "2026-11-26-113916-byte_lm": BEST_RATES,
     "2026-11-26-115213-byte_lm": BEST_RATES,
