@@ -151,11 +151,10 @@ class Chooser:
     @property
     def _within_reach(self) -> list[Forecast]:
         """All, but sums that were not measured and would hardly make up for the way back from measured local steps."""
-        now = next((f for f in self._known if self.chosen and f.candidate == self.chosen.candidate), None)
-        if now is None or not now.candidate.local_steps:
-            return self.forecasts
-        sums = [f for f in self.forecasts if not f.candidate.local_steps and f.candidate not in self._looks]
-        return [f for f in self.forecasts if f not in sums or (1 + WAY_BACK) * f.seconds < now.seconds]
+        chosen = self.chosen and self.chosen.candidate
+        now_s = min((f.seconds for f in self._known if f.candidate == chosen and chosen.local_steps), default=math.inf)
+        far = [f for f in self.forecasts if f.candidate not in self._looks and (1 + WAY_BACK) * f.seconds > now_s]
+        return [f for f in self.forecasts if f.candidate.local_steps or f not in far]
 
     @property
     def _eligible(self) -> list[Forecast]:
@@ -261,10 +260,7 @@ class Chooser:
         self.forecasts = [corrected(f) for f in self.forecasts]
 
     def _take_best(self, exchange: Exchange) -> Candidate:
-        """Choose by what is known, after looking at all candidates if another might be sooner.
-
-        Once many have been measured, one of these is taken.
-        """
+        """Choose by what is known, after a look at all if another might be sooner; of many measured, one of these."""
         while True:
             among = self._known if len(self._known) >= MOST_TRIED else self._within_reach
             best = soonest(among, self._auto.at_most, self.measured) if among else None
@@ -294,9 +290,8 @@ class Chooser:
         free = soonest(self.forecasts, measured=self.measured)
         if self._auto.at_most is None or free.candidate == best.candidate:
             return ""
-        return (
-            f" Without at_most={self._auto.at_most:g} {free.candidate} might be there after {1e3 * free.seconds:.0f} s."
-        )
+        after_s = f"{1e3 * free.seconds:.0f} s"
+        return f" Without at_most={self._auto.at_most:g} {free.candidate} might be there after {after_s}."
 
 
 def _kind(candidate: Candidate) -> tuple[bool, bool, type]:
