@@ -30,7 +30,7 @@ BFLOAT16 = Candidate(Dense(), "bfloat16")
 PLAIN = (EXACT, BFLOAT16)  # What DDP and PyTorch's hook do: nobody wants to be slower.
 DOUBT_OF_PLAIN = 0.25  # As ``DOUBT``, for these to be tried.
 FAR = 0.25  # As ``DOUBT``, of the first local steps, which take longer than later ones.
-WAY_BACK = 0.25  # Likewise of sums of gradients after local steps: a way back sends weights and optimizer states.
+WAY_BACK = 1.25  # Times as long local steps must take as sums that are tried next: that sends weights and states.
 MOST_TRIED = 5  # Candidates whose steps are measured; then one of these is taken.
 FINALISTS = 3  # Of which at most are measured in turn.
 
@@ -54,8 +54,7 @@ def soonest(
         at_most: as of :class:`Auto`; where none loses so little, that which loses least.
         measured: candidates whose steps were, which take precedence within noise.
     """
-    least = min(forecasts, key=lambda f: f.more_steps)
-    allowed = [f for f in forecasts if _is_allowed(f, at_most)] or [least]
+    allowed = [f for f in forecasts if _is_allowed(f, at_most)] or [min(forecasts, key=lambda f: f.more_steps)]
     first = min(allowed, key=lambda f: f.seconds)
     doubt = NOISE if first.candidate in measured else DOUBT
     close = [f for f in allowed if f.seconds <= (1 + (DOUBT if f.candidate in PLAIN else doubt)) * first.seconds]
@@ -151,10 +150,9 @@ class Chooser:
     @property
     def _within_reach(self) -> list[Forecast]:
         """All, but sums that were not measured and would hardly make up for the way back from measured local steps."""
-        chosen = self.chosen and self.chosen.candidate
-        now_s = min((f.seconds for f in self._known if f.candidate == chosen and chosen.local_steps), default=math.inf)
-        far = [f for f in self.forecasts if f.candidate not in self._looks and (1 + WAY_BACK) * f.seconds > now_s]
-        return [f for f in self.forecasts if f.candidate.local_steps or f not in far]
+        known, chosen = self._known, self.chosen and self.chosen.candidate
+        now_s = min((f.seconds for f in known if f.candidate == chosen and chosen.local_steps), default=math.inf)
+        return [f for f in self.forecasts if f.candidate.local_steps or f in known or WAY_BACK * f.seconds <= now_s]
 
     @property
     def _eligible(self) -> list[Forecast]:
@@ -290,8 +288,7 @@ class Chooser:
         free = soonest(self.forecasts, measured=self.measured)
         if self._auto.at_most is None or free.candidate == best.candidate:
             return ""
-        after_s = f"{1e3 * free.seconds:.0f} s"
-        return f" Without at_most={self._auto.at_most:g} {free.candidate} might be there after {after_s}."
+        return f" Without at_most={self._auto.at_most:g} {free.candidate} might take {1e3 * free.seconds:.0f} s."
 
 
 def _kind(candidate: Candidate) -> tuple[bool, bool, type]:

@@ -9,7 +9,7 @@ from lightning_sparse.auto.policy import Candidate
 from lightning_sparse.compressors import Dense
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.compressors.rounded import type_in_place
-from lightning_sparse.engine.groups import cut_into_fragments, hand_over_bytes, least_message_bytes, pieces_of
+from lightning_sparse.engine.groups import cut_into_fragments, message_lengths, pieces_of
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.engine.replica import Replica
 from lightning_sparse.fusion.costs import MOST, RUNS, GroupCosts, adding_to, made_up
@@ -65,9 +65,8 @@ def _of_gradients(candidate: Candidate, measured: Measured, costs: GroupCosts) -
     dtype, in_place, message_bytes = type_in_place(compressor), costs.in_place(compressor), None
     pieces, kinds, sent_bytes = costs.of_model(compressor)
     if dtype and in_place:
-        gradient_bytes = 4 * sum(piece.elements for piece in pieces)
-        later_bytes = max(costs.sums.message_bytes * 4 // dtype.itemsize, least_message_bytes(gradient_bytes))
-        message_bytes = round(hand_over_bytes(gradient_bytes)), later_bytes
+        elements = sum(piece.elements for piece in pieces)
+        message_bytes = message_lengths(4 * elements, costs.sums.message_bytes * 4 // dtype.itemsize)
     plan = best_plan(pieces, kinds, measured, message_bytes=message_bytes)
     step_s = plan.rest_s + plan.spans.get(IN_PLACE, plan.span_s)
     buckets_s = plan.rest_s + plan.spans[DDP_PLAN]

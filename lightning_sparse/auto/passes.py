@@ -78,7 +78,6 @@ def _choose(switch: Switch, chooser: Chooser) -> Passes[float]:
     yield  # what a checkpoint holds is in its place now
     latency_s, at_work = measure_latency(exchange), fusion.at_work
     far = is_far(latency_s)
-
     if not far:
         costs = fusion.costs_on(measure_link(exchange, latency_s))
         at_work, sums_s = chooser.start(exchange, costs, fusion.at_work)

@@ -54,9 +54,10 @@ def hand_over_bytes(gradient_bytes: int) -> float:
     return min(max(LEAST_HAND_OVER_BYTES, gradient_bytes / HAND_OVERS), BUCKET_BYTES)
 
 
-def least_message_bytes(gradient_bytes: int) -> int:
-    """Return of how much gradient a message is, at least, after the first, where it is summed where DDP has it."""
-    return round(max(hand_over_bytes(gradient_bytes), gradient_bytes / MESSAGES))
+def message_lengths(gradient_bytes: int, least_bytes: int) -> tuple[int, int]:
+    """Return of how much gradient the first message is, at least, and later ones, of sums where DDP has it."""
+    first_bytes = hand_over_bytes(gradient_bytes)
+    return round(first_bytes), round(max(first_bytes, gradient_bytes / MESSAGES, least_bytes))
 
 
 def fuse(pieces: Sequence[Piece], fusion: str | Sequence[str], bucket_bytes: int = BUCKET_BYTES) -> list[list[Piece]]:

@@ -74,8 +74,7 @@ def best_plan(
 ) -> Plan:
     """Return the best groups, or those there were if these are hardly slower.
 
-    The span of ``IN_PLACE`` is of sums in messages of so many bytes of float32 gradient, the first and later ones, if
-    there are any.
+    The span of ``IN_PLACE`` is of sums in messages of so many bytes of float32 gradient: the first, and later ones.
     """
     model, place = _model(pieces, kinds, measured)
     ordered = sorted(pieces, key=lambda piece: place[piece.name])
