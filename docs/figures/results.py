@@ -106,7 +106,7 @@ NOTES = {
     "2026-11-27-082300-gpt_10m": ONE_RATE.format("5e-4")
     + " `sparse_auto` ran while the machine was slower: by turns its step is 0.99 to 1.00 of plain DDP's.",
     "2026-11-27-082748-gpt_3m": ONE_RATE.format("2e-3")
-    + " Of `sparse_auto` one step took 5.7 s: from 4 local steps back to sums, to try int4; it does so no more.",
+    + " Of `sparse_auto` one step took 5.7 s: from 4 local steps back to sums, to try int4, which seemed 10 % sooner.",
     "2026-11-27-083226-byte_lm": BEST_RATES,
     "2026-11-26-111941-byte_lm": BEST_RATES,
     "2026-11-26-113916-byte_lm": BEST_RATES,

@@ -285,8 +285,8 @@ class Chooser:
 
     def _cost_of_limit(self, best: Forecast) -> str:
         """Say what ``at_most`` costs in time, if it does."""
-        free = soonest(self.forecasts, measured=self.measured)
-        if self._auto.at_most is None or free.candidate == best.candidate:
+        free = soonest(self._within_reach, measured=self.measured)
+        if free.candidate == best.candidate or _is_allowed(free, self._auto.at_most):
             return ""
         return f" Without at_most={self._auto.at_most:g} {free.candidate} might take {1e3 * free.seconds:.0f} s."
 

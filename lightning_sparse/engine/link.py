@@ -58,7 +58,7 @@ def measure_link(exchange: Exchange, latency_s: float | None = None) -> Link:
         while (many_s := _medians_s(exchange, 1, (many, False))[0]) < SLOW_S and many < MOST:
             many *= 4
         runs = RUNS if many_s < SLOW_S else RUNS_OF_SLOW
-        few_s, many_s = all_reduce_s, min(many_s, *_medians_s(exchange, runs - 1, (many, False)))
+        few_s, many_s = all_reduce_s, float(np.fmin(many_s, _medians_s(exchange, runs - 1, (many, False))[0]))
     if not math.isfinite(latency_s + all_reduce_s + many_s):
         raise NoClock
     sent_bytes = traffic("all_gather" if far else "all_reduce", 4 * many, exchange.size)

@@ -14,7 +14,8 @@ DEVICE_SEGMENT_BYTES = 32 * 2**20  # likewise where a device adds them, of which
 LONG = 3
 MOST_MESSAGE_BYTES = 25 * 2**20  # of such a message: as long as DDP's buckets
 
-CROWD = 4  # what a byte costs that reaches a rank from all others at once: what queues drop is sent again, late
+QUEUE_BYTES = 64 * 1024  # that reach a rank from all others at once: what a queue in front of it always holds
+CROWD = 4  # what a byte costs where more do: what queues drop is sent again, late
 COPIES = 1.2  # what two hops of float32 cost beside the backend's sum, which adds where the values lie
 COPIES_OF_GROUPS = 1.5  # likewise, beside the backend's sum of DDP's buckets, which needs no copies into groups
 
@@ -115,7 +116,8 @@ class Costs:
         """
         short = payload_bytes <= max(SEGMENT_BYTES, self.hop_bytes)
         more_bytes = (self.size - 1) * (self.size - 2) / self.size * payload_bytes  # than in two hops
-        return short and CROWD * more_bytes <= self.hop_bytes
+        crowd = CROWD if (self.size - 1) * payload_bytes > QUEUE_BYTES else 1
+        return short and crowd * more_bytes <= self.hop_bytes
 
     def way_of(self, payload_bytes: int, lossless: bool) -> str:
         """The way a sum takes, as :meth:`of` has it; if ``lossless``, of float32, which the backend can add."""

@@ -195,6 +195,8 @@ def test_a_sum_loses_nothing_whichever_way_it_goes(form: ValueFormat, size: int,
         (0, 5_000, FLOAT32, 1, 6, 30_000),  # without latency the backend copies least
         (100_000, 5_000, INT4, 1, 1, 3 * INT4.nbytes(5_000)),
         (0, 5_000, INT4, 2, 2, 6 * 4 * -(-INT4.nbytes(1250) // 4)),
+        (2_500_000, 87_000, FLOAT32, 1, 1, 3 * 348_000),
+        (1_250_000, 87_000, FLOAT32, 2, 2, 522_000),  # a queue would not hold what all send to one
     ],
 )
 def test_a_sum_goes_the_soonest_way(
