@@ -89,7 +89,7 @@ NOTES = {
     "2026-11-27-040631-byte_lm": BEST_RATES,
     "2026-11-27-041255-gpt_10m": ONE_RATE.format("5e-4"),
     "2026-11-27-042545-gpt_3m": ONE_RATE.format("2e-3") + BESIDE,
-    "2026-11-27-053546-gpt_3m": ONE_RATE.format("2e-3") + " In ten messages; it sends five since.",
+    "2026-11-27-053546-gpt_3m": ONE_RATE.format("2e-3") + " In ten messages; it sends fewer since.",
     "2026-11-27-043120-byte_lm": BEST_RATES + " Plain DDP happened to need fewer steps than in other runs.",
     "2026-11-27-043833-gpt_3m": ONE_RATE.format("2e-3")
     + " `sparse_auto` takes the hook's step, and happened to need more of them for 2.6.",

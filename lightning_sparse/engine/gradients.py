@@ -17,7 +17,7 @@ from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group, HostCopy
 from lightning_sparse.compressors.rounded import type_in_place
-from lightning_sparse.engine.groups import MESSAGES
+from lightning_sparse.engine.groups import later_message_bytes
 from lightning_sparse.engine.lane import Lane, have_caller_wait, wait_for_caller
 from lightning_sparse.engine.means import Means
 from lightning_sparse.engine.scaled_steps import ScaledSteps
@@ -185,7 +185,7 @@ class GradientExchange(ScaledSteps):
         payload_bytes = step.in_place.itemsize * sum(each.buffer.numel() for each in step.unsummed)
         if step.has_arrived or payload_bytes >= step.least_bytes:
             buckets, step.unsummed = step.unsummed, []
-            step.least_bytes = max(comm.costs.message_bytes, step.in_place.itemsize * self._elements // MESSAGES)
+            step.least_bytes = later_message_bytes(step.in_place.itemsize * self._elements, comm.costs.message_bytes)
             sums = comm.mean_in_place([each.buffer for each in buckets], step.in_place)
             sums.then(partial(self._end_in_place, step, buckets))
         return bucket.future

@@ -54,10 +54,15 @@ def hand_over_bytes(gradient_bytes: int) -> float:
     return min(max(LEAST_HAND_OVER_BYTES, gradient_bytes / HAND_OVERS), BUCKET_BYTES)
 
 
+def later_message_bytes(payload_bytes: int, least_bytes: int) -> int:
+    """Return how long a message after the first is, at least, of ``payload_bytes`` summed where DDP has them."""
+    return max(least_bytes, payload_bytes // MESSAGES)
+
+
 def message_lengths(gradient_bytes: int, least_bytes: int) -> tuple[int, int]:
     """Return of how much gradient the first message is, at least, and later ones, of sums where DDP has it."""
-    first_bytes = hand_over_bytes(gradient_bytes)
-    return round(first_bytes), round(max(first_bytes, gradient_bytes / MESSAGES, least_bytes))
+    first_bytes = round(hand_over_bytes(gradient_bytes))
+    return first_bytes, max(first_bytes, later_message_bytes(gradient_bytes, least_bytes))
 
 
 def fuse(pieces: Sequence[Piece], fusion: str | Sequence[str], bucket_bytes: int = BUCKET_BYTES) -> list[list[Piece]]:

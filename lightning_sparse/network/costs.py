@@ -120,7 +120,7 @@ class Costs:
         return short and crowd * more_bytes <= self.hop_bytes
 
     def way_of(self, payload_bytes: int, lossless: bool) -> str:
-        """The way a sum takes, as :meth:`of` has it; if ``lossless``, of float32, which the backend can add."""
+        """The way of a sum: "one_hop", or as :meth:`of` has it; ``lossless``: of float32, which the backend can add."""
         if lossless and self.by_backend:
             return "backend"
         if self.in_one_hop(payload_bytes):

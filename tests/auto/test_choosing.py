@@ -95,10 +95,10 @@ def test_float32_in_several_buckets_takes_the_time_of_its_bytes() -> None:
     assert found.step_s == pytest.approx(8e-8 * 2 * 3 / 4 * 80 * 2**20, rel=0.1)
 
 
-@pytest.mark.parametrize("told", [float("nan"), 5.0, float("inf")])
+@pytest.mark.parametrize("now_s", [float("nan"), 5.0, float("inf")])
 @pytest.mark.parametrize("candidate", [ls.Candidate(ls.Dense(), "int4"), ls.Candidate(ls.Dense(), "int4", 2)], ids=str)
-def test_a_clock_that_tells_nothing_leaves_a_forecast_of_the_network(candidate: ls.Candidate, told: float) -> None:
-    costs = GroupCosts(LAYERS, Link(0.001, 1e-8), 4, now=lambda: told)
+def test_a_clock_that_stands_still_leaves_a_forecast_of_the_network(candidate: ls.Candidate, now_s: float) -> None:
+    costs = GroupCosts(LAYERS, Link(0.001, 1e-8), 4, now=lambda: now_s)
     assert math.isfinite(forecast_of(candidate, MEASURED, costs).step_s)
 
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sparse as ls
 from lightning_sparse.bench.compare.peers import bf16_hook
 from lightning_sparse.compressors.rounded import Rounded
-from lightning_sparse.engine import gradients
+from lightning_sparse.engine import groups
 from lightning_sparse.engine.groups import lay_out
 from lightning_sparse.network import costs
 from tests.support.models import weights
@@ -43,7 +43,7 @@ def step(ddp: DistributedDataParallel, rank: int, number: int, lr: float = 0.1) 
 
 
 def trained(rank: int, size: int, bucket_cap_mb: float, message_bytes: int) -> Any:
-    gradients.MESSAGES = 2**20  # so that ``message_bytes`` decides
+    groups.MESSAGES = 2**20  # so that ``message_bytes`` decides
     plain, ours, again = two_layers(), two_layers(bucket_cap_mb), two_layers(bucket_cap_mb, views=True)
     hook = ls.SparseHook(ours, "sparse_dense")
     hook.exchange.may_sum_in_place = True
