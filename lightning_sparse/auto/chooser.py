@@ -236,7 +236,7 @@ class Chooser:
 
         Sums of gradients differ by one factor: plain ones, which code nothing, by one of their own, as does every kind
         of which none was measured.  What local steps took longer, others do by the bytes they send, if that is what
-        they wait for; else half of it, the other half by the weights they exchange in a step.
+        they wait for; else half of it, as sums of which none was measured do, and half by the weights they exchange.
         """
         kinds = {_kind(each) for each in self._looks}
         step_s, expected = self.measured[measured], next(f for f in self.forecasts if f.candidate == measured)
@@ -246,14 +246,14 @@ class Chooser:
             if f.candidate == measured:
                 return replace(f, step_s=step_s)
             is_alike = _kind(f.candidate) == _kind(measured)
-            follows = is_alike or (measured in PLAIN and _kind(f.candidate) not in kinds)
-            if f.candidate in self._looks or not follows:
+            is_of_all = measured in PLAIN or (measured.local_steps and expected.limit == "backward")
+            if f.candidate in self._looks or not (is_alike or (is_of_all and _kind(f.candidate) not in kinds)):
                 return f
             if not measured.local_steps:
                 return replace(f, step_s=f.step_s * step_s / expected.step_s)
-            if expected.limit == "network":
-                return replace(f, step_s=f.step_s + longer_s * f.sent_bytes / expected.sent_bytes)
-            return replace(f, step_s=f.step_s + longer_s * (1 + measured.local_steps / f.candidate.local_steps) / 2)
+            weights = measured.local_steps / (f.candidate.local_steps or math.inf)  # exchanged in a step, of as many
+            share = f.sent_bytes / expected.sent_bytes if expected.limit == "network" else (1 + weights) / 2
+            return replace(f, step_s=f.step_s + longer_s * share)
 
         self.forecasts = [corrected(f) for f in self.forecasts]
 

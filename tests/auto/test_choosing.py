@@ -343,6 +343,15 @@ def test_of_local_steps_whose_bytes_hide_those_that_exchange_less_are_tried(
     assert chooser.note(exchange, 0.06) == LOCAL4  # five eighths of 27 ms more are expected of it
 
 
+def test_what_local_steps_that_hide_their_bytes_took_longer_is_half_expected_of_sums(choose: Any) -> None:
+    steps = GivenSteps({DENSE: 60, BFLOAT16: 43, INT4: 60, TOPK: 90, LOCAL2: 33}, computing_ms=31, limit="backward")
+    chooser, exchange, first = choose(steps)
+    assert first == LOCAL2
+    assert chooser.note(exchange, 0.055) == LOCAL2  # though 43 ms would be sooner by a quarter
+    steps_ms = {f.candidate: 1e3 * f.step_s for f in chooser.forecasts}
+    assert steps_ms == pytest.approx({DENSE: 71, BFLOAT16: 54, INT4: 60, TOPK: 101, LOCAL2: 55})  # int4 as measured
+
+
 def test_what_cannot_be_soonest_is_not_tried(choose: Any) -> None:
     chooser, *_ = choose(GivenSteps({DENSE: 100, INT4: 50, TOPK: 90, LOCAL2: 41, LOCAL4: 41}, computing_ms=30))
     assert [f.candidate for f in chooser.forecasts if f.delivered is None] == [INT4, TOPK, LOCAL4]
