@@ -105,6 +105,11 @@ class Bench(_Written, _OnCluster):
         metavar="LIST",
     )
     seeds: str = _option("of the rounds, in turn (0,1,2,...)", "", metavar="LIST")
+    interleave: bool = _option(
+        "with --until-loss, train all of a round in turn, each from one evaluation to its next: a machine whose speed "
+        "drifts is then as fast for one as for another; needs memory for all of them",
+        False,
+    )
     plot: bool = _option("draw plots too", False)
 
     @property

@@ -1,7 +1,7 @@
 """Judges a training by its loss on held-out data, outside the time that is measured."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -49,11 +49,20 @@ class Judge(Callback):
 
     The clock of the probe stands still meanwhile.  A training ends after ``least`` steps at the earliest: at the
     ``lowest`` loss, where the loss is not finite, and after so many ``seconds``, if not with the trainer's last step.
+    After each evaluation the training waits until ``others`` have gone on too, each call of its ``next`` once.
     """
 
-    def __init__(self, probe: Probe, data: Tensor, lowest: float, seconds: float | None, least: int) -> None:
+    def __init__(
+        self,
+        probe: Probe,
+        data: Tensor,
+        lowest: float,
+        seconds: float | None,
+        least: int,
+        others: Iterator[object] | None = None,
+    ) -> None:
         self._probe, self._data, self._lowest, self._least = probe, data, lowest, least
-        self._seconds = seconds
+        self._seconds, self._others = seconds, others
         self._next = 1  # step
         self._last = (0, 0.0)  # step of the last evaluation, and the seconds trained then
         self._sends = False  # has sent anything yet
@@ -75,6 +84,8 @@ class Judge(Callback):
         left_s = SOONEST * seconds if self._seconds is None else min(SOONEST * seconds, self._seconds - seconds)
         steps_per_s = (len(steps) - before) / max(seconds - seconds_before, 1e-9)
         self._next, self._last = len(steps) + max(LEAST, round(left_s * steps_per_s)), (len(steps), seconds)
+        if self._others and not trainer.should_stop:
+            next(self._others)
         self._probe.skip()
 
     @torch.no_grad()

@@ -51,6 +51,7 @@ def _report(options: Bench, schedules: Sequence[Schedule], measure: Measure) -> 
             task = progress.add_task("starting", total=turns)
             file.write(json_line("environment", facts))
             for schedule in schedules:
+                before, order = len(rounds), [(number, row.label) for number, row in schedule.turns()]
                 with closing(measure(schedule)) as found:
                     for each in found:
                         rounds.append(each)
@@ -59,6 +60,7 @@ def _report(options: Bench, schedules: Sequence[Schedule], measure: Measure) -> 
                         took = f"{1e3 * fmean(s.s for s in each.timed):.0f} ms a step" if each.timed else "failed"
                         said = f"{each.cluster} {each.strategy}: {took}"
                         progress.update(task, advance=1, description=said, refresh=True)
+                rounds[before:] = sorted(rounds[before:], key=lambda r: order.index((r.number, r.strategy)))
     finally:
         if rounds:
             facts["turns"] = f"{len(rounds)} of {turns}"

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 
@@ -32,6 +34,7 @@ class Schedule:
     learning_rates: Sequence[float] = ()  # to try in the first round; the others use the best of each strategy
     seeds: Sequence[int] = ()  # of the rounds, in turn; nothing: 0, 1, 2, ...
     floor: bool = False  # whether to train without communication too
+    interleave: bool = False  # whether the trainings of a round go on in turn, each from one evaluation to its next
 
     @property
     def shares_a_device(self) -> bool:
@@ -52,6 +55,12 @@ class Schedule:
         later = [(number, row) for number in range(1, self.rounds) for row in (rows[::-1] if number % 2 else rows)]
         return [(0, row) for each in tried for row in each] + later
 
+    def groups(self) -> list[list[tuple[int, Contender]]]:
+        """The turns, together those that are interleaved: all of a round."""
+        if not self.interleave:
+            return [[turn] for turn in self.turns()]
+        return [list(turns) for _, turns in groupby(self.turns(), key=itemgetter(0))]
+
     def seed(self, number: int) -> int:
         return self.seeds[number % len(self.seeds)] if self.seeds else number
 
@@ -71,6 +80,8 @@ def schedules(options: Bench) -> list[Schedule]:
     until, tried, given = _until_loss(options), rates(options.learning_rates), seeds(options.seeds)
     if tried and not until:
         raise ValueError(f"--learning-rates needs --until-loss, to judge them by; got {options.learning_rates!r}")
+    if options.interleave and not until:
+        raise ValueError("--interleave needs --until-loss, whose evaluations trainings take turns at.")
     strategies = options.strategies or all_names()
     contenders(strategies)
     counts = options.steps, options.warmup, options.rounds or len(given) or ROUNDS
@@ -80,7 +91,9 @@ def schedules(options: Bench) -> list[Schedule]:
     if options.accelerator == "cuda" and not torch.cuda.device_count():
         raise ValueError("--accelerator must be cpu where PyTorch finds no CUDA device; got 'cuda'. See nvidia-smi.")
     where = options.accelerator if options.emulate else "auto"
-    first = Schedule("", options.workload, strategies, *counts, where, until, options.seconds, tried, given, True)
+    first = Schedule(
+        "", options.workload, strategies, *counts, where, until, options.seconds, tried, given, True, options.interleave
+    )
     return [replace(first, cluster=cluster.strip()) for cluster in options.emulate.split(",")]
 
 

@@ -1,27 +1,24 @@
 """The program that runs on each rank: ``python -m lightning_sparse.bench.compare.worker SCHEDULE PLACE``.
 
-A worker takes the strategies in turn, round after round.  Each turn is a process of its own, forked from the worker so
-that it need not import anything, with an ordinary Trainer in it: every strategy starts with fresh memory and fresh
-connections, and one that fails takes nothing along.  The workers keep in step through a key-value store of their own,
-outside the time that is measured.
+A worker takes the strategies in turn, round after round.  Each turn is a process of its own with an ordinary Trainer
+in it: every strategy starts with fresh memory and fresh connections, and one that fails takes nothing along.  The
+workers keep in step through a key-value store of their own, outside the time that is measured.
 """
 
-import ctypes
 import json
 import logging
-import multiprocessing
 import os
 import signal
-import socket
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Generator, Iterator
 from dataclasses import asdict, replace
 from datetime import timedelta
+from itertools import count
 from multiprocessing.connection import Connection
 from resource import RUSAGE_SELF, getrusage
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,60 +29,48 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from lightning_sparse.auto.chooser import Chooser
 from lightning_sparse.bench.compare.advice import Advice, advise_on
 from lightning_sparse.bench.compare.held_out import Judge, LearningRate
-from lightning_sparse.bench.compare.peers import ADVISE, Contender
+from lightning_sparse.bench.compare.peers import ADVISE
 from lightning_sparse.bench.compare.place import Place
 from lightning_sparse.bench.compare.probe import Probe
 from lightning_sparse.bench.compare.records import MeasuredRun, Round
 from lightning_sparse.bench.compare.schedule import Schedule
+from lightning_sparse.bench.compare.turns import STOPPED, Turn, child, connect, results_of
 from lightning_sparse.bench.compare.workloads import workload_named
 from lightning_sparse.strategy import SparseDDPStrategy
 
-_FORK = multiprocessing.get_context("fork")
 _MEETING = timedelta(minutes=2)  # until all workers must have started
-_PATIENCE = timedelta(days=1)  # of the workers among themselves; training has a time limit of its own
-# Seconds until a worker asks again whether another rank failed: Gloo leaves a rank waiting for one that is gone.  The
-# question and its answer are counted with the messages of a step: some 300 bytes.
-_GLANCE_S = 5.0
 FEW_STEPS = 3  # timed steps that `advise` has of plain DDP, which may be long
-_STOPPED = "stopped, since another rank failed"
-_PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 #: Arguments of a Trainer that writes nothing.
 QUIET: dict[str, Any] = dict.fromkeys(
     ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
 )
 
 
-class _Turn(NamedTuple):
-    """One strategy in one round, on this rank; ``store`` is of this turn alone."""
-
-    schedule: Schedule
-    place: Place
-    number: int  # of the round
-    contender: Contender
-    store: Store
-
-
 def take_turns(schedule: Schedule, place: Place) -> Generator[Round, None, None]:
     """Take all turns.  Yields what was measured, on rank 0; the other ranks yield nothing."""
-    server = _child(_serve, place) if place.rank == 0 and not place.store_is_there else None
+    server = child(_serve, place) if place.rank == 0 and not place.store_is_there else None
     try:
-        store = _meet(place)
+        store, keys = _meet(place), count()
         failed: set[str] = set()
         rounds: list[Round] = []  # on rank 0
-        for i, (number, contender) in enumerate(schedule.turns()):
-            if contender.label in failed:
-                continue
-            own = PrefixStore(str(i), store)
-            if place.rank == 0:
-                own.set("spec", schedule.at_best_rate(contender, rounds).spec)
-            turn = _Turn(schedule, place, number, replace(contender, spec=own.get("spec").decode()), own)
-            own.set(f"rank {place.rank}", _result(turn))
-            if place.rank == 0:
-                rounds.append(_gather(turn))
-                own.set("outcome", "failed" if rounds[-1].error else "done")
-                yield rounds[-1]
-            if own.get("outcome") == b"failed":
-                failed.add(contender.label)
+        for together in schedule.groups():
+            turns = []
+            for number, contender in together:
+                key = str(next(keys))
+                own = PrefixStore(key, store)
+                if place.rank == 0:
+                    own.set("spec", schedule.at_best_rate(contender, rounds).spec)
+                if contender.label not in failed:
+                    row = replace(contender, spec=own.get("spec").decode())
+                    turns.append(Turn(schedule, place, number, row, own, key))
+            for turn, result in results_of(turns, _train):
+                turn.store.set(f"rank {place.rank}", result)
+                if place.rank == 0:
+                    rounds.append(_gather(turn))
+                    turn.store.set("outcome", "failed" if rounds[-1].error else "done")
+                    yield rounds[-1]
+                if turn.store.get("outcome") == b"failed":
+                    failed.add(turn.contender.label)
         store.set(f"bye {place.rank}", "")
         if server:
             store.wait([f"bye {rank}" for rank in range(place.size)])
@@ -97,8 +82,7 @@ def take_turns(schedule: Schedule, place: Place) -> Generator[Round, None, None]
 def _meet(place: Place) -> Store:
     """Connect to the workers' store, and wait until all are there; a RuntimeError if some do not come."""
     try:
-        served = TCPStore(place.address, place.port, is_master=False, timeout=_MEETING)
-        store = PrefixStore("lightning_sparse_bench", served)
+        store = connect(place, _MEETING)
         store.set(f"hello {place.rank}", "")
         store.wait([f"hello {rank}" for rank in range(place.size)], _MEETING)
     except RuntimeError as error:
@@ -107,40 +91,15 @@ def _meet(place: Place) -> Store:
             "command on every host; open the ports between them; name the interface with --interface, or "
             "GLOO_SOCKET_IFNAME (docs/multi-node.md, Ports)."
         ) from None
-    served.set_timeout(_PATIENCE)
-    return store
+    return connect(place)
 
 
-def _result(turn: _Turn) -> str:
-    """Train in a process of its own.  Returns a MeasuredRun as JSON, or {"error": ...}."""
-    if turn.place.rank == 0:
-        with socket.create_server(("", 0)) as server:
-            turn.store.set("port", str(server.getsockname()[1]))
-    receiving, sending = _FORK.Pipe(duplex=False)
-    process = _child(_train, turn, int(turn.store.get("port")), sending)
-    sending.close()  # ours: so that the end of the process is the end of the pipe
-    try:
-        while not receiving.poll(_GLANCE_S):
-            if turn.store.check(["failed"]):
-                return json.dumps({"error": _STOPPED})
-        result: dict[str, Any] = receiving.recv()
-        process.join(_GLANCE_S)
-    except EOFError:
-        process.join()
-        result = {"error": f"the process of rank {turn.place.rank} ended with status {process.exitcode}"}
-    finally:
-        process.kill()
-    if "error" in result:
-        turn.store.set("failed", "")
-    return json.dumps(result)
-
-
-def _gather(turn: _Turn) -> Round:
+def _gather(turn: Turn) -> Round:
     """Join all ranks' results."""
     schedule, size, row = turn.schedule, turn.place.size, turn.contender
     results = [json.loads(turn.store.get(f"rank {rank}")) for rank in range(size)]
     # When one rank fails the others lose their connections to it, and say so: not what one wants to read.
-    consequences = _STOPPED, "onnection", "gloo", "Timed out", "NCCL"
+    consequences = STOPPED, "onnection", "gloo", "Timed out", "NCCL"
     errors = [r["error"] for r in results if "error" in r]
     errors.sort(key=lambda error: any(word in error for word in consequences))
     run = None if errors else MeasuredRun.mean([MeasuredRun.from_json(r) for r in results])
@@ -151,20 +110,6 @@ def _gather(turn: _Turn) -> Round:
 # - processes
 
 
-def _child(work: Callable[..., None], *arguments: Any) -> multiprocessing.process.BaseProcess:
-    process = _FORK.Process(target=_die_with_parent, args=(os.getpid(), work, *arguments), daemon=True)
-    process.start()
-    return process
-
-
-def _die_with_parent(parent: int, work: Callable[..., None], *arguments: Any) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's business
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if os.getppid() == parent:
-        work(*arguments)
-
-
 def _serve(place: Place) -> None:
     """Serve the workers' store until killed."""
     server = TCPStore(place.address, place.port, is_master=True, wait_for_workers=False)
@@ -172,9 +117,10 @@ def _serve(place: Place) -> None:
         signal.pause()
 
 
-def _train(turn: _Turn, port: int, results: Connection) -> None:
+def _train(turn: Turn, results: Connection) -> None:
     """Take one turn of one strategy on this rank, in the environment that torchrun would make, on a port of its own."""
-    place = turn.place
+    place, waiting = turn.place, turn.waiting(results)
+    port = next(waiting)
     local, interface = {"LOCAL_RANK": place.local_rank, "LOCAL_WORLD_SIZE": place.local_size}, place.interface
     every = {"RANK": place.rank, "GROUP_RANK": place.rank // place.local_size, "WORLD_SIZE": place.size}
     there = {"MASTER_ADDR": place.address, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": False}
@@ -183,7 +129,7 @@ def _train(turn: _Turn, port: int, results: Connection) -> None:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     try:
-        run = _fit(turn)
+        run = _fit(turn, waiting)
     except Exception as error:
         traceback.print_exc()
         results.send({"error": f"{type(error).__name__}: {error}"})
@@ -193,7 +139,7 @@ def _train(turn: _Turn, port: int, results: Connection) -> None:
     dist.destroy_process_group()
 
 
-def _fit(turn: _Turn) -> MeasuredRun:
+def _fit(turn: Turn, waiting: Iterator[int]) -> MeasuredRun:
     schedule, place, rate = turn.schedule, turn.place, turn.contender.learning_rate
     seed_everything(schedule.seed(turn.number), verbose=False)  # the same model and batches for all of a round
     workload = workload_named(schedule.workload)
@@ -202,7 +148,8 @@ def _fit(turn: _Turn) -> MeasuredRun:
     callbacks: list[Callback] = [probe, LearningRate(rate, workload.schedule)]
     if schedule.until_loss and workload.held_out is not None:
         least = schedule.warmup + 1
-        callbacks.append(Judge(probe, workload.held_out(), min(schedule.until_loss), schedule.seconds, least))
+        lowest, seconds, others = min(schedule.until_loss), schedule.seconds, waiting if schedule.interleave else None
+        callbacks.append(Judge(probe, workload.held_out(), lowest, seconds, least, others))
     if ADVISE in schedule.strategies.split(","):
         callbacks.append(_Enough(probe, schedule.warmup))
     trainer = Trainer(

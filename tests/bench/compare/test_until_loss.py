@@ -201,6 +201,19 @@ def test_local_steps_are_judged_by_the_average_that_ranks_share(ranks: Ranks) ->
     assert [i for i, step in enumerate(steps, 1) if step.counted_bytes > 0] == [7, 14]
 
 
+def test_a_training_waits_for_the_others_after_each_evaluation_but_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe, others = Probe(None, learns=True), iter(range(9))
+    judge = Judge(probe, torch.zeros(0), lowest=1.0, seconds=None, least=1, others=others)
+    losses = iter((3.0, 2.0, 0.5))
+    monkeypatch.setattr(judge, "_evaluate", lambda *_: (next(losses), float(len(probe.steps))))
+    lightning = cast(L.Trainer, SimpleNamespace(max_steps=-1, should_stop=False))
+    while not lightning.should_stop:
+        probe.steps.append(STEP)
+        judge.on_train_batch_end(lightning, Net())
+    assert len(probe.steps) == 11
+    assert next(others) == 2
+
+
 @pytest.mark.timeout(LIMIT_S + 20)
 def test_a_training_that_diverged_ends(ranks: Ranks) -> None:
     (_, steps), _ = ranks.run(train, 2, "ddp:lr=1e30", 30, timeout_s=LIMIT_S)

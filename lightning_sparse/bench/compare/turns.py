@@ -1,0 +1,129 @@
+"""Processes that train on a rank: one after the other, or several in turn, each until it waits for the others.
+
+A process is forked, so that it need not import anything.  Which of several goes on is decided on rank 0.
+"""
+
+import ctypes
+import json
+import multiprocessing
+import os
+import signal
+import socket
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, NamedTuple
+
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # exported at run time only
+
+from lightning_sparse.bench.compare.peers import Contender
+from lightning_sparse.bench.compare.place import Place
+from lightning_sparse.bench.compare.schedule import Schedule
+
+STOPPED = "stopped, since another rank failed"
+_FORK = multiprocessing.get_context("fork")
+_PATIENCE = timedelta(days=1)  # of the workers among themselves; training has a time limit of its own
+# Seconds until a worker asks again whether another rank failed: Gloo leaves a rank waiting for one that is gone.  The
+# question and its answer are counted with the messages of a step: some 300 bytes.
+_GLANCE_S = 5.0
+_PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+
+
+class Turn(NamedTuple):
+    """One strategy in one round, on this rank; ``store`` is of this turn alone, under ``key`` in the workers' store."""
+
+    schedule: Schedule
+    place: Place
+    number: int  # of the round
+    contender: Contender
+    store: Store
+    key: str = "0"
+
+    def go_on(self, times: int) -> None:
+        """Let the processes of all ranks go on, which have done so as many ``times``; on rank 0."""
+        with socket.create_server(("", 0)) as server:
+            self.store.set(f"port {times}", str(server.getsockname()[1]))
+
+    def waiting(self, results: Connection) -> Generator[int, None, None]:
+        """Wait in a turn's process, at each ``next``, until it may go on; yields a free port of rank 0."""
+        store = PrefixStore(self.key, connect(self.place))  # a forked process must not use its parent's
+        times = 0
+        while True:
+            yield int(store.get(f"port {times}"))
+            times += 1
+            if self.place.rank == 0:
+                results.send(None)
+
+
+def connect(place: Place, patience: timedelta = _PATIENCE) -> Store:
+    """Connect to the workers' store."""
+    return PrefixStore("lightning_sparse_bench", TCPStore(place.address, place.port, is_master=False, timeout=patience))
+
+
+def results_of(
+    turns: Sequence[Turn], train: Callable[[Turn, Connection], None]
+) -> Generator[tuple[Turn, str], None, None]:
+    """Have each turn ``train`` in a process of its own; yield its MeasuredRun as JSON, or {"error": ...}, as it ends.
+
+    One process trains at a time: the others wait, at first, and whenever they take the next of :meth:`Turn.waiting`.
+    """
+    running: dict[Connection, tuple[Turn, BaseProcess]] = {}
+    for turn in turns:
+        receiving, sending = _FORK.Pipe(duplex=False)
+        running[receiving] = turn, child(train, turn, sending)
+        sending.close()  # ours: so that the end of the process is the end of the pipe
+    line, times = deque(running), Counter[Connection]()  # the first of the line trains; how often it went on
+
+    def go_on() -> None:
+        if line and running[line[0]][0].place.rank == 0:
+            running[line[0]][0].go_on(times[line[0]])
+            times[line[0]] += 1
+
+    go_on()
+    while running:
+        ready = wait([*running], _GLANCE_S)
+        for receiving, (turn, process) in list(running.items()):
+            if receiving not in ready and not turn.store.check(["failed"]):
+                continue
+            trained = receiving is line[0]
+            result = _sent(receiving, turn.place.rank, process) if receiving in ready else {"error": STOPPED}
+            if result is None:
+                line.rotate(-1)
+            else:
+                if "error" in result:
+                    turn.store.set("failed", "")
+                else:
+                    process.join(_GLANCE_S)
+                process.kill()
+                line.remove(receiving)
+                del running[receiving]
+                yield turn, json.dumps(result)
+            if trained:
+                go_on()
+
+
+def _sent(receiving: Connection, rank: int, process: BaseProcess) -> dict[str, Any] | None:
+    """What a process has sent: its result, or None where it waits for the others."""
+    try:
+        result: dict[str, Any] | None = receiving.recv()
+    except EOFError:
+        process.join()
+        result = {"error": f"the process of rank {rank} ended with status {process.exitcode}"}
+    return result
+
+
+def child(work: Callable[..., None], *arguments: Any) -> BaseProcess:
+    """Start a process that does ``work``, and ends with this one."""
+    process = _FORK.Process(target=_die_with_parent, args=(os.getpid(), work, *arguments), daemon=True)
+    process.start()
+    return process
+
+
+def _die_with_parent(parent: int, work: Callable[..., None], *arguments: Any) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's business
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if os.getppid() == parent:
+        work(*arguments)
