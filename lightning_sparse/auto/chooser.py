@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import mean
@@ -42,12 +42,13 @@ def tried(forecast: Forecast, gradients: Tensor, weights: Tensor) -> Forecast:
 
 
 def soonest(
-    forecasts: Sequence[Forecast], at_most: float | None = None, measured: Container[Candidate] = ()
+    forecasts: Sequence[Forecast], at_most: float | None = None, measured: Collection[Candidate] = ()
 ) -> Forecast:
     """Return which is expected to be soonest at a loss; what was not tried may be as soon as its step is short.
 
     Of those that noise does not tell apart it is the one that loses least, to a percent.  Plain DDP and sums in
-    bfloat16 are the first to be tried where they may be soonest, and are left only for what is sooner by far.
+    bfloat16 are the first to be tried where they may be soonest, and are left only for what is sooner by far.  After
+    local steps others are tried as soon as noise allows: they begin without a message.
 
     Args:
         forecasts: at least one.
@@ -59,6 +60,7 @@ def soonest(
     doubt = NOISE if first.candidate in measured else DOUBT
     close = [f for f in allowed if f.seconds <= (1 + (DOUBT if f.candidate in PLAIN else doubt)) * first.seconds]
     near = [f for f in allowed if f.candidate in PLAIN and f.seconds <= (1 + DOUBT_OF_PLAIN) * first.seconds]
+    near += [f for f in close if f.candidate.local_steps and any(other.local_steps for other in measured)]
     if untried := [f for f in near if f.candidate not in measured]:
         return min(untried, key=lambda f: f.seconds)
     known = [f for f in close if f.candidate in measured]
@@ -75,8 +77,7 @@ def _shared(
     """Return the forecast of each candidate, made by one of the ranks; to be called on every rank, with the same."""
     own = [vars(forecast(candidate)) for candidate in candidates[exchange.rank :: exchange.size]]
     numbers = [{name: x for name, x in each.items() if name != "candidate"} for each in own]
-    texts = exchange.gather_text(json.dumps(numbers))
-    every = [json.loads(each) for each in texts]
+    every = [json.loads(each) for each in exchange.gather_text(json.dumps(numbers))]
     return [Forecast(c, **every[i % exchange.size][i // exchange.size]) for i, c in enumerate(candidates)]
 
 
@@ -139,8 +140,7 @@ class Chooser:
     def take_soonest(self) -> Candidate:
         """Choose the soonest of the measured sums, or float32 where that is hardly later."""
         even = self.finalists(EVEN)
-        best = EXACT if EXACT in even else even[0]
-        return self._announced(next(f for f in self.forecasts if f.candidate == best))
+        return self._announced(next(f for f in self.forecasts if f.candidate == (EXACT if EXACT in even else even[0])))
 
     @property
     def _known(self) -> list[Forecast]:
@@ -240,7 +240,6 @@ class Chooser:
         """
         kinds = {_kind(each) for each in self._looks}
         step_s, expected = self.measured[measured], next(f for f in self.forecasts if f.candidate == measured)
-        longer_s = max(0.0, step_s - expected.step_s)
 
         def corrected(f: Forecast) -> Forecast:
             if f.candidate == measured:
@@ -253,7 +252,7 @@ class Chooser:
                 return replace(f, step_s=f.step_s * step_s / expected.step_s)
             weights = measured.local_steps / (f.candidate.local_steps or math.inf)  # exchanged in a step, of as many
             share = f.sent_bytes / expected.sent_bytes if expected.limit == "network" else (1 + weights) / 2
-            return replace(f, step_s=f.step_s + longer_s * share)
+            return replace(f, step_s=max(f.step_s + share * (step_s - expected.step_s), self._computing_s))
 
         self.forecasts = [corrected(f) for f in self.forecasts]
 

@@ -59,7 +59,8 @@ def measure_steps(exchange: Exchange, parameters: Mapping[str, Tensor], counts: 
     own = [median(_known(each)) for each in (spans, rests, *zip(*arrivals, strict=True))]
     span_s, rest_s, *arrivals_s = median_over_ranks(exchange, own).tolist()
     groups = [group.names for group in exchange.groups]
-    return Measured(arrivals_s, span_s, rest_s if math.isfinite(rest_s) else 0.0, groups)
+    rest_s = rest_s if math.isfinite(rest_s) else max(_known(arrivals_s)) / 2  # a forward, about
+    return Measured(arrivals_s, span_s, rest_s, groups)
 
 
 def typical_s(exchange: Exchange, look: Callable[[], float], looks: int, every: int = 1) -> Passes[float]:

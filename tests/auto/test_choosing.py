@@ -343,6 +343,22 @@ def test_of_local_steps_whose_bytes_hide_those_that_exchange_less_are_tried(
     assert chooser.note(exchange, 0.06) == LOCAL4  # five eighths of 27 ms more are expected of it
 
 
+def test_after_local_steps_others_are_tried_that_noise_may_have_sooner(choose: Any) -> None:
+    steps = GivenSteps({DENSE: 100, INT4: 90, LOCAL2: 41, LOCAL4: 41}, computing_ms=33, limit="backward")
+    chooser, exchange, first = choose(steps)
+    assert first == LOCAL2
+    assert chooser.note(exchange, 0.0435) == LOCAL4  # of which 43 ms are expected, and more steps
+    assert chooser.note(exchange, 0.042) == LOCAL2  # which loses less
+
+
+def test_nothing_is_expected_to_be_sooner_than_computing(choose: Any) -> None:
+    chooser, exchange, first = choose(GivenSteps({DENSE: 100, INT4: 90, LOCAL2: 50, LOCAL4: 41}, computing_ms=31))
+    assert first == LOCAL4
+    chooser.note(exchange, 0.0311)
+    steps_ms = {f.candidate: 1e3 * f.step_s for f in chooser.forecasts}
+    assert steps_ms == pytest.approx({DENSE: 100, INT4: 60, LOCAL2: 31, LOCAL4: 31.1})  # LOCAL2 sends twice as much
+
+
 def test_what_local_steps_that_hide_their_bytes_took_longer_is_half_expected_of_sums(choose: Any) -> None:
     steps = GivenSteps({DENSE: 60, BFLOAT16: 43, INT4: 60, TOPK: 90, LOCAL2: 33}, computing_ms=31, limit="backward")
     chooser, exchange, first = choose(steps)

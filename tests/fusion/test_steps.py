@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sparse as ls
 from lightning_sparse.auto.passes import StepClock
 from lightning_sparse.fusion import steps
-from lightning_sparse.fusion.steps import Passes, typical_s, until_changed
+from lightning_sparse.fusion.steps import PassCounts, Passes, measure_steps, typical_s, until_changed
 
 T = TypeVar("T")
 ALONE: Any = None  # an exchange of one rank, of which nobody asks anything here
@@ -63,6 +64,18 @@ def test_steps_that_stay_longer_or_shorter_are_a_change(factor: float) -> None:
     seconds = [1.0] * 30 + [factor] * 70
     assert ran(until_changed(ALONE, looks(seconds), 10), 500) == (40, (1.0, factor))
     assert ran(until_changed(ALONE, looks([factor]), 10, usual_s=1.0), 500) == (10, (1.0, factor))
+
+
+def test_where_somebody_evaluated_after_each_step_a_forward_is_taken_for_half_of_backward() -> None:
+    timeline = SimpleNamespace(span_s=lambda: 0.3, arrival_s=float)
+    exchange: Any = SimpleNamespace(timeline=timeline, steps=0, groups=[], was_shown=True, defer=lambda on: None)
+    parameters = {"last": torch.tensor(0.2), "first": torch.tensor(0.1)}
+    passes = measure_steps(exchange, parameters, PassCounts(settling=0, beside=0, apart=1))
+    next(passes)
+    exchange.steps = 1
+    with pytest.raises(StopIteration) as end:
+        next(passes)
+    assert end.value.value.computing_s == pytest.approx(0.3)  # 0.2 of backward
 
 
 def test_a_step_before_which_somebody_evaluated_is_not_timed() -> None:
