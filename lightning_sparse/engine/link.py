@@ -63,7 +63,7 @@ def measure_link(exchange: Exchange, latency_s: float | None = None) -> Link:
         raise NoClock
     sent_bytes = traffic("all_gather" if far else "all_reduce", 4 * many, exchange.size)
     link = Link(latency_s, max(many_s - few_s, 0.0) / sent_bytes, all_reduce_s)
-    exchange.set_latencies(*link.latencies(exchange.size))
+    exchange.set_latencies(*link.latencies(exchange.size, exchange.device.type == "cpu"))
     mbit_s = 8e-6 / max(link.s_per_byte, IMMEASURABLE)
     rate = f"carries {mbit_s:,.0f} Mbit/s" if link.s_per_byte > IMMEASURABLE else "is too fast to be measured"
     rank_zero_info(

@@ -57,7 +57,7 @@ class GroupCosts:
         self.parameters, self.link, self.size, self.now = parameters, link, size, now
         self.device = next(iter(parameters.values())).device
         self.sums = Costs(size)
-        self.sums.latencies = link.latencies(size)
+        self.sums.latencies = link.latencies(size, self.device.type == "cpu")
         self._wire_dtype, self._may_sum_in_place = wire_dtype, may_sum_in_place
         self._kept: dict[tuple[str, int], Cost] = {}
 

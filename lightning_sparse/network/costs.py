@@ -9,9 +9,9 @@ SEGMENT_BYTES = 512 * 1024  # long messages are sent in segments: one is on the 
 DEVICE_SEGMENT_BYTES = 32 * 2**20  # likewise where a device adds them, of which a launch takes some 5 µs of the host
 
 # Messages that follow each other during backward: the shorter they are, the less is left after it, but the more often
-# a latency is waited for, and a processor works for it.  Each transfers for ``LONG`` times its latency, at least
-# (docs/benchmarks/2026-11-27-short-messages.md).
-LONG = 3
+# a latency is waited for, and a processor works for it, 1 or 2 ms.  Each transfers for ``LONG`` times its latency, at
+# least, and where processors train for ``LONG_S`` seconds (docs/benchmarks/2026-11-27-short-messages.md).
+LONG, LONG_S = 3, 0.025
 MOST_MESSAGE_BYTES = 25 * 2**20  # of such a message: as long as DDP's buckets
 
 QUEUE_BYTES = 64 * 1024  # that reach a rank from all others at once: what a queue in front of it always holds
@@ -70,10 +70,11 @@ class Link:
         """The latency of an all-reduce among ``size`` ranks: that of its hops, where it was not measured."""
         return self.all_reduce_s if math.isfinite(self.all_reduce_s) else hops("all_reduce", size) * self.latency_s
 
-    def latencies(self, size: int) -> tuple[int, int, int]:
-        """What sums among ``size`` ranks go by: :attr:`Costs.latencies`."""
+    def latencies(self, size: int, on_processor: bool) -> tuple[int, int, int]:
+        """What sums among ``size`` ranks go by: :attr:`Costs.latencies`; ``on_processor``: that is what trains."""
         all_reduce_s = self.all_reduce_of(size)
-        payload_bytes = self.carries(LONG * all_reduce_s) * size // (2 * max(size - 1, 1))
+        long_s = max(LONG * all_reduce_s, LONG_S if on_processor else 0.0)
+        payload_bytes = self.carries(long_s) * size // (2 * max(size - 1, 1))
         return self.carries(self.latency_s), self.carries(all_reduce_s), min(payload_bytes, MOST_MESSAGE_BYTES)
 
 

@@ -190,3 +190,14 @@ def with_an_empty_bucket(rank: int, size: int) -> list[Tensor]:
 def test_a_bucket_without_elements_and_a_closed_hook(ranks: Ranks) -> None:
     first, *others = ranks.run(with_an_empty_bucket, 2, gloo=True)
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("latency_s", "on_processor", "seconds"), [(1e-4, False, 3e-4), (1e-4, True, 0.025), (0.02, True, 0.06)]
+)
+def test_a_message_is_long_beside_its_latency_and_beside_its_work_where_a_processor_trains(
+    latency_s: float, on_processor: bool, seconds: float
+) -> None:
+    link = costs.Link(latency_s, 1e-8, latency_s)  # of 800 Mbit/s
+    *_, payload_bytes = link.latencies(4, on_processor)
+    assert costs.traffic("all_reduce", payload_bytes, 4) * link.s_per_byte == pytest.approx(seconds, rel=0.1)
