@@ -35,7 +35,9 @@ SLOWER = (
 NEAREST = (
     "On the same two cores, to lower losses: `sparse_auto` as it begins now, and those that were nearest to it above, "
     "in one call each. One run differs from another by some 5 %, and the machine's speed by 10 % from one minute to "
-    "the next: of plain sums, [by turns](benchmarks/2026-11-27-short-messages.md) tells more."
+    "the next, so that only those with `--interleave` in their command, which ran by turns, are compared on equal "
+    "terms; what chance adds there is in the number of steps. Of plain sums, "
+    "[by turns](benchmarks/2026-11-27-short-messages.md) tells more."
 )
 ONE_RATE = "One learning rate for all, {}."
 BEFORE = " `sparse_auto` still measured each of its finalists for 40 steps, and ended no trial of sums early."
@@ -108,6 +110,14 @@ NOTES = {
     "2026-11-27-082748-gpt_3m": ONE_RATE.format("2e-3")
     + " Of `sparse_auto` one step took 5.7 s: from 4 local steps back to sums, to try int4, which seemed 10 % sooner.",
     "2026-11-27-083226-byte_lm": BEST_RATES,
+    "2026-11-27-101618-gpt_3m": ONE_RATE.format("2e-3"),
+    "2026-11-27-102443-gpt_3m": ONE_RATE.format("2e-3"),
+    "2026-11-27-103341-gpt_10m": ONE_RATE.format("5e-4"),
+    "2026-11-27-111620-gpt_3m": ONE_RATE.format("2e-3"),
+    "2026-11-27-112044-byte_lm": BEST_RATES,
+    "2026-11-27-112658-gpt_3m": ONE_RATE.format("2e-3"),
+    "2026-11-27-113336-gpt_10m": ONE_RATE.format("5e-4"),
+    "2026-11-27-113715-gpt_10m": ONE_RATE.format("5e-4"),
     "2026-11-26-111941-byte_lm": BEST_RATES,
     "2026-11-26-113916-byte_lm": BEST_RATES,
     "2026-11-26-115213-byte_lm": BEST_RATES,

@@ -140,7 +140,7 @@ def _under_fabric(rank: int, size: int, folder: Path) -> None:
             fabric.load(folder / "first", state)
         for step in range(6 if stage == "second" else 0, 12 if stage != "first" else 6):
             with fabric.no_backward_sync(model, enabled=step % 2 == 0):
-                x, y = batch(step, rank)
+                x, y = (each.to(fabric.device) for each in batch(step, rank))
                 fabric.backward(nn.functional.cross_entropy(model(x), y))
             if step % 2:
                 optimizer.step()
@@ -191,10 +191,10 @@ def _odd(rank: int, size: int) -> None:
         run = fitted(5, module=module)
         assert module.exchanges == [step for step in range(5) if not (skips and rank >= 2 and step == 3)]
         assert run.strategy.exchange.steps == 5  # one in each step, however many nested backwards it has
-        assert torch.equal(module.sliced, torch.arange(48.0).view(6, 8)[:, :3])
+        assert torch.equal(module.sliced.cpu(), torch.arange(48.0).view(6, 8)[:, :3])
         assert not module.expanded.any()
     with pytest.raises(RuntimeError, match="was torn down"):
-        module.net(torch.zeros(1, 8, requires_grad=True)).sum().backward()
+        module.net(torch.zeros(1, 8, requires_grad=True, device=module.sliced.device)).sum().backward()
 
 
 def test_a_step_is_one_exchange_whatever_its_backward_is_made_of(ranks: Ranks) -> None:
