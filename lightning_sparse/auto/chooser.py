@@ -133,7 +133,7 @@ class Chooser:
 
     def see(self, candidate: Candidate, step_s: float) -> None:
         """Note that so many more steps of ``candidate`` took ``step_s`` seconds each, where that is known."""
-        if math.isfinite(step_s):
+        if 0.0 < step_s < math.inf:
             self._looks.setdefault(candidate, []).append(step_s)
             self._correct(candidate)
 
@@ -204,7 +204,7 @@ class Chooser:
         """
         assert self.chosen is not None
         chosen = self.chosen.candidate
-        if chosen in self._looks or not math.isfinite(step_s):
+        if chosen in self._looks or not 0.0 < step_s < math.inf:
             return chosen
         self.see(chosen, step_s)
         return self._take_best(exchange)

@@ -351,6 +351,15 @@ def test_after_local_steps_others_are_tried_that_noise_may_have_sooner(choose: A
     assert chooser.note(exchange, 0.042) == LOCAL2  # which loses less
 
 
+@pytest.mark.parametrize("step_s", [0.0, math.nan, math.inf])
+def test_a_step_whose_time_is_not_known_changes_nothing(choose: Any, step_s: float) -> None:
+    chooser, exchange, first = choose(GivenSteps({DENSE: 100, INT4: 90, LOCAL2: 41, LOCAL4: 41}, computing_ms=33))
+    before = list(chooser.forecasts)
+    chooser.see(first, step_s)
+    assert chooser.note(exchange, step_s) == first
+    assert (chooser.forecasts, chooser.is_settled) == (before, False)
+
+
 def test_nothing_is_expected_to_be_sooner_than_computing(choose: Any) -> None:
     chooser, exchange, first = choose(GivenSteps({DENSE: 100, INT4: 90, LOCAL2: 50, LOCAL4: 41}, computing_ms=31))
     assert first == LOCAL4

@@ -1,6 +1,7 @@
 """Judges a training by its loss on held-out data, outside the time that is measured."""
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -47,9 +48,12 @@ class Judge(Callback):
     or with no communication its own.  A strategy that does not send in every step is judged after steps in which it
     did, when its ranks share a model.  The ranks agree on every decision, since they make it from the same numbers.
 
-    The clock of the probe stands still meanwhile.  A training ends after ``least`` steps at the earliest: at the
-    ``lowest`` loss, where the loss is not finite, and after so many ``seconds``, if not with the trainer's last step.
-    After each evaluation the training waits until ``others`` have gone on too, each call of its ``next`` once.
+    The clock of the probe stands still meanwhile, but for an exchange of local steps that is under way: the next step
+    takes as long as that at least, beside which it would have computed.
+
+    A training ends after ``least`` steps at the earliest: at the ``lowest`` loss, where the loss is not finite, and
+    after so many ``seconds``, if not with the trainer's last step.  After each evaluation but the last it takes the
+    next of ``others``, who train meanwhile.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class Judge(Callback):
         self._sends = self._sends or sent
         if not last_one and (len(steps) < self._next or (self._sends and not sent)):
             return
+        waited_s = self._end_exchange(trainer)
         loss, seconds = self._evaluate(trainer, pl_module)
         steps[-1] = replace(steps[-1], held_out=loss)
         over = self._seconds is not None and seconds >= self._seconds
@@ -86,7 +91,14 @@ class Judge(Callback):
         self._next, self._last = len(steps) + max(LEAST, round(left_s * steps_per_s)), (len(steps), seconds)
         if self._others and not trainer.should_stop:
             next(self._others)
-        self._probe.skip()
+        self._probe.skip(waited_s)
+
+    def _end_exchange(self, trainer: Trainer) -> float:
+        """Wait for the exchange of local steps that is under way, if there is one; returns the seconds."""
+        start_s, strategy = time.perf_counter(), trainer.strategy
+        if isinstance(strategy, SparseDDPStrategy) and strategy.exchange is not None:
+            strategy.exchange.settle()
+        return time.perf_counter() - start_s
 
     @torch.no_grad()
     def _evaluate(self, trainer: Trainer, module: LightningModule) -> tuple[float, float]:

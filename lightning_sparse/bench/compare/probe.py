@@ -28,6 +28,7 @@ class Probe(Callback):
         self._ready_s: list[float] = []  # when each gradient of this step was ready
         self._backward_s = 0.0  # when backward ended
         self._end_s = 0.0  # when the last step ended
+        self._waited_s = 0.0  # for an exchange beside which the next step would have computed
         self._wire: tuple[int, int] | None = None  # bytes and packets the kernel had counted then
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -56,7 +57,7 @@ class Probe(Callback):
         report, counted_bytes, local_steps = _reported(trainer.strategy)
         self.steps.append(
             MeasuredStep(
-                s=end_s - self._end_s,
+                s=max(end_s - self._end_s, self._waited_s),
                 loss=loss if self._learns else None,
                 counted_bytes=counted_bytes,
                 wire_bytes=wire[0] - self._wire[0] if wire and self._wire else None,
@@ -69,11 +70,14 @@ class Probe(Callback):
             )
         )
         self._ready_s.clear()
-        self._end_s, self._wire = end_s, wire
+        self._waited_s, self._end_s, self._wire = 0.0, end_s, wire
 
-    def skip(self) -> None:
-        """Leave out of the next step what has passed since the end of the last."""
-        self._end_s, self._wire = time.perf_counter(), self._read()
+    def skip(self, waited_s: float = 0.0) -> None:
+        """Leave out of the next step what has passed since the end of the last.
+
+        ``waited_s``: of it for an exchange beside which the next step would have computed, and takes as long at least.
+        """
+        self._waited_s, self._end_s, self._wire = waited_s, time.perf_counter(), self._read()
 
     def _read(self) -> tuple[int, int] | None:
         return read_sent(self._interface) if self._interface else None

@@ -22,6 +22,7 @@ from lightning_sparse.bench.compare.place import Place, read_sent
 from lightning_sparse.bench.compare.records import MeasuredRun, MeasuredStep, Round
 from lightning_sparse.bench.compare.report import middle_half, page, ratio, summarise
 from lightning_sparse.bench.compare.schedule import Schedule, schedules
+from lightning_sparse.bench.compare.turns import Turn
 from lightning_sparse.bench.output import environment, new_file
 from lightning_sparse.cli import main
 from lightning_sparse.cli.options import Bench
@@ -239,7 +240,7 @@ def test_the_cause_of_a_failure_is_told_and_not_its_consequences() -> None:
     for rank, error in enumerate(errors):
         store.set(f"rank {rank}", json.dumps({"error": error}))
     place = Place(0, 0, 3, 1, "127.0.0.1", 29400, store_is_there=False, interface="lo")
-    measured = worker._gather(worker._Turn(SCHEDULE, place, 1, contenders("ddp")[0], store))
+    measured = worker._gather(Turn(SCHEDULE, place, 1, contenders("ddp")[0], store))
     assert (measured.strategy, measured.number, measured.error) == ("ddp", 1, "ValueError: the cause")
     assert measured.timed == []
 

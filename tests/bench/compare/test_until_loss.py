@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_sparse.bench.compare.byte_lm import HELD_OUT_WINDOWS, TEXT_BYTES, other_source_code, source_windows
 from lightning_sparse.bench.compare.held_out import Judge, LearningRate
 from lightning_sparse.bench.compare.models import CONTEXT
-from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, contenders
+from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, Peer, contenders
 from lightning_sparse.bench.compare.probe import Probe
 from lightning_sparse.bench.compare.records import MeasuredRun, MeasuredStep, Round
 from lightning_sparse.bench.compare.schedule import Schedule
@@ -206,12 +206,28 @@ def test_a_training_waits_for_the_others_after_each_evaluation_but_the_last(monk
     judge = Judge(probe, torch.zeros(0), lowest=1.0, seconds=None, least=1, others=others)
     losses = iter((3.0, 2.0, 0.5))
     monkeypatch.setattr(judge, "_evaluate", lambda *_: (next(losses), float(len(probe.steps))))
-    lightning = cast(L.Trainer, SimpleNamespace(max_steps=-1, should_stop=False))
+    lightning = cast(L.Trainer, SimpleNamespace(max_steps=-1, should_stop=False, strategy=None))
     while not lightning.should_stop:
         probe.steps.append(STEP)
         judge.on_train_batch_end(lightning, Net())
     assert len(probe.steps) == 11
     assert next(others) == 2
+
+
+def test_a_step_takes_as_long_as_the_exchange_that_was_waited_for_before_an_evaluation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    strategy = Peer()
+    monkeypatch.setattr(strategy, "sent_bytes", lambda: 0)
+    lightning, probe, net = cast(L.Trainer, SimpleNamespace(strategy=strategy)), Probe(None, learns=True), Net()
+    probe.on_train_start(lightning, net)
+    probe.skip(waited_s=1000.0)
+    for _ in range(2):
+        net.training_step([torch.ones(1, 8)]).backward()
+        probe.on_after_backward(lightning, net)
+        probe.on_train_batch_end(lightning, net, None)
+    assert probe.steps[0].s == 1000
+    assert probe.steps[1].s < 1000
 
 
 @pytest.mark.timeout(LIMIT_S + 20)
