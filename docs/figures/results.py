@@ -37,8 +37,8 @@ NEAREST = (
     "in one call each. One run differs from another by some 5 %, and the machine's speed by 10 % from one minute to "
     "the next, so that only those with `--interleave` in their command, which ran by turns, are compared on equal "
     "terms; what chance adds there is in the number of steps. In all of them the exchange of local steps that was "
-    "under way at an evaluation did not count, which with 50 ms was some 7 % of their time; now it does. Of plain sums, "
-    "[by turns](benchmarks/2026-11-27-short-messages.md) tells more."
+    "under way at an evaluation did not count, which with 50 ms was some 7 % of their time; now it does. Of plain "
+    "sums, [by turns](benchmarks/2026-11-27-short-messages.md) tells more."
 )
 ONE_RATE = "One learning rate for all, {}."
 BEFORE = " `sparse_auto` still measured each of its finalists for 40 steps, and ended no trial of sums early."
