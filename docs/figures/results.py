@@ -119,6 +119,9 @@ NOTES = {
     "2026-11-27-112658-gpt_3m": ONE_RATE.format("2e-3"),
     "2026-11-27-113336-gpt_10m": ONE_RATE.format("5e-4"),
     "2026-11-27-113715-gpt_10m": ONE_RATE.format("5e-4"),
+    "2026-11-27-121302-gpt_3m": ONE_RATE.format("2e-3")
+    + " Here the exchange under way at an evaluation counts. `sparse_auto` took the 4 local steps of the row beside it "
+    "after 42 steps; its processes were then 10 % slower over everything, computing included, which is not explained.",
     "2026-11-26-111941-byte_lm": BEST_RATES,
     "2026-11-26-113916-byte_lm": BEST_RATES,
     "2026-11-26-115213-byte_lm": BEST_RATES,
