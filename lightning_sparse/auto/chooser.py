@@ -139,8 +139,8 @@ class Chooser:
 
     def take_soonest(self) -> Candidate:
         """Choose the soonest of the measured sums, or float32 where that is hardly later."""
-        even = self.finalists(EVEN)
-        return self._announced(next(f for f in self.forecasts if f.candidate == (EXACT if EXACT in even else even[0])))
+        best = EXACT if EXACT in (even := self.finalists(EVEN)) else even[0]
+        return self._announced(next(f for f in self.forecasts if f.candidate == best))
 
     @property
     def _known(self) -> list[Forecast]:
@@ -204,10 +204,10 @@ class Chooser:
         """
         assert self.chosen is not None
         chosen = self.chosen.candidate
-        if chosen in self._looks or not 0.0 < step_s < math.inf:
+        if chosen in self._looks:
             return chosen
         self.see(chosen, step_s)
-        return self._take_best(exchange)
+        return self._take_best(exchange) if chosen in self._looks else chosen
 
     def _look(self, exchange: Exchange) -> None:
         """Predict the step of each candidate, and gather gradients of all ranks."""

@@ -24,7 +24,7 @@ from lightning_sparse.bench.compare.schedule import Schedule
 
 STOPPED = "stopped, since another rank failed"
 _FORK = multiprocessing.get_context("fork")
-_PATIENCE = timedelta(days=1)  # of the workers among themselves; training has a time limit of its own
+PATIENCE = timedelta(days=1)  # of the workers among themselves; training has a time limit of its own
 # Seconds until a worker asks again whether another rank failed: Gloo leaves a rank waiting for one that is gone.  The
 # question and its answer are counted with the messages of a step: some 300 bytes.
 _GLANCE_S = 5.0
@@ -57,7 +57,7 @@ class Turn(NamedTuple):
                 results.send(None)
 
 
-def connect(place: Place, patience: timedelta = _PATIENCE) -> Store:
+def connect(place: Place, patience: timedelta = PATIENCE) -> Store:
     """Connect to the workers' store."""
     return PrefixStore("lightning_sparse_bench", TCPStore(place.address, place.port, is_master=False, timeout=patience))
 
@@ -81,27 +81,36 @@ def results_of(
             running[line[0]][0].go_on(times[line[0]])
             times[line[0]] += 1
 
-    go_on()
-    while running:
-        ready = wait([*running], _GLANCE_S)
-        for receiving, (turn, process) in list(running.items()):
-            if receiving not in ready and not turn.store.check(["failed"]):
-                continue
-            trained = receiving is line[0]
-            result = _sent(receiving, turn.place.rank, process) if receiving in ready else {"error": STOPPED}
-            if result is None:
-                line.rotate(-1)
-            else:
-                if "error" in result:
-                    turn.store.set("failed", "")
+    try:
+        go_on()
+        while running:
+            ready = wait([*running], _GLANCE_S)
+            for receiving, (turn, process) in list(running.items()):
+                if receiving not in ready and not turn.store.check(["failed"]):
+                    continue
+                trained = receiving is line[0]
+                result = _sent(receiving, turn.place.rank, process) if receiving in ready else {"error": STOPPED}
+                if result is None:
+                    line.rotate(-1)
                 else:
-                    process.join(_GLANCE_S)
-                process.kill()
-                line.remove(receiving)
-                del running[receiving]
-                yield turn, json.dumps(result)
-            if trained:
-                go_on()
+                    _end(turn, process, result)
+                    line.remove(receiving)
+                    del running[receiving]
+                    yield turn, json.dumps(result)
+                if trained:
+                    go_on()
+    finally:
+        for _, process in running.values():
+            process.kill()
+
+
+def _end(turn: Turn, process: BaseProcess, result: dict[str, Any]) -> None:
+    """End a process that has sent its ``result``, or has failed, which the other ranks are told."""
+    if "error" in result:
+        turn.store.set("failed", "")
+    else:
+        process.join(_GLANCE_S)
+    process.kill()
 
 
 def _sent(receiving: Connection, rank: int, process: BaseProcess) -> dict[str, Any] | None:

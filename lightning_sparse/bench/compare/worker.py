@@ -34,7 +34,7 @@ from lightning_sparse.bench.compare.place import Place
 from lightning_sparse.bench.compare.probe import Probe
 from lightning_sparse.bench.compare.records import MeasuredRun, Round
 from lightning_sparse.bench.compare.schedule import Schedule
-from lightning_sparse.bench.compare.turns import STOPPED, Turn, child, connect, results_of
+from lightning_sparse.bench.compare.turns import PATIENCE, STOPPED, Turn, child, connect, results_of
 from lightning_sparse.bench.compare.workloads import workload_named
 from lightning_sparse.strategy import SparseDDPStrategy
 
@@ -91,7 +91,8 @@ def _meet(place: Place) -> Store:
             "command on every host; open the ports between them; name the interface with --interface, or "
             "GLOO_SOCKET_IFNAME (docs/multi-node.md, Ports)."
         ) from None
-    return connect(place)
+    store.set_timeout(PATIENCE)
+    return store
 
 
 def _gather(turn: Turn) -> Round:
