@@ -67,11 +67,10 @@ class MeanMoments:
         for block in self._moments.blocks(p):
             share, part, g = self._moments.share(p, squares, block), v[block], gradient[block].float()
             if by is not None and by is not squares:
-                part.mul_(_like(part, share / self._moments.share(p, by, block)))
-            less = _like(part, share - 1) * g * g
+                part.mul_(share / self._moments.share(p, by, block))
             if isinstance(skipped, Tensor):  # by a gradient scaler
-                less = torch.where(skipped > 0, 0.0, less)
-            part.add_(less, alpha=(1 - beta) / beta)
+                g = torch.where(skipped > 0, 0.0, g)
+            part.addcmul_((share - 1) * g, g, value=(1 - beta) / beta)
         if v.dtype in HALVES:  # which may round v away from what the step adds
             v.clamp_(min=0.0)
 
@@ -89,11 +88,6 @@ class MeanMoments:
             by = state["lowered by"].to(self._moments.squares.device)
             same = torch.equal(by, self._moments.squares)
             self._by = {p: self._moments.squares if same else by for p in self._moments if self._moments.has(p, by)}
-
-
-def _like(part: Tensor, share: Tensor) -> Tensor:
-    """``share`` [rows or 1, columns or 1] in the shape of ``part``, some rows of a parameter or all of it."""
-    return share.broadcast_to(len(share), part.numel() // len(share)).reshape(part.shape)
 
 
 def squares_of(optimizer: Optimizer) -> str:

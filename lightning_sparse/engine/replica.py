@@ -186,19 +186,22 @@ class Replica:
         velocity = self._velocity
         step, self._velocity = self._next
         set_meanwhile = {place: self.averages()[place].clone() for place in self._set_meanwhile}
+        moves: Sequence[Tensor | None] = [None] * len(self._own)
         if isinstance(step, Sparse):
             self.average.index_add_(0, step.index, step.values)
         elif self._find and isinstance(self.compressor, Exact):
             self._move_statistics(step)
-        else:
-            self.average += step
-        unsents = self.group.slots(self.group.unsent)
+        else:  # below, where a processor's cache has it for what follows
+            moves = self.group.slots(step)
+        unsents, averages = self.group.slots(self.group.unsent), self.averages()
         for i, (parameter, own) in enumerate(zip(self.tensors(), self._own, strict=True)):
             if i in set_meanwhile:
-                self.averages()[i].copy_(set_meanwhile[i])
+                averages[i].copy_(set_meanwhile[i])
                 self._undo_velocity(i, velocity)
             else:
-                self._set(i, parameter, own, self.averages()[i], unsents[i].view(own.shape))
+                if (move := moves[i]) is not None:
+                    averages[i].add_(move.view(own.shape))
+                self._set(i, parameter, own, averages[i], unsents[i].view(own.shape))
         self._end()
 
     def _undo_velocity(self, place: int, before: Tensor | None) -> None:

@@ -23,7 +23,7 @@ EARLY = 20  # looks, the first ones, that follow each other in every step
 RARELY = 10 * EVERY  # steps from one to the next where all that ranks had to compare was zero
 DECAY = 0.95  # of means over looks, once there were 20
 LONGEST = 65_536  # elements of a vector that has a square for each; a longer one has one square for all
-BLOCK = 2**16  # elements that a CPU works on at once
+BLOCK = 2**17  # elements that a CPU works on at once
 SEED = 2018  # of the signs
 
 Block = slice | EllipsisType  # of rows, or all
@@ -35,7 +35,7 @@ class _Place:
     def __init__(self, parameter: Tensor, start: int) -> None:
         n, rows = parameter.numel(), parameter.shape[0] if parameter.dim() else 1
         self.is_matrix = 1 < rows < n
-        self.shape = (rows, n // rows) if self.is_matrix else (1, n)
+        self.shape = parameter.shape
         self.is_long = not self.is_matrix and n > LONGEST
         middle = start + (rows if self.is_matrix else 1 if self.is_long else n)
         self.rows = slice(start, middle)
@@ -44,15 +44,16 @@ class _Place:
 
     def sketch(self, gradient: Tensor, signs: Tensor, out: Tensor) -> None:
         """Set ``out`` [m] here to sums of ``gradient`` with random ``signs`` [m] along rows and along columns."""
-        matrix = gradient.reshape(self.shape).float()
         if self.is_matrix:
+            matrix = gradient.reshape(len(gradient), -1).float()
             out[self.rows] = matrix @ signs[self.columns]
             out[self.columns] = signs[self.rows] @ matrix
         else:
-            out[self.rows] = matrix[0].mean() if self.is_long else matrix[0]
+            vector = gradient.reshape(-1).float()
+            out[self.rows] = vector.mean() if self.is_long else vector
 
     def share(self, parts: Tensor, least: float, block: Block = ...) -> Tensor:
-        """The part of each element [rows, columns], from ``least`` to 1; or for a vector [1, n], for a long one [1, 1].
+        """The part of each element, of the parameter's shape, from ``least`` to 1; for a long vector one, [1].
 
         Args:
             parts: [m], of each number of the sketch, as :meth:`SecondMoments.parts` returns them.
@@ -61,12 +62,12 @@ class _Place:
         """
         rows = parts[self.rows]
         if not self.is_matrix:
-            return rows[None]
-        return torch.outer(rows[block], parts[self.columns]).clamp_(least, 1.0)
+            return rows if self.is_long else rows.view(self.shape)
+        return torch.outer(rows[block], parts[self.columns]).clamp_(least, 1.0).view(-1, *self.shape[1:])
 
     def blocks(self) -> Iterator[Block]:
         """Cut the rows of a matrix into blocks that a CPU works on in its cache."""
-        step = max(1, BLOCK // self.shape[1])
+        step = max(1, BLOCK // max(self.columns.stop - self.columns.start, 1))
         yield from (slice(row, row + step) for row in range(0, self.shape[0], step)) if self.is_matrix else (...,)
 
 
@@ -132,7 +133,7 @@ class SecondMoments:
         return self._compared > 0
 
     def share(self, parameter: Tensor, squares: Tensor, block: Block = ...) -> Tensor:
-        """What part of its squares the mean gradient has by these ``squares``, to be broadcast to [rows, columns]."""
+        """What part of its squares the mean gradient has by these ``squares``, to be broadcast to its shape."""
         return self._places[parameter].share(self.parts(squares), self._least, block)
 
     def blocks(self, parameter: Tensor) -> Iterator[Block]:
