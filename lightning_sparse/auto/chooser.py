@@ -47,8 +47,9 @@ def soonest(
     """Return which is expected to be soonest at a loss; what was not tried may be as soon as its step is short.
 
     Of those that noise does not tell apart it is the one that loses least, to a percent.  Plain DDP and sums in
-    bfloat16 are the first to be tried where they may be soonest, and are left only for what is sooner by far.  After
-    local steps others are tried as soon as noise allows: they begin without a message.
+    bfloat16 are the first to be tried where they may be soonest, and are left only for what is sooner by far.  Of local
+    steps the first are those that exchange fewest weights: what that takes of a processor is known least.  After local
+    steps others are tried as soon as noise allows: they begin without a message.
 
     Args:
         forecasts: at least one.
@@ -64,7 +65,10 @@ def soonest(
     if untried := [f for f in near if f.candidate not in measured]:
         return min(untried, key=lambda f: f.seconds)
     known = [f for f in close if f.candidate in measured]
-    return min(known or close, key=lambda f: (round(f.more_steps, 2), f.seconds))
+    best = min(known or close, key=lambda f: (round(f.more_steps, 2), f.seconds))
+    if known or not best.candidate.local_steps:
+        return best
+    return min(close, key=lambda f: (-f.candidate.local_steps, f.seconds))
 
 
 def _is_allowed(forecast: Forecast, at_most: float | None) -> bool:
