@@ -261,7 +261,7 @@ class LocalExchange(LocalState):
             self.moments.take_up()
         self._flight.send([self.weights.replicas[i] for i in due], queues, self.members)
         if comparing:
-            self._flight.launch(self._lanes[0], self.moments.compare)
+            self._flight.launch(self._lanes[-1], self.moments.compare)  # beside a group that is alone
         if step % EVERY == 0:
             self._begin_comparison()
 
