@@ -17,6 +17,7 @@ FEW, MANY, MOST = 2**8, 2**16, 2**20  # Elements of a sum that takes its latency
 RUNS = 4  # Runs of many elements; the shortest was disturbed least.
 RUNS_OF_SLOW = 2  # Of those of ``SLOW_S`` or longer: a lost packet, which is sent again 0.2 s later, would spoil one.
 RUNS_OF_FEW = 10  # Of those of few elements, which go by as soon, and whose times decide the way of all sums.
+RUNS_OF_FAR = 2  # Likewise of a far link, where the first opens the windows of connections, one latency after another.
 SLOW_S = 0.02  # Seconds of a message that is timed less often; of a latency, from which on a link is far.
 IMMEASURABLE = 1e-11  # Seconds for a byte, or less, of a link whose rate cannot be measured: 800 Gbit/s.
 
@@ -38,7 +39,7 @@ def is_far(latency_s: float) -> bool:
 def measure_link(exchange: Exchange, latency_s: float | None = None) -> Link:
     """Time sums of a few bytes, in one hop and as the backend does it, and a longer one of it for the rate.
 
-    That is of 256 KiB, or up to 4 MiB where that is quick.  Where latency is long it is sent once, in one hop, and the
+    That is of 256 KiB, or up to 4 MiB where that is quick.  Where latency is long it is sent twice, in one hop, and the
     backend's latency is taken to be that of its hops.  Sums go by the latencies from then on.
 
     Args:
@@ -52,7 +53,7 @@ def measure_link(exchange: Exchange, latency_s: float | None = None) -> Link:
     far = is_far(latency_s)
     if far:
         all_reduce_s = hops("all_reduce", exchange.size) * latency_s
-        few_s, (many_s,) = latency_s, _medians_s(exchange, 1, (many, True))
+        few_s, (many_s,) = latency_s, _medians_s(exchange, RUNS_OF_FAR, (many, True))
     else:
         latency_s, all_reduce_s = _medians_s(exchange, RUNS_OF_FEW, (FEW, True), (FEW, False))
         while (many_s := _medians_s(exchange, 1, (many, False))[0]) < SLOW_S and many < MOST:
