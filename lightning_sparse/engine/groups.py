@@ -200,7 +200,10 @@ def carry_over(old: Sequence[Group], new: Sequence[tuple[Group, Compressor]], me
     for number, ((group, compressor), parts) in enumerate(zip(new, parts_of, strict=True)):
         group.step = max((giver.step for giver in old), default=0)
         group.memory = _memory(group, compressor, parts) if memories else _of_each_element(group, parts, OF_WEIGHTS)
-        _take(group.slots(group.unsent), parts, lambda giver: giver.unsent)
+        if whole := _whole(group, parts):
+            group.unsent = whole.unsent.to(group.unsent.device)
+        else:
+            _take(group.slots(group.unsent), parts, lambda giver: giver.unsent)
         for giver in old:
             if last_use.get(id(giver)) == number:
                 giver.unsent, giver.memory = giver.unsent.new_empty(0), {}
@@ -210,11 +213,17 @@ def _parameters(group: Group) -> list[tuple[str, torch.Size]]:
     return list(zip(group.names, group.shapes, strict=True))
 
 
+def _whole(group: Group, parts: Sequence[Part | None]) -> Group | None:
+    """The group before of the same parameters, where there was one: what it keeps is handed over, not copied."""
+    giver = parts[0][0] if parts and parts[0] else None
+    return giver if giver is not None and giver.names == group.names and None not in parts else None
+
+
 def _memory(group: Group, compressor: Compressor, parts: Sequence[Part | None]) -> dict[str, Tensor]:
     """Return the memory ``group`` starts with; ``parts`` are where its parameters were before."""
+    if whole := _whole(group, parts):
+        return whole.memory
     givers = {id(part[0]): part[0] for part in parts if part}
-    if None not in parts and [giver.names for giver in givers.values()] == [group.names]:
-        return next(iter(givers.values())).memory
     elements: Counter[int] = Counter()
     for part, size in zip(parts, group.sizes, strict=True):
         if part:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.engine.exchange import Exchange
-from lightning_sparse.engine.groups import Piece, carry_over, make_groups, pieces_of
+from lightning_sparse.engine.groups import carry_over, make_groups, pieces_of
 from lightning_sparse.engine.link import NoClock, measure_link, median_over_ranks
 from lightning_sparse.engine.timeline import GroupTime
 from lightning_sparse.fusion.costs import GroupCosts
@@ -105,23 +105,17 @@ class LayerFusion:
 
     # - groups
 
-    def regroup(self, groups: Sequence[Sequence[Piece]], compressor: Compressor | None = None) -> None:
-        """Average in ``groups`` from now on, with another ``compressor`` if one is given; nothing unsent is lost."""
-        exchange, before = self._exchange, self.compressor
-        self.compressor = compressor or before
-        new = make_groups(self._parameters, self.compressor, groups)
+    def follow(self, layout: Layout) -> None:
+        """Average as ``layout`` says from now on, pieces that are always dense apart; nothing unsent is lost."""
+        exchange, before, self.compressor = self._exchange, self.compressor, layout.compressor
+        pieces = {piece.name: piece for piece in pieces_of(self._parameters, self.compressor)}
+        mixed = [[pieces[name] for name in names] for names in layout.groups]
+        groups = [[piece for piece in group if piece.dense == dense] for group in mixed for dense in (False, True)]
+        new = make_groups(self._parameters, self.compressor, [group for group in groups if group])
         old = zip(exchange.groups, exchange.compressors, strict=True)
         if [(group.names, as_text(c)) for group, c in old] != [(group.names, as_text(c)) for group, c in new]:
             carry_over(exchange.groups, new, memories=same(before, self.compressor))
             exchange.lay_out(new)
-
-    def follow(self, layout: Layout) -> None:
-        """Average as ``layout`` says from now on: pieces that are always dense in groups of their own."""
-        pieces = {piece.name: piece for piece in pieces_of(self._parameters, layout.compressor)}
-        groups = [
-            [pieces[name] for name in names if pieces[name].dense == d] for names in layout.groups for d in (0, 1)
-        ]
-        self.regroup([group for group in groups if group], layout.compressor)
         self.plan, self.phase = layout.plan, "try"
 
     def send_all(self) -> None:

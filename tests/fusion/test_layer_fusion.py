@@ -18,7 +18,7 @@ from lightning_sparse.auto.course import Course
 from lightning_sparse.auto.passes import FIRST_CHOICE, GLIMPSE
 from lightning_sparse.engine.build import Way
 from lightning_sparse.engine.gradients import GradientExchange
-from lightning_sparse.engine.groups import lay_out, pieces_of
+from lightning_sparse.engine.groups import lay_out
 from lightning_sparse.engine.link import measure_link
 from lightning_sparse.engine.timeline import Timeline
 from lightning_sparse.fusion import layer_fusion, planner
@@ -221,7 +221,7 @@ def test_for_a_few_per_cent_no_groups_are_merged_in_which_parameters_compete(
     tried: None, monkeypatch: pytest.MonkeyPatch, compressor: ls.Compressor, span_s: dict[int, float], groups: int
 ) -> None:
     training = Training(compressor)
-    training.fusion.regroup([[piece] for piece in pieces_of(training.parameters, compressor)])
+    training.fusion.follow(Layout([[name] for name in reversed(training.parameters)], compressor))
     monkeypatch.setattr(Timeline, "span_s", lambda self: span_s[len(training.exchange.groups)])
     list(training.passes(STEPS_MEASURED + TRIAL + 1))
     assert training.fusion.phase == "watch"

@@ -17,10 +17,10 @@ from lightning_sparse.auto.chooser import Chooser
 from lightning_sparse.auto.forecast import Forecast
 from lightning_sparse.auto.policy import CANDIDATES
 from lightning_sparse.engine.exchange import Exchange
-from lightning_sparse.engine.groups import Piece, pieces_of
 from lightning_sparse.engine.timeline import Timeline
 from lightning_sparse.fusion import layer_fusion, planner
 from lightning_sparse.fusion.model import Plan, StepModel
+from lightning_sparse.fusion.planner import Layout
 from lightning_sparse.fusion.steps import STEPS_MEASURED, Passes
 from tests.support.models import data, trainer, unsent, weights
 from tests.support.processes import LIMIT_S, Ranks
@@ -52,10 +52,10 @@ def groups(strategy: ls.SparseDDPStrategy) -> list[tuple[str, ...]]:
     return [group.names for group in strategy.exchange.groups]
 
 
-def pairs(strategy: ls.SparseDDPStrategy, module: nn.Module) -> list[list[Piece]]:
+def pairs(module: nn.Module) -> list[list[str]]:
     """Groups of two parameters each: none that a plan or a bucket would have."""
-    pieces = pieces_of(dict(module.named_parameters()), strategy.compressor)
-    return [pieces[i : i + 2] for i in range(1, len(pieces), 2)] + [pieces[:1]]
+    names = [name for name, _ in module.named_parameters()][::-1]
+    return [names[i : i + 2] for i in range(1, len(names), 2)] + [names[:1]]
 
 
 class Regroup(L.Callback):
@@ -70,7 +70,7 @@ class Regroup(L.Callback):
         assert isinstance(strategy, ls.SparseDDPStrategy)
         if trainer.global_step == self.step and strategy.layer_fusion is not None:
             self.moved.append(unsent(strategy))
-            strategy.layer_fusion.regroup(pairs(strategy, pl_module))
+            strategy.layer_fusion.follow(Layout(pairs(pl_module), strategy.layer_fusion.compressor))
             self.moved.append(unsent(strategy))
 
 
