@@ -122,6 +122,20 @@ NOTES = {
     "2026-11-27-121302-gpt_3m": ONE_RATE.format("2e-3")
     + " Here the exchange under way at an evaluation counts. `sparse_auto` took the 4 local steps of the row beside it "
     "after 42 steps; its processes were then 10 % slower over everything, computing included, which is not explained.",
+    "2026-11-27-134559-gpt_10m": ONE_RATE.format("5e-4"),
+    "2026-11-27-134934-gpt_10m": ONE_RATE.format("5e-4"),
+    "2026-11-27-135333-gpt_3m": ONE_RATE.format("2e-3"),
+    "2026-11-27-135743-gpt_3m": ONE_RATE.format("2e-3"),
+    "2026-11-27-140055-byte_lm": BEST_RATES,
+    "2026-11-27-141836-byte_lm": BEST_RATES,
+    "2026-11-27-143528-byte_lm": BEST_RATES,
+    "2026-11-27-144015-gpt_3m": ONE_RATE.format("2e-3"),
+    "2026-11-27-144618-gpt_10m": ONE_RATE.format("5e-4")
+    + " The training is short: what `sparse_auto` is later was lost in its first two steps, of which the first sums "
+    "all gradients and the second waits for the link to be measured.",
+    "2026-11-27-144846-gpt_3m": ONE_RATE.format("2e-3"),
+    "2026-11-27-145244-byte_lm": BEST_RATES,
+    "2026-11-27-145716-gpt_10m": ONE_RATE.format("5e-4"),
     "2026-11-26-111941-byte_lm": BEST_RATES,
     "2026-11-26-113916-byte_lm": BEST_RATES,
     "2026-11-26-115213-byte_lm": BEST_RATES,
