@@ -30,7 +30,7 @@ BFLOAT16 = Candidate(Dense(), "bfloat16")
 PLAIN = (EXACT, BFLOAT16)  # What DDP and PyTorch's hook do: nobody wants to be slower.
 DOUBT_OF_PLAIN = 0.25  # As ``DOUBT``, for these to be tried.
 FAR = 0.25  # As ``DOUBT``, of the first local steps, which take longer than later ones.
-WAY_BACK = 1.25  # Times as long local steps must take as sums that are tried next: that sends weights and states.
+WAY_BACK = 1.25  # Times as long local steps must take as sums not measured so far: to go back sends weights and states.
 MOST_TRIED = 5  # Candidates whose steps are measured; then one of these is taken.
 FINALISTS = 3  # Of which at most are measured in turn.
 
@@ -46,10 +46,9 @@ def soonest(
 ) -> Forecast:
     """Return which is expected to be soonest at a loss; what was not tried may be as soon as its step is short.
 
-    Of those that noise does not tell apart it is the one that loses least, to a percent.  Plain DDP and sums in
-    bfloat16 are the first to be tried where they may be soonest, and are left only for what is sooner by far.  Of local
-    steps the first are those that exchange fewest weights: what that takes of a processor is known least.  After local
-    steps others are tried as soon as noise allows: they begin without a message.
+    Of those that noise does not tell apart it is the one that loses least, to a percent.  Plain sums are tried first
+    where they may be soonest, and left only for what is sooner by far.  The first local steps are those that exchange
+    fewest weights, as what that takes of a processor is known least; others begin without a message, and follow soon.
 
     Args:
         forecasts: at least one.
@@ -153,10 +152,12 @@ class Chooser:
 
     @property
     def _within_reach(self) -> list[Forecast]:
-        """All, but sums that were not measured and would hardly make up for the way back from measured local steps."""
+        """All, or of many measured these, but no sums that would hardly make up for the way back from local steps."""
         known, chosen = self._known, self.chosen and self.chosen.candidate
+        among = known if len(known) >= MOST_TRIED else self.forecasts
         now_s = min((f.seconds for f in known if f.candidate == chosen and chosen.local_steps), default=math.inf)
-        return [f for f in self.forecasts if f.candidate.local_steps or f in known or WAY_BACK * f.seconds <= now_s]
+        latest_s = {f.candidate: now_s / (1 + NOISE if f in known else WAY_BACK) for f in among}
+        return [f for f in among if f.candidate.local_steps or f.seconds <= latest_s[f.candidate]]
 
     @property
     def _eligible(self) -> list[Forecast]:
@@ -263,7 +264,7 @@ class Chooser:
     def _take_best(self, exchange: Exchange) -> Candidate:
         """Choose by what is known, after a look at all if another might be sooner; of many measured, one of these."""
         while True:
-            among = self._known if len(self._known) >= MOST_TRIED else self._within_reach
+            among = self._within_reach
             best = soonest(among, self._auto.at_most, self.measured) if among else None
             if best and best.delivered is None:
                 self._try(exchange, [f for f in among if f.delivered is None])

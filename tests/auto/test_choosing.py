@@ -323,6 +323,13 @@ def test_the_way_back_from_local_steps_is_for_sums_that_are_far_sooner(choose: A
     assert chooser.note(exchange, 0.056) == (TOPK if back else LOCAL2)  # 16 and 25 % sooner, and LOCAL2 loses more
 
 
+@pytest.mark.parametrize(("local_s", "back"), [(0.0605, False), (0.0635, True)])
+def test_local_steps_are_not_left_for_sums_that_noise_may_have_sooner(choose: Any, local_s: float, back: bool) -> None:
+    chooser, exchange, first = choose(GivenSteps({DENSE: 100, INT4: 60, LOCAL2: 34}, computing_ms=33))
+    assert first == LOCAL2
+    assert chooser.note(exchange, local_s) == (INT4 if back else LOCAL2)  # 60 ms were measured, of fewer steps
+
+
 def test_of_local_steps_that_take_longer_than_expected_those_that_send_less_are_tried(choose: Any) -> None:
     chooser, exchange, first = choose(
         GivenSteps({DENSE: 100, INT4: 55, TOPK: 90, LOCAL2: 41, LOCAL4: 45.5}, computing_ms=33)
