@@ -136,6 +136,11 @@ NOTES = {
     "2026-11-27-144846-gpt_3m": ONE_RATE.format("2e-3"),
     "2026-11-27-145244-byte_lm": BEST_RATES,
     "2026-11-27-145716-gpt_10m": ONE_RATE.format("5e-4"),
+    "2026-11-27-150248-byte_lm": BEST_RATES,
+    "2026-11-27-151021-byte_lm": BEST_RATES,
+    "2026-11-27-151421-gpt_10m": ONE_RATE.format("5e-4")
+    + " After 35 steps `sparse_auto` went back from 4 local steps to sums in int4, which was a fault.",
+    "2026-11-27-152337-gpt_10m": ONE_RATE.format("5e-4"),
     "2026-11-26-111941-byte_lm": BEST_RATES,
     "2026-11-26-113916-byte_lm": BEST_RATES,
     "2026-11-26-115213-byte_lm": BEST_RATES,
