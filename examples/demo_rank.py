@@ -6,6 +6,7 @@
 """
 
 import argparse
+import gc
 import json
 import logging
 import math
@@ -15,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import lightning as L
+import torch.distributed as dist
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import Strategy
 from torch.utils.data import DataLoader, TensorDataset
@@ -108,6 +110,9 @@ def main() -> None:
     for name in args.strategies.split(";"):
         probe = OnLink(args.s_per_byte) if args.s_per_byte else Probe(args.interface, learns=True)
         train(name, probe, args.seconds, args.seed)
+    dist.barrier()
+    gc.collect()  # what is left of DistributedDataParallel goes before its process group
+    dist.destroy_process_group()  # else Python may end while Gloo's threads run, and abort
 
 
 if __name__ == "__main__":

@@ -152,12 +152,12 @@ class Chooser:
 
     @property
     def _within_reach(self) -> list[Forecast]:
-        """All, or of many measured these, but no sums that would hardly make up for the way back from local steps."""
-        known, chosen = self._known, self.chosen and self.chosen.candidate
-        among = known if len(known) >= MOST_TRIED else self.forecasts
-        now_s = min((f.seconds for f in known if f.candidate == chosen and chosen.local_steps), default=math.inf)
-        latest_s = {f.candidate: now_s / (1 + NOISE if f in known else WAY_BACK) for f in among}
-        return [f for f in among if f.candidate.local_steps or f.seconds <= latest_s[f.candidate]]
+        """All but sums that would hardly make up for the way back from measured local steps."""
+        known, is_local = self._known, self.chosen is not None and self.chosen.candidate.local_steps > 0
+        now_s = min((f.seconds for f in known if is_local and f.candidate.local_steps), default=math.inf)
+        of_known = {f.candidate: 0.0 if f.candidate in PLAIN else 1 + NOISE for f in known}  # plain sums are not left
+        longer = {f: of_known.get(f.candidate, WAY_BACK) for f in self.forecasts}
+        return [f for f in self.forecasts if f.candidate.local_steps or longer[f] * f.seconds <= now_s]
 
     @property
     def _eligible(self) -> list[Forecast]:
@@ -264,7 +264,7 @@ class Chooser:
     def _take_best(self, exchange: Exchange) -> Candidate:
         """Choose by what is known, after a look at all if another might be sooner; of many measured, one of these."""
         while True:
-            among = self._within_reach
+            among = [f for f in self._within_reach if len(self._known) < MOST_TRIED or f in self._known]
             best = soonest(among, self._auto.at_most, self.measured) if among else None
             if best and best.delivered is None:
                 self._try(exchange, [f for f in among if f.delivered is None])

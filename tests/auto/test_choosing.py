@@ -330,6 +330,28 @@ def test_local_steps_are_not_left_for_sums_that_noise_may_have_sooner(choose: An
     assert chooser.note(exchange, local_s) == (INT4 if back else LOCAL2)  # 60 ms were measured, of fewer steps
 
 
+def test_measured_plain_sums_are_left_only_for_what_is_sooner(choose: Any) -> None:
+    chooser, exchange, first = choose(GivenSteps({DENSE: 41, INT4: 90, LOCAL2: 33}, computing_ms=32))
+    assert (first, chooser.note(exchange, 0.06)) == (DENSE, LOCAL2)
+    assert chooser.note(exchange, 0.0595) == DENSE  # as long, and LOCAL2 needs more steps
+
+
+def test_the_way_back_is_judged_by_the_soonest_local_steps_that_were_measured(choose: Any) -> None:
+    steps = GivenSteps({DENSE: 200, INT4: 60, LOCAL2: 52, LOCAL4: 54}, computing_ms=33, limit="backward")
+    chooser, exchange, first = choose(steps)
+    assert (first, chooser.note(exchange, 0.056)) == (LOCAL4, LOCAL2)
+    assert chooser.note(exchange, 0.075) == LOCAL4  # not INT4, of which 60 ms were measured
+
+
+def test_what_a_limit_costs_is_said_also_of_what_is_not_measured_any_more(
+    choose: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chooser, *_ = choose(GivenSteps({DENSE: 100, INT4: 60, LOCAL2: 41, LOCAL4: 50}, computing_ms=33))
+    monkeypatch.setattr(chooser_module, "MOST_TRIED", 1)  # measured candidates are as many
+    chooser._auto = ls.Auto(ALL, at_most=0.0)
+    assert "Without at_most=0 2 local steps" in chooser._cost_of_limit(chooser.forecasts[1])
+
+
 def test_of_local_steps_that_take_longer_than_expected_those_that_send_less_are_tried(choose: Any) -> None:
     chooser, exchange, first = choose(
         GivenSteps({DENSE: 100, INT4: 55, TOPK: 90, LOCAL2: 41, LOCAL4: 45.5}, computing_ms=33)
