@@ -105,7 +105,7 @@ def results_of(
 
 
 def _end(turn: Turn, process: BaseProcess, result: dict[str, Any]) -> None:
-    """End a process that has sent its ``result``, or has failed, which the other ranks are told."""
+    """End a process that has sent its ``result``, or has failed: then the other ranks stop too."""
     if "error" in result:
         turn.store.set("failed", "")
     else:
