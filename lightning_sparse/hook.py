@@ -26,6 +26,7 @@ from lightning_sparse.engine.build import averaged_parameters, check_may_begin, 
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.groups import BUCKET_BYTES, not_carried
 from lightning_sparse.engine.local_steps import LocalSteps
+from lightning_sparse.engine.reducer import Forwards, Reducer
 from lightning_sparse.fusion.layer_fusion import LayerFusion
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.network.torch_comm import TorchComm, world
@@ -126,7 +127,7 @@ class SparseHook:
         parameters = self._parameters_of(ddp)
         self._evaluates = evaluates
         self._as_saved = options.as_saved
-        self._groups, self._scaler, self._module, self._steps_before = groups, scaler, ddp.module, 0
+        self._groups, self._scaler, self._module = groups, scaler, ddp.module
         self._ranks = TorchComm(ddp.process_group)  # for the main thread, between two steps
         may_choose_local = may_be_local and options.local_group == 1
         self._course = course_of(
@@ -134,7 +135,7 @@ class SparseHook:
         )
         self._frozen = [(name, p) for name, p in ddp.module.named_parameters() if not p.requires_grad]
         self._handles = self._watch(ddp)
-        self._register(ddp, self._course.switch)
+        self._forwards = self._register(ddp, self._course.switch)
         self._ddp = weakref.ref(ddp)
         ddp.join_hook = self._join_hook  # type: ignore[method-assign]
         weakref.finalize(self, _end, self._course.switch, groups).atexit = False  # for who drops it without close()
@@ -154,8 +155,8 @@ class SparseHook:
         return averaged_parameters(ddp)
 
     @staticmethod
-    def _register(ddp: DistributedDataParallel, switch: Switch) -> None:
-        ddp.register_comm_hook(None, switch.hook)
+    def _register(ddp: DistributedDataParallel, switch: Switch) -> Forwards:
+        return Reducer(ddp, switch.hook)
 
     @property
     def exchange(self) -> Exchange:
@@ -177,7 +178,8 @@ class SparseHook:
         check_still_frozen(self._frozen, self._wrapper, self._to_freeze)
         if self._trains(module):
             self._course.between_steps()
-            self._steps_before = self.exchange.steps
+            fusion = self.layer_fusion
+            self._forwards.begin(self.exchange, is_settled=fusion is not None and fusion.phase == "watch")
         elif self._evaluates(module):
             self.exchange.end_forward()  # also of one that was interrupted
             self.show_average()
@@ -190,8 +192,7 @@ class SparseHook:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_forward(self, *_: object) -> None:
         self.exchange.end_forward()
-        if torch.is_grad_enabled() and self.exchange.steps == self._steps_before:  # else backward was within it
-            self.exchange.timeline.begin_backward()
+        self._forwards.end(self.exchange)
 
     def _join_hook(self, **options: Any) -> JoinHook:
         """Return DDP's own hook; asked for on every rank by ``ddp.join()``, before its first message.

@@ -16,19 +16,17 @@ from torch.optim import Optimizer
 from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group, HostCopy
-from lightning_sparse.compressors.rounded import type_in_place
-from lightning_sparse.engine.groups import later_message_bytes
+from lightning_sparse.engine.in_place import SumsInPlace
 from lightning_sparse.engine.lane import Lane, have_caller_wait, wait_for_caller
 from lightning_sparse.engine.means import Means
-from lightning_sparse.engine.scaled_steps import ScaledSteps
 from lightning_sparse.engine.step import PendingBucket, Step
 from lightning_sparse.engine.unused_parameters import UsedParameters
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.process_groups import ProcessGroups
-from lightning_sparse.network.torch_comm import TorchComm, explained, finished
+from lightning_sparse.network.torch_comm import finished
 
 
-class GradientExchange(ScaledSteps):
+class GradientExchange(SumsInPlace):
     """Averages the gradients DDP hands over, in groups of our own, and keeps what was not sent.
 
     DDP's bucketing only decides when gradients reach us: its buckets change their members after the first step.  Ours
@@ -69,11 +67,6 @@ class GradientExchange(ScaledSteps):
         super().lay_out(groups)
         self._group_of = {p: group for group in self.groups for p in group.parameters}
         self._queues = self._queues_of(range(len(self.groups)))
-        self._elements = sum(group.n for group in self.groups)
-        self._in_float32 = all(parameter.dtype == torch.float32 for parameter in self._group_of)
-        types = {type_in_place(compressor) for compressor in self.compressors}
-        self._type_in_place = types.pop() if len(types) == 1 else None
-        self.nothing_unsent = False
 
     def between_steps(self) -> None:
         self._means.are_due = False  # a step ends with its backward
@@ -98,8 +91,16 @@ class GradientExchange(ScaledSteps):
     def _within_a_step(self) -> bool:
         return self._step is not None and bool(self._step.buckets)
 
+    @property
+    def _needs_groups(self) -> bool:
+        return self._node is not None or self._scaler is not None or self._used is not None
+
+    @property
+    def _hands_back(self) -> bool:
+        return bool(self._means.saved)
+
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
-        if self._means.saved:
+        if self._hands_back:
             self._means.hand_back(bucket.buffer(), bucket.parameters(), bucket.is_last())
             return finished(bucket.buffer(), self.device)
         return self.hand_over(PendingBucket(bucket.buffer(), bucket.parameters()))
@@ -149,62 +150,6 @@ class GradientExchange(ScaledSteps):
                 if self._node.nccl:  # one message after the other: see [Note: who issues messages]
                     bucket.wait()
         step.take_in(bucket, self._group_of)
-
-    # - sums of DDP's own buckets
-
-    def sums_in_place(self, compressor: Compressor) -> bool:
-        return self._sums_in_place_in(type_in_place(compressor))
-
-    @property
-    def can_sum_in_place(self) -> bool:
-        comm = self._lanes[0].comm
-        needs_groups = self._node is not None or self._scaler is not None or self._used is not None
-        may = self.may_sum_in_place and self._in_float32 and comm.wire_dtype.lossless and not needs_groups
-        return may and isinstance(comm, TorchComm) and not comm.stages(self.device)
-
-    def _sums_in_place_in(self, dtype: torch.dtype | None) -> bool:
-        costs = self._lanes[0].comm.costs
-        return dtype is not None and self.can_sum_in_place and costs.in_place(dtype.itemsize * self._elements)
-
-    @property
-    def _next_in_place(self) -> tuple[torch.dtype | None, bool]:
-        """The type in which the next step's gradients are summed where they lie, if they are, the same on every rank.
-
-        And whether groups send all there is in float32: so they do once before sums in place, to leave nothing unsent.
-        """
-        dtype = self._type_in_place if self._sums_in_place_in(self._type_in_place) else None
-        if self._deferred:  # groups are looked at
-            return None, dtype == torch.float32
-        return (dtype, False) if self.nothing_unsent else (None, dtype is not None)
-
-    def _sum_in_place(self, step: Step, bucket: PendingBucket) -> Future[Tensor]:
-        comm = self._lanes[0].comm
-        assert isinstance(comm, TorchComm)
-        assert step.in_place is not None
-        step.unsummed.append(bucket)
-        payload_bytes = step.in_place.itemsize * sum(each.buffer.numel() for each in step.unsummed)
-        if step.has_arrived or payload_bytes >= step.least_bytes:
-            buckets, step.unsummed = step.unsummed, []
-            step.least_bytes = later_message_bytes(step.in_place.itemsize * self._elements, comm.costs.message_bytes)
-            sums = comm.mean_in_place([each.buffer for each in buckets], step.in_place)
-            sums.then(partial(self._end_in_place, step, buckets))
-        return bucket.future
-
-    def _end_in_place(self, step: Step, buckets: Sequence[PendingBucket], sums: Future[list[Tensor]]) -> None:
-        try:
-            with explained():
-                means = sums.value()
-        except RuntimeError as error:
-            self._fail(step, error)
-            return
-        with self._lock:
-            for each, mean in zip(buckets, means, strict=True):
-                each.buffer, each.missing = mean, 0
-            if step.has_arrived and not any(each.missing for each in step.buckets):
-                for group in self._groups:
-                    group.end_dense_step()
-                self._finish(step)
-            step.give_back()
 
     def close(self) -> bool:
         if self._used is not None:

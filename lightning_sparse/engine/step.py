@@ -86,7 +86,7 @@ class Step:
         self._queues = [deque(queue) for queue in queues]
         self._lanes = lanes
         self._spent_before = spent(lanes)
-        self._handed_over_ns = 0
+        self._handed_over_ns = time.perf_counter_ns()  # of what was handed over last
 
     @property
     def has_arrived(self) -> bool:

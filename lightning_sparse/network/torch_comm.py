@@ -160,8 +160,8 @@ class TorchComm(Comm):
         """Launch the mean of ``parts`` [n_i] float32 over all ranks, by the backend in one message; a tensor for each.
 
         As plain DDP does it, or in bfloat16 PyTorch's ``bf16_compress_hook``: each rank's is rounded to ``dtype`` and
-        divided, then summed in it.  Several, or in another type than theirs, are copied into one buffer and back; from
-        there DDP itself copies float32 on a CPU, before the next step.
+        divided, then summed in it.  Several, or in another type than theirs, are copied into one buffer, and on a GPU
+        back; on a CPU DDP itself copies from there, before the next step.
         """
         lengths = [part.numel() for part in parts]
         if not sum(lengths):  # of parameters without elements; not every backend can carry it
@@ -179,8 +179,10 @@ class TorchComm(Comm):
 
         def of_each(done: Future[list[Tensor]]) -> list[Tensor]:
             done.value()
-            if dtype == torch.float32 and x.device.type == "cpu":
-                return [torch.from_numpy(place.numpy()) for place in places]  # DDP reads a storage from its beginning
+            if x.device.type == "cpu":  # as integers, since numpy has no bfloat16
+                words = torch.int32 if dtype == torch.float32 else torch.int16
+                # DDP reads a storage from its beginning.
+                return [torch.from_numpy(place.view(words).numpy()).view(dtype) for place in places]
             for part, place in zip(parts, places, strict=True):
                 part.copy_(place)
             return list(parts)
