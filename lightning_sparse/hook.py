@@ -156,7 +156,7 @@ class SparseHook:
 
     @staticmethod
     def _register(ddp: DistributedDataParallel, switch: Switch) -> Forwards:
-        return Reducer(ddp, switch.hook)
+        return Reducer(ddp, switch.parameters.values(), switch.hook)
 
     @property
     def exchange(self) -> Exchange:
@@ -190,9 +190,9 @@ class SparseHook:
         return torch.is_grad_enabled() and not is_evaluated
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _after_forward(self, *_: object) -> None:
+    def _after_forward(self, *forward: object) -> None:
         self.exchange.end_forward()
-        self._forwards.end(self.exchange)
+        self._forwards.end(self.exchange, has_outputs=bool(forward) and forward[-1] is not None)
 
     def _join_hook(self, **options: Any) -> JoinHook:
         """Return DDP's own hook; asked for on every rank by ``ddp.join()``, before its first message.
@@ -282,12 +282,13 @@ class SparseHook:
         return Parts(known, self._scaler, self._module, is_loaded)
 
     def close(self) -> None:
-        """End the issuing threads and process groups.  ``ddp`` cannot be trained any more.  What is unsent is kept.
+        """End the issuing threads and process groups.  ``ddp`` must not be trained any more.  What is unsent is kept.
 
         Let ``ddp`` go out of scope before ``dist.destroy_process_group()``; the other way round PyTorch may hang.
         """
         for handle in self._handles:
             handle.remove()
+        self._forwards.close()
         _end(self._course.switch, self._groups)
         self._warn_if_nothing_is_saved()
 

@@ -16,12 +16,12 @@ from loss_by_bytes import at_best_rate
 from pages import BENCHMARKS, with_lines
 from scipy.stats import spearmanr
 
-from lightning_sparse.auto.more_steps import OF_LOCAL, OF_UNSENT, more_steps
+from lightning_sparse.auto.more_steps import AS_DENSE, OF_LOCAL, OF_UNSENT, more_steps
 from lightning_sparse.bench.simulate.results import Result, read
 
 PAGE = BENCHMARKS / "2026-11-24-more-steps.md"
 GRADIENTS = BENCHMARKS / "2026-11-22-accuracy.jsonl", BENCHMARKS / "2026-11-22-loss.jsonl"
-LOCAL = BENCHMARKS / "2026-11-24-local-steps-loss.jsonl"
+LOCAL = BENCHMARKS / "2026-11-24-local-steps-loss.jsonl", BENCHMARKS / "2026-11-27-more-ranks.jsonl"
 SHORT = BENCHMARKS / "2026-11-22-faithfulness.jsonl"  # what strategies of gradients deliver, in 40 steps
 LEFT_OUT = ("ddp", "diloco", "lead=", "lr_factor", "second_moments", "fragments", "no_communication")
 
@@ -49,7 +49,7 @@ class Point:
         """What the logarithm of ``more`` is proportional to."""
         if not self.local_steps:
             return 1 - self.delivered
-        return self.ranks * (max(self.local_steps, self.staleness) - 1)
+        return math.log(max(1.0, self.ranks * max(self.local_steps, self.staleness) / AS_DENSE))
 
     @property
     def expected(self) -> float:
@@ -76,10 +76,10 @@ def ratio(result: Result, dense: Result) -> float:
 def points() -> list[Point]:
     """Every strategy at its best learning rate, the mean over seeds that dense training was tried with too."""
     trained: dict[tuple[str, int, int], dict[str, list[Result]]] = defaultdict(lambda: defaultdict(list))
-    for file in (*GRADIENTS, LOCAL):
+    for file in (*GRADIENTS, *LOCAL):
         for result in read(file).values():
             run, local = result.run, "local_steps" in result.run.strategy
-            if run.ranks > 1 and (run.strategy == "ddp" or local == (file == LOCAL)):
+            if run.ranks > 1 and (run.strategy == "ddp" or local == (file in LOCAL)):
                 trained[run.task, run.ranks, run.steps][run.strategy].append(result)
     short = {(each.run.task, each.run.strategy): each for each in read(SHORT).values()}
     found = []
@@ -113,7 +113,8 @@ def tables(every: Sequence[Point]) -> list[str]:
     }
     lines = ["| | " + " | ".join(tasks) + " | taken |", "| --- " * (2 + len(tasks)) + "|"]
     for local, taken in ((False, OF_UNSENT), (True, OF_LOCAL)):
-        what = "local steps: for ranks x (max(H, staleness) - 1)" if local else "gradients: for 1 - `delivered`"
+        of_local = f"local steps: for the logarithm of ranks x max(H, staleness) / {AS_DENSE}"
+        what = of_local if local else "gradients: for 1 - `delivered`"
         lines.append(f"| {what} | {' | '.join(f'{slopes[task, local]:.4g}' for task in tasks)} | {taken:g} |")
     lines += ["", "| held out | strategies | rank correlation | as taken |", "| --- | --- | --- | --- |"]
     for task in tasks:

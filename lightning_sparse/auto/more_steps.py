@@ -5,10 +5,11 @@ Fitted on stored trainings of three tasks, which differ: docs/benchmarks/2026-11
 
 import math
 
-# The logarithm of how many times as many steps a strategy needs:
-OF_UNSENT = 1.0  # times the part of what is unsent that a step does not deliver, where gradients are averaged
-OF_LOCAL = 0.0065  # times ranks, and local steps or, if that is more, staleness, beyond the first step
-APART = 2.5  # On a task this logarithm may be so many times larger or smaller.
+OF_UNSENT = 1.0  # The logarithm of how many times as many steps is so many times the part that a step does not deliver.
+LOCAL = 1.02  # How many times as many local steps, if there are few between two averages:
+AS_DENSE = 8  # on all ranks together, so many.
+OF_LOCAL = 0.12  # It grows with this power of their number beyond that.
+APART = 2.5  # On a task the logarithm may be so many times larger or smaller.
 OF_STEPS = 0.3  # That of how many times the loss after equal steps is dense training's is so much of it.
 
 
@@ -22,7 +23,7 @@ def more_steps(delivered: float, staleness: float, ranks: int, local_steps: int)
         local_steps: H; 0: gradients are averaged.
     """
     if local_steps:
-        return math.exp(OF_LOCAL * ranks * (max(local_steps, staleness) - 1))
+        return LOCAL * math.pow(max(1.0, ranks * max(local_steps, staleness) / AS_DENSE), OF_LOCAL)
     return math.exp(OF_UNSENT * (1 - delivered))
 
 

@@ -2,14 +2,14 @@
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.groups import BUCKET_BYTES
@@ -26,11 +26,14 @@ class Forwards:
         """Note that one begins; ``is_settled``: no steps are measured to choose what sums gradients."""
         self._steps, self._is_open = exchange.steps, True
 
-    def end(self, exchange: Exchange) -> None:
-        """Note that one has ended, if one had begun."""
+    def end(self, exchange: Exchange, has_outputs: bool) -> None:
+        """Note that one has ended, if one had begun; without ``has_outputs`` it has raised."""
         if self._is_open and exchange.steps == self._steps:  # else backward was within it
             exchange.timeline.begin_backward()
         self._is_open = False
+
+    def close(self) -> None:
+        """Call nobody any more."""
 
 
 class Reducer(Forwards):
@@ -42,69 +45,101 @@ class Reducer(Forwards):
 
     Args:
         ddp: whose reducer it is.
+        parameters: whose gradients it averages.
         hook: see ``DistributedDataParallel.register_comm_hook``.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, hook: Callable[..., Future[Tensor]]) -> None:
+    def __init__(
+        self, ddp: DistributedDataParallel, parameters: Iterable[Tensor], hook: Callable[..., Future[Tensor]]
+    ) -> None:
         super().__init__()
-        self._ddp, self._hook = weakref.ref(ddp), hook
-        self._first = next(p for p in ddp.module.parameters() if p.requires_grad)  # the last to have its gradient
-        self._without_hook: RemovableHandle | None = None  # what tells of its gradient, while there is no hook
+        self._ddp, self._parameters, self._hook = weakref.ref(ddp), list(parameters), hook
         self._follows = self._is_within = False  # whether backward has followed a forward, and been within one
-        self._expected: weakref.ref[Exchange] | None = None  # whose step DDP makes in the next backward
+        self._without_hook: weakref.finalize[..., Reducer] | None = None  # ends what tells of backward meanwhile
+        self._exchange: weakref.ref[Exchange] | None = None  # meanwhile, whose steps DDP makes
+        self._is_expected = False  # likewise: DDP makes one in the next backward
         ddp.register_comm_hook(None, hook)
 
     def begin(self, exchange: Exchange, is_settled: bool) -> None:
         """Note that a forward begins, on every rank, and take the hook away for it, or put it back."""
-        ddp = self._ddp()
         self._follows |= exchange.steps > self._steps
         super().begin(exchange, is_settled)
-        # For a backward within a forward others call the reducer, and for a static graph DDP's first forward does.
-        may_change = ddp is not None and self._follows and not self._is_within and not ddp.static_graph
-        if may_change and (is_settled and exchange.is_plain) != (self._without_hook is not None):
-            self._change(ddp)
-
-    def end(self, exchange: Exchange) -> None:
-        """Note that a forward has ended, so that DDP's reducer expects a backward."""
         ddp = self._ddp()
-        if self._is_open and ddp is not None and ddp.require_backward_grad_sync:
-            self._expected = weakref.ref(exchange)
+        # For a backward within a forward others call the reducer, and for a static graph DDP's first forward does.
+        may_be_without = ddp is not None and self._follows and not self._is_within and not ddp.static_graph
+        if ddp is not None and (may_be_without and is_settled and exchange.is_plain) != bool(self._without_hook):
+            self._change(ddp)
+        self._exchange = weakref.ref(exchange)
+
+    def end(self, exchange: Exchange, has_outputs: bool) -> None:
+        """Note that a forward has ended, after which DDP's reducer expects a backward."""
+        if self._is_open and has_outputs and self._without_hook and self._synchronises:
+            self._is_expected = True
         self._is_within |= self._is_open and exchange.steps > self._steps
-        super().end(exchange)
+        super().end(exchange, has_outputs)
         self._steps = exchange.steps
 
-    def _change(self, ddp: DistributedDataParallel | None) -> None:
-        """Have another reducer, with a hook if this one has none."""
-        assert ddp is not None
-        bucket_bytes = ddp.bucket_bytes_cap if self._without_hook else max(ddp.bucket_bytes_cap, BUCKET_BYTES)
-        ddp.reducer = ddp.logger = None  # type: ignore[assignment]  # its buckets go before there are others
-        other = DistributedDataParallel(
-            ddp.module,
-            device_ids=ddp.device_ids,
-            init_sync=False,
-            process_group=ddp.process_group,
-            bucket_cap_mb=None if bucket_bytes == BUCKET_BYTES else bucket_bytes / 2**20,  # None: the first is shorter
-            gradient_as_bucket_view=ddp.gradient_as_bucket_view,
-        )
-        ddp.reducer, ddp.logger = other.reducer, other.logger
+    def close(self) -> None:
         if self._without_hook:
-            self._without_hook.remove()
-            self._without_hook = None
-            other.register_comm_hook(None, self._hook)
-        else:
-            own = weakref.ref(self)
+            self._without_hook()
 
-            def note(_: Tensor) -> None:
-                if (me := own()) is not None:
-                    me._note_backward()
+    @property
+    def _synchronises(self) -> bool:
+        ddp = self._ddp()
+        return ddp is not None and ddp.require_backward_grad_sync
 
-            self._without_hook = self._first.register_post_accumulate_grad_hook(note)
+    def _change(self, ddp: DistributedDataParallel) -> None:
+        """Have another reducer of the same parameters, with a hook if this one has none."""
+        bucket_bytes = ddp.bucket_bytes_cap if self._without_hook else max(ddp.bucket_bytes_cap, BUCKET_BYTES)
+        bucket_mb = None if bucket_bytes == BUCKET_BYTES else bucket_bytes / 2**20  # None: the first is shorter
+        ddp.reducer = ddp.logger = None  # type: ignore[assignment]  # its buckets go before there are others
+        with _all_trained(self._parameters):
+            other = DistributedDataParallel(
+                nn.ParameterList(self._parameters),
+                device_ids=ddp.device_ids,
+                init_sync=False,
+                process_group=ddp.process_group,
+                bucket_cap_mb=bucket_mb,
+                gradient_as_bucket_view=ddp.gradient_as_bucket_view,
+            )
+            if self._without_hook:
+                self._without_hook()
+                self._without_hook = None
+                other.register_comm_hook(None, self._hook)
+            else:
+                self._without_hook = self._watch()
+        ddp.reducer, ddp.logger, self._is_expected = other.reducer, other.logger, False
         rank_zero_info(f"sparse_auto: DDP sums gradients with{'out' if self._without_hook else ''} our hook.")
+
+    def _watch(self) -> "weakref.finalize[..., Reducer]":
+        """Be told of backward by the parameter that has its gradient last, as a rule; return what ends that."""
+        own = weakref.ref(self)
+
+        def note(_: Tensor) -> None:
+            if (me := own()) is not None:
+                me._note_backward()
+
+        watch = weakref.finalize(self, self._parameters[0].register_post_accumulate_grad_hook(note).remove)
+        watch.atexit = False
+        return watch
 
     def _note_backward(self) -> None:
         """Count a step, of which DDP has all gradients, after all else that is called once backward has ended."""
-        exchange = self._expected() if self._expected else None
-        if exchange is not None:
-            self._expected, step = None, exchange.begin_plain_step()
+        exchange = self._exchange() if self._exchange else None
+        if exchange is not None and (self._is_expected or (self._is_open and self._synchronises)):
+            self._is_expected, step = False, exchange.begin_plain_step()
             at_end = Variable._execution_engine.queue_callback
             at_end(lambda: at_end(lambda: exchange.end_plain_step(step)))
+
+
+@contextmanager
+def _all_trained(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Have all ``parameters`` require a gradient, some of which may be frozen for this forward."""
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)

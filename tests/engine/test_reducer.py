@@ -166,23 +166,93 @@ def test_a_step_saved_before_its_optimizer_is_made_again(ranks: Ranks) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
+def frozen_meanwhile(rank: int, size: int) -> Tensor:
+    """Lose the hook, and get it back, in forwards for which a rank has frozen parameters, beside plain DDP."""
+    ours = Hooked()
+    plain = DistributedDataParallel(copy.deepcopy(ours.ddp.module))
+    for number in range(6):
+        if number == 3:
+            settle(ours)
+        elif number == 5:
+            ours.fusion.phase = "measure"
+        for ddp in (plain, ours.ddp):
+            if rank == 0:
+                ddp.requires_grad_(False)
+                x = inputs(rank, number).requires_grad_()
+                torch.autograd.grad(ddp(x).square().mean(), x)
+                ddp.requires_grad_(True)
+            step(ddp, rank, number)
+        assert ours.handed_over == (number + 1 if number < 3 else 3 if number < 5 else 4)
+    torch.testing.assert_close(weights(ours.ddp), weights(plain))
+    ours.hook.close()
+    return weights(ours.ddp)
+
+
+def test_what_is_frozen_while_the_hook_goes_or_comes_is_averaged_all_the_same(ranks: Ranks) -> None:
+    first, other = ranks.run(frozen_meanwhile, 2, gloo=True)
+    assert torch.equal(first, other)
+
+
+class WithTeacher(nn.Module):
+    """A layer with a teacher that is added later, after one that DDP is to ignore."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ignored, self.student = nn.Linear(1, 1), nn.Linear(*SHAPE)
+        self.teacher: nn.Module | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.teacher(x) if self.teacher else 0.0
+        return self.student(x) - target
+
+
+def with_other_parameters(rank: int, size: int) -> None:
+    """Lose the hook after parameters were added, of which DDP knows nothing, within accumulated gradients."""
+    module = WithTeacher()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["ignored.weight", "ignored.bias"])
+    ours = Hooked(module)
+    ddp, exchange = ours.ddp, ours.hook.exchange
+    for number in range(WITH_HOOK):
+        ddp(inputs(rank, number)).square().mean().backward()
+    module.teacher = copy.deepcopy(module.student)
+    settle(ours)
+    with ddp.no_sync():
+        ddp(inputs(rank, 3)).square().mean().backward()
+    assert (exchange.steps, bool(exchange.due_means)) == (WITH_HOOK, False)
+    assert ours.without_hook(lambda: ddp(inputs(rank, 4)).square().mean().backward())
+    assert (exchange.steps, bool(exchange.due_means)) == (WITH_HOOK + 1, True)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        ddp(torch.zeros(1, 1))
+    module(inputs(rank, 5)).square().mean().backward()
+    assert exchange.steps == WITH_HOOK + 1
+    ours.hook.close()
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in module.parameters())
+
+
+def test_ddp_without_a_hook_averages_what_it_did_with_one(ranks: Ranks) -> None:
+    ranks.run(with_other_parameters, 2, gloo=True)
+
+
 class BackwardWithin(nn.Module):
-    """A layer whose forward makes its own backward, as a Trainer's step with manual optimization does."""
+    """A layer whose forward makes its own backward, as a Trainer's step does unless optimization is automatic."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(*SHAPE)
         self.ddp: list[DistributedDataParallel] = []
+        self.is_automatic = False
 
     def forward(self, x: Tensor) -> Tensor:
         loss = self.layer(x).square().mean()
         ddp = self.ddp[0]
-        ddp.require_forward_param_sync = True
-        ddp.reducer._rebuild_buckets()
-        ddp.reducer.prepare_for_backward([])
-        loss.backward()
-        ddp.require_backward_grad_sync = False
-        return loss.detach()
+        if not self.is_automatic:
+            ddp.require_forward_param_sync = True
+            ddp.reducer._rebuild_buckets()
+            ddp.reducer.prepare_for_backward([])
+            loss.backward()
+            ddp.require_backward_grad_sync = False
+        return loss
 
 
 def with_hook_for_ever(rank: int, size: int) -> None:
@@ -196,13 +266,29 @@ def with_hook_for_ever(rank: int, size: int) -> None:
         within.ddp(inputs(rank, number))
         within.ddp.require_backward_grad_sync = True
     assert within.hook.exchange.steps == WITH_HOOK == within.handed_over
+    within.hook.close()
     static = Hooked(static_graph=True)
     settle(static)
     for number in range(WITH_HOOK):
         step(static.ddp, rank, number)
     assert static.hook.exchange.steps == WITH_HOOK <= static.handed_over
-    within.hook.close()
     static.hook.close()
+    later = BackwardWithin()
+    later.is_automatic = True
+    switched = Hooked(later)
+    later.ddp = [switched.ddp]
+    settle(switched)
+    for number in range(8):
+        switched.ddp.zero_grad()
+        loss = switched.ddp(inputs(rank, number))
+        if later.is_automatic:
+            loss.backward()
+        switched.ddp.require_backward_grad_sync = True
+        assert switched.hook.exchange.steps == number + 1
+        assert len(switched.hook.exchange.due_means) == 2
+        later.is_automatic = number < 4
+    assert switched.handed_over == 3  # the first, and the last two
+    switched.hook.close()
 
 
 def test_the_hook_stays_where_ddp_does_not_prepare_its_backward_itself(ranks: Ranks) -> None:
