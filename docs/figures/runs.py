@@ -17,6 +17,8 @@ from lightning_sparse.bench.compare.records import Round, grouped, read_lines
 from lightning_sparse.bench.compare.report import Summary, summarise
 
 DIGITS = 5  # of a stored number
+LONGER = (  # Runs of few strategies to lower losses, which are shown beside those of more.
+)
 USUAL_CPU = "AMD EPYC"  # of most runs; where another computes, steps take other times
 IN_THE_COMMAND = ("lr", "start")  # Options that a run's command shows, and no label.
 PEER_LABELS = {
@@ -103,9 +105,11 @@ def newest(runs: Iterable[Run]) -> dict[tuple[str, str], Run]:
     """The newest run of each workload on each cluster.
 
     A run on the usual processor goes before others, and one to losses, which shows steps too, before one of steps
-    alone; one that was interrupted comes last.
+    alone; one of few strategies for longer comes after others, and one that was interrupted last.
     """
-    ordered = sorted(runs, key=lambda run: (run.complete, run.is_usual, bool(run.losses), run.name))
+    ordered = sorted(
+        runs, key=lambda run: (run.complete, run.is_usual, bool(run.losses), run.name not in LONGER, run.name)
+    )
     return {(run.workload, cluster): run for run in ordered for cluster in run.clusters}
 
 

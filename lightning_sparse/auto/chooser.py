@@ -233,15 +233,14 @@ class Chooser:
 
     def _is_hidden(self, forecast: Forecast) -> bool:
         """Whether no candidate can be sooner by so much that it is taken: a step that sends nothing takes as long."""
-        doubt = DOUBT if forecast.candidate in PLAIN else NOISE
-        return forecast.seconds <= (1 + doubt) * self._computing_s
+        return forecast.seconds <= (1 + (DOUBT if forecast.candidate in PLAIN else NOISE)) * self._computing_s
 
     def _correct(self, measured: Candidate) -> None:
         """Expect of ``measured`` the step that it took, and of others of its kind accordingly.
 
         Sums of gradients differ by one factor: plain ones, which code nothing, by one of their own, as does every kind
-        of which none was measured.  What local steps took longer, others do by the bytes they send, if that is what
-        they wait for; else half of it, as sums of which none was measured do, and half by the weights they exchange.
+        of which none was measured.  What local steps took longer, others do by the bytes they send, or as much if they
+        send more, if that is what they wait for; else half as such sums do, and half by the weights they exchange.
         """
         kinds = {_kind(each) for each in self._looks}
         step_s, expected = self.measured[measured], next(f for f in self.forecasts if f.candidate == measured)
@@ -256,7 +255,8 @@ class Chooser:
             if not measured.local_steps:
                 return replace(f, step_s=f.step_s * step_s / expected.step_s)
             weights = measured.local_steps / (f.candidate.local_steps or math.inf)  # exchanged in a step, of as many
-            share = f.sent_bytes / expected.sent_bytes if expected.limit == "network" else (1 + weights) / 2
+            most = 1.0 if step_s > expected.step_s else math.inf  # latency may have taken longer, whatever the bytes
+            share = min(f.sent_bytes / expected.sent_bytes, most) if expected.limit == "network" else (1 + weights) / 2
             return replace(f, step_s=max(f.step_s + share * (step_s - expected.step_s), self._computing_s))
 
         self.forecasts = [corrected(f) for f in self.forecasts]

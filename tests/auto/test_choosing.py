@@ -368,6 +368,14 @@ def test_of_local_steps_that_take_longer_than_expected_those_that_send_less_are_
     assert chooser.note(exchange, 0.054) == LOCAL2  # which was about as short
 
 
+def test_of_a_far_link_what_local_steps_take_longer_is_not_all_for_their_bytes(choose: Any) -> None:
+    steps = GivenSteps({DENSE: 120, INT4: 60, LOCAL2: 45.7, LOCAL4: 39.7}, computing_ms=11)
+    chooser, exchange, first = choose(steps)
+    assert first == LOCAL4
+    assert chooser.note(exchange, 0.0455) == LOCAL2  # of which 51.5 ms are expected, and 57.3 would be by its bytes
+    assert chooser.note(exchange, 0.048) == LOCAL2
+
+
 def test_of_local_steps_whose_bytes_hide_those_that_exchange_less_are_tried(
     choose: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
