@@ -149,6 +149,13 @@ NOTES = {
     "2026-11-26-113916-byte_lm": BEST_RATES,
     "2026-11-26-115213-byte_lm": BEST_RATES,
     "2026-11-26-120503-byte_lm": BEST_RATES,
+    "2026-11-27-170614-byte_lm": BEST_RATES,
+    "2026-11-27-171647-gpt_10m": ONE_RATE.format("5e-4"),
+    "2026-11-27-172114-byte_lm": BEST_RATES,
+    "2026-11-27-173306-byte_lm": BEST_RATES,
+    "2026-11-27-174503-gpt_3m": ONE_RATE.format("2e-3"),
+    "2026-11-27-175019-byte_lm": BEST_RATES,
+    "2026-11-27-181529-byte_lm": BEST_RATES,
 }
 
 

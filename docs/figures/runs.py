@@ -18,6 +18,11 @@ from lightning_sparse.bench.compare.report import Summary, summarise
 
 DIGITS = 5  # of a stored number
 LONGER = (  # Runs of few strategies to lower losses, which are shown beside those of more.
+    "2026-11-27-170614-byte_lm",
+    "2026-11-27-172114-byte_lm",
+    "2026-11-27-173306-byte_lm",
+    "2026-11-27-175019-byte_lm",
+    "2026-11-27-181529-byte_lm",
 )
 USUAL_CPU = "AMD EPYC"  # of most runs; where another computes, steps take other times
 IN_THE_COMMAND = ("lr", "start")  # Options that a run's command shows, and no label.
