@@ -156,6 +156,7 @@ NOTES = {
     "2026-11-27-174503-gpt_3m": ONE_RATE.format("2e-3"),
     "2026-11-27-175019-byte_lm": BEST_RATES,
     "2026-11-27-181529-byte_lm": BEST_RATES,
+    "2026-11-27-184250-byte_lm": BEST_RATES,
 }
 
 

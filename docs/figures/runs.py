@@ -23,6 +23,7 @@ LONGER = (  # Runs of few strategies to lower losses, which are shown beside tho
     "2026-11-27-173306-byte_lm",
     "2026-11-27-175019-byte_lm",
     "2026-11-27-181529-byte_lm",
+    "2026-11-27-184250-byte_lm",
 )
 USUAL_CPU = "AMD EPYC"  # of most runs; where another computes, steps take other times
 IN_THE_COMMAND = ("lr", "start")  # Options that a run's command shows, and no label.
