@@ -5,10 +5,10 @@ Fitted on stored trainings of three tasks, which differ: docs/benchmarks/2026-11
 
 import math
 
-OF_UNSENT = 1.0  # The logarithm of how many times as many steps is so many times the part that a step does not deliver.
-LOCAL = 1.02  # How many times as many local steps, if there are few between two averages:
-AS_DENSE = 8  # on all ranks together, so many.
-OF_LOCAL = 0.12  # It grows with this power of their number beyond that.
+OF_UNSENT = 1.0  # Averaged gradients: the logarithm of how many times as many steps, for each part not delivered.
+AS_DENSE = 8  # Local steps: so many on all ranks together, between two averages, need ``LOCAL`` times as many steps,
+LOCAL = 1.02
+OF_LOCAL = 0.12  # and more of them need this power of their number more.
 APART = 2.5  # On a task the logarithm may be so many times larger or smaller.
 OF_STEPS = 0.3  # That of how many times the loss after equal steps is dense training's is so much of it.
 

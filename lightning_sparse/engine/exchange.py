@@ -20,7 +20,7 @@ from lightning_sparse.engine.gradient_record import GradientRecord
 from lightning_sparse.engine.groups import carry_over
 from lightning_sparse.engine.lane import Lane, have_caller_wait, spread, wait_for_caller
 from lightning_sparse.engine.sample import Sample
-from lightning_sparse.engine.step import PendingBucket, Report, Step
+from lightning_sparse.engine.step import PendingBucket, Report
 from lightning_sparse.engine.timeline import Timeline
 from lightning_sparse.network.agreement import everywhere
 from lightning_sparse.network.comm import Comm, Pending
@@ -151,12 +151,8 @@ class Exchange(Around, ABC):
         """Whether a hook would do no more in the next step than DDP does without one, on every rank."""
         return False
 
-    def begin_plain_step(self) -> Step:
-        """Return a step of which DDP has all gradients now, and sums them without a hook."""
-        raise NotImplementedError
-
-    def end_plain_step(self, step: Step) -> None:
-        """Note that the means of ``step`` have arrived."""
+    def begin_plain_step(self) -> Callable[[], None]:
+        """Note that DDP, without a hook, has all gradients of a step; return what to call once it has their means."""
         raise NotImplementedError
 
     def compared(self) -> Mapping[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 import threading
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -111,13 +111,13 @@ class SumsInPlace(ScaledSteps):
     def is_plain(self) -> bool:
         return self._next_in_place[0] == torch.float32 and not self._hands_back
 
-    def begin_plain_step(self) -> Step:
-        """Return a step of which DDP has all gradients now; for :meth:`end_plain_step`, once it has the means."""
+    def begin_plain_step(self) -> Callable[[], None]:
         step = Step(self._groups, [], self._lanes, None)
         step.in_place = torch.float32
-        return step
 
-    def end_plain_step(self, step: Step) -> None:
-        self._lanes[0].comm.count_sum(torch.float32.itemsize * self._elements)
-        with self._lock:
-            self._finish_dense(step)
+        def end() -> None:
+            self._lanes[0].comm.count_sum(torch.float32.itemsize * self._elements)
+            with self._lock:
+                self._finish_dense(step)
+
+        return end

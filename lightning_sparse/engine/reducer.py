@@ -55,21 +55,22 @@ class Reducer(Forwards):
         super().__init__()
         self._ddp, self._parameters, self._hook = weakref.ref(ddp), list(parameters), hook
         self._follows = self._is_within = False  # whether backward has followed a forward, and been within one
-        self._without_hook: weakref.finalize[..., Reducer] | None = None  # ends what tells of backward meanwhile
-        self._exchange: weakref.ref[Exchange] | None = None  # meanwhile, whose steps DDP makes
-        self._is_expected = False  # likewise: DDP makes one in the next backward
+        self._without_hook: weakref.finalize[..., Reducer] | None = None  # stops noting backwards, while there is none
+        self._exchange: weakref.ref[Exchange] | None = None  # that counts the steps which DDP makes without one
+        self._is_expected = False  # DDP makes one in the next backward
         ddp.register_comm_hook(None, hook)
 
     def begin(self, exchange: Exchange, is_settled: bool) -> None:
         """Note that a forward begins, on every rank, and take the hook away for it, or put it back."""
         self._follows |= exchange.steps > self._steps
         super().begin(exchange, is_settled)
-        ddp = self._ddp()
-        # For a backward within a forward others call the reducer, and for a static graph DDP's first forward does.
-        may_be_without = ddp is not None and self._follows and not self._is_within and not ddp.static_graph
-        if ddp is not None and (may_be_without and is_settled and exchange.is_plain) != bool(self._without_hook):
-            self._change(ddp)
         self._exchange = weakref.ref(exchange)
+        ddp = self._ddp()
+        if ddp is not None:
+            # For a backward within a forward others call the reducer, and for a static graph DDP's first forward does.
+            may_be_without = self._follows and not self._is_within and not ddp.static_graph
+            if (may_be_without and is_settled and exchange.is_plain) != bool(self._without_hook):
+                self._change(ddp)
 
     def end(self, exchange: Exchange, has_outputs: bool) -> None:
         """Note that a forward has ended, after which DDP's reducer expects a backward."""
@@ -112,7 +113,7 @@ class Reducer(Forwards):
         rank_zero_info(f"sparse_auto: DDP sums gradients with{'out' if self._without_hook else ''} our hook.")
 
     def _watch(self) -> "weakref.finalize[..., Reducer]":
-        """Be told of backward by the parameter that has its gradient last, as a rule; return what ends that."""
+        """Note each backward where the last gradient is usually ready; return a function that stops this."""
         own = weakref.ref(self)
 
         def note(_: Tensor) -> None:
@@ -127,9 +128,9 @@ class Reducer(Forwards):
         """Count a step, of which DDP has all gradients, after all else that is called once backward has ended."""
         exchange = self._exchange() if self._exchange else None
         if exchange is not None and (self._is_expected or (self._is_open and self._synchronises)):
-            self._is_expected, step = False, exchange.begin_plain_step()
+            self._is_expected, end = False, exchange.begin_plain_step()
             at_end = Variable._execution_engine.queue_callback
-            at_end(lambda: at_end(lambda: exchange.end_plain_step(step)))
+            at_end(lambda: at_end(end))
 
 
 @contextmanager
