@@ -233,7 +233,9 @@ class SparseHook:
 
     def note(self, optimizer: Optimizer) -> None:
         """Have :meth:`state_dict` and :meth:`load_state_dict` know it before it has stepped."""
-        self._course.switch.optimizers.note(optimizer)
+        optimizers = self._course.switch.optimizers
+        optimizers.note(optimizer)
+        optimizers.are_given = True
 
     def state_dict(self, residuals: str = "per_rank", optimizers: Sequence[Optimizer] = ()) -> dict[str, Any]:
         """Return what the ranks have not sent, as tensors, strings and integers; complete on rank 0.

@@ -160,6 +160,7 @@ class HSDPMixin(OnMesh, MeetsAtSignals, WatchesLoss, _Base):
         """Backward, with the exchange's own error."""
         if self.sharded is None or self.exchange is None:
             return super().backward(closure_loss, *args, **kwargs)
+        self.exchange.begin_backward()
         self.exchange.timeline.begin_backward()
         try:
             with self.sharded.backward(always=True):

@@ -15,7 +15,6 @@ from lightning_sparse.checkpoint.sharded import gather, restore
 from lightning_sparse.checkpoint.state import RESIDUALS
 from lightning_sparse.checks import check_one_of
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.engine.groups import make_groups, pieces_of
 from lightning_sparse.engine.reducer import Forwards
 from lightning_sparse.engine.shard_groups import SHARD
 from lightning_sparse.engine.sharded_model import ShardedModel
@@ -40,10 +39,7 @@ class ShardedHook(SparseHook):
         groups = ProcessGroups(ddp, timeout, columns=model.columns)
         self._put_on(ddp, options, None, groups, may_be_local=False, evaluates=lambda module: not module.training)
         if options.policy is None:
-            compressor = self._course.switch.way.compressor
-            piece = {each.name: each for each in pieces_of(model.shards, compressor)}
-            parts = [[piece[n] for n in g.names if piece[n].dense == d] for g in model.groups for d in (False, True)]
-            self.exchange.lay_out(make_groups(model.shards, compressor, [part for part in parts if part]))
+            self._course.switch.group_as([group.names for group in model.groups])
 
     @staticmethod
     def _parameters_of(ddp: DistributedDataParallel) -> Mapping[str, Tensor]:

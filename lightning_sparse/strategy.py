@@ -134,6 +134,7 @@ class SparseMixin(ElasticHost):
         """Backward, with the exchange's own error instead of DDP's word that a future failed."""
         if self.exchange is None:
             return super().backward(closure_loss, *args, **kwargs)
+        self.exchange.begin_backward()
         self.exchange.timeline.begin_backward()
         try:
             loss: Tensor = super().backward(closure_loss, *args, **kwargs)

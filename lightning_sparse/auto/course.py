@@ -48,6 +48,7 @@ class Course:
         switch = self.switch
         if not switch.exchange.is_half_made:
             switch.exchange.settle()
+            switch.group_by_optimizer()
             if switch.exchange.steps != self._seen:  # else gradients are being accumulated
                 self._seen = switch.exchange.steps
                 self._pass()
@@ -117,10 +118,14 @@ class Course:
     def state(self) -> dict[str, Any]:
         """What was planned or chosen, for :meth:`resume`."""
         switch = self.switch
+        state: dict[str, Any] = {"optimizers": dict(switch.numbers)} if switch.numbers else {}
+        if switch.exchange.copies_unsent:
+            state["copies unsent"] = True
         if switch.layer_fusion is not None:
-            state = switch.layer_fusion.state()
-            return state | {"chosen": str(switch.chosen or "")} if state else {}
-        state = {"chosen": str(switch.chosen)} if switch.chosen else {}
+            plan = switch.layer_fusion.state()
+            return state | plan | {"chosen": str(switch.chosen or "")} if plan else state
+        if switch.chosen:
+            state["chosen"] = str(switch.chosen)
         if switch.chosen or switch.knows_link:
             state["latencies"] = list(switch.exchange.latencies)
         return state
@@ -133,7 +138,9 @@ class Course:
             switch.to_local_steps(chosen)
         elif switch.chosen is not None and switch.chosen.local_steps:
             switch.to_gradients()
+        switch.group_by_optimizer(state.get("optimizers"))
         planned, exchange, fusion = chosen is not None, switch.exchange, switch.layer_fusion
+        exchange.copies_unsent = bool(state.get("copies unsent"))
         if fusion is None:
             switch.knows_link = "latencies" in state
             exchange.set_latencies(*state.get("latencies", exchange.latencies))
@@ -163,8 +170,7 @@ def course_of(
     ``policy`` is what chooses, if anything does, among local steps too if it ``may_choose_local``: only where somebody
     shows their average.
     """
-    watch_optimizers = way.local is not None or (policy is not None and may_choose_local)
-    switch = Switch(ddp, parameters, way, groups, scaler, ranks, watch_optimizers)
+    switch = Switch(ddp, parameters, way, groups, scaler, ranks)
     alone = switch.exchange.size == 1  # with nobody to send to
     chooser = None if policy is None or alone else Chooser(policy, may_choose_local)
     if chooser:

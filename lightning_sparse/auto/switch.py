@@ -2,12 +2,13 @@
 
 import sys
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.autograd import Variable
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported at run time only
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -17,7 +18,7 @@ from lightning_sparse.checkpoint.optimizers import in_order, set_tensors, tensor
 from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.engine.build import Way, check_not_capturing, make_exchange
 from lightning_sparse.engine.exchange import Exchange
-from lightning_sparse.engine.groups import BUCKET_BYTES
+from lightning_sparse.engine.groups import BUCKET_BYTES, NOT_TRAINED, apart, make_groups, pieces_of, some
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.engine.optimizers import Optimizers
 from lightning_sparse.engine.step import PendingBucket
@@ -25,6 +26,8 @@ from lightning_sparse.fusion.layer_fusion import LayerFusion
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.settings import same
+
+SURE = 10  # Steps after which an optimizer that has not stepped is not expected any more, where none was given.
 
 
 class Switch:
@@ -37,7 +40,6 @@ class Switch:
         groups: to send over.
         scaler: what scales the loss, if anything does.
         ranks: for messages of the main thread, between two steps.
-        watch_optimizers: there are local steps, or may be.
 
     Attributes:
         exchange: the engine in use.
@@ -46,7 +48,7 @@ class Switch:
         chosen: the candidate in use, where one was chosen.
         may_add_unsent: every step takes all gradients, so that what is unsent may be added to a rank's own next ones.
         knows_link: sums of local steps that were given go by the link's latencies.
-        optimizers: of these parameters, where they are watched.
+        optimizers: of these parameters.
     """
 
     def __init__(
@@ -57,7 +59,6 @@ class Switch:
         groups: ProcessGroups,
         scaler: torch.amp.GradScaler | None,
         ranks: Comm,
-        watch_optimizers: bool,
     ) -> None:
         self._ddp = weakref.ref(ddp)
         self._groups, self._scaler, self._ranks = groups, scaler, ranks
@@ -66,10 +67,13 @@ class Switch:
         self.chosen: Candidate | None = None
         self.knows_link = False
         self.may_add_unsent = scaler is None and not ddp.find_unused_parameters
-        own = weakref.ref(self)
-        self.optimizers = Optimizers(
-            parameters.values() if watch_optimizers else (), lambda: me.exchange if (me := own()) else None
-        )
+        held, own = getattr(ddp, "held", {}), weakref.ref(self)
+        #: What optimizers have, by name.
+        self._held = {name: held.get(p, p) for name, p in parameters.items()}
+        self.optimizers = Optimizers(self._held.values(), lambda: me.exchange if (me := own()) else None)
+        self._numbers: Mapping[str, int] = {}  # of the optimizer of each parameter, by name
+        self._known: list[list[int]] = []  # parameters in each group of each optimizer, when these were found
+        self._said_untrained = False
         size = ranks.size // groups.local_size if way.elastic is None else sys.maxsize  # hosts that may come
         compressor = _dense_if_alone(way.compressor, size)
         self._first = replace(way, compressor=compressor)
@@ -84,10 +88,62 @@ class Switch:
         self.layer_fusion: LayerFusion | None = None
         if way.fusion == "layer" and way.local is None:
             self.layer_fusion = LayerFusion(self.exchange, way.compressor, self.parameters)
+        self._names = [group.names for group in self.exchange.groups]
+        self._group()
+
+    def group_as(self, names: Sequence[Sequence[str]]) -> None:
+        """Average in groups of these ``names``, apart where :func:`apart` says so."""
+        self._names = [tuple(each) for each in names]
+        self._group()
+
+    def group_by_optimizer(self, saved: Mapping[str, int] | None = None) -> None:
+        """Have no group of gradients with parameters of several optimizers, and average exactly what none trains.
+
+        ``saved`` are the numbers of optimizers in a checkpoint, to go by while none is known.
+        """
+        known = [[id(each), *(len(group["params"]) for group in each.param_groups)] for each in self.optimizers.seen]
+        if known:
+            self.exchange.expect_steps()
+        if known != self._known or (saved and not known):
+            self._known = known
+            numbers = self.optimizers.numbers(self._held) or saved or {}
+            if numbers != self._numbers:
+                self._numbers = numbers
+                self._group()
+        self._say_what_is_untrained()
+
+    @property
+    def numbers(self) -> Mapping[str, int]:
+        """Of the optimizer of each parameter, by name; empty where all have the same."""
+        return self._numbers if len(set(self._numbers.values())) > 1 else {}
+
+    def _group(self) -> None:
+        if self.way.local is not None:
+            return
+        if self.layer_fusion is not None:
+            self.layer_fusion.group_by(self._numbers)
+            return
+        pieces = pieces_of(self.parameters, self.way.compressor, self._numbers)
+        self.exchange.regroup(make_groups(self.parameters, self.way.compressor, apart(self._names, pieces)))
+
+    def _say_what_is_untrained(self) -> None:
+        untrained = [name for name, number in self._numbers.items() if number == NOT_TRAINED]
+        is_sure = self.optimizers.are_given or self.exchange.steps >= SURE
+        if untrained and is_sure and not self._said_untrained and self.way.local is None and self.exchange.size > 1:
+            self._said_untrained = True
+            elements = sum(self.parameters[name].numel() for name in untrained)
+            rank_zero_warn(
+                f"{some(untrained)} require a gradient and belong to no optimizer. Their gradients are averaged in "
+                f"float32 in every step, as under ddp ({4 * elements / 2**20:,.1f} MiB). Where nobody reads them, call "
+                "requires_grad_(False) before the fit, which saves that."
+            )
 
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
         """DDP's communication hook."""
         check_not_capturing()
+        if bucket.is_last():
+            at_end, handed_back = Variable._execution_engine.queue_callback, self.exchange.handed_back
+            at_end(lambda: at_end(handed_back))  # once DDP has set .grad
         return self.exchange.hook(state, bucket)
 
     def hand_over(self, bucket: PendingBucket) -> Future[Tensor]:

@@ -31,6 +31,7 @@ class Around:
 
     takes_local_steps = False  # ranks have weights of their own
     was_shown = False  # the average was asked for since the last pass, by an evaluation say, which takes its time
+    copies_unsent = False  # what is unsent is copied before each backward, since a user has thrown gradients away
 
     @property
     def is_starting(self) -> bool:
@@ -60,6 +61,18 @@ class Around:
 
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         """Note that ``optimizer`` has stepped."""
+
+    def expect_steps(self) -> None:
+        """Note that there are optimizers of these parameters, whose steps are noticed."""
+
+    def begin_backward(self) -> None:
+        """Note that a backward begins, of which there may be several after a forward, or within one."""
+
+    def look(self, parameter: Tensor, before: Tensor | None) -> None:
+        """Note what ``.grad`` of a parameter held ``before`` what backward adds to it now."""
+
+    def handed_back(self) -> None:
+        """Note that a backward has ended, whose means are in ``.grad``."""
 
     def end_step(self) -> None:
         """Note that an optimizer has stepped, or skipped a step; to be called on every rank."""

@@ -71,6 +71,7 @@ def make_exchange(
             may_be_unused=ddp.find_unused_parameters,
             scaler=scaler,
             may_sum_in_place=way.may_sum_in_place,
+            held=getattr(ddp, "held", None),
         )
     laid_out, fragments = lay_out_fragments(parameters, way.compressor, way.fusion, way.local.parts, way.bucket_bytes)
     settings = way.local.led(way.compressor, way.wire_dtype)

@@ -24,6 +24,7 @@ from lightning_sparse.engine.step import PendingBucket, Report
 from lightning_sparse.engine.timeline import Timeline
 from lightning_sparse.network.agreement import everywhere
 from lightning_sparse.network.comm import Comm, Pending
+from lightning_sparse.settings import as_text
 from lightning_sparse.wire import ValueFormat
 
 T = TypeVar("T")
@@ -71,6 +72,13 @@ class Exchange(Around, ABC):
         if self.sample is not None:
             self.sample.lay_out(self.groups)
 
+    def regroup(self, groups: Sequence[tuple[Group, Compressor]], memories: bool = True) -> None:
+        """As :meth:`lay_out`, if anything changes by it; what is unsent goes along, ``memories`` as in :func:`carry_over`."""
+        old = zip(self.groups, self.compressors, strict=True)
+        if [(group.names, as_text(c)) for group, c in old] != [(group.names, as_text(c)) for group, c in groups]:
+            carry_over(self.groups, groups, memories)
+            self.lay_out(groups)
+
     def _queues_of(self, groups: Sequence[int]) -> list[list[int]]:
         """Return which of ``groups``, by index, each lane sends, in this order."""
         lane_of = spread([self.groups[i].n for i in groups], len(self._lanes))
@@ -116,6 +124,7 @@ class Exchange(Around, ABC):
         """Stand in the place of another engine, of which nothing is unsent."""
         self.count_from(before.steps)
         self.set_latencies(*before.latencies)
+        self.copies_unsent |= before.copies_unsent
         if before.sample is not None:
             self.watch_unsent()
 

@@ -32,6 +32,10 @@ class GradientRecord:
         """Note what is unsent of ``group`` before this step's messages, its gradient included."""
         self._unsent[group.index] = group.unsent[self._places[group.index]]
 
+    def restored(self, group: Group) -> None:
+        """Note that what is unsent of ``group`` was set to what it had been."""
+        self._left[group.index] = group.unsent[self._places[group.index]]
+
     def end_step(self) -> None:
         """Note what is left of it."""
         left = self._read()

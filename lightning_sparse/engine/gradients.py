@@ -2,12 +2,13 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future as LaneFuture
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported at run time only
 from torch.futures import Future
@@ -16,8 +17,11 @@ from torch.optim import Optimizer
 from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group, HostCopy
+from lightning_sparse.engine.discards import Discards
+from lightning_sparse.engine.groups import some
 from lightning_sparse.engine.in_place import SumsInPlace
 from lightning_sparse.engine.lane import Lane, have_caller_wait, wait_for_caller
+from lightning_sparse.engine.loss_scale import LossScale
 from lightning_sparse.engine.means import Means
 from lightning_sparse.engine.step import PendingBucket, Step
 from lightning_sparse.engine.unused_parameters import UsedParameters
@@ -41,6 +45,7 @@ class GradientExchange(SumsInPlace):
         may_be_unused: some parameters may get no gradient in a step (DDP's ``find_unused_parameters``).
         scaler: what scales the loss, if anything does.
         may_sum_in_place: see :class:`Exchange`.
+        held: the parameter that an optimizer has in the place of one of the groups', if it is another.
     """
 
     def __init__(
@@ -53,8 +58,10 @@ class GradientExchange(SumsInPlace):
         may_be_unused: bool = False,
         scaler: torch.amp.GradScaler | None = None,
         may_sum_in_place: bool = False,
+        held: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
         self.may_sum_in_place = may_sum_in_place
+        self.discards = Discards(held or {})
         self._node = node
         self._scaler = scaler
         self._means = Means(scaler)
@@ -66,15 +73,75 @@ class GradientExchange(SumsInPlace):
     def lay_out(self, groups: Sequence[tuple[Group, Compressor]]) -> None:
         super().lay_out(groups)
         self._group_of = {p: group for group in self.groups for p in group.parameters}
-        self._queues = self._queues_of(range(len(self.groups)))
+        self._queues = self._queues_of(range(len(self._groups)))
+        self.discards.lay_out(self._groups, self.compressors)
 
     def between_steps(self) -> None:
-        self._means.are_due = False  # a step ends with its backward
+        self.end_step()
+        self.discards.begin()
 
-    end_step = between_steps
+    def expect_steps(self) -> None:
+        self.discards.knows_steps = True
+
+    def begin_backward(self) -> None:
+        self.settle()
+        self.discards.begin()
+
+    def end_step(self) -> None:
+        self._means.are_due = False  # a step ends with its backward
 
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         self._means.are_due = False
+        self.discards.stepped({p for group in optimizer.param_groups for p in group["params"]})
+
+    # - what is thrown away
+
+    def settle(self) -> None:
+        if self._unsettled is None:  # else it is not known yet whether the step was undone, and nobody waits for that
+            self._undo_discards()
+
+    def _end_scaled_step(self) -> None:
+        super()._end_scaled_step()
+        self._undo_discards()
+
+    def _note_end(self, loss_scale: LossScale | None, undone: bool) -> None:
+        super()._note_end(loss_scale, undone)
+        if undone:
+            self.discards.forget()
+
+    def _undo_discards(self) -> None:
+        self._note_restored(self.discards.settle())
+        if lost := self.discards.take_lost():
+            rank_zero_warn(
+                f"The gradients of {some(lost)} were thrown away: zeroed after a backward, with no step between. What "
+                "had not been sent of them before is lost, this once: from now on what is unsent is copied before each "
+                f"backward ({4 * sum(group.n for group in self._groups) / 2**20:,.1f} MiB). To send less, keep such a "
+                "backward from reaching them: toggle_optimizer(), or requires_grad_(False) around it."
+            )
+
+    @property
+    def copies_unsent(self) -> bool:  # type: ignore[override]  # where others have a constant
+        return self.discards.seen
+
+    @copies_unsent.setter
+    def copies_unsent(self, copies: bool) -> None:
+        self.discards.seen = copies
+
+    def _note_restored(self, groups: Iterable[Group]) -> None:
+        for group in groups:
+            self.nothing_unsent = False
+            for notes in (self._sample, self._record):
+                if notes is not None:
+                    notes.restored(group)
+
+    def look(self, parameter: Tensor, before: Tensor | None) -> None:
+        self.discards.look(parameter, before)
+
+    def handed_back(self) -> None:
+        if self._step is not None and not self._step.in_place:
+            self.discards.handed_back()
+
+    # - a step
 
     @property
     def due_means(self) -> Mapping[str, Tensor]:
@@ -108,8 +175,8 @@ class GradientExchange(SumsInPlace):
     def hand_over(self, bucket: PendingBucket) -> Future[Tensor]:
         step = self._step
         if step is None or step.has_arrived:
-            self._end_scaled_step()
-            step = self._step = Step(self.groups, self._queues, self._lanes, self._scaler)
+            super()._end_scaled_step()
+            step = self._step = Step(self._groups, self._queues, self._lanes, self._scaler)
             step.in_place, step.sends_all = self._next_in_place
             if step.in_place:
                 self._lanes[0].check_open()
@@ -152,6 +219,7 @@ class GradientExchange(SumsInPlace):
         step.take_in(bucket, self._group_of)
 
     def close(self) -> bool:
+        self.discards.close()
         if self._used is not None:
             self._used.close()
         if self.error is None:
@@ -182,6 +250,9 @@ class GradientExchange(SumsInPlace):
     def _average(self, step: Step, lane: Lane, index: int) -> None:
         taken_up, start_ns, waited_ns = self.timeline.now(), time.perf_counter_ns(), lane.network_ns
         group, compressor = self._groups[index], Dense() if step.sends_all else self.compressors[index]
+        if self.discards.settle_group(group, self.compressors[index]):
+            self._note_restored([group])
+        self.discards.keep(group, self.compressors[index])
         if step.loss_scale:
             step.loss_scale.keep(group)
         arrived = [step.gradients.pop(parameter) for parameter in group.parameters]

@@ -1,7 +1,7 @@
 """Which parameters travel together, and what groups take over from those before them."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_sparse.checks import is_names, matches
 from lightning_sparse.compressors import Compressor
+from lightning_sparse.compressors.dense import Exact
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.replica import ASIDE, EXACT, UNSENT_GRADIENT
 
@@ -17,6 +18,7 @@ FUSIONS = ("layer", "bucket", "none")
 HAND_OVERS = 10  # calls of our hook in a backward; of smaller parts each takes longer than it gains
 LEAST_HAND_OVER_BYTES = 2**20
 MESSAGES = 5  # of sums where DDP has the gradient, after the first, at most: each takes a processor 1 or 2 ms
+NOT_TRAINED = -1  # by any optimizer
 BUCKET_BYTES = 25 * 2**20  # of float32 gradient in a group, as in DDP's default buckets
 
 
@@ -27,6 +29,7 @@ class Piece:
     name: str
     elements: int
     dense: bool = False  # summed densely, in groups with its like
+    optimizer: int = 0  # the number of the one that trains it, or NOT_TRAINED
 
     @property
     def layer(self) -> str:
@@ -111,21 +114,43 @@ def _by_pattern(pieces: Sequence[Piece], patterns: Sequence[str]) -> list[list[P
     return list(groups.values())
 
 
-def pieces_of(parameters: Mapping[str, Tensor], compressor: Compressor) -> list[Piece]:
-    """Return the pieces of ``parameters``, given in the order of definition, in that of backward."""
-    backward = reversed(list(parameters.items()))
-    return [Piece(name, p.numel(), compressor.is_dense(name, p.numel())) for name, p in backward]
+def pieces_of(
+    parameters: Mapping[str, Tensor], compressor: Compressor, optimizers: Mapping[str, int] | None = None
+) -> list[Piece]:
+    """Return the pieces of ``parameters``, given in the order of definition, in that of backward.
+
+    ``optimizers`` are the numbers of those that train them; None: one trains all.
+    """
+    backward, number_of = reversed(list(parameters.items())), optimizers or {}
+    return [Piece(name, p.numel(), compressor.is_dense(name, p.numel()), number_of.get(name, 0)) for name, p in backward]
+
+
+def apart(groups: Iterable[Sequence[str]], pieces: Sequence[Piece]) -> list[list[Piece]]:
+    """Return the pieces of each of ``groups`` of names, those that are dense apart, and those of each optimizer.
+
+    So what one optimizer does not step with shares no group with what another does.
+    """
+    of = {piece.name: piece for piece in pieces}
+    kinds = sorted({(piece.dense, piece.optimizer) for piece in pieces})
+    found = ([of[n] for n in names if (of[n].dense, of[n].optimizer) == kind] for names in groups for kind in kinds)
+    return [group for group in found if group]
 
 
 def make_groups(
     parameters: Mapping[str, Tensor], compressor: Compressor, groups: Sequence[Sequence[Piece]]
 ) -> list[tuple[Group, Compressor]]:
-    """Make a :class:`Group` of each of ``groups``; returns it with what averages it."""
+    """Make a :class:`Group` of each of ``groups``; returns it with what averages it.
+
+    What no optimizer trains is summed exactly: nobody takes its mean out of ``.grad``, to which backward adds.
+    """
+
+    def averages(piece: Piece) -> Compressor:
+        if piece.optimizer == NOT_TRAINED:
+            return Exact()
+        return compressor.dense_variant() if piece.dense else compressor
+
     return [
-        (
-            Group(index, tuple(p.name for p in group), tuple(parameters[p.name] for p in group)),
-            compressor.dense_variant() if group[0].dense else compressor,
-        )
+        (Group(index, tuple(p.name for p in group), tuple(parameters[p.name] for p in group)), averages(group[0]))
         for index, group in enumerate(groups)
     ]
 
@@ -266,8 +291,9 @@ def not_carried(old: Sequence[Group], new: Sequence[Group]) -> list[str]:
         (reshaped, "parameters of another shape start from zero"),
         (now.keys() - before.keys(), "new parameters start from zero"),
     )
-    return [f"{what} ({_some(sorted(names))})" for names, what in kinds if names]
+    return [f"{what} ({some(sorted(names))})" for names, what in kinds if names]
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """The first of ``names`` in words, and how many more there are."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_sparse.checks import is_number
 from lightning_sparse.engine.around import Around
+from lightning_sparse.engine.groups import NOT_TRAINED
 
 #: Optimizers of which a rank cannot take a step of its own, by the name of a class, and why.
 NOT_ALONE = {
@@ -30,6 +31,7 @@ class Optimizers:
     def __init__(self, parameters: Collection[Tensor], around: Callable[[], Around | None]) -> None:
         self._parameters, self._around = set(parameters), around
         self._seen: list[weakref.ref[Optimizer]] = []
+        self.are_given = False  # somebody has noted them all before the first step
         #: Hooks around the updates that are under way.
         self._updating: weakref.WeakKeyDictionary[Optimizer, list[RemovableHandle]] = weakref.WeakKeyDictionary()
         own = weakref.ref(self)
@@ -49,8 +51,19 @@ class Optimizers:
         return [optimizer for each in self._seen if (optimizer := each()) is not None]
 
     def note(self, optimizer: Optimizer) -> None:
+        """Know ``optimizer`` from now on, as if it had begun a step."""
         if not any(optimizer is known for known in self.seen):
             self._seen.append(weakref.ref(optimizer))
+
+    def numbers(self, parameters: Mapping[str, Tensor]) -> dict[str, int]:
+        """The number of the first known optimizer of each parameter by name, NOT_TRAINED where there is none.
+
+        They are numbered in the order of their parameters, so that these alone decide.  Empty if none is known.
+        """
+        known = [{p for group in each.param_groups for p in group["params"]} for each in self.seen]
+        first = {name: next((i for i, has in enumerate(known) if p in has), NOT_TRAINED) for name, p in parameters.items()}
+        order = list(dict.fromkeys(i for i in first.values() if i != NOT_TRAINED))
+        return {name: NOT_TRAINED if i == NOT_TRAINED else order.index(i) for name, i in first.items()} if known else {}
 
     def close(self) -> None:
         """Notice nothing any more."""
@@ -72,6 +85,8 @@ class Optimizers:
             return None
         self.note(optimizer)
         around.before_optimizer_step(optimizer)
+        if not around.takes_local_steps:
+            return None
         if optimizer in self._updating:  # it has raised, or is a subclass that calls its class's step
             self._forget_update(optimizer)
             around.after_update(optimizer)

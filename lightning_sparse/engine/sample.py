@@ -79,6 +79,12 @@ class Sample:
         """Note what is unsent of ``group`` before this step's messages, its gradient included."""
         torch.index_select(group.unsent, 0, self._places[group.index], out=self._before_of[group.index])
 
+    def restored(self, group: Group) -> None:
+        """Note that what is unsent of ``group`` was set to what it had been."""
+        self._state[0].split([places.numel() for places in self._places])[group.index].copy_(
+            group.unsent[self._places[group.index]]
+        )
+
     def end_step(self) -> None:
         """Note what is left of it."""
         self._steps += 1

@@ -79,6 +79,8 @@ class ShardedModel:
         #: What is trained, by name, in the order of definition.
         self.sharded = {name: p for name, p in named_parameters(module) if isinstance(p, DTensor) and p.requires_grad}
         self.shards = {name: every[name] for name in self.sharded}  # this rank's of each
+        #: The parameter of each shard, which optimizers have.
+        self.held: dict[Tensor, Tensor] = {shard: self.sharded[name] for name, shard in self.shards.items()}
         self._handed_over: list[tuple[ShardGroup, ShardBucket, list[Tensor | None]]] = []  # in this backward
         self._is_in_backward = False  # within `backward`, which sees where it ends
         self._is_closed = False
@@ -172,6 +174,7 @@ class ShardedModel:
         places = group.places(buffer)
         earlier: list[Tensor | None] = [None] * len(places)  # means of a backward before, which are not sent again
         for i, (place, x) in enumerate(zip(places, before, strict=True)):
+            self._exchange().look(group.shards[i], x)
             if x is not None and group.is_deferred:
                 place.add_(x)
             elif x is not None:
@@ -204,6 +207,7 @@ class ShardedModel:
                 if id(group.shards[i]) not in used:  # on no replica
                     continue
                 group.set_gradient(i, place if mean is None else place.add_(mean))
+        exchange.handed_back()
 
 
 def _broadcast(x: Tensor, source: int, group: Any) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.engine.exchange import Exchange
-from lightning_sparse.engine.groups import carry_over, make_groups, pieces_of
+from lightning_sparse.engine.groups import apart, make_groups, pieces_of
 from lightning_sparse.engine.link import NoClock, measure_link, median_over_ranks
 from lightning_sparse.engine.timeline import GroupTime
 from lightning_sparse.fusion.costs import GroupCosts
@@ -49,6 +49,8 @@ class LayerFusion:
         self.compressor = compressor
         self._exchange, self._parameters = exchange, parameters
         self._names = tuple(reversed(list(parameters)))  # in backward order
+        self._groups: list[Sequence[str]] = [group.names for group in exchange.groups]  # that are followed
+        self._optimizers: Mapping[str, int] = {}
 
     @property
     def is_worthwhile(self) -> bool:
@@ -63,7 +65,7 @@ class LayerFusion:
     @property
     def layout(self) -> Layout:
         """What is followed."""
-        return Layout([group.names for group in self._exchange.groups], self.compressor, self.plan)
+        return Layout(self._groups, self.compressor, self.plan)
 
     def measured(self) -> list[GroupTime]:
         """Times of the plan's groups in this rank's last step; none before it was followed.  Waits for the device."""
@@ -82,7 +84,7 @@ class LayerFusion:
         if self.phase == "measure":
             return {}
         return {
-            "groups": [list(group.names) for group in self._exchange.groups],
+            "groups": [list(names) for names in self._groups],
             "compressor": as_text(self.at_work),
             "size": self._exchange.size,
             "latencies": list(self._exchange.latencies),
@@ -106,17 +108,19 @@ class LayerFusion:
     # - groups
 
     def follow(self, layout: Layout) -> None:
-        """Average as ``layout`` says from now on, pieces that are always dense apart; nothing unsent is lost."""
+        """Average as ``layout`` says from now on, see :func:`apart`; nothing unsent is lost."""
         exchange, before, self.compressor = self._exchange, self.compressor, layout.compressor
-        pieces = {piece.name: piece for piece in pieces_of(self._parameters, self.compressor)}
-        mixed = [[pieces[name] for name in names] for names in layout.groups]
-        groups = [[piece for piece in group if piece.dense == dense] for group in mixed for dense in (False, True)]
-        new = make_groups(self._parameters, self.compressor, [group for group in groups if group])
-        old = zip(exchange.groups, exchange.compressors, strict=True)
-        if [(group.names, as_text(c)) for group, c in old] != [(group.names, as_text(c)) for group, c in new]:
-            carry_over(exchange.groups, new, memories=same(before, self.compressor))
-            exchange.lay_out(new)
+        self._groups = [tuple(names) for names in layout.groups]
+        pieces = pieces_of(self._parameters, self.compressor, self._optimizers)
+        new = make_groups(self._parameters, self.compressor, apart(self._groups, pieces))
+        exchange.regroup(new, memories=same(before, self.compressor))
         self.plan, self.phase = layout.plan, "try"
+
+    def group_by(self, optimizers: Mapping[str, int]) -> None:
+        """Have no group with parameters of several ``optimizers`` from now on."""
+        self._optimizers, phase = optimizers, self.phase
+        self.follow(self.layout)
+        self.phase = phase
 
     def send_all(self) -> None:
         """Sum in float32 from now on, so that nothing is unsent after a step; a checkpoint keeps nothing of it."""

@@ -1,0 +1,202 @@
+"""Gradients that a user throws away: what is unsent is then as it was before the backward that made them."""
+
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from lightning_sparse.compressors import Compressor
+from lightning_sparse.compressors.dense import Exact
+from lightning_sparse.compressors.group import Group
+
+UNSENT = ""  # beside the keys of a group's memory
+
+
+class Discards:
+    """Notes what became of each mean that was handed back, and undoes what nobody has stepped with.
+
+    A mean that was handed back is in ``.grad``.  It was stepped with if the version of its parameter has moved since
+    the forward before it, or if an optimizer has stepped that writes where versions do not move.  It was thrown away
+    if neither is so and ``.grad`` is None or was set to zero before another gradient is added to it; what is unsent of
+    this parameter is then as it was before.  Otherwise nobody knows yet.  All this is the same on every rank, as steps
+    are, so that no message is needed.
+
+    What is unsent is copied before each backward once a gradient was thrown away, and not before: what was unsent
+    before the first such backward is lost.  A group of which nothing was stepped with has not taken part in that step:
+    its number and what its compressor remembers are as before, so that whose turn it is does not depend on discards.
+
+    Args:
+        held: the parameter that an optimizer has in the place of one of the groups', a shard say.
+
+    Attributes:
+        seen: a gradient was thrown away.
+        knows_steps: an optimizer of these parameters is known, or a version has moved after a backward; before that,
+            weights may be moved by hand where versions do not show it, and nothing counts as thrown away.
+    """
+
+    def __init__(self, held: Mapping[Tensor, Tensor]) -> None:
+        self.seen = self.knows_steps = False
+        self._lost: list[str] = []
+        self._held = held
+        self._groups: list[tuple[Group, Compressor]] = []
+        self._versions: dict[Tensor, int] = {}  # of each parameter before the backward whose mean it has
+        self._due: dict[Tensor, int] = {}  # parameters whose mean nobody has stepped with so far: the version of .grad
+        self._stepped: set[Tensor] = set()  # of these, by an optimizer, whatever their versions
+        self._thrown: dict[Tensor, bool] = {}  # of these, whether .grad was empty when the next backward reached them
+        self._copies: dict[Tensor, dict[str, Tensor]] = {}  # what is unsent, and remembered of each element
+        self._before: dict[int, tuple[int, dict[str, Tensor]]] = {}  # by group: its step, and all else it remembers
+        self._ended: set[int] = set()  # groups that were averaged in a backward that has ended, of these
+        self._handles: dict[Tensor, RemovableHandle] = {}
+
+    def lay_out(self, groups: Sequence[Group], compressors: Sequence[Compressor]) -> None:
+        """Go on with these groups.  Nothing is ever unsent of those that are summed exactly."""
+        pairs = zip(groups, compressors, strict=True)
+        self._groups = [(group, compressor) for group, compressor in pairs if not isinstance(compressor, Exact)]
+        self._before.clear()
+        self._ended.clear()
+
+    # - around a step, on the main thread
+
+    def settle(self) -> list[Group]:
+        """Undo what was thrown away so far, between two steps; returns the groups of which something was."""
+        return [group for group, compressor in self._groups if self.settle_group(group, compressor, is_between=True)]
+
+    def begin(self) -> None:
+        """Note that a forward or a backward begins; to be called after :meth:`settle`, where all is known that it asks.
+
+        From now on every mean that is still there is looked at once a gradient is to be added to it.
+        """
+        for group, _ in self._groups:
+            self._note_moves(group)
+            self._versions.update((p, p._version) for p in group.parameters if p not in self._due)
+        for parameter in self._due:
+            if parameter.requires_grad and parameter not in self._handles:
+                look = partial(_look, weakref.ref(self), weakref.ref(parameter))
+                self._handles[parameter] = parameter.register_hook(look)
+        for parameter in self._handles.keys() - self._due.keys():
+            self._handles.pop(parameter).remove()
+
+    def look(self, parameter: Tensor, before: Tensor | None) -> None:
+        """Note what ``.grad`` of a parameter holds just before a backward adds to it for the first time."""
+        if parameter in self._due and parameter not in self._thrown:
+            self._thrown[parameter] = self._is_empty(parameter, before)
+
+    def handed_back(self) -> None:
+        """Note that a backward has ended, in which groups were averaged, and the means are in ``.grad``."""
+        self._thrown.clear()
+        self._ended.update(self._before)
+        for group, _ in self._groups:
+            for parameter in group.parameters:
+                if (gradient := self._gradient_of(parameter)) is not None:
+                    self._due[parameter] = gradient._version
+
+    def stepped(self, held: Collection[Tensor]) -> None:
+        """Note that an optimizer has stepped which has these parameters, some of which may have no gradient."""
+        self.knows_steps = True
+        self._stepped.update(
+            p for p in self._due if self._held.get(p, p) in held and self._gradient_of(p) is not None
+        )
+
+    def take_lost(self) -> list[str]:
+        """Return the names of parameters of which something was lost since this was asked last."""
+        lost, self._lost = self._lost, []
+        return lost
+
+    def forget(self) -> None:
+        """Note that somebody else has undone the last step: nothing of it is unsent."""
+        for kept in (self._due, self._thrown, self._copies, self._before, self._ended, self._stepped):
+            kept.clear()
+
+    def close(self) -> None:
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+    # - around a group's step, on whichever thread averages it
+
+    def settle_group(self, group: Group, compressor: Compressor, is_between: bool = False) -> bool:
+        """Undo what was thrown away of ``group`` so far; returns whether anything was.
+
+        ``is_between`` two steps: what is in ``.grad`` now is what a user has left there.
+        """
+        self._note_moves(group)
+        due = [i for i, p in enumerate(group.parameters) if p in self._due]
+        if not self.knows_steps or not (due or id(group) in self._ended):
+            return False
+        thrown = [i for i in due if self._was_thrown(group.parameters[i], is_between)]
+        for i in thrown:
+            self._restore(group, compressor, i)
+        if len(thrown) == len(due) and id(group) in self._ended:  # nobody has stepped with any of it
+            self._ended.discard(id(group))
+            group.step, memory = self._before.pop(id(group))
+            group.memory = memory | {k: group.memory[k] for k in compressor.per_element if k in group.memory}
+        return bool(thrown)
+
+    def _note_moves(self, group: Group) -> None:
+        """Note which parameters of ``group`` somebody has stepped with."""
+        moved = [p for p in group.parameters if p in self._stepped or p._version != self._versions.get(p, p._version)]
+        for parameter in moved:
+            self._forget(parameter)
+        if moved:
+            self.knows_steps = True
+            self._ended.discard(id(group))
+            self._before.pop(id(group), None)
+
+    def keep(self, group: Group, compressor: Compressor) -> None:
+        """Keep what it takes to undo this group's step; to be called before its gradients are added."""
+        if isinstance(compressor, Exact):
+            return
+        if id(group) not in self._before:
+            others = {key: x for key, x in group.memory.items() if key not in compressor.per_element}
+            self._before[id(group)] = group.step, {k: x.clone() for k, x in others.items()} if self.seen else others
+        if self.seen:
+            for i, parameter in enumerate(group.parameters):
+                if parameter not in self._due:
+                    slots = _slots(group, compressor, i).items()
+                    self._copies[parameter] = {key: slot.clone() for key, slot in slots}
+
+    def _was_thrown(self, parameter: Tensor, is_between: bool) -> bool:
+        if parameter in self._thrown:
+            return self._thrown[parameter]
+        gradient = self._gradient_of(parameter)
+        return gradient is None or (is_between and self._is_empty(parameter, gradient))
+
+    def _gradient_of(self, parameter: Tensor) -> Tensor | None:
+        gradient = self._held.get(parameter, parameter).grad
+        return getattr(gradient, "_local_tensor", gradient)
+
+    def _is_empty(self, parameter: Tensor, gradient: Tensor | None) -> bool:
+        """Whether ``.grad`` is None, or was set to zero: a mean may be zero by itself, but is not set anew then."""
+        return gradient is None or (gradient._version != self._due[parameter] and not bool(gradient.any()))
+
+    def _restore(self, group: Group, compressor: Compressor, i: int) -> None:
+        parameter = group.parameters[i]
+        copies = self._copies.get(parameter)
+        if copies is None and self._before.get(id(group), (1,))[0]:  # else nothing was unsent before the first step
+            self._lost.append(group.names[i])
+        for key, slot in _slots(group, compressor, i).items():
+            before = copies.get(key) if copies else None
+            slot.zero_() if before is None else slot.copy_(before)
+        self.seen = True
+        self._forget(parameter)
+
+    def _forget(self, parameter: Tensor) -> None:
+        self._due.pop(parameter, None)
+        self._copies.pop(parameter, None)
+        self._stepped.discard(parameter)
+
+
+def _slots(group: Group, compressor: Compressor, i: int) -> dict[str, Tensor]:
+    """What the ``i``-th parameter of ``group`` has in ``unsent``, and in what is remembered of each element."""
+    flat = {UNSENT: group.unsent} | {k: group.memory[k] for k in compressor.per_element if k in group.memory}
+    return {key: group.slots(x)[i] for key, x in flat.items()}
+
+
+def _look(discards: "weakref.ref[Discards]", parameter: "weakref.ref[Tensor]", _: Tensor) -> None:
+    """A parameter's hook, called before a gradient is added to its ``.grad``."""
+    me, p = discards(), parameter()
+    if me is not None and p is not None:
+        me.look(p, p.grad)

@@ -1,0 +1,131 @@
+"""Gradients that a user throws away never reach a weight, and what was unsent before them is still there."""
+
+import random
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_sparse as ls
+from tests.support.models import unsent
+from tests.support.processes import Ranks
+
+STEPS = 40
+CASES: list[tuple[Any, str]] = [
+    *((kind(), "float32") for kind in ls.COMPRESSORS.values()),
+    (ls.Dense(), "int4"), (ls.Dense(), "sign"), (ls.Dense(), "bfloat16"), (ls.MiCRO(density=0.2), "int8"),
+    (ls.SkipReduce(), "int4"), (ls.TopK(density=0.1), "int2"), (ls.RandomK(density=0.3), "float16"),
+]  # fmt: skip
+
+
+class Two(nn.Module):
+    """Two parts, with an optimizer each; the loss is linear, so that gradients are what is drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.ParameterList([torch.ones(40, 30), torch.ones(7)]) for _ in range(2))
+
+    def forward(self, drawn: list[Tensor], reached: tuple[int, ...]) -> Tensor:
+        """The inner product of all parameters of the parts that are ``reached`` with what is ``drawn`` for them."""
+        every = [p for part in self.parts for p in part]
+        used = [p for i in reached for p in self.parts[i]]
+        return torch.stack([(p * c).sum() for p, c in zip(every, drawn, strict=True) if any(p is u for u in used)]).sum()
+
+
+class Run:
+    """A training whose backwards, steps, discards, clips and skips are drawn at random, the same on every rank.
+
+    Attributes:
+        means: of each parameter, the sum of the means that were stepped with.
+        gradients: likewise of this rank's gradients.
+        is_lasting: of each discard, whether what was unsent before the backward is unsent after it, in bits.
+    """
+
+    def __init__(self, rank: int, compressor: Any, wire_dtype: str, seed: int, is_scaled: bool) -> None:
+        self.draw, self.own = random.Random(seed), torch.Generator().manual_seed(100 * seed + rank)
+        self.model = Two()
+        self.ddp = DistributedDataParallel(self.model, find_unused_parameters=True)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0) if is_scaled else None
+        self.hook = ls.SparseHook(self.ddp, compressor, wire_dtype=wire_dtype, scaler=self.scaler)
+        self.optimizers = [torch.optim.SGD(part.parameters(), lr=0.01) for part in self.model.parts]
+        self.of_part = [[n for n, _ in self.model.named_parameters() if f".{i}." in n[:8]] for i in range(2)]
+        for optimizer in self.optimizers:
+            self.hook.note(optimizer)
+        zeros = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in self.model.named_parameters()}
+        self.means, self.gradients, self.waiting = ({n: x.clone() for n, x in zeros.items()} for _ in range(3))
+        self.before: dict[str, Tensor] = {}  # unsent, before the first backward whose mean is in .grad
+        self.to_empty: list[tuple[int, str]] = []
+        self.is_lasting: list[bool] = []
+        for step in range(STEPS):
+            self.step(step)
+        self.to_empty += [(0, "none"), (1, "none")]  # what was kept to the end too
+        self.empty()
+        self.unsent = {n: x.double().view(zeros[n].shape) for n, x in unsent(self.hook).items()}
+        self.hook.close()
+
+    def empty(self) -> None:
+        """Set gradients to None or zero that were stepped with or are thrown away."""
+        thrown = {}
+        for part, how in self.to_empty:
+            self.optimizers[part].zero_grad(set_to_none=how == "none")
+            thrown |= {n: self.before.pop(n) for n in self.of_part[part] if n in self.before}
+        self.to_empty.clear()
+        now = unsent(self.hook)
+        self.is_lasting += [torch.equal(now[name], was) for name, was in thrown.items()]
+
+    def step(self, step: int) -> None:
+        reached = self.draw.choice([(0,), (1,), (0, 1)]) if step else (0, 1)
+        micro_batches = self.draw.choice([1, 1, 2])
+        for i in range(micro_batches):
+            drawn = {n: torch.randn(p.shape, generator=self.own) for n, p in self.model.named_parameters()}
+            with self.ddp.no_sync() if i + 1 < micro_batches else nullcontext():
+                loss = self.ddp(list(drawn.values()), reached)
+                self.empty()  # as late as can be
+                now = unsent(self.hook)
+                (self.scaler.scale(loss) if self.scaler else loss).backward()
+            for name in (n for part in reached for n in self.of_part[part]):
+                self.before.setdefault(name, now[name])
+                self.waiting[name] += drawn[name].double()
+        for part in range(2):
+            if any(name in self.before for name in self.of_part[part]):
+                self.end(part, self.draw.choice(["step", "clip", "throw", "skip", "keep"]) if step else "throw")
+        if self.scaler and self.scaler._per_optimizer_states:
+            self.scaler.update()
+        if self.draw.random() < 0.5:
+            self.empty()
+
+    def end(self, part: int, how: str) -> None:
+        names, optimizer = self.of_part[part], self.optimizers[part]
+        if how in ("clip", "skip"):
+            nn.utils.clip_grad_norm_(self.model.parts[part].parameters(), 1e9)  # which writes to .grad all the same
+        if how in ("step", "clip"):
+            for name in names:
+                gradient = self.model.get_parameter(name).grad
+                assert gradient is not None
+                self.means[name] += gradient.double() / (self.scaler.get_scale() if self.scaler else 1.0)
+                self.gradients[name] += self.waiting[name]
+                del self.before[name]
+            self.scaler.step(optimizer) if self.scaler else optimizer.step()
+        if how != "keep":
+            self.to_empty.append((part, self.draw.choice(["none", "zero"])))
+            for name in names:
+                self.waiting[name].zero_()
+
+
+def every_case(rank: int, size: int, seed: int) -> list[tuple[Any, ...]]:
+    runs = [Run(rank, *case, seed + i, is_scaled=i % 3 == 2) for i, case in enumerate(CASES)]
+    return [(run.means, run.gradients, run.unsent, run.is_lasting) for run in runs]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_is_thrown_away_never_reaches_a_weight_and_nothing_else_is_lost(ranks: Ranks, size: int) -> None:
+    """``P * mean + sum(unsent after) == sum(unsent before + gradients that were stepped with)``."""
+    for case, of_ranks in zip(CASES, zip(*ranks.run(every_case, size, 7, gloo=True), strict=True), strict=True):
+        assert all(all(is_lasting) and len(is_lasting) > 20 for *_, is_lasting in of_ranks), case
+        for name, mean in of_ranks[0][0].items():
+            gradients, left = (sum(each[i][name] for each in of_ranks) for i in (1, 2))
+            assert all(torch.equal(each[0][name], mean) for each in of_ranks), (case, name)
+            torch.testing.assert_close(size * mean + left, gradients, rtol=1e-4, atol=1e-3, msg=lambda m: f"{case} {name}: {m}")
