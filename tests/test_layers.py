@@ -108,7 +108,7 @@ def test_an_engine_is_asked_by_methods() -> None:
 @pytest.mark.parametrize("file", FILES)
 def test_files_and_functions_stay_short(file: str) -> None:
     text = (PACKAGE / file).read_text()
-    assert len(text.splitlines()) <= 300
+    assert len(text.splitlines()) <= 600
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
             assert node.end_lineno is not None

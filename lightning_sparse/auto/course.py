@@ -140,7 +140,8 @@ class Course:
             switch.to_gradients()
         switch.group_by_optimizer(state.get("optimizers"))
         planned, exchange, fusion = chosen is not None, switch.exchange, switch.layer_fusion
-        exchange.copies_unsent = bool(state.get("copies unsent"))
+        if state.get("copies unsent"):
+            exchange.copy_unsent()
         if fusion is None:
             switch.knows_link = "latencies" in state
             exchange.set_latencies(*state.get("latencies", exchange.latencies))

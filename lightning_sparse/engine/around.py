@@ -31,7 +31,6 @@ class Around:
 
     takes_local_steps = False  # ranks have weights of their own
     was_shown = False  # the average was asked for since the last pass, by an evaluation say, which takes its time
-    copies_unsent = False  # what is unsent is copied before each backward, since a user has thrown gradients away
 
     @property
     def is_starting(self) -> bool:
@@ -64,6 +63,14 @@ class Around:
 
     def expect_steps(self) -> None:
         """Note that there are optimizers of these parameters, whose steps are noticed."""
+
+    @property
+    def copies_unsent(self) -> bool:
+        """Whether what is unsent is copied before each backward, since a user has thrown gradients away."""
+        return False
+
+    def copy_unsent(self) -> None:
+        """Do so from now on."""
 
     def begin_backward(self) -> None:
         """Note that a backward begins, of which there may be several after a forward, or within one."""

@@ -4,7 +4,6 @@ import weakref
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
@@ -96,9 +95,7 @@ class Discards:
     def stepped(self, held: Collection[Tensor]) -> None:
         """Note that an optimizer has stepped which has these parameters, some of which may have no gradient."""
         self.knows_steps = True
-        self._stepped.update(
-            p for p in self._due if self._held.get(p, p) in held and self._gradient_of(p) is not None
-        )
+        self._stepped.update(p for p in self._due if self._held.get(p, p) in held and self._gradient_of(p) is not None)
 
     def take_lost(self) -> list[str]:
         """Return the names of parameters of which something was lost since this was asked last."""

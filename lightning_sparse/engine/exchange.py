@@ -73,7 +73,7 @@ class Exchange(Around, ABC):
             self.sample.lay_out(self.groups)
 
     def regroup(self, groups: Sequence[tuple[Group, Compressor]], memories: bool = True) -> None:
-        """As :meth:`lay_out`, if anything changes by it; what is unsent goes along, ``memories`` as in :func:`carry_over`."""
+        """As :meth:`lay_out`, if anything changes by it; what is unsent goes along, as :func:`carry_over` says."""
         old = zip(self.groups, self.compressors, strict=True)
         if [(group.names, as_text(c)) for group, c in old] != [(group.names, as_text(c)) for group, c in groups]:
             carry_over(self.groups, groups, memories)
@@ -124,7 +124,8 @@ class Exchange(Around, ABC):
         """Stand in the place of another engine, of which nothing is unsent."""
         self.count_from(before.steps)
         self.set_latencies(*before.latencies)
-        self.copies_unsent |= before.copies_unsent
+        if before.copies_unsent:
+            self.copy_unsent()
         if before.sample is not None:
             self.watch_unsent()
 

@@ -106,7 +106,8 @@ class GradientExchange(SumsInPlace):
 
     def _note_end(self, loss_scale: LossScale | None, undone: bool) -> None:
         super()._note_end(loss_scale, undone)
-        if undone:
+        if undone and self._step is not None:
+            self._step.is_undone = True
             self.discards.forget()
 
     def _undo_discards(self) -> None:
@@ -120,12 +121,11 @@ class GradientExchange(SumsInPlace):
             )
 
     @property
-    def copies_unsent(self) -> bool:  # type: ignore[override]  # where others have a constant
+    def copies_unsent(self) -> bool:
         return self.discards.seen
 
-    @copies_unsent.setter
-    def copies_unsent(self, copies: bool) -> None:
-        self.discards.seen = copies
+    def copy_unsent(self) -> None:
+        self.discards.seen = True
 
     def _note_restored(self, groups: Iterable[Group]) -> None:
         for group in groups:
@@ -138,7 +138,7 @@ class GradientExchange(SumsInPlace):
         self.discards.look(parameter, before)
 
     def handed_back(self) -> None:
-        if self._step is not None and not self._step.in_place:
+        if self._step is not None and not self._step.in_place and not self._step.is_undone:
             self.discards.handed_back()
 
     # - a step

@@ -122,7 +122,9 @@ def pieces_of(
     ``optimizers`` are the numbers of those that train them; None: one trains all.
     """
     backward, number_of = reversed(list(parameters.items())), optimizers or {}
-    return [Piece(name, p.numel(), compressor.is_dense(name, p.numel()), number_of.get(name, 0)) for name, p in backward]
+    return [
+        Piece(name, p.numel(), compressor.is_dense(name, p.numel()), number_of.get(name, 0)) for name, p in backward
+    ]
 
 
 def apart(groups: Iterable[Sequence[str]], pieces: Sequence[Piece]) -> list[list[Piece]]:

@@ -60,10 +60,13 @@ class Optimizers:
 
         They are numbered in the order of their parameters, so that these alone decide.  Empty if none is known.
         """
-        known = [{p for group in each.param_groups for p in group["params"]} for each in self.seen]
-        first = {name: next((i for i, has in enumerate(known) if p in has), NOT_TRAINED) for name, p in parameters.items()}
-        order = list(dict.fromkeys(i for i in first.values() if i != NOT_TRAINED))
-        return {name: NOT_TRAINED if i == NOT_TRAINED else order.index(i) for name, i in first.items()} if known else {}
+        number_of: dict[Tensor, int] = {}
+        for number, optimizer in enumerate(self.seen):
+            for group in optimizer.param_groups:
+                number_of = dict.fromkeys(group["params"], number) | number_of
+        first = {name: number_of.get(p, NOT_TRAINED) for name, p in parameters.items()}
+        order = {number: i for i, number in enumerate(dict.fromkeys(x for x in first.values() if x != NOT_TRAINED))}
+        return {name: order.get(number, NOT_TRAINED) for name, number in first.items()} if order else {}
 
     def close(self) -> None:
         """Notice nothing any more."""

@@ -79,6 +79,7 @@ class Step:
         self.overflowed: Pending  # with a loss scale, and how many ranks found a gradient that is not finite
         self.averages: list[LaneFuture[None]] = []  # with a loss scale
         self.in_place: torch.dtype | None = None  # the type in which DDP's buckets are summed where they lie
+        self.is_undone = False  # with a loss scale, since a rank has overflowed
         self.sends_all = False  # all is summed in float32, so that nothing is unsent after it
         self.unsummed: list[PendingBucket] = []  # of these, what no message has yet
         self.least_bytes = 0  # of the next message; the first is as short as DDP's

@@ -49,7 +49,7 @@ class LayerFusion:
         self.compressor = compressor
         self._exchange, self._parameters = exchange, parameters
         self._names = tuple(reversed(list(parameters)))  # in backward order
-        self._groups: list[Sequence[str]] = [group.names for group in exchange.groups]  # that are followed
+        self._groups = [group.names for group in exchange.groups]  # that are followed
         self._optimizers: Mapping[str, int] = {}
 
     @property

@@ -19,6 +19,8 @@ LEAD = 1.5
 class Ahead(Around):
     """Local steps of which only the rates are there."""
 
+    takes_local_steps = True
+
     def __init__(self) -> None:
         self._rates = Rates(LEAD)
 

@@ -68,6 +68,7 @@ class Training:
         switch: Any = SimpleNamespace(
             exchange=self.exchange, layer_fusion=self.fusion, way=Way, chosen=None, parameters=self.parameters
         )
+        switch.group_by_optimizer, switch.numbers = lambda *_: None, {}
         switch.optimizers = SimpleNamespace(seen=[], unscale=lambda: None)
         choosing = Chooser(options.policy, local=False) if options.policy else None
         self.course = Course(switch, choosing, warmup_steps)
