@@ -259,7 +259,7 @@ class GradientExchange(SumsInPlace):
         gradients, buckets = [gradient for gradient, _ in arrived], [bucket for _, bucket in arrived]
         for bucket in set(buckets):
             bucket.wait()
-        with self._new_in(step, group, gradients) as new:
+        with self._new_in(step, group, gradients, compressor.per_element) as new:
             compressor.accumulate(group, new, self.size, 1 / self._node.local_size if self._node else 1.0)
             for notes in (self._sample, self._record):
                 if notes is not None:
@@ -278,12 +278,13 @@ class GradientExchange(SumsInPlace):
             step.give_back()
 
     def _new_in(
-        self, step: Step, group: Group, gradients: Sequence[Tensor]
+        self, step: Step, group: Group, gradients: Sequence[Tensor], per_element: Sequence[str]
     ) -> AbstractContextManager[Sequence[Tensor | None]]:
         """The part of each of ``gradients`` that this step adds, until the means are in their place."""
         if self._used is None:
             return nullcontext(gradients)
-        return self._used.new_in(group, gradients, step.loss_scale.unscale if step.loss_scale else lambda mean: mean)
+        unscale = step.loss_scale.unscale if step.loss_scale else lambda mean: mean
+        return self._used.new_in(group, gradients, unscale, per_element)
 
     def _settle(self, step: Step, _: Lane) -> None:
         """End a step with a loss scale: as it is, or undone if a rank found a gradient that is not finite."""

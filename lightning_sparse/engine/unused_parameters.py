@@ -36,21 +36,30 @@ class UsedParameters:
 
     @contextmanager
     def new_in(
-        self, group: Group, gradients: Sequence[Tensor], unscale: Callable[[Tensor], Tensor]
+        self,
+        group: Group,
+        gradients: Sequence[Tensor],
+        unscale: Callable[[Tensor], Tensor],
+        per_element: Sequence[str] = (),
     ) -> Iterator[list[Tensor | None]]:
         """Yield what a step adds to each gradient; None where a parameter got none: its unsent part is laid aside.
 
         At the end, when the means are in their place, put back what was laid aside, and earlier means.  ``gradients``
-        are as DDP's bucket holds them; ``unscale`` takes the loss scale out of an earlier mean.
+        are as DDP's bucket holds them; ``unscale`` takes the loss scale out of an earlier mean.  ``per_element`` are
+        the keys of what is remembered of each element, which stays as it is where a parameter got no gradient.
         """
         laid_aside: list[tuple[Tensor, Tensor]] = []  # slots emptied for this step, and what they held
+        remembered: list[tuple[Tensor, Tensor]] = []  # slots of the group's memory, and what they held
         earlier: list[tuple[Tensor, Tensor]] = []  # gradients, and the means to be added to theirs
         new: list[Tensor | None] = []
-        for parameter, gradient, slot in zip(group.parameters, gradients, group.slots(group.unsent), strict=True):
+        memory = [group.slots(group.memory[key]) for key in per_element if key in group.memory]
+        of_each = zip(group.parameters, gradients, group.slots(group.unsent), strict=True)
+        for i, (parameter, gradient, slot) in enumerate(of_each):
             if parameter not in self._used:
                 new.append(None)
                 laid_aside.append((slot, slot.clone()))
                 slot.zero_()
+                remembered += [(slots[i], slots[i].clone()) for slots in memory]
                 if parameter.grad is not None:
                     earlier.append((gradient, gradient.clone()))
             elif parameter in self._earlier:
@@ -62,6 +71,8 @@ class UsedParameters:
         yield new
         for place, kept in laid_aside + earlier:
             place.add_(kept)
+        for place, kept in remembered:
+            place.copy_(kept)
 
     def end_step(self) -> None:
         self._used.clear()
