@@ -166,8 +166,14 @@ class Discards:
         return getattr(gradient, "_local_tensor", gradient)
 
     def _is_empty(self, parameter: Tensor, gradient: Tensor | None) -> bool:
-        """Whether ``.grad`` is None, or was set to zero: a mean may be zero by itself, but is not set anew then."""
-        return gradient is None or (gradient._version != self._due[parameter] and not bool(gradient.any()))
+        """Whether ``.grad`` is None, or was set to zero.
+
+        A mean may be zero by itself, but its version does not move then; that of a DTensor's shard never moves.
+        """
+        if gradient is None:
+            return True
+        is_written = gradient._version != self._due[parameter] or parameter in self._held
+        return is_written and not bool(gradient.any())
 
     def _restore(self, group: Group, compressor: Compressor, i: int) -> None:
         parameter = group.parameters[i]

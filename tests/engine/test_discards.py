@@ -131,3 +131,40 @@ def test_what_is_thrown_away_never_reaches_a_weight_and_nothing_else_is_lost(ran
             gradients, left = (sum(each[i][name] for each in of_ranks) for i in (1, 2))
             assert all(torch.equal(each[0][name], mean) for each in of_ranks), (case, name)
             assert (size * mean + left - gradients).abs().max() < 1e-4, (case, name)
+
+
+class BehindAutograd(torch.optim.SGD):
+    """Writes where no version moves, as kernels of other packages do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data.add_(p.grad, alpha=-group["lr"])
+
+
+def moved_unseen(rank: int, size: int) -> list[Tensor]:
+    found = []
+    for kind in (torch.optim.SGD, BehindAutograd, None):
+        model, own = Two(), torch.Generator().manual_seed(rank)
+        ddp = DistributedDataParallel(model)
+        hook = ls.SparseHook(ddp, "micro")
+        optimizer = kind(model.parameters(), lr=0.01) if kind else None
+        for _ in range(6):
+            ddp([torch.randn(p.shape, generator=own) for p in model.parameters()], (0, 1)).backward()
+            if optimizer:
+                optimizer.step()
+            for p in model.parameters():
+                if optimizer is None:
+                    assert p.grad is not None
+                    p.data.add_(p.grad, alpha=-0.01)
+                p.grad = None
+        found.append(torch.cat([*(p.detach().flatten() for p in model.parameters()), *unsent(hook).values()]))
+        hook.close()
+    return found
+
+
+def test_a_step_counts_that_no_version_tells_of(ranks: Ranks) -> None:
+    for expected, behind_autograd, by_hand in ranks.run(moved_unseen, 2, gloo=True):
+        assert torch.equal(expected, behind_autograd)
+        assert torch.equal(expected, by_hand)

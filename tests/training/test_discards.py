@@ -1,10 +1,12 @@
-"""Loops that throw gradients away end as if the backward that made them had never been: in bits, also what is unsent."""
+"""Loops that throw gradients away end, in bits, as if the backward that made them had never been."""
 
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import DataLoader, Subset
@@ -90,6 +92,29 @@ def test_a_step_that_is_skipped_never_was(ranks: Ranks) -> None:
         for i, (skipped, without) in enumerate(found):
             for what, x, y in zip(("weights", "unsent"), skipped, without, strict=True):
                 assert torch.equal(x, y), (CASES[i // 3], i % 3, what)
+
+
+def resumed_and_whole(rank: int, size: int, folder: Path) -> list[Any]:
+    """Skip the last step of an epoch, too, after which a checkpoint is written."""
+    found, skipped = [], (0, 5, BATCHES - 1)
+    for i, (compressor, wire_dtype) in enumerate(CASES):
+        for path in (None, folder / f"{i}-0.ckpt"):
+            torch.manual_seed(0)
+            strategy, model = ls.SparseDDPStrategy(compressor, wire_dtype=wire_dtype), Skips(skipped, True)
+            saves = ModelCheckpoint(folder, f"{i}-{{epoch}}", auto_insert_metric_name=False, save_top_k=-1)
+            run = trainer(
+                strategy, size, max_epochs=2, callbacks=[] if path else [saves], use_distributed_sampler=False
+            )
+            run.fit(model, loader(rank, size), ckpt_path=path)
+            found.append((weights(model), flat(unsent(strategy).values())))
+    return found
+
+
+def test_a_training_that_skips_steps_resumes_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
+    for found in ranks.run(resumed_and_whole, 2, tmp_path):
+        for case, whole, resumed in zip(CASES, found[::2], found[1::2], strict=True):
+            for what, x, y in zip(("weights", "unsent"), whole, resumed, strict=True):
+                assert torch.equal(x, y), (case, what)
 
 
 class Gan(L.LightningModule):

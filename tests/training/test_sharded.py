@@ -28,6 +28,8 @@ beside_native = pytest.mark.skipif(
 
 # - as PyTorch
 
+SKIPPED = (0, 3, 4, 6)
+
 
 def _as_native(rank: int, size: int) -> None:
     for replicate, shard in MESHES:
@@ -217,6 +219,29 @@ def test_a_second_backward_adds_its_mean_to_the_first(ranks: Ranks) -> None:
 
 
 # - resume
+
+
+def _skips(rank: int, size: int) -> None:
+    for compressor, wire in (("micro", None), ("sparse_dense", "int4"), ("skip_reduce", None)):
+        found = []
+        for throws in (True, False):
+            training = Sharded(mesh(2, 2), compressor, wire_dtype=wire)
+            training.hook.note(training.optimizer)
+            for step in range(9):
+                if step not in SKIPPED:
+                    training.step(step)
+                elif throws:
+                    training.hook.begin_forward()
+                    training.module(torch.randn(4, 9)).square().mean().backward()
+                    training.hook.end_forward()
+                    training.optimizer.zero_grad(set_to_none=step != 4)
+            found.append((training.weights, training.unsent))
+            training.hook.close()
+        assert all(torch.equal(x, y) for x, y in zip(*found, strict=True)), compressor
+
+
+def test_a_step_that_is_skipped_never_was(ranks: Ranks) -> None:
+    ranks.run(_skips, 4, gloo=True)
 
 
 def _goes_on(rank: int, size: int, folder: Path) -> None:
