@@ -23,6 +23,9 @@ class Discards:
     this parameter is then as it was before.  Otherwise nobody knows yet.  All this is the same on every rank, as steps
     are, so that no message is needed.
 
+    Where an optimizer then steps with a gradient that was put in the place of another, as gradient surgery does, those
+    before it were used, not thrown away: nothing of such a parameter counts as thrown away any more.
+
     What is unsent is copied before each backward once a gradient was thrown away, and not before: what was unsent
     before the first such backward is lost.  A group of which nothing was stepped with has not taken part in that step:
     its number and what its compressor remembers are as before, so that whose turn it is does not depend on discards.
@@ -42,7 +45,10 @@ class Discards:
         self._held = held
         self._groups: list[tuple[Group, Compressor]] = []
         self._versions: dict[Tensor, int] = {}  # of each parameter before the backward whose mean it has
-        self._due: dict[Tensor, int] = {}  # parameters whose mean nobody has stepped with so far: the version of .grad
+        #: Parameters whose mean nobody has stepped with so far: the version and the place of .grad.
+        self._due: dict[Tensor, tuple[int, int]] = {}
+        self._thrown_away: set[Tensor] = set()  # since an optimizer has stepped with it last
+        self._by_hand: set[Tensor] = set()  # whose .grad is put together by hand
         self._stepped: set[Tensor] = set()  # of these, by an optimizer, whatever their versions
         self._thrown: dict[Tensor, bool] = {}  # of these, whether .grad was empty when the next backward reached them
         self._copies: dict[Tensor, dict[str, Tensor]] = {}  # what is unsent, and remembered of each element
@@ -90,12 +96,18 @@ class Discards:
         for group, _ in self._groups:
             for parameter in group.parameters:
                 if (gradient := self._gradient_of(parameter)) is not None:
-                    self._due[parameter] = gradient._version
+                    self._due[parameter] = gradient._version, gradient.data_ptr()
 
     def stepped(self, held: Collection[Tensor]) -> None:
         """Note that an optimizer has stepped which has these parameters, some of which may have no gradient."""
         self.knows_steps = True
-        self._stepped.update(p for p in self._due if self._held.get(p, p) in held and self._gradient_of(p) is not None)
+        for parameter, (_, place) in self._due.items():
+            gradient = self._gradient_of(parameter) if self._held.get(parameter, parameter) in held else None
+            if gradient is not None:
+                self._stepped.add(parameter)
+                if parameter in self._thrown_away and gradient.data_ptr() != place:
+                    self._by_hand.add(parameter)
+                self._thrown_away.discard(parameter)
 
     def take_lost(self) -> list[str]:
         """Return the names of parameters of which something was lost since this was asked last."""
@@ -156,6 +168,8 @@ class Discards:
                     self._copies[parameter] = {key: slot.clone() for key, slot in slots}
 
     def _was_thrown(self, parameter: Tensor, is_between: bool) -> bool:
+        if parameter in self._by_hand:
+            return False
         if parameter in self._thrown:
             return self._thrown[parameter]
         gradient = self._gradient_of(parameter)
@@ -172,7 +186,7 @@ class Discards:
         """
         if gradient is None:
             return True
-        is_written = gradient._version != self._due[parameter] or parameter in self._held
+        is_written = gradient._version != self._due[parameter][0] or parameter in self._held
         return is_written and not bool(gradient.any())
 
     def _restore(self, group: Group, compressor: Compressor, i: int) -> None:
@@ -184,6 +198,7 @@ class Discards:
             before = copies.get(key) if copies else None
             slot.zero_() if before is None else slot.copy_(before)
         self.seen = True
+        self._thrown_away.add(parameter)
         self._forget(parameter)
 
     def _forget(self, parameter: Tensor) -> None:

@@ -168,3 +168,81 @@ def test_a_step_counts_that_no_version_tells_of(ranks: Ranks) -> None:
     for expected, behind_autograd, by_hand in ranks.run(moved_unseen, 2, gloo=True):
         assert torch.equal(expected, behind_autograd)
         assert torch.equal(expected, by_hand)
+
+
+def put_together(rank: int, size: int) -> list[Any]:
+    """Step with the sum of the means of two backwards, between which gradients are zeroed."""
+    found = []
+    for compressor, wire_dtype in CASES:
+        model, own = Two(), torch.Generator().manual_seed(rank)
+        ddp = DistributedDataParallel(model)
+        hook = ls.SparseHook(ddp, compressor, wire_dtype=wire_dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        hook.note(optimizer)
+        parameters = list(model.parameters())
+        total, given = torch.zeros(2, sum(p.numel() for p in parameters), dtype=torch.float64)
+        for step in range(6):
+            means = []
+            for _ in range(2):
+                drawn = [torch.randn(p.shape, generator=own) for p in parameters]
+                ddp(drawn, (0, 1)).backward()
+                means.append([p.grad for p in parameters])
+                given += torch.cat([x.flatten() for x in drawn])
+                optimizer.zero_grad()
+            for p, *parts in zip(parameters, *means, strict=True):
+                p.grad = sum(parts)  # type: ignore[assignment]
+                assert p.grad is not None
+            total += torch.cat([p.grad.flatten() for p in parameters])  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 0:  # in which nobody knows yet what becomes of the first mean
+                names = [name for name, _ in model.named_parameters()]
+                left = unsent(hook)
+                total.zero_()
+                given = torch.cat([left[name] for name in names]).double()
+        left = unsent(hook)
+        found.append((total, given - torch.cat([left[name] for name in names]).double()))
+        hook.close()
+    return found
+
+
+def test_gradients_that_are_put_together_by_hand_are_not_thrown_away(ranks: Ranks) -> None:
+    for case, of_ranks in zip(CASES, zip(*ranks.run(put_together, 2, gloo=True), strict=True), strict=True):
+        (total, sent), (_, other) = of_ranks
+        assert (2 * total - sent - other).abs().max() < 1e-4, case
+
+
+def with_some_untrained(rank: int, size: int) -> list[Any]:
+    """Train one part; the other's .grad is never emptied, until an optimizer has it."""
+    found = []
+    for compressor, wire_dtype in CASES:
+        model, own = Two(), torch.Generator().manual_seed(rank)
+        ddp = DistributedDataParallel(model)
+        hook = ls.SparseHook(ddp, compressor, wire_dtype=wire_dtype)
+        optimizer = torch.optim.SGD(model.parts[0].parameters(), lr=0.01)
+        hook.note(optimizer)
+        drawn: list[list[Tensor]] = []
+        for step in range(8):
+            if step == 5:
+                optimizer.add_param_group({"params": list(model.parts[1].parameters())})
+                optimizer.zero_grad()
+            drawn.append([torch.randn(p.shape, generator=own) for p in model.parameters()])
+            ddp(drawn[-1], (0, 1)).backward()
+            if step == 4:
+                of_untrained = [p.grad.clone() for p in model.parts[1]]
+                is_unsent = any(unsent(hook)[f"parts.1.{i}"].any() for i in range(2))
+                sums = [sum(x[2 + i] for x in drawn) for i in range(2)]
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((of_untrained, sums, is_unsent, {n: bool(x.any()) for n, x in unsent(hook).items()}))
+        hook.close()
+    return found
+
+
+def test_what_no_optimizer_has_is_averaged_exactly_until_one_has_it(ranks: Ranks) -> None:
+    for case, of_ranks in zip(CASES, zip(*ranks.run(with_some_untrained, 2, gloo=True), strict=True), strict=True):
+        for i, gradient in enumerate(of_ranks[0][0]):
+            torch.testing.assert_close(gradient, sum(sums[i] for _, sums, *_ in of_ranks) / 2)
+        assert not any(is_unsent for *_, is_unsent, _ in of_ranks), case
+        if case[1] in ("int4", "sign"):
+            assert all(now["parts.1.0"] for *_, now in of_ranks), case
