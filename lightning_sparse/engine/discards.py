@@ -11,6 +11,8 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.dense import Exact
 from lightning_sparse.compressors.group import Group
 
+SAMPLE = 64  # elements of a gradient that are compared, about
+TOLERANCE = 1e-3
 UNSENT = ""  # beside the keys of a group's memory
 
 
@@ -23,8 +25,9 @@ class Discards:
     this parameter is then as it was before.  Otherwise nobody knows yet.  All this is the same on every rank, as steps
     are, so that no message is needed.
 
-    Where an optimizer then steps with a gradient that was put in the place of another, as gradient surgery does, those
-    before it were used, not thrown away: nothing of such a parameter counts as thrown away any more.
+    Where ``.grad`` was put together by hand when an optimizer steps, as gradient surgery does it, means that were
+    zeroed since the step before were used, and not thrown away: what their backwards changed of what is unsent is added
+    to it again, from the second such step on.
 
     What is unsent is copied before each backward once a gradient was thrown away, and not before: what was unsent
     before the first such backward is lost.  A group of which nothing was stepped with has not taken part in that step:
@@ -45,10 +48,12 @@ class Discards:
         self._held = held
         self._groups: list[tuple[Group, Compressor]] = []
         self._versions: dict[Tensor, int] = {}  # of each parameter before the backward whose mean it has
-        #: Parameters whose mean nobody has stepped with so far: the version and the place of .grad.
-        self._due: dict[Tensor, tuple[int, int]] = {}
-        self._thrown_away: set[Tensor] = set()  # since an optimizer has stepped with it last
-        self._by_hand: set[Tensor] = set()  # whose .grad is put together by hand
+        self._due: dict[Tensor, int] = {}  # parameters whose mean nobody has stepped with so far: the version of .grad
+        #: Parameters of which means were thrown away since the last step with it: some of the mean that it has now.
+        self._samples: dict[Tensor, Tensor] = {}
+        self._by_hand: set[Tensor] = set()  # parameters whose .grad was put together by hand
+        self._undone: dict[Tensor, Tensor] = {}  # of these, what was undone since the last step [n]
+        self._places: dict[Tensor, tuple[Group, int]] = {}
         self._stepped: set[Tensor] = set()  # of these, by an optimizer, whatever their versions
         self._thrown: dict[Tensor, bool] = {}  # of these, whether .grad was empty when the next backward reached them
         self._copies: dict[Tensor, dict[str, Tensor]] = {}  # what is unsent, and remembered of each element
@@ -60,6 +65,7 @@ class Discards:
         """Go on with these groups.  Nothing is ever unsent of those that are summed exactly."""
         pairs = zip(groups, compressors, strict=True)
         self._groups = [(group, compressor) for group, compressor in pairs if not isinstance(compressor, Exact)]
+        self._places = {p: (group, i) for group, _ in self._groups for i, p in enumerate(group.parameters)}
         self._before.clear()
         self._ended.clear()
 
@@ -96,18 +102,29 @@ class Discards:
         for group, _ in self._groups:
             for parameter in group.parameters:
                 if (gradient := self._gradient_of(parameter)) is not None:
-                    self._due[parameter] = gradient._version, gradient.data_ptr()
+                    self._due[parameter] = gradient._version
+                    if parameter in self._samples:
+                        self._samples[parameter] = _sample(gradient)
+
+    def before_step(self, held: Collection[Tensor]) -> None:
+        """Find out whether an optimizer that has these parameters steps with what was put together by hand."""
+        ours = [p for p in self._samples if p in self._due and self._held.get(p, p) in held]
+        now = [(p, gradient) for p in ours if (gradient := self._gradient_of(p)) is not None]
+        if any(bool(_is_other(_sample(gradient), self._samples[p])) for p, gradient in now):
+            self._by_hand.update(ours)
+            for parameter in ours:
+                if (undone := self._undone.pop(parameter, None)) is not None:
+                    group, i = self._places[parameter]
+                    group.slots(group.unsent)[i].add_(undone)
 
     def stepped(self, held: Collection[Tensor]) -> None:
         """Note that an optimizer has stepped which has these parameters, some of which may have no gradient."""
         self.knows_steps = True
-        for parameter, (_, place) in self._due.items():
-            gradient = self._gradient_of(parameter) if self._held.get(parameter, parameter) in held else None
-            if gradient is not None:
+        for parameter in self._due:
+            if self._held.get(parameter, parameter) in held and self._gradient_of(parameter) is not None:
                 self._stepped.add(parameter)
-                if parameter in self._thrown_away and gradient.data_ptr() != place:
-                    self._by_hand.add(parameter)
-                self._thrown_away.discard(parameter)
+                self._samples.pop(parameter, None)
+                self._undone.pop(parameter, None)
 
     def take_lost(self) -> list[str]:
         """Return the names of parameters of which something was lost since this was asked last."""
@@ -168,8 +185,6 @@ class Discards:
                     self._copies[parameter] = {key: slot.clone() for key, slot in slots}
 
     def _was_thrown(self, parameter: Tensor, is_between: bool) -> bool:
-        if parameter in self._by_hand:
-            return False
         if parameter in self._thrown:
             return self._thrown[parameter]
         gradient = self._gradient_of(parameter)
@@ -186,7 +201,7 @@ class Discards:
         """
         if gradient is None:
             return True
-        is_written = gradient._version != self._due[parameter][0] or parameter in self._held
+        is_written = gradient._version != self._due[parameter] or parameter in self._held
         return is_written and not bool(gradient.any())
 
     def _restore(self, group: Group, compressor: Compressor, i: int) -> None:
@@ -196,9 +211,11 @@ class Discards:
             self._lost.append(group.names[i])
         for key, slot in _slots(group, compressor, i).items():
             before = copies.get(key) if copies else None
+            if key == UNSENT and before is not None and parameter in self._by_hand:
+                self._undone[parameter] = self._undone.get(parameter, 0.0) + (slot - before)
             slot.zero_() if before is None else slot.copy_(before)
         self.seen = True
-        self._thrown_away.add(parameter)
+        self._samples[parameter] = group.unsent[:0]  # until it has another mean
         self._forget(parameter)
 
     def _forget(self, parameter: Tensor) -> None:
@@ -211,6 +228,20 @@ def _slots(group: Group, compressor: Compressor, i: int) -> dict[str, Tensor]:
     """What the ``i``-th parameter of ``group`` has in ``unsent``, and in what is remembered of each element."""
     flat = {UNSENT: group.unsent} | {k: group.memory[k] for k in compressor.per_element if k in group.memory}
     return {key: group.slots(x)[i] for key, x in flat.items()}
+
+
+def _sample(gradient: Tensor) -> Tensor:
+    """Some elements, [m]."""
+    flat = gradient.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // SAMPLE)].clone()
+
+
+def _is_other(now: Tensor, mean: Tensor) -> Tensor:
+    """Whether a gradient is no ``mean`` that was scaled, clipped or masked, by a sample of both [m]: bool []."""
+    part = (now / mean)[mean != 0]
+    within = ((part > -TOLERANCE) & (part < 1 + TOLERANCE)).all()
+    scaled = ((part - part.mean()).abs() <= TOLERANCE * part.mean().abs()).all()
+    return (now[mean == 0] != 0).any() | ~(within | scaled)
 
 
 def _look(discards: "weakref.ref[Discards]", parameter: "weakref.ref[Tensor]", _: Tensor) -> None:

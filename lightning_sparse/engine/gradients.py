@@ -90,6 +90,9 @@ class GradientExchange(SumsInPlace):
     def end_step(self) -> None:
         self._means.are_due = False  # a step ends with its backward
 
+    def before_optimizer_step(self, optimizer: Optimizer) -> None:
+        self.discards.before_step({p for group in optimizer.param_groups for p in group["params"]})
+
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         self._means.are_due = False
         self.discards.stepped({p for group in optimizer.param_groups for p in group["params"]})

@@ -188,10 +188,14 @@ def put_together(rank: int, size: int) -> list[Any]:
                 ddp(drawn, (0, 1)).backward()
                 means.append([p.grad for p in parameters])
                 given += torch.cat([x.flatten() for x in drawn])
-                optimizer.zero_grad()
-            for p, *parts in zip(parameters, *means, strict=True):
-                p.grad = sum(parts)  # type: ignore[assignment]
-                assert p.grad is not None
+                if len(means) == 1:
+                    optimizer.zero_grad()
+            for p, first, second in zip(parameters, *means, strict=True):
+                if step % 2:
+                    p.grad = first + second
+                else:
+                    p.grad = second
+                    p.grad.data.add_(first)
             total += torch.cat([p.grad.flatten() for p in parameters])  # type: ignore[union-attr]
             optimizer.step()
             optimizer.zero_grad()
