@@ -66,7 +66,7 @@ class GradientExchange(SumsInPlace):
     def lay_out(self, groups: Sequence[tuple[Group, Compressor]]) -> None:
         super().lay_out(groups)
         self._group_of = {p: group for group in self.groups for p in group.parameters}
-        self._queues = self._queues_of(range(len(self.groups)))
+        self._queues = self._orders()
 
     def between_steps(self) -> None:
         self._means.are_due = False  # a step ends with its backward
