@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from functools import partial
+from itertools import chain
 from operator import itemgetter
 from typing import TypeVar
 
@@ -82,7 +83,7 @@ class Exchange(Around, ABC):
         """Return lanes and their groups in each order that ranks keep to: a lane's, or where there is one, of all."""
         queues = self._queues_of(range(len(self.groups)))
         orders = [[(lane, i) for i in queue] for lane, queue in enumerate(queues)]
-        return orders if self._threaded else [sorted(sum(orders, []), key=itemgetter(1))]
+        return orders if self._threaded else [sorted(chain(*orders), key=itemgetter(1))]
 
     @abstractmethod
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:

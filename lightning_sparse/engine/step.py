@@ -61,8 +61,8 @@ def gradients_of(buffer: Tensor, parameters: Sequence[Tensor]) -> Iterator[tuple
 class Step:
     """All that belongs to one step, from its first bucket to its last mean.
 
-    The ``groups`` are in the order in which they are sent; ``queues`` say on which of ``lanes``, a lane and a group at a
-    time: of each queue in its order.
+    The ``groups`` are in the order in which they are sent.  Each of ``queues`` has lanes and their groups, by index, in
+    an order that is kept.
     """
 
     def __init__(
