@@ -248,7 +248,7 @@ class Exchange(Around, ABC):
 
     def ask_for_unsent(self) -> bool:
         """Note and return whether nothing is unsent on any rank; to be called on every rank, between two steps."""
-        norm = torch.tensor([self.unsent_norm()], device=self.device)
+        norm = torch.tensor([self.unsent_norm()], dtype=torch.float32, device=self.device)
         self.nothing_unsent = not bool(self.ask(lambda comm: comm.all_gather(norm)).any())
         return self.nothing_unsent
 

@@ -96,7 +96,7 @@ class SecondMoments:
             self._places[parameter] = _Place(parameter, end)
             end = self._places[parameter].all.stop
         self._device = next(iter(self._places)).device if self._places else torch.device("cpu")
-        self.squares = torch.zeros(2, end, device=self._device)
+        self.squares = torch.zeros(2, end, dtype=torch.float32, device=self._device)
         self.looks = 0
         self._compared = 0  # looks whose sums are in ``squares``
         self._least = 1.0  # 1/P, once ranks have been compared
@@ -222,7 +222,7 @@ class SecondMoments:
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint keeps, the same on every rank; a look under way will be begun again."""
-        return {"squares": self.squares, "looks": torch.tensor(self._compared)}
+        return {"squares": self.squares, "looks": torch.tensor(self._compared, dtype=torch.int64, device="cpu")}
 
     def resume(self, state: Mapping[str, Tensor], sampled: Tensor | None, size: int) -> bool:
         """Go on from a checkpoint of ``size`` ranks; returns whether it is of these parameters: else it begins anew."""

@@ -53,7 +53,9 @@ def gradients_of(buffer: Tensor, parameters: Sequence[Tensor]) -> Iterator[tuple
         dense = parameter.numel() == 1 + sum(
             (s - 1) * st for s, st in zip(parameter.shape, parameter.stride(), strict=True)
         )
-        stride = parameter.stride() if dense else torch.empty(parameter.shape, device="meta").stride()
+        stride = (
+            parameter.stride() if dense else torch.empty(parameter.shape, dtype=parameter.dtype, device="meta").stride()
+        )
         yield parameter, buffer.as_strided(parameter.shape, stride, offset)
         offset += parameter.numel()
 
