@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_sparse.network.comm import Comm, Pending, Rounds, expect_pending
+from lightning_sparse.network.comm import Comm, Pending, Rounds, expect_pending, without_autocast
 from lightning_sparse.selection.sparse import Sparse
 
 T = TypeVar("T")
@@ -87,6 +87,7 @@ class Lane:
         self._thread.join(timeout=PATIENCE_S)
         return not self._thread.is_alive()
 
+    @without_autocast()
     def run(self, rounds: Rounds, meanwhile: Callable[[], None] = lambda: None) -> Tensor | Sparse:
         """Run a compressor to its end, and ``meanwhile`` while its first message is under way.
 

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.lane import Lane
-from lightning_sparse.network.comm import Comm, Rounds
+from lightning_sparse.network.comm import Comm, Rounds, without_autocast
 from lightning_sparse.network.sums import sum_values
 from lightning_sparse.selection.streams import draw
 from lightning_sparse.wire import BFLOAT16
@@ -114,6 +114,7 @@ class SecondMoments:
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._places)
 
+    @without_autocast()
     def look(self, parameter: Tensor, gradient: Tensor) -> None:
         """Sketch the first gradient of ``parameter`` since the last look."""
         if parameter in self._seen:
