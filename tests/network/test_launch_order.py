@@ -252,6 +252,26 @@ def train_sharded(rank: int, size: int) -> dict[str, Any]:
     return {"launched": launched, "weights": weights}
 
 
+def train_unused(rank: int, size: int) -> list[tuple[str, ...]]:
+    """Steps in which ranks skip other layers, of DDP's buckets; returns what is launched."""
+    model = Skipping()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4, find_unused_parameters=True)
+    with patch.object(process_groups, "carries_by_nccl", lambda *_: True):
+        hook = ls.SparseHook(ddp, Noting(), fusion="none", wire_dtype="int4")
+    Noting.launched.clear()
+    for step in range(STEPS):
+        model.skips = (rank + step) % 5 - 1
+        ddp(torch.randn(4, 9)).square().mean().backward()
+    hook.close()
+    return list(Noting.launched)
+
+
+def test_ranks_that_skip_a_layer_launch_in_the_order_of_the_plan(ranks: Ranks) -> None:
+    first, *others = ranks.run(train_unused, 3, gloo=True)
+    assert first == STEPS * first[: len(first) // STEPS]
+    assert all(other == first for other in others)
+
+
 @pytest.fixture(scope="module")
 def sharded(ranks: Ranks) -> list[dict[str, Any]]:
     return ranks.run(train_sharded, 4, gloo=True)
