@@ -56,7 +56,7 @@ def simulate(
         )
     steps, size, n = gradients.shape
     if weights is None:
-        weights = torch.zeros(n, device=gradients.device)
+        weights = torch.zeros(n, dtype=torch.float32, device=gradients.device)
     if weights.shape != (n,):
         raise ValueError(f"weights must be [n] = [{n}], one for each element; got {list(weights.shape)}.")
     compressor = by_name(compressor)
@@ -76,6 +76,6 @@ def simulate(
     return Simulated(
         mean=torch.stack(means) if means else gradients.new_empty((0, n), dtype=torch.float32),
         unsent=torch.stack([group.unsent for group in groups]),
-        sent_bytes=torch.tensor(sent_bytes, dtype=torch.int64).reshape(steps, size),
-        picked=torch.tensor(picked, dtype=torch.int64),
+        sent_bytes=torch.tensor(sent_bytes, dtype=torch.int64, device="cpu").reshape(steps, size),
+        picked=torch.tensor(picked, dtype=torch.int64, device="cpu"),
     )

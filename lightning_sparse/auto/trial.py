@@ -30,7 +30,7 @@ def try_on(candidate: Candidate, gradients: Tensor, weights: Tensor) -> Compress
     steps = max(STEPS, TURNS * candidate.local_steps)
     network, found = SimNetwork(size, checks=False), CompressionError(skip=steps // 3)
     cut = [[Group(0, ("trial",), (part,)) for _ in range(size)] for part in weights.tensor_split(fragments)]
-    unsent, on_the_way = torch.zeros(size, m, device=gradients.device), []
+    unsent, on_the_way = torch.zeros(size, m, dtype=torch.float32, device=gradients.device), []
     for step in range(steps):
         unsent += gradients[:, step % recorded]
         before, turn = unsent.clone(), step % fragments

@@ -145,11 +145,13 @@ def _leaves(path: str, value: object) -> Iterator[_Leaf]:
     if isinstance(value, Tensor) and value.layout == torch.strided:
         yield _Leaf(path, "", value.detach())
     elif isinstance(value, float):
-        yield _Leaf(path, NUMBER, torch.tensor(value, dtype=torch.float64))
+        yield _Leaf(path, NUMBER, torch.tensor(value, dtype=torch.float64, device="cpu"))
     elif isinstance(value, int) and -(2**63) <= value < 2**63:
-        yield _Leaf(path, NUMBER, torch.tensor(value))
+        dtype = torch.bool if isinstance(value, bool) else torch.int64
+        yield _Leaf(path, NUMBER, torch.tensor(value, dtype=dtype, device="cpu"))
     elif isinstance(value, list | tuple | deque):
-        yield _Leaf(path, TUPLE if isinstance(value, tuple) else LIST, torch.tensor(len(value)))
+        length = torch.tensor(len(value), dtype=torch.int64, device="cpu")
+        yield _Leaf(path, TUPLE if isinstance(value, tuple) else LIST, length)
         for index, each in enumerate(value):
             yield from _leaves(f"{path}.{index}", each)
     elif isinstance(value, dict):

@@ -63,7 +63,7 @@ def gather_local(
     if exchange.sampled is not None:
         kept["sampled"] = rows(exchange.sampled)
     if parts.scaler is not None and (state := parts.scaler.state_dict()):
-        kept["scaler"] = rows(torch.tensor([state[key] for key in SCALER], dtype=torch.float64))
+        kept["scaler"] = rows(torch.tensor([state[key] for key in SCALER], dtype=torch.float64, device="cpu"))
     others = parts.others(exchange)
     if different := _different(others, ranks, exchange.device):
         kept["buffers"] = {name: rows(others[name]) for name in different}
@@ -72,7 +72,7 @@ def gather_local(
 
 def _check_same_number(optimizers: int, ranks: Comm, device: torch.device) -> None:
     """Raise a RuntimeError on every rank unless all know as many optimizers."""
-    every = ranks.all_gather(torch.tensor([optimizers], device=device)).wait().flatten().tolist()
+    every = ranks.all_gather(torch.tensor([optimizers], dtype=torch.int64, device=device)).wait().flatten().tolist()
     if len(having := ranks_having(every)) > 1:
         known = "; ".join(f"{number} on {which}" for number, which in having.items())
         raise RuntimeError(

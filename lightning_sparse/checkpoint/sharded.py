@@ -176,7 +176,7 @@ def _memory(said: Mapping[str, Any], checkpoint: Path | None, exchange: Exchange
         prefix = f"memory/{rank}/"
         found = FileSystemReader(checkpoint / KEY).read_metadata().state_dict_metadata
         state = {
-            key: torch.empty(each.size, dtype=each.properties.dtype)  # type: ignore[union-attr]  # they are tensors
+            key: torch.empty(each.size, dtype=each.properties.dtype, device="cpu")  # type: ignore[union-attr]  # they are tensors
             for key, each in found.items()
             if key.startswith(prefix)
         }

@@ -203,7 +203,8 @@ def report(compressor: object, group: Group, messages: Sequence[Selection]) -> N
     last_report(compressor, group)
     headers = [count for each in messages for count in (each.count, each.seen, each.near, each.load, each.intact)]
     on_device = isinstance(headers[0], Tensor)
-    group.send_to_host("report", (torch.stack(headers) if on_device else torch.tensor(headers)).view(-1, 5))
+    counts = torch.stack(headers) if on_device else torch.tensor(headers, dtype=torch.int64, device="cpu")
+    group.send_to_host("report", counts.view(-1, 5))
 
 
 def last_report(compressor: object, group: Group) -> list[list[int]] | None:

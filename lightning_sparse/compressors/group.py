@@ -73,7 +73,7 @@ class Group:
     def __post_init__(self) -> None:
         self.shapes = [p.shape for p in self.parameters]
         self.sizes = [p.numel() for p in self.parameters]
-        device = self.parameters[0].device if self.parameters else None
+        device = self.parameters[0].device if self.parameters else torch.device("cpu")
         self.unsent = torch.zeros(sum(self.sizes), dtype=torch.float32, device=device)
 
     @property

@@ -82,7 +82,10 @@ class LowRank(Compressor):
     def _right_factors(self, group: Group, matrices: Sequence[Tensor]) -> list[Tensor]:
         """Q of each of ``matrices``, [columns, r] of norm one: of the step before, or random where that has none."""
         generator = group.generator(self.seed)
-        drawn = [torch.randn(m.shape[1], self.rank, generator=generator, device=m.device) for m in matrices]
+        drawn = [
+            torch.randn(m.shape[1], self.rank, generator=generator, dtype=torch.float32, device=m.device)
+            for m in matrices
+        ]
         return [_unit(group.memory.get(name, q), q) for name, q in zip(self._names(group), drawn, strict=True)]
 
 

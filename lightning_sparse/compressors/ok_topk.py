@@ -103,7 +103,7 @@ class OkTopk(Compressor):
         on.add(on.moved(own, edges[comm.rank], edges[comm.rank + 1], n), unsent)  # what the sums lost by rounding
         report(self, group, [*gathered, *arrived])
         seen, near, sent = (sum(getattr(part, key) for part in found) for key in ("seen", "near", "count"))
-        used = [torch.as_tensor(each) for each in (local, shared, seen, near)]
+        used = [torch.as_tensor(each, device=unsent.device) for each in (local, shared, seen, near)]
         group.send_to_host("thresholds", torch.stack(used).double())
         group.picked, group.overflow = delivered.count, seen - sent + own.seen - own.count
         return on.total(delivered, n)

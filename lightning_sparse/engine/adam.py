@@ -97,17 +97,18 @@ def squares_of(optimizer: Optimizer) -> str:
     """
     settings = {**optimizer.defaults, **PLAIN, "weight_decay": 0.5, "lr": 0.1}
     known = inspect.signature(type(optimizer)).parameters
-    weight = torch.nn.Parameter(torch.ones(1))
+    weight = torch.nn.Parameter(torch.ones(1, dtype=torch.float32, device="cpu"))
     try:
-        other = type(optimizer)([weight], **{key: x for key, x in settings.items() if key in known})
-        beta, expected = float(other.param_groups[0]["betas"][1]), {WITHOUT: 0.0, WITH_DECAY: 0.0}
-        for gradient in (1.0, -3.0):
-            weight.grad = torch.tensor([gradient])
-            for kind in expected:
-                g = _squared(other, other.param_groups[0], weight, kind)
-                expected[kind] = beta * expected[kind] + (1 - beta) * float(g) ** 2
-            other.step()
-        v = float(other.state[weight][STATE])
+        with torch.device("cpu"):  # on which the optimizer makes its state, whatever the default
+            other = type(optimizer)([weight], **{key: x for key, x in settings.items() if key in known})
+            beta, expected = float(other.param_groups[0]["betas"][1]), {WITHOUT: 0.0, WITH_DECAY: 0.0}
+            for gradient in (1.0, -3.0):
+                weight.grad = torch.tensor([gradient], dtype=torch.float32, device="cpu")
+                for kind in expected:
+                    g = _squared(other, other.param_groups[0], weight, kind)
+                    expected[kind] = beta * expected[kind] + (1 - beta) * float(g) ** 2
+                other.step()
+            v = float(other.state[weight][STATE])
     except Exception:  # whatever else it needs, it is not Adam
         return ""
     return next((kind for kind, x in expected.items() if abs(v - x) < 1e-4 * x), "")

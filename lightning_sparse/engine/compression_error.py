@@ -32,7 +32,9 @@ class CompressionError:
     def __init__(self, skip: int = 0) -> None:
         self._skip, self._steps = skip, 0
         self._delivered = self._waited = self._arrived = 0.0  # sums over steps
-        self._left = self._waiting = torch.zeros(())  # [m], after the last step: what was left, and weights
+        self._left = self._waiting = torch.zeros(
+            (), dtype=torch.float32, device="cpu"
+        )  # [m], after the last step: what was left, and weights
 
     @torch.no_grad()
     def step(self, unsent: Tensor, left: Tensor) -> None:

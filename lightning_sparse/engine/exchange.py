@@ -2,9 +2,10 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future as LaneFuture
 from concurrent.futures import wait
 from functools import partial
+from itertools import chain
+from operator import itemgetter
 from typing import TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from lightning_sparse.engine.around import Around
 from lightning_sparse.engine.compression_error import delivered
 from lightning_sparse.engine.gradient_record import GradientRecord
 from lightning_sparse.engine.groups import carry_over
-from lightning_sparse.engine.lane import Lane, have_caller_wait, spread, wait_for_caller
+from lightning_sparse.engine.lane import Answer, Lane, have_caller_wait, spread, wait_for_caller
 from lightning_sparse.engine.sample import Sample
 from lightning_sparse.engine.step import PendingBucket, Report
 from lightning_sparse.engine.timeline import Timeline
@@ -44,8 +45,9 @@ class Exchange(Around, ABC):
     thread, which goes on where no hook is called: two such lanes took 0.70 of plain DDP's step where one took 0.73, and
     backward's thread, waiting in each hook, 0.81 (docs/benchmarks/2026-11-21-skip-reduce.md).  On NCCL, where waiting
     blocks a stream and not the host, the issuer is the caller of the hook, and both lanes are on one communicator:
-    each has a stream of its own, so that one compresses while the other waits for a message.
-    See [Note: one order of launches].
+    each has a stream of its own, so that one compresses while the other waits for a message.  Its groups are launched
+    in the one order of all, whichever are complete first: a replica of a sharded model that skips a layer has its
+    gradients later than others have.  See [Note: one order of launches].
     """
 
     may_sum_in_place = False  # sums may depend on DDP's buckets, which a checkpoint does not keep
@@ -62,6 +64,7 @@ class Exchange(Around, ABC):
         self.timeline = Timeline(self.device)
         self._record: GradientRecord | None = None  # while somebody wants one
         self._deferred = False
+        self._threaded = threaded
         self._lanes = [Lane(comm, threaded, self.device) for comm in comms]
         self.lay_out(groups)
 
@@ -83,6 +86,12 @@ class Exchange(Around, ABC):
         """Return which of ``groups``, by index, each lane sends, in this order."""
         lane_of = spread([self.groups[i].n for i in groups], len(self._lanes))
         return [[i for i, its in zip(groups, lane_of, strict=True) if its == lane] for lane in range(len(self._lanes))]
+
+    def _orders(self) -> list[list[tuple[int, int]]]:
+        """Return lanes and their groups in each order that ranks keep to: a lane's, or where there is one, of all."""
+        queues = self._queues_of(range(len(self.groups)))
+        orders = [[(lane, i) for i in queue] for lane, queue in enumerate(queues)]
+        return orders if self._threaded else [sorted(chain(*orders), key=itemgetter(1))]
 
     @abstractmethod
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
@@ -215,10 +224,12 @@ class Exchange(Around, ABC):
         """Return what each rank says, by rank; to be called between two steps, on every rank."""
         return self.on_lanes(lambda lane: everywhere(text, lane.comm, self.device), lanes=1)[0]
 
-    def ask_beside(self, launch: Callable[[Comm], Pending]) -> "LaneFuture[Tensor]":
-        """As :meth:`ask`, within a step and without waiting: once the first lane has done what it was given so far."""
-        wait_for_caller(self._lanes)
-        return self._lanes[0].submit(lambda: launch(self._lanes[0].comm).wait())
+    def ask_beside(self, launch: Callable[[Comm], Pending]) -> Answer:
+        """As :meth:`ask`, within a step and without waiting: once the first lane has done what it was given so far.
+
+        ``launch`` makes what it sends, on the lane's stream: the message may be under way when the caller forgets it.
+        """
+        return Answer(self._lanes[0], launch)
 
     def close(self) -> bool:
         """End the issuing threads; returns whether no message is under way.  What is unsent stays readable."""
@@ -247,7 +258,7 @@ class Exchange(Around, ABC):
 
     def ask_for_unsent(self) -> bool:
         """Note and return whether nothing is unsent on any rank; to be called on every rank, between two steps."""
-        norm = torch.tensor([self.unsent_norm()], device=self.device)
+        norm = torch.tensor([self.unsent_norm()], dtype=torch.float32, device=self.device)
         self.nothing_unsent = not bool(self.ask(lambda comm: comm.all_gather(norm)).any())
         return self.nothing_unsent
 

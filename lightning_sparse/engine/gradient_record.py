@@ -59,5 +59,5 @@ class GradientRecord:
 def _spread(n: int, elements: int) -> Tensor:
     """Indices of about ``elements`` of ``n``: runs of neighbours, which share a scale, evenly spread."""
     runs = max(1, min(elements, n) // RUN)
-    starts = torch.arange(runs) * n // runs
-    return (starts[:, None] + torch.arange(min(RUN, elements, n))).flatten().clamp_(max=max(n - 1, 0))[: n or 0]
+    starts, within = (torch.arange(count, device="cpu") for count in (runs, min(RUN, elements, n)))
+    return ((starts * n // runs)[:, None] + within).flatten().clamp_(max=max(n - 1, 0))[: n or 0]

@@ -72,8 +72,8 @@ class GradientExchange(SumsInPlace):
 
     def lay_out(self, groups: Sequence[tuple[Group, Compressor]]) -> None:
         super().lay_out(groups)
-        self._group_of = {p: group for group in self.groups for p in group.parameters}
-        self._queues = self._queues_of(range(len(self._groups)))
+        self._group_of = {p: group for group in self._groups for p in group.parameters}
+        self._queues = self._orders()
         self.discards.lay_out(self._groups, self.compressors)
 
     def between_steps(self) -> None:

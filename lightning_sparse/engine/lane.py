@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_sparse.network.comm import Comm, Rounds, expect_pending
+from lightning_sparse.network.comm import Comm, Pending, Rounds, expect_pending, without_autocast
 from lightning_sparse.selection.sparse import Sparse
 
 T = TypeVar("T")
@@ -87,6 +87,7 @@ class Lane:
         self._thread.join(timeout=PATIENCE_S)
         return not self._thread.is_alive()
 
+    @without_autocast()
     def run(self, rounds: Rounds, meanwhile: Callable[[], None] = lambda: None) -> Tensor | Sparse:
         """Run a compressor to its end, and ``meanwhile`` while its first message is under way.
 
@@ -108,6 +109,21 @@ class Lane:
             self.compress_ns += time.perf_counter_ns() - start_ns - waited_ns
             total: Tensor | Sparse = stop.value
             return total
+
+
+class Answer:
+    """What a lane was asked for, under way."""
+
+    def __init__(self, lane: Lane, launch: Callable[[Comm], Pending]) -> None:
+        self._lane = lane
+        lane.wait_for_caller()
+        self._arriving = lane.submit(lambda: launch(lane.comm).wait())
+
+    def result(self) -> Tensor:
+        """Wait for it; on a device the caller's stream does, since the lane's own is all that has waited so far."""
+        result = self._arriving.result()
+        self._lane.have_caller_wait()
+        return result
 
 
 def _serve(inbox: "queue.SimpleQueue[tuple[Any, ...] | None]") -> None:

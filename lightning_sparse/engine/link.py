@@ -78,7 +78,7 @@ def _medians_s(exchange: Exchange, runs: int, *sums: tuple[int, bool]) -> list[f
     """The medians over ranks of the shortest of ``runs`` of each sum, given as (elements, in one hop)."""
 
     def shortest_s(elements: int, direct: bool) -> float:
-        x = torch.zeros(elements, device=exchange.device)
+        x = torch.zeros(elements, dtype=torch.float32, device=exchange.device)
         return min(time_s(exchange, lambda lane: lane.comm.all_reduce(x, direct).wait()) for _ in range(runs))
 
     own = [shortest_s(*each) for each in sums]

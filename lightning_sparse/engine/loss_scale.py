@@ -16,8 +16,10 @@ class LossScale:
     """
 
     def __init__(self, scaler: torch.amp.GradScaler, device: torch.device) -> None:
-        self.overflowed = torch.zeros(1, device=device)  # above 0 once a gradient of this step was not finite
-        self._scale: Tensor = scaler.scale(torch.ones((), device=device))
+        self.overflowed = torch.zeros(
+            1, dtype=torch.float32, device=device
+        )  # above 0 once a gradient of this step was not finite
+        self._scale: Tensor = scaler.scale(torch.ones((), dtype=torch.float32, device=device))
         self._before: list[tuple[Group, Group]] = []
 
     def take_in(self, buffer: Tensor) -> None:

@@ -137,7 +137,8 @@ class Meetings(LocalExchange):
             RuntimeError: they have other settings.
         """
         digest = zlib.crc32(repr(sorted(self._described.items())).encode())
-        rows = self._among.all_gather(torch.tensor([self.steps, self._hosts.key, digest])).wait()
+        own = torch.tensor([self.steps, self._hosts.key, digest], dtype=torch.int64, device="cpu")
+        rows = self._among.all_gather(own).wait()
         if len(set(rows[:, 2].tolist())) > 1:
             raise RuntimeError("Hosts must be started with the same program, settings and model; got others.")
         self.steps = int(rows[:, 0].max())

@@ -40,7 +40,7 @@ class Pace:
         self._fastest_s = self._slowest_s = 0.0
         self._taken = self._per_step = 0  # steps of the training so far, and those that an own step counts
         self._furthest = 0  # what the furthest host had taken when an exchange last counted
-        self.told = self.heard = torch.zeros(0)
+        self.told = self.heard = torch.zeros(0, dtype=torch.float64, device="cpu")
 
     def enter(self) -> None:
         """Note how far the training is, before the first step here."""
@@ -68,7 +68,7 @@ class Pace:
 
     def vote(self) -> None:
         """Note what to tell in the exchange that begins."""
-        self.told = torch.tensor([self._taken, self._step_s], dtype=torch.float64)
+        self.told = torch.tensor([self._taken, self._step_s], dtype=torch.float64, device="cpu")
 
     def keep_up(self) -> None:
         """Go by what was heard: count as many steps as the furthest host, but leave those from the last meeting on."""

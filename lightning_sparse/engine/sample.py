@@ -51,19 +51,19 @@ class Sample:
         device = groups[0].unsent.device if groups else torch.device("cpu")
         # Of each sampled element what is unsent, the last step that sent it or left nothing to send, means over steps
         # of whether it was sent and of its gradient's square, squares that wait, and the last step that asked for it.
-        self._state = torch.zeros(ROWS, 0, device=device)
-        self._decays = torch.tensor([[DECAY_OF_TURNS], [DECAY_OF_GRADIENTS]], device=device)
+        self._state = torch.zeros(ROWS, 0, dtype=torch.float32, device=device)
+        decays = [[DECAY_OF_TURNS], [DECAY_OF_GRADIENTS]]
+        self._decays = torch.tensor(decays, dtype=torch.float32, device=device)
         self.lay_out(groups)
 
     def lay_out(self, groups: Sequence[Group]) -> None:
         """Go on with the same parameters in other groups.  To be called between two steps."""
-        device = self._state.device
         known = dict(zip(self._sizes, self._state.split(self._counts(), dim=1), strict=True))
         self._groups = groups
         self._sizes = {name: n for group in groups for name, n in zip(group.names, group.sizes, strict=True)}
-        own = [known.get(name, torch.zeros(ROWS, min(n, MOST), device=device)) for name, n in self._sizes.items()]
-        self._state = torch.cat([self._state[:, :0], *own], dim=1)  # [ROWS, m]
-        self._places = [_places(group).to(device) for group in groups]  # in each group's unsent
+        new = ((name, self._state.new_zeros(ROWS, min(n, MOST))) for name, n in self._sizes.items())
+        self._state = torch.cat([self._state[:, :0], *(known.get(*each) for each in new)], dim=1)  # [ROWS, m]
+        self._places = [_places(group).to(self._state.device) for group in groups]  # in each group's unsent
         self._before, self._left = torch.zeros_like(self._state[:2])  # [m], unsent before a step's messages, and after
         counts = [places.numel() for places in self._places]
         self._before_of, self._left_of = self._before.split(counts), self._left.split(counts)  # each group's part
@@ -71,7 +71,7 @@ class Sample:
         self._state[0] = self._left
         self._delivered = torch.zeros_like(self._left)  # [m], in the last step
         self._elements = torch.cat(  # [m], for how many elements each stands
-            [torch.full((min(n, MOST),), n / max(min(n, MOST), 1), device=device) for n in self._sizes.values()]
+            [self._left.new_full((min(n, MOST),), n / max(min(n, MOST), 1)) for n in self._sizes.values()]
             or [self._left]
         )
 
@@ -177,12 +177,13 @@ def _places(group: Group) -> Tensor:
     """Indices of the sampled elements in ``group.unsent``: [m] int64, rising, spread evenly over each parameter."""
     starts = [0, *itertools.accumulate(group.sizes)]
     found = [start + spread_over(name, n) for name, n, start in zip(group.names, group.sizes, starts, strict=False)]
-    return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
+    return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def spread_over(name: str, n: int) -> Tensor:
     """Indices of one of each of as many equal stretches of ``n`` elements, the same wherever the name is the same."""
     k = min(n, MOST)
-    edges = torch.arange(k + 1) * n // max(k, 1)
-    generator = torch.Generator().manual_seed(draw(zlib.crc32(name.encode())))
-    return edges[:-1] + (torch.rand(k, generator=generator, dtype=torch.float64) * edges.diff()).long()
+    edges = torch.arange(k + 1, device="cpu") * n // max(k, 1)
+    generator = torch.Generator("cpu").manual_seed(draw(zlib.crc32(name.encode())))
+    within = torch.rand(k, generator=generator, dtype=torch.float64, device="cpu")
+    return edges[:-1] + (within * edges.diff()).long()

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.lane import Lane
-from lightning_sparse.network.comm import Comm, Rounds
+from lightning_sparse.network.comm import Comm, Rounds, without_autocast
 from lightning_sparse.network.sums import sum_values
 from lightning_sparse.selection.streams import draw
 from lightning_sparse.wire import BFLOAT16
@@ -96,7 +96,7 @@ class SecondMoments:
             self._places[parameter] = _Place(parameter, end)
             end = self._places[parameter].all.stop
         self._device = next(iter(self._places)).device if self._places else torch.device("cpu")
-        self.squares = torch.zeros(2, end, device=self._device)
+        self.squares = torch.zeros(2, end, dtype=torch.float32, device=self._device)
         self.looks = 0
         self._compared = 0  # looks whose sums are in ``squares``
         self._least = 1.0  # 1/P, once ranks have been compared
@@ -114,6 +114,7 @@ class SecondMoments:
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._places)
 
+    @without_autocast()
     def look(self, parameter: Tensor, gradient: Tensor) -> None:
         """Sketch the first gradient of ``parameter`` since the last look."""
         if parameter in self._seen:
@@ -222,7 +223,7 @@ class SecondMoments:
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint keeps, the same on every rank; a look under way will be begun again."""
-        return {"squares": self.squares, "looks": torch.tensor(self._compared)}
+        return {"squares": self.squares, "looks": torch.tensor(self._compared, dtype=torch.int64, device="cpu")}
 
     def resume(self, state: Mapping[str, Tensor], sampled: Tensor | None, size: int) -> bool:
         """Go on from a checkpoint of ``size`` ranks; returns whether it is of these parameters: else it begins anew."""

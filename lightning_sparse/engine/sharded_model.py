@@ -195,8 +195,8 @@ class ShardedModel:
         handed_over, self._handed_over = self._handed_over, []
         here = {id(shard) for _, bucket, _ in handed_over for shard in bucket.used}
         exchange, shards = self._exchange(), self.shards.values()
-        flags = torch.tensor([float(id(shard) in here) for shard in shards], device=exchange.device)
-        replicas_using = exchange.ask_beside(lambda comm: comm.all_reduce(flags))
+        flags = torch.tensor([float(id(shard) in here) for shard in shards], dtype=torch.float32, device="cpu")
+        replicas_using = exchange.ask_beside(lambda comm: comm.all_reduce(flags.to(exchange.device, non_blocking=True)))
         for _, bucket, _ in handed_over:
             bucket.future.wait()
         used = here

@@ -53,7 +53,9 @@ def gradients_of(buffer: Tensor, parameters: Sequence[Tensor]) -> Iterator[tuple
         dense = parameter.numel() == 1 + sum(
             (s - 1) * st for s, st in zip(parameter.shape, parameter.stride(), strict=True)
         )
-        stride = parameter.stride() if dense else torch.empty(parameter.shape, device="meta").stride()
+        stride = (
+            parameter.stride() if dense else torch.empty(parameter.shape, dtype=parameter.dtype, device="meta").stride()
+        )
         yield parameter, buffer.as_strided(parameter.shape, stride, offset)
         offset += parameter.numel()
 
@@ -61,13 +63,14 @@ def gradients_of(buffer: Tensor, parameters: Sequence[Tensor]) -> Iterator[tuple
 class Step:
     """All that belongs to one step, from its first bucket to its last mean.
 
-    The ``groups`` are in the order in which they are sent; ``queues`` say for each of ``lanes`` which of them.
+    The ``groups`` are in the order in which they are sent.  Each of ``queues`` has lanes and their groups, by index, in
+    an order that is kept.
     """
 
     def __init__(
         self,
         groups: Sequence[Group],
-        queues: Sequence[Sequence[int]],
+        queues: Sequence[Sequence[tuple[int, int]]],
         lanes: Sequence[Lane],
         scaler: torch.amp.GradScaler | None,
     ) -> None:
@@ -101,10 +104,10 @@ class Step:
             self.gradients.update((parameter, (gradient, bucket)) for parameter, gradient in bucket.gradients())
 
     def take_complete(self) -> Iterator[tuple[int, int]]:
-        """Yield each lane and group that may be sent now: complete, with none before it on its lane that is not."""
-        for lane, queue in enumerate(self._queues):
-            while queue and not self._arriving[queue[0]]:
-                yield lane, queue.popleft()
+        """Yield each lane and group that may be sent now: complete, with none before it in its queue that is not."""
+        for queue in self._queues:
+            while queue and not self._arriving[queue[0][1]]:
+                yield queue.popleft()
 
     def ask_for_overflow(self, lane: Lane) -> None:
         """Launch the message that says how many ranks found a gradient that is not finite."""

@@ -43,7 +43,7 @@ class Untrained:
     def changed(self) -> Tensor:
         """Whether each has changed on this rank since the first step, in the order of ``watched``: [k] uint8."""
         changes = [not torch.equal(checksum(find()), self.seen[name]) for name, find in self.watched.items()]
-        return torch.tensor(changes, dtype=torch.uint8)
+        return torch.tensor(changes, dtype=torch.uint8, device="cpu")
 
     def take(self, names: Collection[str]) -> dict[str, Find]:
         """Watch those of ``names`` no longer: they are averaged from now on; returns how to find each."""
@@ -73,7 +73,8 @@ class Comparison:
     def begin(self, lane: Lane) -> None:
         """Tell the other ranks; to be called on every rank."""
         self.untrained.begin()
-        row = torch.cat([torch.tensor([self._set]), self.untrained.changed()]).to(self._device, non_blocking=True)
+        row = torch.cat([torch.tensor([self._set], dtype=torch.int64, device="cpu"), self.untrained.changed()])
+        row = row.to(self._device, non_blocking=True)
         self._set, self._sent = 0, (lane, row)
         lane.wait_for_caller()
         self.under_way = lane.submit(lambda: lane.comm.all_gather(row).wait())

@@ -134,7 +134,8 @@ def _kinds(pieces: Sequence[Piece], compressor: Compressor) -> Iterator[tuple[bo
 
 def made_up(n: int, seed: int, device: torch.device) -> Tensor:
     """Return [n] normally distributed values."""
-    pool = torch.randn(min(n, POOL), generator=torch.Generator().manual_seed(seed + 1))
+    generator = torch.Generator("cpu").manual_seed(seed + 1)
+    pool = torch.randn(min(n, POOL), generator=generator, dtype=torch.float32, device="cpu")
     return pool.repeat(-(-n // POOL))[:n].to(device)
 
 

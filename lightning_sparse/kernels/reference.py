@@ -108,7 +108,7 @@ def take_blocks(values: Tensor, out: Tensor, bits: int) -> None:
     for part, scale, code in in_blocks(values, scales, codes, bits, max(1, scales.numel())):
         scale.copy_(_scales(part, bits))
         if bits == 1:
-            multiples = torch.where(part.signbit(), -1.0, 1.0)
+            multiples = part.new_ones(()).copysign(part)
         elif bits == 2:
             multiples = (part * scale.reciprocal()).floor().nan_to_num(0.0).clamp(-2, 1) + 0.5
         else:

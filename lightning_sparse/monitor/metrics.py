@@ -24,8 +24,8 @@ class CompressionRatio(Metric):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.add_state("dense_bytes", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("sent_bytes", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("dense_bytes", torch.tensor(0.0, dtype=torch.float64, device="cpu"), dist_reduce_fx="sum")
+        self.add_state("sent_bytes", torch.tensor(0.0, dtype=torch.float64, device="cpu"), dist_reduce_fx="sum")
 
     def update(self, dense_bytes: float, sent_bytes: float) -> None:
         self.dense_bytes += dense_bytes
@@ -53,8 +53,8 @@ class ThresholdError(Metric):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.add_state("total", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
+        self.add_state("total", torch.tensor(0.0, dtype=torch.float64, device="cpu"), dist_reduce_fx="sum")
+        self.add_state("count", torch.tensor(0, dtype=torch.int64, device="cpu"), dist_reduce_fx="sum")
 
     def update(self, picked: float | Tensor, target: float) -> None:
         """Add a step that picked ``picked`` elements where ``target`` = k were meant."""
@@ -68,12 +68,16 @@ class ThresholdError(Metric):
 
 def compression_ratio(dense_bytes: float | Tensor, sent_bytes: float | Tensor) -> Tensor:
     """``dense_bytes / sent_bytes`` as a 0-d float64 tensor; 1 where both are zero."""
-    dense = torch.as_tensor(dense_bytes, dtype=torch.float64)
-    sent = torch.as_tensor(sent_bytes, dtype=torch.float64)
+    dense, sent = _float64(dense_bytes), _float64(sent_bytes)
     return torch.where((dense == 0) & (sent == 0), torch.ones_like(dense), dense / sent)
 
 
 def threshold_error(picked: float | Tensor, target: float) -> Tensor:
     """``|picked - target| / target`` as a 0-d float64 tensor; 0 where nothing was meant and nothing was picked."""
-    difference = (torch.as_tensor(picked, dtype=torch.float64) - target).abs()
+    difference = (_float64(picked) - target).abs()
     return difference / max(target, 1)
+
+
+def _float64(x: float | Tensor) -> Tensor:
+    """``x`` as it is, where it is: a number on the CPU."""
+    return torch.as_tensor(x, dtype=torch.float64, device=x.device if isinstance(x, Tensor) else "cpu")

@@ -2,7 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass
 
@@ -32,6 +33,16 @@ def expect_pending(launched: object) -> Pending:
     if not isinstance(launched, Pending):
         raise TypeError(f"a compressor yielded {type(launched).__name__}; yield what a method of comm returned.")
     return launched
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Compute in the types that tensors have within, also where a user's ``torch.autocast`` is entered."""
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 T = TypeVar("T", default=Tensor | Sparse)

@@ -29,7 +29,8 @@ class ProcessGroups:
     them in the same order, best of all one after the other (NVIDIA/nccl, issues 195 and 522).  So:
 
     - No thread of ours launches.  The main thread does, and in a backward, while it waits, the thread that calls our
-      hook; the order of launches is the program's, the same on every rank.
+      hook; the order of launches is the program's, the same on every rank.  Groups are launched in the order of the
+      plan, whichever are complete first, which the data of a rank may decide.
     - Where there are nodes, all that an engine launches within a step, whatever the communicator, is launched on one
       stream, and what follows on this stream waits for the message: the sum inside a node, the messages between
       leaders, and those that pass them on are one after the other.  Without nodes there is one communicator.

@@ -7,7 +7,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from lightning_sparse.network.comm import Comm, Meter, Pending, Rounds, expect_pending
+from lightning_sparse.network.comm import Comm, Meter, Pending, Rounds, expect_pending, without_autocast
 from lightning_sparse.network.costs import HOP_BYTES, Costs, hops
 from lightning_sparse.selection.sparse import Sparse
 from lightning_sparse.wire import FLOAT32, ValueFormat
@@ -126,6 +126,7 @@ class SimNetwork:
         self._messages: dict[int, _Message] = {}  # under way, by number
         self.comms = [SimComm(self, rank, hop_bytes).in_format(wire_dtype) for rank in range(size)]
 
+    @without_autocast()
     def run(self, ranks: Sequence[Rounds]) -> list[Tensor | Sparse]:
         """Run one generator a rank to its end, each to its next yield in turn; returns what each returned.
 

@@ -178,7 +178,7 @@ def broadcast(
     All are sent at once.
     """
     flights, arrived = [], []
-    on = selection.on(torch.empty(0, device=device))
+    on = selection.on(torch.empty(0, dtype=torch.float32, device=device))
     for source in sources:
         message = comm.buffer("mask", layout.nbytes, torch.uint8, device)
         if own is not None and source == comm.rank:

@@ -284,7 +284,7 @@ class TorchComm(Comm):
 
     def _on_host(self, x: Tensor) -> Tensor:
         """Memory of the host like ``x``, uninitialised; pinned, so that a copy to the device waits for nobody."""
-        return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.device.type == "cuda")
+        return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.device.type == "cuda")
 
     def _far(self, by: int) -> int:
         """The rank ``by`` further on."""

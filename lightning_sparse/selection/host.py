@@ -161,7 +161,7 @@ def above(x: Tensor, threshold: float, look: Callable[[Magnitudes], None] | None
         found.append(np.flatnonzero(~(magnitudes < np.float32(threshold))) + start)
         if look is not None:
             look(magnitudes)
-    return torch.from_numpy(np.concatenate(found)) if found else torch.empty(0, dtype=torch.int64)
+    return torch.from_numpy(np.concatenate(found)) if found else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def largest(x: Tensor, k: int) -> Tensor:

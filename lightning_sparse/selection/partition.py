@@ -12,7 +12,7 @@ NARROWEST = 1 / 64  # of n / P
 
 def even(n: int, parts: int) -> Tensor:
     """Edges [parts + 1] int64 of parts that differ by at most one element."""
-    return torch.arange(parts + 1) * n // parts
+    return torch.arange(parts + 1, device="cpu") * n // parts
 
 
 def widths(edges: Sequence[int]) -> list[int]:
@@ -41,7 +41,7 @@ def balanced(before: Tensor, loads: Sequence[int]) -> Tensor:
         moved[i] = max(int(moved[i]), int(moved[i - 1]) + narrowest)
     for i in range(parts - 1, 0, -1):
         moved[i] = min(int(moved[i]), int(moved[i + 1]) - narrowest)
-    return torch.tensor([int(edge) for edge in moved])
+    return torch.tensor([int(edge) for edge in moved], dtype=torch.int64, device="cpu")
 
 
 def _quantiles(edges: Sequence[int], loads: Sequence[int]) -> list[float]:

@@ -80,6 +80,7 @@ def hashes(sketch: CountSketch, n: int, device: torch.device | None = None) -> k
     """The hashes of ``sketch`` for vectors of ``n`` elements, drawn on the host: R * n / c draws of about 1 µs."""
     blocks = -(-n // sketch.columns)
     drawn = [[draw(sketch.seed, row, block) for block in range(blocks)] for row in range(sketch.rows)]
-    offsets = torch.tensor([[(x >> 1) % sketch.columns for x in row] for row in drawn], dtype=torch.int64)
-    signs = torch.tensor([[1 - 2 * (x & 1) for x in row] for row in drawn], dtype=torch.float32)
+    places, turns = [[(x >> 1) % sketch.columns for x in row] for row in drawn], [[x & 1 for x in row] for row in drawn]
+    offsets = torch.tensor(places, dtype=torch.int64, device="cpu")
+    signs = 1 - 2 * torch.tensor(turns, dtype=torch.float32, device="cpu")
     return kernels.Hashes(offsets.to(device, non_blocking=True), signs.to(device, non_blocking=True))

@@ -35,7 +35,7 @@ class Sparse:
     def split(self, sizes: Sequence[int]) -> "list[Sparse]":
         """The vector cut into consecutive parts of ``sizes`` elements, each with indices of its own."""
         ends = list(itertools.accumulate(sizes))
-        cuts = torch.searchsorted(self.index, torch.tensor(ends, device=self.index.device)).tolist()
+        cuts = torch.searchsorted(self.index, torch.tensor(ends, dtype=torch.int64, device=self.index.device)).tolist()
         parts = [self[first:last] for first, last in itertools.pairwise([0, *cuts])]
         return [
             Sparse(p.index - start if start else p.index, p.values) for p, start in zip(parts, [0, *ends], strict=False)
@@ -70,7 +70,8 @@ def add_up_sparse(vectors: Sequence[Sparse], n: int) -> Sparse:
     A span of elements after the other, so that the sums stay in a core's cache and take no memory.
     """
     span = min(n, SPAN)
-    total, touched = torch.empty(span), torch.empty(span, dtype=torch.bool)
+    total = torch.empty(span, dtype=torch.float32, device="cpu")
+    touched = torch.empty(span, dtype=torch.bool, device="cpu")
     starts = range(0, n, span)
     parts = [vector.split([min(span, n - start) for start in starts]) for vector in vectors]
     sums = []

@@ -146,7 +146,7 @@ class ThresholdController:
 
     def state(self) -> Tensor:
         """[3] float64, to keep in a group's memory."""
-        return torch.tensor([self.threshold, self.trend, self.was_blind], dtype=torch.float64)
+        return torch.tensor([self.threshold, self.trend, self.was_blind], dtype=torch.float64, device="cpu")
 
     @staticmethod
     def joined(states: Sequence[tuple[Tensor, int]]) -> Tensor:

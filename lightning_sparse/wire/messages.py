@@ -34,7 +34,7 @@ class Selection:
     """
 
     index: Tensor
-    values: Tensor = field(default_factory=lambda: torch.empty(0))
+    values: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float32, device="cpu"))
     seen: Count = 0
     near: Count = 0
     load: Count = 0
@@ -92,7 +92,7 @@ class MessageLayout:
         m = selection.index.numel()
         header, value_part, index_part = self.parts(out)
         counts = (min(x, MOST) for x in (m, selection.seen, selection.near, selection.load))
-        header.view(torch.int32).copy_(torch.tensor(list(counts), dtype=torch.int32))
+        header.view(torch.int32).copy_(torch.tensor(list(counts), dtype=torch.int32, device="cpu"))
         if self.values is not None:
             used = self.values.nbytes(m)
             self.values.take(selection.values, value_part[:used])

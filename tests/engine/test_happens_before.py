@@ -16,7 +16,7 @@ from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.groups import lay_out
 from lightning_sparse.engine.second_moments import EVERY
-from tests.support.fake_cuda import Event, Stream, place, unavailable_reason
+from tests.support.fake_cuda import DEVICE, Event, Stream, place, unavailable_reason
 from tests.support.fake_nccl import FakeNccl, Work
 from tests.support.happens_before import HappensBefore
 from tests.support.on_fake_cuda import (
@@ -24,6 +24,7 @@ from tests.support.on_fake_cuda import (
     Between,
     Make,
     Scaler,
+    ShardedTraining,
     Training,
     evaluate,
     gradients,
@@ -86,6 +87,37 @@ def make_local(nccl: FakeNccl, of: dict[str, Tensor]) -> Exchange:
 
 def test_what_no_optimizer_trains_is_compared_in_order() -> None:
     assert unordered(make_local, EVERY + 3, evaluate) == []
+
+
+def sharded_unordered(batches: int) -> list[str]:
+    """Pairs of accesses that nothing orders, in steps of a sharded model of which a rank skips a layer each time."""
+    with on_fake_cuda(HappensBefore()) as (cuda, nccl):
+        assert isinstance(cuda, HappensBefore)
+        of = parameters()
+        training = ShardedTraining(gradients(nccl, of, ls.TopK(), "int4", bucket_bytes=SMALL, may_be_unused=True), of)
+        for step in range(6):
+            training.step(skips=step % 4 - 1, batches=batches)
+        training.exchange.close()
+        return cuda.unordered
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_a_sharded_model_that_skips_layers_is_ordered(batches: int) -> None:
+    assert sharded_unordered(batches) == []
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_what_is_asked_within_a_step_is_ordered(forgets: bool) -> None:
+    """Also where nobody looks at the answer."""
+    with on_fake_cuda(HappensBefore()) as (cuda, nccl):
+        assert isinstance(cuda, HappensBefore)
+        exchange = gradients(nccl, parameters(), ls.TopK(), "int4")
+        answer = exchange.ask_beside(lambda comm: comm.all_reduce(torch.ones(5, device=DEVICE)))
+        if not forgets:
+            assert answer.result().tolist()
+        del answer
+        torch.ones(5, device=DEVICE)
+        assert cuda.unordered == []
 
 
 WAITS: list[tuple[type, str, str, Make, Between]] = [

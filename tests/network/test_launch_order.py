@@ -4,21 +4,27 @@ import ast
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.network import process_groups
+from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.network.torch_comm import TorchComm
+from lightning_sparse.settings import as_text
 from tests.support.models import batch, small
 from tests.support.processes import Ranks
+from tests.support.sharded import Net, Sharded, mesh
 
 PACKAGE = Path(ls.__file__).parent
 STEPS = 4
@@ -197,6 +203,92 @@ def test_what_an_engine_launches_is_launched_on_a_stream_of_its_own(trained: tup
         assert not any(by_thread for _, _, by_thread in each["launches"])
         logs = [stream for group, stream, _ in each["launches"] if group == each["ddp"]].count("default")
         assert logs == STEPS
+
+
+# - sharded models, of which a replica skips a layer
+
+
+class Skipping(Net):
+    """Layers of one size, so that a replica's gradient of one layer would be taken for that of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Linear(9, 9) for _ in range(4)))
+        self.skips = -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            x = x if i == self.skips else block(x).tanh()
+        y: Tensor = self.head(x)
+        return y
+
+
+@dataclass(frozen=True)
+class Noting(ls.Dense):
+    """Notes what is launched."""
+
+    launched: ClassVar[list[tuple[str, ...]]] = []
+
+    def reduce(self, group: Group, comm: Comm) -> Rounds:
+        self.launched.append(group.names)
+        return (yield from super().reduce(group, comm))
+
+
+def train_sharded(rank: int, size: int) -> dict[str, Any]:
+    """Steps in which replicas skip other layers, over Gloo: by its rules, and by those of NCCL."""
+    mesh_of_all, weights = mesh(2, 2), {}
+    for compressor, wire_dtype in ((Noting(), "int4"), (ls.MiCRO(density=0.2), "float32")):
+        for by_nccl in (False, True):
+            with patch.object(process_groups, "carries_by_nccl", lambda *_, by=by_nccl: by):
+                training = Sharded(mesh_of_all, compressor, Skipping, wire_dtype=wire_dtype)
+            Noting.launched.clear()
+            for step in range(2 * STEPS):
+                training.module.skips = (rank // 2 + step) % 5 - 1  # type: ignore[assignment]
+                training.step(step)
+            weights[as_text(compressor), by_nccl] = training.weights
+            training.close()
+            if compressor == Noting() and by_nccl:
+                launched = list(Noting.launched)
+    return {"launched": launched, "weights": weights}
+
+
+def train_unused(rank: int, size: int) -> list[tuple[str, ...]]:
+    """Steps in which ranks skip other layers, of DDP's buckets; returns what is launched."""
+    model = Skipping()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4, find_unused_parameters=True)
+    with patch.object(process_groups, "carries_by_nccl", lambda *_: True):
+        hook = ls.SparseHook(ddp, Noting(), fusion="none", wire_dtype="int4")
+    Noting.launched.clear()
+    for step in range(STEPS):
+        model.skips = (rank + step) % 5 - 1
+        ddp(torch.randn(4, 9)).square().mean().backward()
+    hook.close()
+    return list(Noting.launched)
+
+
+def test_ranks_that_skip_a_layer_launch_in_the_order_of_the_plan(ranks: Ranks) -> None:
+    first, *others = ranks.run(train_unused, 3, gloo=True)
+    assert first == STEPS * first[: len(first) // STEPS]
+    assert all(other == first for other in others)
+
+
+@pytest.fixture(scope="module")
+def sharded(ranks: Ranks) -> list[dict[str, Any]]:
+    return ranks.run(train_sharded, 4, gloo=True)
+
+
+def test_replicas_that_skip_a_layer_launch_in_the_order_of_the_plan(sharded: list[dict[str, Any]]) -> None:
+    launched = sharded[0]["launched"]
+    step = launched[: len(launched) // (2 * STEPS)]
+    assert len(step) == len(set(step)) > 2
+    for each in sharded:
+        assert each["launched"] == 2 * STEPS * step
+
+
+def test_replicas_that_skip_a_layer_train_as_over_gloo(sharded: list[dict[str, Any]]) -> None:
+    for each in sharded:
+        for (compressor, by_nccl), weights in each["weights"].items():
+            assert torch.equal(weights, sharded[0]["weights"][compressor, False]), (compressor, by_nccl)
 
 
 def test_no_line_asks_for_a_stream_or_waits_for_a_device_without_naming_it() -> None:

@@ -283,7 +283,11 @@ class _Operations(TorchDispatchMode):
             func = torch.ops.aten.masked_select.default
             args = args[0], args[1][0]
         if func in LOOKS:
-            (self._cuda.look if place_of(args[0]) == "cuda" else self._cuda.host_reads)(args[0])
+            if place_of(args[0]) == "cuda":
+                self._cuda.touch(str(func), list(_tensors(args)), [])
+                self._cuda.look(args[0])
+            else:
+                self._cuda.host_reads(args[0])
             return LOOKS[func](self._cuda, *args)
         result = func(*args, **kwargs)
         self._note(func, args, kwargs, result)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,12 +16,14 @@ from lightning_sparse.engine.groups import lay_out, lay_out_fragments
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.engine.optimizers import Optimizers
+from lightning_sparse.engine.shard_groups import ShardGroup
+from lightning_sparse.engine.sharded_model import ShardedModel
 from lightning_sparse.engine.step import gradients_of
 from lightning_sparse.network.node_comm import NodeComm
 from lightning_sparse.network.process_groups import LANES, ProcessGroups
 from lightning_sparse.wire import wire_format
 from tests.support.buckets import Bucket
-from tests.support.fake_cuda import DEVICE, FakeCuda
+from tests.support.fake_cuda import DEVICE, FakeCuda, Stream
 from tests.support.fake_nccl import FakeNccl
 from tests.support.happens_before import HappensBefore
 
@@ -120,6 +123,66 @@ def watched(nccl: FakeNccl, of: dict[str, Tensor]) -> GradientExchange:
     exchange.record_gradients(1000)
     exchange.defer(True)
     return exchange
+
+
+class Shards(ShardGroup):
+    """Parameters as FSDP has them, of which each rank has all."""
+
+    def gradients(self) -> list[Tensor | None]:
+        return [p.grad for p in self.parameters]
+
+    def set_gradient(self, i: int, gradient: Tensor) -> None:
+        self.parameters[i].grad = gradient
+
+
+class ShardedTraining:
+    """A rank's training of a model that is sharded: each parameter is a group, whose gradient comes on another stream.
+
+    Args:
+        exchange: of the rank.
+        of: the parameters.
+    """
+
+    def __init__(self, exchange: GradientExchange, of: dict[str, Tensor]) -> None:
+        self.exchange, self._reducing = exchange, Stream(DEVICE)
+        fsdp = SimpleNamespace(reduce_grads=True, all_reduce_grads=True)
+        model = self.model = ShardedModel.__new__(ShardedModel)
+        model.module, model.shards = torch.nn.Module(), of
+        model.groups = [Shards([n], [p], [p], fsdp, [p.numel()]) for n, p in reversed(of.items())]  # type: ignore[list-item]
+        model._handed_over, model._is_in_backward, model._is_closed = [], False, False
+        model.average_with(exchange.hand_over, lambda: exchange)
+
+    def step(self, skips: int = -1, batches: int = 1) -> None:
+        """Forwards, backwards that reach all groups but one, and an optimizer's step."""
+        cuda = FakeCuda.now()
+        cuda.begin_step()
+        self.exchange.between_steps()
+        for _ in range(batches):
+            for p in self.model.parameters():
+                p.sum()
+            self.exchange.end_forward()
+            with self.model.backward(always=True):
+                for i, group in enumerate(self.model.groups):
+                    if i != skips:
+                        self._reduce(group)
+        with torch.no_grad():
+            for p in self.model.parameters():
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-0.1)
+                p.grad = None
+        self.exchange.end_step()
+
+    def _reduce(self, group: ShardGroup) -> None:
+        """Do what FSDP does, which adds to a gradient that there is, or has it refer to what it has reduced."""
+        cuda, (p,) = FakeCuda.now(), group.parameters
+        self._reducing.wait_stream(cuda.stream)
+        with cuda.on(self._reducing):
+            reduced = torch.full((p.numel(),), 1.0, device=DEVICE)
+            self.model._take(group, reduced)
+            if p.grad is None:
+                p.grad = reduced.view(p.shape)
+            else:
+                p.grad += reduced.view(p.shape)
 
 
 class Training:

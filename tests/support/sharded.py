@@ -65,7 +65,7 @@ class Sharded:
                 if isinstance(module, FSDPModule):
                     module.set_requires_all_reduce(is_last, recurse=False)
             generator = torch.Generator().manual_seed(1000 * step + 10 * dist.get_rank() + batch)
-            x = torch.randn(4, 9, generator=generator)
+            x = torch.randn(4, 9, generator=generator, dtype=torch.float32)
             if self.hooked:
                 self.hook.begin_forward()
             loss = _loss(root, x)
