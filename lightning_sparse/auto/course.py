@@ -14,7 +14,7 @@ from lightning_sparse.auto.policy import Auto
 from lightning_sparse.auto.switch import Switch
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.build import Way
-from lightning_sparse.engine.optimizers import why_not_ahead, why_not_alone
+from lightning_sparse.engine.optimizers import why_not_alone
 from lightning_sparse.fusion.steps import Passes
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.process_groups import ProcessGroups
@@ -55,8 +55,9 @@ class Course:
         switch.exchange.between_steps()
 
     def _pass(self) -> None:
-        if self.chooser and any(why_not_alone(each) or why_not_ahead(each) for each in self.switch.optimizers.seen):
-            self.chooser.forbid_local_steps()
+        for optimizer in self.switch.optimizers.seen if self.chooser else ():
+            if self.chooser and (reason := why_not_alone(optimizer)):
+                self.chooser.forbid_local_steps(f"{type(optimizer).__name__}, which {reason}")
         if self._is_choosing != self._is_to_choose or not same(self._at_work, self._at_work_now):
             self._start()  # a warm-up has ended, or a rung of it
             return

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported at run time only
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lightning_sparse.auto.policy import Candidate
 from lightning_sparse.checkpoint.optimizers import in_order, set_tensors, tensors_everywhere
@@ -70,6 +71,7 @@ class Switch:
         self.optimizers = Optimizers(
             parameters.values() if watch_optimizers else (), lambda: me.exchange if (me := own()) else None
         )
+        self._noted: list[weakref.ref[Optimizer]] = []  # on every rank
         size = ranks.size // groups.local_size if way.elastic is None else sys.maxsize  # hosts that may come
         compressor = _dense_if_alone(way.compressor, size)
         self._first = replace(way, compressor=compressor)
@@ -84,6 +86,16 @@ class Switch:
         self.layer_fusion: LayerFusion | None = None
         if way.fusion == "layer" and way.local is None:
             self.layer_fusion = LayerFusion(self.exchange, way.compressor, self.parameters)
+        for noted in self._noted:
+            if (optimizer := noted()) is not None:
+                self.exchange.note(optimizer)
+
+    def note(self, *optimizers: Optimizer) -> None:
+        """Know of ``optimizers`` of these parameters before they step; to be called on every rank."""
+        for optimizer in optimizers:
+            self.optimizers.note(optimizer)
+            self._noted.append(weakref.ref(optimizer))
+            self.exchange.note(optimizer)
 
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
         """DDP's communication hook."""
