@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future as LaneFuture
+from functools import reduce
 from itertools import groupby
 
 import torch
@@ -145,7 +146,8 @@ class _Find:
         self._module, self._prefix, self._name, self._shape = module, prefix, name, shape
 
     def __call__(self) -> Tensor:
-        tensor: object = getattr(self._module.get_submodule(self._prefix), self._name, None)
+        owner = reduce(getattr, filter(None, self._prefix.split(".")), self._module)  # also of a scripted module
+        tensor: object = getattr(owner, self._name, None)
         if not isinstance(tensor, Tensor) or tensor.shape != self._shape:
             name = f"{self._prefix}.{self._name}" if self._prefix else self._name
             got = list(tensor.shape) if isinstance(tensor, Tensor) else tensor
