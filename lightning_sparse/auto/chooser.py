@@ -173,7 +173,7 @@ class Chooser:
         To be called on every rank between two steps, before any is measured.
         """
         options = [given, *(each.averaging for each in PLAIN if each in self._candidates)]
-        seconds = median_over_ranks(exchange, [costs.sums_s(each) for each in options]).tolist()
+        seconds = median_over_ranks(exchange, list(map(costs.sums_s, options))).tolist()
         return options[seconds.index(min(seconds))], min(seconds)
 
     def choose(
@@ -217,8 +217,7 @@ class Chooser:
 
     def _look(self, exchange: Exchange) -> None:
         """Predict the step of each candidate, and gather gradients of all ranks."""
-        self._has_looked = True
-        own = self._record.gradients()
+        self._has_looked, own = True, self._record.gradients()
         of_each = exchange.ask(lambda comm: comm.all_gather(own.flatten().bfloat16()))[:RANKS].float()
         self._gradients, self._weights = of_each.unflatten(1, own.shape), self._record.weights()
         self.forecasts = _shared(exchange, self._candidates, self._forecast_of)

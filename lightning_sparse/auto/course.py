@@ -12,10 +12,11 @@ from lightning_sparse.auto.chooser import Chooser
 from lightning_sparse.auto.passes import choose_and_watch, measure_link_once, nothing
 from lightning_sparse.auto.policy import Auto
 from lightning_sparse.auto.switch import Switch
+from lightning_sparse.checks import is_list, is_number
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.build import Way
 from lightning_sparse.engine.optimizers import why_not_alone
-from lightning_sparse.fusion.steps import Passes
+from lightning_sparse.fusion.steps import Passes, Times
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.settings import same
@@ -118,10 +119,11 @@ class Course:
     def state(self) -> dict[str, Any]:
         """What was planned or chosen, for :meth:`resume`."""
         switch = self.switch
+        usual = {"usual": [float(each) for each in switch.usual]} if switch.usual else {}
         if switch.layer_fusion is not None:
             state = switch.layer_fusion.state()
-            return state | {"chosen": str(switch.chosen or "")} if state else {}
-        state = {"chosen": str(switch.chosen)} if switch.chosen else {}
+            return state | {"chosen": str(switch.chosen or "")} | usual if state else {}
+        state = {"chosen": str(switch.chosen)} | usual if switch.chosen else {}
         if switch.chosen or switch.knows_link:
             state["latencies"] = list(switch.exchange.latencies)
         return state
@@ -141,6 +143,9 @@ class Course:
         else:
             planned = fusion.resume(state, chosen.averaging if chosen else fusion.compressor, steps)
             switch.chosen = chosen if planned else None
+        usual: Any = state.get("usual")
+        is_usual = planned and is_list(usual) and len(usual) == 3 and all(map(is_number, usual))
+        switch.usual = Times(float(usual[0]), float(usual[1]), bool(usual[2])) if is_usual else None
         self._begin(planned)
 
     def follow(self, before: "Course") -> None:

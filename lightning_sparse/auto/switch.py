@@ -23,6 +23,7 @@ from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.engine.optimizers import Optimizers
 from lightning_sparse.engine.step import PendingBucket
 from lightning_sparse.fusion.layer_fusion import LayerFusion
+from lightning_sparse.fusion.steps import Times
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.settings import same
@@ -45,6 +46,7 @@ class Switch:
         way: how it averages.
         layer_fusion: of its groups, if there is one.
         chosen: the candidate in use, where one was chosen.
+        usual: what its step took when it was chosen, if that is known.
         may_add_unsent: every step takes all gradients, so that what is unsent may be added to a rank's own next ones.
         knows_link: sums of local steps that were given go by the link's latencies.
         optimizers: of these parameters, where they are watched.
@@ -65,6 +67,7 @@ class Switch:
         self._broadcasts_buffers = ddp.broadcast_buffers
         self.parameters = parameters
         self.chosen: Candidate | None = None
+        self.usual: Times | None = None
         self.knows_link = False
         self.may_add_unsent = scaler is None and not ddp.find_unused_parameters
         own = weakref.ref(self)

@@ -1,5 +1,6 @@
 """The engine between a training and its compressors: groups, lanes that send them, and what a step did."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future as LaneFuture
@@ -209,6 +210,22 @@ class Exchange(Around, ABC):
         """As :meth:`ask`, within a step and without waiting: once the first lane has done what it was given so far."""
         wait_for_caller(self._lanes)
         return self._lanes[0].submit(lambda: launch(self._lanes[0].comm).wait())
+
+    @property
+    def round(self) -> int:
+        """The steps in which everything travels once."""
+        return 1
+
+    @property
+    def sees_hidden_messages(self) -> bool:
+        """Whether :meth:`messages` are all messages, also those under way beside computing."""
+        return self.device.type == "cpu"
+
+    def messages(self) -> Callable[[], float]:
+        """What tells, later, for how many seconds messages of the last step were under way, or waited for."""
+        if self.device.type == "cpu":
+            return partial(float, self.last.ms_network / 1e3 if self.last else math.nan)
+        return self.timeline.wait()
 
     def close(self) -> bool:
         """End the issuing threads; returns whether no message is under way.  What is unsent stays readable."""

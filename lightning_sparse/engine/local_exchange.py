@@ -271,7 +271,9 @@ class LocalExchange(LocalState):
 
     def _receive(self) -> None:
         """Wait for what is under way, and apply it."""
+        self.timeline.begin_wait()
         flight, waited_ns = self._flight, self._flight.wait()
+        self.timeline.end_wait()
         if self._counts(flight):
             for replica in flight.replicas:
                 replica.apply()

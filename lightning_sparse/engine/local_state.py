@@ -68,6 +68,10 @@ class LocalState(Exchange):
             replica.group.unsent.zero_()
 
     @property
+    def round(self) -> int:
+        return self.settings.steps
+
+    @property
     def members(self) -> int:
         """Who averages now; the ranks, all of them."""
         return self._lanes[0].comm.size
