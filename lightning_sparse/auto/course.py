@@ -18,6 +18,7 @@ from lightning_sparse.engine.build import Way
 from lightning_sparse.engine.optimizers import why_not_alone
 from lightning_sparse.fusion.steps import Passes, Times
 from lightning_sparse.network.comm import Comm
+from lightning_sparse.network.costs import Link
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.settings import same
 
@@ -119,7 +120,8 @@ class Course:
     def state(self) -> dict[str, Any]:
         """What was planned or chosen, for :meth:`resume`."""
         switch = self.switch
-        usual = {"usual": [float(each) for each in switch.usual]} if switch.usual else {}
+        link = [switch.link.latency_s, switch.link.s_per_byte] if switch.link else []
+        usual = {"usual": [*(float(each) for each in switch.usual), *link]} if switch.usual else {}
         if switch.layer_fusion is not None:
             state = switch.layer_fusion.state()
             return state | {"chosen": str(switch.chosen or "")} | usual if state else {}
@@ -144,8 +146,9 @@ class Course:
             planned = fusion.resume(state, chosen.averaging if chosen else fusion.compressor, steps)
             switch.chosen = chosen if planned else None
         usual: Any = state.get("usual")
-        is_usual = planned and is_list(usual) and len(usual) == 3 and all(map(is_number, usual))
-        switch.usual = Times(float(usual[0]), float(usual[1]), bool(usual[2])) if is_usual else None
+        is_usual = planned and is_list(usual) and len(usual) in (4, 6) and all(map(is_number, usual))
+        switch.usual = Times(usual[0], usual[1], bool(usual[2]), usual[3]) if is_usual else None
+        switch.link = Link(*usual[4:]) if is_usual and usual[4:] else None
         self._begin(planned)
 
     def follow(self, before: "Course") -> None:

@@ -60,7 +60,7 @@ def choose_and_watch(switch: Switch, chooser: Chooser, chosen: bool) -> Passes[N
     while True:
         if not chosen:
             before, was = switch.chosen, switch.usual
-            switch.usual = None
+            switch.usual = switch.link = None
             try:
                 switch.usual = yield from _choose(switch, chooser)
             except NoClock:  # on every rank
@@ -69,9 +69,9 @@ def choose_and_watch(switch: Switch, chooser: Chooser, chosen: bool) -> Passes[N
             same_as_before = before == switch.chosen and was and switch.usual and not was.have_changed(switch.usual)
             steps = min(2 * steps, MOST_WATCHED) if same_as_before else WATCHED
         if switch.layer_fusion is not None:
-            yield from switch.layer_fusion.watch(steps, switch.usual)
+            yield from switch.layer_fusion.watch(steps, switch.usual, switch.link)
         else:
-            yield from _watch_local_steps(switch, steps, switch.usual)
+            yield from _watch_local_steps(switch, steps)
             switch.to_gradients()
         chosen = False
 
@@ -87,10 +87,12 @@ def _choose(switch: Switch, chooser: Chooser) -> Passes[Times]:
         costs = fusion.costs_on(measure_link(exchange, latency_s))
         at_work, sums_s = chooser.start(exchange, costs, fusion.at_work)
         fusion.follow(Layout(fusion.layout.groups, at_work))
+        switch.link = costs.link
     exchange.record_gradients(ELEMENTS)
     measured = yield from fusion.measure(GLIMPSE_OF_DEVICE if exchange.device.type == "cuda" else GLIMPSE)
     if far:  # now that connections carry what they can
         costs, sums_s = fusion.costs_on(measure_link(exchange, latency_s)), measured.sums_s
+        switch.link = costs.link
     is_enough = sums_s > measured.computing_s  # the same on every rank
     if not is_enough:
         measured = yield from fusion.measure(CHOOSING)
@@ -195,9 +197,9 @@ def _settle(switch: Switch) -> Passes[None]:
         yield
 
 
-def _watch_local_steps(switch: Switch, steps: int, usual: Times | None) -> Passes[None]:
+def _watch_local_steps(switch: Switch, steps: int) -> Passes[None]:
     yield from _settle(switch)
-    before, now = yield from until_changed(switch.exchange, steps, usual)
+    before, now = yield from until_changed(switch.exchange, steps, switch.usual, switch.link)
     rank_zero_info(
         f"sparse_auto: messages take {1e3 * now.messages_s:.0f} ms in a step, no longer "
         f"{1e3 * before.messages_s:.0f} ms; choosing anew."

@@ -25,6 +25,7 @@ from lightning_sparse.engine.step import PendingBucket
 from lightning_sparse.fusion.layer_fusion import LayerFusion
 from lightning_sparse.fusion.steps import Times
 from lightning_sparse.network.comm import Comm
+from lightning_sparse.network.costs import Link
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.settings import same
 
@@ -47,6 +48,7 @@ class Switch:
         layer_fusion: of its groups, if there is one.
         chosen: the candidate in use, where one was chosen.
         usual: what its step took when it was chosen, if that is known.
+        link: as it was measured then, if it was.
         may_add_unsent: every step takes all gradients, so that what is unsent may be added to a rank's own next ones.
         knows_link: sums of local steps that were given go by the link's latencies.
         optimizers: of these parameters, where they are watched.
@@ -68,6 +70,7 @@ class Switch:
         self.parameters = parameters
         self.chosen: Candidate | None = None
         self.usual: Times | None = None
+        self.link: Link | None = None
         self.knows_link = False
         self.may_add_unsent = scaler is None and not ddp.find_unused_parameters
         own = weakref.ref(self)

@@ -144,10 +144,10 @@ class LayerFusion:
         self.phase = "measure"
         return (yield from measure_steps(self._exchange, self._parameters, counts))
 
-    def watch(self, steps: int, usual: Times | None) -> Passes[None]:
-        """Look at what steps take, so many at a time, until messages take another time than ``usual``."""
+    def watch(self, steps: int, usual: Times | None, link: Link | None = None) -> Passes[None]:
+        """Look at what steps take, so many at a time, until messages take another time; see :func:`until_changed`."""
         self.phase = "watch"
-        before, now = yield from until_changed(self._exchange, steps, usual)
+        before, now = yield from until_changed(self._exchange, steps, usual, link)
         rank_zero_info(
             f"LayerFusion: messages take {1e3 * now.messages_s:.1f} ms in a step, no longer "
             f"{1e3 * before.messages_s:.1f} ms; measuring anew."

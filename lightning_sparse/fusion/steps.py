@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from statistics import mean, median
 from typing import NamedTuple, TypeVar
 
@@ -11,8 +12,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_sparse.engine.exchange import Exchange
-from lightning_sparse.engine.link import least_over_ranks, median_over_ranks
+from lightning_sparse.engine.link import NoClock, least_over_ranks, measure_link, median_over_ranks
+from lightning_sparse.engine.step import Report
 from lightning_sparse.fusion.planner import Measured
+from lightning_sparse.network.costs import Link
 
 CHANGED = 1.5  # The factor between two typical times from which times have changed.
 LEAST_ROUNDS = 3  # In which every weight travels once, of which a median tells what messages take.
@@ -29,11 +32,13 @@ class Times(NamedTuple):
         step_s: the whole.
         messages_s: in which messages were under way; NaN if nobody knows.
         sees_hidden: also beside computing, and not only while the step waited for them.
+        dense: how many times as many bytes dense sums in float32 send.
     """
 
     step_s: float
     messages_s: float
     sees_hidden: bool = True
+    dense: float = 1.0
 
     @property
     def are_known(self) -> bool:
@@ -49,6 +54,11 @@ class Times(NamedTuple):
         if not (self.sees_hidden and now.sees_hidden) and with_now_s < self.step_s:
             with_now_s = max(with_now_s, min(now.step_s, self.step_s))
         return _differ(now.messages_s, self.messages_s) and _differ(with_now_s, self.step_s)
+
+    def may_be_for_others(self, now: "Times") -> bool:
+        """Whether messages are so much shorter ``now`` that candidates may be sooner which send more."""
+        less_s = self.dense * (self.messages_s - now.messages_s)
+        return now.messages_s < self.messages_s / CHANGED and less_s > (1 - 1 / CHANGED) * self.step_s
 
 
 def _differ(s: float, other_s: float) -> bool:
@@ -119,14 +129,20 @@ def typical_times(exchange: Exchange, steps: int) -> Passes[Times]:
     they took least, since other ranks wait in them for the slowest.
     """
     clock, seconds, messages = StepClock(exchange), list[float](), list[Callable[[], float]]()
+    reports: list[Report | None] = []
     for _ in range(steps):
         yield
         seconds.append(clock())
         messages.append(exchange.messages())
+        reports.append(exchange.last)
     known = _known(seconds)
     longest_s = PAUSE * median(known)
     step_s = float(median_over_ranks(exchange, [mean(s for s in known if not s > longest_s)])[0])
-    return Times(step_s, _of_rounds(exchange, messages), exchange.sees_hidden_messages)
+    sent_bytes, dense_bytes = (
+        sum(getattr(each, name, 0) for each in reports) for name in ("sent_bytes", "dense_bytes")
+    )
+    messages_s = _of_rounds(exchange, messages)
+    return Times(step_s, messages_s, exchange.sees_hidden_messages, dense_bytes / max(sent_bytes, 1))
 
 
 def _of_rounds(exchange: Exchange, messages: Sequence[Callable[[], float]]) -> float:
@@ -141,14 +157,24 @@ def in_rounds(exchange: Exchange, steps: int) -> int:
     return max(steps, LEAST_ROUNDS * exchange.round)
 
 
-def until_changed(exchange: Exchange, steps: int, usual: Times | None = None) -> Passes[tuple[Times, Times]]:
-    """Return what is ``usual``, if that is known, or else what was first, and what is now, once it has changed."""
+def until_changed(
+    exchange: Exchange, steps: int, usual: Times | None = None, link: Link | None = None
+) -> Passes[tuple[Times, Times]]:
+    """Return what is ``usual``, if that is known, or else what was first, and what is now, once it has changed.
+
+    Where messages have become short that were hardly waited for, it has if the ``link`` has, which is measured then.
+    """
     while True:
         now = yield from typical_times(exchange, in_rounds(exchange, steps))
         if usual is None or not usual.are_known:
             usual = now
         elif usual.have_changed(now):
             return usual, now
+        elif link is not None and usual.may_be_for_others(now):
+            with suppress(NoClock):
+                if _differ(measure_link(exchange).s_per_byte, link.s_per_byte):
+                    return usual, now
+            usual = usual._replace(messages_s=now.messages_s)
 
 
 def _known(seconds: Sequence[float]) -> list[float]:

@@ -23,6 +23,7 @@ from lightning_sparse.fusion.steps import (
     typical_times,
     until_changed,
 )
+from lightning_sparse.network.costs import Link
 
 T = TypeVar("T")
 
@@ -30,7 +31,7 @@ T = TypeVar("T")
 class Simulated:
     """An exchange of one rank, whose steps take as long as they are told, and their messages."""
 
-    round, was_shown = 1, False
+    round, was_shown, last = 1, False, SimpleNamespace(sent_bytes=1, dense_bytes=1)
 
     def __init__(self, step_s: Sequence[float], messages_s: Sequence[float] = (1.0,), sees_hidden: bool = True) -> None:
         self.step_s, self.messages_s = itertools.cycle(step_s).__next__, itertools.cycle(messages_s).__next__
@@ -105,6 +106,25 @@ def test_messages_are_noticed_that_become_short_or_long_beside_computing(simulat
     assert ran(until_changed(simulated([1.0], [0.9]), 10, Times(1.0, 0.05)), 500)[0] == 10
     assert ran(until_changed(simulated([1.0], [0.05]), 10, Times(1.0, 0.3)), 500)[0] == 500  # it hardly matters
     assert ran(until_changed(simulated([1.0], [0.9]), 10, Times(1.0, 0.65)), 500)[0] == 500
+
+
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_short_messages_that_become_shorter_are_a_change_if_the_link_is_faster(
+    simulated: Any, monkeypatch: pytest.MonkeyPatch, is_faster: bool
+) -> None:
+    """Candidates that send more may be sooner then; the link is measured once."""
+    measured: list[Link] = []
+
+    def measure(exchange: object) -> Link:
+        measured.append(Link(1e-4, 1e-9 if is_faster else 0.9e-7))
+        return measured[-1]
+
+    monkeypatch.setattr(steps, "measure_link", measure)
+    usual, link = Times(1.0, 0.1, dense=16.0), Link(1e-4, 1e-7)
+    assert ran(until_changed(simulated([1.0], [0.01]), 10, usual, link), 200)[0] == (10 if is_faster else 200)
+    assert len(measured) == 1
+    assert ran(until_changed(simulated([1.0], [0.01]), 10, usual._replace(dense=2.0), link), 200)[0] == 200
+    assert len(measured) == 1  # dense sums were as good before
 
 
 @pytest.mark.parametrize("sees_hidden", [True, False])

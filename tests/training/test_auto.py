@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
 
 FIRST = FIRST_CHOICE + (GLIMPSE_OF_DEVICE.settling if ACCELERATOR == "cuda" else 0)
 LOCAL = ls.Candidate(ls.Dense(), "int4", local_steps=3)
-CHANGES_BACK = FIRST + EARLY + 10
+CHANGES_BACK = FIRST + EARLY + 25
 
 
 def nobody_looks_ahead() -> None:
@@ -102,9 +102,9 @@ def _there_and_back(rank: int, size: int) -> Any:
                 merged.append((weights(module), momenta(run, module)))
 
     watch = Merged()
-    run = trainer(auto(LOCAL), size, check_every=0, max_steps=CHANGES_BACK + 5, callbacks=[watch])
+    run = trainer(auto(LOCAL), size, check_every=0, max_steps=CHANGES_BACK + 30, callbacks=[watch])
     torch.manual_seed(0)
-    run.fit(WithEmpty(), data(CHANGES_BACK + 5, size))
+    run.fit(WithEmpty(), data(CHANGES_BACK + 30, size))
     last = len(watch.engines) - 1 - watch.engines[::-1].index("LocalExchange")
     return watch.engines, watch.own[last], merged[0], watch.momenta[last]
 
