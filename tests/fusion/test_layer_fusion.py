@@ -69,7 +69,7 @@ class Training:
         switch: Any = SimpleNamespace(
             exchange=self.exchange, layer_fusion=self.fusion, way=Way, chosen=None, parameters=self.parameters
         )
-        switch.optimizers, switch.usual = SimpleNamespace(seen=[], unscale=lambda: None), None
+        switch.optimizers, switch.usual, switch.link = SimpleNamespace(seen=[], unscale=lambda: None), None, None
         choosing = Chooser(options.policy, local=False) if options.policy else None
         self.course = Course(switch, choosing, warmup_steps)
         self.backwards = backwards

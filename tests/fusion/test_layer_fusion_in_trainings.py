@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -246,7 +247,7 @@ def measurements(rank: int, size: int, name: str) -> list[int]:
     layer_fusion.measure_steps = noting
     if name == "drift":  # right after the groups were chosen
         chosen = STEPS_MEASURED + 1
-        Exchange.messages = lambda self: lambda: 0.010 if self.steps < chosen else 1.0  # type: ignore[method-assign]
+        Exchange.messages = lambda self: partial(float, 0.01 if self.steps < chosen else 1)  # type: ignore[method-assign]
     compressor = ls.Warmup(11, ls.TopK()) if name == "warmup" else ls.TopK()
     trainer(ls.SparseDDPStrategy(compressor), size, max_steps=24).fit(Deep(), data(24, size))
     return began

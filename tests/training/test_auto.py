@@ -1,5 +1,6 @@
 """sparse_auto on real processes: from gradients to local steps and back, and what a checkpoint keeps of it."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def _there_and_back(rank: int, size: int) -> Any:
     nobody_looks_ahead()
     merged: list[tuple[Tensor, Tensor]] = []
     passes.SETTLING, passes.TIMED, passes.WATCHED = 0, 3, 1
-    Exchange.messages = lambda self: lambda: 1.0 if self.steps < CHANGES_BACK else 99.0  # type: ignore[method-assign]
+    Exchange.messages = lambda self: partial(float, 1 if self.steps < CHANGES_BACK else 99)  # type: ignore[method-assign]
     Chooser.note = lambda self, exchange, step_s: LOCAL  # type: ignore[method-assign]
     passes.is_far = lambda latency_s: False  # also where a busy machine's first message takes long
     Chooser.start = lambda self, exchange, costs, given: (given, 0.0)  # type: ignore[method-assign]  # one step tells too little
@@ -100,6 +101,7 @@ def _there_and_back(rank: int, size: int) -> Any:
             before = self.engines and self.engines[-1] == "LocalExchange"
             if before and isinstance(run.strategy.exchange, GradientExchange):  # type: ignore[attr-defined]
                 merged.append((weights(module), momenta(run, module)))
+                run.should_stop = True
 
     watch = Merged()
     run = trainer(auto(LOCAL), size, check_every=0, max_steps=CHANGES_BACK + 30, callbacks=[watch])
