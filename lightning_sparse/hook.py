@@ -233,9 +233,7 @@ class SparseHook:
 
     def note(self, optimizer: Optimizer) -> None:
         """Have :meth:`state_dict` and :meth:`load_state_dict` know it before it has stepped."""
-        optimizers = self._course.switch.optimizers
-        optimizers.note(optimizer)
-        optimizers.are_given = True
+        self._course.switch.note(optimizer)
 
     def state_dict(self, residuals: str = "per_rank", optimizers: Sequence[Optimizer] = ()) -> dict[str, Any]:
         """Return what the ranks have not sent, as tensors, strings and integers; complete on rank 0.
@@ -272,6 +270,7 @@ class SparseHook:
             ValueError: on every rank, if one of them finds it damaged; each reads what it goes on with, and no more.
             RuntimeError: on every rank, if they were not given the same.
         """
+        self._course.switch.note(*optimizers)
         saved = checkpoint.read(state, self.exchange, self._ranks)
         self.exchange.abandon(is_loaded)
         if saved is not None:

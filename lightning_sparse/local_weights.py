@@ -87,6 +87,11 @@ class ShowsAverage(MeetsAtSignals, WatchesLoss, _Base):
         if self.exchange is not None:
             self.exchange.show_average(settle=not self._is_broken())
 
+    def compare_averages(self) -> None:
+        """Compare what was set after the last step, while every rank is there; raise a RuntimeError if it differs."""
+        if self.exchange is not None and not self._is_broken():
+            self.exchange.compare_averages()
+
     def _is_broken(self) -> bool:
         """Whether other ranks may be gone, so that a message might wait for them."""
         module = self.lightning_module

@@ -161,9 +161,12 @@ class SparseMixin(ElasticHost):
 
     def teardown(self) -> None:
         """End the exchange's threads and process groups; the default group outlives them."""
-        if self.hook is not None:
-            self.hook.close()
-        super().teardown()
+        try:
+            self.compare_averages()
+        finally:
+            if self.hook is not None:
+                self.hook.close()
+            super().teardown()
 
     # - checkpoints
 

@@ -105,8 +105,10 @@ class Chooser:
         if not local:
             self.forbid_local_steps()
 
-    def forbid_local_steps(self) -> None:
-        """Choose among candidates that average gradients from now on."""
+    def forbid_local_steps(self, reason: str = "") -> None:
+        """Choose among candidates that average gradients from now on; say so once if there is a ``reason``."""
+        if reason and any(each.local_steps for each in self._candidates):
+            rank_zero_info(f"sparse_auto: local steps are no candidates with {reason}.")
         self._candidates = [each for each in self._candidates if not each.local_steps] or [EXACT]
 
     def candidate(self, text: str) -> Candidate | None:
@@ -162,8 +164,8 @@ class Chooser:
     @property
     def _eligible(self) -> list[Forecast]:
         """Those of them that lose no more than is allowed, and what was chosen."""
-        chosen = self.chosen and self.chosen.candidate
-        return [f for f in self._known if f.candidate == chosen or _is_allowed(f, self._auto.at_most)]
+        chosen, at_most = [self.chosen.candidate] if self.chosen else [], self._auto.at_most
+        return [f for f in self._known if f.candidate in chosen or _is_allowed(f, at_most)]
 
     def start(self, exchange: Exchange, costs: GroupCosts, given: Compressor) -> tuple[Compressor, float]:
         """Return what to begin with: ``given``, or plain sums where the link takes them sooner; and their seconds.
@@ -171,9 +173,8 @@ class Chooser:
         To be called on every rank between two steps, before any is measured.
         """
         options = [given, *(each.averaging for each in PLAIN if each in self._candidates)]
-        seconds = median_over_ranks(exchange, [costs.sums_s(each) for each in options]).tolist()
-        soonest_s = min(seconds)
-        return options[seconds.index(soonest_s)], soonest_s
+        seconds = median_over_ranks(exchange, list(map(costs.sums_s, options))).tolist()
+        return options[seconds.index(min(seconds))], min(seconds)
 
     def choose(
         self,
@@ -216,8 +217,7 @@ class Chooser:
 
     def _look(self, exchange: Exchange) -> None:
         """Predict the step of each candidate, and gather gradients of all ranks."""
-        self._has_looked = True
-        own = self._record.gradients()
+        self._has_looked, own = True, self._record.gradients()
         of_each = exchange.ask(lambda comm: comm.all_gather(own.flatten().bfloat16()))[:RANKS].float()
         self._gradients, self._weights = of_each.unflatten(1, own.shape), self._record.weights()
         self.forecasts = _shared(exchange, self._candidates, self._forecast_of)

@@ -12,11 +12,13 @@ from lightning_sparse.auto.chooser import Chooser
 from lightning_sparse.auto.passes import choose_and_watch, measure_link_once, nothing
 from lightning_sparse.auto.policy import Auto
 from lightning_sparse.auto.switch import Switch
+from lightning_sparse.checks import is_list, is_number
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.build import Way
-from lightning_sparse.engine.optimizers import why_not_ahead, why_not_alone
-from lightning_sparse.fusion.steps import Passes
+from lightning_sparse.engine.optimizers import why_not_alone
+from lightning_sparse.fusion.steps import Passes, Times
 from lightning_sparse.network.comm import Comm
+from lightning_sparse.network.costs import Link
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.settings import same
 
@@ -56,8 +58,9 @@ class Course:
         switch.exchange.between_steps()
 
     def _pass(self) -> None:
-        if self.chooser and any(why_not_alone(each) or why_not_ahead(each) for each in self.switch.optimizers.seen):
-            self.chooser.forbid_local_steps()
+        for optimizer in self.switch.optimizers.seen if self.chooser else ():
+            if self.chooser and (reason := why_not_alone(optimizer)):
+                self.chooser.forbid_local_steps(f"{type(optimizer).__name__}, which {reason}")
         if self._is_choosing != self._is_to_choose or not same(self._at_work, self._at_work_now):
             self._start()  # a warm-up has ended, or a rung of it
             return
@@ -121,11 +124,13 @@ class Course:
         state: dict[str, Any] = {"optimizers": dict(switch.numbers)} if switch.numbers else {}
         if switch.exchange.copies_unsent:
             state["copies unsent"] = True
+        link = [switch.link.latency_s, switch.link.s_per_byte] if switch.link else []
+        usual = {"usual": [*(float(each) for each in switch.usual), *link]} if switch.usual else {}
         if switch.layer_fusion is not None:
             plan = switch.layer_fusion.state()
-            return state | plan | {"chosen": str(switch.chosen or "")} if plan else state
+            return state | plan | {"chosen": str(switch.chosen or "")} | usual if plan else state
         if switch.chosen:
-            state["chosen"] = str(switch.chosen)
+            state |= {"chosen": str(switch.chosen)} | usual
         if switch.chosen or switch.knows_link:
             state["latencies"] = list(switch.exchange.latencies)
         return state
@@ -148,6 +153,10 @@ class Course:
         else:
             planned = fusion.resume(state, chosen.averaging if chosen else fusion.compressor, steps)
             switch.chosen = chosen if planned else None
+        usual: Any = state.get("usual")
+        is_usual = planned and is_list(usual) and len(usual) in (4, 6) and all(map(is_number, usual))
+        switch.usual = Times(usual[0], usual[1], bool(usual[2]), usual[3]) if is_usual else None
+        switch.link = Link(*usual[4:]) if is_usual and usual[4:] else None
         self._begin(planned)
 
     def follow(self, before: "Course") -> None:

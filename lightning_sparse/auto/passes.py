@@ -3,8 +3,6 @@
 Generators that are resumed once before each forward, between two steps, on every rank.
 """
 
-import math
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -15,12 +13,11 @@ from lightning_sparse.auto.policy import Candidate
 from lightning_sparse.auto.switch import Switch
 from lightning_sparse.auto.trial import ELEMENTS
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.link import NoClock, is_far, measure_latency, measure_link
 from lightning_sparse.fusion.costs import GroupCosts
 from lightning_sparse.fusion.layer_fusion import LayerFusion, check_clock
 from lightning_sparse.fusion.planner import Layout, Measured
-from lightning_sparse.fusion.steps import PassCounts, Passes, typical_s, until_changed
+from lightning_sparse.fusion.steps import PassCounts, Passes, Times, in_rounds, typical_times, until_changed
 from lightning_sparse.settings import same
 
 MEASURED_AFTER = 3  # Local steps after which the link is measured, where local steps were given.
@@ -30,7 +27,7 @@ TIMED = 10  # Steps whose mean is what a step takes: they differ, as fragments d
 TAKING_OVER = 2  # Steps after a change: one sends what was not sent before, or finds thresholds.
 # By what part, from turn to turn, those may be later of which so many are timed again: a machine is slower at times.
 DOUBTS = (0.25, 0.1, 0.05, 0.03)
-WATCHED = 50  # Local steps after which it is checked whether their times have changed.
+WATCHED, MOST_WATCHED = 50, 800  # Steps after which it is checked whether messages take another time; at most.
 GLIMPSE = PassCounts(0, 0, 1)  # The first step: enough where it shows that messages take longer than all the rest.
 GLIMPSE_OF_DEVICE = PassCounts(2, 0, 1)  # Before it kernels are compiled, which no later step waits for.
 CHOOSING = PassCounts(0, 3, 2)  # Few, since steps of what is chosen are measured too.
@@ -54,25 +51,33 @@ def measure_link_once(switch: Switch) -> Passes[None]:
 
 
 def choose_and_watch(switch: Switch, chooser: Chooser, chosen: bool) -> Passes[None]:
-    """Choose, and watch until steps take another time than they did; over and over."""
+    """Choose, and watch until messages take another time than they did when it was chosen; over and over.
+
+    Where the same is chosen anew, and messages take what they did, nothing had changed for long: the next change must
+    last for twice as long.
+    """
+    steps = WATCHED
     while True:
-        usual_s = math.nan
         if not chosen:
+            before, was = switch.chosen, switch.usual
+            switch.usual = switch.link = None
             try:
-                usual_s = yield from _choose(switch, chooser)
+                switch.usual = yield from _choose(switch, chooser)
             except NoClock:  # on every rank
                 switch.exchange.take_record()  # which nobody reads now
                 rank_zero_warn("sparse_auto: no rank could tell the time; training goes on as it began.")
+            same_as_before = before == switch.chosen and was and switch.usual and not was.have_changed(switch.usual)
+            steps = min(2 * steps, MOST_WATCHED) if same_as_before else WATCHED
         if switch.layer_fusion is not None:
-            yield from switch.layer_fusion.watch()
+            yield from switch.layer_fusion.watch(steps, switch.usual, switch.link)
         else:
-            yield from _watch_local_steps(switch, usual_s)
+            yield from _watch_local_steps(switch, steps)
             switch.to_gradients()
         chosen = False
 
 
-def _choose(switch: Switch, chooser: Chooser) -> Passes[float]:
-    """Measure, choose, and try what was chosen, until nothing better is expected; returns the seconds of its step."""
+def _choose(switch: Switch, chooser: Chooser) -> Passes[Times]:
+    """Measure, choose, and try what was chosen, until nothing better is expected; returns what its step takes."""
     fusion, exchange = switch.layer_fusion, switch.exchange
     assert fusion is not None
     yield  # what a checkpoint holds is in its place now
@@ -82,10 +87,12 @@ def _choose(switch: Switch, chooser: Chooser) -> Passes[float]:
         costs = fusion.costs_on(measure_link(exchange, latency_s))
         at_work, sums_s = chooser.start(exchange, costs, fusion.at_work)
         fusion.follow(Layout(fusion.layout.groups, at_work))
+        switch.link = costs.link
     exchange.record_gradients(ELEMENTS)
     measured = yield from fusion.measure(GLIMPSE_OF_DEVICE if exchange.device.type == "cuda" else GLIMPSE)
     if far:  # now that connections carry what they can
         costs, sums_s = fusion.costs_on(measure_link(exchange, latency_s)), measured.sums_s
+        switch.link = costs.link
     is_enough = sums_s > measured.computing_s  # the same on every rank
     if not is_enough:
         measured = yield from fusion.measure(CHOOSING)
@@ -94,25 +101,30 @@ def _choose(switch: Switch, chooser: Chooser) -> Passes[float]:
     check_clock(measured)
     candidate = chooser.choose(exchange, measured, costs, None if is_enough else at_work, record)
     layouts = {each: Layout(fusion.layout.groups, each.averaging) for each in chooser.measured}
+    known = dict.fromkeys(layouts, Times(measured.span_s + measured.rest_s, measured.messages_s))
     while True:
         if candidate.local_steps:
-            step_s = yield from _take_local_steps(switch, candidate, chooser.longest_s(FAR))
+            times = yield from _take_local_steps(switch, candidate, chooser.longest_s(FAR))
         else:
             longest_s = chooser.longest_s(DOUBT)
-            step_s = yield from _average_gradients(switch, candidate, at_work, measured, costs, longest_s)
+            times = yield from _average_gradients(switch, candidate, at_work, measured, costs, longest_s)
             assert switch.layer_fusion is not None
             layouts[candidate] = switch.layer_fusion.layout
-        again = chooser.note(switch.exchange, step_s)
+        known[candidate] = times
+        again = chooser.note(switch.exchange, times.step_s)
         if again == candidate:
             break
         candidate = again
     if candidate.local_steps or len(chooser.finalists(DOUBTS[0])) < 2:
-        return step_s
-    return (yield from _measure_in_turn(switch, chooser, layouts))
+        return times
+    return (yield from _measure_in_turn(switch, chooser, layouts, known))
 
 
-def _measure_in_turn(switch: Switch, chooser: Chooser, layouts: Mapping[Candidate, Layout]) -> Passes[float]:
-    """Measure in turn what differs little, ever fewer, and go on with the soonest; returns the seconds of its step."""
+def _measure_in_turn(
+    switch: Switch, chooser: Chooser, layouts: Mapping[Candidate, Layout], known: Mapping[Candidate, Times]
+) -> Passes[Times]:
+    """Measure in turn what differs little, ever fewer, and go on with the soonest; returns what its step takes."""
+    latest = dict(known)
     fusion, exchange = switch.layer_fusion, switch.exchange
     assert fusion is not None
     for doubt in DOUBTS:
@@ -123,16 +135,17 @@ def _measure_in_turn(switch: Switch, chooser: Chooser, layouts: Mapping[Candidat
         for each in finalists:
             switch.chosen = each
             yield from _take_over(fusion, layouts[each])
-            chooser.see(each, (yield from _step_s(exchange, TIMED)))
+            latest[each] = yield from typical_times(exchange, TIMED)
+            chooser.see(each, latest[each].step_s)
     switch.chosen = chooser.take_soonest()
     fusion.follow(layouts[switch.chosen])
-    return chooser.measured[switch.chosen]
+    return latest[switch.chosen]
 
 
 def _average_gradients(
     switch: Switch, candidate: Candidate, at_work: Compressor, measured: Measured, costs: GroupCosts, longest_s: float
-) -> Passes[float]:
-    """Go on with a candidate that averages gradients, in the groups that are best for it; returns seconds of a step.
+) -> Passes[Times]:
+    """Go on with a candidate that averages gradients, in the groups that are best for it; returns what a step takes.
 
     Soon, if the first ones take longer than ``longest_s``.
     """
@@ -146,13 +159,13 @@ def _average_gradients(
         layout = fusion.decide(candidate.averaging, at_work, measured, costs)
     switch.chosen = candidate
     if same(fusion.compressor, candidate.averaging):
-        yield from fusion.try_on(layout, measured.span_s)
+        yield from fusion.try_on(layout, measured)
     else:
         yield from _take_over(fusion, layout)
-    step_s = yield from _step_s(switch.exchange, GLANCE)
-    if step_s > longest_s:
-        return step_s
-    return (yield from _step_s(switch.exchange, TIMED))
+    times = yield from typical_times(switch.exchange, GLANCE)
+    if times.step_s > longest_s:
+        return times
+    return (yield from typical_times(switch.exchange, TIMED))
 
 
 def _take_over(fusion: LayerFusion, layout: Layout) -> Passes[None]:
@@ -161,8 +174,8 @@ def _take_over(fusion: LayerFusion, layout: Layout) -> Passes[None]:
         yield
 
 
-def _take_local_steps(switch: Switch, candidate: Candidate, longest_s: float) -> Passes[float]:
-    """Go on with local steps; returns the seconds of one, soon if the first ones take longer than ``longest_s``."""
+def _take_local_steps(switch: Switch, candidate: Candidate, longest_s: float) -> Passes[Times]:
+    """Go on with local steps; returns what one takes, soon if the first ones take longer than ``longest_s``."""
     if switch.layer_fusion is not None and not switch.may_add_unsent:
         switch.layer_fusion.send_all()
         switch.chosen = None
@@ -170,11 +183,11 @@ def _take_local_steps(switch: Switch, candidate: Candidate, longest_s: float) ->
             yield
     switch.to_local_steps(candidate)
     if switch.exchange.is_starting:
-        step_s = yield from _step_s(switch.exchange, GLANCE)
-        if step_s > longest_s:
-            return step_s
+        times = yield from typical_times(switch.exchange, GLANCE)
+        if times.step_s > longest_s:
+            return times
     yield from _settle(switch)
-    return (yield from _step_s(switch.exchange, TIMED))
+    return (yield from typical_times(switch.exchange, in_rounds(switch.exchange, TIMED)))
 
 
 def _settle(switch: Switch) -> Passes[None]:
@@ -184,27 +197,10 @@ def _settle(switch: Switch) -> Passes[None]:
         yield
 
 
-def _watch_local_steps(switch: Switch, usual_s: float) -> Passes[None]:
+def _watch_local_steps(switch: Switch, steps: int) -> Passes[None]:
     yield from _settle(switch)
-    clock = StepClock(switch.exchange)
-    usual_s, now_s = yield from until_changed(switch.exchange, clock, WATCHED, usual_s=usual_s)
+    before, now = yield from until_changed(switch.exchange, steps, switch.usual, switch.link)
     rank_zero_info(
-        f"sparse_auto: local steps take {1e3 * now_s:.0f} ms, no longer {1e3 * usual_s:.0f} ms; choosing anew."
+        f"sparse_auto: messages take {1e3 * now.messages_s:.0f} ms in a step, no longer "
+        f"{1e3 * before.messages_s:.0f} ms; choosing anew."
     )
-
-
-def _step_s(exchange: Exchange, steps: int) -> Passes[float]:
-    """Return the typical seconds of so many steps, the next ones."""
-    return (yield from typical_s(exchange, StepClock(exchange), steps))
-
-
-class StepClock:
-    """Returns the seconds since it was asked last; NaN where somebody evaluated or saved meanwhile."""
-
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange, self._last_s = exchange, time.perf_counter()
-
-    def __call__(self) -> float:
-        """Return the seconds of the last step."""
-        before_s, self._last_s = self._last_s, time.perf_counter()
-        return math.nan if self._exchange.was_shown else self._last_s - before_s

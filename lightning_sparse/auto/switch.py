@@ -12,6 +12,7 @@ from torch.autograd import Variable
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported at run time only
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lightning_sparse.auto.policy import Candidate
 from lightning_sparse.checkpoint.optimizers import in_order, set_tensors, tensors_everywhere
@@ -23,7 +24,9 @@ from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.engine.optimizers import Optimizers
 from lightning_sparse.engine.step import PendingBucket
 from lightning_sparse.fusion.layer_fusion import LayerFusion
+from lightning_sparse.fusion.steps import Times
 from lightning_sparse.network.comm import Comm
+from lightning_sparse.network.costs import Link
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.settings import same
 
@@ -46,6 +49,8 @@ class Switch:
         way: how it averages.
         layer_fusion: of its groups, if there is one.
         chosen: the candidate in use, where one was chosen.
+        usual: what its step took when it was chosen, if that is known.
+        link: as it was measured then, if it was.
         may_add_unsent: every step takes all gradients, so that what is unsent may be added to a rank's own next ones.
         knows_link: sums of local steps that were given go by the link's latencies.
         optimizers: of these parameters.
@@ -65,6 +70,8 @@ class Switch:
         self._broadcasts_buffers = ddp.broadcast_buffers
         self.parameters = parameters
         self.chosen: Candidate | None = None
+        self.usual: Times | None = None
+        self.link: Link | None = None
         self.knows_link = False
         self.may_add_unsent = scaler is None and not ddp.find_unused_parameters
         held, own = getattr(ddp, "held", {}), weakref.ref(self)
@@ -74,6 +81,7 @@ class Switch:
         self._numbers: Mapping[str, int] = {}  # of the optimizer of each parameter, by name
         self._known: list[list[int]] = []  # parameters in each group of each optimizer, when these were found
         self._said_untrained = False
+        self._noted: list[weakref.ref[Optimizer]] = []  # on every rank
         size = ranks.size // groups.local_size if way.elastic is None else sys.maxsize  # hosts that may come
         compressor = _dense_if_alone(way.compressor, size)
         self._first = replace(way, compressor=compressor)
@@ -90,6 +98,9 @@ class Switch:
             self.layer_fusion = LayerFusion(self.exchange, way.compressor, self.parameters)
         self._names = [group.names for group in self.exchange.groups]
         self._group()
+        for noted in self._noted:
+            if (optimizer := noted()) is not None:
+                self.exchange.note(optimizer)
 
     def group_as(self, names: Sequence[Sequence[str]]) -> None:
         """Average in groups of these ``names``, apart where :func:`apart` says so."""
@@ -102,8 +113,6 @@ class Switch:
         ``saved`` are the numbers of optimizers in a checkpoint, to go by while none is known.
         """
         known = [[id(each), *(len(group["params"]) for group in each.param_groups)] for each in self.optimizers.seen]
-        if known:
-            self.exchange.expect_steps()
         if known != self._known or (saved and not known):
             self._known = known
             numbers = self.optimizers.numbers(self._held) or saved or {}
@@ -128,7 +137,7 @@ class Switch:
 
     def _say_what_is_untrained(self) -> None:
         untrained = [name for name, number in self._numbers.items() if number == NOT_TRAINED]
-        is_sure = self.optimizers.are_given or self.exchange.steps >= SURE
+        is_sure = bool(self._noted) or self.exchange.steps >= SURE
         if untrained and is_sure and not self._said_untrained and self.way.local is None and self.exchange.size > 1:
             self._said_untrained = True
             elements = sum(self.parameters[name].numel() for name in untrained)
@@ -137,6 +146,13 @@ class Switch:
                 f"float32 in every step, as under ddp ({4 * elements / 2**20:,.1f} MiB). Where nobody reads them, call "
                 "requires_grad_(False) before the fit, which saves that."
             )
+
+    def note(self, *optimizers: Optimizer) -> None:
+        """Know of ``optimizers`` of these parameters before they step; to be called on every rank."""
+        for optimizer in optimizers:
+            self.optimizers.note(optimizer)
+            self._noted.append(weakref.ref(optimizer))
+            self.exchange.note(optimizer)
 
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
         """DDP's communication hook."""

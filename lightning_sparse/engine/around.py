@@ -49,6 +49,9 @@ class Around:
     def end_forward(self) -> None:
         """Note the end of a forward that trains."""
 
+    def note(self, optimizer: Optimizer) -> None:
+        """Know of an ``optimizer`` before it steps; to be called on every rank, between two steps."""
+
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Make ready for a step of ``optimizer``, which is one of these parameters."""
 
@@ -60,9 +63,6 @@ class Around:
 
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         """Note that ``optimizer`` has stepped."""
-
-    def expect_steps(self) -> None:
-        """Note that there are optimizers of these parameters, whose steps are noticed."""
 
     @property
     def copies_unsent(self) -> bool:
@@ -163,6 +163,9 @@ class Around:
     def end_pass(self) -> None:
         """Note that whoever times steps has timed one: ``was_shown`` is of the next."""
         self.was_shown = False
+
+    def compare_averages(self) -> None:
+        """Raise a RuntimeError on every rank if averages were set that differ; to be called on every rank."""
 
     def compare(self) -> None:
         """Find out what no optimizer trains and has changed, and differs between ranks; to be called on every rank."""

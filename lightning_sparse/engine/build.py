@@ -87,6 +87,7 @@ def make_exchange(
             hosts=way.elastic,
             described=_described(ddp.module, way),
             alone=TorchComm(ddp.process_group),
+            lead_is_given=way.local.lead is not None,
         )
     return LocalExchange(
         laid_out,
@@ -97,6 +98,7 @@ def make_exchange(
         warmup_steps=way.warmup_steps,
         untrained=untrained,
         compressor=way.compressor,
+        lead_is_given=way.local.lead is not None,
     )
 
 

@@ -1,5 +1,6 @@
 """The engine between a training and its compressors: groups, lanes that send them, and what a step did."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
@@ -230,6 +231,22 @@ class Exchange(Around, ABC):
         ``launch`` makes what it sends, on the lane's stream: the message may be under way when the caller forgets it.
         """
         return Answer(self._lanes[0], launch)
+
+    @property
+    def round(self) -> int:
+        """The steps in which everything travels once."""
+        return 1
+
+    @property
+    def sees_hidden_messages(self) -> bool:
+        """Whether :meth:`messages` are all messages, also those under way beside computing."""
+        return self.device.type == "cpu"
+
+    def messages(self) -> Callable[[], float]:
+        """What tells, later, for how many seconds messages of the last step were under way, or waited for."""
+        if self.device.type == "cpu":
+            return partial(float, self.last.ms_network / 1e3 if self.last else math.nan)
+        return self.timeline.wait()
 
     def close(self) -> bool:
         """End the issuing threads; returns whether no message is under way.  What is unsent stays readable."""

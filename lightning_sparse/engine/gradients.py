@@ -80,7 +80,7 @@ class GradientExchange(SumsInPlace):
         self.end_step()
         self.discards.begin()
 
-    def expect_steps(self) -> None:
+    def note(self, optimizer: Optimizer) -> None:
         self.discards.knows_steps = True
 
     def begin_backward(self) -> None:

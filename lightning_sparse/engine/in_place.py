@@ -31,6 +31,10 @@ class SumsInPlace(ScaledSteps):
         self._type_in_place = types.pop() if len(types) == 1 else None
         self.nothing_unsent = False
 
+    @property
+    def sees_hidden_messages(self) -> bool:
+        return super().sees_hidden_messages and self._next_in_place[0] is None
+
     def sums_in_place(self, compressor: Compressor) -> bool:
         return self._sums_in_place_in(type_in_place(compressor))
 
@@ -112,6 +116,7 @@ class SumsInPlace(ScaledSteps):
         return self._next_in_place[0] == torch.float32 and not self._hands_back
 
     def begin_plain_step(self) -> Callable[[], None]:
+        self.timeline.begin_wait()
         step = Step(self._groups, [], self._lanes, None)
         step.in_place = torch.float32
 

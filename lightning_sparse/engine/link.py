@@ -90,10 +90,24 @@ def median_over_ranks(exchange: Exchange, seconds: Sequence[float]) -> NDArray[n
 
     What cannot be a duration (zero, negative, infinite, NaN) does not count; NaN where no rank has any other.
     """
-    own = torch.tensor(seconds, dtype=torch.float64, device=exchange.device)
-    every = exchange.ask(lambda comm: comm.all_gather(own)).cpu().numpy()  # [P, m]
-    columns = [column[np.isfinite(column) & (column > 0)] for column in every.T]
+    columns = [column[np.isfinite(column) & (column > 0)] for column in _of_ranks(exchange, seconds).T]
     return np.array([np.median(column) if len(column) else np.nan for column in columns])
+
+
+def least_over_ranks(exchange: Exchange, seconds: Sequence[float]) -> NDArray[np.float64]:
+    """The least over the ranks of each of ``seconds`` [m], the same on every rank; NaN where no rank knows any.
+
+    Of messages that is what the link takes: other ranks have waited for the last one to begin, too.
+    """
+    of_ranks = _of_ranks(exchange, seconds)
+    least: NDArray[np.float64] = np.fmin.reduce(np.where(np.isfinite(of_ranks), of_ranks, np.nan))
+    return least
+
+
+def _of_ranks(exchange: Exchange, seconds: Sequence[float]) -> NDArray[np.float64]:  # [P, m]
+    own = torch.tensor(seconds, dtype=torch.float64, device=exchange.device)
+    every: NDArray[np.float64] = exchange.ask(lambda comm: comm.all_gather(own)).cpu().numpy()
+    return every
 
 
 def time_s(exchange: Exchange, work: Callable[[Lane], object]) -> float:

@@ -15,9 +15,8 @@ from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.flight import Flight
 from lightning_sparse.engine.local_state import LocalState
 from lightning_sparse.engine.local_steps import LocalSteps
-from lightning_sparse.engine.optimizers import why_not_ahead, why_not_alone
+from lightning_sparse.engine.optimizers import why_not_alone
 from lightning_sparse.engine.phases import Phase, Phases
-from lightning_sparse.engine.rates import Rates
 from lightning_sparse.engine.replica import Find
 from lightning_sparse.engine.second_moments import EVERY
 from lightning_sparse.engine.step import Report, gradients_of
@@ -39,6 +38,7 @@ class LocalExchange(LocalState):
         warmup_steps: in which every group travels.
         untrained: tensors of the module that no optimizer trains, to be averaged if they change.
         compressor: with what frozen parameters among them are averaged.
+        lead_is_given: by who trains; else ranks do not look ahead with optimizers that make it in vain.
     """
 
     def __init__(
@@ -52,10 +52,11 @@ class LocalExchange(LocalState):
         warmup_steps: int = 0,
         untrained: Mapping[str, Find] | None = None,
         compressor: Compressor | None = None,
+        lead_is_given: bool = True,
     ) -> None:
-        super().__init__(groups, fragments, comms, threaded, settings, untrained or {}, compressor or Exact())
+        others = untrained or {}
+        super().__init__(groups, fragments, comms, threaded, settings, others, compressor or Exact(), lead_is_given)
         self._phases = Phases()
-        self._rates = Rates(settings.lead or 1.0)
         self._warmup_steps = warmup_steps
         self._exchanged = 0  # the last step after which groups were taken up
         self._flight = Flight(self._lanes)
@@ -110,11 +111,7 @@ class LocalExchange(LocalState):
                 f"local_steps cannot be combined with {type(optimizer).__name__}, which {reason}. Give another "
                 "optimizer, or leave out local_steps."
             )
-        if self._rates.factor != 1 and (reason := why_not_ahead(optimizer)):
-            raise ValueError(
-                "local_steps looks ahead by multiplying learning rates, which does not work with "
-                f"{type(optimizer).__name__}: it {reason}. Give local_steps=LocalSteps({self.settings.steps}, lead=1)."
-            )
+        self._comparison.leads_in_vain |= self._rates.are_in_vain(optimizer)
         self._hide()
         self._phases.begin_optimizer()
 
@@ -207,9 +204,13 @@ class LocalExchange(LocalState):
     def compare(self) -> None:
         self._note_what_was_set()
         self._end_comparison()
-        if self._comparison.is_needed and self.phase is not Phase.ENDED:
+        if (self._comparison.is_needed or self._rates.may_end) and self.phase is not Phase.ENDED:
             self._comparison.begin(self._lanes[0])
             self._end_comparison()
+
+    def compare_averages(self) -> None:
+        if self.phase is not Phase.ENDED:
+            super().compare_averages()
 
     # - checkpoints
 
@@ -270,7 +271,9 @@ class LocalExchange(LocalState):
 
     def _receive(self) -> None:
         """Wait for what is under way, and apply it."""
+        self.timeline.begin_wait()
         flight, waited_ns = self._flight, self._flight.wait()
+        self.timeline.end_wait()
         if self._counts(flight):
             for replica in flight.replicas:
                 replica.apply()

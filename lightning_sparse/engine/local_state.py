@@ -1,9 +1,13 @@
 """What of a training with local steps is averaged, seen from outside, and kept in a checkpoint."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.group import Group
@@ -11,11 +15,13 @@ from lightning_sparse.engine.adam import MeanMoments
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.groups import carry_over
 from lightning_sparse.engine.local_steps import LocalSteps
+from lightning_sparse.engine.rates import Rates
 from lightning_sparse.engine.replica import Find, Replica
 from lightning_sparse.engine.scratch import Scratch
 from lightning_sparse.engine.second_moments import SecondMoments
 from lightning_sparse.engine.untrained import Comparison, Untrained, replicas_of
 from lightning_sparse.engine.weights import Weights
+from lightning_sparse.network.agreement import ranks_having
 from lightning_sparse.network.comm import Comm
 
 
@@ -33,9 +39,11 @@ class LocalState(Exchange):
         settings: LocalSteps,
         untrained: Mapping[str, Find],
         compressor: Compressor,
+        lead_is_given: bool,
     ) -> None:
         super().__init__(groups, comms, threaded=threaded)
         self.settings = settings
+        self._rates = Rates(settings.lead or 1.0, lead_is_given)
         of = zip(groups, fragments, strict=True)
         scratch = Scratch()
         self.weights = Weights([Replica(group, c, i, settings, scratch=scratch) for (group, c), i in of])
@@ -60,18 +68,65 @@ class LocalState(Exchange):
             replica.group.unsent.zero_()
 
     @property
+    def round(self) -> int:
+        return self.settings.steps
+
+    @property
     def members(self) -> int:
         """Who averages now; the ranks, all of them."""
         return self._lanes[0].comm.size
 
+    # - how far ranks look ahead
+
+    def note(self, optimizer: Optimizer) -> None:
+        own = {p for group in self.groups for p in group.parameters}
+        is_ours = any(p in own for group in optimizer.param_groups for p in group["params"])
+        if is_ours and self._rates.may_end and self._rates.are_in_vain(optimizer):
+            self._comparison.leads_in_vain = True
+            if not self.steps:  # else messages may be under way, and ranks compare first
+                self._end_lead()
+
+    def _end_lead(self) -> None:
+        """Look ahead no more; to be called on every rank, with no message under way."""
+        if self._rates.may_end:
+            self._rates.give_back()
+            self._rates.factor, self.settings = 1.0, replace(self.settings, lead=1.0)
+            for replica in self.weights.replicas:
+                replica.lead = 1.0
+            rank_zero_info(
+                "lightning_sparse: local steps do not look ahead (lead=1): the steps of an optimizer do not grow with "
+                "its learning rate."
+            )
+
+    # - what others have set
+
+    def compare_averages(self) -> None:
+        trained = {name for each in self.weights.replicas if not each.is_untrained for name in each.group.names}
+        sums = {name: x for name, x in self.weights.checksums().items() if name in trained}
+        if not sums:
+            return
+        own = torch.stack(list(sums.values())).to(self.device)
+        every = self.ask(lambda comm: comm.all_gather(own)).cpu()  # [P, k]
+        differ = [name for name, column in zip(sums, every.T, strict=True) if (column != column[0]).any()]
+        if differ:
+            parties = ranks_having([tuple(row) for row in every.tolist()])
+            raise RuntimeError(
+                "Weights that are set after the last step must be set on every rank, to the same, as they are the "
+                f"average of all ranks then; got others on {' and on '.join(parties.values())}: {differ[0]}"
+                f"{f' and {len(differ) - 1} more' if len(differ) > 1 else ''}. Set them on all ranks, or set them in a "
+                "copy of the model."
+            )
+
     # - what no optimizer trains
 
     def _end_comparison(self) -> None:
-        """Average what has changed, too, starting from the mean over the ranks."""
+        """Average what has changed, too, starting from the mean over the ranks, and look ahead if that is of use."""
         for replica in self._replicas_of(self._comparison.end()):
             own = replica.average.clone()
             replica.average.copy_(self.ask(lambda comm, own=own: comm.all_reduce(own)) / self.members)  # type: ignore[misc]
             self.weights.add(replica)
+        if self._comparison.lead_ends:
+            self._end_lead()
 
     def adopt(self, groups: Iterable[Collection[str]]) -> None:
         for names in groups:

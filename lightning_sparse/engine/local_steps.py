@@ -33,7 +33,8 @@ class LocalSteps:
         outer_momentum: of the outer step, Nesterov's; DiLoCo takes 0.9, with an ``outer_rate`` of 0.7.
         lead: each rank's own steps are so many times as long as its optimizer says, and x̄ moves by their mean at its
             length: ranks look ahead of x̄.  None: 1.43 where all weights travel within four steps, beside the next,
-            and no other setting is changed, or 1.25 in one bit and more than one step; else 1.
+            and no other setting is changed, or 1.25 in one bit and more than one step; else 1, also with an optimizer
+            whose steps do not grow with its learning rate.
         error_decay: None: what is unsent stays in a rank's own weights.  A number: it waits beside them, so that each
             rank goes on from x̄, and from one exchange of a weight to the next so much of it is left: 1 keeps all, as
             the law says; below 1, as 0.95 in SparseLoCo (arXiv 2508.15706), the rest is given up.

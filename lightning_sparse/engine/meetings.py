@@ -51,10 +51,12 @@ class Meetings(LocalExchange):
         untrained: Mapping[str, Find],
         settings: LocalSteps,
         warmup_steps: int = 0,
+        lead_is_given: bool = True,
     ) -> None:
         self._hosts = Hosts(hosts, self._shared)
         self._among = ElasticComm(self._hosts.leave, hosts.limit).in_format(wire_dtype)
-        super().__init__(groups, fragments, [self._among], threaded=True, settings=settings, warmup_steps=warmup_steps)
+        given: Any = {"settings": settings, "warmup_steps": warmup_steps, "lead_is_given": lead_is_given}
+        super().__init__(groups, fragments, [self._among], threaded=True, **given)
         self._described, self._alone = dict(described), alone
         self._others = Untrained(untrained)  # that each host has for itself, and hands on to one that joins
         self._pace = Pace(hosts.own_pace, ahead=int(settings.overlap))

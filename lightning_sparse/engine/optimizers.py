@@ -9,7 +9,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from lightning_sparse.checks import is_number
 from lightning_sparse.engine.around import Around
 from lightning_sparse.engine.groups import NOT_TRAINED
 
@@ -18,9 +17,7 @@ NOT_ALONE = {
     "LBFGS": "evaluates the model as often as a rank's own loss asks for, so that ranks would wait for each other",
     "ZeroRedundancyOptimizer": "has each rank step a part of the parameters, with that rank's own gradient",
 }
-
-#: Optimizers whose steps a longer learning rate does not make longer, and why.
-NOT_AHEAD = {"Rprop": "goes by its learning rate in the first step alone"}
+HAS_MODES = "has weights of its own on each rank, which its eval() puts in the place of the average"
 
 Step = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of an optimizer's step
 
@@ -31,7 +28,6 @@ class Optimizers:
     def __init__(self, parameters: Collection[Tensor], around: Callable[[], Around | None]) -> None:
         self._parameters, self._around = set(parameters), around
         self._seen: list[weakref.ref[Optimizer]] = []
-        self.are_given = False  # somebody has noted them all before the first step
         #: Hooks around the updates that are under way.
         self._updating: weakref.WeakKeyDictionary[Optimizer, list[RemovableHandle]] = weakref.WeakKeyDictionary()
         own = weakref.ref(self)
@@ -130,15 +126,7 @@ class Optimizers:
 
 def why_not_alone(optimizer: Optimizer) -> str:
     """Return why a rank cannot take a step of ``optimizer`` of its own; empty if it can."""
-    return _reason(optimizer, NOT_ALONE)
-
-
-def why_not_ahead(optimizer: Optimizer) -> str:
-    """Return why a longer learning rate does not make a step of ``optimizer`` longer; empty if it does."""
-    if any(not (isinstance(rate := group.get("lr"), Tensor) or is_number(rate)) for group in optimizer.param_groups):
-        return "has no number as its learning rate (lr)"
-    return _reason(optimizer, NOT_AHEAD)
-
-
-def _reason(optimizer: Optimizer, reasons: Mapping[str, str]) -> str:
-    return next((reasons[kind.__name__] for kind in type(optimizer).__mro__ if kind.__name__ in reasons), "")
+    kinds = type(optimizer).__mro__
+    known = next((NOT_ALONE[kind.__name__] for kind in kinds if kind.__name__ in NOT_ALONE), "")
+    has_modes = all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval"))  # schedule-free ones
+    return known or (HAS_MODES if has_modes else "")

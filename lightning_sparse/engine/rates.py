@@ -1,16 +1,48 @@
 """Learning rates that are longer while an optimizer updates weights, and otherwise as whoever set them knows them."""
 
+import weakref
 from typing import Any
 
 from torch.optim import Optimizer
 
+from lightning_sparse.engine.step_length import step_grows
+
 
 class Rates:
-    """Multiplies the learning rates of optimizers by ``factor`` for their updates."""
+    """Multiplies the learning rates of optimizers by ``factor`` for their updates.
 
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
+    Without ``is_given``, nobody has asked for this factor, so that there may be none.
+    """
+
+    def __init__(self, factor: float, is_given: bool = True) -> None:
+        self.factor, self.is_given = factor, is_given
+        #: So many groups of each optimizer were looked at, and whether its steps grow with their rates.
+        self._known: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
         self._scaled: dict[int, tuple[dict[str, Any], Any, Any, Optimizer]] = {}  # group, rate, scaled rate, by whom
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the factor is to be 1 if rates are multiplied in vain."""
+        return self.factor != 1 and not self.is_given
+
+    def are_in_vain(self, optimizer: Optimizer) -> bool:
+        """Whether the steps of ``optimizer`` do not grow with its learning rates.
+
+        Raises:
+            ValueError: they do not, and the factor was given.
+        """
+        if self.factor == 1:
+            return False
+        groups, grows = self._known.get(optimizer, (0, True))
+        if groups != len(optimizer.param_groups):
+            groups, grows = self._known[optimizer] = len(optimizer.param_groups), step_grows(optimizer)
+        if not grows and self.is_given:
+            raise ValueError(
+                "local_steps looks ahead by multiplying learning rates, which does not work with "
+                f"{type(optimizer).__name__}: its steps do not grow with its rate. Give "
+                "local_steps=LocalSteps(H, lead=1)."
+            )
+        return not grows
 
     def scale(self, optimizer: Optimizer) -> None:
         """Multiply rates, but for those that an optimizer around this one has multiplied and nobody has set since."""

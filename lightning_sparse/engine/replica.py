@@ -60,8 +60,8 @@ class Replica:
         dtypes = {p.dtype for p in group.parameters}
         self.average = group.unsent.to(torch.float64 if torch.float64 in dtypes else torch.float32, copy=True)
         self._settings = replace(settings, outer_rate=1.0, outer_momentum=0.0, lead=1.0) if find else settings
-        self._find = find
-        self._warms_up = False
+        self.lead = self._settings.lead or 1.0  # this rank's steps are so many times as long as the average's
+        self._find, self._warms_up = find, False
         self._own: list[Tensor] = []  # of each parameter, its part of the weights when they were taken up
         self._set_meanwhile: set[int] = set()  # places of parameters whose x̄ was set since then
         self._left_out: Tensor | None = None  # [n] bool, of what no optimizer trains, elements that are not averaged
@@ -159,7 +159,7 @@ class Replica:
         In the warm-up there is no outer step: one after every step would add up.
         """
         outer = (1.0, 0.0) if self._warms_up else (self._settings.outer_rate, self._settings.outer_momentum)
-        rate, momentum = outer[0] / (self._settings.lead or 1.0), outer[1]
+        rate, momentum = outer[0] / self.lead, outer[1]
         if isinstance(total, Sparse) and not momentum:
             self._next = Sparse(total.index.clone(), (total.values / size * rate).to(self.average.dtype)), None
             return

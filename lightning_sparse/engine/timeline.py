@@ -2,8 +2,9 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -43,7 +44,7 @@ class Timeline:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._began = self._ended = self.now()
+        self._began = self._ended = self._waits = self._waited = self.now()
         self._arrived: dict[Tensor, Moment] = {}
         self._averaged: dict[Tensor, tuple[Moment, Moment, float]] = {}  # first parameter -> taken up, averaged, busy
 
@@ -59,11 +60,19 @@ class Timeline:
 
     def end_backward(self) -> None:
         """Note that every mean has arrived."""
-        self._ended = self.now()
+        self._ended = self._waited = self.now()
+
+    def begin_wait(self) -> None:
+        """Note that from now on nothing is done but to wait for messages."""
+        self._waits = self.now()
+
+    def end_wait(self) -> None:
+        self._waited = self.now()
 
     def arrive(self, parameters: Sequence[Tensor]) -> None:
-        """Note that DDP handed over the gradients of ``parameters``."""
-        self._arrived.update(dict.fromkeys(parameters, self.now()))
+        """Note that DDP handed over the gradients of ``parameters``, perhaps the last ones."""
+        self.begin_wait()
+        self._arrived.update(dict.fromkeys(parameters, self._waits))
 
     def average(self, group: Group, taken_up: Moment, busy_s: float) -> None:
         """Note that ``group``, ``taken_up`` then, is averaged now, and how long that kept the processor busy."""
@@ -72,6 +81,10 @@ class Timeline:
     def span_s(self) -> float:
         """From the start of backward to its end."""
         return self._since_backward_began(self._ended)
+
+    def wait(self) -> Callable[[], float]:
+        """What tells, later, for how many seconds the last step has waited for messages."""
+        return partial(_between_s, self._waits, self._waited)
 
     def arrival_s(self, parameter: Tensor) -> float:
         """From the start of backward until the gradient of ``parameter`` was handed over; NaN if it never was."""
@@ -89,9 +102,13 @@ class Timeline:
         return found
 
     def _since_backward_began(self, moment: Moment) -> float:
-        if isinstance(moment, int) and isinstance(self._began, int):
-            return (moment - self._began) / 1e9
-        assert isinstance(moment, torch.cuda.Event)
-        assert isinstance(self._began, torch.cuda.Event)
-        moment.synchronize()
-        return float(self._began.elapsed_time(moment)) / 1e3
+        return _between_s(self._began, moment)
+
+
+def _between_s(start: Moment, end: Moment) -> float:
+    if isinstance(start, int) and isinstance(end, int):
+        return (end - start) / 1e9
+    assert isinstance(start, torch.cuda.Event)
+    assert isinstance(end, torch.cuda.Event)
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3

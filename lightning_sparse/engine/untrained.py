@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future as LaneFuture
+from functools import reduce
 from itertools import groupby
 
 import torch
@@ -57,8 +58,10 @@ class Comparison:
 
     def __init__(self, untrained: Untrained, device: torch.device) -> None:
         self.untrained, self._device = untrained, device
+        self.leads_in_vain = False  # an optimizer of this rank makes a lead vain
+        self.lead_ends = False  # one of any rank does, as ranks have told each other
         self._set = 0  # a checksum of averages that somebody has set since the ranks have compared it
-        self.under_way: LaneFuture[Tensor] | None = None  # [P, 1 + k] int64
+        self.under_way: LaneFuture[Tensor] | None = None  # [P, 2 + k] int64
         self._sent: tuple[Lane, Tensor] | None = None  # what is under way, whose memory must stay, and where
 
     @property
@@ -73,8 +76,8 @@ class Comparison:
     def begin(self, lane: Lane) -> None:
         """Tell the other ranks; to be called on every rank."""
         self.untrained.begin()
-        row = torch.cat([torch.tensor([self._set], dtype=torch.int64, device="cpu"), self.untrained.changed()])
-        row = row.to(self._device, non_blocking=True)
+        own = torch.tensor([self._set, self.leads_in_vain], dtype=torch.int64, device="cpu")
+        row = torch.cat([own, self.untrained.changed()]).to(self._device, non_blocking=True)
         self._set, self._sent = 0, (lane, row)
         lane.wait_for_caller()
         self.under_way = lane.submit(lambda: lane.comm.all_gather(row).wait())
@@ -96,7 +99,8 @@ class Comparison:
                 "Weights that are set while the parameters hold the average of all ranks must be set on every rank, to "
                 f"the same; got others on {' and on '.join(parties.values())}. Load or change weights on all of them."
             )
-        changed = rows[:, 1:].any(0).tolist()
+        self.lead_ends = bool(rows[:, 1].any())
+        changed = rows[:, 2:].any(0).tolist()
         return [name for name, moved in zip(self.untrained.watched, changed, strict=True) if moved]
 
 
@@ -125,8 +129,8 @@ def untrained_of(module: nn.Module, ignored: set[str]) -> dict[str, Find]:
     """How to find each tensor of ``module`` that no optimizer trains, but for those ``ignored``, by name."""
     found: dict[str, Find] = {}
     for prefix, owner in module.named_modules():
-        kept = owner._buffers.keys() - owner._non_persistent_buffers_set
-        for name in [*owner._parameters, *sorted(kept)]:
+        kept = set(owner._buffers.keys()) - owner._non_persistent_buffers_set  # a scripted module has lists of names
+        for name in [*owner._parameters.keys(), *sorted(kept)]:
             tensor = getattr(owner, name)
             full = f"{prefix}.{name}" if prefix else name
             watched = tensor is not None and tensor.is_floating_point() and not tensor.requires_grad
@@ -142,7 +146,8 @@ class _Find:
         self._module, self._prefix, self._name, self._shape = module, prefix, name, shape
 
     def __call__(self) -> Tensor:
-        tensor: object = getattr(self._module.get_submodule(self._prefix), self._name, None)
+        owner = reduce(getattr, filter(None, self._prefix.split(".")), self._module)  # also of a scripted module
+        tensor: object = getattr(owner, self._name, None)
         if not isinstance(tensor, Tensor) or tensor.shape != self._shape:
             name = f"{self._prefix}.{self._name}" if self._prefix else self._name
             got = list(tensor.shape) if isinstance(tensor, Tensor) else tensor

@@ -14,17 +14,16 @@ from torch import Tensor
 from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.groups import apart, make_groups, pieces_of
-from lightning_sparse.engine.link import NoClock, measure_link, median_over_ranks
+from lightning_sparse.engine.link import NoClock, least_over_ranks, measure_link, median_over_ranks
 from lightning_sparse.engine.timeline import GroupTime
 from lightning_sparse.fusion.costs import GroupCosts
 from lightning_sparse.fusion.model import Plan
 from lightning_sparse.fusion.planner import Layout, Measured, best_plan, calibrate
-from lightning_sparse.fusion.steps import PLANNING, PassCounts, Passes, measure_steps, until_changed
+from lightning_sparse.fusion.steps import PLANNING, PassCounts, Passes, Times, measure_steps, until_changed
 from lightning_sparse.network.costs import Link
 from lightning_sparse.settings import as_text, same
 
-EVERY = 10  # Passes from one look at the time to the next once a plan is followed: looking waits for the device.
-WINDOW = 10  # Looks after which LayerFusion checks whether times have changed.
+WINDOW = 50  # Steps after which it is checked whether messages take another time.
 TRIAL = 7  # Passes after which new groups must not be slower than the old; the first two do not count.
 WORTH_PLANNING = 2**18  # Elements; a smaller gradient is one group.
 MERGING_GAIN = 0.1  # Part of the time that fewer groups must gain where more parameters then compete to be sent.
@@ -132,15 +131,16 @@ class LayerFusion:
     def course(self, planned: bool = False) -> Passes[None]:
         """Measure, plan and watch, over and over; ``planned``: there is a plan, so that it begins with watching."""
         while True:
+            usual = None
             if not planned:
                 measured, at_work = (yield from self.measure(PLANNING)), self.at_work
                 try:
                     check_clock(measured)
                     costs = self.costs_on(measure_link(self._exchange))
-                    yield from self.try_on(self.decide(self.compressor, at_work, measured, costs), measured.span_s)
+                    usual = yield from self.try_on(self.decide(self.compressor, at_work, measured, costs), measured)
                 except NoClock:  # on every rank
                     rank_zero_warn("LayerFusion: no rank could tell the time; the groups stay as they are.")
-            yield from self.watch()
+            yield from self.watch(WINDOW, usual)
             planned = False
 
     def measure(self, counts: PassCounts) -> Passes[Measured]:
@@ -148,39 +148,43 @@ class LayerFusion:
         self.phase = "measure"
         return (yield from measure_steps(self._exchange, self._parameters, counts))
 
-    def watch(self) -> Passes[None]:
-        """Look at the times of steps now and then, until they have changed."""
+    def watch(self, steps: int, usual: Times | None, link: Link | None = None) -> Passes[None]:
+        """Look at what steps take, so many at a time, until messages take another time; see :func:`until_changed`."""
         self.phase = "watch"
-        usual_s, now_s = yield from until_changed(self._exchange, self._exchange.timeline.span_s, WINDOW, EVERY)
+        before, now = yield from until_changed(self._exchange, steps, usual, link)
         rank_zero_info(
-            f"LayerFusion: backward and communication take {1e3 * now_s:.1f} ms, no longer {1e3 * usual_s:.1f} ms; "
-            "measuring anew."
+            f"LayerFusion: messages take {1e3 * now.messages_s:.1f} ms in a step, no longer "
+            f"{1e3 * before.messages_s:.1f} ms; measuring anew."
         )
 
-    def try_on(self, layout: Layout, span_s: float) -> Passes[None]:
-        """Change to ``layout``, whose compressor is at work, and back where it is slower than what was before.
+    def try_on(self, layout: Layout, measured: Measured) -> Passes[Times]:
+        """Change to ``layout``, whose compressor is at work, and back where it is slower than what was ``measured``.
 
-        From the start of backward to the last mean that took ``span_s`` seconds.
+        Returns what a step takes then.
         """
-        exchange, before = self._exchange, self.layout
+        exchange, before, span_s = self._exchange, self.layout, measured.span_s
         self.follow(layout)
+        usual = Times(span_s + measured.rest_s, measured.messages_s, exchange.sees_hidden_messages)
         if self.layout.groups == before.groups:
-            return
-        spans = []
+            return usual
+        spans, messages = [], []
         for _ in range(TRIAL):
             yield
             spans.append(exchange.timeline.span_s())
+            messages.append(exchange.messages()())
         # In fewer groups parameters with small gradients compete with more others, so that they are sent less often.
         merged = len(exchange.groups) < len(before.groups) and any(group.target < group.n for group in exchange.groups)
         now_s, allowed = median_over_ranks(exchange, [median(spans[2:]), 1 - MERGING_GAIN if merged else 1.0]).tolist()
         if not now_s > allowed * span_s:  # also where a time is not known
-            return
+            messages_s = median(least_over_ranks(exchange, messages[2:]).tolist())
+            return Times(usual.step_s + now_s - span_s, messages_s, usual.sees_hidden)
         rank_zero_info(
             f"LayerFusion: back to the groups before: backward and communication took {1e3 * span_s:.1f} ms "
             f"in {len(before.groups)}, {1e3 * now_s:.1f} ms in {len(exchange.groups)}, which is above {allowed:.0%} of "
             "it."
         )
         self.follow(replace(before, plan=layout.plan and layout.plan.rejected()))
+        return usual
 
     # - planning
 

@@ -1,5 +1,6 @@
 """Plans groups from measured steps and costs.  Pure functions."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,12 +27,14 @@ class Measured:
         span_s: from the start of backward to the last mean.
         rest_s: the rest of a step.
         groups: names of the parameters in each group there was meanwhile.
+        messages_s: for which messages were under way; NaN if that is not known.
     """
 
     arrivals_s: Sequence[float]
     span_s: float
     rest_s: float
     groups: Sequence[Sequence[str]]
+    messages_s: float = math.nan
 
     @property
     def computing_s(self) -> float:

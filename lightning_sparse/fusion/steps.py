@@ -3,21 +3,66 @@
 import math
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from statistics import mean, median
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_sparse.engine.exchange import Exchange
-from lightning_sparse.engine.link import median_over_ranks
+from lightning_sparse.engine.link import NoClock, least_over_ranks, measure_link, median_over_ranks
+from lightning_sparse.engine.step import Report
 from lightning_sparse.fusion.planner import Measured
+from lightning_sparse.network.costs import Link
 
 CHANGED = 1.5  # The factor between two typical times from which times have changed.
+LEAST_ROUNDS = 3  # In which every weight travels once, of which a median tells what messages take.
 PAUSE = 5  # A step that takes so many times as long as the median has a pause in it, and does not count.
 
 T = TypeVar("T")
 Passes = Generator[None, None, T]  # Each yield ends a pass: what is done before a forward.
+
+
+class Times(NamedTuple):
+    """What a step takes, in seconds.
+
+    Attributes:
+        step_s: the whole.
+        messages_s: in which messages were under way; NaN if nobody knows.
+        sees_hidden: also beside computing, and not only while the step waited for them.
+        dense: how many times as many bytes dense sums in float32 send.
+    """
+
+    step_s: float
+    messages_s: float
+    sees_hidden: bool = True
+    dense: float = 1.0
+
+    @property
+    def are_known(self) -> bool:
+        """Whether both times are."""
+        return math.isfinite(self.step_s) and math.isfinite(self.messages_s)
+
+    def have_changed(self, now: "Times") -> bool:
+        """Whether messages take another time ``now``, so much that the step would, if they were waited for.
+
+        Computing does not count: a step that computes for longer waits for less of its messages, and is no shorter.
+        """
+        with_now_s = max(self.step_s + now.messages_s - self.messages_s, 0.0)
+        if not (self.sees_hidden and now.sees_hidden) and with_now_s < self.step_s:
+            with_now_s = max(with_now_s, min(now.step_s, self.step_s))
+        return _differ(now.messages_s, self.messages_s) and _differ(with_now_s, self.step_s)
+
+    def may_be_for_others(self, now: "Times") -> bool:
+        """Whether messages are so much shorter ``now`` that candidates may be sooner which send more."""
+        less_s = self.dense * (self.messages_s - now.messages_s)
+        return now.messages_s < self.messages_s / CHANGED and less_s > (1 - 1 / CHANGED) * self.step_s
+
+
+def _differ(s: float, other_s: float) -> bool:
+    return max(s, other_s) > CHANGED * min(s, other_s)
 
 
 class PassCounts(NamedTuple):
@@ -42,7 +87,7 @@ def measure_steps(exchange: Exchange, parameters: Mapping[str, Tensor], counts: 
         yield
     steps_measured = counts.beside + counts.apart
     rank_zero_info(f"LayerFusion: measuring {steps_measured} step{'s'[: steps_measured > 1]}.")
-    spans, rests, arrivals = [], [], []
+    spans, rests, messages, arrivals = [], [], [], []
     now_s = time.perf_counter()
     for i in range(steps_measured):
         exchange.defer(i >= counts.beside)
@@ -51,6 +96,7 @@ def measure_steps(exchange: Exchange, parameters: Mapping[str, Tensor], counts: 
         now_s = time.perf_counter()
         if i < (counts.beside or counts.apart):
             spans.append(timeline.span_s())
+            messages.append(exchange.messages())
             rest_s = (now_s - before_s) / (exchange.steps - steps) - spans[-1]
             rests.append(math.nan if exchange.was_shown else rest_s)  # else somebody evaluated meanwhile
         if i >= counts.beside:
@@ -60,34 +106,75 @@ def measure_steps(exchange: Exchange, parameters: Mapping[str, Tensor], counts: 
     span_s, rest_s, *arrivals_s = median_over_ranks(exchange, own).tolist()
     groups = [group.names for group in exchange.groups]
     rest_s = rest_s if math.isfinite(rest_s) else max(_known(arrivals_s)) / 2  # a forward, about
-    return Measured(arrivals_s, span_s, rest_s, groups)
+    messages_s = median(_known(list(least_over_ranks(exchange, [tell() for tell in messages]))))
+    return Measured(arrivals_s, span_s, rest_s, groups, messages_s)
 
 
-def typical_s(exchange: Exchange, look: Callable[[], float], looks: int, every: int = 1) -> Passes[float]:
-    """Return the mean of so many ``looks``, over those without a pause; of the ranks the median.
+class StepClock:
+    """Returns the seconds since it was asked last; NaN where somebody evaluated or saved meanwhile."""
 
-    ``look`` returns seconds, once after ``every`` so many passes; NaN does not count.
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange, self._last_s = exchange, time.perf_counter()
+
+    def __call__(self) -> float:
+        """Return the seconds of the last step."""
+        before_s, self._last_s = self._last_s, time.perf_counter()
+        return math.nan if self._exchange.was_shown else self._last_s - before_s
+
+
+def typical_times(exchange: Exchange, steps: int) -> Passes[Times]:
+    """Return what so many steps take, the next ones: the mean over those without a pause, of the ranks the median.
+
+    Of messages it is the median over rounds, in which every weight travels once, of what they took on the rank that
+    they took least, since other ranks wait in them for the slowest.
     """
-    seconds = []
-    for _ in range(looks):
-        for _ in range(every):
-            yield
-        seconds.append(look())
+    clock, seconds, messages = StepClock(exchange), list[float](), list[Callable[[], float]]()
+    reports: list[Report | None] = []
+    for _ in range(steps):
+        yield
+        seconds.append(clock())
+        messages.append(exchange.messages())
+        reports.append(exchange.last)
     known = _known(seconds)
     longest_s = PAUSE * median(known)
-    return float(median_over_ranks(exchange, [mean(s for s in known if not s > longest_s)])[0])
+    step_s = float(median_over_ranks(exchange, [mean(s for s in known if not s > longest_s)])[0])
+    sent_bytes, dense_bytes = (
+        sum(getattr(each, name, 0) for each in reports) for name in ("sent_bytes", "dense_bytes")
+    )
+    messages_s = _of_rounds(exchange, messages)
+    return Times(step_s, messages_s, exchange.sees_hidden_messages, dense_bytes / max(sent_bytes, 1))
+
+
+def _of_rounds(exchange: Exchange, messages: Sequence[Callable[[], float]]) -> float:
+    """Seconds of messages in a step, where ``messages`` tell those of steps that followed each other."""
+    least, steps = least_over_ranks(exchange, [tell() for tell in messages]), exchange.round
+    rounds = [float(np.mean(least[i : i + steps])) for i in range(0, len(least) - steps + 1, steps)]
+    return median(_known(rounds))
+
+
+def in_rounds(exchange: Exchange, steps: int) -> int:
+    """So many steps, or more until there are rounds enough."""
+    return max(steps, LEAST_ROUNDS * exchange.round)
 
 
 def until_changed(
-    exchange: Exchange, look: Callable[[], float], looks: int, every: int = 1, usual_s: float = math.nan
-) -> Passes[tuple[float, float]]:
-    """Return what was typical (``usual_s``, where that is known) and what is now, once they differ by ``CHANGED``."""
+    exchange: Exchange, steps: int, usual: Times | None = None, link: Link | None = None
+) -> Passes[tuple[Times, Times]]:
+    """Return what is ``usual``, if that is known, or else what was first, and what is now, once it has changed.
+
+    Where messages have become short that were hardly waited for, it has if the ``link`` has, which is measured then.
+    """
     while True:
-        now_s = yield from typical_s(exchange, look, looks, every)
-        if not math.isfinite(usual_s):
-            usual_s = now_s
-        elif math.isfinite(now_s) and abs(math.log(now_s / usual_s)) > math.log(CHANGED):
-            return usual_s, now_s
+        now = yield from typical_times(exchange, in_rounds(exchange, steps))
+        if usual is None or not usual.are_known:
+            usual = now
+        elif usual.have_changed(now):
+            return usual, now
+        elif link is not None and usual.may_be_for_others(now):
+            with suppress(NoClock):
+                if _differ(measure_link(exchange).s_per_byte, link.s_per_byte):
+                    return usual, now
+            usual = usual._replace(messages_s=now.messages_s)
 
 
 def _known(seconds: Sequence[float]) -> list[float]:

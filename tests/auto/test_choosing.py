@@ -24,7 +24,7 @@ from lightning_sparse.engine.gradient_record import RUN, STEPS, GradientRecord
 from lightning_sparse.fusion import costs as costs_module
 from lightning_sparse.fusion.costs import GroupCosts
 from lightning_sparse.fusion.planner import Measured
-from lightning_sparse.fusion.steps import Passes
+from lightning_sparse.fusion.steps import Passes, Times
 from lightning_sparse.network.comm import Comm, Pending
 from lightning_sparse.network.costs import Link
 from lightning_sparse.network.simulated import SimNetwork
@@ -441,7 +441,7 @@ def test_a_limit_of_the_loss_is_kept_and_what_it_costs_is_said(
     assert "The loss of 1,000 steps of dense training is expected after 1,0" in said[-1]
 
 
-def to_its_end(course: Passes[float], after: Callable[[int], None] = lambda steps: None) -> tuple[int, float]:
+def to_its_end(course: Passes[Times], after: Callable[[int], None] = lambda steps: None) -> tuple[int, Times]:
     """Return how many passes it takes, and what it returns."""
     steps = 0
     while True:
@@ -506,15 +506,16 @@ def test_measuring_in_turn_ends_with_the_groups_of_the_best(settled: Chooser, mo
     steps_s, followed = {DENSE: 0.1, BFLOAT16: 0.09, INT4: 0.108}, []
     switch: Any = SimpleNamespace(layer_fusion=SimpleNamespace(follow=followed.append), exchange=None, chosen=DENSE)
 
-    def looks(exchange: object, look: object, count: int) -> Passes[float]:
+    def looks(exchange: object, count: int) -> Passes[Times]:
         for _ in range(count):
             yield
-        return steps_s[switch.chosen]
+        return Times(steps_s[switch.chosen], 0.01)
 
-    monkeypatch.setattr(passes, "typical_s", looks)
+    monkeypatch.setattr(passes, "typical_times", looks)
     layouts: Any = {each: str(each) for each in steps_s}
-    steps, step_s = to_its_end(passes._measure_in_turn(switch, settled, layouts))
-    assert step_s == pytest.approx((0.105 + 2 * 0.09) / 3)
+    steps, times = to_its_end(passes._measure_in_turn(switch, settled, layouts, {}))
+    assert times == Times(0.09, 0.01)
+    assert settled.measured[BFLOAT16] == pytest.approx((0.105 + 2 * 0.09) / 3)
     assert followed == [str(each) for each in (DENSE, BFLOAT16, INT4, BFLOAT16, DENSE, BFLOAT16)]
     assert switch.chosen == BFLOAT16
     assert steps == 5 * (passes.TAKING_OVER + passes.TIMED)
@@ -547,12 +548,12 @@ def test_what_cannot_be_chosen_is_refused(make: Any, message: str) -> None:
 def two_then_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps take 2 s at first, then 1 s."""
 
-    def looks(exchange: object, look: object, count: int) -> Passes[float]:
+    def looks(exchange: object, count: int) -> Passes[Times]:
         for _ in range(count):
             yield
-        return 2.0 if count == passes.GLANCE else 1.0
+        return Times(2.0 if count == passes.GLANCE else 1.0, 0.5)
 
-    monkeypatch.setattr(passes, "typical_s", looks)
+    monkeypatch.setattr(passes, "typical_times", looks)
 
 
 @pytest.mark.usefixtures("two_then_one")
@@ -562,21 +563,21 @@ def test_a_trial_of_sums_ends_early_where_they_take_too_long() -> None:
     switch: Any = SimpleNamespace(layer_fusion=fusion, exchange=None, chosen=None)
     given: Any = (switch, INT4, DENSE.averaging, MEASURED, Link(1e-5, 1e-8))
     first = passes.TAKING_OVER + passes.GLANCE
-    assert to_its_end(passes._average_gradients(*given, 1.9)) == (first, 2.0)
-    assert to_its_end(passes._average_gradients(*given, 2.1)) == (first + passes.TIMED, 1.0)
+    assert to_its_end(passes._average_gradients(*given, 1.9)) == (first, Times(2.0, 0.5))
+    assert to_its_end(passes._average_gradients(*given, 2.1)) == (first + passes.TIMED, Times(1.0, 0.5))
 
 
 @pytest.mark.usefixtures("two_then_one")
 def test_a_trial_of_local_steps_ends_early_where_they_take_far_too_long() -> None:
-    def trial(longest_s: float) -> tuple[int, float]:
-        """How many steps it takes, and seconds of one."""
-        exchange = SimpleNamespace(is_starting=True)
+    def trial(longest_s: float) -> tuple[int, Times]:
+        """How many steps it takes, and what one takes."""
+        exchange = SimpleNamespace(is_starting=True, round=2)
         switch: Any = SimpleNamespace(layer_fusion=None, exchange=exchange, to_local_steps=lambda candidate: None)
         trial_of = passes._take_local_steps(switch, LOCAL2, longest_s)
         return to_its_end(trial_of, lambda steps: vars(exchange).update(is_starting=steps < 20))
 
-    assert trial(longest_s=1.9) == (passes.GLANCE, 2.0)
-    assert trial(longest_s=2.1) == (20 + passes.SETTLING + passes.TIMED, 1.0)
+    assert trial(longest_s=1.9) == (passes.GLANCE, Times(2.0, 0.5))
+    assert trial(longest_s=2.1) == (20 + passes.SETTLING + passes.TIMED, Times(1.0, 0.5))
 
 
 def test_steps_are_far_too_long_where_a_quarter_more_would_be_as_soon_as_what_was_measured() -> None:

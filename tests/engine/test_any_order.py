@@ -122,7 +122,7 @@ def _in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LEAD", "LEAD_OF_SIGNS"):  # but where a setup has one
         monkeypatch.setattr(f"lightning_sparse.engine.local_steps.{name}", 1.0)
     logging.disable(logging.INFO)
-    monkeypatch.setattr("lightning_sparse.auto.passes.StepClock.__call__", lambda _: math.nan)  # nothing goes by time
+    monkeypatch.setattr("lightning_sparse.fusion.steps.StepClock.__call__", lambda _: math.nan)  # nothing goes by time
 
 
 def in_evaluation(module: nn.Module) -> bool:

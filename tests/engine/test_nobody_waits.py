@@ -55,7 +55,7 @@ MAY_WAIT = {
     "engine/exchange.py delivered": "how long gradients wait",
     "engine/exchange.py unsent_norm": "how long gradients wait",
     "engine/local_exchange.py metrics": "by how much Adam's steps are shorter",
-    "engine/timeline.py _since_backward_began": "when groups were averaged",
+    "engine/timeline.py _between_s": "when groups were averaged",
     "network/torch_comm.py gather": "a checkpoint",
     "network/torch_comm.py mean": "a checkpoint",
 }

@@ -1,6 +1,7 @@
 """Learning rates that are longer for an update, and that nobody sees but the optimizer."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,8 +13,67 @@ from torch.optim.lr_scheduler import ExponentialLR
 from lightning_sparse.engine.around import Around
 from lightning_sparse.engine.optimizers import Optimizers
 from lightning_sparse.engine.rates import Rates
+from lightning_sparse.engine.step_length import step_grows
 
 LEAD = 1.5
+
+
+def of_two_groups(parameters: list[Tensor]) -> Optimizer:
+    return torch.optim.AdamW([{"params": parameters[:1], "name": "a"}, {"params": parameters[1:], "weight_decay": 0.5}])
+
+
+GROW: dict[str, Callable[[list[Tensor]], Optimizer]] = {
+    "sgd": partial(SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "adamw": partial(torch.optim.AdamW, amsgrad=True),
+    "fused": partial(torch.optim.AdamW, fused=True),
+    "rate in a tensor": partial(torch.optim.AdamW, lr=torch.tensor(1e-3)),
+    "nadam": partial(torch.optim.NAdam, weight_decay=0.1, decoupled_weight_decay=True),
+    "rmsprop": partial(torch.optim.RMSprop, momentum=0.9, centered=True),
+    "adagrad": partial(torch.optim.Adagrad, lr_decay=0.1),
+    "muon": torch.optim.Muon,  # of matrices alone
+    "groups": of_two_groups,
+    "around adamw": lambda p: Wrapper(torch.optim.AdamW(p), True, float),
+}
+DO_NOT: dict[str, Callable[[list[Tensor]], Optimizer]] = {
+    "adafactor": partial(torch.optim.Adafactor, lr=1e-3),
+    "rprop": torch.optim.Rprop,
+    "asgd": torch.optim.ASGD,
+    "around adafactor": lambda p: Wrapper(torch.optim.Adafactor(p), True, float),
+    "no rate": lambda p: without_rate(SGD(p, lr=0.1)),
+    "who knows": lambda p: Wrapper(Unknown(p), True, float),
+}
+
+
+def without_rate(optimizer: Optimizer) -> Optimizer:
+    optimizer.param_groups[0]["lr"] = None
+    return optimizer
+
+
+class Unknown(SGD):
+    """Which nobody can make another of."""
+
+    def __init__(self, parameters: list[Tensor], /) -> None:
+        super().__init__(parameters, lr=0.1)
+        if len(parameters) < 2:
+            raise ValueError
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("make", "grows"), [(m, True) for m in GROW.values()] + [(m, False) for m in DO_NOT.values()],
+    ids=[*GROW, *DO_NOT])  # fmt: skip
+def test_whether_steps_grow_with_the_rate_is_measured(
+    make: Callable[[list[Tensor]], Optimizer], grows: bool, dtype: torch.dtype
+) -> None:
+    """Whatever the defaults of the process are, and leaving its random numbers alone."""
+    optimizer = make([nn.Parameter(torch.ones(4, 4)) for _ in range(2)])
+    random = torch.random.get_rng_state()
+    try:
+        torch.set_default_dtype(dtype)
+        with torch.device("meta"):
+            assert step_grows(optimizer) == grows
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(torch.random.get_rng_state(), random)
 
 
 class Ahead(Around):

@@ -17,12 +17,13 @@ from lightning_sparse.auto.chooser import Chooser
 from lightning_sparse.auto.course import Course
 from lightning_sparse.auto.passes import FIRST_CHOICE, GLIMPSE
 from lightning_sparse.engine.build import Way
+from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.groups import lay_out
 from lightning_sparse.engine.link import measure_link
 from lightning_sparse.engine.timeline import Timeline
 from lightning_sparse.fusion import layer_fusion, planner
-from lightning_sparse.fusion.layer_fusion import EVERY, TRIAL, WINDOW, LayerFusion
+from lightning_sparse.fusion.layer_fusion import TRIAL, WINDOW, LayerFusion
 from lightning_sparse.fusion.model import StepModel
 from lightning_sparse.fusion.planner import Layout, Measured
 from lightning_sparse.fusion.steps import STEPS_MEASURED
@@ -69,7 +70,7 @@ class Training:
             exchange=self.exchange, layer_fusion=self.fusion, way=Way, chosen=None, parameters=self.parameters
         )
         switch.group_by_optimizer, switch.numbers = lambda *_: None, {}
-        switch.optimizers = SimpleNamespace(seen=[], unscale=lambda: None)
+        switch.optimizers, switch.usual, switch.link = SimpleNamespace(seen=[], unscale=lambda: None), None, None
         choosing = Chooser(options.policy, local=False) if options.policy else None
         self.course = Course(switch, choosing, warmup_steps)
         self.backwards = backwards
@@ -113,13 +114,13 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_plans_after_as_many_passes_however_many_backwards_they_have(tried: None, backwards: int) -> None:
     training = Training(ls.TopK(density=0.5), backwards)
     planned, on_trial = [], []
-    for number in training.passes(STEPS_MEASURED + TRIAL + EVERY):
+    for number in training.passes(STEPS_MEASURED + TRIAL + 10):
         planned += [number] if training.fusion.state() else []
         on_trial += [number] if training.fusion.phase == "try" else []
         assert training.longest_list() <= max(STEPS_MEASURED, TRIAL, WINDOW)
     assert planned[0] == STEPS_MEASURED
     assert on_trial[:TRIAL] == list(range(STEPS_MEASURED, STEPS_MEASURED + TRIAL))
-    assert training.exchange.steps == backwards * (STEPS_MEASURED + TRIAL + EVERY)
+    assert training.exchange.steps == backwards * (STEPS_MEASURED + TRIAL + 10)
 
 
 def compressors_at_work(training: Training) -> set[str]:
@@ -201,9 +202,8 @@ def test_candidates_may_have_momentum_as_the_error_says(monkeypatch: pytest.Monk
 
 
 def test_times_that_keep_changing_fill_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_fusion, "EVERY", 1)
     training = Training(ls.TopK(density=0.5))
-    monkeypatch.setattr(Timeline, "span_s", lambda self: 0.01 * 2**training.exchange.steps)
+    monkeypatch.setattr(Exchange, "messages", lambda self: lambda: 0.01 * 2.0**self.steps)
     for _ in training.passes(200):
         assert training.longest_list() <= WINDOW
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -234,7 +235,7 @@ def test_the_groups_that_were_fastest_stay(ranks: Ranks) -> None:
 
 def measurements(rank: int, size: int, name: str) -> list[int]:
     """Steps at which measuring began."""
-    layer_fusion.WINDOW, layer_fusion.EVERY = 4, 1
+    layer_fusion.WINDOW = 4
     planner.LEAST_GAIN = math.inf  # so that the groups stay, whatever messages cost at the moment
     began: list[int] = []
     measure = layer_fusion.measure_steps
@@ -244,19 +245,11 @@ def measurements(rank: int, size: int, name: str) -> list[int]:
         return (yield from measure(exchange, *others))
 
     layer_fusion.measure_steps = noting
-    span_s = Timeline.span_s
-    steps = 0
-
-    def slower_later(self: Timeline) -> float:
-        nonlocal steps
-        steps += 1
-        return 0.010 if steps < 10 else 0.030
-
-    if name == "drift":
-        Timeline.span_s = slower_later  # type: ignore[method-assign]
+    if name == "drift":  # right after the groups were chosen
+        chosen = STEPS_MEASURED + 1
+        Exchange.messages = lambda self: partial(float, 0.01 if self.steps < chosen else 1)  # type: ignore[method-assign]
     compressor = ls.Warmup(11, ls.TopK()) if name == "warmup" else ls.TopK()
     trainer(ls.SparseDDPStrategy(compressor), size, max_steps=24).fit(Deep(), data(24, size))
-    Timeline.span_s = span_s  # type: ignore[method-assign]
     return began
 
 
@@ -264,7 +257,7 @@ def test_it_measures_anew_when_steps_take_longer(ranks: Ranks) -> None:
     for began in ranks.run(measurements, 2, "drift", timeout_s=LIMIT_S):
         assert len(began) == 2
         assert began[0] == 0
-        assert STEPS_MEASURED + 8 <= began[1] <= STEPS_MEASURED + 12
+        assert STEPS_MEASURED + 4 <= began[1] <= STEPS_MEASURED + 12
 
 
 def test_it_measures_anew_when_another_compressor_sets_in(ranks: Ranks) -> None:

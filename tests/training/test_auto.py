@@ -1,5 +1,6 @@
 """sparse_auto on real processes: from gradients to local steps and back, and what a checkpoint keeps of it."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 import lightning_sparse as ls
 from lightning_sparse.auto import passes
 from lightning_sparse.auto.chooser import Chooser
-from lightning_sparse.auto.passes import FIRST_CHOICE, GLIMPSE_OF_DEVICE, StepClock
+from lightning_sparse.auto.passes import FIRST_CHOICE, GLIMPSE_OF_DEVICE
 from lightning_sparse.engine import local_steps
+from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.second_moments import EARLY
 from lightning_sparse.fabric import SparseDDPStrategy as FabricStrategy
@@ -25,7 +27,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
 
 FIRST = FIRST_CHOICE + (GLIMPSE_OF_DEVICE.settling if ACCELERATOR == "cuda" else 0)
 LOCAL = ls.Candidate(ls.Dense(), "int4", local_steps=3)
-CHANGES_BACK = FIRST + EARLY + 10
+CHANGES_BACK = FIRST + EARLY + 25
 
 
 def nobody_looks_ahead() -> None:
@@ -89,7 +91,7 @@ def _there_and_back(rank: int, size: int) -> Any:
     nobody_looks_ahead()
     merged: list[tuple[Tensor, Tensor]] = []
     passes.SETTLING, passes.TIMED, passes.WATCHED = 0, 3, 1
-    StepClock.__call__ = lambda self: 1.0 if self._exchange.steps < CHANGES_BACK else 9.0  # type: ignore[method-assign]
+    Exchange.messages = lambda self: partial(float, 1 if self.steps < CHANGES_BACK else 99)  # type: ignore[method-assign]
     Chooser.note = lambda self, exchange, step_s: LOCAL  # type: ignore[method-assign]
     passes.is_far = lambda latency_s: False  # also where a busy machine's first message takes long
     Chooser.start = lambda self, exchange, costs, given: (given, 0.0)  # type: ignore[method-assign]  # one step tells too little
@@ -99,11 +101,12 @@ def _there_and_back(rank: int, size: int) -> Any:
             before = self.engines and self.engines[-1] == "LocalExchange"
             if before and isinstance(run.strategy.exchange, GradientExchange):  # type: ignore[attr-defined]
                 merged.append((weights(module), momenta(run, module)))
+                run.should_stop = True
 
     watch = Merged()
-    run = trainer(auto(LOCAL), size, check_every=0, max_steps=CHANGES_BACK + 5, callbacks=[watch])
+    run = trainer(auto(LOCAL), size, check_every=0, max_steps=CHANGES_BACK + 30, callbacks=[watch])
     torch.manual_seed(0)
-    run.fit(WithEmpty(), data(CHANGES_BACK + 5, size))
+    run.fit(WithEmpty(), data(CHANGES_BACK + 30, size))
     last = len(watch.engines) - 1 - watch.engines[::-1].index("LocalExchange")
     return watch.engines, watch.own[last], merged[0], watch.momenta[last]
 

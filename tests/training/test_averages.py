@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import lightning_sparse as ls
+from lightning_sparse.auto import chooser
 from lightning_sparse.engine.local_steps import LEAD
 from tests.support.local_steps import CHOSEN, Causal, all_of, auto, exchange_of, follow, local
 from tests.support.models import Does, Small, data, flat, small, trainer, weights
@@ -37,10 +38,19 @@ class Distilled(Small):
         return nn.functional.mse_loss(self.net(x), self.teacher(x + 0.1).softmax(-1))
 
 
+class Scripted(Small):
+    """With a part that torch.jit.script has made, running statistics and all."""
+
+    def __init__(self) -> None:
+        super().__init__("adam")
+        self.net = torch.jit.script(nn.Sequential(nn.BatchNorm1d(8), self.net))
+
+
 OUTER = {"outer_rate": 0.9, "outer_momentum": 0.5}
 RESUMES: dict[str, tuple[Callable[[], Any], Callable[[], L.LightningModule], int, dict[str, Any]]] = {
     "causal, sparse_auto": (auto, Causal, CHOSEN + 3, {}),
     "teacher": (local, Distilled, 8, {}),
+    "scripted": (local, Scripted, 8, {}),
     "bf16": (lambda: local(wire_dtype="float32"), lambda: small(optimizer="adam"), 7, {"precision": "bf16-true"}),
     **{
         f"{compressor}, {overlap=}, outer momentum": (
@@ -199,7 +209,9 @@ def _look_and_set(rank: int, size: int, path: Path) -> dict[str, Tensor]:
 
 def test_weights_that_one_rank_sets_on_the_average_are_an_error_on_all(ranks: Ranks) -> None:
     for said in ranks.run(_set_on_one, 3):
-        assert "must be set on every rank, to the same; got others on ranks 0, 2 and on rank 1" in said
+        assert all("must be set on every rank, to the same" in each for each in said)
+        assert all("got others on ranks 0, 2 and on rank 1" in each for each in said)
+        assert "net.0.weight" in said[1]
 
 
 def set_on_one(run: L.Trainer) -> None:
@@ -208,11 +220,14 @@ def set_on_one(run: L.Trainer) -> None:
         next(run.lightning_module.parameters()).data.zero_()
 
 
-def _set_on_one(rank: int, size: int) -> str:
-    run = trainer(local(), size, check_every=0, max_epochs=4, callbacks=[Does("on_train_epoch_end", set_on_one)])
-    with pytest.raises(RuntimeError) as caught:
-        run.fit(small(optimizer="adam"), data(8, size))
-    return str(caught.value)
+def _set_on_one(rank: int, size: int) -> list[str]:
+    said = []
+    for hook in ("on_train_epoch_end", "on_train_end"):
+        run = trainer(local(), size, check_every=0, max_epochs=4, callbacks=[Does(hook, set_on_one)])
+        with pytest.raises(RuntimeError) as caught:
+            run.fit(small(optimizer="adam"), data(8, size))
+        said.append(str(caught.value))
+    return said
 
 
 # - optimizers
@@ -282,11 +297,21 @@ def _optimize(rank: int, size: int) -> Any:
 def test_optimizers_that_a_rank_cannot_step_alone_are_refused_and_keep_sparse_auto_from_local_steps(
     ranks: Ranks,
 ) -> None:
-    for said, kinds in ranks.run(_not_alone, 2):
+    for said, kinds, dropped in ranks.run(_not_alone, 2):
         assert "local_steps cannot be combined with LBFGS, which evaluates the model as often as" in said[0]
         assert "local_steps cannot be combined with ZeroRedundancyOptimizer, which has each rank step a part" in said[1]
-        assert "local_steps looks ahead by multiplying" in said[2]
-        assert kinds == ["GradientExchange", "GradientExchange"]
+        assert "local_steps cannot be combined with WithModes, which has weights of its own on each rank" in said[2]
+        assert "local_steps looks ahead by multiplying" in said[3]
+        assert kinds == ["GradientExchange"] * 3
+        assert dropped == ["LBFGS", "ZeroRedundancyOptimizer", "WithModes"]
+
+
+class WithModes(torch.optim.SGD):
+    """As schedule-free optimizers do, it sets other weights for an evaluation, from what it keeps."""
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
 
 
 def _not_alone(rank: int, size: int) -> Any:
@@ -296,11 +321,75 @@ def _not_alone(rank: int, size: int) -> Any:
     def sharded(parameters: Any) -> torch.optim.Optimizer:
         return ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.AdamW, lr=0.01)
 
-    said, kinds = [], []
-    for make in (lbfgs, sharded, torch.optim.Rprop):
+    said, kinds, noted = [], [], list[str]()
+    for make in (lbfgs, sharded, WithModes):
         said.append(refusal(trainer(local(), size, max_steps=2).fit, Optimized(make), data(2, size)))
-    for make in (lbfgs, sharded):
+    ahead = local(steps=ls.LocalSteps(2, lead=1.5))
+    said.append(refusal(trainer(ahead, size, max_steps=2).fit, Optimized(torch.optim.Rprop), data(2, size)))
+    chooser.rank_zero_info = noted.append  # type: ignore[assignment]
+    for make in (lbfgs, sharded, WithModes):
         run = trainer(auto(), size, max_steps=CHOSEN + 4)
         run.fit(Optimized(make), data(CHOSEN + 4, size))
         kinds.append(type(run.strategy.exchange).__name__)  # type: ignore[attr-defined]
-    return said, kinds
+    dropped = [text.removeprefix(NO_CANDIDATES).partition(",")[0] for text in noted if text.startswith(NO_CANDIDATES)]
+    return said, kinds, dropped
+
+
+NO_CANDIDATES = "sparse_auto: local steps are no candidates with "
+
+
+class Constant(L.LightningModule):
+    """A gradient that is always the same, on every rank too, so that every step of an optimizer is known."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.weight, self.make = nn.Parameter(torch.ones(8, 8)), make
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        return -1e-2 * self.weight.sum()
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.parameters())
+
+
+AHEAD: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], bool]] = {
+    "adamw": (partial(torch.optim.AdamW, lr=1e-3), True),
+    "rate in a tensor": (partial(torch.optim.AdamW, lr=torch.tensor(1e-3)), True),
+    "muon": (partial(torch.optim.Muon, lr=1e-3), True),
+    "around adamw": (lambda parameters: Sharp(torch.optim.AdamW(parameters, lr=1e-3)), True),
+    "adafactor": (partial(torch.optim.Adafactor, lr=1e-3), False),
+    "adafactor, relative": (partial(torch.optim.Adafactor, lr=0.2), False),
+    "rprop": (partial(torch.optim.Rprop, lr=1e-3), False),
+    "asgd": (partial(torch.optim.ASGD, lr=0.1), False),
+}
+
+
+def test_the_average_moves_by_an_optimizers_steps_also_where_a_longer_rate_makes_none_longer(ranks: Ranks) -> None:
+    first, second = ranks.run(_ahead, 2)
+    assert first == second
+    for name, (part, lead) in first.items():
+        assert lead == (LEAD if AHEAD[name][1] else 1.0), name
+        assert part == pytest.approx(1, abs=5e-3), name
+
+
+def _ahead(rank: int, size: int) -> dict[str, tuple[float, float]]:
+    """What part of a process's own steps, but for the last, the average takes, and how far ranks look ahead."""
+    found = {}
+    for name, (make, _) in AHEAD.items():
+        alone = Constant(make)
+        optimizer = alone.configure_optimizers()
+
+        def closure(module: Constant = alone, optimizer: torch.optim.Optimizer = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = module.training_step((torch.ones(1), torch.ones(1)), 0)
+            loss.backward()
+            return loss
+
+        for _ in range(29):  # what the last one of ranks does is not sent
+            optimizer.step(closure)  # type: ignore[arg-type]  # which returns a tensor
+        model = Constant(make)
+        run = trainer(local(steps=1, wire_dtype="float32"), size, max_steps=30)
+        run.fit(model, data(30, size))
+        moved = [float(each.weight.detach().mean().log()) for each in (model, alone)]
+        found[name] = (moved[0] / moved[1], exchange_of(run).settings.lead or 0.0)
+    return found
