@@ -10,13 +10,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.checks import uncompiled
 from lightning_sparse.compressors import Compressor
+from lightning_sparse.engine.buffers import Buffers
 from lightning_sparse.engine.elastic_exchange import ElasticExchange
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.groups import BUCKET_BYTES, lay_out, lay_out_fragments
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.engine.local_steps import LocalSteps
-from lightning_sparse.engine.untrained import untrained_of
+from lightning_sparse.engine.untrained import statistics_of, untrained_of
 from lightning_sparse.network.agreement import described, versions
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.elastic import Elastic
@@ -46,8 +47,11 @@ def make_exchange(
     way: Way,
     groups: ProcessGroups,
     scaler: torch.amp.GradScaler | None,
+    broadcasts_buffers: bool = True,
 ) -> Exchange:
     """Return the engine that averages in this way: gradients, or with local steps what optimizers did.
+
+    ``broadcasts_buffers``: ranks share buffers, as ``ddp`` was made.
 
     Raises:
         ValueError: if nodes and parameters that may be unused are combined.
@@ -73,15 +77,18 @@ def make_exchange(
             may_sum_in_place=way.may_sum_in_place,
         )
     laid_out, fragments = lay_out_fragments(parameters, way.compressor, way.fusion, way.local.parts, way.bucket_bytes)
+    device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
     settings = way.local.led(way.compressor, way.wire_dtype)
-    untrained = untrained_of(ddp.module, ddp.parameters_to_ignore)
+    ignored = {uncompiled(name) for name in ddp.parameters_to_ignore}
+    untrained = untrained_of(ddp.module, ignored | parameters.keys())
     if way.elastic is not None:
         return ElasticExchange(
             laid_out,
             fragments,
             settings=settings,
             warmup_steps=way.warmup_steps,
-            untrained=untrained,
+            untrained=untrained | statistics_of(ddp.module, ignored),
+            buffers=Buffers(ddp.module, shared=False),
             wire_dtype=wire_dtype,
             hosts=way.elastic,
             described=_described(ddp.module, way),
@@ -96,6 +103,7 @@ def make_exchange(
         warmup_steps=way.warmup_steps,
         untrained=untrained,
         compressor=way.compressor,
+        buffers=Buffers(ddp.module, ignored, broadcasts_buffers, device),
     )
 
 

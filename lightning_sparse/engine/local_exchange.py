@@ -9,9 +9,10 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # export
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from lightning_sparse.compressors import Compressor
-from lightning_sparse.compressors.dense import Exact
+from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.compressors.group import Group
+from lightning_sparse.engine.buffers import Buffers
+from lightning_sparse.engine.derived import derive_anew
 from lightning_sparse.engine.flight import Flight
 from lightning_sparse.engine.local_state import LocalState
 from lightning_sparse.engine.local_steps import LocalSteps
@@ -37,8 +38,9 @@ class LocalExchange(LocalState):
         fragments: the fragment of each group.
         settings: of local steps.
         warmup_steps: in which every group travels.
-        untrained: tensors of the module that no optimizer trains, to be averaged if they change.
-        compressor: with what frozen parameters among them are averaged.
+        untrained: frozen parameters of the module, to be averaged if they change.
+        compressor: with what they are averaged.
+        buffers: of the module.
     """
 
     def __init__(
@@ -52,8 +54,10 @@ class LocalExchange(LocalState):
         warmup_steps: int = 0,
         untrained: Mapping[str, Find] | None = None,
         compressor: Compressor | None = None,
+        buffers: Buffers | None = None,
     ) -> None:
-        super().__init__(groups, fragments, comms, threaded, settings, untrained or {}, compressor or Exact())
+        others = untrained or {}, compressor or Dense(), buffers or Buffers(None)
+        super().__init__(groups, fragments, comms, threaded, settings, *others)
         self._phases = Phases()
         self._rates = Rates(settings.lead or 1.0)
         self._warmup_steps = warmup_steps
@@ -116,6 +120,7 @@ class LocalExchange(LocalState):
                 f"{type(optimizer).__name__}: it {reason}. Give local_steps=LocalSteps({self.settings.steps}, lead=1)."
             )
         self._hide()
+        self.set_by_others.look(optimizer)
         self._phases.begin_optimizer()
 
     def before_update(self, optimizer: Optimizer) -> None:
@@ -128,6 +133,7 @@ class LocalExchange(LocalState):
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         self._rates.give_back(optimizer)
         self.mean_moments.after_update(optimizer)
+        self.set_by_others.record(optimizer)
         self._phases.end_optimizer()
 
     @property
@@ -140,8 +146,10 @@ class LocalExchange(LocalState):
     def end_step(self) -> None:
         self._phases.end_step()
 
-    def show_average(self, settle: bool = True) -> None:
+    def show_average(self, settle: bool = True, buffers: bool = True) -> None:
         """Have the parameters hold x̄ until the next forward that trains; ``settle=False``, at the end, sends nothing.
+
+        With ``buffers`` these are the same on all ranks as well; to be called on all, as often, where there are any.
 
         Raises:
             RuntimeError: within a forward that trains, but for the end.
@@ -149,20 +157,14 @@ class LocalExchange(LocalState):
         if settle:
             self._phases.check_show()
             self.settle()
-        with torch.inference_mode(False):  # in which an evaluation may ask for it
+        with torch.inference_mode(False), torch.no_grad():  # in which an evaluation may ask for it
+            self.set_by_others.look()
             self.weights.show()
+            if settle and buffers and self.phase is not Phase.ENDED:
+                self._show_buffers()
+            derive_anew(self.shared_buffers.module)
         self._phases.show()
         super().show_average(settle)
-
-    def _hide(self) -> None:
-        self._note_what_was_set()
-        self.weights.hide()
-
-    def _note_what_was_set(self) -> None:
-        self.weights.take_over()
-        if self.weights.set_by_others:
-            self.weights.set_by_others = False
-            self._comparison.note(self.weights.checksum())
 
     def settle(self) -> None:
         if not self._phases.backwards:
@@ -178,7 +180,7 @@ class LocalExchange(LocalState):
             self._receive()
             if not self.settings.overlap:
                 self.moments.read(self.members)
-            if self.steps == 1:
+            if self.steps == 1 and self.untrained.watched:
                 self.compare()
 
     def _advance(self) -> int:
@@ -201,13 +203,15 @@ class LocalExchange(LocalState):
             unsent.zero_()
             replica.apply()
             replica.start_anew()
+        self._show_buffers()
+        self.shared_buffers.keep_shown()
 
     # - what no optimizer trains
 
     def compare(self) -> None:
         self._note_what_was_set()
         self._end_comparison()
-        if self._comparison.is_needed and self.phase is not Phase.ENDED:
+        if self.phase is not Phase.ENDED:
             self._comparison.begin(self._lanes[0])
             self._end_comparison()
 
@@ -216,7 +220,9 @@ class LocalExchange(LocalState):
     def abandon(self, is_loaded: bool) -> None:
         self._flight.wait()
         self._flight, self._comparison.under_way = Flight(self._lanes), None
+        self.shared_buffers.drop()
         if is_loaded:
+            self.shared_buffers.restart()
             self.weights.forget_unsent_gradients()
             self.weights.restart()
             self._phases.restart()
@@ -249,6 +255,7 @@ class LocalExchange(LocalState):
     def _send(self) -> None:
         """Take up the groups whose turn it is and have the lanes average them."""
         step = self._exchanged = self.steps
+        self.set_by_others.look()
         self.moments.read(self.members)  # here, wherever what it reads was received
         self._flight = Flight(self._lanes)
         due = [i for i, replica in enumerate(self.weights.replicas) if replica.is_due(step, self._warmup_steps)]
@@ -262,6 +269,8 @@ class LocalExchange(LocalState):
         self._flight.send([self.weights.replicas[i] for i in due], queues, self.members)
         if comparing:
             self._flight.launch(self._lanes[-1], self.moments.compare)  # beside a group that is alone
+        self.shared_buffers.send(self._flight, self._lanes[0])
+        self.shared_buffers.check(self._flight, self._lanes[0], regular=step % EVERY == 0)
         if step % EVERY == 0:
             self._begin_comparison()
 
@@ -272,8 +281,12 @@ class LocalExchange(LocalState):
         """Wait for what is under way, and apply it."""
         flight, waited_ns = self._flight, self._flight.wait()
         if self._counts(flight):
+            self.set_by_others.look()
             for replica in flight.replicas:
                 replica.apply()
+            self.set_by_others.record()
+            self.shared_buffers.receive()
+            self.shared_buffers.read()
             self.moments.receive()
         if self.sample is not None:
             self.sample.end_step()

@@ -10,6 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.around import Training
+from lightning_sparse.engine.buffers import Buffers
 from lightning_sparse.engine.flight import Flight
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.engine.local_steps import LocalSteps
@@ -36,6 +37,7 @@ class Meetings(LocalExchange):
         described: what must be the same on all hosts, as text by name.
         alone: this host alone, for messages that another host need not send at the same time.
         untrained: tensors of the module that no optimizer trains: each host's own.
+        buffers: of the module, which hosts do not share.
         groups: as for :class:`LocalExchange`; and so all others.
     """
 
@@ -49,12 +51,21 @@ class Meetings(LocalExchange):
         described: Mapping[str, str],
         alone: Comm,
         untrained: Mapping[str, Find],
+        buffers: Buffers,
         settings: LocalSteps,
         warmup_steps: int = 0,
     ) -> None:
         self._hosts = Hosts(hosts, self._shared)
         self._among = ElasticComm(self._hosts.leave, hosts.limit).in_format(wire_dtype)
-        super().__init__(groups, fragments, [self._among], threaded=True, settings=settings, warmup_steps=warmup_steps)
+        super().__init__(
+            groups,
+            fragments,
+            [self._among],
+            threaded=True,
+            settings=settings,
+            warmup_steps=warmup_steps,
+            buffers=buffers,
+        )
         self._described, self._alone = dict(described), alone
         self._others = Untrained(untrained)  # that each host has for itself, and hands on to one that joins
         self._pace = Pace(hosts.own_pace, ahead=int(settings.overlap))
@@ -196,6 +207,7 @@ class Meetings(LocalExchange):
         if doubt is not None and doubt[1] + 1 == self._committed:
             for replica in doubt[0].replicas:
                 replica.apply()
+            self.set_by_others.record()
             self.moments.receive()
             self.moments.read(self.members)
             return
@@ -209,6 +221,7 @@ class Meetings(LocalExchange):
         self.steps, self._exchanged = furthest["steps"], furthest["exchanged"]
         for replica, shared in zip(self.weights.replicas, furthest["replicas"], strict=True):
             replica.start_from_shared(shared)
+        self.set_by_others.record()
         for name, x in furthest["others"].items():
             self._others.watched[name]().copy_(x)
         self._pace.training.load_training_state(furthest["training"])
