@@ -73,42 +73,33 @@ class Buffers:
 
     # - beside training
 
-    def check(self, flight: Flight, lane: Lane, regular: bool) -> None:
-        """Have ranks compare all buffers, or if not ``regular`` those that somebody has set while they were shown."""
-        now = self._named() if regular or self._check_is_due else {}
-        if now and lane.comm.size > 1:
-            self._asked, self._words = list(now), self._words_of(now, None if regular else self._set)
+    def send(self, flight: Flight, lane: Lane, compares: bool) -> None:
+        """Have those that differ sent, and compare all, or else those that somebody has set while they were shown."""
+        now = self._named()
+        if due := {name: now[name] for name in self.differing if name in now}:
+            self._message = self._message_of(due)
+            flight.launch(lane, self._message.send)
+        if now and lane.comm.size > 1 and (compares or self._check_is_due):
+            self._asked, self._words = list(now), self._words_of(now, None if compares else self._set)
             flight.launch(lane, self._gather)
-        self._check_is_due, self._set = False, set()
+        self.differing, self._check_is_due, self._set = [], False, set()
 
     def _gather(self, lane: Lane) -> None:
         assert self._words is not None
         self._words = lane.comm.all_gather(self._words).wait()
 
-    def read(self) -> None:
-        """Learn from what has arrived which differ, to be sent next."""
-        if self._words is not None and self._asked:
-            self.differing = self._different(self._asked, self._words)
-        self._words, self._asked = None, []
-
-    def send(self, flight: Flight, lane: Lane) -> None:
-        """Have rank 0's of those that differ, and means of statistics, sent to all ranks."""
-        now = self._named()
-        if due := {name: now[name] for name in self.differing if name in now}:
-            self._message = self._message_of(due)
-            flight.launch(lane, self._message.send)
-        self.differing = []
-
     def receive(self) -> None:
-        """Take what has arrived, unless somebody has set the buffer meanwhile."""
+        """Take what has arrived, unless somebody has set it meanwhile; learn which differ, to be sent next."""
         message, self._message = self._message, None
         if message is not None:
             message.apply_late(self._named())
+        if self._words is not None:
+            self.differing = self._different(self._asked, self._words)
+            self._words = None
 
     def drop(self) -> None:
         """Forget what is under way."""
         self._message = self._words = None
-        self._asked = []
 
     # - whoever looks
 

@@ -120,20 +120,22 @@ class LocalExchange(LocalState):
                 f"{type(optimizer).__name__}: it {reason}. Give local_steps=LocalSteps({self.settings.steps}, lead=1)."
             )
         self._hide()
-        self.set_by_others.look(optimizer)
+        self.set_by_others.begin(optimizer)
         self._phases.begin_optimizer()
 
     def before_update(self, optimizer: Optimizer) -> None:
+        self.set_by_others.look_within(optimizer)
         self.mean_moments.before_update(optimizer)
         self._rates.scale(optimizer)
 
     def after_update(self, optimizer: Optimizer | None = None, stepped: bool = False) -> None:
         self._rates.give_back(optimizer, stepped)
+        self.set_by_others.record(optimizer)  # a closure may set others
 
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         self._rates.give_back(optimizer)
         self.mean_moments.after_update(optimizer)
-        self.set_by_others.record(optimizer)
+        self.set_by_others.end(optimizer)
         self._phases.end_optimizer()
 
     @property
@@ -269,13 +271,9 @@ class LocalExchange(LocalState):
         self._flight.send([self.weights.replicas[i] for i in due], queues, self.members)
         if comparing:
             self._flight.launch(self._lanes[-1], self.moments.compare)  # beside a group that is alone
-        self.shared_buffers.send(self._flight, self._lanes[0])
-        self.shared_buffers.check(self._flight, self._lanes[0], regular=step % EVERY == 0)
+        self.shared_buffers.send(self._flight, self._lanes[0], compares=step % EVERY == 0)
         if step % EVERY == 0:
             self._begin_comparison()
-
-    def _begin_comparison(self) -> None:
-        self._comparison.begin(self._lanes[0])
 
     def _receive(self) -> None:
         """Wait for what is under way, and apply it."""
@@ -286,7 +284,6 @@ class LocalExchange(LocalState):
                 replica.apply()
             self.set_by_others.record()
             self.shared_buffers.receive()
-            self.shared_buffers.read()
             self.moments.receive()
         if self.sample is not None:
             self.sample.end_step()

@@ -90,6 +90,9 @@ class LocalState(Exchange):
 
     # - what no optimizer trains
 
+    def _begin_comparison(self) -> None:
+        self._comparison.begin(self._lanes[0])
+
     def _end_comparison(self) -> None:
         """Average what has changed, too, starting from the mean over the ranks."""
         for replica in self._replicas_of(self._comparison.end()):

@@ -12,12 +12,12 @@ from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.engine.scratch import Scratch
+from lightning_sparse.engine.set_in_group import SetInGroup
 from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.selection.sparse import Sparse, dense
 
 #: What a replica remembers beside its compressor, as a checkpoint names it.
-VELOCITY, ASIDE, EXACT, UNSENT_GRADIENT = "outer velocity", "aside", "exact", "unsent gradient"
-SET = "set by others"
+VELOCITY, ASIDE, EXACT, UNSENT_GRADIENT, SET = "outer velocity", "aside", "exact", "unsent gradient", "set by others"
 HALVES = {torch.bfloat16, torch.float16}  # in which parameters hold neither x_r nor x̄ exactly
 
 Find = Callable[[], Tensor]
@@ -38,9 +38,8 @@ class Replica:
         compressor: what averages it.
         fragment: with which it takes turns.
         average: x̄ [n], the same bits on every rank; float32, or float64 for tensors in float64.
-        unsent_gradient: [n] float32, what this rank had not sent of gradients when local steps began, until a step is
-            taken.
-        set_by_others: [n], what somebody has set beside optimizers' steps since the group was taken up; None before.
+        unsent_gradient: [n] float32, not sent of gradients when local steps began, until a step is taken.
+        set_by_others: what somebody has set beside optimizers' steps since the group was taken up.
     """
 
     def __init__(
@@ -54,8 +53,7 @@ class Replica:
     ) -> None:
         """Start from what the parameters hold; ``find`` finds those that no optimizer trains, where they are now."""
         self.unsent_gradient: Tensor | None = None
-        self.set_by_others: Tensor | None = None
-        self._set_taken_up: Tensor | None = None
+        self.set_by_others = SetInGroup(group)
         self._scratch = scratch or Scratch()
         self._taken_up: Tensor | None = None  # the weights when they were taken up [n], lent by scratch
         self._difference: Tensor | None = None  # from x̄ to them [n], then what x̄ moves by; lent by scratch
@@ -72,7 +70,7 @@ class Replica:
         self._next: tuple[Tensor | Sparse, Tensor | None] | None = None  # what x̄ moves by; and the velocity
         self._memory: Mapping[str, Tensor] | None = None  # the compressor's, when the group was taken up
         self._decay = settings.error_decay
-        # [n], what is unsent and not in the weights: what half precision cannot hold of them, or all with error_decay.
+        # [n], unsent and not in the weights: what half precision cannot hold of them, or all with error_decay.
         self._aside = torch.zeros_like(self.average) if dtypes & HALVES or self._decay is not None else None
         for i, tensor in enumerate(self.tensors()):
             self.start_from(i, tensor)
@@ -90,12 +88,8 @@ class Replica:
     @torch.no_grad()
     def note_set(self, place: int, value: Tensor, before: Tensor | None) -> None:
         """Note that somebody has set the parameter at ``place``: all that is unsent, if ``before`` is not known."""
-        if self.set_by_others is None:
-            self.set_by_others = torch.zeros_like(self.average)
-        if before is None:
-            before = self._own[place] if self._own else self.averages()[place]
-        change = value.detach().to(self.average.dtype) - before.to(self.average.dtype)
-        self.group.slots(self.set_by_others)[place].view(value.shape).add_(change)
+        known = (self._own or self.averages())[place] if before is None else before
+        self.set_by_others.add(place, value, known, self.average)
 
     def tensors(self) -> list[Tensor]:
         """The parameters, as they are; a module may have put another tensor in the place of a frozen one."""
@@ -116,8 +110,7 @@ class Replica:
         self._set_meanwhile.add(place)
         if self._aside is not None and not keep_aside:
             self.group.slots(self._aside)[place].zero_()
-        if self.set_by_others is not None:
-            self.group.slots(self.set_by_others)[place].zero_()
+        self.set_by_others.forget(place)
 
     def start_anew(self) -> None:
         """Set this rank's weights to the average, of which nothing is unsent then."""
@@ -136,8 +129,7 @@ class Replica:
     def unsent(self, own: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
         """What is unsent where this rank's own weights are ``own``: x_r - x̄ [n], in the precision of x̄."""
         flat = torch.empty_like(self.average) if out is None else out
-        slots = self.group.slots(flat)
-        for weights, average, slot in zip(own, self.averages(), slots, strict=True):
+        for weights, average, slot in zip(own, self.averages(), self.group.slots(flat), strict=True):
             torch.sub(weights.detach().to(flat.dtype), average, out=slot.view(weights.shape))
         return flat if self._aside is None else flat.add_(self._aside)
 
@@ -156,9 +148,7 @@ class Replica:
         if self._find:  # send nothing of what is not finite, such as a mask
             self._left_out = ~self._difference.isfinite()
             self._difference.masked_fill_(self._left_out, 0.0)
-        if self.set_by_others is not None:  # x̄ moves by 1 / lead of what is sent
-            self._difference.add_(self.set_by_others, alpha=self.lead - 1)
-            self._set_taken_up, self.set_by_others = self.set_by_others, torch.zeros_like(self.set_by_others)
+        self.set_by_others.take_up(self._difference, self.lead - 1)  # x̄ moves by 1 / lead of what is sent
         group.unsent.zero_()
         parts = zip(group.slots(self._difference), group.shapes, strict=True)
         self.compressor.accumulate(group, [part.view(shape) for part, shape in parts], size)
@@ -220,18 +210,13 @@ class Replica:
         """Forget what was under way, as if it had never been taken up: nothing has left ``unsent``."""
         if self._memory is not None:
             self.group.memory = dict(self._memory)
-            self.set_by_others = self._all_set()
+            self.set_by_others.put_back()
         self._end()
-
-    def _all_set(self) -> Tensor | None:
-        """What was set, also of what is under way."""
-        now, taken_up = self.set_by_others, self._set_taken_up
-        return now if now is None or taken_up is None else now + taken_up
 
     def _end(self) -> None:
         """Forget what was under way."""
         self._own, self._next, self._left_out, self._memory, self.group.weights = [], None, None, None, None
-        self._set_taken_up = None
+        self.set_by_others.end()
         for lent in (self._taken_up, self._difference):
             if lent is not None:
                 self._scratch.give(lent)
@@ -257,10 +242,10 @@ class Replica:
 
     def shared(self) -> dict[str, Any]:
         """What another rank needs to go on from here: copies of x̄, of the velocity and of the compressor's memory."""
-        memory = self.group.memory if self._memory is None else self._memory
         velocity = None if self._velocity is None else self._velocity.clone()
-        copies = {key: kept.clone() for key, kept in memory.items()}
-        return {"average": self.average.clone(), VELOCITY: velocity, "memory": copies}
+        memory = self.group.memory if self._memory is None else self._memory
+        memory = {key: kept.clone() for key, kept in memory.items()}
+        return {"average": self.average.clone(), VELOCITY: velocity, "memory": memory}
 
     @torch.no_grad()
     def start_from_shared(self, shared: Mapping[str, Any]) -> None:
@@ -282,8 +267,8 @@ class Replica:
         """
         flat = torch.cat([weights.detach().reshape(-1) for weights in own])
         memory = dict(self.group.memory if self._memory is None else self._memory)
-        kept = {VELOCITY: self._velocity, ASIDE: self._aside, UNSENT_GRADIENT: self.unsent_gradient}
-        kept[SET] = self._all_set()
+        kept = {VELOCITY: self._velocity, ASIDE: self._aside, SET: self.set_by_others.whole}
+        kept[UNSENT_GRADIENT] = self.unsent_gradient
         memory |= {key: x.clone() for key, x in kept.items() if x is not None}
         if flat.dtype == torch.float64 or self._decay is not None:
             memory[EXACT] = flat
@@ -295,10 +280,9 @@ class Replica:
         Where unsent waits aside, and nothing says what of ``flat`` did so, as on another number of ranks, all does.
         """
         self._end()
-        remembered = (self.group.memory.pop(key, None) for key in (VELOCITY, UNSENT_GRADIENT, SET, ASIDE, EXACT))
-        device = self.average.device  # a checkpoint has some of it on the CPU
-        found = (None if x is None else x.to(device) for x in remembered)
-        self._velocity, unsent_gradient, self.set_by_others, aside, exact = found
+        kept = (self.group.memory.pop(key, None) for key in (VELOCITY, UNSENT_GRADIENT, SET, ASIDE, EXACT))
+        found = (None if x is None else x.to(self.average.device) for x in kept)  # a checkpoint has some on the CPU
+        self._velocity, unsent_gradient, self.set_by_others.change, aside, exact = found
         self.unsent_gradient = None if self.is_untrained else unsent_gradient
         if self.average.dtype == torch.float64:  # float32 that is that of x̄ has nothing more to say
             flat = torch.where(flat == self.average.float(), self.average, flat.double())

@@ -28,6 +28,24 @@ class SetByOthers:
         }
         self._versions: dict[Tensor, int] = {}
         self._before: dict[Tensor, Tensor] = {}  # copies, of groups of which something was set
+        self._under_way: Optimizer | None = None  # the outermost, as one around another
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Enter a step of ``optimizer``."""
+        if self._under_way is None:
+            self._under_way = optimizer
+            self.look(optimizer)
+
+    def look_within(self, optimizer: Optimizer) -> None:
+        """Note what was set by others than an ``optimizer`` that is about to set its parameters."""
+        if optimizer is self._under_way:
+            self.look(optimizer)
+
+    def end(self, optimizer: Optimizer) -> None:
+        """Leave a step; what was set since ``optimizer`` was done, in hooks, was set by others."""
+        self.look_within(optimizer)
+        if optimizer is self._under_way:
+            self._under_way = None
 
     def look(self, optimizer: Optimizer | None = None) -> None:
         """Note what was set of an optimizer's parameters (None: of all) since then, unless the average is shown."""
@@ -47,6 +65,8 @@ class SetByOthers:
     def record(self, optimizer: Optimizer | None = None) -> None:
         """Take an optimizer's parameters (None: all) as they are for what it, or the engine, has made of them."""
         self._take(self._parameters(optimizer))
+        if optimizer is None:
+            self._under_way = None
 
     def _parameters(self, optimizer: Optimizer | None) -> Iterable[Tensor]:
         if optimizer is None:
@@ -57,5 +77,5 @@ class SetByOthers:
     def _take(self, parameters: Iterable[Tensor]) -> None:
         for p in parameters:
             self._versions[p] = p._version
-            if self._places[p][0].set_by_others is not None:
+            if self._places[p][0].set_by_others.change is not None:
                 self._before.setdefault(p, torch.empty_like(p)).copy_(p)
