@@ -19,7 +19,6 @@ from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.engine.untrained import statistics_of, untrained_of
 from lightning_sparse.network.agreement import described, versions
-from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.elastic import Elastic
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.network.torch_comm import TorchComm
@@ -61,24 +60,30 @@ def make_exchange(
             f"local_group={groups.local_size} cannot be combined with find_unused_parameters=True: ranks of a node "
             "may use different parameters, and only one may keep what is unsent of them. Leave one of them out."
         )
+    if way.local is not None:
+        return _local_steps(ddp, parameters, way, way.local, groups, broadcasts_buffers)
     wire_dtype = wire_format(way.wire_dtype)
+    return GradientExchange(
+        lay_out(parameters, way.compressor, way.fusion, way.bucket_bytes),
+        [comm.in_format(wire_dtype) for comm in groups.comms(beside_ddp=False)],
+        threaded=not groups.nccl,
+        node=groups if groups.local_size > 1 else None,
+        may_be_unused=ddp.find_unused_parameters,
+        scaler=scaler,
+        may_sum_in_place=way.may_sum_in_place,
+    )
 
-    def comms() -> list[Comm]:
-        return [comm.in_format(wire_dtype) for comm in groups.comms(beside_ddp=way.local is not None)]
 
-    if way.local is None:
-        return GradientExchange(
-            lay_out(parameters, way.compressor, way.fusion, way.bucket_bytes),
-            comms(),
-            threaded=not groups.nccl,
-            node=groups if groups.local_size > 1 else None,
-            may_be_unused=ddp.find_unused_parameters,
-            scaler=scaler,
-            may_sum_in_place=way.may_sum_in_place,
-        )
-    laid_out, fragments = lay_out_fragments(parameters, way.compressor, way.fusion, way.local.parts, way.bucket_bytes)
-    device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
-    settings = way.local.led(way.compressor, way.wire_dtype)
+def _local_steps(
+    ddp: DistributedDataParallel,
+    parameters: Mapping[str, Tensor],
+    way: Way,
+    local: LocalSteps,
+    groups: ProcessGroups,
+    broadcasts_buffers: bool,
+) -> Exchange:
+    wire_dtype, settings = wire_format(way.wire_dtype), local.led(way.compressor, way.wire_dtype)
+    laid_out, fragments = lay_out_fragments(parameters, way.compressor, way.fusion, local.parts, way.bucket_bytes)
     ignored = {uncompiled(name) for name in ddp.parameters_to_ignore}
     untrained = untrained_of(ddp.module, ignored | parameters.keys())
     if way.elastic is not None:
@@ -94,10 +99,11 @@ def make_exchange(
             described=_described(ddp.module, way),
             alone=TorchComm(ddp.process_group),
         )
+    device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
     return LocalExchange(
         laid_out,
         fragments,
-        comms(),
+        [comm.in_format(wire_dtype) for comm in groups.comms(beside_ddp=True)],
         threaded=not groups.nccl,
         settings=settings,
         warmup_steps=way.warmup_steps,
