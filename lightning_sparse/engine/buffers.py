@@ -94,8 +94,8 @@ class Buffers:
         if message is not None:
             message.apply_late(self._named())
         if self._words is not None:
-            self.differing = self._different(self._asked, self._words)
-            self._words = None
+            differing, told = self._compared(self._asked, self._words)
+            self.differing, self._words = [name for name in differing if name in told], None
 
     def drop(self) -> None:
         """Forget what is under way."""
@@ -109,16 +109,19 @@ class Buffers:
         if not now or ranks == 1:
             return
         self._note_what_was_set()
-        words = self._words_of(now)
+        words = self._words_of(now, self._set)
         every = on_lane(lambda lane: lane.comm.all_gather(words).wait())
         assert every is not None
-        if different := {name: now[name] for name in self._different(list(now), every)}:
-            message = self._message_of(different)
+        differing, told = self._compared(list(now), every)
+        if differing:
+            message = self._message_of({name: now[name] for name in differing})
             on_lane(lambda lane: message.send(lane))
             for name, value in message.values().items():
                 self._own.setdefault(name, now[name].detach().clone())
                 set_to(now[name], value)
-        self._shown, self._check_is_due = self._as_shown(now), True
+        for name in told:  # all ranks go on with what they have now
+            self._own.pop(name, None)
+        self._shown, self._set, self._check_is_due = self._as_shown(now), set(), True
 
     def hide(self) -> None:
         """Give this rank its own back, where nobody has set the buffer meanwhile."""
@@ -198,8 +201,8 @@ class Buffers:
         low = [(kind << 1) % 2**_KIND_BITS + tell for kind, tell in zip(kinds, tells, strict=True)]
         return (bits << _KIND_BITS) + torch.tensor(low).to(self._device, non_blocking=True)
 
-    def _different(self, names: Collection[str], words: Tensor) -> list[str]:
-        """The names of those that differ between ranks, and that a rank tells of; ``words`` are [P, k].
+    def _compared(self, names: Collection[str], words: Tensor) -> tuple[list[str], set[str]]:
+        """The names of those that differ between ranks, and of those that a rank tells of; ``words`` are [P, k].
 
         Raises:
             RuntimeError: on every rank, if one is not of the same shape and type on all.
@@ -213,8 +216,10 @@ class Buffers:
                     f"others on {' and on '.join(having.values())}. Give broadcast_buffers=False, with which each rank "
                     "has its own."
                 )
-        differs = ((rows >> _KIND_BITS) != (rows[0] >> _KIND_BITS)).any(0) & (rows % 2).bool().any(0)
-        return [name for name, each in zip(names, differs.tolist(), strict=True) if each]
+        bits = rows >> _KIND_BITS
+        differs, told = (bits != bits[0]).any(0).tolist(), (rows % 2).any(0).tolist()
+        found = list(zip(names, differs, told, strict=True))
+        return [name for name, each, _ in found if each], {name for name, _, each in found if each}
 
     def _message_of(self, buffers: Mapping[str, Tensor]) -> BufferMessage:
         return BufferMessage(buffers, _norms_in(self.module), self._device)
