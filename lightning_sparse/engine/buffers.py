@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_sparse.checks import uncompiled
 from lightning_sparse.engine.buffer_message import BufferMessage, set_to
-from lightning_sparse.engine.checksum import checksum
+from lightning_sparse.engine.checksum import checksum, digest
 from lightning_sparse.engine.flight import Flight
 from lightning_sparse.engine.lane import Lane
 from lightning_sparse.network.agreement import ranks_having
@@ -26,7 +26,7 @@ class Shown:
 
     tensor: Tensor
     version: int | None  # None: of any
-    bits: Tensor  # their checksum []
+    bits: Tensor  # their digest []
 
 
 class Buffers:
@@ -144,7 +144,7 @@ class Buffers:
         shown = {name: each for name, each in self._shown.items() if name in now}
         if not shown:
             return
-        sums = torch.stack([checksum(now[name]).to(self._device) for name in shown])
+        sums = torch.stack([digest(now[name]).to(self._device) for name in shown])
         moved = (sums != torch.stack([each.bits.to(self._device) for each in shown.values()])).tolist()
         for (name, each), differs in zip(shown.items(), moved, strict=True):
             x = now[name]
@@ -155,7 +155,7 @@ class Buffers:
                     self._message.forget(name)
 
     def _as_shown(self, now: Mapping[str, Tensor]) -> dict[str, Shown]:
-        return {name: Shown(x, _version(x), checksum(x)) for name, x in now.items()}
+        return {name: Shown(x, _version(x), digest(x)) for name, x in now.items()}
 
     # - checkpoints, and other engines
 
@@ -187,7 +187,7 @@ class Buffers:
     def take_over(self, before: "Buffers") -> None:
         """Go on with what each rank has in ``before``, which was of the same module; DDP has copied rank 0's since."""
         now = self.named()
-        same = [name for name, x in before._shown.items() if name in now and torch.equal(checksum(now[name]), x.bits)]
+        same = [name for name, x in before._shown.items() if name in now and torch.equal(digest(now[name]), x.bits)]
         self.hold({name: before._own[name] for name in same if name in before._own})
         self.differing = before.differing
 
@@ -195,7 +195,7 @@ class Buffers:
 
     def _words_of(self, now: Mapping[str, Tensor], told: Collection[str] | None = None) -> Tensor:
         """A number of each buffer [k] int64: its bits, its shape and type, and whether it is ``told`` (None: yes)."""
-        bits = torch.stack([checksum(x).to(self._device) for x in now.values()])
+        bits = torch.stack([digest(x).to(self._device) for x in now.values()])
         kinds = [zlib.crc32(f"{name} {list(x.shape)} {x.dtype}".encode()) for name, x in now.items()]
         tells = [told is None or name in told for name in now]
         low = [(kind << 1) % 2**_KIND_BITS + tell for kind, tell in zip(kinds, tells, strict=True)]
