@@ -29,7 +29,7 @@ class Shown:
     bits: Tensor  # their digest []
 
 
-class Buffers:
+class ModuleBuffers:
     """The buffers of a module, which follow DistributedDataParallel's rule while its own broadcast is off.
 
     Of a buffer that differs between ranks all take rank 0's; of the statistics of batch norm all take the mean.  Ranks
@@ -75,12 +75,16 @@ class Buffers:
 
     def send(self, flight: Flight, lane: Lane, compares: bool) -> None:
         """Have those that differ sent, and compare all, or else those that somebody has set while they were shown."""
-        now = self._named()
+        asks = compares or self._check_is_due
+        now = self._named() if asks or self.differing else {}
         if due := {name: now[name] for name in self.differing if name in now}:
             self._message = self._message_of(due)
-            flight.launch(lane, self._message.send)
-        if now and lane.comm.size > 1 and (compares or self._check_is_due):
+        if asks := asks and bool(now) and lane.comm.size > 1:
             self._asked, self._words = list(now), self._words_of(now, None if compares else self._set)
+        lane.wait_for_caller()
+        if self._message is not None:
+            flight.launch(lane, self._message.send)
+        if asks:
             flight.launch(lane, self._gather)
         self.differing, self._check_is_due, self._set = [], False, set()
 
@@ -184,7 +188,7 @@ class Buffers:
         self.drop()
         self._shown, self.differing, self._check_is_due = self._as_shown(self.named()), [], True
 
-    def take_over(self, before: "Buffers") -> None:
+    def take_over(self, before: "ModuleBuffers") -> None:
         """Go on with what each rank has in ``before``, which was of the same module; DDP has copied rank 0's since."""
         now = self.named()
         same = [name for name, x in before._shown.items() if name in now and torch.equal(digest(now[name]), x.bits)]

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.checks import uncompiled
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.engine.buffers import Buffers
+from lightning_sparse.engine.buffers import ModuleBuffers
 from lightning_sparse.engine.elastic_exchange import ElasticExchange
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.gradients import GradientExchange
@@ -93,7 +93,7 @@ def _local_steps(
             settings=settings,
             warmup_steps=way.warmup_steps,
             untrained=untrained | statistics_of(ddp.module, ignored),
-            buffers=Buffers(ddp.module, shared=False),
+            buffers=ModuleBuffers(ddp.module, shared=False),
             wire_dtype=wire_dtype,
             hosts=way.elastic,
             described=_described(ddp.module, way),
@@ -109,7 +109,7 @@ def _local_steps(
         warmup_steps=way.warmup_steps,
         untrained=untrained,
         compressor=way.compressor,
-        buffers=Buffers(ddp.module, ignored, broadcasts_buffers, device),
+        buffers=ModuleBuffers(ddp.module, ignored, broadcasts_buffers, device),
     )
 
 

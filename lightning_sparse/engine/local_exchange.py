@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.engine.buffers import Buffers
+from lightning_sparse.engine.buffers import ModuleBuffers
 from lightning_sparse.engine.derived import derive_anew
 from lightning_sparse.engine.flight import Flight
 from lightning_sparse.engine.local_state import LocalState
@@ -54,9 +54,9 @@ class LocalExchange(LocalState):
         warmup_steps: int = 0,
         untrained: Mapping[str, Find] | None = None,
         compressor: Compressor | None = None,
-        buffers: Buffers | None = None,
+        buffers: ModuleBuffers | None = None,
     ) -> None:
-        others = untrained or {}, compressor or Dense(), buffers or Buffers(None)
+        others = untrained or {}, compressor or Dense(), buffers or ModuleBuffers(None)
         super().__init__(groups, fragments, comms, threaded, settings, *others)
         self._phases = Phases()
         self._rates = Rates(settings.lead or 1.0)

@@ -8,7 +8,7 @@ from torch import Tensor
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.adam import MeanMoments
-from lightning_sparse.engine.buffers import Buffers
+from lightning_sparse.engine.buffers import ModuleBuffers
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.groups import carry_over
 from lightning_sparse.engine.local_steps import LocalSteps
@@ -35,7 +35,7 @@ class LocalState(Exchange):
         settings: LocalSteps,
         untrained: Mapping[str, Find],
         compressor: Compressor,
-        buffers: Buffers,
+        buffers: ModuleBuffers,
     ) -> None:
         super().__init__(groups, comms, threaded=threaded)
         self.settings = settings

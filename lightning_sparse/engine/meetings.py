@@ -10,7 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.around import Training
-from lightning_sparse.engine.buffers import Buffers
+from lightning_sparse.engine.buffers import ModuleBuffers
 from lightning_sparse.engine.flight import Flight
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.engine.local_steps import LocalSteps
@@ -51,7 +51,7 @@ class Meetings(LocalExchange):
         described: Mapping[str, str],
         alone: Comm,
         untrained: Mapping[str, Find],
-        buffers: Buffers,
+        buffers: ModuleBuffers,
         settings: LocalSteps,
         warmup_steps: int = 0,
     ) -> None:

@@ -1,6 +1,7 @@
 """Weights that somebody sets beside the optimizers' steps: what is set counts in full, however far ranks look ahead."""
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,15 +21,14 @@ class SetByOthers:
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
-        self._places = {
-            p: (replica, place)
-            for replica in weights.replicas
-            if not replica.is_untrained
-            for place, p in enumerate(replica.group.parameters)
-        }
-        self._versions: dict[Tensor, int] = {}
-        self._before: dict[Tensor, Tensor] = {}  # copies, of groups of which something was set
+        trained = [replica for replica in weights.replicas if not replica.is_untrained]
+        self._places = [(replica, place) for replica in trained for place in range(len(replica.group.names))]
+        self._all = [replica.group.parameters[place] for replica, place in self._places]
+        self._versions = [p._version for p in self._all]
+        self._before: dict[int, Tensor] = {}  # copies, of groups of which something was set
         self._under_way: Optimizer | None = None  # the outermost, as one around another
+        #: Which parameters an optimizer has, and how many it had in all when this was found out.
+        self._of_optimizer: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[int]]] = weakref.WeakKeyDictionary()
 
     def begin(self, optimizer: Optimizer) -> None:
         """Enter a step of ``optimizer``."""
@@ -51,16 +51,12 @@ class SetByOthers:
         """Note what was set of an optimizer's parameters (None: of all) since then, unless the average is shown."""
         if self._weights.shown:
             return
-        moved = [p for p in self._parameters(optimizer) if self._has_moved(p)]
-        for replica, place in map(self._places.__getitem__, moved):
-            p = replica.group.parameters[place]
+        of, now, then = self._parameters(optimizer), self._all, self._versions
+        for i in (moved := [i for i in of if now[i]._version != then[i]]):
+            replica, place = self._places[i]
             if replica.lead != 1:
-                replica.note_set(place, p, self._before.get(p))
-        also = [p for each in moved for p in self._places[each][0].group.parameters if not self._has_moved(p)]
-        self._take([*moved, *also])
-
-    def _has_moved(self, p: Tensor) -> bool:
-        return self._versions.get(p, p._version) != p._version
+                replica.note_set(place, now[i], self._before.get(i))
+        self._take(moved)
 
     def record(self, optimizer: Optimizer | None = None) -> None:
         """Take an optimizer's parameters (None: all) as they are for what it, or the engine, has made of them."""
@@ -68,14 +64,24 @@ class SetByOthers:
         if optimizer is None:
             self._under_way = None
 
-    def _parameters(self, optimizer: Optimizer | None) -> Iterable[Tensor]:
+    def _parameters(self, optimizer: Optimizer | None) -> Sequence[int]:
         if optimizer is None:
-            return self._places
-        return [p for group in optimizer.param_groups for p in group["params"] if p in self._places]
+            return range(len(self._all))
+        size = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._of_optimizer.get(optimizer)
+        if known is None or known[0] != size:
+            own = {p for group in optimizer.param_groups for p in group["params"]}
+            known = self._of_optimizer[optimizer] = size, [i for i, p in enumerate(self._all) if p in own]
+        return known[1]
 
     @torch.no_grad()
-    def _take(self, parameters: Iterable[Tensor]) -> None:
-        for p in parameters:
-            self._versions[p] = p._version
-            if self._places[p][0].set_by_others.change is not None:
-                self._before.setdefault(p, torch.empty_like(p)).copy_(p)
+    def _take(self, parameters: Sequence[int]) -> None:
+        versions, every = self._versions, self._all
+        for i in parameters:
+            versions[i] = every[i]._version
+        was_set = {replica for replica in self._weights.replicas if replica.set_by_others.change is not None}
+        for i in parameters if was_set else ():
+            if self._places[i][0] in was_set:
+                if i not in self._before:
+                    self._before[i] = torch.empty_like(self._all[i])
+                self._before[i].copy_(self._all[i])

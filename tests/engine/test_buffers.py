@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sparse.engine.buffers import Buffers
+from lightning_sparse.engine.buffers import ModuleBuffers
 from lightning_sparse.engine.flight import Flight
 from lightning_sparse.engine.lane import Lane
 from lightning_sparse.network.simulated import same_bits
@@ -25,7 +25,7 @@ class Rank:
 
     def __init__(self, comm: ThreadComm, module: nn.Module, **options: Any) -> None:
         self.module, self.lane = module, Lane(comm, threaded=False)
-        self.buffers = Buffers(module, **options)
+        self.buffers = ModuleBuffers(module, **options)
         self.number = comm.rank
 
     def turn(self, meanwhile: Callable[["Rank"], object] = lambda _: None, compares: bool = True) -> None:
