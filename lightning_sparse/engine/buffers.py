@@ -59,7 +59,8 @@ class ModuleBuffers:
         self._check_is_due = False  # since they were shown
         self.differing: list[str] = []  # that ranks know to differ, to be sent next
         self._asked: list[str] = []  # whose words are under way
-        self._words: Tensor | None = None  # [k], then of all ranks [P, k]
+        self._words: Tensor | None = None  # [k], whose memory must stay until it has been sent
+        self._every: Tensor | None = None  # of all ranks [P, k]
         self._message: BufferMessage | None = None  # under way
 
     def named(self) -> dict[str, Tensor]:
@@ -90,20 +91,21 @@ class ModuleBuffers:
 
     def _gather(self, lane: Lane) -> None:
         assert self._words is not None
-        self._words = lane.comm.all_gather(self._words).wait()
+        self._every = lane.comm.all_gather(self._words).wait()
 
     def receive(self) -> None:
         """Take what has arrived, unless somebody has set it meanwhile; learn which differ, to be sent next."""
         message, self._message = self._message, None
         if message is not None:
             message.apply_late(self._named())
-        if self._words is not None:
-            differing, told = self._compared(self._asked, self._words)
-            self.differing, self._words = [name for name in differing if name in told], None
+        if self._every is not None:
+            differing, told = self._compared(self._asked, self._every)
+            self.differing = [name for name in differing if name in told]
+        self._words = self._every = None
 
     def drop(self) -> None:
         """Forget what is under way."""
-        self._message = self._words = None
+        self._message = self._words = self._every = None
 
     # - whoever looks
 
