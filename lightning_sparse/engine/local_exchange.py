@@ -130,7 +130,7 @@ class LocalExchange(LocalState):
 
     def after_update(self, optimizer: Optimizer | None = None, stepped: bool = False) -> None:
         self._rates.give_back(optimizer, stepped)
-        self.set_by_others.record(optimizer)  # a closure may set others
+        self.set_by_others.accept(optimizer)  # a closure may set others
 
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         self._rates.give_back(optimizer)
@@ -282,7 +282,7 @@ class LocalExchange(LocalState):
             self.set_by_others.look()
             for replica in flight.replicas:
                 replica.apply()
-            self.set_by_others.record()
+            self.set_by_others.accept()
             self.shared_buffers.receive()
             self.moments.receive()
         if self.sample is not None:

@@ -80,7 +80,7 @@ class LocalState(Exchange):
         self.shared_buffers.hide()
         if self.weights.shown:
             self.weights.hide()
-            self.set_by_others.record()
+            self.set_by_others.accept()
 
     def _note_what_was_set(self) -> None:
         self.weights.take_over()

@@ -207,7 +207,7 @@ class Meetings(LocalExchange):
         if doubt is not None and doubt[1] + 1 == self._committed:
             for replica in doubt[0].replicas:
                 replica.apply()
-            self.set_by_others.record()
+            self.set_by_others.accept()
             self.moments.receive()
             self.moments.read(self.members)
             return
@@ -221,7 +221,7 @@ class Meetings(LocalExchange):
         self.steps, self._exchanged = furthest["steps"], furthest["exchanged"]
         for replica, shared in zip(self.weights.replicas, furthest["replicas"], strict=True):
             replica.start_from_shared(shared)
-        self.set_by_others.record()
+        self.set_by_others.accept()
         for name, x in furthest["others"].items():
             self._others.watched[name]().copy_(x)
         self._pace.training.load_training_state(furthest["training"])

@@ -58,7 +58,7 @@ class SetByOthers:
                 replica.note_set(place, now[i], self._before.get(i))
         self._take(moved)
 
-    def record(self, optimizer: Optimizer | None = None) -> None:
+    def accept(self, optimizer: Optimizer | None = None) -> None:
         """Take an optimizer's parameters (None: all) as they are for what it, or the engine, has made of them."""
         self._take(self._parameters(optimizer))
         if optimizer is None:

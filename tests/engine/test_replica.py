@@ -164,7 +164,7 @@ def test_what_is_set_arrives_in_full_and_what_an_optimizer_does_at_its_own_lengt
     both = [SetByOthers(Weights(of_rank)) for of_rank in trained.replicas]
     for each in both:
         each._weights.hide()
-        each.record()
+        each.accept()
     torch.manual_seed(1)
     for turn in range(4):
         before = replicas[0].average.double()
@@ -175,7 +175,7 @@ def test_what_is_set_arrives_in_full_and_what_an_optimizer_does_at_its_own_lengt
             each.begin(optimizer)
             for p in replica.group.parameters if turn else ():
                 p -= 0.1 * torch.randn(p.shape, dtype=torch.float32)
-            each.record(optimizer)
+            each.accept(optimizer)
             each.end(optimizer)
             stepped, own = stepped + (flat_of(replica) - own) / 2, flat_of(replica)
             replica.group.parameters[turn % 2].clamp_(-0.5, 0.5)
@@ -183,7 +183,7 @@ def test_what_is_set_arrives_in_full_and_what_an_optimizer_does_at_its_own_lengt
             each.look()
         exchanged(replicas, trained.network)
         for each in both:
-            each.record()
+            each.accept()
         moved = replicas[0].average.double() - before
         assert (moved - (stepped / lead + was_set)).abs().max() < 1e-6
         assert was_set.any()
