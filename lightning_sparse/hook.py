@@ -182,7 +182,8 @@ class SparseHook:
             self._forwards.begin(self.exchange, is_settled=fusion is not None and fusion.phase == "watch")
         elif self._evaluates(module):
             self.exchange.end_forward()  # also of one that was interrupted
-            self.show_average()
+            sends = getattr(self._ddp(), "require_forward_param_sync", True)  # before the first after one that trains
+            self.exchange.show_average(buffers=sends)
 
     def _trains(self, module: nn.Module) -> bool:
         """Whether a forward of ``module`` now is trained on: with local steps, others are of the average."""

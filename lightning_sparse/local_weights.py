@@ -124,7 +124,7 @@ class BeforeCallbacks(Callback):
         kinds = {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}  # type: ignore[attr-defined]
         exchange = getattr(trainer.strategy, "exchange", None)
         if kinds & WEIGHT_AVERAGING and exchange is not None and not exchange.within_step:
-            exchange.show_average()
+            exchange.show_average(buffers=False)  # of which each rank averages its own, as with DDP
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if isinstance(trainer.strategy, ShowsAverage):

@@ -90,9 +90,10 @@ class Switch:
     def _make(self, way: Way) -> None:
         ddp = self._ddp()
         assert ddp is not None
-        ddp.broadcast_buffers = self._broadcasts_buffers and way.local is None  # what changes of them is averaged then
+        ddp.broadcast_buffers = self._broadcasts_buffers and way.local is None  # the engine sends them then
         self.way = way
-        self.exchange: Exchange = make_exchange(ddp, self.parameters, way, self._groups, self._scaler)
+        means = self._groups, self._scaler, self._broadcasts_buffers
+        self.exchange: Exchange = make_exchange(ddp, self.parameters, way, *means)
         self.layer_fusion: LayerFusion | None = None
         if way.fusion == "layer" and way.local is None:
             self.layer_fusion = LayerFusion(self.exchange, way.compressor, self.parameters)

@@ -1,7 +1,7 @@
 """What of a training differs between ranks with local steps, beside the weights, in a checkpoint and back."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from lightning_sparse.checkpoint.optimizers import set_tensors, tensors_everywhere
 from lightning_sparse.checkpoint.state import State, mean_used
 from lightning_sparse.checks import uncompiled
+from lightning_sparse.engine.buffer_message import bytes_of, from_bytes
 from lightning_sparse.engine.checksum import checksum
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.network.agreement import ranks_having
@@ -36,13 +37,9 @@ class Parts:
         return {uncompiled(name): x for name, x in named}
 
     def others(self, exchange: Exchange) -> dict[str, Tensor]:
-        """What a checkpoint keeps and ``exchange`` does not average, by name.
-
-        Buffers of whole numbers, and what ranks have not seen change.
-        """
-        kept = self.module.state_dict(keep_vars=True)
-        whole = {name: x for name, x in self.module.named_buffers() if name in kept and not x.is_floating_point()}
-        return whole | dict(exchange.not_averaged)
+        """What a checkpoint keeps and ``exchange`` does not average, by name: buffers, and what has not changed."""
+        kept = {uncompiled(name) for name in self.module.state_dict(keep_vars=True)}
+        return {name: x for name, x in exchange.buffers.items() if name in kept} | dict(exchange.not_averaged)
 
 
 def gather_local(
@@ -66,8 +63,14 @@ def gather_local(
         kept["scaler"] = rows(torch.tensor([state[key] for key in SCALER], dtype=torch.float64, device="cpu"))
     others = parts.others(exchange)
     if different := _different(others, ranks, exchange.device):
-        kept["buffers"] = {name: rows(others[name]) for name in different}
+        kept["buffers"] = {name: _rows_of(others[name], rows) for name in different}
     return kept
+
+
+def _rows_of(x: Tensor, rows: Callable[[Tensor], Tensor]) -> Tensor:
+    """What ``rows`` gathers of a tensor of any type, [P, *s] on the first rank and [0, *s] elsewhere."""
+    every = rows(bytes_of(x))
+    return from_bytes(every, torch.Size([len(every), *x.shape]), x.dtype)
 
 
 def _check_same_number(optimizers: int, ranks: Comm, device: torch.device) -> None:
@@ -82,11 +85,26 @@ def _check_same_number(optimizers: int, ranks: Comm, device: torch.device) -> No
 
 
 def _different(buffers: Mapping[str, Tensor], ranks: Comm, device: torch.device) -> list[str]:
-    """The names of those that are not the same on all ranks."""
+    """The names of those that are not the same on all ranks, and of the same size."""
     if not buffers:
         return []
-    sums = ranks.all_gather(torch.stack([checksum(x).cpu() for x in buffers.values()]).to(device)).wait()
-    return [name for name, differs in zip(buffers, (sums != sums[0]).any(0).tolist(), strict=True) if differs]
+    own = [torch.stack([checksum(x).cpu(), torch.tensor(x.nbytes)]) for x in buffers.values()]
+    every = ranks.all_gather(torch.stack(own).to(device)).wait()  # [P, k, 2]
+    differ = (every != every[0]).any(0).tolist()
+    return [name for name, (bits, sizes) in zip(buffers, differ, strict=True) if bits and not sizes]
+
+
+def with_buffers_apart(state: State, buffers: Collection[str]) -> State:
+    """What versions up to 0.2.0 saved, which averaged some ``buffers``, as it is saved now."""
+    if not (among := state.unsent.keys() & set(buffers)):
+        return state
+    rows = {name: state.unsent[name] for name in among} if state.ranks else {}
+    return replace(
+        state,
+        unsent={name: x for name, x in state.unsent.items() if name not in among},
+        groups=[group for group in state.groups if among.isdisjoint(group["names"])],
+        local={**state.local, "buffers": {**state.local.get("buffers", {}), **rows}},
+    )
 
 
 @torch.no_grad()
@@ -108,12 +126,15 @@ def is_set(name: str, tensors: Mapping[str, Tensor], state: State) -> bool:
 
 
 @torch.no_grad()
-def restore_parts(local: Mapping[str, Any], exchange: Exchange, parts: Parts) -> None:
+def restore_parts(state: State, exchange: Exchange, parts: Parts) -> None:
     """Set this rank's own loss scale, and its own of what is not averaged."""
-    rank, others = exchange.rank, parts.others(exchange)
+    local, rank, others = state.local, exchange.rank, parts.others(exchange)
     if parts.scaler is not None and "scaler" in local and (now := parts.scaler.state_dict()):
         scale, growth = local["scaler"][rank].tolist()
         parts.scaler.load_state_dict(now | dict(zip(SCALER, (scale, int(growth)), strict=True)))
-    for name, every in local.get("buffers", {}).items():
-        if name in others and others[name].shape == every.shape[1:]:
-            others[name].copy_(every[rank])
+    saved = {name: every[rank] for name, every in local.get("buffers", {}).items() if name in others}
+    own = {name: x for name, x in saved.items() if others[name].shape == x.shape}
+    for name in own.keys() - exchange.buffers.keys():
+        others[name].copy_(own.pop(name))
+    other = {name for name in own if is_set(name, parts.tensors, state)}  # than what the checkpoint's model has
+    exchange.hold({name: x for name, x in own.items() if name not in other or not parts.is_loaded}, late=other)

@@ -8,7 +8,14 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_sparse.checkpoint.optimizers import set_tensors
-from lightning_sparse.checkpoint.parts import Parts, gather_local, is_set, restore_parts, start_from_mean
+from lightning_sparse.checkpoint.parts import (
+    Parts,
+    gather_local,
+    is_set,
+    restore_parts,
+    start_from_mean,
+    with_buffers_apart,
+)
 from lightning_sparse.checkpoint.state import KEY, State, mean_used
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.exchange import Exchange
@@ -101,6 +108,7 @@ def restore(exchange: Exchange, state: State | None, compressor: str, parts: Par
         start_from_mean(state, parts)
     state = _of_this_kind(state, exchange.takes_local_steps)
     if state is not None:
+        state = with_buffers_apart(state, exchange.buffers)
         exchange.adopt([group["names"] for group in state.groups] or [list(state.unsent)])
     lost = [] if state is None else list(_differences(state, exchange.size, compressor))
     saved = [] if state is None else _groups(state, exchange, memories=not lost)
@@ -145,7 +153,7 @@ def _restore_local(
     sampled = state.local.get("sampled") if same_ranks else None
     exchange.resume(state.local, None if sampled is None else sampled[exchange.rank].clone())
     if same_ranks:
-        restore_parts(state.local, exchange, parts)
+        restore_parts(state, exchange, parts)
 
 
 def _of_this_kind(state: State | None, local: bool) -> State | None:

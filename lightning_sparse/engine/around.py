@@ -130,6 +130,14 @@ class Around:
         return {}
 
     @property
+    def buffers(self) -> Mapping[str, Tensor]:
+        """Where ranks have buffers of their own, this rank's by name, whatever the module shows."""
+        return {}
+
+    def hold(self, own: Mapping[str, Tensor], late: Collection[str]) -> None:
+        """Go on with this rank's ``own`` buffers; into those that are ``late`` others will be loaded before."""
+
+    @property
     def sampled(self) -> Tensor | None:
         """What this rank has measured and ranks have not compared yet [m]."""
         return None
@@ -156,7 +164,7 @@ class Around:
                 "sent, so a mean is always over all ranks. Leave it out."
             )
 
-    def show_average(self, settle: bool = True) -> None:
+    def show_average(self, settle: bool = True, buffers: bool = True) -> None:
         """Have parameters whose values differ between ranks hold their average; see :class:`LocalExchange`."""
         self.was_shown = True
 

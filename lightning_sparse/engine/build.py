@@ -10,15 +10,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.checks import uncompiled
 from lightning_sparse.compressors import Compressor
+from lightning_sparse.engine.buffers import ModuleBuffers
 from lightning_sparse.engine.elastic_exchange import ElasticExchange
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.groups import BUCKET_BYTES, lay_out, lay_out_fragments
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.engine.local_steps import LocalSteps
-from lightning_sparse.engine.untrained import untrained_of
+from lightning_sparse.engine.untrained import statistics_of, untrained_of
 from lightning_sparse.network.agreement import described, versions
-from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.elastic import Elastic
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.network.torch_comm import TorchComm
@@ -46,8 +46,11 @@ def make_exchange(
     way: Way,
     groups: ProcessGroups,
     scaler: torch.amp.GradScaler | None,
+    broadcasts_buffers: bool = True,
 ) -> Exchange:
     """Return the engine that averages in this way: gradients, or with local steps what optimizers did.
+
+    ``broadcasts_buffers``: ranks share buffers, as ``ddp`` was made.
 
     Raises:
         ValueError: if nodes and parameters that may be unused are combined.
@@ -57,48 +60,59 @@ def make_exchange(
             f"local_group={groups.local_size} cannot be combined with find_unused_parameters=True: ranks of a node "
             "may use different parameters, and only one may keep what is unsent of them. Leave one of them out."
         )
+    if way.local is not None:
+        return _local_steps(ddp, parameters, way, way.local, groups, broadcasts_buffers)
     wire_dtype = wire_format(way.wire_dtype)
+    return GradientExchange(
+        lay_out(parameters, way.compressor, way.fusion, way.bucket_bytes),
+        [comm.in_format(wire_dtype) for comm in groups.comms(beside_ddp=False)],
+        threaded=not groups.nccl,
+        node=groups if groups.local_size > 1 else None,
+        may_be_unused=ddp.find_unused_parameters,
+        scaler=scaler,
+        may_sum_in_place=way.may_sum_in_place,
+        held=getattr(ddp, "held", None),
+    )
 
-    def comms() -> list[Comm]:
-        return [comm.in_format(wire_dtype) for comm in groups.comms(beside_ddp=way.local is not None)]
 
-    if way.local is None:
-        return GradientExchange(
-            lay_out(parameters, way.compressor, way.fusion, way.bucket_bytes),
-            comms(),
-            threaded=not groups.nccl,
-            node=groups if groups.local_size > 1 else None,
-            may_be_unused=ddp.find_unused_parameters,
-            scaler=scaler,
-            may_sum_in_place=way.may_sum_in_place,
-            held=getattr(ddp, "held", None),
-        )
-    laid_out, fragments = lay_out_fragments(parameters, way.compressor, way.fusion, way.local.parts, way.bucket_bytes)
-    settings = way.local.led(way.compressor, way.wire_dtype)
-    untrained = untrained_of(ddp.module, ddp.parameters_to_ignore)
+def _local_steps(
+    ddp: DistributedDataParallel,
+    parameters: Mapping[str, Tensor],
+    way: Way,
+    local: LocalSteps,
+    groups: ProcessGroups,
+    broadcasts_buffers: bool,
+) -> Exchange:
+    wire_dtype, settings = wire_format(way.wire_dtype), local.led(way.compressor, way.wire_dtype)
+    laid_out, fragments = lay_out_fragments(parameters, way.compressor, way.fusion, local.parts, way.bucket_bytes)
+    ignored = {uncompiled(name) for name in ddp.parameters_to_ignore}
+    untrained = untrained_of(ddp.module, ignored | parameters.keys())
     if way.elastic is not None:
         return ElasticExchange(
             laid_out,
             fragments,
             settings=settings,
             warmup_steps=way.warmup_steps,
-            untrained=untrained,
+            untrained=untrained | statistics_of(ddp.module, ignored),
+            buffers=ModuleBuffers(ddp.module, shared=False),
             wire_dtype=wire_dtype,
             hosts=way.elastic,
             described=_described(ddp.module, way),
             alone=TorchComm(ddp.process_group),
-            lead_is_given=way.local.lead is not None,
+            lead_is_given=local.lead is not None,
         )
+    device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
     return LocalExchange(
         laid_out,
         fragments,
-        comms(),
+        [comm.in_format(wire_dtype) for comm in groups.comms(beside_ddp=True)],
         threaded=not groups.nccl,
         settings=settings,
         warmup_steps=way.warmup_steps,
         untrained=untrained,
         compressor=way.compressor,
-        lead_is_given=way.local.lead is not None,
+        lead_is_given=local.lead is not None,
+        buffers=ModuleBuffers(ddp.module, ignored, broadcasts_buffers, device),
     )
 
 

@@ -20,6 +20,14 @@ def checksum(x: Tensor) -> Tensor:
     return total
 
 
+def digest(x: Tensor) -> Tensor:
+    """As :func:`checksum`, of which each bit depends on all bits of ``x``, so that some of them may do: int64 []."""
+    bits = as_integers(x)
+    if bits.element_size() == 8:  # of round numbers only the highest bits differ
+        bits = bits ^ _shifted(bits, 32)
+    return _mixed(checksum(bits))
+
+
 def as_integers(x: Tensor) -> Tensor:
     """``x`` as integers, of which NaN equals itself; complex numbers have one dimension more."""
     x = x.detach()
@@ -31,7 +39,10 @@ def as_integers(x: Tensor) -> Tensor:
 @lru_cache
 def _places(device: torch.device) -> Tensor:
     """A number for each place in a chunk: those of SplitMix64, which look random (Steele, Lea and Flood 2014)."""
-    x = torch.arange(1, _CHUNK + 1, device=device) * (0x9E3779B97F4A7C15 - _WRAP)
+    return _mixed(torch.arange(1, _CHUNK + 1, device=device) * (0x9E3779B97F4A7C15 - _WRAP))
+
+
+def _mixed(x: Tensor) -> Tensor:
     x = (x ^ _shifted(x, 30)) * (0xBF58476D1CE4E5B9 - _WRAP)
     x = (x ^ _shifted(x, 27)) * (0x94D049BB133111EB - _WRAP)
     return x ^ _shifted(x, 31)

@@ -9,9 +9,10 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # export
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from lightning_sparse.compressors import Compressor
-from lightning_sparse.compressors.dense import Exact
+from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.compressors.group import Group
+from lightning_sparse.engine.buffers import ModuleBuffers
+from lightning_sparse.engine.derived import derive_anew
 from lightning_sparse.engine.flight import Flight
 from lightning_sparse.engine.local_state import LocalState
 from lightning_sparse.engine.local_steps import LocalSteps
@@ -36,9 +37,10 @@ class LocalExchange(LocalState):
         fragments: the fragment of each group.
         settings: of local steps.
         warmup_steps: in which every group travels.
-        untrained: tensors of the module that no optimizer trains, to be averaged if they change.
-        compressor: with what frozen parameters among them are averaged.
+        untrained: frozen parameters of the module, to be averaged if they change.
+        compressor: with what they are averaged.
         lead_is_given: by who trains; else ranks do not look ahead with optimizers that make it in vain.
+        buffers: of the module.
     """
 
     def __init__(
@@ -53,9 +55,10 @@ class LocalExchange(LocalState):
         untrained: Mapping[str, Find] | None = None,
         compressor: Compressor | None = None,
         lead_is_given: bool = True,
+        buffers: ModuleBuffers | None = None,
     ) -> None:
-        others = untrained or {}
-        super().__init__(groups, fragments, comms, threaded, settings, others, compressor or Exact(), lead_is_given)
+        others = untrained or {}, compressor or Dense(), lead_is_given, buffers or ModuleBuffers(None)
+        super().__init__(groups, fragments, comms, threaded, settings, *others)
         self._phases = Phases()
         self._warmup_steps = warmup_steps
         self._exchanged = 0  # the last step after which groups were taken up
@@ -113,18 +116,22 @@ class LocalExchange(LocalState):
             )
         self._comparison.leads_in_vain |= self._rates.are_in_vain(optimizer)
         self._hide()
+        self.set_by_others.begin(optimizer)
         self._phases.begin_optimizer()
 
     def before_update(self, optimizer: Optimizer) -> None:
+        self.set_by_others.look_within(optimizer)
         self.mean_moments.before_update(optimizer)
         self._rates.scale(optimizer)
 
     def after_update(self, optimizer: Optimizer | None = None, stepped: bool = False) -> None:
         self._rates.give_back(optimizer, stepped)
+        self.set_by_others.accept(optimizer)  # a closure may set others
 
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         self._rates.give_back(optimizer)
         self.mean_moments.after_update(optimizer)
+        self.set_by_others.end(optimizer)
         self._phases.end_optimizer()
 
     @property
@@ -137,8 +144,10 @@ class LocalExchange(LocalState):
     def end_step(self) -> None:
         self._phases.end_step()
 
-    def show_average(self, settle: bool = True) -> None:
+    def show_average(self, settle: bool = True, buffers: bool = True) -> None:
         """Have the parameters hold x̄ until the next forward that trains; ``settle=False``, at the end, sends nothing.
+
+        With ``buffers`` these are the same on all ranks as well; to be called on all, as often, where there are any.
 
         Raises:
             RuntimeError: within a forward that trains, but for the end.
@@ -146,20 +155,14 @@ class LocalExchange(LocalState):
         if settle:
             self._phases.check_show()
             self.settle()
-        with torch.inference_mode(False):  # in which an evaluation may ask for it
+        with torch.inference_mode(False), torch.no_grad():  # in which an evaluation may ask for it
+            self.set_by_others.look()
             self.weights.show()
+            if settle and buffers and self.phase is not Phase.ENDED:
+                self._show_buffers()
+            derive_anew(self.shared_buffers.module)
         self._phases.show()
         super().show_average(settle)
-
-    def _hide(self) -> None:
-        self._note_what_was_set()
-        self.weights.hide()
-
-    def _note_what_was_set(self) -> None:
-        self.weights.take_over()
-        if self.weights.set_by_others:
-            self.weights.set_by_others = False
-            self._comparison.note(self.weights.checksum())
 
     def settle(self) -> None:
         if not self._phases.backwards:
@@ -175,7 +178,7 @@ class LocalExchange(LocalState):
             self._receive()
             if not self.settings.overlap:
                 self.moments.read(self.members)
-            if self.steps == 1:
+            if self.steps == 1 and self.untrained.watched:
                 self.compare()
 
     def _advance(self) -> int:
@@ -198,13 +201,15 @@ class LocalExchange(LocalState):
             unsent.zero_()
             replica.apply()
             replica.start_anew()
+        self._show_buffers()
+        self.shared_buffers.keep_shown()
 
     # - what no optimizer trains
 
     def compare(self) -> None:
         self._note_what_was_set()
         self._end_comparison()
-        if (self._comparison.is_needed or self._rates.may_end) and self.phase is not Phase.ENDED:
+        if self.phase is not Phase.ENDED:
             self._comparison.begin(self._lanes[0])
             self._end_comparison()
 
@@ -217,7 +222,9 @@ class LocalExchange(LocalState):
     def abandon(self, is_loaded: bool) -> None:
         self._flight.wait()
         self._flight, self._comparison.under_way = Flight(self._lanes), None
+        self.shared_buffers.drop()
         if is_loaded:
+            self.shared_buffers.restart()
             self.weights.forget_unsent_gradients()
             self.weights.restart()
             self._phases.restart()
@@ -250,6 +257,7 @@ class LocalExchange(LocalState):
     def _send(self) -> None:
         """Take up the groups whose turn it is and have the lanes average them."""
         step = self._exchanged = self.steps
+        self.set_by_others.look()
         self.moments.read(self.members)  # here, wherever what it reads was received
         self._flight = Flight(self._lanes)
         due = [i for i, replica in enumerate(self.weights.replicas) if replica.is_due(step, self._warmup_steps)]
@@ -263,11 +271,9 @@ class LocalExchange(LocalState):
         self._flight.send([self.weights.replicas[i] for i in due], queues, self.members)
         if comparing:
             self._flight.launch(self._lanes[-1], self.moments.compare)  # beside a group that is alone
+        self.shared_buffers.send(self._flight, self._lanes[0], compares=step % EVERY == 0)
         if step % EVERY == 0:
             self._begin_comparison()
-
-    def _begin_comparison(self) -> None:
-        self._comparison.begin(self._lanes[0])
 
     def _receive(self) -> None:
         """Wait for what is under way, and apply it."""
@@ -275,8 +281,11 @@ class LocalExchange(LocalState):
         flight, waited_ns = self._flight, self._flight.wait()
         self.timeline.end_wait()
         if self._counts(flight):
+            self.set_by_others.look()
             for replica in flight.replicas:
                 replica.apply()
+            self.set_by_others.accept()
+            self.shared_buffers.receive()
             self.moments.receive()
         if self.sample is not None:
             self.sample.end_step()

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.adam import MeanMoments
+from lightning_sparse.engine.buffers import ModuleBuffers
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.groups import carry_over
 from lightning_sparse.engine.local_steps import LocalSteps
@@ -19,6 +20,7 @@ from lightning_sparse.engine.rates import Rates
 from lightning_sparse.engine.replica import Find, Replica
 from lightning_sparse.engine.scratch import Scratch
 from lightning_sparse.engine.second_moments import SecondMoments
+from lightning_sparse.engine.set_by_others import SetByOthers
 from lightning_sparse.engine.untrained import Comparison, Untrained, replicas_of
 from lightning_sparse.engine.weights import Weights
 from lightning_sparse.network.agreement import ranks_having
@@ -40,6 +42,7 @@ class LocalState(Exchange):
         untrained: Mapping[str, Find],
         compressor: Compressor,
         lead_is_given: bool,
+        buffers: ModuleBuffers,
     ) -> None:
         super().__init__(groups, comms, threaded=threaded)
         self.settings = settings
@@ -47,6 +50,8 @@ class LocalState(Exchange):
         of = zip(groups, fragments, strict=True)
         scratch = Scratch()
         self.weights = Weights([Replica(group, c, i, settings, scratch=scratch) for (group, c), i in of])
+        self.set_by_others = SetByOthers(self.weights)
+        self.shared_buffers = buffers
         self.moments = SecondMoments(self.groups if settings.second_moments == "mean" else ())
         self.mean_moments = MeanMoments(self.moments)
         self.untrained = Untrained(untrained)  # and not averaged so far
@@ -57,6 +62,7 @@ class LocalState(Exchange):
         super().take_over(before, memories)
         assert isinstance(before, LocalState)
         self.untrained.resume(before.untrained.seen)
+        self.shared_buffers.take_over(before.shared_buffers)
         if set(before.moments) == set(self.moments):  # else, as where a layer is frozen, they are compared anew
             before.moments.read(self.members)
             self.mean_moments.resume(before.mean_moments.state(), before.sampled, self.members)
@@ -117,7 +123,28 @@ class LocalState(Exchange):
                 "copy of the model."
             )
 
+    # - whose weights and buffers the module holds
+
+    def _show_buffers(self) -> None:
+        self.shared_buffers.show(lambda work: self.on_lanes(work, lanes=1)[0], self.members)
+
+    def _hide(self) -> None:
+        self._note_what_was_set()
+        self.shared_buffers.hide()
+        if self.weights.shown:
+            self.weights.hide()
+            self.set_by_others.accept()
+
+    def _note_what_was_set(self) -> None:
+        self.weights.take_over()
+        if self.weights.set_by_others:
+            self.weights.set_by_others = False
+            self._comparison.note(self.weights.checksum())
+
     # - what no optimizer trains
+
+    def _begin_comparison(self) -> None:
+        self._comparison.begin(self._lanes[0])
 
     def _end_comparison(self) -> None:
         """Average what has changed, too, starting from the mean over the ranks, and look ahead if that is of use."""
@@ -145,6 +172,13 @@ class LocalState(Exchange):
         return self.weights.kept()
 
     @property
+    def buffers(self) -> Mapping[str, Tensor]:
+        return self.shared_buffers.own()
+
+    def hold(self, own: Mapping[str, Tensor], late: Collection[str]) -> None:
+        self.shared_buffers.hold(own, late)
+
+    @property
     def not_averaged(self) -> Mapping[str, Tensor]:
         return {name: find() for name, find in self.untrained.watched.items()}
 
@@ -156,13 +190,15 @@ class LocalState(Exchange):
         self.moments.read(self.members)
         return {
             "moments": {key: x.cpu() for key, x in self.mean_moments.state().items()},
-            "checksums": self.weights.checksums(),
+            "checksums": self.weights.checksums() | self.shared_buffers.checksums(),
             "seen": {name: x.cpu() for name, x in self.untrained.seen.items()},
             "averages": self.weights.averages_beyond_parameters(),
+            "differing": list(self.shared_buffers.differing),
         }
 
     def resume(self, state: Mapping[str, Any], sampled: Tensor | None) -> None:
         self.untrained.resume(state["seen"])
+        self.shared_buffers.differing = list(state.get("differing", []))
         self.mean_moments.resume(state["moments"], sampled, self.members)
 
     @property

@@ -10,6 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.around import Training
+from lightning_sparse.engine.buffers import ModuleBuffers
 from lightning_sparse.engine.flight import Flight
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.engine.local_steps import LocalSteps
@@ -36,6 +37,7 @@ class Meetings(LocalExchange):
         described: what must be the same on all hosts, as text by name.
         alone: this host alone, for messages that another host need not send at the same time.
         untrained: tensors of the module that no optimizer trains: each host's own.
+        buffers: of the module, which hosts do not share.
         groups: as for :class:`LocalExchange`; and so all others.
     """
 
@@ -49,6 +51,7 @@ class Meetings(LocalExchange):
         described: Mapping[str, str],
         alone: Comm,
         untrained: Mapping[str, Find],
+        buffers: ModuleBuffers,
         settings: LocalSteps,
         warmup_steps: int = 0,
         lead_is_given: bool = True,
@@ -56,7 +59,7 @@ class Meetings(LocalExchange):
         self._hosts = Hosts(hosts, self._shared)
         self._among = ElasticComm(self._hosts.leave, hosts.limit).in_format(wire_dtype)
         given: Any = {"settings": settings, "warmup_steps": warmup_steps, "lead_is_given": lead_is_given}
-        super().__init__(groups, fragments, [self._among], threaded=True, **given)
+        super().__init__(groups, fragments, [self._among], threaded=True, buffers=buffers, **given)
         self._described, self._alone = dict(described), alone
         self._others = Untrained(untrained)  # that each host has for itself, and hands on to one that joins
         self._pace = Pace(hosts.own_pace, ahead=int(settings.overlap))
@@ -199,6 +202,7 @@ class Meetings(LocalExchange):
         if doubt is not None and doubt[1] + 1 == self._committed:
             for replica in doubt[0].replicas:
                 replica.apply()
+            self.set_by_others.accept()
             self.moments.receive()
             self.moments.read(self.members)
             return
@@ -212,6 +216,7 @@ class Meetings(LocalExchange):
         self.steps, self._exchanged = furthest["steps"], furthest["exchanged"]
         for replica, shared in zip(self.weights.replicas, furthest["replicas"], strict=True):
             replica.start_from_shared(shared)
+        self.set_by_others.accept()
         for name, x in furthest["others"].items():
             self._others.watched[name]().copy_(x)
         self._pace.training.load_training_state(furthest["training"])

@@ -9,15 +9,15 @@ from torch import Tensor
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import take_step
-from lightning_sparse.compressors.dense import Exact
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.engine.scratch import Scratch
+from lightning_sparse.engine.set_in_group import SetInGroup
 from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.selection.sparse import Sparse, dense
 
 #: What a replica remembers beside its compressor, as a checkpoint names it.
-VELOCITY, ASIDE, EXACT, UNSENT_GRADIENT = "outer velocity", "aside", "exact", "unsent gradient"
+VELOCITY, ASIDE, EXACT, UNSENT_GRADIENT, SET = "outer velocity", "aside", "exact", "unsent gradient", "set by others"
 HALVES = {torch.bfloat16, torch.float16}  # in which parameters hold neither x_r nor x̄ exactly
 
 Find = Callable[[], Tensor]
@@ -38,8 +38,8 @@ class Replica:
         compressor: what averages it.
         fragment: with which it takes turns.
         average: x̄ [n], the same bits on every rank; float32, or float64 for tensors in float64.
-        unsent_gradient: [n] float32, what this rank had not sent of gradients when local steps began, until a step is
-            taken.
+        unsent_gradient: [n] float32, not sent of gradients when local steps began, until a step is taken.
+        set_by_others: what somebody has set beside optimizers' steps since the group was taken up.
     """
 
     def __init__(
@@ -51,8 +51,9 @@ class Replica:
         find: Sequence[Find] = (),
         scratch: Scratch | None = None,
     ) -> None:
-        """Start from what the parameters hold; ``find`` finds tensors that no optimizer trains, where they are now."""
+        """Start from what the parameters hold; ``find`` finds those that no optimizer trains, where they are now."""
         self.unsent_gradient: Tensor | None = None
+        self.set_by_others = SetInGroup(group)
         self._scratch = scratch or Scratch()
         self._taken_up: Tensor | None = None  # the weights when they were taken up [n], lent by scratch
         self._difference: Tensor | None = None  # from x̄ to them [n], then what x̄ moves by; lent by scratch
@@ -68,8 +69,8 @@ class Replica:
         self._velocity: Tensor | None = None  # of the outer step [n]
         self._next: tuple[Tensor | Sparse, Tensor | None] | None = None  # what x̄ moves by; and the velocity
         self._memory: Mapping[str, Tensor] | None = None  # the compressor's, when the group was taken up
-        self._decay = None if find and isinstance(compressor, Exact) else settings.error_decay
-        # [n], what is unsent and not in the weights: what half precision cannot hold of them, or all with error_decay.
+        self._decay = settings.error_decay
+        # [n], unsent and not in the weights: what half precision cannot hold of them, or all with error_decay.
         self._aside = torch.zeros_like(self.average) if dtypes & HALVES or self._decay is not None else None
         for i, tensor in enumerate(self.tensors()):
             self.start_from(i, tensor)
@@ -79,8 +80,14 @@ class Replica:
         """Whether no optimizer trains its tensors."""
         return bool(self._find)
 
+    @torch.no_grad()
+    def note_set(self, place: int, value: Tensor, before: Tensor | None) -> None:
+        """Note that somebody has set the parameter at ``place``: all that is unsent, if ``before`` is not known."""
+        known = (self._own or self.averages())[place] if before is None else before
+        self.set_by_others.add(place, value, known, self.average)
+
     def tensors(self) -> list[Tensor]:
-        """The parameters, as they are; a module may have put another tensor in the place of a buffer."""
+        """The parameters, as they are; a module may have put another tensor in the place of a frozen one."""
         return [find() for find in self._find] or list(self.group.parameters)
 
     def values(self) -> list[Tensor]:
@@ -98,6 +105,7 @@ class Replica:
         self._set_meanwhile.add(place)
         if self._aside is not None and not keep_aside:
             self.group.slots(self._aside)[place].zero_()
+        self.set_by_others.forget(place)
 
     def start_anew(self) -> None:
         """Set this rank's weights to the average, of which nothing is unsent then."""
@@ -116,8 +124,7 @@ class Replica:
     def unsent(self, own: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
         """What is unsent where this rank's own weights are ``own``: x_r - x̄ [n], in the precision of x̄."""
         flat = torch.empty_like(self.average) if out is None else out
-        slots = self.group.slots(flat)
-        for weights, average, slot in zip(own, self.averages(), slots, strict=True):
+        for weights, average, slot in zip(own, self.averages(), self.group.slots(flat), strict=True):
             torch.sub(weights.detach().to(flat.dtype), average, out=slot.view(weights.shape))
         return flat if self._aside is None else flat.add_(self._aside)
 
@@ -133,20 +140,13 @@ class Replica:
         self._memory = {key: kept.clone() for key, kept in group.memory.items()}
         group.weights = self._own
         self._difference = self.unsent(self._own, out=self._scratch.take(self.average))
-        if self._find:
-            self._leave_out(self._difference, self._taken_up)
+        if self._find:  # send nothing of what is not finite, such as a mask
+            self._left_out = ~self._difference.isfinite()
+            self._difference.masked_fill_(self._left_out, 0.0)
+        self.set_by_others.take_up(self._difference, self.lead - 1)  # x̄ moves by 1 / lead of what is sent
         group.unsent.zero_()
         parts = zip(group.slots(self._difference), group.shapes, strict=True)
         self.compressor.accumulate(group, [part.view(shape) for part, shape in parts], size)
-
-    def _leave_out(self, difference: Tensor, weights: Tensor) -> None:
-        """Send nothing of what is not finite, such as a mask; what statistics start from anew is sent whole."""
-        if isinstance(self.compressor, Exact):  # sums it all the same, so that every rank knows where one is not finite
-            started = ~self.average.isfinite()
-            difference[started] = weights[started]
-            return
-        self._left_out = ~difference.isfinite()
-        difference.masked_fill_(self._left_out, 0.0)
 
     def exchange(self, comm: Comm) -> Rounds:
         """Send some of what is unsent; to be run to its end, which returns the total."""
@@ -173,12 +173,6 @@ class Replica:
             torch.mul(mean.add_(velocity, alpha=momentum), rate, out=moves_by)
         self._next = moves_by, velocity
 
-    def _move_statistics(self, mean: Tensor) -> None:
-        """Move x̄ of statistics, which take no outer step; it stays where a rank has one that is not finite."""
-        self._left_out = ~mean.isfinite()
-        start = torch.where(self.average.isfinite(), self.average, 0.0)
-        self.average = torch.where(self._left_out, self.average, start + mean)
-
     @torch.no_grad()
     def apply(self) -> None:
         """Move x̄; set this rank's weights to x̄ + unsent, and what its optimizer has done since they were taken up."""
@@ -189,8 +183,6 @@ class Replica:
         moves: Sequence[Tensor | None] = [None] * len(self._own)
         if isinstance(step, Sparse):
             self.average.index_add_(0, step.index, step.values)
-        elif self._find and isinstance(self.compressor, Exact):
-            self._move_statistics(step)
         else:  # below, where a processor's cache has it for what follows
             moves = self.group.slots(step)
         unsents, averages = self.group.slots(self.group.unsent), self.averages()
@@ -213,11 +205,13 @@ class Replica:
         """Forget what was under way, as if it had never been taken up: nothing has left ``unsent``."""
         if self._memory is not None:
             self.group.memory = dict(self._memory)
+            self.set_by_others.put_back()
         self._end()
 
     def _end(self) -> None:
         """Forget what was under way."""
         self._own, self._next, self._left_out, self._memory, self.group.weights = [], None, None, None, None
+        self.set_by_others.end()
         for lent in (self._taken_up, self._difference):
             if lent is not None:
                 self._scratch.give(lent)
@@ -243,10 +237,10 @@ class Replica:
 
     def shared(self) -> dict[str, Any]:
         """What another rank needs to go on from here: copies of x̄, of the velocity and of the compressor's memory."""
-        memory = self.group.memory if self._memory is None else self._memory
         velocity = None if self._velocity is None else self._velocity.clone()
-        copies = {key: kept.clone() for key, kept in memory.items()}
-        return {"average": self.average.clone(), VELOCITY: velocity, "memory": copies}
+        memory = self.group.memory if self._memory is None else self._memory
+        memory = {key: kept.clone() for key, kept in memory.items()}
+        return {"average": self.average.clone(), VELOCITY: velocity, "memory": memory}
 
     @torch.no_grad()
     def start_from_shared(self, shared: Mapping[str, Any]) -> None:
@@ -268,7 +262,8 @@ class Replica:
         """
         flat = torch.cat([weights.detach().reshape(-1) for weights in own])
         memory = dict(self.group.memory if self._memory is None else self._memory)
-        kept = {VELOCITY: self._velocity, ASIDE: self._aside, UNSENT_GRADIENT: self.unsent_gradient}
+        kept = {VELOCITY: self._velocity, ASIDE: self._aside, SET: self.set_by_others.whole}
+        kept[UNSENT_GRADIENT] = self.unsent_gradient
         memory |= {key: x.clone() for key, x in kept.items() if x is not None}
         if flat.dtype == torch.float64 or self._decay is not None:
             memory[EXACT] = flat
@@ -280,9 +275,9 @@ class Replica:
         Where unsent waits aside, and nothing says what of ``flat`` did so, as on another number of ranks, all does.
         """
         self._end()
-        remembered = (self.group.memory.pop(key, None) for key in (VELOCITY, UNSENT_GRADIENT, ASIDE, EXACT))
-        device = self.average.device  # a checkpoint has some of it on the CPU
-        self._velocity, unsent_gradient, aside, exact = (None if x is None else x.to(device) for x in remembered)
+        kept = (self.group.memory.pop(key, None) for key in (VELOCITY, UNSENT_GRADIENT, SET, ASIDE, EXACT))
+        found = (None if x is None else x.to(self.average.device) for x in kept)  # a checkpoint has some on the CPU
+        self._velocity, unsent_gradient, self.set_by_others.change, aside, exact = found
         self.unsent_gradient = None if self.is_untrained else unsent_gradient
         if self.average.dtype == torch.float64:  # float32 that is that of x̄ has nothing more to say
             flat = torch.where(flat == self.average.float(), self.average, flat.double())

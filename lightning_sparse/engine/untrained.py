@@ -1,4 +1,4 @@
-"""Frozen parameters and statistics in buffers: which of them change, though no optimizer trains them."""
+"""Frozen parameters: which of them change, though no optimizer trains them."""
 
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future as LaneFuture
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from lightning_sparse.checks import uncompiled
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.compressors.dense import Exact
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.checksum import checksum
 from lightning_sparse.engine.lane import Lane
@@ -22,9 +21,8 @@ from lightning_sparse.network.agreement import ranks_having
 class Untrained:
     """Watches the tensors of a module that no optimizer trains, and that differ between ranks once they change.
 
-    A teacher that follows the student, a target network, running statistics: with averaged gradients they are the same
-    on every rank by themselves, with local steps they are not.  Backbones, masks and tables never change, and cost
-    nothing here but a look at them.  They are frozen parameters, and floating-point buffers that are saved.
+    A teacher that follows the student, a target network: with averaged gradients they are the same on every rank by
+    themselves, with local steps they are not.  Backbones and tables never change, and cost nothing here but a look.
     """
 
     def __init__(self, found: Mapping[str, Find]) -> None:
@@ -64,11 +62,6 @@ class Comparison:
         self.under_way: LaneFuture[Tensor] | None = None  # [P, 2 + k] int64
         self._sent: tuple[Lane, Tensor] | None = None  # what is under way, whose memory must stay, and where
 
-    @property
-    def is_needed(self) -> bool:
-        """Whether there may be anything to tell; the same on every rank where no average was set."""
-        return bool(self.untrained.watched or self._set)
-
     def note(self, checksum: int) -> None:
         """Note that somebody has set the average, which has this checksum now, however often and when."""
         self._set = 1 + checksum % 2**62
@@ -107,53 +100,47 @@ class Comparison:
 def replicas_of(
     found: Mapping[str, Find], compressor: Compressor, settings: LocalSteps, others: Sequence[Replica]
 ) -> list[Replica]:
-    """Make replicas of tensors that no optimizer trains, beside ``others``, in the fragment that has least.
-
-    Frozen parameters are averaged with ``compressor``; statistics in buffers exactly, since rounding could make them
-    negative.
-    """
+    """Make replicas of frozen parameters, one of each type, beside ``others``, in the fragment that has least."""
     made: list[Replica] = []
-    kinds = {name: (isinstance(find(), nn.Parameter), str(find().dtype)) for name, find in found.items()}
-    for kind, members in groupby(sorted(found, key=lambda name: kinds[name]), kinds.__getitem__):
+    kinds = {name: str(find().dtype) for name, find in found.items()}
+    for _, members in groupby(sorted(found, key=lambda name: kinds[name]), kinds.__getitem__):
         names = tuple(members)
         group = Group(len(others) + len(made), names, tuple(found[name]().detach() for name in names))
         sizes = [0] * settings.parts
         for replica in (*others, *made):
             sizes[replica.fragment] += replica.group.n
         finds = [found[name] for name in names]
-        made.append(Replica(group, compressor if kind[0] else Exact(), sizes.index(min(sizes)), settings, finds))
+        made.append(Replica(group, compressor, sizes.index(min(sizes)), settings, finds))
     return made
 
 
-def untrained_of(module: nn.Module, ignored: set[str]) -> dict[str, Find]:
-    """How to find each tensor of ``module`` that no optimizer trains, but for those ``ignored``, by name."""
-    found: dict[str, Find] = {}
-    for prefix, owner in module.named_modules():
-        kept = set(owner._buffers.keys()) - owner._non_persistent_buffers_set  # a scripted module has lists of names
-        for name in [*owner._parameters.keys(), *sorted(kept)]:
-            tensor = getattr(owner, name)
-            full = f"{prefix}.{name}" if prefix else name
-            watched = tensor is not None and tensor.is_floating_point() and not tensor.requires_grad
-            if watched and full not in ignored:
-                found[uncompiled(full)] = _Find(module, prefix, name, tensor.shape)
-    return found
+def untrained_of(module: nn.Module, ignored: Collection[str]) -> dict[str, Find]:
+    """How to find each frozen parameter of ``module`` by name, but for those ``ignored``."""
+    frozen = [(name, p) for name, p in module.named_parameters() if p.is_floating_point() and not p.requires_grad]
+    return {uncompiled(name): _Find(module, name, p.shape) for name, p in frozen if uncompiled(name) not in ignored}
+
+
+def statistics_of(module: nn.Module, ignored: Collection[str]) -> dict[str, Find]:
+    """How to find each floating-point buffer of ``module`` that is saved, by name, but for those ``ignored``."""
+    kept = module.state_dict(keep_vars=True)
+    found = [(name, x) for name, x in module.named_buffers() if name in kept and x.is_floating_point()]
+    return {uncompiled(name): _Find(module, name, x.shape) for name, x in found if uncompiled(name) not in ignored}
 
 
 class _Find:
     """Finds a tensor where ``module`` has it now, which may have put another there, or another module around it."""
 
-    def __init__(self, module: nn.Module, prefix: str, name: str, shape: torch.Size) -> None:
-        self._module, self._prefix, self._name, self._shape = module, prefix, name, shape
+    def __init__(self, module: nn.Module, name: str, shape: torch.Size) -> None:
+        self._module, self._name, self._shape = module, name, shape
 
     def __call__(self) -> Tensor:
-        owner = reduce(getattr, filter(None, self._prefix.split(".")), self._module)  # also of a scripted module
-        tensor: object = getattr(owner, self._name, None)
+        owner, _, leaf = self._name.rpartition(".")
+        holder = reduce(getattr, filter(None, owner.split(".")), self._module)  # also of a scripted module
+        tensor: object = getattr(holder, leaf, None)
         if not isinstance(tensor, Tensor) or tensor.shape != self._shape:
-            name = f"{self._prefix}.{self._name}" if self._prefix else self._name
             got = list(tensor.shape) if isinstance(tensor, Tensor) else tensor
             raise RuntimeError(
-                f"{name} must keep the shape {list(self._shape)} that it had when the training began: with local steps "
-                f"it is averaged over the ranks; got {got}. Register it with persistent=False to have it stay each "
-                "rank's own."
+                f"{self._name} must keep the shape {list(self._shape)} that it had when the training began: with local "
+                f"steps it is averaged over the ranks; got {got}. Make it a buffer, which may change its shape."
             )
         return tensor

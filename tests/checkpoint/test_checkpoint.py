@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_sparse as ls
-from lightning_sparse.checkpoint.state import KEY
+from lightning_sparse.checkpoint.parts import with_buffers_apart
+from lightning_sparse.checkpoint.state import KEY, State
 from tests.support.models import Does, Small, data, small, trainer, unsent, weights
 from tests.support.processes import Ranks
 from tests.support.said import warned
@@ -275,3 +276,14 @@ def test_what_carries_over_does_and_what_cannot_is_named_once(ranks: Ranks, tmp_
     ):
         assert expected in said["model"][0]
     assert not results[0]["model"][0]["scale"].any()
+
+
+def test_buffers_that_versions_up_to_0_2_0_averaged_are_each_ranks_own() -> None:
+    rows = {name: torch.randn(2, 3) for name in ("weight", "norm.running_mean")}
+    local = {"buffers": {"seen": torch.ones(2)}}
+    groups = [{"names": [name], "memory": {}} for name in rows]
+    state = State("per_rank", 2, 5, rows, groups, "Dense()", {}, local)
+    apart = with_buffers_apart(state, {"norm.running_mean", "seen", "new"})
+    assert [list(apart.unsent), [group["names"] for group in apart.groups]] == [["weight"], [["weight"]]]
+    assert apart.local["buffers"] == local["buffers"] | {"norm.running_mean": rows["norm.running_mean"]}
+    assert with_buffers_apart(apart, {"norm.running_mean"}) is apart

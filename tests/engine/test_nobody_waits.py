@@ -49,6 +49,8 @@ MAY_WAIT = {
     "compressors/micro.py reduce": "`micro`, in the first step and where its threshold was lost",
     "compressors/momentum.py _shrunk": "`MomentumCorrection(clip_norm=...)`, in every step",
     "engine/untrained.py end": "every 10 steps, to see whether what no optimizer trains has changed",
+    "engine/buffers.py _compared": "every 10 steps, and in the second step after the average was shown, to see which",
+    "engine/buffers.py _note_what_was_set": "where the average was shown, to see whether somebody changed it",
     "engine/weights.py _take_over": "where the average was shown, to see whether somebody changed it",
     "compressors/group.py read": "what is unsent after a step with a loss scale, asked between two steps",
     "engine/sample.py waiting": "how long gradients wait",
@@ -193,8 +195,10 @@ def test_local_steps_in_every_format_and_setting_wait_no_more_with_adam(
 
     steps = 7 if settings else 5
     found = waits(make, steps, evaluate_and_save, dtype=dtype, adam=True)
+    after = found.pop(steps // 2 + 1)
     shown = [found.pop(steps // 2), found.pop(0)]  # a training begins with the average shown
     assert set().union(*shown) <= AFTER_THE_AVERAGE
+    assert after <= {"engine/buffers.py _compared"}
     assert set().union(*found) == set()
 
 

@@ -9,36 +9,32 @@ import torch
 from torch import Tensor, nn
 
 import lightning_sparse as ls
-from lightning_sparse.compressors.dense import Exact
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.groups import lay_out_fragments
 from lightning_sparse.engine.replica import Replica
+from lightning_sparse.engine.set_by_others import SetByOthers
 from lightning_sparse.engine.untrained import Untrained, untrained_of
+from lightning_sparse.engine.weights import Weights
 from lightning_sparse.network.simulated import SimNetwork, same_bits
 from lightning_sparse.wire import SIGN, WIRE_DTYPES
 from tests.support.compressors import EVERY_COMPRESSOR
 
 
-class Statistics(nn.Module):
-    """Buffers that no optimizer trains."""
-
-    running_mean: Tensor
-    mask: Tensor
-    count: Tensor
+class Frozen(nn.Module):
+    """Parameters that no optimizer trains."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("running_mean", torch.ones(7))
-        self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
-        self.register_buffer("count", torch.tensor(2.0**24, dtype=torch.float64))
-        self.register_buffer("cache", torch.ones(3), persistent=False)
+        self.teacher = nn.Parameter(torch.ones(7, dtype=torch.float32), requires_grad=False)
+        self.mask = nn.Parameter(torch.tensor([0.0, -torch.inf], dtype=torch.float32), requires_grad=False)
+        self.count = nn.Parameter(torch.tensor(2.0**24, dtype=torch.float64), requires_grad=False)
 
 
-def statistics_of(module: nn.Module, settings: ls.LocalSteps, index: int, *names: str) -> Replica:
+def frozen_of(module: nn.Module, settings: ls.LocalSteps, index: int, *names: str) -> Replica:
     found = untrained_of(module, set())
-    names = names or ("running_mean",)
+    names = names or ("teacher",)
     group = Group(index, names, tuple(found[name]() for name in names))
-    return Replica(group, Exact(), 0, settings, [found[name] for name in names])
+    return Replica(group, ls.Dense(), 0, settings, [found[name] for name in names])
 
 
 def exchanged(replicas: Sequence[Replica], network: SimNetwork | None = None) -> Tensor:
@@ -62,18 +58,18 @@ class Trained:
         torch.manual_seed(0)
         initial = {f"layer{i}.weight": torch.randn(24, 10 + i, dtype=torch.float32) for i in range(5)}
         self.ranks = [{name: x.to(dtype, copy=True) for name, x in initial.items()} for _ in range(size)]
-        self.statistics = [Statistics() for _ in range(size)]
+        self.frozen = [Frozen() for _ in range(size)]
         self.settings, self.size, self.network = settings, size, SimNetwork(size, WIRE_DTYPES[wire])
         self.replicas: list[list[Replica]] = []
-        for parameters, module in zip(self.ranks, self.statistics, strict=True):
+        for parameters, module in zip(self.ranks, self.frozen, strict=True):
             groups, fragments = lay_out_fragments(parameters, compressor, "layer", settings.parts)
             pairs = zip(groups, fragments, strict=True)
             replicas = [Replica(group, c, fragment, settings) for (group, c), fragment in pairs]
-            self.replicas.append([*replicas, statistics_of(module, settings, len(replicas))])
+            self.replicas.append([*replicas, frozen_of(module, settings, len(replicas))])
 
     def step(self, number: int) -> None:
         for rank in range(self.size):
-            for x in [*self.ranks[rank].values(), self.statistics[rank].running_mean]:
+            for x in [*self.ranks[rank].values(), self.frozen[rank].teacher.data]:
                 x += torch.randn(x.shape).to(x.dtype) * 0.01
         for turn in zip(*self.replicas, strict=True):
             if self.settings.is_turn(turn[0].fragment, number):
@@ -124,44 +120,77 @@ def test_every_parameter_has_one_turn_in_h_steps(fusion: Any, fragments: int) ->
         assert max(sizes) - min(sizes) <= max(p.numel() for p in parameters.values())
 
 
-def test_what_is_not_finite_on_a_rank_stays_each_ranks_own_until_it_is_finite_on_all() -> None:
-    modules = [Statistics(), Statistics()]
-    replicas = [statistics_of(module, ls.LocalSteps(2), 0, "mask", "running_mean") for module in modules]
-    modules[0].mask.copy_(torch.tensor([4.0, 6.0]))
-    modules[1].running_mean[0] = torch.nan
-    exchanged(replicas)
-    assert [module.mask.tolist() for module in modules] == [[2.0, 6.0], [2.0, -torch.inf]]
-    assert replicas[0].averages()[0].tolist() == [2.0, -torch.inf]
-    assert modules[0].running_mean.tolist() == [1.0] * 7
-    assert modules[1].running_mean.isnan().tolist() == [True] + [False] * 6
-    modules[1].mask[1] = 8.0
-    exchanged(replicas)
-    assert [module.mask.tolist() for module in modules] == [[2.0, 7.0], [2.0, 7.0]]
+def test_what_is_not_finite_on_a_rank_stays_its_own() -> None:
+    modules = [Frozen(), Frozen()]
+    replicas = [frozen_of(module, ls.LocalSteps(2), 0, "mask", "teacher") for module in modules]
+    modules[0].mask.copy_(torch.tensor([4.0, -torch.inf]))
+    modules[1].teacher[0] = torch.nan
+    exchanged(replicas, SimNetwork(2))
+    assert [module.mask.tolist() for module in modules] == [[2.0, -torch.inf]] * 2
+    assert modules[0].teacher.tolist() == [1.0] * 7
+    assert modules[1].teacher.isnan().tolist() == [True] + [False] * 6
     assert same_bits(replicas[0].average, replicas[1].average)
 
 
 def test_counters_in_float64_count_on_beyond_what_float32_holds() -> None:
-    modules = [Statistics(), Statistics()]
-    replicas = [statistics_of(module, ls.LocalSteps(2), 0, "count") for module in modules]
+    modules = [Frozen(), Frozen()]
+    replicas = [frozen_of(module, ls.LocalSteps(2), 0, "count") for module in modules]
     for step in range(1, 4):
         for module in modules:
             module.count += 1
-        exchanged(replicas)
+        exchanged(replicas, SimNetwork(2))
         assert [module.count.item() for module in modules] == [2**24 + step] * 2
 
 
-def test_frozen_parameters_and_buffers_that_a_checkpoint_keeps_are_watched() -> None:
-    module = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2), Statistics())
+def test_frozen_parameters_are_watched() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2), Frozen())
     module[1].weight.requires_grad_(False)
-    found = untrained_of(module, {"0.running_var"})
-    assert sorted(found) == ["0.running_mean", "1.weight", "2.count", "2.mask", "2.running_mean"]
+    found = untrained_of(module, {"2.mask"})
+    assert sorted(found) == ["1.weight", "2.count", "2.teacher"]
     watched = Untrained(found)
     watched.begin()
     assert not watched.changed().any()
     module[1].weight.data.mul_(2)  # leaves no trace but its values
-    module[2].running_mean = module[2].running_mean + 1
+    module[2].teacher = nn.Parameter(module[2].teacher + 1, requires_grad=False)
     changed = dict(zip(watched.watched, watched.changed().tolist(), strict=True))
-    assert [name for name, has in changed.items() if has] == ["1.weight", "2.running_mean"]
+    assert [name for name, has in changed.items() if has] == ["1.weight", "2.teacher"]
+
+
+def test_what_is_set_arrives_in_full_and_what_an_optimizer_does_at_its_own_length() -> None:
+    """Of a group of which something was set before, so that each rank has a copy; however far ranks look ahead."""
+    lead = 1.5
+    trained = Trained(ls.Dense(), ls.LocalSteps(1, lead=lead), 2, "float32", torch.float32)
+    replicas = [of_rank[0] for of_rank in trained.replicas]
+    both = [SetByOthers(Weights(of_rank)) for of_rank in trained.replicas]
+    for each in both:
+        each._weights.hide()
+        each.accept()
+    torch.manual_seed(1)
+    for turn in range(4):
+        before = replicas[0].average.double()
+        stepped = was_set = torch.zeros(replicas[0].group.n, dtype=torch.float64)
+        for replica, each in zip(replicas, both, strict=True):
+            optimizer = torch.optim.SGD(replica.group.parameters, lr=1.0)
+            own = flat_of(replica)
+            each.begin(optimizer)
+            for p in replica.group.parameters if turn else ():
+                p -= 0.1 * torch.randn(p.shape, dtype=torch.float32)
+            each.accept(optimizer)
+            each.end(optimizer)
+            stepped, own = stepped + (flat_of(replica) - own) / 2, flat_of(replica)
+            replica.group.parameters[turn % 2].clamp_(-0.5, 0.5)
+            was_set = was_set + (flat_of(replica) - own) / 2
+            each.look()
+        exchanged(replicas, trained.network)
+        for each in both:
+            each.accept()
+        moved = replicas[0].average.double() - before
+        assert (moved - (stepped / lead + was_set)).abs().max() < 1e-6
+        assert was_set.any()
+
+
+def flat_of(replica: Replica) -> Tensor:
+    return torch.cat([p.flatten().double() for p in replica.group.parameters])
 
 
 @pytest.mark.parametrize(

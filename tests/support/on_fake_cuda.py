@@ -6,10 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import lightning_sparse as ls
 from lightning_sparse.compressors.rounded import Rounded
+from lightning_sparse.engine.buffers import ModuleBuffers
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.groups import lay_out, lay_out_fragments
@@ -82,11 +83,15 @@ def gradients(
 def local_steps(
     nccl: FakeNccl, of: dict[str, Tensor], compressor: ls.Compressor, wire_dtype: str = "float32", **options: Any
 ) -> LocalExchange:
-    """An exchange with local steps, as it is on NCCL."""
-    settings = LocalSteps(2, **options)
+    """An exchange with local steps, as it is on NCCL, of a model with buffers."""
+    settings, norm = LocalSteps(2, **options), nn.BatchNorm1d(8).to(DEVICE)
+    norm.register_buffer("seen", torch.zeros(3, dtype=torch.bool, device=DEVICE))
+    buffers = ModuleBuffers(norm, device=torch.device(DEVICE))
     groups, fragments = lay_out_fragments(of, compressor, "bucket", settings.parts, SMALL)
     comms = nccl.comms(LANES, wire_format(wire_dtype))
-    return LocalExchange(groups, fragments, comms, threaded=False, settings=settings, compressor=compressor)
+    return LocalExchange(
+        groups, fragments, comms, threaded=False, settings=settings, compressor=compressor, buffers=buffers
+    )
 
 
 def watching(exchange: LocalExchange) -> LocalExchange:

@@ -94,7 +94,7 @@ class UnderWay:
 
 @dataclass
 class Plain:
-    """P ranks in float64, with averaged gradients, or with local steps that lose nothing.
+    """P ranks in float64, with averaged gradients, or with local steps that lose nothing; of these, weights alone.
 
     Each rank has its own weights x_r, which its model holds; while the average x̄ is shown the model holds that, and x_r
     is in ``held``.
@@ -162,8 +162,13 @@ class Plain:
 
     @property
     def averages_all(self) -> bool:
-        """Whether all is averaged that may be; before the first step that counts, statistics are each rank's own."""
-        return self.average.keys() == self.tensors(0).keys()
+        """Whether all weights are averaged; before the first step that counts, a teacher is each rank's own."""
+        return self.average.keys() == {name for name in self.tensors(0) if "running" not in name}
+
+    @property
+    def sends_buffers(self) -> bool:
+        """Whether DistributedDataParallel would send buffers before the next forward."""
+        return self._sends_buffers
 
     def adopt(self) -> None:
         """Average what no optimizer trains and has changed, as the engine has noticed, from the mean on."""

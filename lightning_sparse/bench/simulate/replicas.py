@@ -12,15 +12,12 @@ from lightning_sparse.bench.compare.byte_lm import loss_of
 from lightning_sparse.bench.compare.peers import PEERS, Contender
 from lightning_sparse.bench.simulate.task import OPTIMIZERS
 from lightning_sparse.compressors import Dense
-from lightning_sparse.compressors.dense import Exact
-from lightning_sparse.compressors.group import Group
 from lightning_sparse.compressors.lockstep import take_steps
 from lightning_sparse.engine.adam import MeanMoments
 from lightning_sparse.engine.compression_error import CompressionError
 from lightning_sparse.engine.groups import lay_out, lay_out_fragments
 from lightning_sparse.engine.replica import Replica
 from lightning_sparse.engine.second_moments import SecondMoments
-from lightning_sparse.engine.untrained import untrained_of
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.options import Options
 from lightning_sparse.strategy import SparseDDPStrategy
@@ -114,7 +111,7 @@ class LocalReplicas:
         self._models = [deepcopy(model) for _ in range(ranks)]
         self._optimizers = [OPTIMIZERS[optimizer](each) for each in self._models]
         own = [self._replicas_of(each, options) for each in self._models]  # [P][groups]
-        trained = [[x.group for x in of_rank if not x.is_untrained] for of_rank in own]
+        trained = [[x.group for x in of_rank] for of_rank in own]
         self._moments = [SecondMoments(x if self._settings.second_moments == "mean" else ()) for x in trained]
         self._mean_moments = [MeanMoments(each) for each in self._moments]
         self._replicas = list(zip(*own, strict=True))  # [groups][P]
@@ -124,11 +121,7 @@ class LocalReplicas:
     def _replicas_of(self, model: LightningModule, options: Options) -> list[Replica]:
         layout = options.averaging, options.fusion, self._settings.parts, options.bucket_bytes
         groups, fragments = lay_out_fragments(dict(model.named_parameters()), *layout)
-        replicas = [Replica(*each, i, self._settings) for each, i in zip(groups, fragments, strict=True)]
-        if statistics := untrained_of(model, set()):
-            group = Group(len(groups), tuple(statistics), tuple(find() for find in statistics.values()))
-            replicas.append(Replica(group, Exact(), 0, self._settings, list(statistics.values())))
-        return replicas
+        return [Replica(*each, i, self._settings) for each, i in zip(groups, fragments, strict=True)]
 
     def step(self, batches: Batches, rate: float) -> None:
         """Learn from a batch on each rank, at a learning rate."""
@@ -149,8 +142,8 @@ class LocalReplicas:
     @torch.no_grad()
     def _drift(self) -> Tensor:
         """What each rank has not sent, [P, n]."""
-        trained = [ranks for ranks in self._replicas if not ranks[0].is_untrained]
-        return torch.cat([torch.stack([x.unsent(x.tensors()).float() for x in ranks]) for ranks in trained], 1)
+        every = [torch.stack([x.unsent(x.tensors()).float() for x in ranks]) for ranks in self._replicas]
+        return torch.cat(every, 1)
 
     def _exchange(self) -> None:
         """Take up the groups whose turn it is after the last step, and average them."""
@@ -176,6 +169,10 @@ class LocalReplicas:
                 replica.apply()
             for name, average in zip(ranks[0].group.names, ranks[0].averages(), strict=True):
                 shared[name].copy_(average)
+        for name, _ in self._average.named_buffers():  # statistics, as whoever looks at them has them
+            if name in shared and shared[name].is_floating_point():
+                own = [model.get_buffer(name) for model in self._models]
+                shared[name].copy_(torch.stack(own).mean(0))
         for moments in self._moments:
             moments.receive()
             moments.read(self.network.size)

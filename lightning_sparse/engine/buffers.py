@@ -1,0 +1,242 @@
+"""Buffers under local steps: rank 0's on every rank, as DistributedDataParallel has it, and batch norm's mean."""
+
+import zlib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_sparse.checks import uncompiled
+from lightning_sparse.engine.buffer_message import BufferMessage, set_to
+from lightning_sparse.engine.checksum import checksum, digest
+from lightning_sparse.engine.flight import Flight
+from lightning_sparse.engine.lane import Lane
+from lightning_sparse.network.agreement import ranks_having
+
+_KIND_BITS = 21  # of a buffer's word: of its shape and type, and whether somebody set it; the others are of its bits
+
+OnLane = Callable[[Callable[[Lane], Tensor | None]], Tensor | None]  # does work on the first lane, and waits for it
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A buffer when all ranks had the same in it."""
+
+    tensor: Tensor
+    version: int | None  # None: of any
+    bits: Tensor  # their digest []
+
+
+class ModuleBuffers:
+    """The buffers of a module, which follow DistributedDataParallel's rule while its own broadcast is off.
+
+    Of a buffer that differs between ranks all take rank 0's; of the statistics of batch norm all take the mean.  Ranks
+    compare buffers every few steps, by checksums, and send in the next step what differed; what all ranks have set
+    alike is neither sent nor touched.  While the average is shown all ranks have the same; afterwards a rank gets its
+    own back, where nobody has set the buffer meanwhile.
+
+    Args:
+        module: whose buffers are found anew each time, since they may come late, change shape or be replaced.
+        ignored: names of those that each rank has for itself.
+        shared: whether ranks share any, as with ``broadcast_buffers=True``.
+        device: of messages.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None,
+        ignored: Collection[str] = (),
+        shared: bool = True,
+        device: torch.device = torch.device("cpu"),  # noqa: B008  # constant
+    ) -> None:
+        self.module, self._ignored, self._is_shared, self._device = module, set(ignored), shared, device
+        self._own: dict[str, Tensor] = {}  # while the same is shown on all ranks, what differed on this one
+        self._late: set[str] = set()  # of these, those that a checkpoint's model will be loaded over
+        self._shown: dict[str, Shown] = {}  # empty where nothing is
+        self._set: set[str] = set()  # that somebody has set on this rank while they were shown, and no rank knows of
+        self._check_is_due = False  # since they were shown
+        self.differing: list[str] = []  # that ranks know to differ, to be sent next
+        self._asked: list[str] = []  # whose words are under way
+        self._words: Tensor | None = None  # [k], whose memory must stay until it has been sent
+        self._every: Tensor | None = None  # of all ranks [P, k]
+        self._message: BufferMessage | None = None  # under way
+
+    def named(self) -> dict[str, Tensor]:
+        """All buffers by name, as the module holds them now."""
+        found = () if self.module is None else self.module.named_buffers()
+        return {uncompiled(name): x for name, x in found if x.layout == torch.strided}
+
+    def _named(self) -> dict[str, Tensor]:
+        """Those that ranks share."""
+        return {n: x for n, x in self.named().items() if n not in self._ignored} if self._is_shared else {}
+
+    # - beside training
+
+    def send(self, flight: Flight, lane: Lane, compares: bool) -> None:
+        """Have those that differ sent, and compare all, or else those that somebody has set while they were shown."""
+        asks = compares or self._check_is_due
+        now = self._named() if asks or self.differing else {}
+        if due := {name: now[name] for name in self.differing if name in now}:
+            self._message = self._message_of(due)
+        if asks := asks and bool(now) and lane.comm.size > 1:
+            self._asked, self._words = list(now), self._words_of(now, None if compares else self._set)
+        lane.wait_for_caller()
+        if self._message is not None:
+            flight.launch(lane, self._message.send)
+        if asks:
+            flight.launch(lane, self._gather)
+        self.differing, self._check_is_due, self._set = [], False, set()
+
+    def _gather(self, lane: Lane) -> None:
+        assert self._words is not None
+        self._every = lane.comm.all_gather(self._words).wait()
+
+    def receive(self) -> None:
+        """Take what has arrived, unless somebody has set it meanwhile; learn which differ, to be sent next."""
+        message, self._message = self._message, None
+        if message is not None:
+            message.apply_late(self._named())
+        if self._every is not None:
+            differing, told = self._compared(self._asked, self._every)
+            self.differing = [name for name in differing if name in told]
+        self._words = self._every = None
+
+    def drop(self) -> None:
+        """Forget what is under way."""
+        self._message = self._words = self._every = None
+
+    # - whoever looks
+
+    def show(self, on_lane: OnLane, ranks: int) -> None:
+        """Have all ranks hold the same, at once; to be called on every rank."""
+        now = self._named()
+        if not now or ranks == 1:
+            return
+        self._note_what_was_set()
+        words = self._words_of(now, self._set)
+        every = on_lane(lambda lane: lane.comm.all_gather(words).wait())
+        assert every is not None
+        differing, told = self._compared(list(now), every)
+        if differing:
+            message = self._message_of({name: now[name] for name in differing})
+            on_lane(lambda lane: message.send(lane))
+            for name, value in message.values().items():
+                self._own.setdefault(name, now[name].detach().clone())
+                set_to(now[name], value)
+        for name in told:  # all ranks go on with what they have now
+            self._own.pop(name, None)
+        self._shown, self._set, self._check_is_due = self._as_shown(now), set(), True
+
+    def hide(self) -> None:
+        """Give this rank its own back, where nobody has set the buffer meanwhile."""
+        if not self._shown:
+            return
+        self._note_what_was_set()
+        now = self.named()
+        for name, own in self._own.items():
+            if name in now and now[name].shape == own.shape:
+                set_to(now[name], own)
+        self._own, self._shown, self._late = {}, {}, set()
+
+    def keep_shown(self) -> None:
+        """Have each rank go on with what all have."""
+        self._own, self._shown, self._late = {}, {}, set()
+
+    def _note_what_was_set(self) -> None:
+        """Leave alone what somebody has set since it was shown."""
+        now = self.named()
+        shown = {name: each for name, each in self._shown.items() if name in now}
+        if not shown:
+            return
+        sums = torch.stack([digest(now[name]).to(self._device) for name in shown])
+        moved = (sums != torch.stack([each.bits.to(self._device) for each in shown.values()])).tolist()
+        for (name, each), differs in zip(shown.items(), moved, strict=True):
+            x = now[name]
+            if (differs or (x is each.tensor and each.version not in (None, _version(x)))) and name not in self._late:
+                self._own.pop(name, None)
+                self._set.add(name)
+                if self._message is not None:
+                    self._message.forget(name)
+
+    def _as_shown(self, now: Mapping[str, Tensor]) -> dict[str, Shown]:
+        return {name: Shown(x, _version(x), digest(x)) for name, x in now.items()}
+
+    # - checkpoints, and other engines
+
+    def own(self) -> dict[str, Tensor]:
+        """What this rank goes on with, by name."""
+        self._note_what_was_set()
+        return self.named() | self._own
+
+    def checksums(self) -> dict[str, Tensor]:
+        """One of what the module holds, by name."""
+        return {name: checksum(x).cpu() for name, x in self.named().items()}
+
+    def hold(self, own: Mapping[str, Tensor], late: Collection[str] = ()) -> None:
+        """Go on with this rank's ``own``, while the module holds what is shown, or will for those that are ``late``."""
+        now = self.named()
+        fitting = {name: x for name, x in own.items() if name in now and now[name].shape == x.shape}
+        self._own |= {name: x.to(now[name].device, now[name].dtype, copy=True) for name, x in fitting.items()}
+        self._late |= set(late)
+        shown = self._as_shown(now)
+        self._shown = {name: replace(each, version=None) for name, each in shown.items()}  # it may be loaded again
+        self._check_is_due = True
+
+    def restart(self) -> None:
+        """Take what the module holds, which was loaded."""
+        self.keep_shown()
+        self.drop()
+        self._shown, self.differing, self._check_is_due = self._as_shown(self.named()), [], True
+
+    def take_over(self, before: "ModuleBuffers") -> None:
+        """Go on with what each rank has in ``before``, which was of the same module; DDP has copied rank 0's since."""
+        now = self.named()
+        same = [name for name, x in before._shown.items() if name in now and torch.equal(digest(now[name]), x.bits)]
+        self.hold({name: before._own[name] for name in same if name in before._own})
+        self.differing = before.differing
+
+    # - words
+
+    def _words_of(self, now: Mapping[str, Tensor], told: Collection[str] | None = None) -> Tensor:
+        """A number of each buffer [k] int64: its bits, its shape and type, and whether it is ``told`` (None: yes)."""
+        bits = torch.stack([digest(x).to(self._device) for x in now.values()])
+        kinds = [zlib.crc32(f"{name} {list(x.shape)} {x.dtype}".encode()) for name, x in now.items()]
+        tells = [told is None or name in told for name in now]
+        low = [(kind << 1) % 2**_KIND_BITS + tell for kind, tell in zip(kinds, tells, strict=True)]
+        return (bits << _KIND_BITS) + torch.tensor(low).to(self._device, non_blocking=True)
+
+    def _compared(self, names: Collection[str], words: Tensor) -> tuple[list[str], set[str]]:
+        """The names of those that differ between ranks, and of those that a rank tells of; ``words`` are [P, k].
+
+        Raises:
+            RuntimeError: on every rank, if one is not of the same shape and type on all.
+        """
+        rows = words.cpu()
+        kinds = (rows >> 1) % 2 ** (_KIND_BITS - 1)
+        for name, of_ranks in zip(names, kinds.T.tolist(), strict=True):
+            if len(having := ranks_having(of_ranks)) > 1:
+                raise RuntimeError(
+                    f"buffer {name} must be of the same shape and type on every rank, since all take rank 0's; got "
+                    f"others on {' and on '.join(having.values())}. Give broadcast_buffers=False, with which each rank "
+                    "has its own."
+                )
+        bits = rows >> _KIND_BITS
+        differs, told = (bits != bits[0]).any(0).tolist(), (rows % 2).any(0).tolist()
+        found = list(zip(names, differs, told, strict=True))
+        return [name for name, each, _ in found if each], {name for name, _, each in found if each}
+
+    def _message_of(self, buffers: Mapping[str, Tensor]) -> BufferMessage:
+        return BufferMessage(buffers, _norms_in(self.module), self._device)
+
+
+def _norms_in(module: nn.Module | None) -> dict[str, _BatchNorm]:
+    """The batch norm that a running mean or variance is of, by the name of that buffer."""
+    norms = [] if module is None else [x for x in module.named_modules() if isinstance(x[1], _BatchNorm)]
+    dotted = [(f"{prefix}." if prefix else "", norm) for prefix, norm in norms]
+    return {uncompiled(f"{dot}{name}"): norm for dot, norm in dotted for name in ("running_mean", "running_var")}
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
