@@ -134,6 +134,17 @@ class Dense(Compressor):
         return False
 
 
+@dataclass(frozen=True)
+class Exact(Dense):
+    """Everything is sent in float32, whatever the wire format: gradients that no optimizer takes, as under ``ddp``."""
+
+    def reduce(self, group: Group, comm: Comm) -> Rounds:
+        """Sum everything."""
+        total = group.unsent.clone()
+        group.unsent.zero_()
+        return (yield comm.all_reduce(total))
+
+
 def check_settings(compressor: object) -> None:
     """Raise a TypeError unless all settings of ``compressor`` can be compared: between ranks, and with a checkpoint.
 

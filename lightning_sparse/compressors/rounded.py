@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_sparse.compressors.base import Compressor, Dense
+from lightning_sparse.compressors.base import Compressor, Dense, Exact
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.compressors.wrapper import Wrapper
 from lightning_sparse.network.comm import Comm, Rounds
@@ -34,7 +34,8 @@ class Rounded(Wrapper):
         return Rounded(self.wrapped.dense_variant(), self.wire_dtype)
 
 
-_TYPES_IN_PLACE = {as_text(Dense()): torch.float32, as_text(Rounded(Dense(), "bfloat16")): torch.bfloat16}
+_TYPES_IN_PLACE = {as_text(each): torch.float32 for each in (Dense(), Exact())}
+_TYPES_IN_PLACE[as_text(Rounded(Dense(), "bfloat16"))] = torch.bfloat16
 
 
 def type_in_place(compressor: Compressor) -> torch.dtype | None:

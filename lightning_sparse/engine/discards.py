@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.compressors.dense import Exact
+from lightning_sparse.compressors.base import Exact
 from lightning_sparse.compressors.group import Group
 
 SAMPLE = 64  # elements of a gradient that are compared, about

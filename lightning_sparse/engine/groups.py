@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_sparse.checks import is_names, matches
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.compressors.dense import Exact
+from lightning_sparse.compressors.base import Exact
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.replica import ASIDE, EXACT, SET, UNSENT_GRADIENT
 
