@@ -64,7 +64,7 @@ OPTIMIZERS: dict[str, Make] = {
     "Adagrad": one(optim.Adagrad, lr=0.01),
     "Lion": one(Lion, lr=1e-4),
     "Muon beside AdamW": muon,
-    "LBFGS": one(optim.LBFGS, lr=0.1, max_iter=3),
+    "LBFGS": one(optim.LBFGS, lr=0.1, max_iter=2),
 }
 try:
     from schedulefree import AdamWScheduleFree

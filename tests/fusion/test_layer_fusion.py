@@ -201,6 +201,17 @@ def test_candidates_may_have_momentum_as_the_error_says(monkeypatch: pytest.Monk
     assert training.exchange.compressors == [candidates[1]]
 
 
+def test_a_resumed_choice_is_watched_for_what_was_usual_when_it_was_made(tried: None) -> None:
+    auto = ls.Auto([ls.Candidate(ls.TopK(density=0.5), "float32")])
+    training, resumed = Training(auto), Training(auto)
+    list(training.passes(STEPS_MEASURED + TRIAL + 30))
+    usual = training.course.switch.usual
+    assert usual is not None
+    assert usual.are_known
+    resumed.course.resume(training.course.state(), training.exchange.group_step)
+    assert (resumed.course.switch.usual, resumed.fusion.phase) == (usual, "watch")
+
+
 def test_times_that_keep_changing_fill_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training(ls.TopK(density=0.5))
     monkeypatch.setattr(Exchange, "messages", lambda self: lambda: 0.01 * 2.0**self.steps)
