@@ -205,7 +205,9 @@ class ModuleBuffers:
         kinds = [zlib.crc32(f"{name} {list(x.shape)} {x.dtype}".encode()) for name, x in now.items()]
         tells = [told is None or name in told for name in now]
         low = [(kind << 1) % 2**_KIND_BITS + tell for kind, tell in zip(kinds, tells, strict=True)]
-        return (bits << _KIND_BITS) + torch.tensor(low).to(self._device, non_blocking=True)
+        return (bits << _KIND_BITS) + torch.tensor(low, dtype=torch.int64, device="cpu").to(
+            self._device, non_blocking=True
+        )
 
     def _compared(self, names: Collection[str], words: Tensor) -> tuple[list[str], set[str]]:
         """The names of those that differ between ranks, and of those that a rank tells of; ``words`` are [P, k].
