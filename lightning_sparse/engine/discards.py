@@ -11,7 +11,7 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Exact
 from lightning_sparse.compressors.group import Group
 
-SAMPLE = 64  # elements of a gradient that are compared, about
+SAMPLE = 256  # elements of a gradient that are compared, about
 TOLERANCE = 1e-3
 UNSENT = ""  # beside the keys of a group's memory
 
@@ -49,11 +49,12 @@ class Discards:
         self._groups: list[tuple[Group, Compressor]] = []
         self._versions: dict[Tensor, int] = {}  # of each parameter before the backward whose mean it has
         self._due: dict[Tensor, int] = {}  # parameters whose mean nobody has stepped with so far: the version of .grad
-        #: Parameters of which means were thrown away since the last step with it: some of the mean that it has now.
-        self._samples: dict[Tensor, Tensor] = {}
+        self._is_written = False  # somebody writes into .grad, which clipping does, too
+        self._samples: dict[Tensor, Tensor] = {}  # then, or once a mean was thrown away: some of each mean that is due
+        self._thrown_away: set[Tensor] = set()  # parameters of which a mean was since the last step with it
         self._by_hand: set[Tensor] = set()  # parameters whose .grad was put together by hand
         self._undone: dict[Tensor, Tensor] = {}  # of these, what was undone since the last step [n]
-        self._places: dict[Tensor, tuple[Group, int]] = {}
+        self._places: dict[Tensor, tuple[Group, Compressor, int]] = {}
         self._stepped: set[Tensor] = set()  # of these, by an optimizer, whatever their versions
         self._thrown: dict[Tensor, bool] = {}  # of these, whether .grad was empty when the next backward reached them
         self._copies: dict[Tensor, dict[str, Tensor]] = {}  # what is unsent, and remembered of each element
@@ -65,7 +66,7 @@ class Discards:
         """Go on with these groups.  Nothing is ever unsent of those that are summed exactly."""
         pairs = zip(groups, compressors, strict=True)
         self._groups = [(group, compressor) for group, compressor in pairs if not isinstance(compressor, Exact)]
-        self._places = {p: (group, i) for group, _ in self._groups for i, p in enumerate(group.parameters)}
+        self._places = {p: (group, c, i) for group, c in self._groups for i, p in enumerate(group.parameters)}
         self._before.clear()
         self._ended.clear()
 
@@ -103,18 +104,36 @@ class Discards:
             for parameter in group.parameters:
                 if (gradient := self._gradient_of(parameter)) is not None:
                     self._due[parameter] = gradient._version
-                    if parameter in self._samples:
+                    if self.seen or (self._is_written and gradient.device.type == "cpu"):  # to look is to wait
                         self._samples[parameter] = _sample(gradient)
 
-    def before_step(self, held: Collection[Tensor]) -> None:
-        """Find out whether an optimizer that has these parameters steps with what was put together by hand."""
-        ours = [p for p in self._samples if p in self._due and self._held.get(p, p) in held]
+    def before_step(self, held: Collection[Tensor]) -> list[Group]:
+        """Find out what an optimizer that has these parameters is about to step with; returns groups of what is undone.
+
+        It may be zeros, where a mean was thrown away, or what was put together by hand.
+        """
+        self._find_what_was_put_together(held)
+        zeroed = [p for p in self._due if self._held.get(p, p) in held and self._was_zeroed(p)]
+        self._thrown.update(dict.fromkeys(zeroed, True))
+        groups = {id(self._places[p][0]): self._places[p][:2] for p in zeroed}.values()
+        return [group for group, compressor in groups if self.settle_group(group, compressor)]
+
+    def _was_zeroed(self, parameter: Tensor) -> bool:
+        """Whether its mean, which was not zero, was set to zero."""
+        gradient, mean = self._gradient_of(parameter), self._samples.get(parameter)
+        if gradient is None or (gradient._version == self._due[parameter] and parameter not in self._held):
+            return False
+        self._is_written = True
+        return mean is not None and bool(mean.any()) and not bool(_sample(gradient).any()) and not bool(gradient.any())
+
+    def _find_what_was_put_together(self, held: Collection[Tensor]) -> None:
+        ours = [p for p in self._thrown_away if p in self._due and p in self._samples and self._held.get(p, p) in held]
         now = [(p, gradient) for p in ours if (gradient := self._gradient_of(p)) is not None]
         if any(bool(_is_other(_sample(gradient), self._samples[p])) for p, gradient in now):
             self._by_hand.update(ours)
             for parameter in ours:
                 if (undone := self._undone.pop(parameter, None)) is not None:
-                    group, i = self._places[parameter]
+                    group, _, i = self._places[parameter]
                     group.slots(group.unsent)[i].add_(undone)
 
     def stepped(self, held: Collection[Tensor]) -> None:
@@ -123,7 +142,7 @@ class Discards:
         for parameter in self._due:
             if self._held.get(parameter, parameter) in held and self._gradient_of(parameter) is not None:
                 self._stepped.add(parameter)
-                self._samples.pop(parameter, None)
+                self._thrown_away.discard(parameter)
                 self._undone.pop(parameter, None)
 
     def take_lost(self) -> list[str]:
@@ -215,12 +234,13 @@ class Discards:
                 self._undone[parameter] = self._undone.get(parameter, 0.0) + (slot - before)
             slot.zero_() if before is None else slot.copy_(before)
         self.seen = True
-        self._samples[parameter] = group.unsent[:0]  # until it has another mean
+        self._thrown_away.add(parameter)
         self._forget(parameter)
 
     def _forget(self, parameter: Tensor) -> None:
         self._due.pop(parameter, None)
         self._copies.pop(parameter, None)
+        self._samples.pop(parameter, None)
         self._stepped.discard(parameter)
 
 

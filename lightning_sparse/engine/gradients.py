@@ -28,6 +28,7 @@ from lightning_sparse.engine.unused_parameters import UsedParameters
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.network.torch_comm import finished
+from lightning_sparse.selection.sparse import Sparse
 
 
 class GradientExchange(SumsInPlace):
@@ -91,7 +92,7 @@ class GradientExchange(SumsInPlace):
         self._means.are_due = False  # a step ends with its backward
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
-        self.discards.before_step({p for group in optimizer.param_groups for p in group["params"]})
+        self._note_restored(self.discards.before_step({p for group in optimizer.param_groups for p in group["params"]}))
 
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         self._means.are_due = False
@@ -268,6 +269,8 @@ class GradientExchange(SumsInPlace):
                 if notes is not None:
                     notes.before(group)
             total = lane.run(take_step(compressor, group, lane.comm), partial(group.make_way, gradients))
+            if isinstance(total, Sparse) and self.device.type == "cpu" and not total.values.sum().isfinite():
+                group.unsent.nan_to_num_(0.0, 0.0, 0.0)  # else it would arrive over many steps, a part in each
             group.hand_back(total, gradients, self.size)
         busy_ns = time.perf_counter_ns() - start_ns - (lane.network_ns - waited_ns)
         self.timeline.average(group, taken_up, busy_ns / 1e9)

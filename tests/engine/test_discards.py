@@ -93,7 +93,7 @@ class Run:
                 self.waiting[name] += drawn[name].double()
         for part in range(2):
             if any(name in self.before for name in self.of_part[part]):
-                self.end(part, self.draw.choice(["step", "clip", "throw", "skip", "keep"]) if step else "throw")
+                self.end(part, self.draw.choice(["step", "clip", "throw", "skip", "keep", "zero"]) if step else "throw")
         if self.scaler and self.scaler._per_optimizer_states:
             self.scaler.update()
         if self.draw.random() < 0.5:
@@ -101,6 +101,11 @@ class Run:
 
     def end(self, part: int, how: str) -> None:
         names, optimizer = self.of_part[part], self.optimizers[part]
+        gradients = [self.model.get_parameter(name).grad for name in names]
+        if how == "zero" and all(x is not None and bool(x.any()) for x in gradients):  # and step all the same
+            for x in gradients:
+                x.zero_()  # type: ignore[union-attr]
+            optimizer.step()
         if how in ("clip", "skip"):
             nn.utils.clip_grad_norm_(self.model.parts[part].parameters(), 1e9)  # which writes to .grad all the same
         if how in ("step", "clip"):
