@@ -135,8 +135,8 @@ class _Find:
 
     def __call__(self) -> Tensor:
         owner, _, leaf = self._name.rpartition(".")
-        holder = reduce(getattr, filter(None, owner.split(".")), self._module)  # also of a scripted module
-        tensor: object = getattr(holder, leaf, None)
+        module = reduce(getattr, filter(None, owner.split(".")), self._module)  # also of a scripted module
+        tensor: object = getattr(module, leaf, None)
         if not isinstance(tensor, Tensor) or tensor.shape != self._shape:
             got = list(tensor.shape) if isinstance(tensor, Tensor) else tensor
             raise RuntimeError(
