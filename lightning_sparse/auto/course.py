@@ -122,8 +122,8 @@ class Course:
         """What was planned or chosen, for :meth:`resume`."""
         switch = self.switch
         state: dict[str, Any] = {"optimizers": dict(switch.numbers)} if switch.numbers else {}
-        if switch.exchange.copies_unsent:
-            state["copies unsent"] = True
+        if habits := switch.exchange.habits:
+            state["habits"] = habits
         link = [switch.link.latency_s, switch.link.s_per_byte] if switch.link else []
         usual = {"usual": [*(float(each) for each in switch.usual), *link]} if switch.usual else {}
         if switch.layer_fusion is not None:
@@ -145,8 +145,7 @@ class Course:
             switch.to_gradients()
         switch.group_by_optimizer(state.get("optimizers"))
         planned, exchange, fusion = chosen is not None, switch.exchange, switch.layer_fusion
-        if state.get("copies unsent"):
-            exchange.copy_unsent()
+        exchange.resume_habits(state.get("habits", {}))
         if fusion is None:
             switch.knows_link = "latencies" in state
             exchange.set_latencies(*state.get("latencies", exchange.latencies))

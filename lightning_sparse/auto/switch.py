@@ -150,7 +150,7 @@ class Switch:
 
     def note(self, *optimizers: Optimizer) -> None:
         """Know of ``optimizers`` of these parameters before they step; to be called on every rank."""
-        for optimizer in optimizers:
+        for optimizer in filter(self.optimizers.are_of, optimizers):
             self.optimizers.note(optimizer)
             self._noted.append(weakref.ref(optimizer))
             self.exchange.note(optimizer)

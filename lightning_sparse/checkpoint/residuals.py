@@ -47,7 +47,7 @@ def gather(
 
     unsent: dict[str, Tensor] = {}
     groups: list[dict[str, Any]] = []
-    for group in exchange.kept():
+    for group in exchange.kept(keep_means):
         for name, shape, slot in zip(group.names, group.shapes, group.slots(group.unsent), strict=True):
             if residuals == "mean":
                 unsent[name] = (leaders.mean(slot) if leaders else slot.cpu()).view(shape)
@@ -55,7 +55,7 @@ def gather(
                 unsent[name] = rows(slot.view(shape))
         if residuals == "per_rank":
             memory = {key: rows(kept) for key, kept in sorted(group.memory.items())}
-            groups.append({"names": list(group.names), "memory": memory})
+            groups.append({"names": list(group.names), "memory": memory, "step": group.step})
     kept: dict[str, Any] = {}
     if exchange.takes_local_steps:
         assert leaders is not None  # there are no nodes
@@ -199,7 +199,7 @@ def _groups(state: State, exchange: Exchange, memories: bool) -> list[Group]:
     for index, kept in enumerate([*state.groups, rest]):
         saved = [state.unsent[name] for name in kept["names"]]
         group = Group(index, tuple(kept["names"]), tuple(x[0] if rows else x for x in saved))
-        group.step = state.steps
+        group.step = kept.get("step", state.steps)
         for slot, x in zip(group.slots(group.unsent), saved, strict=True):
             slot.copy_(mean_used(x, rows).reshape(-1))
         if memories:

@@ -49,6 +49,7 @@ def gather(
         "replicas": [str(r) for r in range(exchange.size)] if residuals == "per_rank" else [MEAN],
         "mesh": list(model.mesh.shape),
         "steps": exchange.group_step,
+        "group steps": [group.step for group in exchange.groups],
         "compressor": compressor,
         "groups": [list(group.names) for group in exchange.groups],
         "shapes": {name: list(x.shape) for name, x in unsent.items()},
@@ -137,7 +138,7 @@ def _groups(
     for i, group_names in enumerate(said["groups"]):
         have = tuple(name for name in group_names if name in unsent)
         group = Group(i, have, tuple(unsent[name] for name in have))
-        group.step = said["steps"]
+        group.step = said["group steps"][i] if "group steps" in said else said["steps"]
         for name, slot in zip(have, group.slots(group.unsent), strict=True):
             slot.copy_(unsent[name].reshape(-1))
         if memory is not None and len(have) == len(group_names):

@@ -65,12 +65,12 @@ class Around:
         """Note that ``optimizer`` has stepped."""
 
     @property
-    def copies_unsent(self) -> bool:
-        """Whether what is unsent is copied before each backward, since a user has thrown gradients away."""
-        return False
+    def habits(self) -> dict[str, bool]:
+        """What is known of how a training treats gradients; empty where it steps with each."""
+        return {}
 
-    def copy_unsent(self) -> None:
-        """Do so from now on."""
+    def resume_habits(self, habits: Mapping[str, bool]) -> None:
+        """Go on with what :attr:`habits` was."""
 
     def begin_backward(self) -> None:
         """Note that a backward begins, of which there may be several after a forward, or within one."""

@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
@@ -12,7 +13,9 @@ from lightning_sparse.compressors.base import Exact
 from lightning_sparse.compressors.group import Group
 
 SAMPLE = 256  # elements of a gradient that are compared, about
-TOLERANCE = 1e-3
+TOLERANCE = 1e-6
+EXPLAINED = 0.8  # what other means leave of an edit that is made of them, as squares; of noise they leave nearly all
+MOST = 16  # means between two steps that a gradient may have a part of
 UNSENT = ""  # beside the keys of a group's memory
 
 
@@ -25,9 +28,8 @@ class Discards:
     this parameter is then as it was before.  Otherwise nobody knows yet.  All this is the same on every rank, as steps
     are, so that no message is needed.
 
-    Where ``.grad`` was put together by hand when an optimizer steps, as gradient surgery does it, means that were
-    zeroed since the step before were used, and not thrown away: what their backwards changed of what is unsent is added
-    to it again, from the second such step on.
+    Where ``.grad`` has a part of means that were zeroed since the last step when an optimizer steps, as after gradient
+    surgery, those were used, not thrown away.  As long as steps are so, nothing counts as thrown away.
 
     What is unsent is copied before each backward once a gradient was thrown away, and not before: what was unsent
     before the first such backward is lost.  A group of which nothing was stepped with has not taken part in that step:
@@ -38,12 +40,13 @@ class Discards:
 
     Attributes:
         seen: a gradient was thrown away.
+        by_hand: the last step was with what was put together by hand.
         knows_steps: an optimizer of these parameters is known, or a version has moved after a backward; before that,
             weights may be moved by hand where versions do not show it, and nothing counts as thrown away.
     """
 
     def __init__(self, held: Mapping[Tensor, Tensor]) -> None:
-        self.seen = self.knows_steps = False
+        self.seen = self.by_hand = self.knows_steps = False
         self._lost: list[str] = []
         self._held = held
         self._groups: list[tuple[Group, Compressor]] = []
@@ -51,9 +54,7 @@ class Discards:
         self._due: dict[Tensor, int] = {}  # parameters whose mean nobody has stepped with so far: the version of .grad
         self._is_written = False  # somebody writes into .grad, which clipping does, too
         self._samples: dict[Tensor, Tensor] = {}  # then, or once a mean was thrown away: some of each mean that is due
-        self._thrown_away: set[Tensor] = set()  # parameters of which a mean was since the last step with it
-        self._by_hand: set[Tensor] = set()  # parameters whose .grad was put together by hand
-        self._undone: dict[Tensor, Tensor] = {}  # of these, what was undone since the last step [n]
+        self._earlier: dict[Tensor, list[Tensor]] = {}  # of means that were thrown away since the last step, likewise
         self._places: dict[Tensor, tuple[Group, Compressor, int]] = {}
         self._stepped: set[Tensor] = set()  # of these, by an optimizer, whatever their versions
         self._thrown: dict[Tensor, bool] = {}  # of these, whether .grad was empty when the next backward reached them
@@ -127,14 +128,15 @@ class Discards:
         return mean is not None and bool(mean.any()) and not bool(_sample(gradient).any()) and not bool(gradient.any())
 
     def _find_what_was_put_together(self, held: Collection[Tensor]) -> None:
-        ours = [p for p in self._thrown_away if p in self._due and p in self._samples and self._held.get(p, p) in held]
-        now = [(p, gradient) for p in ours if (gradient := self._gradient_of(p)) is not None]
-        if any(bool(_is_other(_sample(gradient), self._samples[p])) for p, gradient in now):
-            self._by_hand.update(ours)
-            for parameter in ours:
-                if (undone := self._undone.pop(parameter, None)) is not None:
-                    group, _, i = self._places[parameter]
-                    group.slots(group.unsent)[i].add_(undone)
+        ours = [p for p in self._earlier if p in self._due and p in self._samples and self._held.get(p, p) in held]
+        now = [gradient for p in ours if (gradient := self._gradient_of(p)) is not None]
+        if not now or len(now) < len(ours):
+            return
+        most = max(len(self._earlier[p]) for p in ours)
+        means = [[self._samples[p], *self._earlier[p]] for p in ours]
+        padded = [[*each, *[torch.zeros_like(each[0])] * (most + 1 - len(each))] for each in means]
+        columns = torch.cat([torch.stack(each, 1) for each in padded])  # [m, 1 + most]
+        self.by_hand = _has_part_of_others(torch.cat(list(map(_sample, now))), columns)
 
     def stepped(self, held: Collection[Tensor]) -> None:
         """Note that an optimizer has stepped which has these parameters, some of which may have no gradient."""
@@ -142,8 +144,7 @@ class Discards:
         for parameter in self._due:
             if self._held.get(parameter, parameter) in held and self._gradient_of(parameter) is not None:
                 self._stepped.add(parameter)
-                self._thrown_away.discard(parameter)
-                self._undone.pop(parameter, None)
+                self._earlier.pop(parameter, None)
 
     def take_lost(self) -> list[str]:
         """Return the names of parameters of which something was lost since this was asked last."""
@@ -160,6 +161,21 @@ class Discards:
             handle.remove()
         self._handles.clear()
 
+    def without_due(self, group: Group, compressor: Compressor) -> Group:
+        """``group`` as it is where nobody steps with the means that are in ``.grad``, as far as that is known."""
+        due = [i for i, p in enumerate(group.parameters) if p in self._due and p in self._copies]
+        if not due:
+            return group
+        kept = group.snapshot()
+        for i in due:
+            copies = self._copies[group.parameters[i]]
+            for key, slot in _slots(kept, compressor, i).items():
+                slot.copy_(copies[key]) if key in copies else slot.zero_()
+        if len(due) == len(group.parameters) and id(group) in self._ended:
+            kept.step, memory = self._before[id(group)]
+            kept.memory = memory | {k: kept.memory[k] for k in compressor.per_element if k in kept.memory}
+        return kept
+
     # - around a group's step, on whichever thread averages it
 
     def settle_group(self, group: Group, compressor: Compressor, is_between: bool = False) -> bool:
@@ -172,6 +188,11 @@ class Discards:
         if not self.knows_steps or not (due or id(group) in self._ended):
             return False
         thrown = [i for i in due if self._was_thrown(group.parameters[i], is_between)]
+        if self.by_hand:  # they may be used, by the next step that somebody takes
+            for p in (group.parameters[i] for i in thrown):
+                self._note_thrown(p)
+                self._thrown[p] = False
+            return False
         for i in thrown:
             self._restore(group, compressor, i)
         if len(thrown) == len(due) and id(group) in self._ended:  # nobody has stepped with any of it
@@ -230,12 +251,14 @@ class Discards:
             self._lost.append(group.names[i])
         for key, slot in _slots(group, compressor, i).items():
             before = copies.get(key) if copies else None
-            if key == UNSENT and before is not None and parameter in self._by_hand:
-                self._undone[parameter] = self._undone.get(parameter, 0.0) + (slot - before)
             slot.zero_() if before is None else slot.copy_(before)
         self.seen = True
-        self._thrown_away.add(parameter)
+        self._note_thrown(parameter)
         self._forget(parameter)
+
+    def _note_thrown(self, parameter: Tensor) -> None:
+        if parameter in self._samples:
+            self._earlier[parameter] = [*self._earlier.get(parameter, []), self._samples[parameter]][-MOST:]
 
     def _forget(self, parameter: Tensor) -> None:
         self._due.pop(parameter, None)
@@ -256,12 +279,17 @@ def _sample(gradient: Tensor) -> Tensor:
     return flat[:: max(1, flat.numel() // SAMPLE)].clone()
 
 
-def _is_other(now: Tensor, mean: Tensor) -> Tensor:
-    """Whether a gradient is no ``mean`` that was scaled, clipped or masked, by a sample of both [m]: bool []."""
-    part = (now / mean)[mean != 0]
-    within = ((part > -TOLERANCE) & (part < 1 + TOLERANCE)).all()
-    scaled = ((part - part.mean()).abs() <= TOLERANCE * part.mean().abs()).all()
-    return (now[mean == 0] != 0).any() | ~(within | scaled)
+def _has_part_of_others(now: Tensor, means: Tensor) -> bool:
+    """Whether a gradient [m] has a part of other ``means`` [m, 1 + k] than the first, which may be scaled or edited."""
+    x, columns = (each.to("cpu", torch.float64).nan_to_num(0.0, 0.0, 0.0) for each in (now, means))
+    left = [_left(x, columns[:, :1]), _left(x, columns)]
+    return bool(left[0] > TOLERANCE * x.square().sum()) and bool(left[1] < EXPLAINED * left[0])
+
+
+def _left(x: Tensor, columns: Tensor) -> Tensor:
+    """The squared norm of what no combination of ``columns`` [m, k] explains of ``x`` [m]."""
+    found: Tensor = torch.linalg.lstsq(columns, x[:, None], driver="gelsd").solution
+    return (x[:, None] - columns @ found).square().sum()
 
 
 def _look(discards: "weakref.ref[Discards]", parameter: "weakref.ref[Tensor]", _: Tensor) -> None:

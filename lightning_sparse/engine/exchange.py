@@ -108,8 +108,8 @@ class Exchange(Around, ABC):
 
     @property
     def group_step(self) -> int:
-        """The step that the groups' compressors are at; 0 where there are no groups."""
-        return self.groups[0].step if self.groups else 0
+        """The step that the groups' compressors are at, the furthest; 0 where there are no groups."""
+        return max((group.step for group in self.groups), default=0)
 
     # - what others may ask for, between two steps, on every rank
 
@@ -134,8 +134,7 @@ class Exchange(Around, ABC):
         """Stand in the place of another engine, of which nothing is unsent."""
         self.count_from(before.steps)
         self.set_latencies(*before.latencies)
-        if before.copies_unsent:
-            self.copy_unsent()
+        self.resume_habits(before.habits)
         if before.sample is not None:
             self.watch_unsent()
 
@@ -146,6 +145,7 @@ class Exchange(Around, ABC):
         """
         names, steps = {name for group in before.groups for name in group.names}, before.steps
         averages = {name: average.clone() for name, average in before.averages.items()}
+        self.resume_habits(before.habits)
         self.adopt([group.names for group in before.groups])
         carry_over(list(before.kept()), list(zip(self.groups, self.compressors, strict=True)), memories)
         self.unpack(steps, names, averages, late=False)
@@ -181,8 +181,8 @@ class Exchange(Around, ABC):
         self.compare()
         return self.shared
 
-    def kept(self) -> Iterator[Group]:
-        """Yield each group as a checkpoint keeps it for this rank."""
+    def kept(self, with_means: bool = True) -> Iterator[Group]:
+        """Yield each group as a checkpoint keeps it for this rank, beside the means that are due or without them."""
         yield from self.groups
 
     def count_from(self, steps: int) -> None:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future as LaneFuture
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -125,11 +125,13 @@ class GradientExchange(SumsInPlace):
             )
 
     @property
-    def copies_unsent(self) -> bool:
-        return self.discards.seen
+    def habits(self) -> dict[str, bool]:
+        known = {"throws away": self.discards.seen, "puts together": self.discards.by_hand}
+        return known if self.discards.seen else {}
 
-    def copy_unsent(self) -> None:
-        self.discards.seen = True
+    def resume_habits(self, habits: Mapping[str, bool]) -> None:
+        self.discards.seen = bool(habits.get("throws away"))
+        self.discards.by_hand = bool(habits.get("puts together"))
 
     def _note_restored(self, groups: Iterable[Group]) -> None:
         for group in groups:
@@ -150,6 +152,11 @@ class GradientExchange(SumsInPlace):
     @property
     def due_means(self) -> Mapping[str, Tensor]:
         return self._means.due(self._named)
+
+    def kept(self, with_means: bool = True) -> Iterator[Group]:
+        for group, compressor in zip(self.groups, self.compressors, strict=True):
+            is_whole = with_means and self._means.are_due
+            yield group if is_whole else self.discards.without_due(group, compressor)
 
     def hand_back(self, means: Mapping[str, Tensor]) -> None:
         self._means.resume(means, self._named)

@@ -225,7 +225,8 @@ def carry_over(old: Sequence[Group], new: Sequence[tuple[Group, Compressor]], me
     parts_of = [[source.get(parameter) for parameter in _parameters(group)] for group, _ in new]
     last_use = {id(part[0]): number for number, parts in enumerate(parts_of) for part in parts if part}
     for number, ((group, compressor), parts) in enumerate(zip(new, parts_of, strict=True)):
-        group.step = max((giver.step for giver in old), default=0)
+        givers = [part[0] for part in parts if part]
+        group.step = max((giver.step for giver in givers or old), default=0)
         group.memory = _memory(group, compressor, parts) if memories else _of_each_element(group, parts, OF_WEIGHTS)
         if whole := _whole(group, parts):
             group.unsent = whole.unsent.to(group.unsent.device)

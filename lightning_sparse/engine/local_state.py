@@ -168,7 +168,7 @@ class LocalState(Exchange):
 
     # - checkpoints
 
-    def kept(self) -> Iterator[Group]:
+    def kept(self, with_means: bool = True) -> Iterator[Group]:
         return self.weights.kept()
 
     @property

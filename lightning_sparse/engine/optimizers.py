@@ -75,12 +75,13 @@ class Optimizers:
         for handle in self._updating.pop(optimizer, ()):
             handle.remove()
 
-    def _is_ours(self, optimizer: Optimizer) -> bool:
+    def are_of(self, optimizer: Optimizer) -> bool:
+        """Whether some of these parameters are those of ``optimizer``."""
         return any(p in self._parameters for group in optimizer.param_groups for p in group["params"])
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
         around = self._around()
-        if around is None or not self._is_ours(optimizer):
+        if around is None or not self.are_of(optimizer):
             return None
         self.note(optimizer)
         around.before_optimizer_step(optimizer)
@@ -120,7 +121,7 @@ class Optimizers:
     def _after(self, optimizer: Optimizer) -> None:
         self._forget_update(optimizer)
         around = self._around()
-        if around is not None and self._is_ours(optimizer):
+        if around is not None and self.are_of(optimizer):
             around.after_optimizer_step(optimizer)
 
 

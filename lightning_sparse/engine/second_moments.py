@@ -21,6 +21,7 @@ from lightning_sparse.wire import BFLOAT16
 EVERY = 10  # steps from one look at the gradients to the next
 EARLY = 20  # looks, the first ones, that follow each other in every step
 RARELY = 10 * EVERY  # steps from one to the next where all that ranks had to compare was zero
+MARK = 1e-37  # in the place of a sketch that is zero, of a parameter whose gradient was looked at; its square is 0
 DECAY = 0.95  # of means over looks, once there were 20
 LONGEST = 65_536  # elements of a vector that has a square for each; a longer one has one square for all
 BLOCK = 2**17  # elements that a CPU works on at once
@@ -180,7 +181,13 @@ class SecondMoments:
     def sampled(self) -> Tensor | None:
         """This rank's sketch [m] that is to be compared, or is being compared; zeros if none is, None of nothing."""
         sketch = self._sketch if self._sent is None else self._sent
-        return torch.zeros_like(self.squares[0]) if sketch is None and self._places else sketch
+        if sketch is None or self._sent is not None:
+            return torch.zeros_like(self.squares[0]) if sketch is None and self._places else sketch
+        marked = sketch.clone()
+        for place in (self._places[p].all for p in self._seen):
+            if not bool(marked[place].any()):
+                marked[place.start] = MARK
+        return marked
 
     def take_up(self) -> None:
         """Have ready what :meth:`sum_up` sends."""

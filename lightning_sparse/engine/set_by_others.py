@@ -61,8 +61,6 @@ class SetByOthers:
     def accept(self, optimizer: Optimizer | None = None) -> None:
         """Take an optimizer's parameters (None: all) as they are for what it, or the engine, has made of them."""
         self._take(self._parameters(optimizer))
-        if optimizer is None:
-            self._under_way = None
 
     def _parameters(self, optimizer: Optimizer | None) -> Sequence[int]:
         if optimizer is None:

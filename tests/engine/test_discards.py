@@ -176,7 +176,7 @@ def test_a_step_counts_that_no_version_tells_of(ranks: Ranks) -> None:
 
 
 def put_together(rank: int, size: int) -> list[Any]:
-    """Step with the sum of the means of two backwards, between which gradients are zeroed."""
+    """Step with the sum of the means of three backwards, between which gradients are zeroed."""
     found = []
     for compressor, wire_dtype in CASES:
         model, own = Two(), torch.Generator().manual_seed(rank)
@@ -188,19 +188,19 @@ def put_together(rank: int, size: int) -> list[Any]:
         total, given = torch.zeros(2, sum(p.numel() for p in parameters), dtype=torch.float64)
         for step in range(6):
             means = []
-            for _ in range(2):
+            for _ in range(3):
                 drawn = [torch.randn(p.shape, generator=own) for p in parameters]
                 ddp(drawn, (0, 1)).backward()
                 means.append([p.grad for p in parameters])
                 given += torch.cat([x.flatten() for x in drawn])
-                if len(means) == 1:
+                if len(means) < 3:
                     optimizer.zero_grad()
-            for p, first, second in zip(parameters, *means, strict=True):
+            for p, first, second, third in zip(parameters, *means, strict=True):
                 if step % 2:
-                    p.grad = first + second
+                    p.grad = first + second + third
                 else:
-                    p.grad = second
-                    p.grad.data.add_(first)
+                    p.grad = third
+                    p.grad.data.add_(first + second)
             total += torch.cat([p.grad.flatten() for p in parameters])  # type: ignore[union-attr]
             optimizer.step()
             optimizer.zero_grad()
