@@ -161,14 +161,19 @@ class Discards:
             handle.remove()
         self._handles.clear()
 
+    @property
+    def may_throw_away(self) -> bool:
+        """Whether a gradient was thrown away, or is if nobody steps with it any more."""
+        return self.seen or (self.knows_steps and bool(self._due))
+
     def without_due(self, group: Group, compressor: Compressor) -> Group:
         """``group`` as it is where nobody steps with the means that are in ``.grad``, as far as that is known."""
-        due = [i for i, p in enumerate(group.parameters) if p in self._due and p in self._copies]
-        if not due:
+        due = [i for i, p in enumerate(group.parameters) if p in self._due]
+        if not due or not self.knows_steps:
             return group
         kept = group.snapshot()
         for i in due:
-            copies = self._copies[group.parameters[i]]
+            copies = self._copies.get(group.parameters[i], {})
             for key, slot in _slots(kept, compressor, i).items():
                 slot.copy_(copies[key]) if key in copies else slot.zero_()
         if len(due) == len(group.parameters) and id(group) in self._ended:

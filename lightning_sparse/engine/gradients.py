@@ -126,8 +126,9 @@ class GradientExchange(SumsInPlace):
 
     @property
     def habits(self) -> dict[str, bool]:
-        known = {"throws away": self.discards.seen, "puts together": self.discards.by_hand}
-        return known if self.discards.seen else {}
+        self.settle()
+        throws_away = self.discards.may_throw_away
+        return {"throws away": True, "puts together": self.discards.by_hand} if throws_away else {}
 
     def resume_habits(self, habits: Mapping[str, bool]) -> None:
         self.discards.seen = bool(habits.get("throws away"))

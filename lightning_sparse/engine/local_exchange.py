@@ -126,7 +126,7 @@ class LocalExchange(LocalState):
 
     def after_update(self, optimizer: Optimizer | None = None, stepped: bool = False) -> None:
         self._rates.give_back(optimizer, stepped)
-        self.set_by_others.accept(optimizer)  # a closure may set others
+        self.set_by_others.accept(optimizer) if stepped else self.set_by_others.ask(optimizer)  # which may set others
 
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         self._rates.give_back(optimizer)
@@ -171,6 +171,8 @@ class LocalExchange(LocalState):
         self.weights.forget_unsent_gradients()
         self.steps += self._advance()
         self.timeline.end_backward()
+        if self.steps == 1 and not self._phases.knows_optimizers:
+            self._end_lead("no optimizer has stepped, whose learning rate could be longer")
         with torch.inference_mode(False):
             self._hide()
             if not self.settings.overlap and self._exchanged < self.steps:

@@ -27,19 +27,27 @@ class SetByOthers:
         self._versions = [p._version for p in self._all]
         self._before: dict[int, Tensor] = {}  # copies, of groups of which something was set
         self._under_way: Optimizer | None = None  # the outermost, as one around another
+        self._has_asked = False  # it has asked a closure in this step
         #: Which parameters an optimizer has, and how many it had in all when this was found out.
         self._of_optimizer: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[int]]] = weakref.WeakKeyDictionary()
 
     def begin(self, optimizer: Optimizer) -> None:
         """Enter a step of ``optimizer``."""
         if self._under_way is None:
-            self._under_way = optimizer
+            self._under_way, self._has_asked = optimizer, False
             self.look(optimizer)
 
     def look_within(self, optimizer: Optimizer) -> None:
         """Note what was set by others than an ``optimizer`` that is about to set its parameters."""
         if optimizer is self._under_way:
             self.look(optimizer)
+
+    def ask(self, optimizer: Optimizer | None) -> None:
+        """Note that an ``optimizer`` asks a closure, before which it has set nothing the first time."""
+        if optimizer is not None and not self._has_asked:
+            self._has_asked = True
+            self.look_within(optimizer)
+        self.accept(optimizer)
 
     def end(self, optimizer: Optimizer) -> None:
         """Leave a step; what was set since ``optimizer`` was done, in hooks, was set by others."""
