@@ -10,6 +10,7 @@ from urllib.parse import quote, unquote
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils import _python_dispatch
 
 from lightning_sparse.network.agreement import MOST_NAMED, differences, everywhere
 from lightning_sparse.network.comm import Comm
@@ -143,7 +144,7 @@ def _state(optimizer: Optimizer) -> Iterator[_Leaf]:
 def _leaves(path: str, value: object) -> Iterator[_Leaf]:
     """Yield all tensors, numbers and lengths of lists in ``value``."""
     if isinstance(value, Tensor) and value.layout == torch.strided:
-        yield _Leaf(path, "", value.detach())
+        yield _Leaf(path, "", value.dequantize() if _is_quantized(value) else value.detach())
     elif isinstance(value, float):
         yield _Leaf(path, NUMBER, torch.tensor(value, dtype=torch.float64, device="cpu"))
     elif isinstance(value, int) and -(2**63) <= value < 2**63:
@@ -240,9 +241,17 @@ def _made(x: Tensor, tag: str, home: _Home | None, key: str, there: object) -> o
     if tag in (LIST, TUPLE):
         items = _like(there, _of_length(there, int(x)))
         return tuple(items) if tag == TUPLE and not isinstance(there, tuple) else items
+    if isinstance(there, Tensor) and _is_quantized(there):
+        return there.copy_(x)
     device = home.device(key) if home else x.device
     dtype = x.dtype if tag == EXACT or not home else home.dtype(x, key)
     return x.detach().to(there.device if isinstance(there, Tensor) else device, dtype, copy=True)
+
+
+def _is_quantized(x: Any) -> bool:
+    """Whether ``x`` is of a class of its own, as states in 8 bits are, that makes ordinary tensors of its values."""
+    own = getattr(type(x), "dequantize", None) is not Tensor.dequantize
+    return own and _python_dispatch.is_traceable_wrapper_subclass(x)
 
 
 def _items(there: object) -> list[object]:

@@ -49,6 +49,8 @@ class MeanMoments:
             gradient = _squared(optimizer, group, p, kind)
             self._moments.look(p, gradient)
             v = optimizer.state[p].get(STATE) if p in optimizer.state else None
+            if v is not None and type(v) is not Tensor:  # in 8 bits, say: it stays this rank's own
+                continue
             if v is None:  # it begins as this rank's own
                 self._by[p] = self._own
             elif p in self._stepping:  # a closure is asked once more, or a step has raised: another gradient may come
