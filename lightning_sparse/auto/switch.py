@@ -143,9 +143,9 @@ class Switch:
             self._said_untrained = True
             elements = sum(self.parameters[name].numel() for name in untrained)
             rank_zero_warn(
-                f"{some(untrained)} require a gradient and belong to no optimizer. Their gradients are averaged in "
-                f"float32 in every step, as under ddp ({4 * elements / 2**20:,.1f} MiB). Where nobody reads them, call "
-                "requires_grad_(False) before the fit, which saves that."
+                f"{some(untrained)} require a gradient and belong to no optimizer. While gradients are averaged, "
+                f"theirs are in float32 in every step, as under ddp ({4 * elements / 2**20:,.1f} MiB). Where nobody "
+                "reads them, call requires_grad_(False) before the fit, which saves that."
             )
 
     def note(self, *optimizers: Optimizer) -> None:

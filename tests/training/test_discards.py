@@ -21,6 +21,7 @@ SKIPPED = (0, 3, 4, 9)  # the first too, after which copies are kept, so that no
 COMPRESSORS = ["sparse_dense", "skip_reduce", "micro", "importance", "sketch_fusion", "ok_topk", "low_rank"]
 CASES: list[tuple[Any, str | None]] = [(name, None) for name in COMPRESSORS]
 CASES += [("sparse_dense", "int4"), (ls.MomentumCorrection(0.9, "sparse_topk"), None)]
+RESUMED = [CASES[1], CASES[2], CASES[7]]
 
 
 class Skips(Small):
@@ -79,25 +80,29 @@ def in_trainer(rank: int, size: int, compressor: Any, wire_dtype: Any, skipped: 
     return weights(model), flat(unsent(strategy).values())
 
 
+#: By hand in a LightningModule, where Lightning steps, and with Fabric.
+WAYS: list[Any] = [lambda *a: in_trainer(*a, True), lambda *a: in_trainer(*a, False), in_fabric]
+
+
 def skipping_and_without(rank: int, size: int) -> list[Any]:
     found = []
     for case in CASES:
-        for way in (lambda *a: in_trainer(*a, True), lambda *a: in_trainer(*a, False), in_fabric):
-            found.append([way(rank, size, *case, SKIPPED, ()), way(rank, size, *case, (), SKIPPED)])
+        for way in WAYS if case in CASES[1:3] else WAYS[:1]:
+            found.append((case, way(rank, size, *case, SKIPPED, ()), way(rank, size, *case, (), SKIPPED)))
     return found
 
 
 def test_a_step_that_is_skipped_never_was(ranks: Ranks) -> None:
     for found in ranks.run(skipping_and_without, 2):
-        for i, (skipped, without) in enumerate(found):
+        for i, (case, skipped, without) in enumerate(found):
             for what, x, y in zip(("weights", "unsent"), skipped, without, strict=True):
-                assert torch.equal(x, y), (CASES[i // 3], i % 3, what)
+                assert torch.equal(x, y), (case, i, what)
 
 
 def resumed_and_whole(rank: int, size: int, folder: Path) -> list[Any]:
     """Skip the last step of an epoch, too, after which a checkpoint is written."""
     found, skipped = [], (0, 5, BATCHES - 1)
-    for i, (compressor, wire_dtype) in enumerate(CASES):
+    for i, (compressor, wire_dtype) in enumerate(RESUMED):
         for path in (None, folder / f"{i}-0.ckpt"):
             torch.manual_seed(0)
             strategy, model = ls.SparseDDPStrategy(compressor, wire_dtype=wire_dtype), Skips(skipped, True)
@@ -112,7 +117,7 @@ def resumed_and_whole(rank: int, size: int, folder: Path) -> list[Any]:
 
 def test_a_training_that_skips_steps_resumes_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
     for found in ranks.run(resumed_and_whole, 2, tmp_path):
-        for case, whole, resumed in zip(CASES, found[::2], found[1::2], strict=True):
+        for case, whole, resumed in zip(RESUMED, found[::2], found[1::2], strict=True):
             for what, x, y in zip(("weights", "unsent"), whole, resumed, strict=True):
                 assert torch.equal(x, y), (case, what)
 
