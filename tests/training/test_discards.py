@@ -22,6 +22,7 @@ COMPRESSORS = ["sparse_dense", "skip_reduce", "micro", "importance", "sketch_fus
 CASES: list[tuple[Any, str | None]] = [(name, None) for name in COMPRESSORS]
 CASES += [("sparse_dense", "int4"), (ls.MomentumCorrection(0.9, "sparse_topk"), None)]
 RESUMED = [CASES[1], CASES[2], CASES[7]]
+GANS = [*RESUMED, CASES[8]]
 
 
 class Skips(Small):
@@ -154,18 +155,18 @@ class Gan(L.LightningModule):
 
 def gans(rank: int, size: int) -> list[Any]:
     found = []
-    for compressor, wire_dtype in CASES:
+    for compressor, wire_dtype in GANS:
         for is_apart in (False, True):
             torch.manual_seed(0)
             model, options = Gan(is_apart), {"find_unused_parameters": True}
             strategy = ls.SparseDDPStrategy(compressor, wire_dtype=wire_dtype, **options)
-            trainer(strategy, size, max_epochs=2).fit(model, data(BATCHES, size))
+            trainer(strategy, size, max_epochs=1).fit(model, data(BATCHES, size))
             found.append((weights(model), flat(unsent(strategy).values())))
     return found
 
 
 def test_what_a_generators_backward_leaves_in_a_discriminator_never_was(ranks: Ranks) -> None:
     for found in ranks.run(gans, 2):
-        for case, reaching, apart in zip(CASES, found[::2], found[1::2], strict=True):
+        for case, reaching, apart in zip(GANS, found[::2], found[1::2], strict=True):
             for what, x, y in zip(("weights", "unsent"), reaching, apart, strict=True):
                 assert torch.equal(x, y), (case, what)
