@@ -158,7 +158,7 @@ class Switch:
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
         """DDP's communication hook."""
         check_not_capturing()
-        if bucket.is_last():
+        if bucket.is_last() and torch._C._current_graph_task_id() >= 0:  # else there is no backward: ddp.join()
             at_end, handed_back = Variable._execution_engine.queue_callback, self.exchange.handed_back
             at_end(lambda: at_end(handed_back))  # once DDP has set .grad
         return self.exchange.hook(state, bucket)

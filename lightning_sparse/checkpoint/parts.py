@@ -88,7 +88,10 @@ def _different(buffers: Mapping[str, Tensor], ranks: Comm, device: torch.device)
     """The names of those that are not the same on all ranks, and of the same size."""
     if not buffers:
         return []
-    own = [torch.stack([checksum(x).cpu(), torch.tensor(x.nbytes)]) for x in buffers.values()]
+    own = [
+        torch.stack([checksum(x).cpu(), torch.tensor(x.nbytes, dtype=torch.int64, device="cpu")])
+        for x in buffers.values()
+    ]
     every = ranks.all_gather(torch.stack(own).to(device)).wait()  # [P, k, 2]
     differ = (every != every[0]).any(0).tolist()
     return [name for name, (bits, sizes) in zip(buffers, differ, strict=True) if bits and not sizes]

@@ -15,6 +15,7 @@ from lightning_sparse.compressors.group import Group
 SAMPLE = 256  # elements of a gradient that are compared, about
 TOLERANCE = 1e-6
 EXPLAINED = 0.8  # what other means leave of an edit that is made of them, as squares; of noise they leave nearly all
+FIRST = 10  # backwards after which it is known whether a loop sets gradients to zero
 MOST = 16  # means between two steps that a gradient may have a part of
 UNSENT = ""  # beside the keys of a group's memory
 
@@ -52,12 +53,17 @@ class Discards:
         self._groups: list[tuple[Group, Compressor]] = []
         self._versions: dict[Tensor, int] = {}  # of each parameter before the backward whose mean it has
         self._due: dict[Tensor, int] = {}  # parameters whose mean nobody has stepped with so far: the version of .grad
+        self._backwards = 0
+        #: What .grad was before a backward, and its version.
+        self._earlier_mean: dict[Tensor, tuple[weakref.ref[Tensor], int] | None] = {}
         self._is_written = False  # somebody writes into .grad, which clipping does, too
         self._samples: dict[Tensor, Tensor] = {}  # then, or once a mean was thrown away: some of each mean that is due
         self._earlier: dict[Tensor, list[Tensor]] = {}  # of means that were thrown away since the last step, likewise
         self._places: dict[Tensor, tuple[Group, Compressor, int]] = {}
         self._stepped: set[Tensor] = set()  # of these, by an optimizer, whatever their versions
-        self._thrown: dict[Tensor, bool] = {}  # of these, whether .grad was empty when the next backward reached them
+        self._thrown: dict[
+            Tensor, bool | None
+        ] = {}  # of these, whether .grad was empty when the next backward reached them
         self._copies: dict[Tensor, dict[str, Tensor]] = {}  # what is unsent, and remembered of each element
         self._before: dict[int, tuple[int, dict[str, Tensor]]] = {}  # by group: its step, and all else it remembers
         self._ended: set[int] = set()  # groups that were averaged in a backward that has ended, of these
@@ -85,6 +91,10 @@ class Discards:
         for group, _ in self._groups:
             self._note_moves(group)
             self._versions.update((p, p._version) for p in group.parameters if p not in self._due)
+            for parameter in group.parameters:
+                gradient = self._gradient_of(parameter)
+                known = None if gradient is None else (weakref.ref(gradient), gradient._version)
+                self._earlier_mean[parameter] = known
         for parameter in self._due:
             if parameter.requires_grad and parameter not in self._handles:
                 look = partial(_look, weakref.ref(self), weakref.ref(parameter))
@@ -93,7 +103,7 @@ class Discards:
             self._handles.pop(parameter).remove()
 
     def look(self, parameter: Tensor, before: Tensor | None) -> None:
-        """Note what ``.grad`` of a parameter holds just before a backward adds to it for the first time."""
+        """Note what ``.grad`` of a parameter holds just ``before`` a backward adds to it for the first time."""
         if parameter in self._due and parameter not in self._thrown:
             self._thrown[parameter] = self._is_empty(parameter, before)
 
@@ -101,12 +111,21 @@ class Discards:
         """Note that a backward has ended, in which groups were averaged, and the means are in ``.grad``."""
         self._thrown.clear()
         self._ended.update(self._before)
+        self._backwards += 1
+        samples = self.seen or self._backwards <= FIRST  # later to look, on a device, is to wait for it
         for group, _ in self._groups:
             for parameter in group.parameters:
-                if (gradient := self._gradient_of(parameter)) is not None:
+                gradient = self._gradient_of(parameter)
+                if gradient is not None and not self._is_earlier(parameter, gradient):
                     self._due[parameter] = gradient._version
-                    if self.seen or (self._is_written and gradient.device.type == "cpu"):  # to look is to wait
+                    if samples or (self._is_written and gradient.device.type == "cpu"):
                         self._samples[parameter] = _sample(gradient)
+
+    def _is_earlier(self, parameter: Tensor, gradient: Tensor) -> bool:
+        """Whether ``.grad`` holds what it did before the backward, which no rank has used the parameter in."""
+        before, version = self._earlier_mean.get(parameter) or (None, -1)
+        is_same = before is not None and before() is gradient and version == gradient._version
+        return is_same and parameter not in self._held
 
     def before_step(self, held: Collection[Tensor]) -> list[Group]:
         """Find out what an optimizer that has these parameters is about to step with; returns groups of what is undone.
@@ -119,13 +138,18 @@ class Discards:
         groups = {id(self._places[p][0]): self._places[p][:2] for p in zeroed}.values()
         return [group for group, compressor in groups if self.settle_group(group, compressor)]
 
-    def _was_zeroed(self, parameter: Tensor) -> bool:
-        """Whether its mean, which was not zero, was set to zero."""
+    def _was_zeroed(self, parameter: Tensor) -> bool | None:
+        """Whether its mean was set to zero, which moves the version; None: it may be, as it was zero by itself.
+
+        That of a shard never moves, and those of views of one bucket move together.
+        """
         gradient, mean = self._gradient_of(parameter), self._samples.get(parameter)
         if gradient is None or (gradient._version == self._due[parameter] and parameter not in self._held):
             return False
         self._is_written = True
-        return mean is not None and bool(mean.any()) and not bool(_sample(gradient).any()) and not bool(gradient.any())
+        if mean is None or bool(_sample(gradient).any()) or bool(gradient.any()):
+            return False
+        return True if bool(mean.any()) else None
 
     def _find_what_was_put_together(self, held: Collection[Tensor]) -> None:
         ours = [p for p in self._earlier if p in self._due and p in self._samples and self._held.get(p, p) in held]
@@ -192,7 +216,9 @@ class Discards:
         due = [i for i, p in enumerate(group.parameters) if p in self._due]
         if not self.knows_steps or not (due or id(group) in self._ended):
             return False
-        thrown = [i for i in due if self._was_thrown(group.parameters[i], is_between)]
+        known = {i: self._was_thrown(group.parameters[i], is_between) for i in due}
+        others = True in known.values()  # what is not known goes as the rest of the group
+        thrown = [i for i, is_thrown in known.items() if is_thrown or (is_thrown is None and others)]
         if self.by_hand:  # they may be used, by the next step that somebody takes
             for p in (group.parameters[i] for i in thrown):
                 self._note_thrown(p)
@@ -229,7 +255,7 @@ class Discards:
                     slots = _slots(group, compressor, i).items()
                     self._copies[parameter] = {key: slot.clone() for key, slot in slots}
 
-    def _was_thrown(self, parameter: Tensor, is_between: bool) -> bool:
+    def _was_thrown(self, parameter: Tensor, is_between: bool) -> bool | None:
         if parameter in self._thrown:
             return self._thrown[parameter]
         gradient = self._gradient_of(parameter)
@@ -239,15 +265,9 @@ class Discards:
         gradient = self._held.get(parameter, parameter).grad
         return getattr(gradient, "_local_tensor", gradient)
 
-    def _is_empty(self, parameter: Tensor, gradient: Tensor | None) -> bool:
-        """Whether ``.grad`` is None, or was set to zero.
-
-        A mean may be zero by itself, but its version does not move then; that of a DTensor's shard never moves.
-        """
-        if gradient is None:
-            return True
-        is_written = gradient._version != self._due[parameter] or parameter in self._held
-        return is_written and not bool(gradient.any())
+    def _is_empty(self, parameter: Tensor, gradient: Tensor | None) -> bool | None:
+        """Whether ``.grad`` is None, or a mean in it that was not zero was set to zero."""
+        return gradient is None or self._was_zeroed(parameter)
 
     def _restore(self, group: Group, compressor: Compressor, i: int) -> None:
         parameter = group.parameters[i]

@@ -172,7 +172,7 @@ class LocalExchange(LocalState):
         self.steps += self._advance()
         self.timeline.end_backward()
         if self.steps == 1 and not self._phases.knows_optimizers:
-            self._end_lead("no optimizer has stepped, whose learning rate could be longer")
+            self._comparison.leads_in_vain = True  # weights are moved by hand
         with torch.inference_mode(False):
             self._hide()
             if not self.settings.overlap and self._exchanged < self.steps:

@@ -92,14 +92,17 @@ class LocalState(Exchange):
             if not self.steps:  # else messages may be under way, and ranks compare first
                 self._end_lead()
 
-    def _end_lead(self, reason: str = "the steps of an optimizer do not grow with its learning rate") -> None:
+    def _end_lead(self) -> None:
         """Look ahead no more; to be called on every rank, with no message under way."""
         if self._rates.may_end:
             self._rates.give_back()
             self._rates.factor, self.settings = 1.0, replace(self.settings, lead=1.0)
             for replica in self.weights.replicas:
                 replica.lead = 1.0
-            rank_zero_info(f"lightning_sparse: local steps do not look ahead (lead=1): {reason}.")
+            rank_zero_info(
+                "lightning_sparse: local steps do not look ahead (lead=1): steps do not grow with the learning rate of "
+                "an optimizer, or there is none."
+            )
 
     # - what others have set
 

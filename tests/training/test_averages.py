@@ -274,7 +274,7 @@ class Optimized(Small):
 def test_optimizers_around_others_and_rates_set_in_a_step(ranks: Ranks) -> None:
     first, second = ranks.run(_optimize, 2)
     for rates, rate, least, after, settled in (first, second):
-        assert set(rates) == {0.01 * LEAD}  # and 0.01 wherever somebody else looks
+        assert set(rates) == {0.01}  # nobody looks ahead with an optimizer that is made around another
         assert rate == 0.01
         assert least >= 0
         assert (after, settled) == (0.02, 25)
@@ -356,7 +356,7 @@ AHEAD: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], bool]] = {
     "adamw": (partial(torch.optim.AdamW, lr=1e-3), True),
     "rate in a tensor": (partial(torch.optim.AdamW, lr=torch.tensor(1e-3)), True),
     "muon": (partial(torch.optim.Muon, lr=1e-3), True),
-    "around adamw": (lambda parameters: Sharp(torch.optim.AdamW(parameters, lr=1e-3)), True),
+    "around adamw": (lambda parameters: Sharp(torch.optim.AdamW(parameters, lr=1e-3)), False),
     "adafactor": (partial(torch.optim.Adafactor, lr=1e-3), False),
     "adafactor, relative": (partial(torch.optim.Adafactor, lr=0.2), False),
     "rprop": (partial(torch.optim.Rprop, lr=1e-3), False),
