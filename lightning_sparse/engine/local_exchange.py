@@ -171,7 +171,7 @@ class LocalExchange(LocalState):
         self.weights.forget_unsent_gradients()
         self.steps += self._advance()
         self.timeline.end_backward()
-        if self.steps == 1 and not self._phases.knows_optimizers:
+        if self.steps == 1 and not (self.has_optimizers or self._phases.knows_optimizers):
             self._comparison.leads_in_vain = True  # weights are moved by hand
         with torch.inference_mode(False):
             self._hide()
