@@ -171,8 +171,6 @@ class LocalExchange(LocalState):
         self.weights.forget_unsent_gradients()
         self.steps += self._advance()
         self.timeline.end_backward()
-        if self.steps == 1 and not (self.has_optimizers or self._phases.knows_optimizers):
-            self._comparison.leads_in_vain = True  # weights are moved by hand
         with torch.inference_mode(False):
             self._hide()
             if not self.settings.overlap and self._exchanged < self.steps:

@@ -46,7 +46,6 @@ class LocalState(Exchange):
     ) -> None:
         super().__init__(groups, comms, threaded=threaded)
         self.settings = settings
-        self.has_optimizers = False  # that are known before they step
         self._rates = Rates(settings.lead or 1.0, lead_is_given)
         of = zip(groups, fragments, strict=True)
         scratch = Scratch()
@@ -88,7 +87,6 @@ class LocalState(Exchange):
     def note(self, optimizer: Optimizer) -> None:
         own = {p for group in self.groups for p in group.parameters}
         is_ours = any(p in own for group in optimizer.param_groups for p in group["params"])
-        self.has_optimizers |= is_ours
         if is_ours and self._rates.may_end and self._rates.are_in_vain(optimizer):
             self._comparison.leads_in_vain = True
             if not self.steps:  # else messages may be under way, and ranks compare first
@@ -102,8 +100,8 @@ class LocalState(Exchange):
             for replica in self.weights.replicas:
                 replica.lead = 1.0
             rank_zero_info(
-                "lightning_sparse: local steps do not look ahead (lead=1): steps do not grow with the learning rate of "
-                "an optimizer, or there is none."
+                "lightning_sparse: local steps do not look ahead (lead=1): the steps of an optimizer do not grow with "
+                "its learning rate."
             )
 
     # - what others have set

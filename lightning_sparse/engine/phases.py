@@ -37,7 +37,7 @@ class Phases:
         self._stepped = False  # an optimizer has, since the last backward
         self._versions: Sequence[int] = ()  # of the parameters, after the last backward
         self._in_optimizer = self._backward_in_optimizer = False
-        self.knows_optimizers = False  # there are some whose steps are noticed
+        self._knows_optimizers = False  # there are some whose steps are noticed
         self._has_settled = False
 
     def begin_forward(self, half_made: bool) -> None:
@@ -80,7 +80,7 @@ class Phases:
             self.now = Phase.STEP
 
     def end_optimizer(self) -> None:
-        self._in_optimizer, self._stepped, self.knows_optimizers = False, True, True
+        self._in_optimizer, self._stepped, self._knows_optimizers = False, True, True
 
     def end_step(self) -> None:
         """Note that optimizers have stepped, or skipped a step, on every rank."""
@@ -120,6 +120,6 @@ class Phases:
         """
         if self._in_optimizer and self._backward_in_optimizer:
             return True
-        if not self.knows_optimizers and (self._has_settled or self.backwards > 1):
+        if not self._knows_optimizers and (self._has_settled or self.backwards > 1):
             return False  # the weights are moved by hand
         return bool(self.backwards) and not self._stepped and self._versions != versions
