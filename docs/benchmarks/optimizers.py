@@ -66,7 +66,7 @@ OPTIMIZERS: dict[str, Make] = {
     "Adagrad": one(optim.Adagrad, lr=0.01),
     "Lion": one(Lion, lr=1e-4),
     "Muon beside AdamW": muon,
-    "LBFGS": one(optim.LBFGS, lr=0.1, max_iter=2),
+    "LBFGS": one(optim.LBFGS, lr=0.05, max_iter=4, history_size=10),
 }
 try:
     from schedulefree import AdamWScheduleFree
@@ -77,7 +77,7 @@ except ImportError:
 try:
     from torchao.optim import AdamW8bit
 
-    OPTIMIZERS["AdamW, 8 bits (torchao)"] = one(AdamW8bit, lr=1e-3)
+    OPTIMIZERS["AdamW, 8 bits (torchao)"] = one(AdamW8bit, lr=3e-4)
 except ImportError:
     pass
 
@@ -184,7 +184,7 @@ def run(make: Make, strategy: Any, data: TensorDataset, held_out: TensorDataset)
     with torch.no_grad():
         losses = [torch.empty(()) for _ in range(RANKS)]
         dist.all_gather(losses, model.loss(held_out.tensors))
-    assert len(set(map(float, losses))) == 1, losses
+    assert len(set(map(str, losses))) == 1, losses
     return float(losses[0]), getattr(getattr(trainer.strategy, "exchange", None), "takes_local_steps", False)
 
 
