@@ -66,7 +66,7 @@ OPTIMIZERS: dict[str, Make] = {
     "Adagrad": one(optim.Adagrad, lr=0.01),
     "Lion": one(Lion, lr=1e-4),
     "Muon beside AdamW": muon,
-    "LBFGS": one(optim.LBFGS, lr=0.05, max_iter=4, history_size=10),
+    "LBFGS": one(optim.LBFGS, lr=0.05, max_iter=4, history_size=10, tolerance_change=0),
 }
 try:
     from schedulefree import AdamWScheduleFree
