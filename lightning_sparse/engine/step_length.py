@@ -63,7 +63,7 @@ def _last_step(optimizer: Optimizer, group: dict[str, Any], shape: Sequence[int]
     """How far another optimizer moves a parameter in the last of steps at these ``rates``."""
     eager: Any = torch.compiler.set_stance("force_eager")  # nothing is compiled for a step or two
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.inference_mode(False), eager:
-        weight = nn.Parameter(torch.ones(shape, dtype=torch.float32))
+        weight = nn.Parameter(torch.ones(shape, dtype=torch.float32, device="cpu"))
         before = weight.detach().clone()
         settings: dict[str, Any] = {
             key: PLAIN.get(key, x.detach().cpu() if isinstance(x, Tensor) else x)
