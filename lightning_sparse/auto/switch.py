@@ -80,7 +80,7 @@ class Switch:
         self.optimizers = Optimizers(self._held.values(), lambda: me.exchange if (me := own()) else None)
         self._numbers: Mapping[str, int] = {}  # of the optimizer of each parameter, by name
         self._known: list[list[int]] = []  # parameters in each group of each optimizer, when these were found
-        self._said_untrained = False
+        self._said_untrained = self._said_lbfgs = False
         self._noted: list[weakref.ref[Optimizer]] = []  # on every rank
         size = ranks.size // groups.local_size if way.elastic is None else sys.maxsize  # hosts that may come
         compressor = _dense_if_alone(way.compressor, size)
@@ -121,6 +121,7 @@ class Switch:
                 self._numbers = numbers
                 self._group()
         self._say_what_is_untrained()
+        self._warn_of_lbfgs()
 
     @property
     def numbers(self) -> Mapping[str, int]:
@@ -135,6 +136,24 @@ class Switch:
             return
         pieces = pieces_of(self.parameters, self.way.compressor, self._numbers)
         self.exchange.regroup(make_groups(self.parameters, self.way.compressor, apart(self._names, pieces)))
+
+    def _warn_of_lbfgs(self) -> None:
+        """Warn once where LBFGS steps with means that are not those of this step's gradients."""
+        is_exact = self.exchange.wire_dtype.lossless and all(isinstance(c, Dense) for c in self.exchange.compressors)
+        kinds = {kind.__name__ for each in self.optimizers.seen for kind in type(each).__mro__}
+        if (
+            "LBFGS" in kinds
+            and self.way.local is None
+            and not is_exact
+            and self.exchange.size > 1
+            and not self._said_lbfgs
+        ):
+            self._said_lbfgs = True
+            rank_zero_warn(
+                "LBFGS may end far above the loss of ddp where gradients are compressed: it was 916 % with int4 and "
+                "61 % with micro in a small language model. Give strategy='ddp', 'sparse_dense' in float32, or another "
+                "optimizer."
+            )
 
     def _say_what_is_untrained(self) -> None:
         untrained = [name for name, number in self._numbers.items() if number == NOT_TRAINED]

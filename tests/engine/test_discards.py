@@ -1,6 +1,7 @@
 """Gradients that a user throws away never reach a weight, and what was unsent before them is still there."""
 
 import random
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -254,3 +255,26 @@ def test_what_no_optimizer_has_is_averaged_exactly_until_one_has_it(ranks: Ranks
         assert not any(is_unsent for *_, is_unsent, _ in of_ranks), case
         if case[1] in ("int4", "sign"):
             assert all(now["parts.1.0"] for *_, now in of_ranks), case
+
+
+def with_lbfgs(rank: int, size: int) -> list[list[str]]:
+    said = []
+    for wire_dtype in ("float32", "int4"):
+        model = Two()
+        ddp = DistributedDataParallel(model)
+        hook = ls.SparseHook(ddp, "sparse_dense", wire_dtype=wire_dtype)
+        optimizer = torch.optim.LBFGS(model.parameters())
+        hook.note(optimizer)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                ddp([torch.ones(p.shape) for p in model.parameters()], (0, 1)).backward()
+        said.append([str(each.message) for each in caught if "LBFGS" in str(each.message)])
+        hook.close()
+    return said
+
+
+def test_lbfgs_is_warned_of_where_gradients_are_compressed(ranks: Ranks) -> None:
+    in_float32, in_int4 = ranks.run(with_lbfgs, 2, gloo=True)[0]
+    assert in_float32 == []
+    assert len(in_int4) == 1
