@@ -32,15 +32,14 @@ GROW: dict[str, Callable[[list[Tensor]], Optimizer]] = {
     "adagrad": partial(torch.optim.Adagrad, lr_decay=0.1),
     "muon": torch.optim.Muon,  # of matrices alone
     "groups": of_two_groups,
-    "around adamw": lambda p: Wrapper(torch.optim.AdamW(p), True, float),
 }
 DO_NOT: dict[str, Callable[[list[Tensor]], Optimizer]] = {
     "adafactor": partial(torch.optim.Adafactor, lr=1e-3),
     "rprop": torch.optim.Rprop,
     "asgd": torch.optim.ASGD,
-    "around adafactor": lambda p: Wrapper(torch.optim.Adafactor(p), True, float),
+    "around adamw": lambda p: Wrapper(torch.optim.AdamW(p), True, float),
     "no rate": lambda p: without_rate(SGD(p, lr=0.1)),
-    "who knows": lambda p: Wrapper(Unknown(p), True, float),
+    "who knows": Unknown,
 }
 
 
