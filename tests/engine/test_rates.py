@@ -39,7 +39,7 @@ DO_NOT: dict[str, Callable[[list[Tensor]], Optimizer]] = {
     "asgd": torch.optim.ASGD,
     "around adamw": lambda p: Wrapper(torch.optim.AdamW(p), True, float),
     "no rate": lambda p: without_rate(SGD(p, lr=0.1)),
-    "who knows": Unknown,
+    "who knows": lambda p: Unknown(p),
 }
 
 
