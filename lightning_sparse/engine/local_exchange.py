@@ -289,10 +289,10 @@ class LocalExchange(LocalState):
             self.moments.receive()
         if self.sample is not None:
             self.sample.end_step()
+        self._flight = Flight(self._lanes)
+        self._end_comparison()  # before the report, which counts what it sent
         averaged = [replica.group for replica in flight.replicas]
         self.last = Report.of(self.groups, averaged, self._lanes, flight.spent_before, waited_ns)
-        self._flight = Flight(self._lanes)
-        self._end_comparison()
 
     def _counts(self, flight: Flight) -> bool:
         """Whether what has arrived is to be applied, on every rank alike; raises the error of a lane."""
