@@ -165,6 +165,9 @@ CASES = {
 }
 
 
+pytestmark = pytest.mark.xdist_group("launch order")  # so that what ranks end with is found once
+
+
 @pytest.fixture(scope="module")
 def every(ranks: Ranks) -> list[list[dict[str, Any]]]:
     """What each of four ranks has launched in each case."""

@@ -87,6 +87,9 @@ WAYS: dict[str, Callable[[], Any]] = {"int4": local, "sparse_auto": auto}
 SIZES = {"int4": (2, 3, 1), "sparse_auto": (2, 1)}  # of ranks, one after the other
 
 
+pytestmark = pytest.mark.xdist_group("averages elsewhere")  # so that what ranks end with is found once
+
+
 @pytest.fixture(scope="module")
 def stages(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Stage]]:
     """Trainings that go on on other numbers of ranks, each from the checkpoint of the one before."""
