@@ -79,15 +79,28 @@ class MeanMoments:
     def after_update(self, optimizer: Optimizer) -> None:
         self._stepping = {p: by for p, by in self._stepping.items() if by() not in (optimizer, None)}
 
+    @property
+    def sampled(self) -> Tensor | None:
+        """This rank's own [3, m]: the sketch that is to be compared, and the squares by which its v was lowered."""
+        sketch = self._moments.sampled
+        return None if sketch is None else torch.cat([sketch[None], self._lowered_by])
+
+    @property
+    def _lowered_by(self) -> Tensor:
+        return self._moments.gathered({p: by for p, by in self._by.items() if by is not None})
+
     def state(self) -> dict[str, Tensor]:
-        known = {p: by for p, by in self._by.items() if by is not None}
-        return {**self._moments.state(), "lowered by": self._moments.gathered(known)}
+        return {**self._moments.state(), "lowered by": self._lowered_by}
 
     def resume(self, state: Mapping[str, Tensor], sampled: Tensor | None, size: int) -> None:
-        """Go on from a checkpoint of ``size`` ranks; if it is of other parameters, what v is counts as the mean's."""
+        """Go on from a checkpoint of ``size`` ranks; if it is of other parameters, what v is counts as the mean's.
+
+        ``sampled`` is of this rank, which may have left out a step that others took; None where there is none.
+        """
         self._by = {}
-        if self._moments.resume(state, sampled, size):
-            by = state["lowered by"].to(self._moments.squares.device)
+        sketch, by = (sampled[0], sampled[1:]) if sampled is not None and sampled.dim() > 1 else (sampled, None)
+        if self._moments.resume(state, sketch, size):
+            by = (state["lowered by"] if by is None else by).to(self._moments.squares.device)
             same = torch.equal(by, self._moments.squares)
             self._by = {p: self._moments.squares if same else by for p in self._moments if self._moments.has(p, by)}
 

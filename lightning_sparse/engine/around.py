@@ -139,7 +139,7 @@ class Around:
 
     @property
     def sampled(self) -> Tensor | None:
-        """What this rank has measured and ranks have not compared yet [m]."""
+        """What this rank has measured and others have not, or not alike; of a shape that the model decides."""
         return None
 
     def state(self) -> dict[str, Any]:

@@ -184,7 +184,7 @@ class LocalState(Exchange):
 
     @property
     def sampled(self) -> Tensor | None:
-        return self.moments.sampled
+        return self.mean_moments.sampled
 
     def state(self) -> dict[str, Any]:
         self.moments.read(self.members)
