@@ -126,7 +126,7 @@ class SparseHook:
     ) -> None:
         parameters = self._parameters_of(ddp)
         self._evaluates = evaluates
-        self._as_saved = options.as_saved
+        self._as_saved, self._has_hosts = options.as_saved, options.hosts is not None
         self._groups, self._scaler, self._module = groups, scaler, ddp.module
         self._ranks = TorchComm(ddp.process_group)  # for the main thread, between two steps
         may_choose_local = may_be_local and options.local_group == 1
@@ -175,7 +175,7 @@ class SparseHook:
         """Between two steps: the time to measure, and to change groups.  Every rank passes here as often."""
         check_may_begin(self._ddp(), self.exchange.error)
         self._warn_if_nothing_is_saved()
-        check_still_frozen(self._frozen, self._wrapper, self._to_freeze)
+        check_still_frozen(self._frozen, self._wrapper, self._to_freeze, self._has_hosts)
         if self._trains(module):
             self._course.between_steps()
             fusion = self.layer_fusion

@@ -10,11 +10,21 @@ from torch.optim import Optimizer
 class Training(Protocol):
     """The training of one host among several, which its engine is part of."""
 
+    def described(self) -> dict[str, str]:
+        """What must be the same on all hosts, as text by name; to be asked before the first step."""
+
     def training_state(self) -> dict[str, Any]:
         """What a host needs that joins, beside what the engine knows."""
 
     def load_training_state(self, state: dict[str, Any]) -> None:
-        """Go on as the host that returned ``state``."""
+        """Go on as the host that returned ``state``.
+
+        Raises:
+            RuntimeError: before anything has changed, if its optimizers or schedules do not fit.
+        """
+
+    def begin_step(self) -> None:
+        """Make ready for a step, or for another forward of one."""
 
     def last_step(self) -> int:
         """The number of steps with which the training ends; -1 if others things end it."""

@@ -1,5 +1,6 @@
 """What of a DistributedDataParallel is averaged, and the engine that does it."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,8 @@ from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.groups import BUCKET_BYTES, lay_out, lay_out_fragments
 from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.engine.local_steps import LocalSteps
-from lightning_sparse.engine.untrained import statistics_of, untrained_of
+from lightning_sparse.engine.meetings import LAYERS
+from lightning_sparse.engine.untrained import untrained_of
 from lightning_sparse.network.agreement import described, versions
 from lightning_sparse.network.elastic import Elastic
 from lightning_sparse.network.process_groups import ProcessGroups
@@ -93,11 +95,12 @@ def _local_steps(
             fragments,
             settings=settings,
             warmup_steps=way.warmup_steps,
-            untrained=untrained | statistics_of(ddp.module, ignored),
+            untrained=untrained,
+            saved={uncompiled(name) for name in ddp.module.state_dict(keep_vars=True)},
             buffers=ModuleBuffers(ddp.module, shared=False),
             wire_dtype=wire_dtype,
             hosts=way.elastic,
-            described=_described(ddp.module, way),
+            described=_described(ddp.module, way, way.elastic),
             alone=TorchComm(ddp.process_group),
             lead_is_given=local.lead is not None,
         )
@@ -116,10 +119,12 @@ def _local_steps(
     )
 
 
-def _described(module: nn.Module, way: Way) -> dict[str, str]:
+def _described(module: nn.Module, way: Way, hosts: Elastic) -> dict[str, str]:
     """What must be the same on all hosts of an elastic training, as text by name."""
     same = versions() | described(module) | {name: value for name, value in vars(way).items() if name != "elastic"}
-    return {name: as_text(value) for name, value in same.items()}
+    same["own_pace"] = hosts.own_pace
+    layers = re.sub(r" at 0x[0-9a-f]+", "", repr(module))  # addresses, of functions say
+    return {name: as_text(value) for name, value in same.items()} | {LAYERS: layers}
 
 
 def averaged_parameters(ddp: DistributedDataParallel) -> dict[str, Tensor]:
@@ -205,13 +210,13 @@ def check_may_begin(ddp: DistributedDataParallel | None, error: BaseException | 
         _check_first_synchronised(ddp)
 
 
-def check_still_frozen(frozen: Sequence[tuple[str, Tensor]], wrapper: str, to_freeze: str) -> None:
+def check_still_frozen(frozen: Sequence[tuple[str, Tensor]], wrapper: str, to_freeze: str, hosts: bool) -> None:
     """Raise a RuntimeError if a parameter of ``frozen`` is trained now, which ``wrapper`` does not average.
 
-    ``to_freeze`` is what it takes to freeze one meanwhile.
+    ``to_freeze`` is what it takes to freeze one meanwhile; with other ``hosts`` one rank is not alone.
     """
     thawed = [name for name, parameter in frozen if parameter.requires_grad]
-    if thawed and dist.get_world_size() > 1 and torch.is_grad_enabled():
+    if thawed and (hosts or dist.get_world_size() > 1) and torch.is_grad_enabled():
         raise RuntimeError(
             f"{', '.join(thawed)} required no gradient when {wrapper} was set up, so it does not average "
             f"them and the ranks would drift apart. Set requires_grad=False only after setup (in on_train_start"

@@ -61,6 +61,7 @@ class ElasticExchange(Meetings):
             self._exchange()
         super().between_steps()
         self._pace.begin_step()
+        self._pace.training.begin_step()
 
     def settle(self) -> None:
         super().settle()

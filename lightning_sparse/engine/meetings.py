@@ -1,7 +1,9 @@
 """Local steps among hosts that come and go: how they meet, and what one gets that is behind the others."""
 
+import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.around import Training
+from lightning_sparse.engine.buffer_message import set_to
 from lightning_sparse.engine.buffers import ModuleBuffers
 from lightning_sparse.engine.flight import Flight
 from lightning_sparse.engine.local_exchange import LocalExchange
@@ -17,7 +20,7 @@ from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.engine.pace import Pace
 from lightning_sparse.engine.replica import Find
 from lightning_sparse.engine.untrained import Untrained
-from lightning_sparse.network.agreement import differences
+from lightning_sparse.network.agreement import differences, everywhere
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.elastic import Elastic
 from lightning_sparse.network.elastic_comm import ElasticComm
@@ -26,6 +29,7 @@ from lightning_sparse.network.torch_comm import RankLost
 from lightning_sparse.wire import ValueFormat
 
 MOST_FAILED = 20  # exchanges, one after the other, after which a host gives up
+LAYERS = "layers"  # of what describes a host: its model as text, which may differ where the model is the same
 
 
 class Meetings(LocalExchange):
@@ -34,9 +38,10 @@ class Meetings(LocalExchange):
     Args:
         hosts: where they meet.
         wire_dtype: of values on the wire.
-        described: what must be the same on all hosts, as text by name.
+        described: what must be the same on all hosts, as text by name; of LAYERS a difference is warned of.
         alone: this host alone, for messages that another host need not send at the same time.
-        untrained: tensors of the module that no optimizer trains: each host's own.
+        untrained: parameters of the module that no optimizer trains: each host's own.
+        saved: names of the buffers that one that joins gets too.
         buffers: of the module, which hosts do not share.
         groups: as for :class:`LocalExchange`; and so all others.
     """
@@ -51,6 +56,7 @@ class Meetings(LocalExchange):
         described: Mapping[str, str],
         alone: Comm,
         untrained: Mapping[str, Find],
+        saved: Collection[str],
         buffers: ModuleBuffers,
         settings: LocalSteps,
         warmup_steps: int = 0,
@@ -61,7 +67,7 @@ class Meetings(LocalExchange):
         given: Any = {"settings": settings, "warmup_steps": warmup_steps, "lead_is_given": lead_is_given}
         super().__init__(groups, fragments, [self._among], threaded=True, buffers=buffers, **given)
         self._described, self._alone = dict(described), alone
-        self._others = Untrained(untrained)  # that each host has for itself, and hands on to one that joins
+        self._others, self._saved = Untrained(untrained), set(saved)  # a host's own, handed on to one that joins
         self._pace = Pace(hosts.own_pace, ahead=int(settings.overlap))
         self._committed = 0  # 1 + the step of the last exchange that counted; 0 before all
         self._has_met = False  # others, and their exchange has not begun
@@ -80,6 +86,7 @@ class Meetings(LocalExchange):
         if self._has_entered:
             return
         self._has_entered = True
+        self._described |= self._pace.training.described()
         self._others.begin()
         if not self.settings.overlap:
             self._exchanged = self.steps  # what is due was sent before the checkpoint was saved
@@ -127,8 +134,7 @@ class Meetings(LocalExchange):
             return False
         self._among.join(self._hosts.group, self._hosts.rank, self._hosts.size)
         try:
-            if self._hosts.was_made_anew:
-                self._greet()
+            self._greet()
         except RankLost:
             return False
         self._remember(self._hosts.size)
@@ -138,14 +144,18 @@ class Meetings(LocalExchange):
     def _greet(self) -> None:
         """Tell the other hosts who this is; go on at the step of the one that has taken most.
 
+        So all send the same fragments.  Gloo ends the process that gets a message of another length than expected.
+
         Raises:
             RuntimeError: they have other settings.
         """
-        digest = zlib.crc32(repr(sorted(self._described.items())).encode())
+        digest = zlib.crc32(json.dumps(self._described, sort_keys=True).encode())
         own = torch.tensor([self.steps, self._hosts.key, digest], dtype=torch.int64, device="cpu")
         rows = self._among.all_gather(own).wait()
-        if len(set(rows[:, 2].tolist())) > 1:
-            raise RuntimeError("Hosts must be started with the same program, settings and model; got others.")
+        if len(set(rows[:, 2].tolist())) > 1 and self._hosts.was_made_anew:
+            self._compare(
+                [json.loads(each) for each in everywhere(json.dumps(self._described), self._among, own.device)]
+            )
         self.steps = int(rows[:, 0].max())
         now = set(rows[:, 1].tolist())
         if gone := self._known - now:
@@ -155,6 +165,28 @@ class Meetings(LocalExchange):
                 "those had not sent is lost."
             )
         self._known = now
+
+    def _compare(self, described: Sequence[Mapping[str, str]]) -> None:
+        """Warn of other layers than on other hosts; ``described`` is of all.
+
+        Raises:
+            RuntimeError: another host has other settings.
+        """
+        settings = [{name: text for name, text in each.items() if name != LAYERS} for each in described]
+        if any(each != settings[0] for each in settings):
+            raise RuntimeError(
+                "Hosts must be started with the same settings, optimizers and model; got others. Start again those "
+                "that have others than the hosts that train already; of two, host 0 is this one:\n  "
+                + "\n  ".join(differences(settings, "host"))
+            )
+        for other in described:
+            lines = zip_longest(*(each.get(LAYERS, "").splitlines() for each in (self._described, other)))
+            if (found := next(((own, its) for own, its in lines if own != its), None)) is not None:
+                rank_zero_warn(
+                    f"Hosts must train the same model; got `{(found[0] or '').strip()}` on this one where another has "
+                    f"`{(found[1] or '').strip()}`. If they compute differently, start one of them again."
+                )
+                return
 
     def _remember(self, size: int) -> None:
         """Have compressors start anew with what they can carry to another number of hosts, on all of them alike."""
@@ -180,6 +212,7 @@ class Meetings(LocalExchange):
             "replicas": [replica.shared() for replica in self.weights.replicas],
             "moments": {key: x.clone() for key, x in self.mean_moments.state().items()},
             "others": {n: find().detach().clone() for (n, find), c in zip(names.items(), changed, strict=True) if c},
+            "buffers": {name: x.detach().clone() for name, x in self.buffers.items() if name in self._saved},
             "training": self._pace.training.training_state(),
         }
 
@@ -190,12 +223,8 @@ class Meetings(LocalExchange):
         Raises:
             RuntimeError: that host was started with other settings.
         """
-        if found := self._described.items() ^ furthest["described"].items():
-            said = differences([self._described, furthest["described"]])
-            raise RuntimeError(
-                f"This host must be started with the settings of those that train already; {len(found) // 2} differ. "
-                "Rank 0 is this one, rank 1 another:\n  " + "\n  ".join(said)
-            )
+        if self._described != furthest["described"]:
+            self._compare([self._described, furthest["described"]])
         doubt, self._in_doubt = self._in_doubt, None
         self._remembered_of, before = furthest["remembered_of"], self._committed
         self._committed = furthest["committed"]
@@ -213,11 +242,16 @@ class Meetings(LocalExchange):
                 f"lightning_sparse: this host is at step {self.steps} and others at {furthest['steps']}; it goes on "
                 f"from their average. What it had not sent, of norm {self.unsent_norm():.3g}, is lost."
             )
+        self._pace.training.load_training_state(furthest["training"])  # first, since it may refuse to
+        self._pace.enter()
         self.steps, self._exchanged = furthest["steps"], furthest["exchanged"]
         for replica, shared in zip(self.weights.replicas, furthest["replicas"], strict=True):
             replica.start_from_shared(shared)
         self.set_by_others.accept()
         for name, x in furthest["others"].items():
             self._others.watched[name]().copy_(x)
-        self._pace.training.load_training_state(furthest["training"])
+        now = self.shared_buffers.named()
+        for name, x in furthest["buffers"].items():
+            if name in now and now[name].shape == x.shape:
+                set_to(now[name], x)
         self.mean_moments.resume(furthest["moments"], None, max(furthest["remembered_of"], 1))

@@ -120,13 +120,6 @@ def untrained_of(module: nn.Module, ignored: Collection[str]) -> dict[str, Find]
     return {uncompiled(name): _Find(module, name, p.shape) for name, p in frozen if uncompiled(name) not in ignored}
 
 
-def statistics_of(module: nn.Module, ignored: Collection[str]) -> dict[str, Find]:
-    """How to find each floating-point buffer of ``module`` that is saved, by name, but for those ``ignored``."""
-    kept = module.state_dict(keep_vars=True)
-    found = [(name, x) for name, x in module.named_buffers() if name in kept and x.is_floating_point()]
-    return {uncompiled(name): _Find(module, name, x.shape) for name, x in found if uncompiled(name) not in ignored}
-
-
 class _Find:
     """Finds a tensor where ``module`` has it now, which may have put another there, or another module around it."""
 

@@ -79,28 +79,28 @@ def _kind(x: Tensor) -> str:
     return f"{x.dtype} {'uninitialized' if is_lazy(x) else list(x.shape)}".removeprefix("torch.")
 
 
-def differences(settings: Sequence[Mapping[str, str]]) -> list[str]:
-    """The differences between the ranks' settings, in words: who has which value."""
+def differences(settings: Sequence[Mapping[str, str]], who: str = "rank") -> list[str]:
+    """The differences between the ranks' settings, in words: which value each has, of those that are called ``who``."""
     names = dict.fromkeys(name for each in settings for name in each)
     found = []
     for name in names:
-        having = ranks_having([each.get(name, "missing") for each in settings])
+        having = ranks_having([each.get(name, "missing") for each in settings], who)
         if len(having) > 1:
             found.append(f"{name}: " + "; ".join(f"{value} on {ranks}" for value, ranks in having.items()))
     return found or ["the order of the parameters or buffers"]
 
 
-def ranks_having(values: Sequence[T]) -> dict[T, str]:
+def ranks_having(values: Sequence[T], who: str = "rank") -> dict[T, str]:
     """Each of the values the ranks have, in order of rank, and in words which ranks have it."""
     ranks_of: dict[T, list[int]] = {}
     for rank, value in enumerate(values):
         ranks_of.setdefault(value, []).append(rank)
-    return {value: _in_words(ranks) for value, ranks in ranks_of.items()}
+    return {value: _in_words(ranks, who) for value, ranks in ranks_of.items()}
 
 
-def _in_words(ranks: Sequence[int]) -> str:
+def _in_words(ranks: Sequence[int], who: str) -> str:
     shown = ", ".join(map(str, ranks[:MOST_NAMED])) + (", ..." if len(ranks) > MOST_NAMED else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+    return f"{who} {shown}" if len(ranks) == 1 else f"{who}s {shown}"
 
 
 def _gather(text: bytes, comm: Comm, device: torch.device) -> list[bytes]:
