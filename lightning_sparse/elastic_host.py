@@ -34,10 +34,10 @@ class ElasticHost(ShowsAverage):
                     "processes. Give the Trainer devices=1 and num_nodes=1, and start one process for each device, "
                     "without torchrun."
                 )
-            if self._layer_sync is not None:
+            if any(isinstance(each, torch.nn.SyncBatchNorm) for each in self._trainer.lightning_module.modules()):
                 raise ValueError(
-                    "sync_batchnorm=True cannot be combined with elastic: batch norm sees the ranks of one training, "
-                    "and hosts are trainings of their own. Leave it out."
+                    "SyncBatchNorm cannot be combined with elastic: it sees the ranks of one training, and hosts are "
+                    "trainings of their own. Leave out sync_batchnorm=True, or the conversion of your own."
                 )
         super().configure_ddp()
 

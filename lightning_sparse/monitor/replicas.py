@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_sparse.checks import is_whole
@@ -17,7 +18,7 @@ from lightning_sparse.network.torch_comm import world
 class ReplicaCheck(Callback):
     """Ends the training if the ranks' parameters are not the same, bit for bit, and names the first that differs.
 
-    With local steps it compares the average that the ranks share.
+    With local steps it compares the average that the ranks share; hosts of an elastic training are not compared.
 
     A check reads every parameter once and sends 8 bytes for each.
 
@@ -39,6 +40,9 @@ class ReplicaCheck(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count from this training's first step, which is above 0 where it is resumed."""
         self._checked = trainer.global_step
+        options = getattr(trainer.strategy, "options", None)
+        if options is not None and options.hosts is not None:
+            rank_zero_warn("ReplicaCheck compares the ranks of one training, so it compares no hosts. Leave it out.")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         if trainer.global_step - self._checked >= self.every_n_steps:
