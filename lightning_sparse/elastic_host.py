@@ -25,7 +25,7 @@ class ElasticHost(ShowsAverage):
         """Wrap the model, and say what of the Trainer a host gets that joins.
 
         Raises:
-            ValueError: there is more than one process in this host's training, or batch norm is to be that of all.
+            ValueError: there is more than one process in this host's training, or something needs to see all hosts.
         """
         if self.options.hosts is not None:
             if self.world_size != 1:
@@ -38,6 +38,11 @@ class ElasticHost(ShowsAverage):
                 raise ValueError(
                     "SyncBatchNorm cannot be combined with elastic: it sees the ranks of one training, and hosts are "
                     "trainings of their own. Leave out sync_batchnorm=True, or the conversion of your own."
+                )
+            if any(type(each).__name__ == "LearningRateFinder" for each in self._trainer.callbacks):
+                raise ValueError(
+                    "LearningRateFinder cannot be combined with elastic: each host would find another rate. Find one "
+                    "without elastic, and give it to all hosts."
                 )
         super().configure_ddp()
 

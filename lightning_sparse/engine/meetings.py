@@ -148,14 +148,18 @@ class Meetings(LocalExchange):
 
         Raises:
             RuntimeError: they have other settings.
+            RankLost: they are not equally far, and must meet again.
         """
         digest = zlib.crc32(json.dumps(self._described, sort_keys=True).encode())
-        own = torch.tensor([self.steps, self._hosts.key, digest], dtype=torch.int64, device="cpu")
+        far = [self._committed, self.moments.looks]
+        own = torch.tensor([self.steps, self._hosts.key, digest, *far], dtype=torch.int64, device="cpu")
         rows = self._among.all_gather(own).wait()
         if len(set(rows[:, 2].tolist())) > 1 and self._hosts.was_made_anew:
             self._compare(
                 [json.loads(each) for each in everywhere(json.dumps(self._described), self._among, own.device)]
             )
+        if bool((rows[:, 3:] != rows[0, 3:]).any()):
+            raise RankLost(f"hosts must be equally far; got exchanges and looks {rows[:, 3:].tolist()}")
         self.steps = int(rows[:, 0].max())
         now = set(rows[:, 1].tolist())
         if gone := self._known - now:

@@ -169,8 +169,8 @@ def test_a_host_with_other_settings_is_refused_and_the_others_go_on(ranks: Ranks
         plan = Plan(lighthouse.address, tmp_path, steps=30, joins={2: 5}, odd=2)
         with ranks.start(train, 3, plan) as running:
             ends = {end.rank: end for end in running.ends(IN_TIME_S)}
-    assert "must be started with the settings of those that train already" in str(ends[2].error)
-    assert re.search(r"local: LocalSteps\(steps=7.*rank 0.*LocalSteps\(steps=2.*rank 1", str(ends[2].error))
+    assert "Hosts must be started with the same settings, optimizers and model; got others." in str(ends[2].error)
+    assert re.search(r"local: LocalSteps\(steps=7.*host 0.*LocalSteps\(steps=2.*host 1", str(ends[2].error))
     assert ends[0].value["bits"] == ends[1].value["bits"]
     assert ends[0].value["step"] == ends[1].value["step"] == 30
 

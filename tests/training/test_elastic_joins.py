@@ -9,7 +9,13 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    Callback,
+    LearningRateFinder,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -209,6 +215,8 @@ def of_this_host_alone(rank: int, size: int, lighthouse: str, folder: Path) -> A
     said = fit(rank, folder, model, [ls.ReplicaCheck()], max_steps=2)["said"]
     with pytest.raises(ValueError, match="SyncBatchNorm cannot be combined with elastic"):
         fit(rank, folder, Net(), max_steps=2, sync_batchnorm=True)
+    with pytest.raises(ValueError, match="LearningRateFinder cannot be combined with elastic"):
+        fit(rank, folder, Net(), [LearningRateFinder()], max_steps=2)
     return said
 
 
