@@ -5,7 +5,7 @@
 #   make programs  the tests of whole programs: the demo, examples, the notebook, the documentation, the bench on a cluster
 #   make packages  other people's models with ddp and with these strategies, in virtual environments of their own
 #   make docs    the documentation site, in docs/_build/html
-#   make results the page of results and its figures, from the runs stored in docs/benchmarks
+#   make results the page of results and its figures, from the summaries of runs in docs/benchmarks
 #   make check   what CI runs: lint, types, tests, programs
 #   make dist    the wheel and the source distribution, in dist
 # The demo needs no GPU: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu makes pip fetch the smaller torch on Linux.

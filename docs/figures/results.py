@@ -1,7 +1,7 @@
-"""Write docs/results.md and docs/benchmarks/runs.md, and draw their figures, from the stored runs.
+"""Write docs/results.md, and draw its figures, from the stored summaries of runs.
 
 Run: make results
-     python docs/figures/results.py bench-results/....jsonl     # stores a new run first
+     python docs/figures/results.py bench-results/....jsonl     # stores the summary of a new run first
 """
 
 import math
@@ -11,12 +11,12 @@ from pathlib import Path
 
 import bars
 import style as s
-from pages import BENCHMARKS, with_lines
-from runs import LONGER, Run, label, link, mean_bytes, newest, speed, store, stored
+from pages import with_lines
+from runs import LONGER, Run, label, link, newest, speed, store, stored
 
 from lightning_sparse.monitor.tables import human_bytes
 
-DOCS = Path(__file__).parents[1]
+PAGE = Path(__file__).parents[1] / "results.md"
 LOSSES = 3  # of a table
 WORKLOADS = {
     "byte_lm": "a byte language model, 279,168 parameters, AdamW",
@@ -25,7 +25,6 @@ WORKLOADS = {
     "mlp_25m": "25.3 million parameters",
     "mlp_1m": "1.1 million parameters",
 }
-BEST_RATES = "Learning rates are the best of simulated trainings."
 EVERY = 12  # Rows of a table, or more, that has every strategy.
 TWO_MINUTES = (
     "`sparse_auto` and what was nearest to it above, by turns, to losses that take some two minutes. What chance adds "
@@ -44,120 +43,6 @@ NEAREST = (
     "under way at an evaluation did not count, which with 50 ms was some 7 % of their time; now it does. Of plain "
     "sums, [by turns](benchmarks/2026-11-27-short-messages.md) tells more."
 )
-ONE_RATE = "One learning rate for all, {}."
-BEFORE = " `sparse_auto` still measured each of its finalists for 40 steps, and ended no trial of sums early."
-BESIDE = " Other programs ran beside it at a low priority."
-#: What must be known to read a run.
-NOTES = {
-    "2026-11-21-050057-mlp_25m": "For Skip-Reduce on 2, 4 and 8 hosts.",
-    "2026-11-21-074704-mlp_25m": "Sparse strategies at 1 % in float32, the default then.",
-    "2026-11-21-075200-mlp_25m": "Sparse strategies at 1 % in float32, the default then.",
-    "2026-11-21-163301-mlp_25m": "Sparse strategies at 1 % in float32, the default then.",
-    "2026-11-21-164254-mlp_25m": "Two nodes of two ranks; such groups of hosts are emulated no more. Sparse strategies "
-    "at 1 % in float32, the default then.",
-    "2026-11-21-192825-mlp_25m": "For memory and the compressor's own time, on a quiet machine. 1 % in float32.",
-    "2026-11-22-145844-mlp_1m": "What a step adds to one without a network is 100 ms for each hop after another.",
-    "2026-11-25-220915-gpt_3m": ONE_RATE.format("2e-3"),
-    "2026-11-25-230003-byte_lm": BEST_RATES,
-    "2026-11-25-230802-byte_lm": BEST_RATES,
-    "2026-11-25-231600-byte_lm": BEST_RATES,
-    "2026-11-25-235556-gpt_10m": ONE_RATE.format("5e-4"),
-    "2026-11-26-012810-gpt_3m": ONE_RATE.format("2e-3") + " Tests ran beside it at the lowest priority.",
-    "2026-11-26-014934-gpt_10m": ONE_RATE.format("5e-4"),
-    "2026-11-26-024233-gpt_10m": ONE_RATE.format("5e-4"),
-    "2026-11-26-080059-gpt_10m": ONE_RATE.format("5e-4"),
-    "2026-11-26-083258-byte_lm": BEST_RATES,
-    "2026-11-26-085414-gpt_3m": ONE_RATE.format("2e-3")
-    + " After as many steps the losses of all but the host alone lie within 0.03 of each other, so that chance decides "
-    "when 2.4 is reached.",
-    "2026-11-26-090246-gpt_3m": ONE_RATE.format("2e-3"),
-    "2026-11-26-140411-gpt_10m": ONE_RATE.format("5e-4") + BESIDE,
-    "2026-11-26-142525-gpt_3m": ONE_RATE.format("2e-3") + BESIDE,
-    "2026-11-26-144018-gpt_10m": ONE_RATE.format("5e-4") + BESIDE,
-    "2026-11-26-150402-gpt_3m": ONE_RATE.format("2e-3") + BESIDE,
-    "2026-11-26-151733-gpt_3m": ONE_RATE.format("2e-3") + BESIDE,
-    "2026-11-26-153229-gpt_10m": ONE_RATE.format("5e-4")
-    + " Tests ran beside its first three rows, those of a host alone, `sparse_auto` and DDP, which took longer for it.",
-    "2026-11-26-155046-gpt_3m": ONE_RATE.format("2e-3"),
-    "2026-11-26-204426-gpt_10m": ONE_RATE.format("5e-4"),
-    "2026-11-26-211148-byte_lm": BEST_RATES,
-    "2026-11-26-212040-byte_lm": BEST_RATES,
-    "2026-11-26-213017-byte_lm": BEST_RATES,
-    "2026-11-26-215304-byte_lm": BEST_RATES,
-    "2026-11-26-215932-gpt_10m": ONE_RATE.format("5e-4"),
-    "2026-11-26-220605-gpt_10m": ONE_RATE.format("5e-4"),
-    "2026-11-26-221923-gpt_10m": ONE_RATE.format("5e-4"),
-    "2026-11-26-223422-gpt_3m": ONE_RATE.format("2e-3"),
-    "2026-11-27-005604-byte_lm": BEST_RATES + BEFORE,
-    "2026-11-27-014556-gpt_10m": ONE_RATE.format("5e-4"),
-    "2026-11-27-015145-gpt_3m": ONE_RATE.format("2e-3"),
-    "2026-11-27-015646-byte_lm": BEST_RATES + " The machine slowed down while it ran: one rank alone took 47 ms a step "
-    "at first and 77 at last. By turns the same step takes 1.02 of plain DDP's (docs/benchmarks/plain_sums.py).",
-    "2026-11-27-040631-byte_lm": BEST_RATES,
-    "2026-11-27-041255-gpt_10m": ONE_RATE.format("5e-4"),
-    "2026-11-27-042545-gpt_3m": ONE_RATE.format("2e-3") + BESIDE,
-    "2026-11-27-053546-gpt_3m": ONE_RATE.format("2e-3") + " In ten messages; it sends fewer since.",
-    "2026-11-27-043120-byte_lm": BEST_RATES + " Plain DDP happened to need fewer steps than in other runs.",
-    "2026-11-27-043833-gpt_3m": ONE_RATE.format("2e-3")
-    + " `sparse_auto` takes the hook's step, and happened to need more of them for 2.6.",
-    "2026-11-27-044358-gpt_3m": ONE_RATE.format("2e-3")
-    + " Another program ran for some seconds in the second half of `sparse_auto`'s training, which then took the steps "
-    "of the row below it.",
-    "2026-11-27-045012-gpt_10m": ONE_RATE.format("5e-4"),
-    "2026-11-27-045648-byte_lm": BEST_RATES + " The machine was a quarter slower than for its older rows.",
-    "2026-11-27-075251-gpt_3m": ONE_RATE.format("2e-3"),
-    "2026-11-27-075829-byte_lm": BEST_RATES,
-    "2026-11-27-080611-gpt_3m": ONE_RATE.format("2e-3"),
-    "2026-11-27-081116-gpt_3m": ONE_RATE.format("2e-3"),
-    "2026-11-27-081649-gpt_10m": ONE_RATE.format("5e-4"),
-    "2026-11-27-082300-gpt_10m": ONE_RATE.format("5e-4")
-    + " `sparse_auto` ran while the machine was slower: by turns its step is 0.99 to 1.00 of plain DDP's.",
-    "2026-11-27-082748-gpt_3m": ONE_RATE.format("2e-3")
-    + " Of `sparse_auto` one step took 5.7 s: from 4 local steps back to sums, to try int4, which seemed 10 % sooner.",
-    "2026-11-27-083226-byte_lm": BEST_RATES,
-    "2026-11-27-101618-gpt_3m": ONE_RATE.format("2e-3"),
-    "2026-11-27-102443-gpt_3m": ONE_RATE.format("2e-3"),
-    "2026-11-27-103341-gpt_10m": ONE_RATE.format("5e-4"),
-    "2026-11-27-111620-gpt_3m": ONE_RATE.format("2e-3"),
-    "2026-11-27-112044-byte_lm": BEST_RATES,
-    "2026-11-27-112658-gpt_3m": ONE_RATE.format("2e-3"),
-    "2026-11-27-113336-gpt_10m": ONE_RATE.format("5e-4"),
-    "2026-11-27-113715-gpt_10m": ONE_RATE.format("5e-4"),
-    "2026-11-27-121302-gpt_3m": ONE_RATE.format("2e-3")
-    + " Here the exchange under way at an evaluation counts. `sparse_auto` took the 4 local steps of the row beside it "
-    "after 42 steps; its processes were then 10 % slower over everything, computing included, which is not explained.",
-    "2026-11-27-134559-gpt_10m": ONE_RATE.format("5e-4"),
-    "2026-11-27-134934-gpt_10m": ONE_RATE.format("5e-4"),
-    "2026-11-27-135333-gpt_3m": ONE_RATE.format("2e-3"),
-    "2026-11-27-135743-gpt_3m": ONE_RATE.format("2e-3"),
-    "2026-11-27-140055-byte_lm": BEST_RATES,
-    "2026-11-27-141836-byte_lm": BEST_RATES,
-    "2026-11-27-143528-byte_lm": BEST_RATES,
-    "2026-11-27-144015-gpt_3m": ONE_RATE.format("2e-3"),
-    "2026-11-27-144618-gpt_10m": ONE_RATE.format("5e-4")
-    + " The training is short: what `sparse_auto` is later was lost in its first two steps, of which the first sums "
-    "all gradients and the second waits for the link to be measured.",
-    "2026-11-27-144846-gpt_3m": ONE_RATE.format("2e-3"),
-    "2026-11-27-145244-byte_lm": BEST_RATES,
-    "2026-11-27-145716-gpt_10m": ONE_RATE.format("5e-4"),
-    "2026-11-27-150248-byte_lm": BEST_RATES,
-    "2026-11-27-151021-byte_lm": BEST_RATES,
-    "2026-11-27-151421-gpt_10m": ONE_RATE.format("5e-4")
-    + " After 35 steps `sparse_auto` went back from 4 local steps to sums in int4, which was a fault.",
-    "2026-11-27-152337-gpt_10m": ONE_RATE.format("5e-4"),
-    "2026-11-26-111941-byte_lm": BEST_RATES,
-    "2026-11-26-113916-byte_lm": BEST_RATES,
-    "2026-11-26-115213-byte_lm": BEST_RATES,
-    "2026-11-26-120503-byte_lm": BEST_RATES,
-    "2026-11-27-170614-byte_lm": BEST_RATES,
-    "2026-11-27-171647-gpt_10m": ONE_RATE.format("5e-4"),
-    "2026-11-27-172114-byte_lm": BEST_RATES,
-    "2026-11-27-173306-byte_lm": BEST_RATES,
-    "2026-11-27-174503-gpt_3m": ONE_RATE.format("2e-3"),
-    "2026-11-27-175019-byte_lm": BEST_RATES,
-    "2026-11-27-181529-byte_lm": BEST_RATES,
-    "2026-11-27-184250-byte_lm": BEST_RATES,
-}
 
 
 def machine(run: Run) -> str:
@@ -173,12 +58,12 @@ def command(run: Run) -> str:
     return run.environment["command"].partition(" --output")[0].replace(" --", " \\\n    --")
 
 
-def details(run: Run, folder: str = "") -> Iterator[str]:
-    """What ran, folded away; the run lies in ``folder``, seen from the page."""
-    rounds = max(r.number for r in run.rounds) + 1
+def details(run: Run) -> Iterator[str]:
+    """What ran, folded away."""
+    rounds = f"{run.round_count} {'round' if run.round_count == 1 else 'rounds'}"
     yield from ["<details><summary>Machine and command</summary>", ""]
-    yield f"{machine(run)}; {rounds} {'round' if rounds == 1 else 'rounds'}. {NOTES.get(run.name, '')}".strip()
-    yield from ["", "```text", command(run), "```", "", f"[Every step]({folder}{run.name}.jsonl)", "", "</details>", ""]
+    yield f"{machine(run)}; {rounds}. {run.environment['note']}".strip()
+    yield from ["", "```text", command(run), "```", "", f"[Summary](benchmarks/{run.name}.jsonl)", "", "</details>", ""]
 
 
 def columns(run: Run) -> list[int]:
@@ -201,26 +86,11 @@ def table(run: Run, cluster: str) -> Iterator[str]:
     yield "| --- |" + " ---: |" * len(heads)
     for strategy in run.strategies(cluster):
         row = run.summaries[cluster][strategy]
-        cells = [f"{1e3 * run.step_s(cluster, strategy):.0f}", human_bytes(mean_bytes(run, cluster, strategy))]
+        cells = [f"{1e3 * run.step_s(cluster, strategy):.0f}", human_bytes(row.counted_bytes)]
         if run.losses:
             cells += [seconds(run.reached[cluster][strategy].to_each[i].seconds) for i in shown]
         else:
             cells.append(f"{row.ratio.value:.2f}" if row.ratio else "1")
-        yield f"| {label(strategy)} | " + " | ".join(cells) + " |"
-    yield ""
-
-
-def full_table(run: Run, cluster: str) -> Iterator[str]:
-    """A row for each strategy, with its range."""
-    if run.losses:
-        yield from table(run, cluster)
-        return
-    yield "| | step, ms | of the first's (middle half) | sent | compress, ms |"
-    yield "| --- | ---: | ---: | ---: | ---: |"
-    for strategy, row in run.summaries[cluster].items():
-        ratio = f"{row.ratio.value:.3f} ({row.ratio.low:.2f} to {row.ratio.high:.2f})" if row.ratio else "1"
-        compress = "-" if row.ms_compress is None else f"{row.ms_compress:.0f}"
-        cells = [f"{1e3 * row.s.value:.0f}", ratio, human_bytes(row.counted_bytes), compress]
         yield f"| {label(strategy)} | " + " | ".join(cells) + " |"
     yield ""
 
@@ -244,7 +114,7 @@ def results(runs: dict[tuple[str, str], Run], folder: Path = s.FOLDER) -> Iterat
         for i, (run, cluster) in enumerate(here):
             yield from [f"### {workload}: {link(cluster)}", "", *table(run, cluster)]
             if all(run is not later for later, _ in here[i + 1 :]):
-                yield from details(run, "benchmarks/")
+                yield from details(run)
 
 
 def elsewhere(runs: Sequence[Run]) -> Iterator[str]:
@@ -252,41 +122,29 @@ def elsewhere(runs: Sequence[Run]) -> Iterator[str]:
     slower = [run for run in runs if run.losses and not run.is_usual]
     for title, text, shown in (
         ("For two minutes", TWO_MINUTES, newest(run for run in runs if run.name in LONGER)),
-        ("On a slower processor", SLOWER, newest(run for run in slower if len(run.rounds) >= EVERY)),
-        ("The nearest for longer", NEAREST, newest(run for run in slower if len(run.rounds) < EVERY)),
+        ("On a slower processor", SLOWER, newest(run for run in slower if run.strategy_count >= EVERY)),
+        ("The nearest for longer", NEAREST, newest(run for run in slower if run.strategy_count < EVERY)),
     ):
         if shown:
             yield from [f"## {title}", "", text, ""]
         for workload, cluster in in_order(shown):
             run = shown[workload, cluster]
             yield from [f"### {workload}: {link(cluster)}, {run.environment['cpu']}", "", *table(run, cluster)]
-            yield from details(run, "benchmarks/")
+            yield from details(run)
 
 
-def every_run(runs: Sequence[Run]) -> Iterator[str]:
-    """Every stored run, the newest first."""
-    for run in sorted(runs, key=lambda run: run.name, reverse=True):
-        yield from [f"## {run.name}", ""]
-        for cluster in run.clusters:
-            yield from [f"{link(cluster)}:", "", *full_table(run, cluster)]
-        yield from details(run)
-
-
-def pages(runs: Sequence[Run], folder: Path = s.FOLDER) -> dict[Path, str]:
-    """What both pages are to say; figures go into ``folder``."""
+def page(runs: Sequence[Run], folder: Path = s.FOLDER) -> str:
+    """What the page is to say; figures go into ``folder``."""
     bars.main(folder)
-    shown = [*results(newest(runs), folder), *elsewhere(runs)]
-    lines = {DOCS / "results.md": shown, BENCHMARKS / "runs.md": every_run(runs)}
-    return {page: with_lines(page, __file__, text) for page, text in lines.items()}
+    return with_lines(PAGE, __file__, [*results(newest(runs), folder), *elsewhere(runs)])
 
 
 def main(new: Sequence[str]) -> None:
-    """Store what is new, draw, and write both pages."""
+    """Store what is new, draw, and write the page."""
     for file in new:
         print(f"stored {store(Path(file))}")
     runs = stored()
-    for page, text in pages(runs).items():
-        page.write_text(text)
+    PAGE.write_text(page(runs))
     shown = newest(runs)
     print(
         "\n".join(f"{workload} on {cluster}: {shown[workload, cluster].name}" for workload, cluster in in_order(shown))

@@ -1,22 +1,21 @@
-"""The stored runs of ``lightning-sparse bench``: which are the newest, and names of their strategies and links."""
+"""The stored summaries of runs of the bench: which are the newest, and names of their strategies and links."""
 
 import json
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from pages import BENCHMARKS
 
 from lightning_sparse.bench.compare import until_loss
 from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, PEERS
-from lightning_sparse.bench.compare.records import Round, grouped, read_lines
+from lightning_sparse.bench.compare.records import Round, by_row, read_lines
 from lightning_sparse.bench.compare.report import Summary, summarise
+from lightning_sparse.bench.compare.until_loss import LossCurve, Reached
 
-DIGITS = 5  # of a stored number
+DIGITS = 8  # of a stored number: with fewer, what pages show changes
 LONGER = (  # Runs of few strategies to lower losses, which are shown beside those of more.
     "2026-11-27-170614-byte_lm",
     "2026-11-27-172114-byte_lm",
@@ -38,12 +37,12 @@ PEER_LABELS = {
 
 @dataclass(frozen=True)
 class Run:
-    """A stored run."""
+    """The summary of a run."""
 
     name: str  # of its file, which starts with the date and the time
     environment: dict[str, Any]
-    rounds: list[Round]
-    complete: bool  # it was not interrupted
+    summaries: dict[str, dict[str, Summary]]  # for each cluster a row for each strategy
+    reached: dict[str, dict[str, until_loss.Row]]  # what each took to each of the losses
 
     @property
     def workload(self) -> str:
@@ -61,22 +60,14 @@ class Run:
         return list(self.environment.get("until_loss") or [])
 
     @property
-    def clusters(self) -> list[str]:
-        """The links on which anything trained, as they were asked for."""
-        return list(dict.fromkeys(r.cluster for r in self.rounds if r.timed))
+    def strategy_count(self) -> int:
+        """How many strategies trained, on all links together."""
+        return sum(map(len, self.summaries.values()))
 
-    @cached_property
-    def summaries(self) -> dict[str, dict[str, Summary]]:
-        """For each cluster a row for each strategy."""
-        reference = str(self.environment["strategies"]).split(",")[0]
-        rounds = until_loss.at_best_rates(self.rounds, self.losses) if self.losses else self.rounds
-        rows = grouped(summarise(rounds, reference), lambda row: row.cluster)
-        return {cluster: {row.strategy: row for row in own} for cluster, own in rows.items()}
-
-    @cached_property
-    def reached(self) -> dict[str, dict[str, until_loss.Row]]:
-        """For each cluster what each strategy took to each of the losses."""
-        return until_loss.rows(self.rounds, self.losses) if self.losses else {}
+    @property
+    def round_count(self) -> int:
+        """How many rounds there were."""
+        return max(row.rounds for rows in self.summaries.values() for row in rows.values())
 
     def strategies(self, cluster: str) -> list[str]:
         """Those with something to show: others first, then ours, and the floor."""
@@ -94,12 +85,24 @@ class Run:
 
 
 def read(file: Path) -> Run | None:
-    """Read a run; None where the file holds something else."""
-    lines = read_lines(file)
-    if lines[0].get("kind") != "environment":
+    """Read a summary; None where the file holds something else."""
+    environment, *lines = read_lines(file)
+    if environment.get("kind") != "environment":
         return None
-    rounds = [Round.from_json(line) for line in lines if line["kind"] == "round"]
-    return Run(file.stem, lines[0], rounds, any(line["kind"] == "summary" for line in lines))
+    run = Run(file.stem, environment, {}, {})
+    for line in lines:
+        rate, curves = line.pop("rate", None), line.pop("curves", [])
+        row = Summary.from_json(line)
+        run.summaries.setdefault(row.cluster, {})[row.strategy] = row
+        if curves:
+            reached = until_loss.Row.of(rate, [_curve(each) for each in curves], run.losses)
+            run.reached.setdefault(row.cluster, {})[row.strategy] = reached
+    return run
+
+
+def _curve(columns: dict[str, list[float]]) -> LossCurve:
+    losses, *taken = columns.values()
+    return LossCurve(losses, [Reached(*each) for each in zip(*taken, strict=True)])
 
 
 def stored() -> list[Run]:
@@ -111,24 +114,41 @@ def newest(runs: Iterable[Run]) -> dict[tuple[str, str], Run]:
     """The newest run of each workload on each cluster.
 
     A run on the usual processor goes before others, and one to losses, which shows steps too, before one of steps
-    alone; one of few strategies for longer comes after others, and one that was interrupted last.
+    alone; one of few strategies for longer comes after others.
     """
-    ordered = sorted(
-        runs, key=lambda run: (run.complete, run.is_usual, bool(run.losses), run.name not in LONGER, run.name)
-    )
-    return {(run.workload, cluster): run for run in ordered for cluster in run.clusters}
+    ordered = sorted(runs, key=lambda run: (run.is_usual, bool(run.losses), run.name not in LONGER, run.name))
+    return {(run.workload, cluster): run for run in ordered for cluster in run.summaries}
 
 
 def store(file: Path) -> Path:
-    """Copy a run here, with numbers of few digits and a command that names no folder."""
-    lines = [json.loads(line, parse_float=_short) for line in file.read_text().splitlines()]
-    lines[0]["command"] = re.sub(r" --output \S+", "", lines[0]["command"])
-    for line in lines:
-        if run := line.get("run"):
-            run["advices"] = []  # what `advise` would say: half of the file
+    """Store the summary of a raw run here, with numbers of few digits, and return its file."""
     target = BENCHMARKS / file.name
-    target.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+    lines = [json.dumps(json.loads(json.dumps(line), parse_float=_short)) + "\n" for line in summarised(file)]
+    target.write_text("".join(lines))
     return target
+
+
+def summarised(file: Path) -> Iterator[dict[str, Any]]:
+    """Sum up a raw run: a line with its environment, and one for each row of its table, with the curves of its loss."""
+    facts, *lines = read_lines(file)
+    if {line["kind"] for line in lines} != {"round", "summary"}:
+        raise SystemExit(f"{file} is not what `lightning-sparse bench` writes, or that was interrupted.")
+    command = re.sub(r" --output \S+", "", facts["command"])
+    yield {"kind": "environment", "note": "", **facts, "command": command}  # the note is for the page of results
+    rounds = [Round.from_json(line) for line in lines if line["kind"] == "round"]
+    losses = facts.get("until_loss") or []
+    reached, best = until_loss.rows(rounds, losses), until_loss.at_best_rates(rounds, losses)
+    trainings = by_row(best)
+    for row in summarise(best, str(facts["strategies"]).split(",")[0]):
+        line = {"kind": "summary", **asdict(row)}
+        if known := reached.get(row.cluster, {}).get(row.strategy):
+            curves = [LossCurve.of(each) for each in trainings[row.cluster, row.strategy]]
+            line |= {"rate": known.rate, "curves": [_columns(curve) for curve in curves if curve.losses]}
+        yield line
+
+
+def _columns(curve: LossCurve) -> dict[str, Sequence[float]]:
+    return {"loss": curve.losses, **dict(zip(Reached._fields, zip(*curve.reached, strict=True), strict=True))}
 
 
 def _short(text: str) -> float:
@@ -186,11 +206,3 @@ def speed(cluster: str) -> float:
         return 0
     rate, unit, delay = match.groups()
     return float(rate) * {"m": 1, "g": 1000}[unit] / (1 + float(delay or 0))
-
-
-def mean_bytes(run: Run, cluster: str, strategy: str) -> float:
-    """Bytes that a rank sends in a step, with all steps of a training to a loss."""
-    if not run.losses:
-        return run.summaries[cluster][strategy].counted_bytes
-    own = [r for r in run.rounds if (r.cluster, r.strategy) == (cluster, strategy) and r.run]
-    return fmean(step.counted_bytes for r in own if r.run for step in r.run.steps)

@@ -61,6 +61,12 @@ class Summary:
     loss: float | None
     peak_memory_bytes: int
 
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Summary":
+        """The inverse of ``dataclasses.asdict``; the kind of a line in a results file is no part of it."""
+        intervals = {key: Interval(**values[key]) for key in ("s", "ratio") if values[key]}
+        return cls(**{key: value for key, value in values.items() if key != "kind"} | intervals)
+
 
 def summarise(rounds: Sequence[Round], reference: str) -> list[Summary]:
     """A row for each strategy on each cluster, in the order of their first round; ``reference`` is a label."""

@@ -74,6 +74,12 @@ class Row:
     in_all: Reached
     last: float  # loss at the end
 
+    @classmethod
+    def of(cls, rate: str, curves: Sequence[LossCurve], losses: Sequence[float]) -> "Row":
+        """The medians of trainings with ``rate``, whose curves are known."""
+        to_each = [middle([curve.until(loss) for curve in curves]) for loss in losses]
+        return cls(rate, to_each, middle([c.reached[-1] for c in curves]), median(c.losses[-1] for c in curves))
+
 
 def middle(reached: Sequence[Reached]) -> Reached:
     """The median of each number."""
@@ -96,11 +102,9 @@ def rows(rounds: Iterable[Round], losses: Sequence[float]) -> dict[str, dict[str
     found: dict[str, dict[str, Row]] = {}
     for (cluster, strategy), own in by_row(rounds).items():
         rate = best_rate(own, losses)
-        if courses := [curve for r in own if r.learning_rate == rate and (curve := LossCurve.of(r)).losses]:
+        if curves := [curve for r in own if r.learning_rate == rate and (curve := LossCurve.of(r)).losses]:
             tried = rate_text(rate, [r.learning_rate for r in own if r.number == 0])
-            to_each = [middle([course.until(loss) for course in courses]) for loss in losses]
-            in_all, last = middle([course.reached[-1] for course in courses]), median(c.losses[-1] for c in courses)
-            found.setdefault(cluster, {})[strategy] = Row(tried, to_each, in_all, last)
+            found.setdefault(cluster, {})[strategy] = Row.of(tried, curves, losses)
     return found
 
 

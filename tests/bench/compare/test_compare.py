@@ -20,10 +20,10 @@ from lightning_sparse.bench.compare import report, start, worker
 from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, PEERS, all_names, contenders
 from lightning_sparse.bench.compare.place import Place, read_sent
 from lightning_sparse.bench.compare.records import MeasuredRun, MeasuredStep, Round
-from lightning_sparse.bench.compare.report import middle_half, page, ratio, summarise
+from lightning_sparse.bench.compare.report import Summary, middle_half, page, ratio, summarise
 from lightning_sparse.bench.compare.schedule import Schedule, schedules
 from lightning_sparse.bench.compare.turns import Turn
-from lightning_sparse.bench.output import environment, new_file
+from lightning_sparse.bench.output import environment, json_line, new_file
 from lightning_sparse.cli import main
 from lightning_sparse.cli.options import Bench
 from lightning_sparse.monitor import pictures
@@ -164,9 +164,11 @@ def test_summary() -> None:
     assert row.peak_memory_bytes == 10**8 + 1
 
 
-def test_rounds_survive_json() -> None:
+def test_rounds_and_summaries_survive_json() -> None:
     for measured in made_up_rounds():
         assert Round.from_json(json.loads(json.dumps(asdict(measured)))) == measured
+    for row in summarise(made_up_rounds(), "ddp"):
+        assert Summary.from_json(json.loads(json_line("summary", row))) == row
 
 
 def test_mean_over_ranks_leaves_out_what_a_rank_did_not_measure() -> None:
