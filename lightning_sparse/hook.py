@@ -26,7 +26,6 @@ from lightning_sparse.engine.build import averaged_parameters, check_may_begin, 
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.groups import BUCKET_BYTES, not_carried
 from lightning_sparse.engine.local_steps import LocalSteps
-from lightning_sparse.engine.reducer import Forwards, Reducer
 from lightning_sparse.fusion.layer_fusion import LayerFusion
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.network.torch_comm import TorchComm, world
@@ -135,7 +134,8 @@ class SparseHook:
         )
         self._frozen = [(name, p) for name, p in ddp.module.named_parameters() if not p.requires_grad]
         self._handles = self._watch(ddp)
-        self._forwards = self._register(ddp, self._course.switch)
+        self._steps_before: int | None = None  # the forward that is under way, if there is one that trains
+        self._register(ddp, self._course.switch)
         self._ddp = weakref.ref(ddp)
         ddp.join_hook = self._join_hook  # type: ignore[method-assign]
         weakref.finalize(self, _end, self._course.switch, groups).atexit = False  # for who drops it without close()
@@ -155,8 +155,8 @@ class SparseHook:
         return averaged_parameters(ddp)
 
     @staticmethod
-    def _register(ddp: DistributedDataParallel, switch: Switch) -> Forwards:
-        return Reducer(ddp, switch.parameters.values(), switch.hook)
+    def _register(ddp: DistributedDataParallel, switch: Switch) -> None:
+        ddp.register_comm_hook(None, switch.hook)
 
     @property
     def exchange(self) -> Exchange:
@@ -178,8 +178,7 @@ class SparseHook:
         check_still_frozen(self._frozen, self._wrapper, self._to_freeze, self._has_hosts)
         if self._trains(module):
             self._course.between_steps()
-            fusion = self.layer_fusion
-            self._forwards.begin(self.exchange, is_settled=fusion is not None and fusion.phase == "watch")
+            self._steps_before = self.exchange.steps
         elif self._evaluates(module):
             self.exchange.end_forward()  # also of one that was interrupted
             sends = getattr(self._ddp(), "require_forward_param_sync", True)  # before the first after one that trains
@@ -191,9 +190,11 @@ class SparseHook:
         return torch.is_grad_enabled() and not is_evaluated
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _after_forward(self, *forward: object) -> None:
+    def _after_forward(self, *_: object) -> None:
         self.exchange.end_forward()
-        self._forwards.end(self.exchange, has_outputs=bool(forward) and forward[-1] is not None)
+        if self._steps_before == self.exchange.steps:  # else backward was within it
+            self.exchange.timeline.begin_backward()
+        self._steps_before = None
 
     def _join_hook(self, **options: Any) -> JoinHook:
         """Return DDP's own hook; asked for on every rank by ``ddp.join()``, before its first message.
@@ -290,7 +291,6 @@ class SparseHook:
         """
         for handle in self._handles:
             handle.remove()
-        self._forwards.close()
         _end(self._course.switch, self._groups)
         self._warn_if_nothing_is_saved()
 

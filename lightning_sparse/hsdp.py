@@ -19,7 +19,6 @@ from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.shard_groups import REPLICATE, SHARD
 from lightning_sparse.engine.sharded_model import ShardedModel
 from lightning_sparse.fusion.layer_fusion import LayerFusion
-from lightning_sparse.loss_watch import WatchesLoss
 from lightning_sparse.sharded_hook import ShardedHook, options_of
 from lightning_sparse.signals import MeetsAtSignals
 
@@ -76,7 +75,7 @@ class OnMesh:
         setattr(self, "_device_mesh", mesh)  # noqa: B010  # of the class beside
 
 
-class HSDPMixin(OnMesh, MeetsAtSignals, WatchesLoss, _Base):
+class HSDPMixin(OnMesh, MeetsAtSignals, _Base):
     """The part of :class:`SparseHSDPStrategy` beside ``ModelParallelStrategy``, for both Lightning packages."""
 
     def __init__(

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.hook import SparseHook
-from lightning_sparse.loss_watch import WatchesLoss
 from lightning_sparse.options import Options
 from lightning_sparse.signals import MeetsAtSignals
 
@@ -23,7 +22,7 @@ else:
     _Base = object
 
 
-class ShowsAverage(MeetsAtSignals, WatchesLoss, _Base):
+class ShowsAverage(MeetsAtSignals, _Base):
     """The part of a strategy that has the parameters hold the average wherever they are not trained."""
 
     options: Options

@@ -15,7 +15,6 @@ from lightning_sparse.checkpoint.sharded import gather, restore
 from lightning_sparse.checkpoint.state import RESIDUALS
 from lightning_sparse.checks import check_one_of
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.engine.reducer import Forwards
 from lightning_sparse.engine.shard_groups import SHARD
 from lightning_sparse.engine.sharded_model import ShardedModel
 from lightning_sparse.hook import SparseHook
@@ -46,9 +45,8 @@ class ShardedHook(SparseHook):
         return cast(ShardedModel, ddp).shards
 
     @staticmethod
-    def _register(ddp: DistributedDataParallel, switch: Switch) -> Forwards:
+    def _register(ddp: DistributedDataParallel, switch: Switch) -> None:
         cast(ShardedModel, ddp).average_with(switch.hand_over, lambda: switch.exchange)
-        return Forwards()
 
     def _watch(self, ddp: DistributedDataParallel) -> list[RemovableHandle]:
         return []  # a strategy calls what follows, since a training step need not be a forward of what is sharded

@@ -16,7 +16,6 @@ from tests.support.simulated import assert_nothing_lost, normal
 
 WRAPPERS = {
     "Warmup": {"steps": 1, "compressor": ls.TopK(density=0.2)},
-    "DensityLadder": {"steps": 1, "compressor": ls.TopK(density=0.2)},
     "MomentumCorrection": {"momentum": 0.5, "compressor": ls.TopK(density=0.2)},
     "Auto": {},
 }

@@ -24,7 +24,7 @@ from lightning_sparse.settings import same
 
 EXACT = Candidate(Dense())  # It has no error, so that others need not be looked at where its messages cost nothing.
 NOISE = 0.05  # Part by which the seconds of two candidates must differ to tell which is sooner.
-EVEN = 0.04  # Likewise once they were measured in turn; float32 is sooner by 2 or 3 % once its hook has gone.
+EVEN = 0.04  # Likewise once they were measured in turn: float32 is taken, which rounds nothing.
 DOUBT = 0.1  # Likewise where the soonest is only expected to be so.
 BFLOAT16 = Candidate(Dense(), "bfloat16")
 PLAIN = (EXACT, BFLOAT16)  # What DDP and PyTorch's hook do: nobody wants to be slower.

@@ -62,7 +62,7 @@ class Course:
             if self.chooser and (reason := why_not_alone(optimizer)):
                 self.chooser.forbid_local_steps(f"{type(optimizer).__name__}, which {reason}")
         if self._is_choosing != self._is_to_choose or not same(self._at_work, self._at_work_now):
-            self._start()  # a warm-up has ended, or a rung of it
+            self._start()  # a warm-up has ended
             return
         next(self._passes)
         self._at_work = self._at_work_now

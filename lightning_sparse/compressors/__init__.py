@@ -12,7 +12,7 @@ from lightning_sparse.compressors.rounded import Rounded
 from lightning_sparse.compressors.sketch_fusion import SketchFusion
 from lightning_sparse.compressors.skip_reduce import SkipReduce
 from lightning_sparse.compressors.top_k import TopK
-from lightning_sparse.compressors.warmup import DensityLadder, Warmup
+from lightning_sparse.compressors.warmup import Warmup
 
 # A name here is a name of a strategy, and its class is tested for every law.
 COMPRESSORS |= {
@@ -31,7 +31,6 @@ __all__ = [
     "COMPRESSORS",
     "Compressor",
     "Dense",
-    "DensityLadder",
     "ImportancePruning",
     "LowRank",
     "MiCRO",

@@ -166,15 +166,6 @@ class Exchange(Around, ABC):
         """
         return False
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether a hook would do no more in the next step than DDP does without one, on every rank."""
-        return False
-
-    def begin_plain_step(self) -> Callable[[], None]:
-        """Note that DDP, without a hook, has all gradients of a step; return what to call once it has their means."""
-        raise NotImplementedError
-
     def compared(self) -> Mapping[Tensor, Tensor]:
         """Settle the last step, and return ``shared``; to be called on every rank, between two steps."""
         self.settle()

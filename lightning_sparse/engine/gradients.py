@@ -174,12 +174,8 @@ class GradientExchange(SumsInPlace):
     def _needs_groups(self) -> bool:
         return self._node is not None or self._scaler is not None or self._used is not None
 
-    @property
-    def _hands_back(self) -> bool:
-        return bool(self._means.saved)
-
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
-        if self._hands_back:
+        if self._means.saved:
             self._means.hand_back(bucket.buffer(), bucket.parameters(), bucket.is_last())
             return finished(bucket.buffer(), self.device)
         return self.hand_over(PendingBucket(bucket.buffer(), bucket.parameters()))

@@ -2,7 +2,7 @@
 
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -96,11 +96,6 @@ class SumsInPlace(ScaledSteps):
     def _needs_groups(self) -> bool:
         """Whether there is more to do than to sum."""
 
-    @property
-    @abstractmethod
-    def _hands_back(self) -> bool:
-        """Whether the next step is given the means of one that was saved."""
-
     @abstractmethod
     def _finish(self, step: Step) -> None:
         """End a step, of which every mean has arrived."""
@@ -108,21 +103,3 @@ class SumsInPlace(ScaledSteps):
     @abstractmethod
     def _fail(self, step: Step, error: BaseException) -> None:
         """Have backward raise ``error``."""
-
-    # - by DDP alone
-
-    @property
-    def is_plain(self) -> bool:
-        return self._next_in_place[0] == torch.float32 and not self._hands_back
-
-    def begin_plain_step(self) -> Callable[[], None]:
-        self.timeline.begin_wait()
-        step = Step(self._groups, [], self._lanes, None)
-        step.in_place = torch.float32
-
-        def end() -> None:
-            self._lanes[0].comm.count_sum(torch.float32.itemsize * self._elements)
-            with self._lock:
-                self._finish_dense(step)
-
-        return end

@@ -110,7 +110,7 @@ OTHERS = [
     pytest.param(ls.SketchFusion(density=0.1, momentum=0.9), id="sketch_fusion-momentum"),
     pytest.param(ls.OkTopk(density=0.2, evaluate_every=2, repartition_every=2), id="ok_topk-0.2"),
     pytest.param(ls.MiCRO(density=0.9), id="micro-0.9"),
-    pytest.param(ls.DensityLadder(1, ls.MiCRO(density=0.01)), id="ladder-micro"),
+    pytest.param(ls.Warmup(1, ls.MiCRO(density=0.01)), id="warmup-micro"),
 ]
 every_compressor_and_others = pytest.mark.parametrize("compressor", [*EVERY_COMPRESSOR, *OTHERS])
 

@@ -1,6 +1,4 @@
-"""Importance-weighted pruning: whose mask, which elements, and momentum correction and density ladder around it."""
-
-import dataclasses
+"""Importance-weighted pruning: whose mask, which elements, and momentum correction around it."""
 
 import pytest
 import torch
@@ -78,7 +76,7 @@ def test_biases_and_norms_are_sent_whole() -> None:
     assert {name for name, kind in sent.items() if kind == "Dense"} == {"0.bias", "norm1.weight", "bn.weight"}
 
 
-# - momentum correction and the ladder
+# - momentum correction
 
 
 def sgd_with_momentum(gradients: torch.Tensor, momentum: float) -> torch.Tensor:
@@ -123,9 +121,3 @@ def test_velocities_obey_the_law() -> None:
 def test_gradients_are_clipped_before_they_are_added() -> None:
     result = simulate(ls.MomentumCorrection(0.0, ls.Dense(), clip_norm=2.0), torch.full((3, 4, 100), 5.0))
     assert result.mean.norm(dim=1).tolist() == pytest.approx([1.0, 1.0, 1.0])  # 2 / sqrt(4) on each rank
-
-
-def test_the_ladder_goes_down_to_the_compressors_own_density() -> None:
-    ladder = ls.DensityLadder(2, ls.RandomK(density=0.05), densities=(0.5, 0.1, 0.01))
-    assert simulate(ladder, torch.randn(6, 2, 1000)).picked.tolist() == [500, 500, 100, 100, 50, 50]
-    assert dataclasses.replace(ladder, steps=0).active(0) == ls.RandomK(density=0.05)

@@ -14,8 +14,7 @@ import lightning_sparse as ls
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.network.comm import Comm, Rounds
 from tests.support import training_loop as models
-from tests.support.models import Does, Small, data, small, trainer, weights
-from tests.support.on_one_device import only_on_cpu
+from tests.support.models import Small, data, small, trainer, weights
 from tests.support.processes import Ranks
 from tests.support.said import error_of, refusal, warned
 
@@ -90,44 +89,6 @@ def test_what_cannot_work_is_refused_at_setup(ranks: Ranks) -> None:
     for messages in ranks.run(refuse, 2):
         for message, (words, *_) in zip(messages, REFUSED, strict=True):
             assert re.search(words, message), message
-
-
-def diverge(rank: int, size: int) -> list[str]:
-    """Train on numbers of which one is not, on the last rank; return what is warned of."""
-
-    def spoil(run: Any) -> None:
-        if run.global_step == 2 and rank == size - 1:
-            run.lightning_module.net[0].bias.data.fill_(torch.nan)
-
-    run = trainer("micro", size, check_every=0, max_steps=8, callbacks=[Does("on_train_batch_start", spoil)])
-    return [text for text in warned(run.fit, small(), data(8, size)) if "must be finite" in text]
-
-
-@only_on_cpu("a loss on a device is looked at every 5 s")
-def test_a_loss_that_becomes_nan_is_said_once(ranks: Ranks) -> None:
-    first, others = ranks.run(diverge, 2)
-    assert len(first) == 1
-    assert re.search("The loss must be finite; got nan, noticed in step 3. If its gradient is not", first[0]), first
-    assert not others
-
-
-class Infinite(Small):
-    def training_step(self, batch: Any, index: int) -> torch.Tensor:
-        loss = super().training_step(batch, index)
-        return loss + torch.inf if self.trainer.global_rank and index in (1, 2) else loss
-
-
-def log_infinity(rank: int, size: int) -> list[str]:
-    run = trainer("micro", size, max_steps=6)
-    return [text for text in warned(run.fit, Infinite(), data(6, size)) if "must be finite" in text]
-
-
-@only_on_cpu("a loss on a device is looked at every 5 s")
-def test_an_infinite_loss_of_another_rank_that_spoils_no_weight_is_said_by_that_rank(ranks: Ranks) -> None:
-    first, second = ranks.run(log_infinity, 2)
-    assert not first
-    assert len(second) == 1
-    assert "got inf on rank 1 in step 1, after which the weights still are" in second[0]
 
 
 def start(variants: list[str], folder: str) -> dict[str, tuple[bool, list[str]]]:
