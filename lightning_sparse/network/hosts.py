@@ -45,6 +45,8 @@ class Hosts:
         self._settings, self._save = settings, save
         self._lighthouse = settings.found_lighthouse()
         self.key = random.SystemRandom().getrandbits(62)  # of this start of this host
+        self.address = ""  # that it tells the others, from the first meeting on
+        self.failure = ""  # why no messages can be sent after the last meeting, as far as it is known
         self._received: object = None
         self._manager: Any = None  # from the first meeting on: others wait for a host that has one
         self._group: Any = None
@@ -95,7 +97,9 @@ class Hosts:
                 f"{self._settings.quorum_timeout:g} s; got: {error}. Look whether it runs, and with which "
                 "--min_replicas; then start this host again."
             ) from None
-        return self._manager.errored() is None and self._group.is_open
+        error = self._manager.errored()
+        self.failure = str(error.original_exception).partition("\n")[0] if error else ""
+        return error is None and self._group.is_open
 
     def take_received(self) -> Any:
         """What the furthest host has saved, if this one was behind in the last meeting; else None."""
@@ -126,6 +130,7 @@ class Hosts:
 
     def _start(self) -> None:
         settings, address = self._settings, _own_address(self._settings)
+        self.address = address
         limit = settings.limit
         group, transport = _parts(address, limit)
         self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=limit)
@@ -186,7 +191,11 @@ def _parts(address: str, limit: timedelta) -> tuple[Any, Any]:
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # it has no public name
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
             options._timeout = limit / TO_CONNECT
-            backend = dist.ProcessGroupGloo(store, rank, size, options)
+            store.set(f"address/{rank}", address)
+            try:
+                backend = dist.ProcessGroupGloo(store, rank, size, options)
+            except RuntimeError as error:
+                raise RuntimeError(f"{error}; hosts that have come: {_come(store, size)}") from None
             backend._set_sequence_number_for_group()
             group = dist.ProcessGroup(store, rank, size)
             group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -198,7 +207,19 @@ def _parts(address: str, limit: timedelta) -> tuple[Any, Any]:
         def address(self) -> str:  # torchft gives the host's name, which others may not know
             return str(super().address()).replace(f"//{socket.gethostname()}:", f"//{_in_url(address)}:", 1)
 
+        def recv_checkpoint(self, src_rank: int, metadata: str, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return super().recv_checkpoint(src_rank, metadata, *args, **kwargs)
+            except OSError as error:  # which does not say where
+                raise OSError(f"{metadata}: {error}") from error
+
     return Gloo(timeout=limit), Transport(timeout=limit, num_chunks=0)
+
+
+def _come(store: Any, size: int) -> str:
+    """The addresses of the hosts that have begun to connect."""
+    keys = (f"address/{rank}" for rank in range(size))
+    return ", ".join(store.get(key).decode() for key in keys if store.check([key]))
 
 
 def _own_address(settings: Elastic) -> str:
