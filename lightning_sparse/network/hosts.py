@@ -97,9 +97,9 @@ class Hosts:
                 f"{self._settings.quorum_timeout:g} s; got: {error}. Look whether it runs, and with which "
                 "--min_replicas; then start this host again."
             ) from None
-        error = self._manager.errored()
-        self.failure = str(error.original_exception).partition("\n")[0] if error else ""
-        return error is None and self._group.is_open
+        failed = self._manager.errored()
+        self.failure = str(failed.original_exception).partition("\n")[0].rstrip(".") if failed else ""
+        return failed is None and self._group.is_open
 
     def take_received(self) -> Any:
         """What the furthest host has saved, if this one was behind in the last meeting; else None."""
