@@ -67,6 +67,8 @@ def on_networks(rank: int, size: int, namespaces: list[str], interfaces: list[st
 def plan_of(cluster: Cluster, folder: Path, **given: Any) -> Plan:
     lighthouse = Lighthouse()
     cluster.popen(0, lighthouse.command)
+    connected = f"until (exec 3<> /dev/tcp/{cluster.address(0)}/{lighthouse.port}) 2> /dev/null; do sleep 0.1; done"
+    cluster.run([["bash", "-c", connected]], timeout_s=IN_TIME_S)
     plan = Plan(f"http://{cluster.address(0)}:{lighthouse.port}", folder, joins={1: 6}, **given)
     plan.slow_below = cluster.hosts
     return plan
@@ -121,6 +123,8 @@ def test_a_host_on_another_network_ends_and_says_so_and_the_others_go_on(
         where = [cluster.namespace(host) for host in range(3)], interfaces
         with ranks.start(on_networks, 3, *where, plan) as running:
             ends = {end.rank: end for end in running.ends(IN_TIME_S)}
+    assert not ends[0].error, ends[0].error
+    assert not ends[2].error, ends[2].error
     own = "10.66.0.2" if interfaces[1] == "eth1" else "10.77.0.2"
     expected = rf"hosts that meet must reach each other's addresses; got 3 failures .* on this one, {own}: .*{failure}"
     assert re.search(expected, str(ends[1].error)), ends[1].error
