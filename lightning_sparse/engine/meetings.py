@@ -1,6 +1,7 @@
 """Local steps among hosts that come and go: how they meet, and what one gets that is behind the others."""
 
 import json
+import time
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from itertools import zip_longest
@@ -29,6 +30,7 @@ from lightning_sparse.network.torch_comm import RankLost
 from lightning_sparse.wire import ValueFormat
 
 MOST_FAILED = 20  # exchanges, one after the other, after which a host gives up
+FIRST_FAILED = 3  # meetings, after which one gives up that has not begun: others, which train, wait for it each time
 LAYERS = "layers"  # of what describes a host: its model as text, which may differ where the model is the same
 
 
@@ -74,6 +76,7 @@ class Meetings(LocalExchange):
         self._has_entered = self._in_exchange = self._has_voted = False
         self._in_doubt: tuple[Flight, int] | None = None  # an exchange that may count on other hosts, and its step
         self._remembered_of = 0  # hosts that compressors' memories are of; 0: they start anew with the next
+        self._quorum_timeout, self._has_warned = hosts.quorum_timeout, False
         self._known: set[int] = set()  # the hosts of the last meeting
         self.lost_hosts = self.dropped = self._failed = 0  # exchanges dropped so far, and one after the other
 
@@ -114,13 +117,30 @@ class Meetings(LocalExchange):
         self._failed = 0 if committed else self._failed + 1
         if self._failed > MOST_FAILED:
             raise RuntimeError(
-                f"an exchange among hosts must succeed now and then; got {self._failed} failures one after the other. "
-                "Look at the links between the hosts, GLOO_SOCKET_IFNAME and Elastic(timeout=...); then start again."
+                f"an exchange among hosts must succeed now and then; got {self._failed} failures one after the other "
+                f"on this one, {self._hosts.address}{self._why()}. Look at the links between the hosts, "
+                "GLOO_SOCKET_IFNAME and Elastic(address=..., timeout=...); then start again."
             )
 
+    def _why(self) -> str:
+        return self._hosts.failure and f": {self._hosts.failure}"
+
     def _meet_until_ready(self) -> None:
+        """Meet the others until messages can be sent.
+
+        Raises:
+            RuntimeError: they cannot.
+        """
+        end_s = time.monotonic() + self._quorum_timeout
         while not self._meet():
             self._note_failure(self._hosts.commit(RankLost("not all hosts have met")))
+            if not self._known and (self._failed >= FIRST_FAILED or time.monotonic() > end_s):
+                raise RuntimeError(
+                    f"hosts that meet must reach each other's addresses; got {self._failed} failures one after the "
+                    f"other on this one, {self._hosts.address}{self._why()}. Put all on one network, by "
+                    "Elastic(address=...) or GLOO_SOCKET_IFNAME, and open its ports among them; then start this host "
+                    "again."
+                )
 
     def _meet(self) -> bool:
         """Meet the other hosts, and catch up with the furthest; returns whether messages can be sent."""
@@ -131,15 +151,26 @@ class Meetings(LocalExchange):
             self._drop(self._in_doubt[0])
             self._in_doubt = None
         if not is_ready:
+            self._warn_of_failure()
             return False
         self._among.join(self._hosts.group, self._hosts.rank, self._hosts.size)
         try:
             self._greet()
-        except RankLost:
+        except RankLost as error:
+            self._hosts.failure = str(error)
             return False
         self._remember(self._hosts.size)
         self._pace.meet()
         return True
+
+    def _warn_of_failure(self) -> None:
+        if self._hosts.failure and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                f"lightning_sparse: not all hosts that have met are connected; got on this one, {self._hosts.address}"
+                f"{self._why()}. They meet again. If it fails each time, put all on one network, by "
+                "Elastic(address=...) or GLOO_SOCKET_IFNAME."
+            )
 
     def _greet(self) -> None:
         """Tell the other hosts who this is; go on at the step of the one that has taken most.

@@ -31,6 +31,9 @@ class Elastic:
         quorum_timeout: seconds that a host waits for a lighthouse that is gone, or for ``min_hosts``; then its
             training ends with an error.
         replica_id: the name of this host, from which the order of its data follows.  None: another in each start.
+        address: an address of this host, or its name, under which the others reach it; all that hosts send each other
+            goes there.  None: that of the interface that ``GLOO_SOCKET_IFNAME`` names, or of the first of several; if
+            it names none, that on the network that leads to the lighthouse.
         own_pace: each host takes as many own steps from one exchange to the next as come nearest to the time that the
             fastest needs for the steps of the schedule, or the slowest for one if that is longer.  False: all take as
             many.
@@ -44,6 +47,7 @@ class Elastic:
     timeout: float = 60.0
     quorum_timeout: float = 600.0
     replica_id: str | None = None
+    address: str | None = None
     own_pace: bool = False
 
     def __post_init__(self) -> None:
@@ -54,6 +58,8 @@ class Elastic:
             check_setting(self, name, is_number(seconds) and 0 < seconds < math.inf, "a number of seconds above 0")
         named = self.replica_id is None or (isinstance(self.replica_id, str) and self.replica_id != "")
         check_setting(self, "replica_id", named, "a name, which no other host has, or None")
+        reached = self.address is None or (isinstance(self.address, str) and self.address != "")
+        check_setting(self, "address", reached, "an address of this host such as '10.0.0.2', its name, or None")
         if self.lighthouse is not None:
             is_address = isinstance(self.lighthouse, str) and self.lighthouse.startswith("http")
             check_setting(self, "lighthouse", is_address, "an address such as 'http://10.0.0.1:29510', or None")
@@ -80,7 +86,7 @@ class Elastic:
         """The name of this host; if none is given, that of the machine and a random one of this process."""
         return self.replica_id or _name_of(os.getpid())
 
-    def address(self) -> str:
+    def found_lighthouse(self) -> str:
         """Where the lighthouse answers.
 
         Raises:

@@ -6,16 +6,22 @@ import random
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time only
 
 from lightning_sparse.network.elastic import Elastic
 
 RETRY_S = 0.5  # from one look for a lighthouse that is gone to the next
+INTERFACE = "GLOO_SOCKET_IFNAME"  # Gloo's own variable
+SIOCGIFADDR = 0x8915  # asks Linux for the IPv4 address of an interface
+LINK_LOCAL = "20"  # the scope of IPv6 addresses that are of use only with the name of an interface
 TO_CONNECT = 5  # times its time limit, which Gloo waits for another host to connect
 
 
@@ -37,8 +43,10 @@ class Hosts:
     def __init__(self, settings: Elastic, save: Callable[[], object]) -> None:
         _import_torchft()
         self._settings, self._save = settings, save
-        self._lighthouse = settings.address()
+        self._lighthouse = settings.found_lighthouse()
         self.key = random.SystemRandom().getrandbits(62)  # of this start of this host
+        self.address = ""  # that it tells the others, from the first meeting on
+        self.failure = ""  # why no messages can be sent after the last meeting, as far as it is known
         self._received: object = None
         self._manager: Any = None  # from the first meeting on: others wait for a host that has one
         self._group: Any = None
@@ -89,7 +97,9 @@ class Hosts:
                 f"{self._settings.quorum_timeout:g} s; got: {error}. Look whether it runs, and with which "
                 "--min_replicas; then start this host again."
             ) from None
-        return self._manager.errored() is None and self._group.is_open
+        failed = self._manager.errored()
+        self.failure = str(failed.original_exception).partition("\n")[0].rstrip(".") if failed else ""
+        return failed is None and self._group.is_open
 
     def take_received(self) -> Any:
         """What the furthest host has saved, if this one was behind in the last meeting; else None."""
@@ -119,7 +129,8 @@ class Hosts:
         self._manager.start_quorum()
 
     def _start(self) -> None:
-        settings, address = self._settings, _own_address(self._lighthouse)
+        settings, address = self._settings, _own_address(self._settings)
+        self.address = address
         limit = settings.limit
         group, transport = _parts(address, limit)
         self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=limit)
@@ -176,22 +187,90 @@ def _parts(address: str, limit: timedelta) -> tuple[Any, Any]:
             self.is_open = False
             super().abort(*args, **kwargs)
 
-        def _create_pg(self, *args: Any) -> dist.ProcessGroup:
-            self._timeout = limit / TO_CONNECT
+        def _create_pg(self, store: Any, rank: int, size: int) -> dist.ProcessGroup:
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # it has no public name
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+            options._timeout = limit / TO_CONNECT
+            store.set(f"address/{rank}", address)
             try:
-                group: dist.ProcessGroup = super()._create_pg(*args)
-            finally:
-                self._timeout = limit  # so long it waits for the others to say where they are
+                backend = dist.ProcessGroupGloo(store, rank, size, options)
+            except RuntimeError as error:
+                raise RuntimeError(f"{error}; hosts that have come: {_come(store, size)}") from None
+            backend._set_sequence_number_for_group()
+            group = dist.ProcessGroup(store, rank, size)
+            group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+            for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+                group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, backend)
             return group
 
     class Transport(HTTPTransport):  # type: ignore[misc]
         def address(self) -> str:  # torchft gives the host's name, which others may not know
             return str(super().address()).replace(f"//{socket.gethostname()}:", f"//{_in_url(address)}:", 1)
 
+        def recv_checkpoint(self, src_rank: int, metadata: str, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return super().recv_checkpoint(src_rank, metadata, *args, **kwargs)
+            except OSError as error:  # which does not say where
+                raise OSError(f"{metadata}: {error}") from error
+
     return Gloo(timeout=limit), Transport(timeout=limit, num_chunks=0)
 
 
-def _own_address(lighthouse: str) -> str:
+def _come(store: Any, size: int) -> str:
+    """The addresses of the hosts that have begun to connect."""
+    keys = (f"address/{rank}" for rank in range(size))
+    return ", ".join(store.get(key).decode() for key in keys if store.check([key]))
+
+
+def _own_address(settings: Elastic) -> str:
+    """The address of this host that it tells the others.
+
+    Raises:
+        ValueError: it has no such address.
+    """
+    if settings.address is not None:
+        return _resolved(settings.address)
+    if name := os.environ.get(INTERFACE, "").split(",")[0]:
+        return _of_interface(name)
+    return _towards(settings.found_lighthouse())
+
+
+def _resolved(address: str) -> str:
+    """The address in digits, of this host."""
+    reason = "it is none of this host's"
+    try:
+        for family, kind, protocol, _, where in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.bind(where)
+                return str(where[0])
+    except OSError as error:
+        reason = str(error)
+    raise ValueError(
+        f"Elastic: address must be one of this host, or its name; got {address!r}: {reason}. Give each host its own "
+        f"(`ip address` shows them), or none and {INTERFACE}."
+    )
+
+
+def _of_interface(name: str) -> str:
+    """The address of an interface: that of IPv4 if there is one, else that of IPv6."""
+    import fcntl  # not on Windows, for which there is no torchft
+
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, name.encode()[:15].ljust(256, b"\0"))
+        return socket.inet_ntoa(answer[20:24])
+    with suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, _, _, scope, _, owner = line.split()
+            if owner == name and scope != LINK_LOCAL:
+                return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+    known = ", ".join(other for _, other in socket.if_nameindex())
+    raise ValueError(
+        f"{INTERFACE} must be an interface of this host that has an address, of {known}; got {name!r}. Correct or "
+        "unset it, or give Elastic(address=...)."
+    )
+
+
+def _towards(lighthouse: str) -> str:
     """The address of this host on the network that leads to the lighthouse."""
     url = urlsplit(lighthouse)
     try:

@@ -1,5 +1,6 @@
 """Hosts of elastic trainings as real processes, a lighthouse, what each of them notes, and how they end."""
 
+import ctypes
 import os
 import pickle
 import signal
@@ -103,6 +104,7 @@ class Plan:
     min_hosts: int = 1
     quorum_timeout_s: float = LONG_S
     own_pace: bool = False
+    addresses: dict[int, str] = field(default_factory=dict)  # that hosts are told to be reached at
     sleeps: dict[int, float] = field(default_factory=dict)  # seconds that a host does nothing before each own step
 
 
@@ -272,6 +274,7 @@ def train(rank: int, size: int, plan: Plan) -> dict[str, Any]:
         timeout=plan.timeout_s,
         quorum_timeout=plan.quorum_timeout_s,
         replica_id=f"host{rank}",
+        address=plan.addresses.get(rank),
         own_pace=plan.own_pace,
     )
     local = plan.local | ({"local_steps": 7} if rank == plan.odd else {})
@@ -302,6 +305,12 @@ def falling(model: torch.nn.Module) -> Any:
     adam = torch.optim.Adam(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.ExponentialLR(adam, 0.99)
     return {"optimizer": adam, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def join_namespace(path: str) -> None:
+    """Have this process see the network of an emulated host."""
+    with Path(path).open() as namespace:
+        assert ctypes.CDLL(None).setns(namespace.fileno(), 0) == 0
 
 
 def as_a_host(lighthouse: str) -> None:

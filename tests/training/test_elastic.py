@@ -1,6 +1,5 @@
 """Hosts of an elastic training end, stop and join, and those that go on have the same bits and keep the law."""
 
-import ctypes
 import os
 import random
 import re
@@ -19,7 +18,7 @@ from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.fabric import SparseDDPStrategy as FabricStrategy
 from lightning_sparse.network.hosts import Hosts, _parts
 from tests import conftest
-from tests.support.elastic import FATAL, FAULTS, Journals, Lighthouse, Plan, train, wait_until
+from tests.support.elastic import FATAL, FAULTS, Journals, Lighthouse, Plan, join_namespace, train, wait_until
 from tests.support.local_steps import local
 from tests.support.models import data, small, trainer, weights
 from tests.support.processes import Ranks
@@ -187,8 +186,7 @@ def test_too_few_hosts_wait_and_are_told_how_many_are_there(ranks: Ranks, tmp_pa
 
 def on_host(rank: int, size: int, namespaces: list[str], interface: str, cut_s: int, plan: Plan) -> Any:
     """``train`` on an emulated host, whose network namespace this process joins."""
-    with Path(namespaces[rank]).open() as namespace:
-        assert ctypes.CDLL(None).setns(namespace.fileno(), 0) == 0
+    join_namespace(namespaces[rank])
     os.environ.update(GLOO_SOCKET_IFNAME=interface, CUT_S=str(cut_s))
     return train(rank, size, plan)
 
