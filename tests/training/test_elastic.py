@@ -1,6 +1,5 @@
 """Hosts of an elastic training end, stop and join, and those that go on have the same bits and keep the law."""
 
-import ctypes
 import os
 import random
 import re
@@ -19,7 +18,18 @@ from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.fabric import SparseDDPStrategy as FabricStrategy
 from lightning_sparse.network.hosts import Hosts, _parts
 from tests import conftest
-from tests.support.elastic import FATAL, FAULTS, Journals, Lighthouse, Plan, train, wait_until
+from tests.support.elastic import (
+    FATAL,
+    FAULTS,
+    Journals,
+    Lighthouse,
+    Plan,
+    fallen_after,
+    rate_after,
+    train,
+    train_in,
+    wait_until,
+)
 from tests.support.local_steps import local
 from tests.support.models import data, small, trainer, weights
 from tests.support.processes import Ranks
@@ -87,12 +97,15 @@ def test_a_host_that_has_stopped_and_goes_on_joins_again(ranks: Ranks, tmp_path:
     signs = {"local_steps": 3, "wire_dtype": "sign"}
     with Lighthouse() as lighthouse:
         plan = Plan(lighthouse.address, tmp_path, faults=faults, local=signs, timeout_s=2.0, steps=80)
-        plan.slow_below = 3
+        plan.slow_below, plan.falls = 3, True
         ends = ends_of(ranks, 3, plan)
     journals = Journals(tmp_path)
     journals.check_bits()
+    journals.check_steps(plan.steps)
     assert set(journals.check_law()) == {3, 2}
     assert {end["hosts"] for end in ends.values()} == {3}
+    assert all(end["schedules"] == fallen_after(plan.steps) for end in ends.values())
+    assert [ends[rank]["batches"] for rank in (0, 1)] == [plan.steps] * 2  # none is skipped on account of the other
 
 
 @pytest.mark.parametrize(
@@ -103,8 +116,8 @@ def test_a_host_that_has_stopped_and_goes_on_joins_again(ranks: Ranks, tmp_path:
 def test_at_its_own_pace_a_slow_host_takes_fewer_steps(ranks: Ranks, tmp_path: Path, local_steps: dict) -> None:
     slow = 2
     with Lighthouse() as lighthouse:
-        plan = Plan(lighthouse.address, tmp_path, steps=160, local=local_steps | {"wire_dtype": "int4"}, own_pace=True)
-        plan.slow_below = 3
+        plan = Plan(lighthouse.address, tmp_path, steps=160, local=local_steps | {"wire_dtype": "int4"})
+        plan.slow_below, plan.own_pace, plan.falls = 3, True, True
         plan.sleeps = {0: 0.02, 1: 0.02, slow: 0.3}
         ends = ends_of(ranks, 3, plan)
     journals = Journals(tmp_path)
@@ -114,7 +127,7 @@ def test_at_its_own_pace_a_slow_host_takes_fewer_steps(ranks: Ranks, tmp_path: P
     assert max(batches) <= plan.steps
     assert 2 * batches[slow] < min(batches[:slow]), batches
     rates = [end["rate"] for end in ends.values()]
-    assert rates == pytest.approx([0.01 * 0.99**plan.steps] * 3)  # schedules go by the training's steps
+    assert rates == pytest.approx([rate_after(plan.steps)] * 3)  # schedules go by the training's steps
 
 
 @pytest.mark.programs
@@ -185,14 +198,6 @@ def test_too_few_hosts_wait_and_are_told_how_many_are_there(ranks: Ranks, tmp_pa
     assert any("got: 2 are there" in error for error in errors), errors
 
 
-def on_host(rank: int, size: int, namespaces: list[str], interface: str, cut_s: int, plan: Plan) -> Any:
-    """``train`` on an emulated host, whose network namespace this process joins."""
-    with Path(namespaces[rank]).open() as namespace:
-        assert ctypes.CDLL(None).setns(namespace.fileno(), 0) == 0
-    os.environ.update(GLOO_SOCKET_IFNAME=interface, CUT_S=str(cut_s))
-    return train(rank, size, plan)
-
-
 @pytest.mark.programs
 @pytest.mark.skipif(os.geteuid() != 0, reason="a host that joins its network namespace must be root")
 @conftest.emulated(2 * IN_TIME_S)
@@ -213,10 +218,9 @@ def test_a_link_is_cut_for_a_while(ranks: Ranks, tmp_path: Path, cut_s: int, tim
         plan = Plan(
             f"http://{cluster.address(0)}:{lighthouse.port}", tmp_path, steps=120 + 10 * cut_s, timeout_s=timeout_s
         )
-        plan.slow_below, plan.faults = 3, {2: ("cut_for_a_while", 5)}
+        plan.slow_below, plan.faults, plan.cut_s = 3, {2: ("cut_for_a_while", 5)}, cut_s
         plan.quorum_timeout_s += 2 * cut_s  # which goes on while the link is cut
-        where = [cluster.namespace(host) for host in range(3)], "eth0", cut_s
-        with ranks.start(on_host, 3, *where, plan) as running:
+        with ranks.start(train_in, 3, [cluster.namespace(host) for host in range(3)], plan) as running:
             ends = [end.value or end.error for end in running.ends(IN_TIME_S + cut_s)]
     assert {end["step"] for end in ends} == {plan.steps}, ends
     assert len({end["bits"] for end in ends}) == 1
