@@ -75,12 +75,12 @@ class Lighthouse:
         self.kill()
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool], limit_s: float = LONG_S, look_s: float = 0.01) -> None:
     """Wait for what others do; a test's own time limit ends what never comes."""
-    deadline_s = time.monotonic() + LONG_S
+    deadline_s = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline_s, "nothing came"
-        time.sleep(0.01)
+        time.sleep(look_s)
 
 
 @dataclass
