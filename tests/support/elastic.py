@@ -111,6 +111,7 @@ class Plan:
     falls: bool = False  # learning rates, as ``falling`` says
     sleeps: dict[int, float] = field(default_factory=dict)  # seconds that a host does nothing before each own step
     cut_s: int = 0  # for which a link is cut
+    stops_until: int = 0  # a step of host 0, at which one goes on that has stopped
     calm: str = "calm"  # a file that ends these sleeps
 
 
@@ -119,6 +120,7 @@ class Now:
 
     folder: Path  # of the plan
     cut_s: int
+    until: int
     step = 0  # of the exchange that is under way
     launched = 0  # messages of it
     killed = False
@@ -182,7 +184,7 @@ def handing_on(step: int) -> None:
 
 
 def stop_for_a_while(step: int) -> None:
-    """Stop (SIGSTOP) within an exchange for longer than the others wait, and go on."""
+    """Stop (SIGSTOP) within an exchange for longer than the others wait, and go on when host 0 is at some step."""
     watch = ElasticComm._watch
 
     def stopping(self: ElasticComm, *args: Any) -> Any:
@@ -190,6 +192,7 @@ def stop_for_a_while(step: int) -> None:
             Now.killed, own = True, os.getpid()
             if os.fork() == 0:
                 time.sleep(4)
+                wait_until((Now.folder / f"0.at{Now.until}").exists)
                 os.kill(own, signal.SIGCONT)
                 os._exit(0)
             os.kill(own, signal.SIGSTOP)
@@ -243,7 +246,7 @@ def _replace(owner: type, name: str, function: Any) -> None:
 def train(rank: int, size: int, plan: Plan) -> dict[str, Any]:
     """Train as one host; returns what it has at the end."""
     as_a_host(plan.lighthouse)
-    Now.folder, Now.cut_s = plan.folder, plan.cut_s
+    Now.folder, Now.cut_s, Now.until = plan.folder, plan.cut_s, plan.stops_until
     journal = (plan.folder / f"{rank}.journal").open("ab", buffering=0)
 
     def note(*entry: Any) -> None:
