@@ -399,7 +399,7 @@ class Journals:
         assert not {committed: bits for committed, bits in found.items() if len(bits) > 1}
 
     def check_steps(self, steps: int) -> None:
-        """Some host has taken each of so many steps, and in each all have its learning rate."""
+        """Some host has taken each of so many steps as its own, and in each all have the same learning rate."""
         states = [each for entries in self.entries.values() for each in entries if each[0] == "state"]
         assert {step for *_, step in states} == set(range(steps))
         for *_, rate, step in states:

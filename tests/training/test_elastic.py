@@ -105,7 +105,6 @@ def test_a_host_that_has_stopped_and_goes_on_joins_again(ranks: Ranks, tmp_path:
     assert set(journals.check_law()) == {3, 2}
     assert {end["hosts"] for end in ends.values()} == {3}
     assert all(end["schedules"] == fallen_after(plan.steps) for end in ends.values())
-    assert [ends[rank]["batches"] for rank in (0, 1)] == [plan.steps] * 2  # none is skipped on account of the other
 
 
 @pytest.mark.parametrize(
