@@ -4,6 +4,7 @@ import os
 import random
 import re
 import sys
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tests import conftest
 from tests.support.elastic import (
     FATAL,
     FAULTS,
+    LONG_S,
     Journals,
     Lighthouse,
     Plan,
@@ -282,6 +284,19 @@ def test_a_host_without_a_lighthouse_is_told_how_to_start_one(monkeypatch: pytes
 def test_a_lighthouse_whose_name_nobody_knows_is_an_error_that_names_it() -> None:
     with pytest.raises(ValueError, match=r"an address that this host can reach; got http://nowhere\.invalid:1"):
         Hosts(ls.Elastic(lighthouse="http://nowhere.invalid:1"), dict).meet(0)
+
+
+def test_a_host_waits_for_a_lighthouse_that_comes_later() -> None:
+    lighthouse = Lighthouse()
+    hosts = Hosts(ls.Elastic(lighthouse=lighthouse.address, timeout=1.0, quorum_timeout=LONG_S), dict)
+    later = threading.Timer(3.0, lighthouse.start)
+    later.start()
+    try:
+        assert hosts.meet(0)
+    finally:
+        hosts.close()
+        later.join()
+        lighthouse.kill()
 
 
 def test_options_that_cannot_be_elastic_are_refused() -> None:
