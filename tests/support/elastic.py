@@ -104,6 +104,7 @@ class Plan:
     slow_s: float = 0.1  # so much longer
     checkpoints: dict[int, str] = field(default_factory=dict)
     saves: bool = False
+    batches: int = 0  # of an epoch; 0: so many that none ends
     odd: int | None = None  # a host with other settings
     min_hosts: int = 1
     quorum_timeout_s: float = LONG_S
@@ -296,7 +297,7 @@ def train(rank: int, size: int, plan: Plan) -> dict[str, Any]:
     model = small(seed=rank, optimizer="adam")
     if plan.falls:
         model.configure_optimizers = partial(falling, model)  # type: ignore[method-assign]
-    run.fit(model, data(4 * plan.steps, 1, seed=rank), ckpt_path=plan.checkpoints.get(rank))
+    run.fit(model, data(plan.batches or 4 * plan.steps, 1, seed=rank), ckpt_path=plan.checkpoints.get(rank))
     exchange: Any = strategy.exchange
     return {
         "step": run.global_step,

@@ -156,7 +156,7 @@ def drawn(draw: random.Random, folder: Path, first: int, joining: int) -> Plan:
     steps, overlap = draw.choice([1, 2, 3, 6]), draw.random() < 0.5
     settings = LocalSteps(steps, fragments=draw.choice([None, 1]), overlap=overlap)
     plan.local = {"local_steps": settings, "wire_dtype": draw.choice(["float32", "int4", "sign"])}
-    plan.own_pace = draw.random() < 0.5
+    plan.own_pace, plan.batches = draw.random() < 0.5, draw.choice([0, 70])
     plan.joins = {rank: -rank for rank in range(first, first + joining)}  # when they are told to
     slower = [SLOW_S, 3 * SLOW_S] if plan.own_pace else [SLOW_S]
     plan.sleeps = {rank: draw.choice(slower) for rank in range(1, first + joining)} | {0: SLOW_S}
@@ -175,7 +175,9 @@ def test_random_faults_from_outside(ranks: Ranks, tmp_path: Path) -> None:
         folder.mkdir()
         first, joining = draw.randint(3, 5), draw.randint(0, 2)
         plan = drawn(draw, folder, first, joining)
-        print(f"seed {seed}: {first} hosts and {joining}, {plan.compressor}, {plan.local}, {plan.own_pace=}")
+        print(
+            f"seed {seed}: {first} hosts and {joining}, {plan.compressor}, {plan.local}, {plan.own_pace=}, {plan.batches=}"
+        )
         a_round(ranks, plan, draw, first)
 
 
