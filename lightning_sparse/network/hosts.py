@@ -149,7 +149,7 @@ class Hosts:
         while self._manager is None:
             try:
                 self._manager = start()
-            except RuntimeError:  # there is no lighthouse yet
+            except (RuntimeError, TimeoutError):  # there is no lighthouse yet
                 if time.monotonic() > end_s:
                     raise
                 time.sleep(RETRY_S)

@@ -36,6 +36,7 @@ from tests.support.processes import free_port
 PROGRAM = Path(sys.executable).with_name("torchft_lighthouse")
 LONG_S = 60  # that ends what waits for what does not come
 HEARTBEATS_S = 0.3  # in which a lighthouse hears of a host three times
+CALM = "calm"
 MOST_ERROR = 4e-6  # of the law, relative to the largest weight
 RATE, FALLS_BY, EVERY = 0.01, 0.998, (1, 2, 3)  # of a learning rate: at first, how it falls, and after how many steps
 
@@ -110,10 +111,9 @@ class Plan:
     quorum_timeout_s: float = LONG_S
     own_pace: bool = False
     falls: bool = False  # learning rates, as ``falling`` says
-    sleeps: dict[int, float] = field(default_factory=dict)  # seconds that a host does nothing before each own step
+    sleeps: dict[int, float] = field(default_factory=dict)  # before each own step of a host, until there is a file CALM
     cut_s: int = 0  # for which a link is cut
     stops_until: int = 0  # a step of host 0, at which one goes on that has stopped
-    calm: str = "calm"  # a file that ends these sleeps
 
 
 class Now:
@@ -193,9 +193,11 @@ def stop_for_a_while(step: int) -> None:
             Now.killed, own = True, os.getpid()
             if os.fork() == 0:
                 time.sleep(4)
-                wait_until((Now.folder / f"0.at{Now.until}").exists)
-                os.kill(own, signal.SIGCONT)
-                os._exit(0)
+                try:
+                    wait_until((Now.folder / f"0.at{Now.until}").exists)
+                finally:
+                    os.kill(own, signal.SIGCONT)
+                    os._exit(0)
             os.kill(own, signal.SIGSTOP)
         return watch(self, *args)
 
@@ -277,7 +279,7 @@ def train(rank: int, size: int, plan: Plan) -> dict[str, Any]:
         (plan.folder / f"{rank}.at{run.global_step}").touch()
         if exchange.members < plan.slow_below:
             time.sleep(plan.slow_s)
-        if not (plan.folder / plan.calm).exists():
+        if not (plan.folder / CALM).exists():
             time.sleep(plan.sleeps.get(rank, 0.0))
         note("state", exchange._committed, _bits(exchange), _rate(run), run.global_step)
 

@@ -172,6 +172,20 @@ def test_a_host_that_joins_at_the_last_exchange_takes_part_in_it(ranks: Ranks, t
 
 
 @pytest.mark.programs
+def test_a_host_that_catches_up_at_the_last_exchange_takes_no_step_more(ranks: Ranks, tmp_path: Path) -> None:
+    at_once = {"local_steps": LocalSteps(6, fragments=1, overlap=False), "wire_dtype": "int4"}
+    faults = {2: ("stop_for_a_while", 18)}
+    with Lighthouse() as lighthouse:
+        plan = Plan(lighthouse.address, tmp_path, faults=faults, local=at_once, timeout_s=2.0, steps=30)
+        plan.slow_below, plan.slow_s, plan.stops_until, plan.falls = 3, 0.3, 26, True
+        ends = ends_of(ranks, 3, plan)
+    assert ends[2]["batches"] == 20  # of which the last does not count: it has met the others meanwhile
+    for end in ends.values():
+        assert (end["hosts"], end["optimizer"], end["schedules"]) == (3, {plan.steps}, fallen_after(plan.steps))
+    Journals(tmp_path).check_bits()
+
+
+@pytest.mark.programs
 def test_a_host_that_loses_the_first_answer_ends_as_the_others(ranks: Ranks, tmp_path: Path) -> None:
     with Lighthouse() as lighthouse:
         ends_of(ranks, 2, Plan(lighthouse.address, tmp_path, steps=1, faults={1: ("answer_lost", 0)}, timeout_s=3.0))
@@ -336,17 +350,3 @@ def test_random_faults(ranks: Ranks, tmp_path: Path) -> None:
         journals = Journals(folder)
         journals.check_bits()
         print(f"seed {seed}: the law over so many hosts, so often: {journals.check_law()}", flush=True)
-
-
-@pytest.mark.programs
-def test_a_host_that_catches_up_at_the_last_exchange_takes_no_step_more(ranks: Ranks, tmp_path: Path) -> None:
-    at_once = {"local_steps": LocalSteps(6, fragments=1, overlap=False), "wire_dtype": "int4"}
-    faults = {2: ("stop_for_a_while", 18)}
-    with Lighthouse() as lighthouse:
-        plan = Plan(lighthouse.address, tmp_path, faults=faults, local=at_once, timeout_s=2.0, steps=30)
-        plan.slow_below, plan.slow_s, plan.stops_until, plan.falls = 3, 0.3, 26, True
-        ends = ends_of(ranks, 3, plan)
-    assert ends[2]["batches"] == 20  # of which the last does not count: it has met the others meanwhile
-    for end in ends.values():
-        assert (end["hosts"], end["optimizer"], end["schedules"]) == (3, {plan.steps}, fallen_after(plan.steps))
-    Journals(tmp_path).check_bits()

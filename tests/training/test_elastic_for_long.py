@@ -17,7 +17,17 @@ from lightning_sparse.bench.cluster import Cluster
 from lightning_sparse.bench.cluster.network import INTERFACE
 from lightning_sparse.engine.local_steps import LocalSteps
 from tests import conftest
-from tests.support.elastic import Journals, Lighthouse, Plan, fallen_after, rate_after, train, train_in, wait_until
+from tests.support.elastic import (
+    CALM,
+    Journals,
+    Lighthouse,
+    Plan,
+    fallen_after,
+    rate_after,
+    train,
+    train_in,
+    wait_until,
+)
 from tests.support.processes import Ranks, Running
 
 pytest.importorskip("torchft")
@@ -192,7 +202,7 @@ def a_round(ranks: Ranks, plan: Plan, draw: random.Random, first: int) -> None:
             finally:
                 print(*faults.log, sep="; ", flush=True)
                 print("steps", {rank: step_of(plan.folder, rank) for rank in range(hosts)}, flush=True)
-            (plan.folder / plan.calm).touch()
+            (plan.folder / CALM).touch()
             ends = list(running.ends(IN_TIME_S))
     assert {end.rank for end in ends if end.error == "died with exit code -9"} == faults.killed
     check_ends(found := {end.rank: end.value or end.error for end in ends if end.rank not in faults.killed}, STEPS)
