@@ -151,7 +151,7 @@ class ElasticHost(ShowsAverage):
         """The Trainer's ``global_step``."""
         return int(self._trainer.global_step)
 
-    def begin_step(self) -> None:
+    def begin_step(self, counts: bool) -> None:
         """Have Lightning step schedules after a step that all hosts count, not one that this host's epoch counts."""
         step, known = self.steps_taken(), {id(each): every for each, every in self._schedules}
         self._schedules = [
@@ -160,14 +160,14 @@ class ElasticHost(ShowsAverage):
             if each.interval == "step" and not each.reduce_on_plateau
         ]
         for each, every in self._schedules:
-            each.frequency = 1 if (step + 1) % every == 0 else NEVER
+            each.frequency = 1 if counts and (step + 1) % every == 0 else NEVER
 
     def _every(self, config: Any) -> int:
         """Optimizer steps from one step of a schedule to the next; Lightning counts batches."""
         return int(config.frequency) // math.gcd(int(config.frequency), self._trainer.accumulate_grad_batches)
 
     def skip_steps(self, steps: int) -> None:
-        """Count so many more, and have schedules go on that Lightning steps after each."""
+        """Count so many more, and have schedules go on that Lightning steps after each; they never go back."""
         before, batches = self.steps_taken(), self._trainer.fit_loop.epoch_loop._batches_that_stepped
         self._go_to(before + steps, batches + steps * batches // max(before, 1))
         if not self._trainer.lightning_module.automatic_optimization:

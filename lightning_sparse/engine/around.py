@@ -23,8 +23,8 @@ class Training(Protocol):
             RuntimeError: before anything has changed, if its optimizers or schedules do not fit.
         """
 
-    def begin_step(self) -> None:
-        """Make ready for a step, or for another forward of one."""
+    def begin_step(self, counts: bool) -> None:
+        """Make ready for a step, or for another forward of one; schedules stay as they are unless it ``counts``."""
 
     def last_step(self) -> int:
         """The number of steps with which the training ends; -1 if others things end it."""
@@ -33,7 +33,7 @@ class Training(Protocol):
         """Steps so far."""
 
     def skip_steps(self, steps: int) -> None:
-        """Count so many more, and have schedules go on by as many."""
+        """Count so many more, and have schedules go on by as many; below 0 so many fewer, and schedules stay."""
 
 
 class Around:

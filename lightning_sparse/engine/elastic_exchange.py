@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_sparse.engine.flight import Flight
 from lightning_sparse.engine.lane import Lane
@@ -61,7 +62,13 @@ class ElasticExchange(Meetings):
             self._exchange()
         super().between_steps()
         self._pace.begin_step()
-        self._pace.training.begin_step()
+
+    def before_update(self, optimizer: Optimizer) -> None:
+        if not self._pace.counts:  # optimizers leave out what has no gradient
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    p.grad = None
+        super().before_update(optimizer)
 
     def settle(self) -> None:
         super().settle()

@@ -28,13 +28,16 @@ class Pace:
         training: whose steps these are; to be set before the first.
         told: to other hosts [2] float64: steps that this one has taken, and seconds that one takes, 0 before the first.
         heard: from all hosts [P, 2].
+        counts: whether the own step under way does; not if this host has met others that have taken the last one.
     """
 
     training: Training
+    counts = True
 
     def __init__(self, own_pace: bool, ahead: int) -> None:
         self._own_pace, self.ahead = own_pace, ahead
         self._latest: deque[float] = deque(maxlen=LATEST)
+        self._comes_late = False  # when the others have taken the last step, but in the midst of one here
         self._met_s = time.perf_counter()
         self._begun_s: float | None = None  # of an own step that is under way
         self._fastest_s = self._slowest_s = 0.0
@@ -43,8 +46,8 @@ class Pace:
         self.told = self.heard = torch.zeros(0, dtype=torch.float64, device="cpu")
 
     def enter(self) -> None:
-        """Note how far the training is, before the first step here."""
-        self._taken = self.training.steps_taken()
+        """Note how far the training is, before the first step here, or when this host has caught up."""
+        self._taken, self.counts, self._comes_late = self.training.steps_taken(), True, self.is_over
 
     def meet(self) -> None:
         """Note that the hosts have met."""
@@ -53,6 +56,10 @@ class Pace:
     def begin_step(self) -> None:
         """Note that an own step begins, or goes on with another forward."""
         self._begun_s = self._begun_s or time.perf_counter()
+        if self._comes_late:
+            self.counts = self._comes_late = False
+            self.training.skip_steps(-(self._per_step or 1))
+        self.training.begin_step(self.counts)
 
     def end_step(self, is_due: Callable[[int], bool]) -> int:
         """Note that it has ended; returns by how many steps the schedule goes on, in which an exchange ``is_due``."""

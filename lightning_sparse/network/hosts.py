@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -135,7 +136,8 @@ class Hosts:
         group, transport = _parts(address, limit)
         self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=limit)
         self._group = group
-        self._manager = _import_torchft().Manager(
+        start = partial(
+            _import_torchft().Manager,
             pg=group,
             load_state_dict=lambda state: setattr(self, "_received", state),
             state_dict=self._save,
@@ -154,6 +156,14 @@ class Hosts:
             checkpoint_transport=transport,
             quorum_retries=round(settings.quorum_timeout / RETRY_S),
         )
+        end_s = time.monotonic() + settings.quorum_timeout
+        while self._manager is None:
+            try:
+                self._manager = start()
+            except (RuntimeError, TimeoutError):  # there is no lighthouse yet
+                if time.monotonic() > end_s:
+                    raise
+                time.sleep(RETRY_S)
 
 
 def _import_torchft() -> Any:

@@ -21,6 +21,9 @@ class Training:
     def steps_taken(self) -> int:
         return self.taken
 
+    def begin_step(self, counts: bool) -> None:
+        pass
+
     def skip_steps(self, steps: int) -> None:
         self.taken += steps
 
@@ -98,3 +101,16 @@ def test_the_step_to_the_last_meeting_is_not_skipped(clock: Clock) -> None:
     of.keep_up()
     assert training.taken == 18
     assert steps_until_met(of, clock, 0.1, 8) == 1  # else it would end, and the others would wait for it
+
+
+def test_a_step_does_not_count_in_which_a_host_meets_others_that_have_ended() -> None:
+    training = Training(last=20)
+    of = started(training, [[0, 1.0]])
+    training.taken = 20
+    of.begin_step()  # as with two optimizers, whose steps count as two
+    assert of.counts
+    of.enter()
+    of.begin_step()
+    of.begin_step()  # another forward of the same step
+    assert not of.counts
+    assert training.taken == 19

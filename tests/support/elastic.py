@@ -1,6 +1,7 @@
 """Hosts of elastic trainings as real processes, a lighthouse, what each of them notes, and how they end."""
 
 import ctypes
+import math
 import os
 import pickle
 import signal
@@ -21,6 +22,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 import lightning_sparse as ls
+from lightning_sparse.bench.cluster.network import INTERFACE
 from lightning_sparse.engine.checksum import checksum
 from lightning_sparse.engine.elastic_exchange import ElasticExchange
 from lightning_sparse.engine.lane import Lane
@@ -34,7 +36,9 @@ from tests.support.processes import free_port
 PROGRAM = Path(sys.executable).with_name("torchft_lighthouse")
 LONG_S = 60  # that ends what waits for what does not come
 HEARTBEATS_S = 0.3  # in which a lighthouse hears of a host three times
+CALM = "calm"
 MOST_ERROR = 4e-6  # of the law, relative to the largest weight
+RATE, FALLS_BY, EVERY = 0.01, 0.998, (1, 2, 3)  # of a learning rate: at first, how it falls, and after how many steps
 
 
 class Lighthouse:
@@ -72,12 +76,12 @@ class Lighthouse:
         self.kill()
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool], limit_s: float = LONG_S, look_s: float = 0.01) -> None:
     """Wait for what others do; a test's own time limit ends what never comes."""
-    deadline_s = time.monotonic() + LONG_S
+    deadline_s = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline_s, "nothing came"
-        time.sleep(0.01)
+        time.sleep(look_s)
 
 
 @dataclass
@@ -98,20 +102,27 @@ class Plan:
     joins: dict[int, int] = field(default_factory=dict)
     timeout_s: float = 20.0
     slow_below: int = 0  # hosts, below which steps take longer, so that some are left for those that come
+    slow_s: float = 0.1  # so much longer
     checkpoints: dict[int, str] = field(default_factory=dict)
     saves: bool = False
+    batches: int = 0  # of an epoch; 0: so many that none ends
     odd: int | None = None  # a host with other settings
     min_hosts: int = 1
     quorum_timeout_s: float = LONG_S
     own_pace: bool = False
     addresses: dict[int, str] = field(default_factory=dict)  # that hosts are told to be reached at
-    sleeps: dict[int, float] = field(default_factory=dict)  # seconds that a host does nothing before each own step
+    falls: bool = False  # learning rates, as ``falling`` says
+    sleeps: dict[int, float] = field(default_factory=dict)  # before each own step of a host, until there is a file CALM
+    cut_s: int = 0  # for which a link is cut
+    stops_until: int = 0  # a step of host 0, at which one goes on that has stopped
 
 
 class Now:
     """Where this process is."""
 
     folder: Path  # of the plan
+    cut_s: int
+    until: int
     step = 0  # of the exchange that is under way
     launched = 0  # messages of it
     killed = False
@@ -175,7 +186,7 @@ def handing_on(step: int) -> None:
 
 
 def stop_for_a_while(step: int) -> None:
-    """Stop (SIGSTOP) within an exchange for longer than the others wait, and go on."""
+    """Stop (SIGSTOP) within an exchange for longer than the others wait, and go on when host 0 is at some step."""
     watch = ElasticComm._watch
 
     def stopping(self: ElasticComm, *args: Any) -> Any:
@@ -183,8 +194,11 @@ def stop_for_a_while(step: int) -> None:
             Now.killed, own = True, os.getpid()
             if os.fork() == 0:
                 time.sleep(4)
-                os.kill(own, signal.SIGCONT)
-                os._exit(0)
+                try:
+                    wait_until((Now.folder / f"0.at{Now.until}").exists)
+                finally:
+                    os.kill(own, signal.SIGCONT)
+                    os._exit(0)
             os.kill(own, signal.SIGSTOP)
         return watch(self, *args)
 
@@ -207,15 +221,15 @@ def answer_lost(step: int) -> None:
 
 def cut_for_a_while(step: int) -> None:
     """Take this host's link away within an exchange, for some seconds."""
-    watch, interface, seconds = ElasticComm._watch, os.environ["GLOO_SOCKET_IFNAME"], int(os.environ["CUT_S"])
+    watch = ElasticComm._watch
 
     def cutting(self: ElasticComm, *args: Any) -> Any:
         if Now.step >= step and not Now.killed:
             Now.killed = True
-            subprocess.run(["ip", "link", "set", "dev", interface, "down"], check=True)
+            subprocess.run(["ip", "link", "set", "dev", INTERFACE, "down"], check=True)
             if os.fork() == 0:
-                time.sleep(seconds)
-                subprocess.run(["ip", "link", "set", "dev", interface, "up"], check=True)
+                time.sleep(Now.cut_s)
+                subprocess.run(["ip", "link", "set", "dev", INTERFACE, "up"], check=True)
                 os._exit(0)
         return watch(self, *args)
 
@@ -236,7 +250,7 @@ def _replace(owner: type, name: str, function: Any) -> None:
 def train(rank: int, size: int, plan: Plan) -> dict[str, Any]:
     """Train as one host; returns what it has at the end."""
     as_a_host(plan.lighthouse)
-    Now.folder = plan.folder
+    Now.folder, Now.cut_s, Now.until = plan.folder, plan.cut_s, plan.stops_until
     journal = (plan.folder / f"{rank}.journal").open("ab", buffering=0)
 
     def note(*entry: Any) -> None:
@@ -265,9 +279,10 @@ def train(rank: int, size: int, plan: Plan) -> dict[str, Any]:
         exchange = run.strategy.exchange
         (plan.folder / f"{rank}.at{run.global_step}").touch()
         if exchange.members < plan.slow_below:
-            time.sleep(0.1)
-        time.sleep(plan.sleeps.get(rank, 0.0))
-        note("state", exchange._committed, _bits(exchange), run.global_step)
+            time.sleep(plan.slow_s)
+        if not (plan.folder / CALM).exists():
+            time.sleep(plan.sleeps.get(rank, 0.0))
+        note("state", exchange._committed, _bits(exchange), _rate(run), run.global_step)
 
     elastic = ls.Elastic(
         min_hosts=plan.min_hosts,
@@ -284,9 +299,9 @@ def train(rank: int, size: int, plan: Plan) -> dict[str, Any]:
         callbacks.append(ModelCheckpoint(dirpath=plan.folder / f"host{rank}", every_n_train_steps=3, save_last=True))
     run = trainer(strategy, 1, check_every=0, max_steps=plan.steps, callbacks=callbacks)
     model = small(seed=rank, optimizer="adam")
-    if plan.own_pace:
+    if plan.falls:
         model.configure_optimizers = partial(falling, model)  # type: ignore[method-assign]
-    run.fit(model, data(4 * plan.steps, 1, seed=rank), ckpt_path=plan.checkpoints.get(rank))
+    run.fit(model, data(plan.batches or 4 * plan.steps, 1, seed=rank), ckpt_path=plan.checkpoints.get(rank))
     exchange: Any = strategy.exchange
     return {
         "step": run.global_step,
@@ -294,17 +309,41 @@ def train(rank: int, size: int, plan: Plan) -> dict[str, Any]:
         "seed": run.train_dataloader.sampler.seed,  # type: ignore[union-attr]
         "metrics": exchange.metrics(),
         "hosts": exchange.members,
-        "rate": run.optimizers[0].param_groups[0]["lr"],
+        "rate": _rate(run),
+        "schedules": [each.scheduler.last_epoch for each in run.lr_scheduler_configs],
+        "optimizer": {int(state["step"]) for state in run.optimizers[0].state.values()},
         "batches": run.fit_loop.epoch_loop.total_batch_idx + 1,
         "sent": sum(lane.comm.sent_bytes for lane in exchange._lanes),
     }
 
 
+def train_in(rank: int, size: int, namespaces: list[str], plan: Plan) -> dict[str, Any]:
+    """``train`` on an emulated host, whose network namespace this process joins."""
+    join_namespace(namespaces[rank])
+    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+    return train(rank, size, plan)
+
+
 def falling(model: torch.nn.Module) -> Any:
-    """An Adam whose learning rate falls in each step of the training."""
-    adam = torch.optim.Adam(model.parameters(), lr=0.01)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(adam, 0.99)
-    return {"optimizer": adam, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+    """An Adam whose learning rate falls by three schedules: in each step of the training, in each second and third."""
+    adam = torch.optim.Adam(model.parameters(), lr=RATE)
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(adam, FALLS_BY) for _ in EVERY]
+    steps = [{"scheduler": each, "interval": "step", "frequency": n} for each, n in zip(schedules, EVERY, strict=True)]
+    return [adam], steps
+
+
+def rate_after(steps: int) -> float:
+    """What ``falling`` comes to."""
+    return RATE * FALLS_BY ** sum(fallen_after(steps))
+
+
+def fallen_after(steps: int) -> list[int]:
+    """How often each schedule has fallen."""
+    return [steps // every for every in EVERY]
+
+
+def _rate(run: Any) -> float:
+    return float(run.optimizers[0].param_groups[0]["lr"])
 
 
 def join_namespace(path: str) -> None:
@@ -365,9 +404,16 @@ class Journals:
         """Whoever is as far has the same x̄."""
         found: dict[int, set[int]] = defaultdict(set)
         for entries in self.entries.values():
-            for _, committed, bits, _ in (each for each in entries if each[0] == "state"):
+            for _, committed, bits, *_ in (each for each in entries if each[0] == "state"):
                 found[committed].add(bits)
         assert not {committed: bits for committed, bits in found.items() if len(bits) > 1}
+
+    def check_steps(self, steps: int) -> None:
+        """Some host has taken each of so many steps as its own, and in each all have the same learning rate."""
+        states = [each for entries in self.entries.values() for each in entries if each[0] == "state"]
+        assert {step for *_, step in states} == set(range(steps))
+        for *_, rate, step in states:
+            assert math.isclose(rate, rate_after(step), rel_tol=1e-9), (step, rate, rate_after(step))
 
     def check_law(self) -> dict[int, int]:
         """P * moved + unsent after == unsent before, over all that took part; returns checks by P."""

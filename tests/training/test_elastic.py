@@ -4,6 +4,7 @@ import os
 import random
 import re
 import sys
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,19 @@ from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.fabric import SparseDDPStrategy as FabricStrategy
 from lightning_sparse.network.hosts import Hosts, _parts
 from tests import conftest
-from tests.support.elastic import FATAL, FAULTS, Journals, Lighthouse, Plan, join_namespace, train, wait_until
+from tests.support.elastic import (
+    FATAL,
+    FAULTS,
+    LONG_S,
+    Journals,
+    Lighthouse,
+    Plan,
+    fallen_after,
+    rate_after,
+    train,
+    train_in,
+    wait_until,
+)
 from tests.support.local_steps import local
 from tests.support.models import data, small, trainer, weights
 from tests.support.processes import Ranks
@@ -86,12 +99,14 @@ def test_a_host_that_has_stopped_and_goes_on_joins_again(ranks: Ranks, tmp_path:
     signs = {"local_steps": 3, "wire_dtype": "sign"}
     with Lighthouse() as lighthouse:
         plan = Plan(lighthouse.address, tmp_path, faults=faults, local=signs, timeout_s=2.0, steps=80)
-        plan.slow_below = 3
+        plan.slow_below, plan.falls = 3, True
         ends = ends_of(ranks, 3, plan)
     journals = Journals(tmp_path)
     journals.check_bits()
+    journals.check_steps(plan.steps)
     assert set(journals.check_law()) == {3, 2}
     assert {end["hosts"] for end in ends.values()} == {3}
+    assert all(end["schedules"] == fallen_after(plan.steps) for end in ends.values())
 
 
 @pytest.mark.parametrize(
@@ -102,8 +117,8 @@ def test_a_host_that_has_stopped_and_goes_on_joins_again(ranks: Ranks, tmp_path:
 def test_at_its_own_pace_a_slow_host_takes_fewer_steps(ranks: Ranks, tmp_path: Path, local_steps: dict) -> None:
     slow = 2
     with Lighthouse() as lighthouse:
-        plan = Plan(lighthouse.address, tmp_path, steps=160, local=local_steps | {"wire_dtype": "int4"}, own_pace=True)
-        plan.slow_below = 3
+        plan = Plan(lighthouse.address, tmp_path, steps=160, local=local_steps | {"wire_dtype": "int4"})
+        plan.slow_below, plan.own_pace, plan.falls = 3, True, True
         plan.sleeps = {0: 0.02, 1: 0.02, slow: 0.3}
         ends = ends_of(ranks, 3, plan)
     journals = Journals(tmp_path)
@@ -113,7 +128,7 @@ def test_at_its_own_pace_a_slow_host_takes_fewer_steps(ranks: Ranks, tmp_path: P
     assert max(batches) <= plan.steps
     assert 2 * batches[slow] < min(batches[:slow]), batches
     rates = [end["rate"] for end in ends.values()]
-    assert rates == pytest.approx([0.01 * 0.99**plan.steps] * 3)  # schedules go by the training's steps
+    assert rates == pytest.approx([rate_after(plan.steps)] * 3)  # schedules go by the training's steps
 
 
 @pytest.mark.programs
@@ -156,6 +171,20 @@ def test_a_host_that_joins_at_the_last_exchange_takes_part_in_it(ranks: Ranks, t
 
 
 @pytest.mark.programs
+def test_a_host_that_catches_up_at_the_last_exchange_takes_no_step_more(ranks: Ranks, tmp_path: Path) -> None:
+    at_once = {"local_steps": LocalSteps(6, fragments=1, overlap=False), "wire_dtype": "int4"}
+    faults = {2: ("stop_for_a_while", 18)}
+    with Lighthouse() as lighthouse:
+        plan = Plan(lighthouse.address, tmp_path, faults=faults, local=at_once, timeout_s=2.0, steps=30)
+        plan.slow_below, plan.slow_s, plan.stops_until, plan.falls = 3, 0.3, 26, True
+        ends = ends_of(ranks, 3, plan)
+    assert ends[2]["batches"] == 20  # of which the last does not count: it has met the others meanwhile
+    for end in ends.values():
+        assert (end["hosts"], end["optimizer"], end["schedules"]) == (3, {plan.steps}, fallen_after(plan.steps))
+    Journals(tmp_path).check_bits()
+
+
+@pytest.mark.programs
 def test_a_host_that_loses_the_first_answer_ends_as_the_others(ranks: Ranks, tmp_path: Path) -> None:
     with Lighthouse() as lighthouse:
         ends_of(ranks, 2, Plan(lighthouse.address, tmp_path, steps=1, faults={1: ("answer_lost", 0)}, timeout_s=3.0))
@@ -183,13 +212,6 @@ def test_too_few_hosts_wait_and_are_told_how_many_are_there(ranks: Ranks, tmp_pa
     assert any("got: 2 are there" in error for error in errors), errors
 
 
-def on_host(rank: int, size: int, namespaces: list[str], interface: str, cut_s: int, plan: Plan) -> Any:
-    """``train`` on an emulated host, whose network namespace this process joins."""
-    join_namespace(namespaces[rank])
-    os.environ.update(GLOO_SOCKET_IFNAME=interface, CUT_S=str(cut_s))
-    return train(rank, size, plan)
-
-
 @pytest.mark.programs
 @pytest.mark.skipif(os.geteuid() != 0, reason="a host that joins its network namespace must be root")
 @conftest.emulated(2 * IN_TIME_S)
@@ -210,10 +232,9 @@ def test_a_link_is_cut_for_a_while(ranks: Ranks, tmp_path: Path, cut_s: int, tim
         plan = Plan(
             f"http://{cluster.address(0)}:{lighthouse.port}", tmp_path, steps=120 + 10 * cut_s, timeout_s=timeout_s
         )
-        plan.slow_below, plan.faults = 3, {2: ("cut_for_a_while", 5)}
+        plan.slow_below, plan.faults, plan.cut_s = 3, {2: ("cut_for_a_while", 5)}, cut_s
         plan.quorum_timeout_s += 2 * cut_s  # which goes on while the link is cut
-        where = [cluster.namespace(host) for host in range(3)], "eth0", cut_s
-        with ranks.start(on_host, 3, *where, plan) as running:
+        with ranks.start(train_in, 3, [cluster.namespace(host) for host in range(3)], plan) as running:
             ends = [end.value or end.error for end in running.ends(IN_TIME_S + cut_s)]
     assert {end["step"] for end in ends} == {plan.steps}, ends
     assert len({end["bits"] for end in ends}) == 1
@@ -276,6 +297,19 @@ def test_a_host_without_a_lighthouse_is_told_how_to_start_one(monkeypatch: pytes
 def test_a_lighthouse_whose_name_nobody_knows_is_an_error_that_names_it() -> None:
     with pytest.raises(ValueError, match=r"an address that this host can reach; got http://nowhere\.invalid:1"):
         Hosts(ls.Elastic(lighthouse="http://nowhere.invalid:1"), dict).meet(0)
+
+
+def test_a_host_waits_for_a_lighthouse_that_comes_later() -> None:
+    lighthouse = Lighthouse()
+    hosts = Hosts(ls.Elastic(lighthouse=lighthouse.address, timeout=1.0, quorum_timeout=LONG_S), dict)
+    later = threading.Timer(3.0, lighthouse.start)
+    later.start()
+    try:
+        assert hosts.meet(0)
+    finally:
+        hosts.close()
+        later.join()
+        lighthouse.kill()
 
 
 def test_options_that_cannot_be_elastic_are_refused() -> None:
