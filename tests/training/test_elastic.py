@@ -194,7 +194,7 @@ def test_a_host_that_catches_up_at_the_last_exchange_takes_no_step_more(ranks: R
     faults = {2: ("stop_for_a_while", 18)}
     with Lighthouse() as lighthouse:
         plan = Plan(lighthouse.address, tmp_path, faults=faults, local=at_once, timeout_s=2.0, steps=30)
-        plan.slow_below, plan.slow_s, plan.stops_until, plan.falls = 3, 0.3, 26, True
+        plan.slow_below, plan.slow_s, plan.stops_until, plan.falls = 3, 0.6, 25, True
         ends = ends_of(ranks, 3, plan)
     assert ends[2]["batches"] == 20  # of which the last does not count: it has met the others meanwhile
     for end in ends.values():
