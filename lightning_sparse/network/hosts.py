@@ -85,7 +85,11 @@ class Hosts:
             if self._manager is None:
                 self._start()
             self._group.made_anew = False
-            self._ask(committed)
+            try:
+                self._ask(committed)
+            except (RuntimeError, TimeoutError):  # this host may have stood still meanwhile, and not have waited
+                self._manager._quorum_future = None  # else it raises the same again
+                self._ask(committed, self._settings.limit)
             end_s = time.monotonic() + self._settings.quorum_timeout
             while self.size < self._settings.min_hosts and self._manager.errored() is None:
                 if time.monotonic() > end_s:
@@ -111,7 +115,10 @@ class Hosts:
         """Say how the exchange after the last meeting has ended; returns whether it counts."""
         if error is not None:
             self._manager.report_error(error)
-        return bool(self._manager.should_commit())
+        try:
+            return bool(self._manager.should_commit())
+        except (RuntimeError, TimeoutError):  # this host, which asks none but itself, has stood still meanwhile
+            return bool(self._manager.should_commit())
 
     def leave(self) -> None:
         """Close the connections to the other hosts, so that none waits for this one; to be followed by a meeting."""
@@ -125,9 +132,10 @@ class Hosts:
             self._group.abort(errored=False)
         self._manager = None
 
-    def _ask(self, committed: int) -> None:
+    def _ask(self, committed: int, limit: timedelta | None = None) -> None:
+        """Ask who is there, for up to ``quorum_timeout``, or ``limit``."""
         self._manager.load_state_dict({"step": committed, "batches_committed": 0})
-        self._manager.start_quorum()
+        self._manager.start_quorum(timeout=limit)
 
     def _start(self) -> None:
         settings, address = self._settings, _own_address(self._settings)

@@ -205,12 +205,30 @@ def stop_for_a_while(step: int) -> None:
     _replace(ElasticComm, "_watch", stopping)
 
 
+def stop_in_a_meeting(step: int) -> None:
+    """Stop while this host waits for others to meet, for longer than it may wait, and go on."""
+    ask = Hosts._ask
+
+    def stopping(self: Hosts, committed: int, *limit: Any) -> None:
+        if committed >= step and not Now.killed:
+            Now.killed, own = True, os.getpid()
+            if os.fork() == 0:
+                time.sleep(0.3)
+                os.kill(own, signal.SIGSTOP)
+                time.sleep(self._settings.quorum_timeout + 2)
+                os.kill(own, signal.SIGCONT)
+                os._exit(0)
+        ask(self, committed, *limit)
+
+    _replace(Hosts, "_ask", stopping)
+
+
 def answer_lost(step: int) -> None:
     """Lose one answer of the lighthouse, which the other hosts get, and ask again."""
     ask = Hosts._ask
 
-    def again(self: Hosts, committed: int) -> None:
-        ask(self, committed)
+    def again(self: Hosts, committed: int, *limit: Any) -> None:
+        ask(self, committed, *limit)
         if committed >= step and not Now.killed:
             Now.killed = True
             (Now.folder / "lost").touch()
@@ -237,7 +255,8 @@ def cut_for_a_while(step: int) -> None:
 
 
 FATAL = (before, within, half_a_vote, after, handing_on)
-FAULTS = {each.__name__: each for each in (*FATAL, stop_for_a_while, answer_lost, cut_for_a_while)}
+OTHERS = (stop_for_a_while, stop_in_a_meeting, answer_lost, cut_for_a_while)
+FAULTS = {each.__name__: each for each in (*FATAL, *OTHERS)}
 
 
 def _replace(owner: type, name: str, function: Any) -> None:

@@ -8,6 +8,7 @@ import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from lightning_sparse.fabric import SparseDDPStrategy as FabricStrategy
 from lightning_sparse.network.hosts import Hosts, _parts
 from tests import conftest
 from tests.support.elastic import (
+    CALM,
     FATAL,
     FAULTS,
     LONG_S,
@@ -171,12 +173,27 @@ def test_a_host_that_joins_at_the_last_exchange_takes_part_in_it(ranks: Ranks, t
 
 
 @pytest.mark.programs
+def test_a_host_stops_in_a_meeting_for_longer_than_it_may_wait(ranks: Ranks, tmp_path: Path) -> None:
+    with Lighthouse() as lighthouse:
+        plan = Plan(lighthouse.address, tmp_path, faults={2: ("stop_in_a_meeting", 5)}, timeout_s=3.0, steps=50)
+        plan.quorum_timeout_s, plan.slow_below, plan.slow_s = 4.0, 3, 0.2
+        plan.sleeps = {0: 0.6}  # for which the others wait at a meeting
+        with ranks.start(train, 3, plan) as running:
+            wait_until(lambda: any((tmp_path / f"2.at{step}").exists() for step in range(10, 50)))
+            (tmp_path / CALM).touch()
+            found = [end.value or end.error for end in running.ends(IN_TIME_S)]
+    assert [end["step"] for end in found] == [plan.steps] * 3, found
+    assert len({end["bits"] for end in found}) == 1
+    Journals(tmp_path).check_bits()
+
+
+@pytest.mark.programs
 def test_a_host_that_catches_up_at_the_last_exchange_takes_no_step_more(ranks: Ranks, tmp_path: Path) -> None:
     at_once = {"local_steps": LocalSteps(6, fragments=1, overlap=False), "wire_dtype": "int4"}
     faults = {2: ("stop_for_a_while", 18)}
     with Lighthouse() as lighthouse:
         plan = Plan(lighthouse.address, tmp_path, faults=faults, local=at_once, timeout_s=2.0, steps=30)
-        plan.slow_below, plan.slow_s, plan.stops_until, plan.falls = 3, 0.3, 26, True
+        plan.slow_below, plan.slow_s, plan.stops_until, plan.falls = 3, 0.6, 25, True
         ends = ends_of(ranks, 3, plan)
     assert ends[2]["batches"] == 20  # of which the last does not count: it has met the others meanwhile
     for end in ends.values():
@@ -297,6 +314,12 @@ def test_a_host_without_a_lighthouse_is_told_how_to_start_one(monkeypatch: pytes
 def test_a_lighthouse_whose_name_nobody_knows_is_an_error_that_names_it() -> None:
     with pytest.raises(ValueError, match=r"an address that this host can reach; got http://nowhere\.invalid:1"):
         Hosts(ls.Elastic(lighthouse="http://nowhere.invalid:1"), dict).meet(0)
+
+
+def test_a_host_may_stand_still_as_it_commits() -> None:
+    hosts = Hosts(ls.Elastic(lighthouse="http://localhost:1"), dict)
+    hosts._manager = Mock(should_commit=Mock(side_effect=[TimeoutError("deadline has elapsed"), True]))
+    assert hosts.commit()
 
 
 def test_a_host_waits_for_a_lighthouse_that_comes_later() -> None:
