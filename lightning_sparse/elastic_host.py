@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_sparse.local_weights import ShowsAverage
+from lightning_sparse.local_weights import WEIGHT_AVERAGING, ShowsAverage
 from lightning_sparse.network.agreement import differences
 from lightning_sparse.settings import as_text
 
@@ -19,7 +19,7 @@ NEVER = sys.maxsize  # batches from one step of a schedule to the next
 class ElasticHost(ShowsAverage):
     """The part of a strategy that is one of several hosts, each with a Trainer of its own."""
 
-    _schedules: list[tuple[Any, int]] = []  # noqa: RUF012  # those that Lightning steps, and steps from one to the next
+    _schedules: list[tuple[Any, int]] = []  # noqa: RUF012  # those that go by steps, and their frequencies as given
 
     def configure_ddp(self) -> None:
         """Wrap the model, and say what of the Trainer a host gets that joins.
@@ -39,7 +39,13 @@ class ElasticHost(ShowsAverage):
                     "SyncBatchNorm cannot be combined with elastic: it sees the ranks of one training, and hosts are "
                     "trainings of their own. Leave out sync_batchnorm=True, or the conversion of your own."
                 )
-            if any(type(each).__name__ == "LearningRateFinder" for each in self._trainer.callbacks):
+            kinds = {kind.__name__ for each in self._trainer.callbacks for kind in type(each).__mro__}
+            if self.options.hosts.own_pace and (found := kinds & WEIGHT_AVERAGING):
+                raise ValueError(
+                    f"{found.pop()} cannot be combined with own_pace=True: each host would average at own steps, and "
+                    "wait for the others at each. Give Elastic(own_pace=False)."
+                )
+            if "LearningRateFinder" in kinds:
                 raise ValueError(
                     "LearningRateFinder cannot be combined with elastic: each host would find another rate. Find one "
                     "without elastic, and give it to all hosts."
@@ -50,7 +56,13 @@ class ElasticHost(ShowsAverage):
         """Say what this host alone goes by, where others do not know of it."""
         super().on_train_start()
         self._schedules = []
-        schedules = self._trainer.lr_scheduler_configs if self.options.hosts is not None else ()
+        hosts = self.options.hosts
+        schedules = self._trainer.lr_scheduler_configs if hosts is not None else ()
+        if hosts and hosts.own_pace and any(each.interval == "epoch" for each in schedules):
+            rank_zero_warn(
+                "With own_pace=True each host has epochs of its own, so a schedule that goes by epochs has them train "
+                "at different learning rates. Give it interval='step'."
+            )
         if any(each.reduce_on_plateau for each in schedules):
             rank_zero_warn(
                 "ReduceLROnPlateau goes by what this host has measured, so that hosts may come to train at different "
@@ -94,12 +106,12 @@ class ElasticHost(ShowsAverage):
             "saved": copy.deepcopy(saved),
             "global_step": trainer.global_step,
             "batches_that_stepped": loop._batches_that_stepped,
-            "epoch": trainer.current_epoch,
+            "progress": [each.processed for each in self._progress],
         }
 
     @torch.no_grad()
     def load_training_state(self, state: dict[str, Any]) -> None:
-        """Go on as the host that returned ``state``; in the middle of an epoch that is this host's own.
+        """Go on as the host that returned ``state``, at its place in its epoch, with this host's own data.
 
         Raises:
             RuntimeError: before anything has changed, if its optimizers or schedules are others than here.
@@ -122,16 +134,32 @@ class ElasticHost(ShowsAverage):
             if state["saved"]:
                 callback.on_load_checkpoint(trainer, trainer.lightning_module, state["saved"])
         self._go_to(state["global_step"], state["batches_that_stepped"])
-        if not trainer.fit_loop.epoch_loop.batch_progress.current.ready:
-            epochs: Any = trainer.fit_loop.epoch_progress.current
-            epochs.ready = epochs.started = epochs.processed = epochs.completed = state["epoch"]
+        for each, processed in zip(self._progress, state["progress"], strict=True):
+            further = processed - each.processed
+            each.ready, each.started = each.ready + further, each.started + further
+            each.processed, each.completed = each.processed + further, each.completed + further
 
     def _shapes(self) -> dict[str, str]:
         """What an optimizer's and a schedule's state must fit, as text by name."""
-        groups = [[len(group["params"]) for group in each.param_groups] for each in self.optimizers]
-        kinds = [type(each.scheduler).__name__ for each in self._trainer.lr_scheduler_configs]
-        of_optimizers = {f"optimizer {i}": f"groups of {sizes} parameters" for i, sizes in enumerate(groups)}
-        return of_optimizers | {f"schedule {i}": kind for i, kind in enumerate(kinds)}
+        names = {p: name for name, p in self._trainer.lightning_module.named_parameters()}
+        groups = [[[names.get(p, "") for p in x["params"]] for x in each.param_groups] for each in self.optimizers]
+        schedules = self._trainer.lr_scheduler_configs
+        of_optimizers = {
+            f"optimizer {i}": f"groups of {[len(x) for x in each]} parameters, the first of which are "
+            f"{[x[0] for x in each if x]}; checksum of all {zlib.crc32(repr(each).encode()):08x}"
+            for i, each in enumerate(groups)
+        }
+        return of_optimizers | {
+            f"schedule {i}": f"{type(x.scheduler).__name__}, every {self._frequency(x)} of interval='{x.interval}'"
+            for i, x in enumerate(schedules)
+        }
+
+    @property
+    def _progress(self) -> list[Any]:
+        """Where the Trainer counts batches and epochs, between which a joining host goes on."""
+        loop = self._trainer.fit_loop
+        batches = loop.epoch_loop.batch_progress
+        return [batches.current, batches.total, loop.epoch_progress.current]
 
     @property
     def _lasting_callbacks(self) -> list[Any]:
@@ -153,18 +181,21 @@ class ElasticHost(ShowsAverage):
 
     def begin_step(self, counts: bool) -> None:
         """Have Lightning step schedules after a step that all hosts count, not one that this host's epoch counts."""
-        step, known = self.steps_taken(), {id(each): every for each, every in self._schedules}
-        self._schedules = [
-            (each, known.get(id(each)) or self._every(each))
-            for each in self._trainer.lr_scheduler_configs
-            if each.interval == "step" and not each.reduce_on_plateau
-        ]
-        for each, every in self._schedules:
-            each.frequency = 1 if counts and (step + 1) % every == 0 else NEVER
+        configs = self._trainer.lr_scheduler_configs
+        by_step = [each for each in configs if each.interval == "step" and not each.reduce_on_plateau]
+        self._schedules = [(each, self._frequency(each)) for each in by_step]
+        for each, every in self._every:
+            each.frequency = 1 if counts and (self.steps_taken() + 1) % every == 0 else NEVER
 
-    def _every(self, config: Any) -> int:
-        """Optimizer steps from one step of a schedule to the next; Lightning counts batches."""
-        return int(config.frequency) // math.gcd(int(config.frequency), self._trainer.accumulate_grad_batches)
+    def _frequency(self, config: Any) -> int:
+        """The frequency that a user gave."""
+        return next((given for each, given in self._schedules if each is config), int(config.frequency))
+
+    @property
+    def _every(self) -> list[tuple[Any, int]]:
+        """Optimizer steps from one step of each schedule to the next; Lightning counts batches."""
+        batches = self._trainer.accumulate_grad_batches
+        return [(each, given // math.gcd(given, batches)) for each, given in self._schedules]
 
     def skip_steps(self, steps: int) -> None:
         """Count so many more, and have schedules go on that Lightning steps after each; they never go back."""
@@ -172,7 +203,7 @@ class ElasticHost(ShowsAverage):
         self._go_to(before + steps, batches + steps * batches // max(before, 1))
         if not self._trainer.lightning_module.automatic_optimization:
             return  # its own code steps schedules
-        for each, every in self._schedules:
+        for each, every in self._every:
             for _ in range((before + steps) // every - before // every):
                 each.scheduler.step()
 
