@@ -51,7 +51,7 @@ class MeanMoments:
             v = optimizer.state[p].get(STATE) if p in optimizer.state else None
             if v is not None and type(v) is not Tensor:  # in 8 bits, say: it stays this rank's own
                 continue
-            if v is None:  # it begins as this rank's own
+            if v is None or (p not in self._by and not bool(v.any())):  # it begins as this rank's own, or is to begin
                 self._by[p] = self._own
             elif p in self._stepping:  # a closure is asked once more, or a step has raised: another gradient may come
                 v.clamp_(min=0.0)
