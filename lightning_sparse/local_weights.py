@@ -115,6 +115,11 @@ class BeforeCallbacks(Callback):
     Callbacks that average weights over time see the average after every batch.
     """
 
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """Meet other hosts before the first batch, once callbacks have made their schedules."""
+        if isinstance(trainer.strategy, ShowsAverage) and trainer.strategy.exchange is not None:
+            trainer.strategy.exchange.enter()
+
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         kinds = {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}  # type: ignore[attr-defined]
         exchange = getattr(trainer.strategy, "exchange", None)

@@ -313,7 +313,8 @@ def train(rank: int, size: int, plan: Plan) -> dict[str, Any]:
     )
     local = plan.local | ({"local_steps": 7} if rank == plan.odd else {})
     strategy = ls.SparseDDPStrategy(plan.compressor, elastic=elastic, **local)
-    callbacks: list[Any] = [Does("on_train_batch_start", at_batch)]
+    begun = Does("on_train_batch_start", at_batch)
+    callbacks: list[Any] = [begun]
     if plan.saves:
         callbacks.append(ModelCheckpoint(dirpath=plan.folder / f"host{rank}", every_n_train_steps=3, save_last=True))
     run = trainer(strategy, 1, check_every=0, max_steps=plan.steps, callbacks=callbacks)
@@ -331,7 +332,7 @@ def train(rank: int, size: int, plan: Plan) -> dict[str, Any]:
         "rate": _rate(run),
         "schedules": [each.scheduler.last_epoch for each in run.lr_scheduler_configs],
         "optimizer": {int(state["step"]) for state in run.optimizers[0].state.values()},
-        "batches": run.fit_loop.epoch_loop.total_batch_idx + 1,
+        "batches": len(begun.found),
         "sent": sum(lane.comm.sent_bytes for lane in exchange._lanes),
     }
 

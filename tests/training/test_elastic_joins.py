@@ -200,7 +200,7 @@ def test_what_hosts_must_have_in_common_is_compared(ranks: Ranks, tmp_path: Path
 def whose_optimizers_change(rank: int, size: int, lighthouse: str, folder: Path) -> Any:
     as_a_host(lighthouse)
     saved = folder / "saved" / "last.ckpt"
-    model, options = Net(), {"max_steps": -1, "max_epochs": 8, "limit_train_batches": 20}
+    model, options = Net(), {"max_steps": 160, "max_epochs": -1, "limit_train_batches": 20}
     callbacks: list[Callback] = [StochasticWeightAveraging(0.005, swa_epoch_start=2, annealing_epochs=1)]
     if rank == 0:
         callbacks.append(ModelCheckpoint(saved.parent, save_last=True, every_n_epochs=1))
