@@ -120,8 +120,8 @@ class ElasticHost(ShowsAverage):
         if shapes != state["shapes"]:
             raise RuntimeError(
                 "This host must have the optimizers and schedules that the others have now; a callback, such as "
-                "StochasticWeightAveraging or BackboneFinetuning, has changed theirs. Start this host from a "
-                "checkpoint that one of them has saved since, with trainer.fit(..., ckpt_path=...). Host 0 is this "
+                "StochasticWeightAveraging or BackboneFinetuning, may have changed theirs. Then start all hosts again "
+                "from a checkpoint that one of them has saved, with trainer.fit(..., ckpt_path=...). Host 0 is this "
                 "one, host 1 another:\n  " + "\n  ".join(differences([shapes, state["shapes"]], "host"))
             )
         for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
