@@ -1,6 +1,6 @@
 """Checks of arguments: each raises an error that says what must be, what was given, and what to do."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from numbers import Integral, Real
 from typing import TypeGuard
@@ -97,6 +97,11 @@ def is_list(value: object) -> TypeGuard[Sequence[object]]:
 def is_names(value: object) -> TypeGuard[Sequence[str]]:
     """Whether ``value`` is a list of strings."""
     return is_list(value) and all(isinstance(each, str) for each in value)
+
+
+def class_names(objects: Iterable[object]) -> set[str]:
+    """The names of the classes of these, and of what those derive from: two packages have classes of the same names."""
+    return {kind.__name__ for each in objects for kind in type(each).__mro__}
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:

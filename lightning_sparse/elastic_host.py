@@ -4,11 +4,13 @@ import copy
 import math
 import sys
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_sparse.checks import class_names
 from lightning_sparse.local_weights import WEIGHT_AVERAGING, ShowsAverage
 from lightning_sparse.network.agreement import differences
 from lightning_sparse.settings import as_text
@@ -19,7 +21,7 @@ NEVER = sys.maxsize  # batches from one step of a schedule to the next
 class ElasticHost(ShowsAverage):
     """The part of a strategy that is one of several hosts, each with a Trainer of its own."""
 
-    _schedules: list[tuple[Any, int]] = []  # noqa: RUF012  # those that go by steps, and their frequencies as given
+    _schedules: Sequence[tuple[Any, int]] = ()  # those that go by steps, and their frequencies as given
 
     def configure_ddp(self) -> None:
         """Wrap the model, and say what of the Trainer a host gets that joins.
@@ -39,7 +41,7 @@ class ElasticHost(ShowsAverage):
                     "SyncBatchNorm cannot be combined with elastic: it sees the ranks of one training, and hosts are "
                     "trainings of their own. Leave out sync_batchnorm=True, or the conversion of your own."
                 )
-            kinds = {kind.__name__ for each in self._trainer.callbacks for kind in type(each).__mro__}
+            kinds = class_names(self._trainer.callbacks)
             if self.options.hosts.own_pace and (found := kinds & WEIGHT_AVERAGING):
                 raise ValueError(
                     f"{found.pop()} cannot be combined with own_pace=True: each host would average at own steps, and "
@@ -55,7 +57,7 @@ class ElasticHost(ShowsAverage):
     def on_train_start(self) -> None:
         """Say what this host alone goes by, where others do not know of it."""
         super().on_train_start()
-        self._schedules = []
+        self._schedules = ()
         hosts = self.options.hosts
         schedules = self._trainer.lr_scheduler_configs if hosts is not None else ()
         if hosts and hosts.own_pace and any(each.interval == "epoch" for each in schedules):
@@ -130,7 +132,7 @@ class ElasticHost(ShowsAverage):
             each.scheduler.load_state_dict(kept)
         for callback in self._lasting_callbacks:
             if (kept := state["callbacks"].get(callback.state_key)) is not None:
-                callback.load_state_dict(copy.deepcopy(kept))
+                callback.load_state_dict(kept)
             if state["saved"]:
                 callback.on_load_checkpoint(trainer, trainer.lightning_module, state["saved"])
         self._go_to(state["global_step"], state["batches_that_stepped"])

@@ -8,6 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
+from lightning_sparse.checks import class_names
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.hook import SparseHook
 from lightning_sparse.options import Options
@@ -121,7 +122,7 @@ class BeforeCallbacks(Callback):
             trainer.strategy.exchange.enter()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        kinds = {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}  # type: ignore[attr-defined]
+        kinds = class_names(trainer.callbacks)  # type: ignore[attr-defined]
         exchange = getattr(trainer.strategy, "exchange", None)
         if kinds & WEIGHT_AVERAGING and exchange is not None and not exchange.within_step:
             exchange.show_average(buffers=False)  # of which each rank averages its own, as with DDP

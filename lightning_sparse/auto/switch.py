@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.auto.policy import Candidate
 from lightning_sparse.checkpoint.optimizers import in_order, set_tensors, tensors_everywhere
+from lightning_sparse.checks import class_names
 from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.engine.build import Way, check_not_capturing, make_exchange
 from lightning_sparse.engine.exchange import Exchange
@@ -139,15 +140,11 @@ class Switch:
 
     def _warn_of_lbfgs(self) -> None:
         """Warn once where LBFGS steps with means that are not those of this step's gradients."""
-        is_exact = self.exchange.wire_dtype.lossless and all(isinstance(c, Dense) for c in self.exchange.compressors)
-        kinds = {kind.__name__ for each in self.optimizers.seen for kind in type(each).__mro__}
-        if (
-            "LBFGS" in kinds
-            and self.way.local is None
-            and not is_exact
-            and self.exchange.size > 1
-            and not self._said_lbfgs
-        ):
+        exchange = self.exchange
+        if self._said_lbfgs or self.way.local is not None or exchange.size == 1:
+            return
+        is_exact = exchange.wire_dtype.lossless and all(isinstance(c, Dense) for c in exchange.compressors)
+        if not is_exact and "LBFGS" in class_names(self.optimizers.seen):
             self._said_lbfgs = True
             rank_zero_warn(
                 "LBFGS may end far above the loss of ddp where gradients are compressed: it was 916 % with int4 and "

@@ -61,9 +61,8 @@ class Discards:
         self._earlier: dict[Tensor, list[Tensor]] = {}  # of means that were thrown away since the last step, likewise
         self._places: dict[Tensor, tuple[Group, Compressor, int]] = {}
         self._stepped: set[Tensor] = set()  # of these, by an optimizer, whatever their versions
-        self._thrown: dict[
-            Tensor, bool | None
-        ] = {}  # of these, whether .grad was empty when the next backward reached them
+        #: Of these, whether .grad was empty when the next backward reached them.
+        self._thrown: dict[Tensor, bool | None] = {}
         self._copies: dict[Tensor, dict[str, Tensor]] = {}  # what is unsent, and remembered of each element
         self._before: dict[int, tuple[int, dict[str, Tensor]]] = {}  # by group: its step, and all else it remembers
         self._ended: set[int] = set()  # groups that were averaged in a backward that has ended, of these

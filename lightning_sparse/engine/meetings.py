@@ -69,6 +69,7 @@ class Meetings(LocalExchange):
         given: Any = {"settings": settings, "warmup_steps": warmup_steps, "lead_is_given": lead_is_given}
         super().__init__(groups, fragments, [self._among], threaded=True, buffers=buffers, **given)
         self._described, self._alone = dict(described), alone
+        self._digest = 0  # of what describes this host, once it has entered
         self._others, self._saved = Untrained(untrained), set(saved)  # a host's own, handed on to one that joins
         self._pace = Pace(hosts.own_pace, ahead=int(settings.overlap))
         self._committed = 0  # 1 + the step of the last exchange that counted; 0 before all
@@ -90,6 +91,7 @@ class Meetings(LocalExchange):
             return
         self._has_entered = True
         self._described |= self._pace.training.described()
+        self._digest = zlib.crc32(json.dumps(self._described, sort_keys=True).encode())
         self._others.begin()
         if not self.settings.overlap:
             self._exchanged = self.steps  # what is due was sent before the checkpoint was saved
@@ -181,9 +183,11 @@ class Meetings(LocalExchange):
             RuntimeError: they have other settings.
             RankLost: they are not equally far, and must meet again.
         """
-        digest = zlib.crc32(json.dumps(self._described, sort_keys=True).encode())
-        far = [self._committed, self.moments.looks]
-        own = torch.tensor([self.steps, self._hosts.key, digest, *far], dtype=torch.int64, device="cpu")
+        own = torch.tensor(
+            [self.steps, self._hosts.key, self._digest, self._committed, self.moments.looks],
+            dtype=torch.int64,
+            device="cpu",
+        )
         rows = self._among.all_gather(own).wait()
         if len(set(rows[:, 2].tolist())) > 1 and self._hosts.was_made_anew:
             self._compare(

@@ -38,6 +38,7 @@ DO_NOT: dict[str, Callable[[list[Tensor]], Optimizer]] = {
     "rprop": torch.optim.Rprop,
     "asgd": torch.optim.ASGD,
     "around adamw": lambda p: Wrapper(torch.optim.AdamW(p), True, float),
+    "around adafactor": lambda p: Wrapper(torch.optim.Adafactor(p), True, float),
     "no rate": lambda p: without_rate(SGD(p, lr=0.1)),
     "who knows": lambda p: Unknown(p),
 }

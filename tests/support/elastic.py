@@ -110,7 +110,7 @@ class Plan:
     min_hosts: int = 1
     quorum_timeout_s: float = LONG_S
     own_pace: bool = False
-    addresses: dict[int, str] = field(default_factory=dict)  # that hosts are told to be reached at
+    addresses: dict[int, str] = field(default_factory=dict)  # of hosts, at which others reach them
     falls: bool = False  # learning rates, as ``falling`` says
     sleeps: dict[int, float] = field(default_factory=dict)  # before each own step of a host, until there is a file CALM
     cut_s: int = 0  # for which a link is cut

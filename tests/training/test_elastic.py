@@ -160,6 +160,7 @@ def test_an_answer_of_the_lighthouse_is_lost(ranks: Ranks, tmp_path: Path, step:
             ends = [end.value for end in running.ends(IN_TIME_S)]
     assert len({end["bits"] for end in ends}) == 1
     assert [end["step"] for end in ends] == [30, 30]
+    assert {end["metrics"]["sparse/dropped_exchanges"] for end in ends} == {0}  # it costs a meeting
     Journals(tmp_path).check_bits()
 
 

@@ -171,7 +171,7 @@ def drawn(draw: random.Random, folder: Path, first: int, joining: int) -> Plan:
     settings = LocalSteps(steps, fragments=draw.choice([None, 1]), overlap=overlap)
     plan.local = {"local_steps": settings, "wire_dtype": draw.choice(["float32", "int4", "sign"])}
     plan.own_pace, plan.batches = draw.random() < 0.5, draw.choice([0, 70])
-    plan.joins = {rank: -rank for rank in range(first, first + joining)}  # when they are told to
+    plan.joins = {rank: -rank for rank in range(first, first + joining)}  # once this test has made a file
     slower = [SLOW_S, 3 * SLOW_S] if plan.own_pace else [SLOW_S]
     plan.sleeps = {rank: draw.choice(slower) for rank in range(1, first + joining)} | {0: SLOW_S}
     if draw.random() < 0.25:
