@@ -13,6 +13,7 @@ from lightning_sparse.checkpoint.optimizers import set_tensors, tensors_everywhe
 from lightning_sparse.checkpoint.state import State, mean_used
 from lightning_sparse.checks import uncompiled
 from lightning_sparse.engine.buffer_message import bytes_of, from_bytes
+from lightning_sparse.engine.buffers import saved_names
 from lightning_sparse.engine.checksum import checksum
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.network.agreement import ranks_having
@@ -38,7 +39,7 @@ class Parts:
 
     def others(self, exchange: Exchange) -> dict[str, Tensor]:
         """What a checkpoint keeps and ``exchange`` does not average, by name: buffers, and what has not changed."""
-        kept = {uncompiled(name) for name in self.module.state_dict(keep_vars=True)}
+        kept = saved_names(self.module)
         return {name: x for name, x in exchange.buffers.items() if name in kept} | dict(exchange.not_averaged)
 
 

@@ -170,6 +170,11 @@ class ModuleBuffers:
         self._note_what_was_set()
         return self.named() | self._own
 
+    def saved(self) -> dict[str, Tensor]:
+        """Those of them that a checkpoint keeps."""
+        names = set() if self.module is None else saved_names(self.module)
+        return {name: x for name, x in self.own().items() if name in names}
+
     def checksums(self) -> dict[str, Tensor]:
         """One of what the module holds, by name."""
         return {name: checksum(x).cpu() for name, x in self.named().items()}
@@ -231,6 +236,11 @@ class ModuleBuffers:
 
     def _message_of(self, buffers: Mapping[str, Tensor]) -> BufferMessage:
         return BufferMessage(buffers, _norms_in(self.module), self._device)
+
+
+def saved_names(module: nn.Module) -> set[str]:
+    """The names of what a checkpoint keeps of ``module``."""
+    return {uncompiled(name) for name in module.state_dict(keep_vars=True)}
 
 
 def _norms_in(module: nn.Module | None) -> dict[str, _BatchNorm]:

@@ -96,7 +96,6 @@ def _local_steps(
             settings=settings,
             warmup_steps=way.warmup_steps,
             untrained=untrained,
-            saved={uncompiled(name) for name in ddp.module.state_dict(keep_vars=True)},
             buffers=ModuleBuffers(ddp.module, shared=False),
             wire_dtype=wire_dtype,
             hosts=way.elastic,

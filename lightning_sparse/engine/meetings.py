@@ -3,7 +3,7 @@
 import json
 import time
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -43,8 +43,7 @@ class Meetings(LocalExchange):
         described: what must be the same on all hosts, as text by name; of LAYERS a difference is warned of.
         alone: this host alone, for messages that another host need not send at the same time.
         untrained: parameters of the module that no optimizer trains: each host's own.
-        saved: names of the buffers that one that joins gets too.
-        buffers: of the module, which hosts do not share.
+        buffers: of the module, which hosts do not share; one that joins gets those that a checkpoint keeps.
         groups: as for :class:`LocalExchange`; and so all others.
     """
 
@@ -58,7 +57,6 @@ class Meetings(LocalExchange):
         described: Mapping[str, str],
         alone: Comm,
         untrained: Mapping[str, Find],
-        saved: Collection[str],
         buffers: ModuleBuffers,
         settings: LocalSteps,
         warmup_steps: int = 0,
@@ -70,7 +68,7 @@ class Meetings(LocalExchange):
         super().__init__(groups, fragments, [self._among], threaded=True, buffers=buffers, **given)
         self._described, self._alone = dict(described), alone
         self._digest = 0  # of what describes this host, once it has entered
-        self._others, self._saved = Untrained(untrained), set(saved)  # a host's own, handed on to one that joins
+        self._others = Untrained(untrained)  # that each host has for itself, and hands on to one that joins
         self._pace = Pace(hosts.own_pace, ahead=int(settings.overlap))
         self._committed = 0  # 1 + the step of the last exchange that counted; 0 before all
         self._has_met = False  # others, and their exchange has not begun
@@ -251,7 +249,7 @@ class Meetings(LocalExchange):
             "replicas": [replica.shared() for replica in self.weights.replicas],
             "moments": {key: x.clone() for key, x in self.mean_moments.state().items()},
             "others": {n: find().detach().clone() for (n, find), c in zip(names.items(), changed, strict=True) if c},
-            "buffers": {name: x.detach().clone() for name, x in self.buffers.items() if name in self._saved},
+            "buffers": {name: x.detach().clone() for name, x in self.shared_buffers.saved().items()},
             "training": self._pace.training.training_state(),
         }
 
