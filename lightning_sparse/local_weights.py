@@ -9,7 +9,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from lightning_sparse.checks import class_names
-from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.elastic.averager import ElasticAverager
+from lightning_sparse.engine.averager import Averager
 from lightning_sparse.hook import SparseHook
 from lightning_sparse.options import Options
 from lightning_sparse.signals import MeetsAtSignals
@@ -30,7 +31,7 @@ class ShowsAverage(MeetsAtSignals, _Base):
     hook: SparseHook | None  # during fit, and afterwards
 
     @property
-    def exchange(self) -> Exchange | None:
+    def exchange(self) -> Averager | None:
         """The engine, during fit and afterwards."""
         return self.hook.exchange if self.hook else None
 
@@ -65,9 +66,10 @@ class ShowsAverage(MeetsAtSignals, _Base):
         module, exchange = self.lightning_module, self.exchange
         if module is None or exchange is None:
             return super().lightning_module_state_dict()
-        if not exchange.within_step:
+        local = exchange.local
+        if local is None or not local.within_step:
             self.show_average()
-        state: dict[str, Any] = _with_other_values(module, exchange.shared, super().lightning_module_state_dict)
+        state: dict[str, Any] = _with_other_values(module, local.shared if local else {}, super().lightning_module_state_dict)
         return state
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
@@ -75,8 +77,8 @@ class ShowsAverage(MeetsAtSignals, _Base):
         try:
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
         except BaseException:
-            if self.exchange is not None:
-                self.exchange.after_update()  # before a callback saves the optimizer
+            if self.exchange is not None and self.exchange.local is not None:
+                self.exchange.local.after_update()  # before a callback saves the optimizer
             raise
         if self.exchange is not None:
             self.exchange.end_step()
@@ -89,8 +91,8 @@ class ShowsAverage(MeetsAtSignals, _Base):
 
     def compare_averages(self) -> None:
         """Compare what was set after the last step, while every rank is there; raise a RuntimeError if it differs."""
-        if self.exchange is not None and not self._is_broken():
-            self.exchange.compare_averages()
+        if self.exchange is not None and self.exchange.local is not None and not self._is_broken():
+            self.exchange.local.compare_averages()
 
     def _is_broken(self) -> bool:
         """Whether other ranks may be gone, so that a message might wait for them."""
@@ -118,13 +120,14 @@ class BeforeCallbacks(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Meet other hosts before the first batch, once callbacks have made their schedules."""
-        if isinstance(trainer.strategy, ShowsAverage) and trainer.strategy.exchange is not None:
-            trainer.strategy.exchange.enter()
+        averager = getattr(trainer.strategy, "exchange", None)
+        if isinstance(averager, ElasticAverager):
+            averager.enter()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         kinds = class_names(trainer.callbacks)  # type: ignore[attr-defined]
         exchange = getattr(trainer.strategy, "exchange", None)
-        if kinds & WEIGHT_AVERAGING and exchange is not None and not exchange.within_step:
+        if kinds & WEIGHT_AVERAGING and exchange is not None and not (exchange.local and exchange.local.within_step):
             exchange.show_average(buffers=False)  # of which each rank averages its own, as with DDP
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -137,7 +140,8 @@ class BeforeCallbacks(Callback):
         """Show the average, also of what has changed since ranks looked at it."""
         strategy = trainer.strategy
         if isinstance(strategy, ShowsAverage) and strategy.exchange is not None and not strategy._is_broken():
-            strategy.exchange.compared()
+            if strategy.exchange.local is not None:
+                strategy.exchange.local.compared()
         self.on_train_epoch_end(trainer, pl_module)
 
 

@@ -12,13 +12,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.auto.policy import Auto, by_name
+from lightning_sparse.auto.switch import AveragingConfig
 from lightning_sparse.checkpoint.state import RESIDUALS
 from lightning_sparse.checks import check_one_of, check_whole, is_number
 from lightning_sparse.compressors import COMPRESSORS, Compressor, MomentumCorrection, Warmup
 from lightning_sparse.compressors.wrapper import Wrapper
-from lightning_sparse.engine.build import Way, check_trains
+from lightning_sparse.engine.ddp_checks import check_trains
 from lightning_sparse.engine.groups import BUCKET_BYTES, check_fusion, hand_over_bytes
-from lightning_sparse.engine.local_steps import LocalSteps
+from lightning_sparse.local_steps.settings import LocalSteps
 from lightning_sparse.network.agreement import agree, described, versions
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.elastic import Elastic
@@ -148,10 +149,10 @@ class Options:
         return Warmup(self.warmup_steps, compressor) if self.warmup_steps else compressor
 
     @property
-    def way(self) -> Way:
-        """How an engine averages at first."""
+    def averaging_config(self) -> AveragingConfig:
+        """How gradients or weights are averaged at first."""
         assert self.wire_dtype is not None
-        return Way(
+        return AveragingConfig(
             self.averaging,
             self.fusion,
             self.wire_dtype,

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from lightning_sparse.auto.policy import Auto
 from lightning_sparse.checkpoint.state import KEY, nbytes
 from lightning_sparse.compressors import COMPRESSORS, Compressor
+from lightning_sparse.elastic.averager import ElasticAverager
 from lightning_sparse.elastic_host import ElasticHost
-from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.fusion.layer_fusion import WORTH_PLANNING, LayerFusion
 from lightning_sparse.fusion.model import Plan
 from lightning_sparse.fusion.steps import STEPS_MEASURED
 from lightning_sparse.hook import SparseHook
+from lightning_sparse.local_steps.settings import LocalSteps
 from lightning_sparse.monitor.pictures import draw_timeline
 from lightning_sparse.network.elastic import Elastic
 from lightning_sparse.options import Options
@@ -100,6 +101,7 @@ class SparseMixin(ElasticHost):
             hook.take_over(self.hook)  # a second fit goes on where the first ended
         self.hook, self._hooked = hook, module
         if self.options.hosts is not None:
+            assert isinstance(hook.exchange, ElasticAverager)
             hook.exchange.serve(self)
 
     def setup_optimizers(self, trainer: Any) -> None:
