@@ -18,6 +18,7 @@ from lightning_sparse.auto.policy import Candidate
 from lightning_sparse.checkpoint.optimizers import in_order, set_tensors, tensors_everywhere
 from lightning_sparse.checks import class_names
 from lightning_sparse.compressors import Compressor, Dense
+from lightning_sparse.compressors.rounded import without_format
 from lightning_sparse.engine.build import Way, check_not_capturing, make_exchange
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.groups import BUCKET_BYTES, NOT_TRAINED, apart, make_groups, pieces_of, some
@@ -97,7 +98,8 @@ class Switch:
         self.exchange: Exchange = make_exchange(ddp, self.parameters, way, *means)
         self.layer_fusion: LayerFusion | None = None
         if way.fusion == "layer" and way.local is None:
-            self.layer_fusion = LayerFusion(self.exchange, way.compressor, self.parameters)
+            among_formats = way.may_sum_in_place
+            self.layer_fusion = LayerFusion(self.exchange, way.compressor, self.parameters, among_formats)
         self._names = [group.names for group in self.exchange.groups]
         self._group()
         for noted in self._noted:
@@ -143,8 +145,7 @@ class Switch:
         exchange = self.exchange
         if self._said_lbfgs or self.way.local is not None or exchange.size == 1:
             return
-        is_exact = exchange.wire_dtype.lossless and all(isinstance(c, Dense) for c in exchange.compressors)
-        if not is_exact and "LBFGS" in class_names(self.optimizers.seen):
+        if not all(isinstance(c, Dense) for c in exchange.compressors) and "LBFGS" in class_names(self.optimizers.seen):
             self._said_lbfgs = True
             rank_zero_warn(
                 "LBFGS may end far above the loss of ddp where gradients are compressed: it was 916 % with int4 and "
@@ -243,9 +244,9 @@ def _dense_if_alone(compressor: Compressor, size: int) -> Compressor:
     """``compressor``, or among ``size`` = 1 ranks, or nodes, its dense form: there is nobody to send to."""
     if size > 1:
         return compressor
-    if not isinstance(compressor, Dense):
+    if not isinstance(named := without_format(compressor), Dense):
         rank_zero_warn(
-            f"There is one rank, node or replica, and nobody to send to: {compressor} is not used, and every step "
+            f"There is one rank, node or replica, and nobody to send to: {named} is not used, and every step "
             "updates all elements. Start more, or use strategy='auto'."
         )
     return compressor.dense_variant()

@@ -25,7 +25,6 @@ from lightning_sparse.network.elastic import Elastic
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.network.torch_comm import TorchComm
 from lightning_sparse.settings import as_text
-from lightning_sparse.wire import wire_format
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,6 @@ class Way:
 
     compressor: Compressor
     fusion: str | Sequence[str]  # which parameters share a group at first, as ``engine.groups.fuse`` takes it
-    wire_dtype: str
     warmup_steps: int = 0  # dense steps first
     bucket_bytes: int = BUCKET_BYTES  # of float32 gradient in a group
     local: LocalSteps | None = None  # None where gradients are averaged
@@ -64,10 +62,9 @@ def make_exchange(
         )
     if way.local is not None:
         return _local_steps(ddp, parameters, way, way.local, groups, broadcasts_buffers)
-    wire_dtype = wire_format(way.wire_dtype)
     return GradientExchange(
         lay_out(parameters, way.compressor, way.fusion, way.bucket_bytes),
-        [comm.in_format(wire_dtype) for comm in groups.comms(beside_ddp=False)],
+        groups.comms(beside_ddp=False),
         threaded=not groups.nccl,
         node=groups if groups.local_size > 1 else None,
         may_be_unused=ddp.find_unused_parameters,
@@ -85,7 +82,7 @@ def _local_steps(
     groups: ProcessGroups,
     broadcasts_buffers: bool,
 ) -> Exchange:
-    wire_dtype, settings = wire_format(way.wire_dtype), local.led(way.compressor, way.wire_dtype)
+    settings = local.led(way.compressor)
     laid_out, fragments = lay_out_fragments(parameters, way.compressor, way.fusion, local.parts, way.bucket_bytes)
     ignored = {uncompiled(name) for name in ddp.parameters_to_ignore}
     untrained = untrained_of(ddp.module, ignored | parameters.keys())
@@ -97,7 +94,6 @@ def _local_steps(
             warmup_steps=way.warmup_steps,
             untrained=untrained,
             buffers=ModuleBuffers(ddp.module, shared=False),
-            wire_dtype=wire_dtype,
             hosts=way.elastic,
             described=_described(ddp.module, way, way.elastic),
             alone=TorchComm(ddp.process_group),
@@ -107,7 +103,7 @@ def _local_steps(
     return LocalExchange(
         laid_out,
         fragments,
-        [comm.in_format(wire_dtype) for comm in groups.comms(beside_ddp=True)],
+        groups.comms(beside_ddp=True),
         threaded=not groups.nccl,
         settings=settings,
         warmup_steps=way.warmup_steps,

@@ -27,7 +27,6 @@ from lightning_sparse.engine.timeline import Timeline
 from lightning_sparse.network.agreement import everywhere
 from lightning_sparse.network.comm import Comm, Pending
 from lightning_sparse.settings import as_text
-from lightning_sparse.wire import ValueFormat
 
 T = TypeVar("T")
 
@@ -192,11 +191,6 @@ class Exchange(Around, ABC):
         wait(results)
         have_caller_wait(self._lanes)
         return [result.result() for result in results]
-
-    @property
-    def wire_dtype(self) -> ValueFormat:
-        """Of values on the wire."""
-        return self._lanes[0].comm.wire_dtype
 
     @property
     def latencies(self) -> tuple[int, int, int]:

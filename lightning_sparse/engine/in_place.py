@@ -41,7 +41,7 @@ class SumsInPlace(ScaledSteps):
     @property
     def can_sum_in_place(self) -> bool:
         comm = self._lanes[0].comm
-        may = self.may_sum_in_place and self._in_float32 and comm.wire_dtype.lossless and not self._needs_groups
+        may = self.may_sum_in_place and self._in_float32 and not self._needs_groups
         return may and isinstance(comm, TorchComm) and not comm.stages(self.device)
 
     def _sums_in_place_in(self, dtype: torch.dtype | None) -> bool:

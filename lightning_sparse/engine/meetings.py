@@ -27,7 +27,6 @@ from lightning_sparse.network.elastic import Elastic
 from lightning_sparse.network.elastic_comm import ElasticComm
 from lightning_sparse.network.hosts import Hosts
 from lightning_sparse.network.torch_comm import RankLost
-from lightning_sparse.wire import ValueFormat
 
 MOST_FAILED = 20  # exchanges, one after the other, after which a host gives up
 FIRST_FAILED = 3  # meetings, after which one gives up that has not begun: others, which train, wait for it each time
@@ -39,7 +38,6 @@ class Meetings(LocalExchange):
 
     Args:
         hosts: where they meet.
-        wire_dtype: of values on the wire.
         described: what must be the same on all hosts, as text by name; of LAYERS a difference is warned of.
         alone: this host alone, for messages that another host need not send at the same time.
         untrained: parameters of the module that no optimizer trains: each host's own.
@@ -53,7 +51,6 @@ class Meetings(LocalExchange):
         fragments: Sequence[int],
         *,
         hosts: Elastic,
-        wire_dtype: ValueFormat,
         described: Mapping[str, str],
         alone: Comm,
         untrained: Mapping[str, Find],
@@ -63,7 +60,7 @@ class Meetings(LocalExchange):
         lead_is_given: bool = True,
     ) -> None:
         self._hosts = Hosts(hosts, self._shared)
-        self._among = ElasticComm(self._hosts.leave, hosts.limit).in_format(wire_dtype)
+        self._among = ElasticComm(self._hosts.leave, hosts.limit)
         given: Any = {"settings": settings, "warmup_steps": warmup_steps, "lead_is_given": lead_is_given}
         super().__init__(groups, fragments, [self._among], threaded=True, buffers=buffers, **given)
         self._described, self._alone = dict(described), alone
