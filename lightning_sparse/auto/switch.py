@@ -19,6 +19,7 @@ from lightning_sparse.auto.policy import Candidate
 from lightning_sparse.checkpoint.optimizers import in_order, set_tensors, tensors_everywhere
 from lightning_sparse.checks import class_names, uncompiled
 from lightning_sparse.compressors import Compressor, Dense
+from lightning_sparse.compressors.rounded import without_format
 from lightning_sparse.elastic.averager import ElasticAverager
 from lightning_sparse.elastic.membership import LAYERS
 from lightning_sparse.engine.averager import Averager, lanes_of
@@ -49,7 +50,6 @@ from lightning_sparse.network.elastic import Elastic
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.network.torch_comm import TorchComm
 from lightning_sparse.settings import as_text, same
-from lightning_sparse.wire import wire_format
 
 SURE = 10  # Steps after which an optimizer that has not stepped is not expected any more, where none was given.
 
@@ -60,7 +60,6 @@ class AveragingConfig:
 
     compressor: Compressor
     fusion: str | Sequence[str]  # which parameters share a group at first, as ``engine.groups.fuse`` takes it
-    wire_dtype: str
     warmup_steps: int = 0  # dense steps first
     bucket_bytes: int = BUCKET_BYTES  # of float32 gradient in a group
     local: LocalSteps | None = None  # None where gradients are averaged
@@ -131,7 +130,9 @@ class Switch:
         self.exchange: Averager = make_averager(ddp, self.parameters, config, *means)
         self.layer_fusion: LayerFusion | None = None
         if config.fusion == "layer" and config.local is None:
-            self.layer_fusion = LayerFusion(self.gradients, config.compressor, self.parameters)
+            self.layer_fusion = LayerFusion(
+                self.gradients, config.compressor, self.parameters, among_formats=config.may_sum_in_place
+            )
         self._names = [group.names for group in self.exchange.groups]
         self._group()
         for noted in self._noted:
@@ -177,7 +178,7 @@ class Switch:
         exchange = self.exchange
         if self._said_lbfgs or self.config.local is not None or exchange.size == 1:
             return
-        is_exact = exchange.lanes[0].comm.wire_dtype.lossless and all(isinstance(c, Dense) for c in exchange.compressors)
+        is_exact = all(isinstance(c, Dense) for c in exchange.compressors)
         if not is_exact and "LBFGS" in class_names(self.optimizers.seen):
             self._said_lbfgs = True
             rank_zero_warn(
@@ -283,9 +284,9 @@ def _dense_if_alone(compressor: Compressor, size: int) -> Compressor:
     """``compressor``, or among ``size`` = 1 ranks, or nodes, its dense form: there is nobody to send to."""
     if size > 1:
         return compressor
-    if not isinstance(compressor, Dense):
+    if not isinstance(named := without_format(compressor), Dense):
         rank_zero_warn(
-            f"There is one rank, node or replica, and nobody to send to: {compressor} is not used, and every step "
+            f"There is one rank, node or replica, and nobody to send to: {named} is not used, and every step "
             "updates all elements. Start more, or use strategy='auto'."
         )
     return compressor.dense_variant()
@@ -316,10 +317,9 @@ def make_averager(
         )
     if config.local is not None:
         return _local_steps(ddp, parameters, config, config.local, groups, broadcasts_buffers)
-    wire_dtype = wire_format(config.wire_dtype)
     return GradientAverager(
         lay_out(parameters, config.compressor, config.fusion, config.bucket_bytes),
-        [comm.in_format(wire_dtype) for comm in groups.comms(beside_ddp=False)],
+        groups.comms(beside_ddp=False),
         threaded=not groups.nccl,
         node=groups if groups.local_size > 1 else None,
         may_be_unused=ddp.find_unused_parameters,
@@ -337,7 +337,7 @@ def _local_steps(
     groups: ProcessGroups,
     broadcasts_buffers: bool,
 ) -> Averager:
-    wire_dtype, settings = wire_format(config.wire_dtype), local.led(config.compressor, config.wire_dtype)
+    settings = local.led(config.compressor)
     laid_out, fragments = lay_out_fragments(
         parameters, config.compressor, config.fusion, local.parts, config.bucket_bytes
     )
@@ -351,7 +351,6 @@ def _local_steps(
             warmup_steps=config.warmup_steps,
             untrained=untrained,
             buffers=ModuleBuffers(ddp.module, shared=False),
-            wire_dtype=wire_dtype,
             hosts=config.elastic,
             described=_described(ddp.module, config, config.elastic),
             alone=TorchComm(ddp.process_group),
@@ -361,7 +360,7 @@ def _local_steps(
     return LocalAverager(
         laid_out,
         fragments,
-        lanes_of(laid_out, [comm.in_format(wire_dtype) for comm in groups.comms(beside_ddp=True)], not groups.nccl),
+        lanes_of(laid_out, groups.comms(beside_ddp=True), not groups.nccl),
         settings=settings,
         warmup_steps=config.warmup_steps,
         untrained=untrained,

@@ -23,7 +23,6 @@ from lightning_sparse.local_steps.untrained import Untrained
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.elastic import Elastic
 from lightning_sparse.network.torch_comm import RankLost
-from lightning_sparse.wire import ValueFormat
 
 
 class ElasticAverager(LocalAverager):
@@ -55,11 +54,10 @@ class ElasticAverager(LocalAverager):
         untrained: Mapping[str, Find],
         buffers: ModuleBuffers,
         settings: LocalSteps,
-        wire_dtype: ValueFormat,
         warmup_steps: int = 0,
         lead_is_given: bool = True,
     ) -> None:
-        self._membership = Membership(hosts, described, self._saved, wire_dtype)
+        self._membership = Membership(hosts, described, self._saved)
         lanes = Lanes([self._membership.comm], threaded=True, device=device_of(groups), asked=alone)
         given: Any = {"settings": settings, "warmup_steps": warmup_steps, "lead_is_given": lead_is_given}
         super().__init__(groups, fragments, lanes, buffers=buffers, **given)

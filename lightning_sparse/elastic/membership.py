@@ -14,7 +14,6 @@ from lightning_sparse.network.elastic import Elastic
 from lightning_sparse.network.elastic_comm import ElasticComm
 from lightning_sparse.network.hosts import Hosts
 from lightning_sparse.network.torch_comm import RankLost
-from lightning_sparse.wire import ValueFormat
 
 MOST_FAILED = 20  # exchanges, one after the other, after which a host gives up
 FIRST_FAILED = 3  # meetings, after which one gives up that has not begun: others, which train, wait for it each time
@@ -36,9 +35,9 @@ class Membership:
         lost: hosts that were here and are gone.
     """
 
-    def __init__(self, hosts: Elastic, described: Mapping[str, str], saved: Callable[[], dict[str, Any]], wire_dtype: ValueFormat) -> None:
+    def __init__(self, hosts: Elastic, described: Mapping[str, str], saved: Callable[[], dict[str, Any]]) -> None:
         self._hosts = Hosts(hosts, saved)
-        self.comm = ElasticComm(self._hosts.leave, hosts.limit).in_format(wire_dtype)
+        self.comm = ElasticComm(self._hosts.leave, hosts.limit)
         self.described = dict(described)
         self.quorum_timeout_s = hosts.quorum_timeout
         self.committed = self.failed = self.lost = 0

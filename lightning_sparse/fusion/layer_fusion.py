@@ -12,6 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_sparse.compressors import Compressor, Dense
+from lightning_sparse.compressors.rounded import without_format
 from lightning_sparse.engine.groups import apart, make_groups, pieces_of
 from lightning_sparse.engine.timeline import GroupTime
 from lightning_sparse.fusion.costs import GroupCosts
@@ -36,17 +37,24 @@ class LayerFusion:
         exchange: whose groups they are.
         compressor: what averages them.
         parameters: by name, in the order of definition.
+        among_formats: a plan in a checkpoint is of one wire format; else of any, since a user names another at will.
 
     Attributes:
         plan: the plan that is followed, on rank 0; None before there is one.
         phase: "measure", "try" or "watch".
     """
 
-    def __init__(self, exchange: GradientAverager, compressor: Compressor, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        exchange: GradientAverager,
+        compressor: Compressor,
+        parameters: Mapping[str, Tensor],
+        among_formats: bool = False,
+    ) -> None:
         self.plan: Plan | None = None
         self.phase = "measure"
         self.compressor = compressor
-        self.exchange, self._parameters = exchange, parameters
+        self.exchange, self._parameters, self._among_formats = exchange, parameters, among_formats
         self._names = tuple(reversed(list(parameters)))  # in backward order
         self._groups = [group.names for group in exchange.groups]  # that are followed
         self._optimizers: Mapping[str, int] = {}
@@ -84,7 +92,7 @@ class LayerFusion:
             return {}
         return {
             "groups": [list(names) for names in self._groups],
-            "compressor": as_text(self.at_work),
+            "compressor": self._named(self.at_work),
             "size": self.exchange.size,
             "latencies": list(self.exchange.lanes.latencies),
         }
@@ -96,13 +104,16 @@ class LayerFusion:
         """
         groups, exchange = state.get("groups", []), self.exchange
         made_for = [x if isinstance(x, str | int) else None for x in (state.get("compressor"), state.get("size"))]
-        fits = made_for == [as_text(compressor.active(step)), exchange.size]
+        fits = made_for == [self._named(compressor.active(step)), exchange.size]
         if not fits or sorted(name for group in groups for name in group) != sorted(self._names):
             return False
         exchange.lanes.set_latencies(*state.get("latencies", exchange.lanes.latencies))
         self.follow(Layout(groups, compressor))
         rank_zero_info(f"LayerFusion: {len(exchange.groups)} groups, as in the checkpoint.")
         return True
+
+    def _named(self, compressor: Compressor) -> str:
+        return as_text(compressor if self._among_formats else without_format(compressor))
 
     # - groups
 
@@ -191,7 +202,7 @@ class LayerFusion:
     def costs_on(self, link: Link) -> GroupCosts:
         """What groups cost on ``link``, on this machine."""
         exchange = self.exchange
-        return GroupCosts(self._parameters, link, exchange.size, exchange.lanes[0].comm.wire_dtype, exchange.in_place.can)
+        return GroupCosts(self._parameters, link, exchange.size, exchange.in_place.can)
 
     def decide(self, compressor: Compressor, at_work: Compressor, measured: Measured, costs: GroupCosts) -> Layout:
         """Return the groups that rank 0 plans for ``compressor``, on every rank; those there are if it cannot.

@@ -83,11 +83,12 @@ class LocalSteps:
         check_whole("local_steps", given, 0, "Give H, the steps in which every weight travels once, or LocalSteps(H).")
         return cls(int(given)) if given else None
 
-    def led(self, compressor: Compressor, wire_dtype: str) -> "LocalSteps":
+    def led(self, compressor: Compressor) -> "LocalSteps":
         """Return the settings with the lead that suits what ``compressor`` sends, if none is given."""
         if self.lead is not None:
             return self
-        if isinstance(compressor, Rounded):
+        wire_dtype = ""
+        while isinstance(compressor, Rounded):
             wire_dtype, compressor = compressor.wire_dtype, compressor.wrapped
         soon = isinstance(compressor, Dense) and self.steps <= MOST_AHEAD and self.overlap
         if not soon or self.error_decay is not None or self.outer_rate != 1 or self.outer_momentum:

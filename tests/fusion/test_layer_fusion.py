@@ -233,7 +233,7 @@ def test_for_a_few_per_cent_no_groups_are_merged_in_which_parameters_compete(
     tried: None, monkeypatch: pytest.MonkeyPatch, compressor: ls.Compressor, span_s: dict[int, float], groups: int
 ) -> None:
     training = Training(compressor)
-    training.fusion.follow(Layout([[name] for name in reversed(training.parameters)], compressor))
+    training.fusion.follow(Layout([[name] for name in reversed(training.parameters)], training.fusion.compressor))
     monkeypatch.setattr(Timeline, "span_s", lambda self: span_s[len(training.exchange.groups)])
     list(training.passes(STEPS_MEASURED + TRIAL + 1))
     assert training.fusion.phase == "watch"
