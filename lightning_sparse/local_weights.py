@@ -69,7 +69,9 @@ class ShowsAverage(MeetsAtSignals, _Base):
         local = exchange.local
         if local is None or not local.within_step:
             self.show_average()
-        state: dict[str, Any] = _with_other_values(module, local.shared if local else {}, super().lightning_module_state_dict)
+        state: dict[str, Any] = _with_other_values(
+            module, local.shared if local else {}, super().lightning_module_state_dict
+        )
         return state
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:

@@ -42,9 +42,7 @@ class Lanes:
     gradients later than others have.  See [Note: one order of launches].
     """
 
-    def __init__(
-        self, comms: Sequence[Comm], threaded: bool, device: torch.device, asked: Comm | None = None
-    ) -> None:
+    def __init__(self, comms: Sequence[Comm], threaded: bool, device: torch.device, asked: Comm | None = None) -> None:
         self.size, self.rank = comms[0].size, comms[0].rank
         self._device, self._threaded, self._asked = device, threaded, asked
         self._lanes = [Lane(comm, threaded, device) for comm in comms]

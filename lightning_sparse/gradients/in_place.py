@@ -43,7 +43,9 @@ class SumsInPlace:
     @property
     def can(self) -> bool:
         """Whether buckets can be summed where they lie, if the link makes that the soonest."""
-        return self.may and self._in_float32 and isinstance(self._comm, TorchComm) and not self._comm.stages(self._device)
+        return (
+            self.may and self._in_float32 and isinstance(self._comm, TorchComm) and not self._comm.stages(self._device)
+        )
 
     def sums(self, compressor: Compressor) -> bool:
         """Whether what ``compressor`` averages is summed where DDP has it, not in groups, once nothing is unsent."""

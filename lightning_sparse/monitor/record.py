@@ -150,7 +150,7 @@ def measure(exchange: Averager, waiting: Sequence[Waiting]) -> dict[str, float]:
         "sparse/unsent_norm": exchange.unsent_norm(),
         "sparse/oldest_steps": float(max((each.oldest for each in waiting), default=0)),
         "sparse/unsent_over_gradient": max((each.unsent_over_gradient for each in waiting), default=0.0),
-        "sparse/delivered": _delivered(exchange),
+        "sparse/delivered": delivered_by(exchange),
         "sparse/age": exchange.sample.age() if exchange.sample else 0.0,
         "sparse/ms_compress": report.ms_compress,
         "sparse/ms_wait": _ms_wait(exchange, report),
@@ -171,8 +171,11 @@ def measure_parts(exchange: Averager, waiting: Sequence[Waiting]) -> dict[str, f
     return metrics
 
 
-def _delivered(exchange: Averager) -> float:
-    """The part of what was unsent on all ranks that the last step delivered, as a squared norm of a sample."""
+def delivered_by(exchange: Averager) -> float:
+    """The part of what was unsent on all ranks that the last step delivered, as a squared norm of a sample.
+
+    To be called on every rank between two steps, while there is a sample.
+    """
     assert exchange.sample is not None
     sums = exchange.sample.unsent_and_left(lambda group, places: exchange.unsent_of(group)[places])
     if not sums.numel():

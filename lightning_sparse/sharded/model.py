@@ -129,7 +129,9 @@ class ShardedModel:
         """This rank's shards of what is trained."""
         return iter(self.shards.values())
 
-    def average_with(self, hand_over: Callable[[PendingBucket], object], averager: Callable[[], GradientAverager]) -> None:
+    def average_with(
+        self, hand_over: Callable[[PendingBucket], object], averager: Callable[[], GradientAverager]
+    ) -> None:
         """Hand every gradient to ``hand_over`` from now on, for the averager that ``averager`` returns."""
         self._hand_over, self._averager = hand_over, averager
         for module in self.module.modules():
@@ -223,7 +225,9 @@ class ShardedModel:
         here = {id(shard) for _, bucket, _ in handed_over for shard in bucket.used}
         averager, shards = self._averager(), self.shards.values()
         flags = torch.tensor([float(id(shard) in here) for shard in shards], dtype=torch.float32, device="cpu")
-        replicas_using = averager.lanes.ask_beside(lambda comm: comm.all_reduce(flags.to(averager.device, non_blocking=True)))
+        replicas_using = averager.lanes.ask_beside(
+            lambda comm: comm.all_reduce(flags.to(averager.device, non_blocking=True))
+        )
         for _, bucket, _ in handed_over:
             bucket.future.wait()
         used = here
