@@ -1,6 +1,6 @@
 """What is unsent of sharded gradients, on its way into a checkpoint and back.
 
-R replicas, S shards; see ``engine/sharded_model.py``.  A distributed checkpoint holds it as tensors that are sharded as
+R replicas, S shards; see ``sharded/model.py``.  A distributed checkpoint holds it as tensors that are sharded as
 their parameters are, so that it can be read with other shards; a single file holds all of each parameter.
 """
 

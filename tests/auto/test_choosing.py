@@ -572,10 +572,11 @@ def test_a_trial_of_sums_ends_early_where_they_take_too_long() -> None:
 def test_a_trial_of_local_steps_ends_early_where_they_take_far_too_long() -> None:
     def trial(longest_s: float) -> tuple[int, Times]:
         """How many steps it takes, and what one takes."""
-        exchange = SimpleNamespace(is_starting=True, round=2)
+        local = SimpleNamespace(is_starting=True)
+        exchange = SimpleNamespace(local=local, round=2)
         switch: Any = SimpleNamespace(layer_fusion=None, exchange=exchange, to_local_steps=lambda candidate: None)
         trial_of = passes._take_local_steps(switch, LOCAL2, longest_s)
-        return to_its_end(trial_of, lambda steps: vars(exchange).update(is_starting=steps < 20))
+        return to_its_end(trial_of, lambda steps: vars(local).update(is_starting=steps < 20))
 
     assert trial(longest_s=1.9) == (passes.GLANCE, Times(2.0, 0.5))
     assert trial(longest_s=2.1) == (20 + passes.SETTLING + passes.TIMED, Times(1.0, 0.5))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sparse.engine.lanes import Lane
+from lightning_sparse.engine.lanes import Lanes
 from lightning_sparse.local_steps.averager import PendingExchange
 from lightning_sparse.local_steps.buffers import ModuleBuffers
 from lightning_sparse.network.simulated import same_bits
@@ -24,20 +24,20 @@ class Rank:
     """One rank's buffers."""
 
     def __init__(self, comm: ThreadComm, module: nn.Module, **options: Any) -> None:
-        self.module, self.lane = module, Lane(comm, threaded=False)
+        self.module, self.lanes = module, Lanes([comm], threaded=False, device=torch.device("cpu"))
         self.buffers = ModuleBuffers(module, **options)
         self.number = comm.rank
 
     def turn(self, meanwhile: Callable[["Rank"], object] = lambda _: None, compares: bool = True) -> None:
         """An exchange, and what training does meanwhile."""
-        flight = PendingExchange([self.lane])
-        self.buffers.send(flight, self.lane, compares)
+        pending = PendingExchange(self.lanes)
+        self.buffers.send(pending.launch, self.lanes[0], compares)
         meanwhile(self)
-        assert flight.error is None, flight.error
+        assert pending.error is None, pending.error
         self.buffers.receive()
 
     def show(self) -> None:
-        self.buffers.show(lambda work: work(self.lane), self.lane.comm.size)
+        self.buffers.show(self.lanes.on_first, self.lanes.size)
 
 
 class Ranks:
@@ -90,10 +90,10 @@ def test_all_ranks_get_rank_0s_of_any_type_and_what_is_equal_is_not_touched(make
         for name, x in rank.buffers.named().items():
             assert same_bits(x.reshape(-1), first[name].reshape(-1)), name
             assert (x._version == versions[name]) == (name in equal or rank.number == 0), name
-    sent = [rank.lane.comm.sent_bytes for rank in ranks.all]
+    sent = [rank.lanes[0].comm.sent_bytes for rank in ranks.all]
     ranks.each(Rank.turn)
     words = 8 * len(first) * 2  # to two others
-    assert [rank.lane.comm.sent_bytes - each for rank, each in zip(ranks.all, sent, strict=True)] == [words] * 3
+    assert [rank.lanes[0].comm.sent_bytes - each for rank, each in zip(ranks.all, sent, strict=True)] == [words] * 3
 
 
 def test_rank_0s_replaces_what_others_did_meanwhile_and_never_its_own(make: Any) -> None:
@@ -220,7 +220,7 @@ def test_ignored_buffers_and_all_without_broadcast_buffers_are_each_ranks_own(ma
         for _ in range(2):
             ranks.each(Rank.turn)
         assert [x.item() for x in ranks.of("x")] == [0.0, 1.0]
-        assert ranks.all[0].lane.comm.messages == 0
+        assert ranks.all[0].lanes[0].comm.messages == 0
 
 
 def test_a_buffer_of_another_shape_on_a_rank_ends_the_training_in_words(make: Any) -> None:

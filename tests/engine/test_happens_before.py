@@ -112,7 +112,7 @@ def test_what_is_asked_within_a_step_is_ordered(forgets: bool) -> None:
     with on_fake_cuda(HappensBefore()) as (cuda, nccl):
         assert isinstance(cuda, HappensBefore)
         exchange = gradients(nccl, parameters(), ls.TopK(), "int4")
-        answer = exchange.ask_beside(lambda comm: comm.all_reduce(torch.ones(5, device=DEVICE)))
+        answer = exchange.lanes.ask_beside(lambda comm: comm.all_reduce(torch.ones(5, device=DEVICE)))
         if not forgets:
             assert answer.result().tolist()
         del answer
@@ -121,7 +121,7 @@ def test_what_is_asked_within_a_step_is_ordered(forgets: bool) -> None:
 
 
 WAITS: list[tuple[type, str, str, Make, Between]] = [
-    (Stream, "wait_stream", "engine/lane.py wait_for_caller", scaled, nothing),
+    (Stream, "wait_stream", "engine/lanes.py wait_for_caller", scaled, nothing),
     (Work, "wait", "network/torch_comm.py wait", scaled, nothing),
     (Event, "synchronize", "compressors/group.py read", scaled, nothing),
 ]

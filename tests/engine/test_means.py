@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lightning_sparse.gradients.averager import Means
+from lightning_sparse.gradients.averager import ResumedMeans
 
 
 def test_means_are_kept_and_handed_back_with_and_without_a_loss_scale() -> None:
@@ -11,7 +11,7 @@ def test_means_are_kept_and_handed_back_with_and_without_a_loss_scale() -> None:
     scaler.scale(torch.ones(()))
     p = nn.Parameter(torch.ones(3))
     p.grad = torch.tensor([1024.0, 2048.0, float("inf")])
-    means, again = Means(scaler), Means(scaler)
+    means, again = ResumedMeans(scaler), ResumedMeans(scaler)
     assert means.due({"p": p}) == {}
     means.are_due = True
     scaled = means.due({"p": p})["p"]
@@ -20,9 +20,9 @@ def test_means_are_kept_and_handed_back_with_and_without_a_loss_scale() -> None:
     assert torch.equal(means.due({"p": p})["p"], scaled)
     bucket = [p, other := nn.Parameter(torch.ones(2))]
     buffer = torch.full((5,), 7.0)
-    assert not again.saved
+    assert not again.means
     again.resume({"p": scaled, "gone": scaled}, {"p": p, "other": other})
     again.hand_back(buffer, bucket, True)
     assert buffer.tolist() == [1024.0, 2048.0, float("inf"), 0.0, 0.0]
     assert again.are_due
-    assert not again.saved
+    assert not again.means

@@ -16,7 +16,7 @@ from lightning_sparse.auto import chooser, passes
 from lightning_sparse.auto.chooser import Chooser
 from lightning_sparse.auto.course import Course
 from lightning_sparse.auto.passes import FIRST_CHOICE, GLIMPSE
-from lightning_sparse.auto.switch import Way
+from lightning_sparse.auto.switch import AveragingConfig
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.groups import lay_out
 from lightning_sparse.engine.timeline import Timeline
@@ -67,7 +67,11 @@ class Training:
         )
         self.fusion = LayerFusion(self.exchange, options.averaging, self.parameters)
         switch: Any = SimpleNamespace(
-            exchange=self.exchange, layer_fusion=self.fusion, way=Way, chosen=None, parameters=self.parameters
+            exchange=self.exchange,
+            layer_fusion=self.fusion,
+            config=AveragingConfig,
+            chosen=None,
+            parameters=self.parameters,
         )
         switch.group_by_optimizer, switch.numbers = lambda *_: None, {}
         switch.optimizers, switch.usual, switch.link = SimpleNamespace(seen=[], unscale=lambda: None), None, None

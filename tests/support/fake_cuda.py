@@ -235,7 +235,7 @@ def _generator(device: object = None) -> torch.Generator:
 
 
 def place() -> str:
-    """Which function of the library is at work: ``engine/step.py report``."""
+    """Which function of the library is at work: ``gradients/averager.py report``."""
     frame = sys._getframe()
     while frame is not None:
         _, found, path = frame.f_code.co_filename.rpartition("lightning_sparse/")

@@ -36,6 +36,8 @@ class Averager:
         parameters = {name: torch.zeros(elements // 2) for name in ("head.weight", "body.weight")}
         self.groups = [Group(i, (name,), (p,)) for i, (name, p) in enumerate(parameters.items())]
         self.norms_asked = 0
+        halves = torch.tensor([[1.0], [0.5]])  # of what is unsent before a step, and after it
+        self.lanes = SimpleNamespace(ask=lambda launch: halves)
 
     def step(self, sent_bytes: int = 100) -> None:
         self.timeline.begin_backward()
@@ -50,8 +52,8 @@ class Averager:
     def metrics(self) -> dict[str, float]:
         return {}
 
-    def delivered(self) -> float:
-        return 0.75
+    def unsent_of(self, group: Group) -> torch.Tensor:
+        return group.unsent
 
     def unsent_norm(self) -> float:
         self.norms_asked += 1

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import lightning_sparse as ls
 from lightning_sparse.compressors.rounded import Rounded
-from lightning_sparse.engine.averager import Averager
+from lightning_sparse.engine.averager import Averager, lanes_of
 from lightning_sparse.engine.bucket import gradients_of
 from lightning_sparse.engine.groups import lay_out, lay_out_fragments
 from lightning_sparse.gradients.averager import GradientAverager
@@ -87,10 +87,8 @@ def local_steps(
     norm.register_buffer("seen", torch.zeros(3, dtype=torch.bool, device=DEVICE))
     buffers = ModuleBuffers(norm, device=torch.device(DEVICE))
     groups, fragments = lay_out_fragments(of, compressor, "bucket", settings.parts, SMALL)
-    comms = nccl.comms(LANES, wire_format(wire_dtype))
-    return LocalAverager(
-        groups, fragments, comms, threaded=False, settings=settings, compressor=compressor, buffers=buffers
-    )
+    lanes = lanes_of(groups, nccl.comms(LANES, wire_format(wire_dtype)), threaded=False)
+    return LocalAverager(groups, fragments, lanes, settings=settings, compressor=compressor, buffers=buffers)
 
 
 def watching(exchange: LocalAverager) -> LocalAverager:
