@@ -18,9 +18,9 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.engine.sharded_model import ShardedModel
 from lightning_sparse.hook import SparseHook
-from lightning_sparse.hsdp import OnMesh
 from lightning_sparse.options import Options
 from lightning_sparse.sharded_hook import ShardedHook, options_of
+from lightning_sparse.trainer.hsdp import OnMesh
 
 
 class SparseDDPStrategy(DDPStrategy):

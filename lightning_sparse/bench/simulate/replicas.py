@@ -20,7 +20,7 @@ from lightning_sparse.engine.replica import Replica
 from lightning_sparse.engine.second_moments import SecondMoments
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.options import Options
-from lightning_sparse.strategy import SparseDDPStrategy
+from lightning_sparse.trainer.strategy import SparseDDPStrategy
 from lightning_sparse.wire import wire_format
 
 Batches = Sequence[tuple[Tensor, ...]]  # one for each rank
