@@ -22,11 +22,11 @@ from lightning_sparse.checkpoint.parts import Parts
 from lightning_sparse.checkpoint.state import RESIDUALS
 from lightning_sparse.checks import check_one_of
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.engine.build import averaged_parameters, check_may_begin, check_still_frozen
-from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.engine.averager import Averager
+from lightning_sparse.engine.ddp_checks import averaged_parameters, check_may_begin, check_still_frozen
 from lightning_sparse.engine.groups import BUCKET_BYTES, not_carried
-from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.fusion.layer_fusion import LayerFusion
+from lightning_sparse.local_steps.settings import LocalSteps
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.network.torch_comm import TorchComm, world
 from lightning_sparse.options import Options
@@ -130,7 +130,7 @@ class SparseHook:
         self._ranks = TorchComm(ddp.process_group)  # for the main thread, between two steps
         may_choose_local = may_be_local and options.local_group == 1
         self._course = course_of(
-            ddp, parameters, options.way, options.policy, groups, scaler, self._ranks, may_choose_local
+            ddp, parameters, options.averaging_config, options.policy, groups, scaler, self._ranks, may_choose_local
         )
         self._frozen = [(name, p) for name, p in ddp.module.named_parameters() if not p.requires_grad]
         self._handles = self._watch(ddp)
@@ -159,7 +159,7 @@ class SparseHook:
         ddp.register_comm_hook(None, switch.hook)
 
     @property
-    def exchange(self) -> Exchange:
+    def exchange(self) -> Averager:
         return self._course.switch.exchange
 
     @property
@@ -180,21 +180,25 @@ class SparseHook:
             self._course.between_steps()
             self._steps_before = self.exchange.steps
         elif self._evaluates(module):
-            self.exchange.end_forward()  # also of one that was interrupted
+            self._end_forward()  # also of one that was interrupted
             sends = getattr(self._ddp(), "require_forward_param_sync", True)  # before the first after one that trains
             self.exchange.show_average(buffers=sends)
 
     def _trains(self, module: nn.Module) -> bool:
         """Whether a forward of ``module`` now is trained on: with local steps, others are of the average."""
-        is_evaluated = self.exchange.takes_local_steps and self._evaluates(module)
+        is_evaluated = self.exchange.local is not None and self._evaluates(module)
         return torch.is_grad_enabled() and not is_evaluated
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_forward(self, *_: object) -> None:
-        self.exchange.end_forward()
+        self._end_forward()
         if self._steps_before == self.exchange.steps:  # else backward was within it
             self.exchange.timeline.begin_backward()
         self._steps_before = None
+
+    def _end_forward(self) -> None:
+        if self.exchange.local is not None:
+            self.exchange.local.end_forward()
 
     def _join_hook(self, **options: Any) -> JoinHook:
         """Return DDP's own hook; asked for on every rank by ``ddp.join()``, before its first message.
@@ -206,20 +210,18 @@ class SparseHook:
         return ordinary
 
     def _warn_if_nothing_is_saved(self) -> None:
-        if not self._warned_of_bytes and (sent := self.exchange.sent_in_vain()):
+        if not self._warned_of_bytes and (warning := warning_if_nothing_saved(self.exchange)):
             self._warned_of_bytes = True
-            rank_zero_warn(sent)
+            rank_zero_warn(warning)
 
     def take_over(self, before: "SparseHook") -> None:
         """Go on where ``before`` ended, with parameters of the same name and shape; one warning names all others."""
         self._course.follow(before._course)
-        if before.exchange.takes_local_steps != self.exchange.takes_local_steps:
+        if (before.exchange.local is None) != (self.exchange.local is None):
             return  # what was not sent is of another kind
         self.exchange.take_over(before.exchange, memories=before._as_saved == self._as_saved)
         if lost := not_carried(before.exchange.groups, self.exchange.groups):
             rank_zero_warn(f"The model has changed since the fit before: {'; '.join(lost)}.")
-        if self.exchange.may_sum_in_place:
-            self.exchange.ask_for_unsent()
 
     def show_average(self) -> None:
         """With ``local_steps``, have the parameters hold the average of all ranks until the next forward that trains.
@@ -274,7 +276,8 @@ class SparseHook:
         """
         self._course.switch.note(*optimizers)
         saved = checkpoint.read(state, self.exchange, self._ranks)
-        self.exchange.abandon(is_loaded)
+        if self.exchange.local is not None:
+            self.exchange.local.abandon(is_loaded)
         if saved is not None:
             self._course.resume(saved.plan, saved.steps)
         checkpoint.restore(self.exchange, saved, self._as_saved, self._parts(optimizers, is_loaded))
@@ -293,6 +296,22 @@ class SparseHook:
             handle.remove()
         _end(self._course.switch, self._groups)
         self._warn_if_nothing_is_saved()
+
+
+def warning_if_nothing_saved(averager: Averager) -> str:
+    """Say that the last step sent as much as dense DDP, if it was one of the compressor proper; else nothing."""
+    last = averager.last
+    if last is None or last.saves_bytes():
+        return ""
+    steps = zip(averager.compressors, averager.groups, strict=True)
+    compressor = next((c for c, group in steps if c.compresses(group.step - 1)), None)
+    if compressor is None:
+        return ""
+    return (
+        f"{compressor} sent {last.sent_bytes:,} bytes in a step, where dense DDP sends {last.dense_bytes:,}: nothing is "
+        "saved. Choose settings that send less, such as a lower density or wire_dtype='bfloat16', or train with "
+        "strategy='ddp'."
+    )
 
 
 def _end(switch: Switch, process_groups: ProcessGroups) -> None:

@@ -12,13 +12,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.auto.policy import Auto, by_name
+from lightning_sparse.auto.switch import AveragingConfig
 from lightning_sparse.checkpoint.state import RESIDUALS
 from lightning_sparse.checks import check_one_of, check_whole, is_number
 from lightning_sparse.compressors import COMPRESSORS, Compressor, MomentumCorrection, Warmup
+from lightning_sparse.compressors.rounded import rounded
 from lightning_sparse.compressors.wrapper import Wrapper
-from lightning_sparse.engine.build import Way, check_trains
+from lightning_sparse.engine.ddp_checks import check_trains
 from lightning_sparse.engine.groups import BUCKET_BYTES, check_fusion, hand_over_bytes
-from lightning_sparse.engine.local_steps import LocalSteps
+from lightning_sparse.local_steps.settings import LocalSteps
 from lightning_sparse.network.agreement import agree, described, versions
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.elastic import Elastic
@@ -143,18 +145,18 @@ class Options:
 
     @property
     def averaging(self) -> Compressor:
-        """The compressor, or where one is to be chosen the one to start with, after its dense steps."""
+        """The compressor, or where one is to be chosen the one to start with, after its dense steps, in its format."""
+        assert self.wire_dtype is not None
         compressor = self.compressor.start if isinstance(self.compressor, Auto) else self.compressor
-        return Warmup(self.warmup_steps, compressor) if self.warmup_steps else compressor
+        warmed_up = Warmup(self.warmup_steps, compressor) if self.warmup_steps else compressor
+        return rounded(warmed_up, self.wire_dtype)
 
     @property
-    def way(self) -> Way:
-        """How an engine averages at first."""
-        assert self.wire_dtype is not None
-        return Way(
+    def averaging_config(self) -> AveragingConfig:
+        """How gradients or weights are averaged at first."""
+        return AveragingConfig(
             self.averaging,
             self.fusion,
-            self.wire_dtype,
             self.warmup_steps,
             self.bucket_bytes,
             self.local,

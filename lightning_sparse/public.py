@@ -18,8 +18,8 @@ from lightning_sparse.compressors import (
     Warmup,
 )
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.hook import SparseHook
+from lightning_sparse.local_steps.settings import LocalSteps
 from lightning_sparse.monitor.callbacks import CompressionMonitor
 from lightning_sparse.monitor.metrics import CompressionRatio, ThresholdError
 from lightning_sparse.monitor.replicas import ReplicaCheck

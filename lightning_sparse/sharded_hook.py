@@ -15,12 +15,11 @@ from lightning_sparse.checkpoint.sharded import gather, restore
 from lightning_sparse.checkpoint.state import RESIDUALS
 from lightning_sparse.checks import check_one_of
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.engine.shard_groups import SHARD
-from lightning_sparse.engine.sharded_model import ShardedModel
 from lightning_sparse.hook import SparseHook
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.network.torch_comm import world
 from lightning_sparse.options import Options
+from lightning_sparse.sharded.model import SHARD, ShardedModel
 
 
 class ShardedHook(SparseHook):
@@ -46,7 +45,7 @@ class ShardedHook(SparseHook):
 
     @staticmethod
     def _register(ddp: DistributedDataParallel, switch: Switch) -> None:
-        cast(ShardedModel, ddp).average_with(switch.hand_over, lambda: switch.exchange)
+        cast(ShardedModel, ddp).average_with(switch.hand_over, lambda: switch.gradients)
 
     def _watch(self, ddp: DistributedDataParallel) -> list[RemovableHandle]:
         return []  # a strategy calls what follows, since a training step need not be a forward of what is sharded

@@ -8,6 +8,7 @@ from torch import Tensor
 from lightning_sparse.compressors import Compressor, Dense, by_name
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.compressors.lockstep import take_steps
+from lightning_sparse.compressors.rounded import rounded
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.selection.sparse import dense
 from lightning_sparse.wire import wire_format
@@ -62,7 +63,7 @@ def simulate(
     compressor = by_name(compressor)
     if compressor.is_dense("gradient", n):
         compressor = Dense()
-    network = SimNetwork(size, wire_format(wire_dtype))
+    network, compressor = SimNetwork(size), rounded(compressor, wire_format(wire_dtype).name)
     groups = [Group(0, ("gradient",), (weights,)) for _ in range(size)]
 
     means, sent_bytes, picked = [], [], []

@@ -23,8 +23,9 @@ import lightning_sparse as ls
 from lightning_sparse import kernels
 from lightning_sparse.auto.policy import CANDIDATES
 from lightning_sparse.auto.trial import try_on
-from lightning_sparse.engine.link import measure_link
 from lightning_sparse.fusion.costs import GroupCosts
+from lightning_sparse.fusion.link import measure_link
+from lightning_sparse.monitor.record import delivered_by
 from lightning_sparse.network import process_groups
 from lightning_sparse.network.costs import Link
 from lightning_sparse.network.simulated import SimNetwork, same_bits
@@ -195,7 +196,7 @@ def train(rank: int, engine: str, default: str, by_nccl: bool) -> list[Tensor]:
         take_steps(7, 9)
         hook.load_state_dict(saved[0], [optimizer])
         take_steps(9, 12)
-        delivered = hook.exchange.delivered()
+        delivered = delivered_by(hook.exchange)
         hook.show_average()
         assert measure_link(hook.exchange).latency_s > 0
         hook.close()
@@ -277,7 +278,7 @@ def fit(rank: int, size: int, kind: str, dtype: str) -> tuple[Tensor, set[str]]:
     )
     with patch.object(TorchComm, "_all_reduce", noting):
         run.fit(module, data(8, size))
-    moments = strategy.exchange.state().get("moments", {})  # type: ignore[union-attr]
+    moments = strategy.exchange.local.state().get("moments", {})  # type: ignore[union-attr]
     assert all(x.dtype != getattr(torch, dtype) for x in moments.values() if dtype != "float32")
     assert moments
     return torch.cat([p.detach().flatten() for p in module.parameters()]), sent

@@ -99,7 +99,7 @@ def test_an_engine_is_asked_by_methods() -> None:
     for file in FILES:
         for node in ast.walk(ast.parse((PACKAGE / file).read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
-                assert not re.search("(Local|Gradient)Exchange", ast.unparse(node.args[1])), (file, node.lineno)
+                assert not re.search("(Local|Gradient)Averager", ast.unparse(node.args[1])), (file, node.lineno)
             if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
                 for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                     assert not re.search(r"exchange\.\w+$", ast.unparse(target)), (file, node.lineno)

@@ -26,7 +26,7 @@ import lightning_sparse as ls
 from lightning_sparse.bench.cluster.network import INTERFACE
 from lightning_sparse.bench.cluster.processes import Cluster
 from lightning_sparse.bench.compare.models import CONTEXT, ByteGPT
-from lightning_sparse.engine.sharded_model import ShardedModel
+from lightning_sparse.sharded.model import ShardedModel
 from lightning_sparse.sharded_hook import ShardedHook, options_of
 
 WAYS = {

@@ -15,10 +15,10 @@ from lightning_sparse.auto.more_steps import likely, loss_above
 from lightning_sparse.auto.policy import Auto, Candidate
 from lightning_sparse.auto.trial import try_on
 from lightning_sparse.compressors import Compressor, Dense
-from lightning_sparse.engine.exchange import Exchange
-from lightning_sparse.engine.gradient_record import GradientRecord
-from lightning_sparse.engine.link import median_over_ranks
+from lightning_sparse.engine.averager import Averager
+from lightning_sparse.engine.observers import GradientRecord
 from lightning_sparse.fusion.costs import RANKS, GroupCosts
+from lightning_sparse.fusion.link import median_over_ranks
 from lightning_sparse.fusion.planner import Measured
 from lightning_sparse.settings import same
 
@@ -75,12 +75,12 @@ def _is_allowed(forecast: Forecast, at_most: float | None) -> bool:
 
 
 def _shared(
-    exchange: Exchange, candidates: Sequence[Candidate], forecast: Callable[[Candidate], Forecast]
+    exchange: Averager, candidates: Sequence[Candidate], forecast: Callable[[Candidate], Forecast]
 ) -> list[Forecast]:
     """Return the forecast of each candidate, made by one of the ranks; to be called on every rank, with the same."""
     own = [vars(forecast(candidate)) for candidate in candidates[exchange.rank :: exchange.size]]
     numbers = [{name: x for name, x in each.items() if name != "candidate"} for each in own]
-    every = [json.loads(each) for each in exchange.gather_text(json.dumps(numbers))]
+    every = [json.loads(each) for each in exchange.lanes.gather_text(json.dumps(numbers))]
     return [Forecast(c, **every[i % exchange.size][i // exchange.size]) for i, c in enumerate(candidates)]
 
 
@@ -167,7 +167,7 @@ class Chooser:
         chosen, at_most = [self.chosen.candidate] if self.chosen else [], self._auto.at_most
         return [f for f in self._known if f.candidate in chosen or _is_allowed(f, at_most)]
 
-    def start(self, exchange: Exchange, costs: GroupCosts, given: Compressor) -> tuple[Compressor, float]:
+    def start(self, exchange: Averager, costs: GroupCosts, given: Compressor) -> tuple[Compressor, float]:
         """Return what to begin with: ``given``, or plain sums where the link takes them sooner; and their seconds.
 
         To be called on every rank between two steps, before any is measured.
@@ -178,7 +178,7 @@ class Chooser:
 
     def choose(
         self,
-        exchange: Exchange,
+        exchange: Averager,
         measured: Measured,
         costs: GroupCosts,
         at_work: Compressor | None,
@@ -203,7 +203,7 @@ class Chooser:
             self.forecasts = [self._forecast_of(EXACT)]
         return self._take_best(exchange)
 
-    def note(self, exchange: Exchange, step_s: float) -> Candidate:
+    def note(self, exchange: Averager, step_s: float) -> Candidate:
         """Return what to go on with, now that a step of what was chosen has taken ``step_s`` seconds.
 
         To be called on every rank between two steps, with the same.
@@ -215,16 +215,16 @@ class Chooser:
         self.see(chosen, step_s)
         return self._take_best(exchange) if chosen in self._looks else chosen
 
-    def _look(self, exchange: Exchange) -> None:
+    def _look(self, exchange: Averager) -> None:
         """Predict the step of each candidate, and gather gradients of all ranks."""
         self._has_looked, own = True, self._record.gradients()
-        of_each = exchange.ask(lambda comm: comm.all_gather(own.flatten().bfloat16()))[:RANKS].float()
+        of_each = exchange.lanes.ask(lambda comm: comm.all_gather(own.flatten().bfloat16()))[:RANKS].float()
         self._gradients, self._weights = of_each.unflatten(1, own.shape), self._record.weights()
         self.forecasts = _shared(exchange, self._candidates, self._forecast_of)
         for candidate in self._looks:
             self._correct(candidate)
 
-    def _try(self, exchange: Exchange, untried: Sequence[Forecast]) -> None:
+    def _try(self, exchange: Averager, untried: Sequence[Forecast]) -> None:
         """Try on gradients, on each rank one, those that may be soonest."""
         candidates = [f.candidate for f in sorted(untried, key=lambda f: f.seconds)[: exchange.size]]
         expected = {f.candidate: f for f in self.forecasts}
@@ -261,7 +261,7 @@ class Chooser:
 
         self.forecasts = [corrected(f) for f in self.forecasts]
 
-    def _take_best(self, exchange: Exchange) -> Candidate:
+    def _take_best(self, exchange: Averager) -> Candidate:
         """Choose by what is known, after a look at all if another might be sooner; of many measured, one of these."""
         while True:
             among = [f for f in self._within_reach if len(self._known) < MOST_TRIED or f in self._known]

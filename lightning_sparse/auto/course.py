@@ -11,12 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse.auto.chooser import Chooser
 from lightning_sparse.auto.passes import choose_and_watch, measure_link_once, nothing
 from lightning_sparse.auto.policy import Auto
-from lightning_sparse.auto.switch import Switch
+from lightning_sparse.auto.switch import AveragingConfig, Switch
 from lightning_sparse.checks import is_list, is_number
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.engine.build import Way
-from lightning_sparse.engine.optimizers import why_not_alone
 from lightning_sparse.fusion.steps import Passes, Times
+from lightning_sparse.local_steps.optimizers import why_not_alone
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.costs import Link
 from lightning_sparse.network.process_groups import ProcessGroups
@@ -48,7 +47,8 @@ class Course:
     def between_steps(self) -> None:
         """Do what is due before a forward that trains: send, measure, change groups or the engine."""
         switch = self.switch
-        if not switch.exchange.is_half_made:
+        local = switch.exchange.local
+        if local is None or not local.is_half_made:
             switch.exchange.settle()
             switch.group_by_optimizer()
             if switch.exchange.steps != self._seen:  # else gradients are being accumulated
@@ -92,8 +92,9 @@ class Course:
     def _start(self, planned: bool = False) -> None:
         """Begin: measure, or if there is a plan already, only watch."""
         switch, fusion = self.switch, self.switch.layer_fusion
-        switch.exchange.defer(False)
-        switch.exchange.take_record()
+        if fusion is not None:
+            fusion.exchange.defer(False)
+            fusion.exchange.take_record()
         self._seen = switch.exchange.steps
         self._at_work, self._is_choosing = self._at_work_now, self._is_to_choose
         if fusion is not None and not fusion.is_worthwhile:
@@ -103,7 +104,7 @@ class Course:
         elif fusion is not None:
             self._passes = fusion.course(planned)
         else:
-            self._passes = measure_link_once(switch) if switch.way.fusion == "layer" else nothing()
+            self._passes = measure_link_once(switch) if switch.config.fusion == "layer" else nothing()
         next(self._passes)
 
     def check_join(self, options: Mapping[str, Any]) -> None:
@@ -132,7 +133,7 @@ class Course:
         if switch.chosen:
             state |= {"chosen": str(switch.chosen)} | usual
         if switch.chosen or switch.knows_link:
-            state["latencies"] = list(switch.exchange.latencies)
+            state["latencies"] = list(switch.exchange.lanes.latencies)
         return state
 
     def resume(self, state: Mapping[str, Any], steps: int) -> None:
@@ -148,7 +149,7 @@ class Course:
         exchange.resume_habits(state.get("habits", {}))
         if fusion is None:
             switch.knows_link = "latencies" in state
-            exchange.set_latencies(*state.get("latencies", exchange.latencies))
+            exchange.lanes.set_latencies(*state.get("latencies", exchange.lanes.latencies))
         else:
             planned = fusion.resume(state, chosen.averaging if chosen else fusion.compressor, steps)
             switch.chosen = chosen if planned else None
@@ -167,7 +168,7 @@ class Course:
 def course_of(
     ddp: DistributedDataParallel,
     parameters: Mapping[str, Tensor],
-    way: Way,
+    way: AveragingConfig,
     policy: Auto | None,
     groups: ProcessGroups,
     scaler: torch.amp.GradScaler | None,

@@ -10,11 +10,11 @@ from lightning_sparse.compressors import Dense
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.compressors.rounded import type_in_place
 from lightning_sparse.engine.groups import cut_into_fragments, message_lengths, pieces_of
-from lightning_sparse.engine.local_steps import LocalSteps
-from lightning_sparse.engine.replica import Replica
 from lightning_sparse.fusion.costs import MOST, RUNS, GroupCosts, adding_to, made_up
 from lightning_sparse.fusion.model import Plan
 from lightning_sparse.fusion.planner import DDP_PLAN, IN_PLACE, Measured, best_plan
+from lightning_sparse.local_steps.replica import Replica
+from lightning_sparse.local_steps.settings import LocalSteps
 
 SHORT = 0.1  # Part of a step by which repeated measurements of the same step differ.
 

@@ -13,9 +13,9 @@ from lightning_sparse.auto.policy import Candidate
 from lightning_sparse.auto.switch import Switch
 from lightning_sparse.auto.trial import ELEMENTS
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.engine.link import NoClock, is_far, measure_latency, measure_link
 from lightning_sparse.fusion.costs import GroupCosts
 from lightning_sparse.fusion.layer_fusion import LayerFusion, check_clock
+from lightning_sparse.fusion.link import NoClock, is_far, measure_latency, measure_link
 from lightning_sparse.fusion.planner import Layout, Measured
 from lightning_sparse.fusion.steps import PassCounts, Passes, Times, in_rounds, typical_times, until_changed
 from lightning_sparse.settings import same
@@ -64,7 +64,8 @@ def choose_and_watch(switch: Switch, chooser: Chooser, chosen: bool) -> Passes[N
             try:
                 switch.usual = yield from _choose(switch, chooser)
             except NoClock:  # on every rank
-                switch.exchange.take_record()  # which nobody reads now
+                if switch.layer_fusion is not None:
+                    switch.layer_fusion.exchange.take_record()  # which nobody reads now
                 rank_zero_warn("sparse_auto: no rank could tell the time; training goes on as it began.")
             same_as_before = before == switch.chosen and was and switch.usual and not was.have_changed(switch.usual)
             steps = min(2 * steps, MOST_WATCHED) if same_as_before else WATCHED
@@ -78,8 +79,9 @@ def choose_and_watch(switch: Switch, chooser: Chooser, chosen: bool) -> Passes[N
 
 def _choose(switch: Switch, chooser: Chooser) -> Passes[Times]:
     """Measure, choose, and try what was chosen, until nothing better is expected; returns what its step takes."""
-    fusion, exchange = switch.layer_fusion, switch.exchange
+    fusion = switch.layer_fusion
     assert fusion is not None
+    exchange = fusion.exchange
     yield  # what a checkpoint holds is in its place now
     latency_s, at_work = measure_latency(exchange), fusion.at_work
     far = is_far(latency_s)
@@ -154,7 +156,7 @@ def _average_gradients(
     fusion = switch.layer_fusion
     assert fusion is not None
     layout = Layout(fusion.layout.groups, candidate.averaging)
-    cuts = len(layout.groups) > 1 and not switch.exchange.sums_in_place(candidate.averaging)
+    cuts = len(layout.groups) > 1 and not fusion.exchange.in_place.sums(candidate.averaging)
     if cuts:  # else it is too short to gain by them
         layout = fusion.decide(candidate.averaging, at_work, measured, costs)
     switch.chosen = candidate
@@ -179,10 +181,10 @@ def _take_local_steps(switch: Switch, candidate: Candidate, longest_s: float) ->
     if switch.layer_fusion is not None and not switch.may_add_unsent:
         switch.layer_fusion.send_all()
         switch.chosen = None
-        while not switch.exchange.ask_for_unsent():
+        while not switch.layer_fusion.exchange.ask_for_unsent():
             yield
     switch.to_local_steps(candidate)
-    if switch.exchange.is_starting:
+    if _is_starting(switch):
         times = yield from typical_times(switch.exchange, GLANCE)
         if times.step_s > longest_s:
             return times
@@ -190,8 +192,12 @@ def _take_local_steps(switch: Switch, candidate: Candidate, longest_s: float) ->
     return (yield from typical_times(switch.exchange, in_rounds(switch.exchange, TIMED)))
 
 
+def _is_starting(switch: Switch) -> bool:
+    return switch.exchange.local is not None and switch.exchange.local.is_starting
+
+
 def _settle(switch: Switch) -> Passes[None]:
-    while switch.exchange.is_starting:
+    while _is_starting(switch):
         yield
     for _ in range(SETTLING):
         yield

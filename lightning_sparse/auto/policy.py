@@ -5,9 +5,10 @@ from functools import cached_property
 from typing import Any
 
 from lightning_sparse.checks import check_whole, is_list, is_number
-from lightning_sparse.compressors import COMPRESSORS, Compressor, Dense, Rounded
+from lightning_sparse.compressors import COMPRESSORS, Compressor, Dense
 from lightning_sparse.compressors import by_name as compressor_by_name
 from lightning_sparse.compressors.base import check_settings
+from lightning_sparse.compressors.rounded import rounded
 from lightning_sparse.settings import changed, names_checked
 from lightning_sparse.wire import wire_format
 
@@ -47,9 +48,7 @@ class Candidate:
     def averaging(self) -> Compressor:
         """What averages, in the wire format."""
         assert self.wire_dtype is not None
-        if self.wire_dtype == "float32":
-            return self.compressor
-        return Rounded(self.compressor, self.wire_dtype)
+        return rounded(self.compressor, self.wire_dtype)
 
     @property
     def settings(self) -> dict[str, Any]:

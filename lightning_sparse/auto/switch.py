@@ -1,13 +1,14 @@
-"""The engine of a hook, and another in its place where ``sparse_auto`` changes between gradients and local steps."""
+"""The averager in use, and another in its place where ``sparse_auto`` changes between gradients and local steps."""
 
+import re
 import sys
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported at run time only
 from torch.futures import Future
@@ -16,22 +17,54 @@ from torch.optim import Optimizer
 
 from lightning_sparse.auto.policy import Candidate
 from lightning_sparse.checkpoint.optimizers import in_order, set_tensors, tensors_everywhere
-from lightning_sparse.checks import class_names
+from lightning_sparse.checks import class_names, uncompiled
 from lightning_sparse.compressors import Compressor, Dense
-from lightning_sparse.engine.build import Way, check_not_capturing, make_exchange
-from lightning_sparse.engine.exchange import Exchange
-from lightning_sparse.engine.groups import BUCKET_BYTES, NOT_TRAINED, apart, make_groups, pieces_of, some
-from lightning_sparse.engine.local_steps import LocalSteps
-from lightning_sparse.engine.optimizers import Optimizers
-from lightning_sparse.engine.step import PendingBucket
+from lightning_sparse.compressors.rounded import without_format
+from lightning_sparse.elastic.averager import ElasticAverager
+from lightning_sparse.elastic.membership import LAYERS
+from lightning_sparse.engine.averager import Averager, lanes_of
+from lightning_sparse.engine.bucket import PendingBucket
+from lightning_sparse.engine.ddp_checks import check_not_capturing
+from lightning_sparse.engine.groups import (
+    BUCKET_BYTES,
+    NOT_TRAINED,
+    apart,
+    lay_out,
+    lay_out_fragments,
+    make_groups,
+    pieces_of,
+    some,
+)
 from lightning_sparse.fusion.layer_fusion import LayerFusion
 from lightning_sparse.fusion.steps import Times
+from lightning_sparse.gradients.averager import GradientAverager
+from lightning_sparse.local_steps.averager import LocalAverager
+from lightning_sparse.local_steps.buffers import ModuleBuffers
+from lightning_sparse.local_steps.optimizers import Optimizers
+from lightning_sparse.local_steps.settings import LocalSteps
+from lightning_sparse.local_steps.untrained import untrained_of
+from lightning_sparse.network.agreement import described, versions
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.costs import Link
+from lightning_sparse.network.elastic import Elastic
 from lightning_sparse.network.process_groups import ProcessGroups
-from lightning_sparse.settings import same
+from lightning_sparse.network.torch_comm import TorchComm
+from lightning_sparse.settings import as_text, same
 
 SURE = 10  # Steps after which an optimizer that has not stepped is not expected any more, where none was given.
+
+
+@dataclass(frozen=True)
+class AveragingConfig:
+    """How gradients or weights are averaged."""
+
+    compressor: Compressor
+    fusion: str | Sequence[str]  # which parameters share a group at first, as ``engine.groups.fuse`` takes it
+    warmup_steps: int = 0  # dense steps first
+    bucket_bytes: int = BUCKET_BYTES  # of float32 gradient in a group
+    local: LocalSteps | None = None  # None where gradients are averaged
+    elastic: Elastic | None = None  # with local steps, where the hosts of an elastic training meet
+    may_sum_in_place: bool = False  # sums may depend on DDP's buckets, which a checkpoint does not keep
 
 
 class Switch:
@@ -40,14 +73,14 @@ class Switch:
     Args:
         ddp: that trains.
         parameters: of it, by name.
-        way: how the first engine averages.
+        config: how the first engine averages.
         groups: to send over.
         scaler: what scales the loss, if anything does.
         ranks: for messages of the main thread, between two steps.
 
     Attributes:
         exchange: the engine in use.
-        way: how it averages.
+        config: how it averages.
         layer_fusion: of its groups, if there is one.
         chosen: the candidate in use, where one was chosen.
         usual: what its step took when it was chosen, if that is known.
@@ -61,7 +94,7 @@ class Switch:
         self,
         ddp: DistributedDataParallel,
         parameters: Mapping[str, Tensor],
-        way: Way,
+        config: AveragingConfig,
         groups: ProcessGroups,
         scaler: torch.amp.GradScaler | None,
         ranks: Comm,
@@ -78,26 +111,28 @@ class Switch:
         held, own = getattr(ddp, "held", {}), weakref.ref(self)
         #: What optimizers have, by name.
         self._held = {name: held.get(p, p) for name, p in parameters.items()}
-        self.optimizers = Optimizers(self._held.values(), lambda: me.exchange if (me := own()) else None)
+        self.optimizers = Optimizers(self._held.values(), lambda: switch.exchange if (switch := own()) else None)
         self._numbers: Mapping[str, int] = {}  # of the optimizer of each parameter, by name
         self._known: list[list[int]] = []  # parameters in each group of each optimizer, when these were found
         self._said_untrained = self._said_lbfgs = False
         self._noted: list[weakref.ref[Optimizer]] = []  # on every rank
-        size = ranks.size // groups.local_size if way.elastic is None else sys.maxsize  # hosts that may come
-        compressor = _dense_if_alone(way.compressor, size)
-        self._first = replace(way, compressor=compressor)
+        size = ranks.size // groups.local_size if config.elastic is None else sys.maxsize  # hosts that may come
+        compressor = _dense_if_alone(config.compressor, size)
+        self._first = replace(config, compressor=compressor)
         self._make(self._first)
 
-    def _make(self, way: Way) -> None:
+    def _make(self, config: AveragingConfig) -> None:
         ddp = self._ddp()
         assert ddp is not None
-        ddp.broadcast_buffers = self._broadcasts_buffers and way.local is None  # the engine sends them then
-        self.way = way
+        ddp.broadcast_buffers = self._broadcasts_buffers and config.local is None  # the engine sends them then
+        self.config = config
         means = self._groups, self._scaler, self._broadcasts_buffers
-        self.exchange: Exchange = make_exchange(ddp, self.parameters, way, *means)
+        self.exchange: Averager = make_averager(ddp, self.parameters, config, *means)
         self.layer_fusion: LayerFusion | None = None
-        if way.fusion == "layer" and way.local is None:
-            self.layer_fusion = LayerFusion(self.exchange, way.compressor, self.parameters)
+        if config.fusion == "layer" and config.local is None:
+            self.layer_fusion = LayerFusion(
+                self.gradients, config.compressor, self.parameters, among_formats=config.may_sum_in_place
+            )
         self._names = [group.names for group in self.exchange.groups]
         self._group()
         for noted in self._noted:
@@ -130,20 +165,20 @@ class Switch:
         return self._numbers if len(set(self._numbers.values())) > 1 else {}
 
     def _group(self) -> None:
-        if self.way.local is not None:
+        if self.config.local is not None:
             return
         if self.layer_fusion is not None:
             self.layer_fusion.group_by(self._numbers)
             return
-        pieces = pieces_of(self.parameters, self.way.compressor, self._numbers)
-        self.exchange.regroup(make_groups(self.parameters, self.way.compressor, apart(self._names, pieces)))
+        pieces = pieces_of(self.parameters, self.config.compressor, self._numbers)
+        self.exchange.regroup(make_groups(self.parameters, self.config.compressor, apart(self._names, pieces)))
 
     def _warn_of_lbfgs(self) -> None:
         """Warn once where LBFGS steps with means that are not those of this step's gradients."""
         exchange = self.exchange
-        if self._said_lbfgs or self.way.local is not None or exchange.size == 1:
+        if self._said_lbfgs or self.config.local is not None or exchange.size == 1:
             return
-        is_exact = exchange.wire_dtype.lossless and all(isinstance(c, Dense) for c in exchange.compressors)
+        is_exact = all(isinstance(c, Dense) for c in exchange.compressors)
         if not is_exact and "LBFGS" in class_names(self.optimizers.seen):
             self._said_lbfgs = True
             rank_zero_warn(
@@ -155,7 +190,7 @@ class Switch:
     def _say_what_is_untrained(self) -> None:
         untrained = [name for name, number in self._numbers.items() if number == NOT_TRAINED]
         is_sure = bool(self._noted) or self.exchange.steps >= SURE
-        if untrained and is_sure and not self._said_untrained and self.way.local is None and self.exchange.size > 1:
+        if untrained and is_sure and not self._said_untrained and self.config.local is None and self.exchange.size > 1:
             self._said_untrained = True
             elements = sum(self.parameters[name].numel() for name in untrained)
             rank_zero_warn(
@@ -182,10 +217,16 @@ class Switch:
     def hand_over(self, bucket: PendingBucket) -> Future[Tensor]:
         """Have gradients averaged that do not come from DDP."""
         check_not_capturing()
-        return self.exchange.hand_over(bucket)
+        return self.gradients.hand_over(bucket)
+
+    @property
+    def gradients(self) -> GradientAverager:
+        """The averager in use, where gradients are averaged."""
+        assert isinstance(self.exchange, GradientAverager)
+        return self.exchange
 
     def close(self) -> bool:
-        """End the engine; returns whether no message is under way."""
+        """End the averager; returns whether no message is under config."""
         self.optimizers.close()
         return self.exchange.close()
 
@@ -193,8 +234,8 @@ class Switch:
 
     def to_gradients(self) -> None:
         """Average gradients as at first; with local steps from the mean of all weights and optimizer states."""
-        if self.way.local is not None:
-            self.exchange.merge()
+        if (local := self.exchange.local) is not None:
+            local.merge()
             for optimizer in in_order(self.optimizers.seen, list(self.parameters.values())):
                 tensors = tensors_everywhere(optimizer, self._ranks, self.exchange.device)
                 averaged = {key: x for key, x in tensors.items() if x.is_floating_point() and x.dtype != torch.float64}
@@ -205,22 +246,22 @@ class Switch:
     def to_local_steps(self, chosen: Candidate) -> None:
         """Take the local steps of ``chosen``, without a message: what each rank has not sent goes along."""
         before, was = self.exchange, self.chosen
-        way = replace(self._first, compressor=chosen.averaging, local=LocalSteps(chosen.local_steps), warmup_steps=0)
-        are_local = self.way.local is not None
+        config = replace(self._first, compressor=chosen.averaging, local=LocalSteps(chosen.local_steps), warmup_steps=0)
+        are_local = self.config.local is not None
         if are_local:
             before.show_average()  # from which the new engine starts
-        self._change(way)
+        self._change(config)
         if are_local:
             memories = was is not None and same(was.averaging, chosen.averaging)
             self.exchange.take_over(before, memories=memories)
-        elif self.may_add_unsent:
-            self.exchange.add_to_next(before.groups)
+        elif self.may_add_unsent and self.exchange.local is not None:
+            self.exchange.local.add_to_next(before.groups)
         self.chosen = chosen
 
-    def _change(self, way: Way) -> None:
+    def _change(self, config: AveragingConfig) -> None:
         before = self.exchange
         before.close()
-        self._make(way)
+        self._make(config)
         self.exchange.go_on_from(before)
 
     def _of_first_rank(self, keys: Collection[str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -243,9 +284,95 @@ def _dense_if_alone(compressor: Compressor, size: int) -> Compressor:
     """``compressor``, or among ``size`` = 1 ranks, or nodes, its dense form: there is nobody to send to."""
     if size > 1:
         return compressor
-    if not isinstance(compressor, Dense):
+    if not isinstance(named := without_format(compressor), Dense):
         rank_zero_warn(
-            f"There is one rank, node or replica, and nobody to send to: {compressor} is not used, and every step "
+            f"There is one rank, node or replica, and nobody to send to: {named} is not used, and every step "
             "updates all elements. Start more, or use strategy='auto'."
         )
     return compressor.dense_variant()
+
+
+# - what an averager is made of
+
+
+def make_averager(
+    ddp: DistributedDataParallel,
+    parameters: Mapping[str, Tensor],
+    config: AveragingConfig,
+    groups: ProcessGroups,
+    scaler: torch.amp.GradScaler | None,
+    broadcasts_buffers: bool = True,
+) -> Averager:
+    """Return what averages so: gradients, or with local steps what optimizers did.
+
+    ``broadcasts_buffers``: ranks share buffers, as ``ddp`` was made.
+
+    Raises:
+        ValueError: if nodes and parameters that may be unused are combined.
+    """
+    if groups.local_size > 1 and ddp.find_unused_parameters:
+        raise ValueError(
+            f"local_group={groups.local_size} cannot be combined with find_unused_parameters=True: ranks of a node "
+            "may use different parameters, and only one may keep what is unsent of them. Leave one of them out."
+        )
+    if config.local is not None:
+        return _local_steps(ddp, parameters, config, config.local, groups, broadcasts_buffers)
+    return GradientAverager(
+        lay_out(parameters, config.compressor, config.fusion, config.bucket_bytes),
+        groups.comms(beside_ddp=False),
+        threaded=not groups.nccl,
+        node=groups if groups.local_size > 1 else None,
+        may_be_unused=ddp.find_unused_parameters,
+        scaler=scaler,
+        may_sum_in_place=config.may_sum_in_place,
+        held=getattr(ddp, "held", None),
+    )
+
+
+def _local_steps(
+    ddp: DistributedDataParallel,
+    parameters: Mapping[str, Tensor],
+    config: AveragingConfig,
+    local: LocalSteps,
+    groups: ProcessGroups,
+    broadcasts_buffers: bool,
+) -> Averager:
+    settings = local.led(config.compressor)
+    laid_out, fragments = lay_out_fragments(
+        parameters, config.compressor, config.fusion, local.parts, config.bucket_bytes
+    )
+    ignored = {uncompiled(name) for name in ddp.parameters_to_ignore}
+    untrained = untrained_of(ddp.module, ignored | parameters.keys())
+    if config.elastic is not None:
+        return ElasticAverager(
+            laid_out,
+            fragments,
+            settings=settings,
+            warmup_steps=config.warmup_steps,
+            untrained=untrained,
+            buffers=ModuleBuffers(ddp.module, shared=False),
+            hosts=config.elastic,
+            described=_described(ddp.module, config, config.elastic),
+            alone=TorchComm(ddp.process_group),
+            lead_is_given=local.lead is not None,
+        )
+    device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
+    return LocalAverager(
+        laid_out,
+        fragments,
+        lanes_of(laid_out, groups.comms(beside_ddp=True), not groups.nccl),
+        settings=settings,
+        warmup_steps=config.warmup_steps,
+        untrained=untrained,
+        compressor=config.compressor,
+        lead_is_given=local.lead is not None,
+        buffers=ModuleBuffers(ddp.module, ignored, broadcasts_buffers, device),
+    )
+
+
+def _described(module: nn.Module, config: AveragingConfig, hosts: Elastic) -> dict[str, str]:
+    """What must be the same on all hosts of an elastic training, as text by name."""
+    same = versions() | described(module) | {name: value for name, value in vars(config).items() if name != "elastic"}
+    same["own_pace"] = hosts.own_pace
+    layers = re.sub(r" at 0x[0-9a-f]+", "", repr(module))  # addresses, of functions say
+    return {name: as_text(value) for name, value in same.items()} | {LAYERS: layers}

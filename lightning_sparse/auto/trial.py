@@ -6,7 +6,7 @@ from torch import Tensor
 from lightning_sparse.auto.policy import Candidate
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.engine.compression_error import CompressionError
+from lightning_sparse.engine.observers import CompressionError
 from lightning_sparse.network.simulated import SimNetwork
 
 ELEMENTS = 2**13  # Elements of a rank on which candidates are tried.

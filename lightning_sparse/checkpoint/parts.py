@@ -12,10 +12,9 @@ from torch.optim import Optimizer
 from lightning_sparse.checkpoint.optimizers import set_tensors, tensors_everywhere
 from lightning_sparse.checkpoint.state import State, mean_used
 from lightning_sparse.checks import uncompiled
-from lightning_sparse.engine.buffer_message import bytes_of, from_bytes
-from lightning_sparse.engine.buffers import saved_names
+from lightning_sparse.engine.averager import LocalState
 from lightning_sparse.engine.checksum import checksum
-from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.local_steps.buffers import bytes_of, from_bytes, saved_names
 from lightning_sparse.network.agreement import ranks_having
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.torch_comm import TorchComm
@@ -37,33 +36,37 @@ class Parts:
         named = chain(self.module.named_parameters(), self.module.named_buffers())
         return {uncompiled(name): x for name, x in named}
 
-    def others(self, exchange: Exchange) -> dict[str, Tensor]:
-        """What a checkpoint keeps and ``exchange`` does not average, by name: buffers, and what has not changed."""
+    def others(self, local: LocalState) -> dict[str, Tensor]:
+        """What a checkpoint keeps and ``local`` does not average, by name: buffers, and what has not changed."""
         kept = saved_names(self.module)
-        return {name: x for name, x in exchange.buffers.items() if name in kept} | dict(exchange.not_averaged)
+        return {name: x for name, x in local.buffers.items() if name in kept} | dict(local.not_averaged)
 
 
 def gather_local(
-    exchange: Exchange, ranks: TorchComm, rows: Callable[[Tensor], Tensor] | None, parts: Parts
+    local: LocalState,
+    ranks: TorchComm,
+    device: torch.device,
+    rows: Callable[[Tensor], Tensor] | None,
+    parts: Parts,
 ) -> dict[str, Any]:
     """What else differs between ranks with local steps; ``rows`` gathers it, or is None where means are kept."""
-    average = rows or (lambda x: ranks.mean(x.reshape(-1).to(exchange.device)).view(x.shape))
-    _check_same_number(len(parts.optimizers), ranks, exchange.device)
+    average = rows or (lambda x: ranks.mean(x.reshape(-1).to(device)).view(x.shape))
+    _check_same_number(len(parts.optimizers), ranks, device)
     kept: dict[str, Any] = {
-        **exchange.state(),
+        **local.state(),
         "optimizers": [
-            {key: average(x) for key, x in tensors_everywhere(optimizer, ranks, exchange.device).items()}
+            {key: average(x) for key, x in tensors_everywhere(optimizer, ranks, device).items()}
             for optimizer in parts.optimizers
         ],
     }
     if rows is None:
         return kept
-    if exchange.sampled is not None:
-        kept["sampled"] = rows(exchange.sampled)
+    if local.sampled is not None:
+        kept["sampled"] = rows(local.sampled)
     if parts.scaler is not None and (state := parts.scaler.state_dict()):
         kept["scaler"] = rows(torch.tensor([state[key] for key in SCALER], dtype=torch.float64, device="cpu"))
-    others = parts.others(exchange)
-    if different := _different(others, ranks, exchange.device):
+    others = parts.others(local)
+    if different := _different(others, ranks, device):
         kept["buffers"] = {name: _rows_of(others[name], rows) for name in different}
     return kept
 
@@ -130,15 +133,15 @@ def is_set(name: str, tensors: Mapping[str, Tensor], state: State) -> bool:
 
 
 @torch.no_grad()
-def restore_parts(state: State, exchange: Exchange, parts: Parts) -> None:
+def restore_parts(state: State, rank: int, local: LocalState, parts: Parts) -> None:
     """Set this rank's own loss scale, and its own of what is not averaged."""
-    local, rank, others = state.local, exchange.rank, parts.others(exchange)
-    if parts.scaler is not None and "scaler" in local and (now := parts.scaler.state_dict()):
-        scale, growth = local["scaler"][rank].tolist()
+    kept, others = state.local, parts.others(local)
+    if parts.scaler is not None and "scaler" in kept and (now := parts.scaler.state_dict()):
+        scale, growth = kept["scaler"][rank].tolist()
         parts.scaler.load_state_dict(now | dict(zip(SCALER, (scale, int(growth)), strict=True)))
-    saved = {name: every[rank] for name, every in local.get("buffers", {}).items() if name in others}
+    saved = {name: every[rank] for name, every in kept.get("buffers", {}).items() if name in others}
     own = {name: x for name, x in saved.items() if others[name].shape == x.shape}
-    for name in own.keys() - exchange.buffers.keys():
+    for name in own.keys() - local.buffers.keys():
         others[name].copy_(own.pop(name))
     other = {name for name in own if is_set(name, parts.tensors, state)}  # than what the checkpoint's model has
-    exchange.hold({name: x for name, x in own.items() if name not in other or not parts.is_loaded}, late=other)
+    local.hold({name: x for name, x in own.items() if name not in other or not parts.is_loaded}, late=other)

@@ -18,16 +18,15 @@ from lightning_sparse.checkpoint.parts import (
 )
 from lightning_sparse.checkpoint.state import KEY, State, mean_used
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.engine.exchange import Exchange
-from lightning_sparse.engine.groups import carry_over, not_carried
-from lightning_sparse.engine.replica import UNSENT_GRADIENT
+from lightning_sparse.engine.averager import Averager, LocalState
+from lightning_sparse.engine.groups import UNSENT_GRADIENT, carry_over, not_carried
 from lightning_sparse.network.agreement import agree, everywhere, ranks_having
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.torch_comm import TorchComm
 
 
 def gather(
-    exchange: Exchange,
+    exchange: Averager,
     residuals: str,  # "per_rank" or "mean"
     leaders: TorchComm | None,  # the ranks, or with nodes the first of each; None on the others, for which it speaks
     compressor: str,  # what was given to average with, as text
@@ -57,19 +56,19 @@ def gather(
             memory = {key: rows(kept) for key, kept in sorted(group.memory.items())}
             groups.append({"names": list(group.names), "memory": memory, "step": group.step})
     kept: dict[str, Any] = {}
-    if exchange.takes_local_steps:
+    if exchange.local is not None:
         assert leaders is not None  # there are no nodes
-        kept = gather_local(exchange, leaders, rows if residuals == "per_rank" else None, parts)
+        kept = gather_local(exchange.local, leaders, exchange.device, rows if residuals == "per_rank" else None, parts)
     steps, means = steps_of(exchange), exchange.due_means if keep_means else {}
     return State(residuals, exchange.size, steps, unsent, groups, compressor, plan, kept, means)
 
 
-def steps_of(exchange: Exchange) -> int:
+def steps_of(exchange: Averager) -> int:
     """The optimizer steps that were taken, as far as compressors count them."""
-    return exchange.steps if exchange.takes_local_steps else exchange.group_step
+    return exchange.steps if exchange.local is not None else exchange.group_step
 
 
-def read(saved: Mapping[str, Any] | None, exchange: Exchange, comm: Comm) -> State | None:
+def read(saved: Mapping[str, Any] | None, exchange: Averager, comm: Comm) -> State | None:
     """Return what was ``saved``, if it is whole and the same on every rank; to be called on every rank.
 
     Raises:
@@ -93,7 +92,7 @@ def read(saved: Mapping[str, Any] | None, exchange: Exchange, comm: Comm) -> Sta
     return state
 
 
-def restore(exchange: Exchange, state: State | None, compressor: str, parts: Parts) -> None:
+def restore(exchange: Averager, state: State | None, compressor: str, parts: Parts) -> None:
     """Set what this rank has not sent, from the state in a checkpoint, or to zero if there is none.
 
     Parameters are found by name, so groups may have changed.  On the number of ranks that saved "per_rank", each rank
@@ -104,32 +103,36 @@ def restore(exchange: Exchange, state: State | None, compressor: str, parts: Par
     Raises:
         ValueError: there are states of optimizers, and no optimizers that may have them.
     """
-    if state is not None and state.local and not exchange.takes_local_steps:
+    local = exchange.local
+    if state is not None and state.local and local is None:
         start_from_mean(state, parts)
-    state = _of_this_kind(state, exchange.takes_local_steps)
-    if state is not None:
-        state = with_buffers_apart(state, exchange.buffers)
-        exchange.adopt([group["names"] for group in state.groups] or [list(state.unsent)])
+    state = _of_this_kind(state, local is not None)
+    if state is not None and local is not None:
+        state = with_buffers_apart(state, local.buffers)
+        local.adopt([group["names"] for group in state.groups] or [list(state.unsent)])
     lost = [] if state is None else list(_differences(state, exchange.size, compressor))
     saved = [] if state is None else _groups(state, exchange, memories=not lost)
     new = list(zip(exchange.groups, exchange.compressors, strict=True))
     shapes = {(name, shape) for group in saved for name, shape in zip(group.names, group.shapes, strict=True)}
     carry_over(saved, new)
     exchange.hand_back({} if state is None else state.means)
-    if exchange.may_sum_in_place:
-        exchange.ask_for_unsent()
-    if exchange.takes_local_steps:
-        _restore_local(exchange, state, shapes, parts)
+    exchange.note_resumed()
+    if local is not None:
+        _restore_local(exchange, local, state, shapes, parts)
     if state is not None and (lost := [*lost, *not_carried(saved, exchange.groups)]):
         rank_zero_warn(f"Resuming from a checkpoint of another configuration: {'; '.join(lost)}.")
 
 
 def _restore_local(
-    exchange: Exchange, state: State | None, shapes: Collection[tuple[str, torch.Size]], parts: Parts
+    exchange: Averager,
+    local: LocalState,
+    state: State | None,
+    shapes: Collection[tuple[str, torch.Size]],
+    parts: Parts,
 ) -> None:
     """Go on with local steps, each group's ``unsent`` being this rank's own weights; from nothing if ``state`` is."""
     if state is None:
-        exchange.unpack(None, (), {}, late=False)
+        local.unpack(None, (), {}, late=False)
         return
     if len(state.optimizers) > len(parts.optimizers):
         raise ValueError(
@@ -145,15 +148,15 @@ def _restore_local(
     own -= {name for name in own if parts.is_loaded and is_set(name, parts.tensors, state)}
     late = not parts.is_loaded and any(is_set(name, parts.tensors, state) for name in own)
     averages = {name: x.to(exchange.device) for name, x in state.local.get("averages", {}).items() if name in own}
-    exchange.unpack(state.steps, own, averages, late)
+    local.unpack(state.steps, own, averages, late)
     rows = state.rows_of(exchange.rank, exchange.size)
     for optimizer, tensors in zip(parts.optimizers, state.optimizers, strict=False):
         set_tensors(optimizer, {key: mean_used(x, rows) for key, x in tensors.items()})
     same_ranks = state.ranks == exchange.size
     sampled = state.local.get("sampled") if same_ranks else None
-    exchange.resume(state.local, None if sampled is None else sampled[exchange.rank].clone())
+    local.resume(state.local, None if sampled is None else sampled[exchange.rank].clone())
     if same_ranks:
-        restore_parts(state, exchange, parts)
+        restore_parts(state, exchange.rank, local, parts)
 
 
 def _of_this_kind(state: State | None, local: bool) -> State | None:
@@ -190,7 +193,7 @@ def _differences(state: State, size: int, compressor: str) -> Iterator[str]:
         yield f"it has no checksum, so {compressor} learns thresholds anew"
 
 
-def _groups(state: State, exchange: Exchange, memories: bool) -> list[Group]:
+def _groups(state: State, exchange: Averager, memories: bool) -> list[Group]:
     """The groups that ``state`` was saved with, and one of all other parameters, with what this rank goes on with."""
     rows = state.rows_of(exchange.rank, exchange.size)
     grouped = {name for kept in state.groups for name in kept["names"]}

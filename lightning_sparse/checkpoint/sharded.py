@@ -18,18 +18,17 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.groups import carry_over, not_carried
-from lightning_sparse.engine.shard_groups import SHARD, as_dtensor
-from lightning_sparse.engine.sharded_model import ShardedModel
 from lightning_sparse.network.torch_comm import TorchComm
+from lightning_sparse.sharded.model import SHARD, ShardedModel, as_dtensor
 
 KEY = "lightning_sparse_sharded"  # in a checkpoint, and the folder of tensors beside a distributed one
 MEAN = "mean"  # of all replicas, in the place of a replica's number
 
 
 def gather(
-    exchange: Exchange, model: ShardedModel, residuals: str, compressor: str, plan: Mapping[str, Any], folder: bool
+    exchange: Averager, model: ShardedModel, residuals: str, compressor: str, plan: Mapping[str, Any], folder: bool
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return what a checkpoint keeps: what is said of it, complete on rank 0, and tensors for a ``folder``.
 
@@ -83,7 +82,7 @@ def save_tensors(tensors: Mapping[str, Tensor], checkpoint: Path) -> None:
 
 
 def restore(
-    said: Mapping[str, Any] | None, checkpoint: Path | None, exchange: Exchange, model: ShardedModel, compressor: str
+    said: Mapping[str, Any] | None, checkpoint: Path | None, exchange: Averager, model: ShardedModel, compressor: str
 ) -> None:
     """Set what this rank has not sent, from what :func:`gather` returned, or to zero if there is nothing.
 
@@ -112,7 +111,7 @@ def restore(
         rank_zero_warn(f"Resuming from a checkpoint of another configuration: {'; '.join(lost)}.")
 
 
-def _differences(said: Mapping[str, Any], exchange: Exchange, model: ShardedModel, compressor: str) -> Iterator[str]:
+def _differences(said: Mapping[str, Any], exchange: Averager, model: ShardedModel, compressor: str) -> Iterator[str]:
     replicas, mesh = said["replicas"], said["mesh"]
     if len(replicas) != exchange.size or replicas == [MEAN]:
         yield f"{mesh[0]} replicas wrote it, and each of {exchange.size} starts from the mean of what was not sent"
@@ -123,7 +122,7 @@ def _differences(said: Mapping[str, Any], exchange: Exchange, model: ShardedMode
 
 
 def _groups(
-    said: Mapping[str, Any], checkpoint: Path | None, exchange: Exchange, model: ShardedModel, memories: bool
+    said: Mapping[str, Any], checkpoint: Path | None, exchange: Averager, model: ShardedModel, memories: bool
 ) -> list[Group]:
     """The groups that were saved, as far as their parameters are known, with what this rank goes on with."""
     own_row = len(said["replicas"]) == exchange.size and said["replicas"] != [MEAN]
@@ -168,7 +167,7 @@ def _own_shard(full: Tensor, like: DTensor) -> Tensor:
     return parts[rank].to(own.device) if rank < len(parts) else torch.empty_like(own, dtype=full.dtype)
 
 
-def _memory(said: Mapping[str, Any], checkpoint: Path | None, exchange: Exchange) -> list[dict[str, Tensor]]:
+def _memory(said: Mapping[str, Any], checkpoint: Path | None, exchange: Averager) -> list[dict[str, Tensor]]:
     """What this rank's compressors remembered of each group; values in float32 lie beside the gradients."""
     rank = dist.get_rank()
     if checkpoint is None:

@@ -84,6 +84,11 @@ class Compressor(ABC):
         return ()
 
     @property
+    def unwrapped(self) -> "Compressor":
+        """The compressor within all that goes around it: what a user calls it by."""
+        return self
+
+    @property
     def default_wire_dtype(self) -> str:
         """The format of values on the wire where the user names none."""
         return "float32"
@@ -187,8 +192,8 @@ def take_step(compressor: Compressor, group: Group, comm: Comm) -> Rounds:
         rounds = compressor.reduce(group, comm)
         if not isinstance(rounds, Generator):
             raise TypeError(
-                f"{type(compressor).__name__}.reduce returned {type(rounds).__name__}; it must be a generator: "
-                "yield each message it launches (result = yield comm.all_reduce(x)) and return the total."
+                f"{type(compressor.unwrapped).__name__}.reduce returned {type(rounds).__name__}; it must be a "
+                "generator: yield each message it launches (result = yield comm.all_reduce(x)) and return the total."
             )
         total = yield from rounds
         if isinstance(total, Sparse):
@@ -196,7 +201,8 @@ def take_step(compressor: Compressor, group: Group, comm: Comm) -> Rounds:
         elif not isinstance(total, Tensor) or total.shape != (group.n,) or total.dtype != torch.float32:
             got = f"{total.dtype} {list(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
             raise TypeError(
-                f"{type(compressor).__name__}.reduce must return a Sparse or torch.float32 [{group.n}]; got {got}."
+                f"{type(compressor.unwrapped).__name__}.reduce must return a Sparse or torch.float32 [{group.n}]; got "
+                f"{got}."
             )
     group.step += 1
     return total

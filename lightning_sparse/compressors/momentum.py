@@ -4,7 +4,6 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -77,16 +76,6 @@ class MomentumCorrection(Wrapper):
         elif isinstance(group.picked, Tensor):  # on a device, where nobody waits to know which they were
             _velocity(group).masked_fill_(total != 0, 0)
         return total
-
-    @cached_property
-    def _latest(self) -> list["MomentumCorrection"]:
-        return [self]  # the last that was active
-
-    def active(self, step: int) -> Compressor:
-        latest, wrapped = self._latest[0], self.wrapped.active(step)
-        if latest.compressor is not wrapped:
-            latest = self._latest[0] = replace(self, compressor=wrapped)
-        return latest
 
     def dense_variant(self) -> Compressor:
         return replace(self, compressor=self.wrapped.dense_variant())

@@ -1,4 +1,4 @@
-"""A compressor with a wire format of its own."""
+"""The format in which a compressor's values travel: whatever carries it on its way to the messages is this wrapper."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,10 @@ from lightning_sparse.wire import wire_format
 
 @dataclass(frozen=True)
 class Rounded(Wrapper):
-    """``compressor``, with values in ``wire_dtype`` whatever the strategy has; rounding errors stay unsent."""
+    """``compressor``, with values on the wire in ``wire_dtype``; rounding errors stay unsent.
+
+    Of several around one another the innermost decides.
+    """
 
     compressor: Compressor | str
     wire_dtype: str
@@ -32,6 +35,16 @@ class Rounded(Wrapper):
 
     def dense_variant(self) -> Compressor:
         return Rounded(self.wrapped.dense_variant(), self.wire_dtype)
+
+
+def rounded(compressor: Compressor, wire_dtype: str) -> Compressor:
+    """``compressor`` with values in ``wire_dtype``; itself for float32, in which they travel anyway."""
+    return compressor if wire_dtype == "float32" else Rounded(compressor, wire_dtype)
+
+
+def without_format(compressor: Compressor) -> Compressor:
+    """What :func:`rounded` was given, where its format is to be left out of a text."""
+    return compressor.wrapped if isinstance(compressor, Rounded) else compressor
 
 
 _TYPES_IN_PLACE = {as_text(each): torch.float32 for each in (Dense(), Exact())}

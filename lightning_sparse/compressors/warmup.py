@@ -5,7 +5,9 @@ from functools import cached_property
 
 from lightning_sparse.checks import check_whole
 from lightning_sparse.compressors.base import Compressor
+from lightning_sparse.compressors.group import Group
 from lightning_sparse.compressors.wrapper import Wrapper
+from lightning_sparse.network.comm import Comm, Rounds
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,9 @@ class Warmup(Wrapper):
     @cached_property
     def _dense(self) -> Compressor:
         return self.wrapped.dense_variant()
+
+    def reduce(self, group: Group, comm: Comm) -> Rounds:
+        return self.active(group.step).reduce(group, comm)
 
     def active(self, step: int) -> Compressor:
         """Return what sums densely, or what is active in the wrapped compressor."""

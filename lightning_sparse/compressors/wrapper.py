@@ -1,5 +1,7 @@
 """A compressor around another."""
 
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from lightning_sparse.compressors.base import Compressor
@@ -30,9 +32,23 @@ class Wrapper(Compressor):
         assert isinstance(self.compressor, Compressor)
         return self.compressor
 
+    @property
+    def unwrapped(self) -> Compressor:
+        return self.wrapped.unwrapped
+
     def reduce(self, group: Group, comm: Comm) -> Rounds:
-        """Sum as what is active in this step does."""
-        return self.active(group.step).reduce(group, comm)
+        return self.wrapped.reduce(group, comm)
+
+    @cached_property
+    def _latest(self) -> list["Wrapper"]:
+        return [self]  # the last that was active, so that the same one is returned until it changes
+
+    def active(self, step: int) -> Compressor:
+        """The wrapper around what is active in the wrapped compressor."""
+        latest, wrapped = self._latest[0], self.wrapped.active(step)
+        if latest.compressor is not wrapped:
+            latest = self._latest[0] = replace(self, compressor=wrapped)  # type: ignore[type-var]  # a dataclass
+        return latest
 
     accumulate = _wrapped("accumulate")
     per_element = _wrapped("per_element")

@@ -1,1 +1,1 @@
-"""The engine: turns DDP's buckets of gradients into means."""
+"""What all averagers share: groups, lanes, buckets, and what is watched."""

@@ -12,7 +12,6 @@ from lightning_sparse.checks import is_names, matches
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Exact
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.engine.replica import ASIDE, EXACT, SET, UNSENT_GRADIENT
 
 FUSIONS = ("layer", "bucket", "none")
 HAND_OVERS = 10  # calls of our hook in a backward; of smaller parts each takes longer than it gains
@@ -209,7 +208,8 @@ def cut_into_fragments(units: Sequence[Sequence[Piece]], fragments: int) -> tupl
 
 # - from one set of groups to another
 
-OF_WEIGHTS = (ASIDE, EXACT, UNSENT_GRADIENT, SET)  # what replicas remember of each element
+#: What replicas with weights of their own remember of each element, as a checkpoint names it.
+ASIDE, EXACT, UNSENT_GRADIENT, SET = OF_WEIGHTS = "aside", "exact", "unsent gradient", "set by others"
 Part = tuple[Group, int]  # the group that has a parameter, and the parameter's place in it
 
 

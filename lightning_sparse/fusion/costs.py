@@ -21,7 +21,6 @@ from lightning_sparse.network.costs import Costs, Link, traffic
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.selection.sparse import Sparse
 from lightning_sparse.settings import as_text
-from lightning_sparse.wire import FLOAT32, ValueFormat
 
 RANKS = 4  # Of so many, at most, the work is simulated: of P ranks' it grows with P squared.
 FEW, MOST = 2**8, 2**20  # Elements of the groups that are simulated; the second on all ranks together.
@@ -40,7 +39,6 @@ class GroupCosts:
         parameters: by name, in the order of definition.
         link: between the ranks.
         size: P.
-        wire_dtype: of values on the wire.
         may_sum_in_place: DDP's buckets are summed where they lie, if that is the soonest.
         now: a clock, in seconds.
     """
@@ -50,7 +48,6 @@ class GroupCosts:
         parameters: Mapping[str, Tensor],
         link: Link,
         size: int,
-        wire_dtype: ValueFormat = FLOAT32,
         may_sum_in_place: bool = True,
         now: Now = time.perf_counter,
     ) -> None:
@@ -58,7 +55,7 @@ class GroupCosts:
         self.device = next(iter(parameters.values())).device
         self.sums = Costs(size)
         self.sums.latencies = link.latencies(size, self.device.type == "cpu")
-        self._wire_dtype, self._may_sum_in_place = wire_dtype, may_sum_in_place
+        self._may_sum_in_place = may_sum_in_place
         self._kept: dict[tuple[str, int], Cost] = {}
 
     def of_model(self, compressor: Compressor) -> tuple[list[Piece], Kinds, float]:
@@ -104,7 +101,7 @@ class GroupCosts:
         """
         size, link, device, now = self.size, self.link, self.device, self.now
         simulated = min(size, RANKS)
-        network = SimNetwork(simulated, self._wire_dtype, link.carries(link.latency_s), checks=False)
+        network = SimNetwork(simulated, hop_bytes=link.carries(link.latency_s), checks=False)
         gradients = [made_up(n, rank, device) for rank in range(simulated)]
         groups = [Group(0, ("simulated",), (gradient,)) for gradient in gradients]
         bucket, comm = torch.empty_like(gradients[0]), network.comms[0]

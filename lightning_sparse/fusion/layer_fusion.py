@@ -12,14 +12,15 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_sparse.compressors import Compressor, Dense
-from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.compressors.rounded import without_format
 from lightning_sparse.engine.groups import apart, make_groups, pieces_of
-from lightning_sparse.engine.link import NoClock, least_over_ranks, measure_link, median_over_ranks
 from lightning_sparse.engine.timeline import GroupTime
 from lightning_sparse.fusion.costs import GroupCosts
+from lightning_sparse.fusion.link import NoClock, least_over_ranks, measure_link, median_over_ranks
 from lightning_sparse.fusion.model import Plan
 from lightning_sparse.fusion.planner import Layout, Measured, best_plan, calibrate
 from lightning_sparse.fusion.steps import PLANNING, PassCounts, Passes, Times, measure_steps, until_changed
+from lightning_sparse.gradients.averager import GradientAverager
 from lightning_sparse.network.costs import Link
 from lightning_sparse.settings import as_text, same
 
@@ -36,17 +37,24 @@ class LayerFusion:
         exchange: whose groups they are.
         compressor: what averages them.
         parameters: by name, in the order of definition.
+        among_formats: a plan in a checkpoint is of one wire format; else of any, since a user names another at will.
 
     Attributes:
         plan: the plan that is followed, on rank 0; None before there is one.
         phase: "measure", "try" or "watch".
     """
 
-    def __init__(self, exchange: Exchange, compressor: Compressor, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        exchange: GradientAverager,
+        compressor: Compressor,
+        parameters: Mapping[str, Tensor],
+        among_formats: bool = False,
+    ) -> None:
         self.plan: Plan | None = None
         self.phase = "measure"
         self.compressor = compressor
-        self._exchange, self._parameters = exchange, parameters
+        self.exchange, self._parameters, self._among_formats = exchange, parameters, among_formats
         self._names = tuple(reversed(list(parameters)))  # in backward order
         self._groups = [group.names for group in exchange.groups]  # that are followed
         self._optimizers: Mapping[str, int] = {}
@@ -54,12 +62,12 @@ class LayerFusion:
     @property
     def is_worthwhile(self) -> bool:
         """Whether there is enough to send, and somebody to send it to."""
-        return self._exchange.size > 1 and sum(p.numel() for p in self._parameters.values()) >= WORTH_PLANNING
+        return self.exchange.size > 1 and sum(p.numel() for p in self._parameters.values()) >= WORTH_PLANNING
 
     @property
     def at_work(self) -> Compressor:
         """What averages in the next step; it is measured anew where this changes."""
-        return self.compressor.active(self._exchange.group_step)
+        return self.compressor.active(self.exchange.group_step)
 
     @property
     def layout(self) -> Layout:
@@ -72,8 +80,8 @@ class LayerFusion:
             return []
         group_of = self.plan.group_of()
         times: list[list[GroupTime]] = [[] for _ in self.plan.ends]
-        for group in self._exchange.groups:
-            times[group_of[group.names[-1]]] += self._exchange.timeline.group_times([group])
+        for group in self.exchange.groups:
+            times[group_of[group.names[-1]]] += self.exchange.timeline.group_times([group])
         return [GroupTime.joined(each) for each in times] if all(times) else []
 
     # - checkpoints
@@ -84,9 +92,9 @@ class LayerFusion:
             return {}
         return {
             "groups": [list(names) for names in self._groups],
-            "compressor": as_text(self.at_work),
-            "size": self._exchange.size,
-            "latencies": list(self._exchange.latencies),
+            "compressor": self._named(self.at_work),
+            "size": self.exchange.size,
+            "latencies": list(self.exchange.lanes.latencies),
         }
 
     def resume(self, state: Mapping[str, Any], compressor: Compressor, step: int) -> bool:
@@ -94,21 +102,24 @@ class LayerFusion:
 
         It does if it was made for these parameters, this compressor and these ranks.
         """
-        groups, exchange = state.get("groups", []), self._exchange
+        groups, exchange = state.get("groups", []), self.exchange
         made_for = [x if isinstance(x, str | int) else None for x in (state.get("compressor"), state.get("size"))]
-        fits = made_for == [as_text(compressor.active(step)), exchange.size]
+        fits = made_for == [self._named(compressor.active(step)), exchange.size]
         if not fits or sorted(name for group in groups for name in group) != sorted(self._names):
             return False
-        exchange.set_latencies(*state.get("latencies", exchange.latencies))
+        exchange.lanes.set_latencies(*state.get("latencies", exchange.lanes.latencies))
         self.follow(Layout(groups, compressor))
         rank_zero_info(f"LayerFusion: {len(exchange.groups)} groups, as in the checkpoint.")
         return True
+
+    def _named(self, compressor: Compressor) -> str:
+        return as_text(compressor if self._among_formats else without_format(compressor))
 
     # - groups
 
     def follow(self, layout: Layout) -> None:
         """Average as ``layout`` says from now on, see :func:`apart`; nothing unsent is lost."""
-        exchange, before, self.compressor = self._exchange, self.compressor, layout.compressor
+        exchange, before, self.compressor = self.exchange, self.compressor, layout.compressor
         self._groups = [tuple(names) for names in layout.groups]
         pieces = pieces_of(self._parameters, self.compressor, self._optimizers)
         new = make_groups(self._parameters, self.compressor, apart(self._groups, pieces))
@@ -136,7 +147,7 @@ class LayerFusion:
                 measured, at_work = (yield from self.measure(PLANNING)), self.at_work
                 try:
                     check_clock(measured)
-                    costs = self.costs_on(measure_link(self._exchange))
+                    costs = self.costs_on(measure_link(self.exchange))
                     usual = yield from self.try_on(self.decide(self.compressor, at_work, measured, costs), measured)
                 except NoClock:  # on every rank
                     rank_zero_warn("LayerFusion: no rank could tell the time; the groups stay as they are.")
@@ -146,12 +157,12 @@ class LayerFusion:
     def measure(self, counts: PassCounts) -> Passes[Measured]:
         """Measure steps as they are, with what is at work."""
         self.phase = "measure"
-        return (yield from measure_steps(self._exchange, self._parameters, counts))
+        return (yield from measure_steps(self.exchange, self._parameters, counts))
 
     def watch(self, steps: int, usual: Times | None, link: Link | None = None) -> Passes[None]:
         """Look at what steps take, so many at a time, until messages take another time; see :func:`until_changed`."""
         self.phase = "watch"
-        before, now = yield from until_changed(self._exchange, steps, usual, link)
+        before, now = yield from until_changed(self.exchange, steps, usual, link)
         rank_zero_info(
             f"LayerFusion: messages take {1e3 * now.messages_s:.1f} ms in a step, no longer "
             f"{1e3 * before.messages_s:.1f} ms; measuring anew."
@@ -162,7 +173,7 @@ class LayerFusion:
 
         Returns what a step takes then.
         """
-        exchange, before, span_s = self._exchange, self.layout, measured.span_s
+        exchange, before, span_s = self.exchange, self.layout, measured.span_s
         self.follow(layout)
         usual = Times(span_s + measured.rest_s, measured.messages_s, exchange.sees_hidden_messages)
         if self.layout.groups == before.groups:
@@ -190,8 +201,8 @@ class LayerFusion:
 
     def costs_on(self, link: Link) -> GroupCosts:
         """What groups cost on ``link``, on this machine."""
-        exchange = self._exchange
-        return GroupCosts(self._parameters, link, exchange.size, exchange.wire_dtype, exchange.can_sum_in_place)
+        exchange = self.exchange
+        return GroupCosts(self._parameters, link, exchange.size, exchange.in_place.can)
 
     def decide(self, compressor: Compressor, at_work: Compressor, measured: Measured, costs: GroupCosts) -> Layout:
         """Return the groups that rank 0 plans for ``compressor``, on every rank; those there are if it cannot.
@@ -202,7 +213,7 @@ class LayerFusion:
             measured: these steps.
             costs: of groups on the link.
         """
-        exchange, plan, planned = self._exchange, None, ""
+        exchange, plan, planned = self.exchange, None, ""
         try:  # on every rank, so that compressing takes as long as in a step, in which all do it at once
             pieces, kinds, _ = costs.of_model(at_work)
             _, kinds_from_now_on, _ = costs.of_model(compressor.active(exchange.group_step))
@@ -215,7 +226,7 @@ class LayerFusion:
                 planned = json.dumps(of_each) if plan.ends != plan.before else ""
         except Exception as error:  # a plan is a gain, not a need; and the others wait for this rank
             rank_zero_warn(f"LayerFusion: no plan could be made; the groups stay as they are. {error!r}")
-        planned = exchange.gather_text(planned)[0]
+        planned = exchange.lanes.gather_text(planned)[0]
         groups = json.loads(planned) if planned else self.layout.groups
         return Layout(groups, compressor, plan)
 

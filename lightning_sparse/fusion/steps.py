@@ -11,10 +11,11 @@ import numpy as np
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_sparse.engine.exchange import Exchange
-from lightning_sparse.engine.link import NoClock, least_over_ranks, measure_link, median_over_ranks
-from lightning_sparse.engine.step import Report
+from lightning_sparse.engine.averager import Averager
+from lightning_sparse.engine.bucket import Report
+from lightning_sparse.fusion.link import NoClock, least_over_ranks, measure_link, median_over_ranks
 from lightning_sparse.fusion.planner import Measured
+from lightning_sparse.gradients.averager import GradientAverager
 from lightning_sparse.network.costs import Link
 
 CHANGED = 1.5  # The factor between two typical times from which times have changed.
@@ -77,7 +78,7 @@ PLANNING = PassCounts(4, 5, 3)
 STEPS_MEASURED = sum(PLANNING)
 
 
-def measure_steps(exchange: Exchange, parameters: Mapping[str, Tensor], counts: PassCounts) -> Passes[Measured]:
+def measure_steps(exchange: GradientAverager, parameters: Mapping[str, Tensor], counts: PassCounts) -> Passes[Measured]:
     """Look at so many steps as they are, then at backward alone; return the medians over steps and ranks.
 
     ``parameters`` are by name, in the order of definition.  Spans are of steps as they are, if there are any.
@@ -113,7 +114,7 @@ def measure_steps(exchange: Exchange, parameters: Mapping[str, Tensor], counts: 
 class StepClock:
     """Returns the seconds since it was asked last; NaN where somebody evaluated or saved meanwhile."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Averager) -> None:
         self._exchange, self._last_s = exchange, time.perf_counter()
 
     def __call__(self) -> float:
@@ -122,7 +123,7 @@ class StepClock:
         return math.nan if self._exchange.was_shown else self._last_s - before_s
 
 
-def typical_times(exchange: Exchange, steps: int) -> Passes[Times]:
+def typical_times(exchange: Averager, steps: int) -> Passes[Times]:
     """Return what so many steps take, the next ones: the mean over those without a pause, of the ranks the median.
 
     Of messages it is the median over rounds, in which every weight travels once, of what they took on the rank that
@@ -145,20 +146,20 @@ def typical_times(exchange: Exchange, steps: int) -> Passes[Times]:
     return Times(step_s, messages_s, exchange.sees_hidden_messages, dense_bytes / max(sent_bytes, 1))
 
 
-def _of_rounds(exchange: Exchange, messages: Sequence[Callable[[], float]]) -> float:
+def _of_rounds(exchange: Averager, messages: Sequence[Callable[[], float]]) -> float:
     """Seconds of messages in a step, where ``messages`` tell those of steps that followed each other."""
     least, steps = least_over_ranks(exchange, [tell() for tell in messages]), exchange.round
     rounds = [float(np.mean(least[i : i + steps])) for i in range(0, len(least) - steps + 1, steps)]
     return median(_known(rounds))
 
 
-def in_rounds(exchange: Exchange, steps: int) -> int:
+def in_rounds(exchange: Averager, steps: int) -> int:
     """So many steps, or more until there are rounds enough."""
     return max(steps, LEAST_ROUNDS * exchange.round)
 
 
 def until_changed(
-    exchange: Exchange, steps: int, usual: Times | None = None, link: Link | None = None
+    exchange: Averager, steps: int, usual: Times | None = None, link: Link | None = None
 ) -> Passes[tuple[Times, Times]]:
     """Return what is ``usual``, if that is known, or else what was first, and what is now, once it has changed.
 

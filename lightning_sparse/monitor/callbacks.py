@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from rich import get_console
 
-from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.engine.averager import Averager
 from lightning_sparse.fusion.layer_fusion import LayerFusion
 from lightning_sparse.fusion.model import Plan
 from lightning_sparse.monitor.advice import advice
@@ -230,7 +230,7 @@ class CompressionMonitor(Callback):
         elif plan is not None:
             notes.note_planned(self._step_s / self._steps)
 
-    def _log(self, trainer: Trainer, module: LightningModule, exchange: Exchange) -> None:
+    def _log(self, trainer: Trainer, module: LightningModule, exchange: Averager) -> None:
         assert exchange.sample is not None
         self._logged = exchange.steps
         self._notes.waiting = waiting = exchange.sample.waiting()
@@ -253,7 +253,7 @@ class CompressionMonitor(Callback):
             if self._plan_shown:
                 get_console().print(plan_table(fusion.plan, fusion.measured()))
 
-    def _note(self, exchange: Exchange, batches: int) -> None:
+    def _note(self, exchange: Averager, batches: int) -> None:
         """Keep what pictures show; the loss is of one of ``batches`` a step was accumulated from, divided by them."""
         notes, loss = self._notes, self._loss
         notes.note(
@@ -273,7 +273,7 @@ class CompressionMonitor(Callback):
             notes.times = times  # known, and since the last backward began
 
 
-def _exchange(trainer: Trainer) -> Exchange | None:
+def _exchange(trainer: Trainer) -> Averager | None:
     return getattr(trainer.strategy, "exchange", None)
 
 

@@ -9,7 +9,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_sparse.engine.sample import STARVING, Waiting
+from lightning_sparse.engine.observers import STARVING, Waiting
 from lightning_sparse.engine.timeline import GroupTime
 from lightning_sparse.fusion.model import Plan
 from lightning_sparse.monitor.record import Notes, Selected

@@ -8,9 +8,9 @@ from statistics import fmean
 from typing import NamedTuple
 
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.engine.exchange import Exchange
-from lightning_sparse.engine.sample import Waiting
-from lightning_sparse.engine.step import Report
+from lightning_sparse.engine.averager import Averager
+from lightning_sparse.engine.bucket import Report
+from lightning_sparse.engine.observers import Waiting, delivered
 from lightning_sparse.engine.timeline import GroupTime
 from lightning_sparse.monitor.advice import OF_ITSELF
 from lightning_sparse.monitor.metrics import compression_ratio, threshold_error
@@ -136,7 +136,7 @@ class Notes:
         )
 
 
-def measure(exchange: Exchange, waiting: Sequence[Waiting]) -> dict[str, float]:
+def measure(exchange: Averager, waiting: Sequence[Waiting]) -> dict[str, float]:
     """Return the log keys of the last step, after which ``waiting`` waited; waits for the device."""
     report = exchange.last
     assert report is not None
@@ -150,7 +150,7 @@ def measure(exchange: Exchange, waiting: Sequence[Waiting]) -> dict[str, float]:
         "sparse/unsent_norm": exchange.unsent_norm(),
         "sparse/oldest_steps": float(max((each.oldest for each in waiting), default=0)),
         "sparse/unsent_over_gradient": max((each.unsent_over_gradient for each in waiting), default=0.0),
-        "sparse/delivered": exchange.delivered(),
+        "sparse/delivered": delivered_by(exchange),
         "sparse/age": exchange.sample.age() if exchange.sample else 0.0,
         "sparse/ms_compress": report.ms_compress,
         "sparse/ms_wait": _ms_wait(exchange, report),
@@ -158,7 +158,7 @@ def measure(exchange: Exchange, waiting: Sequence[Waiting]) -> dict[str, float]:
     }
 
 
-def measure_parts(exchange: Exchange, waiting: Sequence[Waiting]) -> dict[str, float]:
+def measure_parts(exchange: Averager, waiting: Sequence[Waiting]) -> dict[str, float]:
     """Return the log keys of each group and each parameter in the last step; waits for the device."""
     metrics = {}
     for group in exchange.groups:
@@ -171,7 +171,20 @@ def measure_parts(exchange: Exchange, waiting: Sequence[Waiting]) -> dict[str, f
     return metrics
 
 
-def _ms_wait(exchange: Exchange, report: Report) -> float:
+def delivered_by(exchange: Averager) -> float:
+    """The part of what was unsent on all ranks that the last step delivered, as a squared norm of a sample.
+
+    To be called on every rank between two steps, while there is a sample.
+    """
+    assert exchange.sample is not None
+    sums = exchange.sample.unsent_and_left(lambda group, places: exchange.unsent_of(group)[places])
+    if not sums.numel():
+        return delivered(0.0, 0.0)
+    squares: list[float] = exchange.lanes.ask(lambda comm: comm.all_reduce(sums)).square().sum(1).tolist()
+    return delivered(*squares)
+
+
+def _ms_wait(exchange: Averager, report: Report) -> float:
     """Milliseconds from the last gradient to the last mean."""
     if exchange.device.type == "cpu":
         return report.ms_wait

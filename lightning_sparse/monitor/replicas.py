@@ -55,7 +55,8 @@ class ReplicaCheck(Callback):
         self._checked = trainer.global_step
         if trainer.world_size > 1:
             exchange = getattr(trainer.strategy, "exchange", None)
-            shared = exchange.compared() if exchange is not None else {}
+            local = exchange.local if exchange is not None else None
+            shared = local.compared() if local is not None else {}
             named = pl_module.named_parameters()
             own = {name: shared.get(p, p) for name, p in named if not hasattr(p, "to_local")}  # a shard is no replica
             sharded = getattr(trainer.strategy, "sharded", None)  # a model of which ranks have shards

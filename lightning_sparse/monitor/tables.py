@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.padding import Padding
 from rich.table import Column, Table
 
-from lightning_sparse.engine.sample import STARVING, Waiting
+from lightning_sparse.engine.observers import STARVING, Waiting
 from lightning_sparse.engine.timeline import GroupTime
 from lightning_sparse.fusion.model import Plan
 from lightning_sparse.monitor.record import Notes, Sums

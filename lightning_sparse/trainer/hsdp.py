@@ -15,10 +15,9 @@ from lightning_sparse.auto.policy import Auto
 from lightning_sparse.checkpoint.sharded import KEY, save_tensors
 from lightning_sparse.checks import check_whole
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.engine.exchange import Exchange
-from lightning_sparse.engine.shard_groups import REPLICATE, SHARD
-from lightning_sparse.engine.sharded_model import ShardedModel
+from lightning_sparse.engine.averager import Averager
 from lightning_sparse.fusion.layer_fusion import LayerFusion
+from lightning_sparse.sharded.model import REPLICATE, SHARD, ShardedModel
 from lightning_sparse.sharded_hook import ShardedHook, options_of
 from lightning_sparse.trainer.signals import Signals
 
@@ -110,7 +109,7 @@ class HSDPMixin(OnMesh, _Base):
         return self.options.compressor
 
     @property
-    def exchange(self) -> Exchange | None:
+    def exchange(self) -> Averager | None:
         """The engine, during fit and afterwards."""
         return self.hook.exchange if self.hook else None
 

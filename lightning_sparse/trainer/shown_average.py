@@ -9,7 +9,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_sparse.checks import class_names
-from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.elastic.averager import ElasticAverager
+from lightning_sparse.engine.averager import Averager
 
 WEIGHT_AVERAGING = {"StochasticWeightAveraging", "WeightAveraging"}  # callbacks that read weights after a step
 
@@ -31,9 +32,9 @@ class ShownAverage:
         return strategy
 
     @property
-    def exchange(self) -> Exchange:
+    def exchange(self) -> Averager:
         """The engine, during fit and afterwards."""
-        exchange: Exchange = self._strategy.exchange
+        exchange: Averager = self._strategy.exchange
         return exchange
 
     def others_may_be_gone(self) -> bool:
@@ -49,8 +50,8 @@ class ShownAverage:
 
     def compare(self) -> None:
         """Compare what was set after the last step, while every rank is there; raise a RuntimeError if it differs."""
-        if not self.others_may_be_gone():
-            self.exchange.compare_averages()
+        if self.exchange.local is not None and not self.others_may_be_gone():
+            self.exchange.local.compare_averages()
 
     def leave_behind(self) -> None:
         """Leave the average behind when a Trainer ends, also where training was interrupted."""
@@ -62,9 +63,11 @@ class ShownAverage:
 
     def state_dict(self, get: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return what ``get`` returns of the average, also within a step, whose weights stay as they are."""
-        if not self.exchange.within_step:
+        local = self.exchange.local
+        if local is None or not local.within_step:
             self.show()
-        state: dict[str, Any] = _with_other_values(self._strategy.lightning_module, self.exchange.shared, get)
+        shared = local.shared if local else {}
+        state: dict[str, Any] = _with_other_values(self._strategy.lightning_module, shared, get)
         return state
 
 
@@ -83,13 +86,15 @@ class BeforeCallbacks(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Meet other hosts before the first batch, once callbacks have made their schedules."""
-        if (average := _of(trainer)) is not None:
+        if (average := _of(trainer)) is not None and isinstance(average.exchange, ElasticAverager):
             average.exchange.enter()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         kinds = class_names(trainer.callbacks)  # type: ignore[attr-defined]  # set by a connector
         average = _of(trainer)
-        if kinds & WEIGHT_AVERAGING and average is not None and not average.exchange.within_step:
+        if not kinds & WEIGHT_AVERAGING or average is None:
+            return
+        if not (average.exchange.local and average.exchange.local.within_step):
             average.exchange.show_average(buffers=False)  # of which each rank averages its own, as with DDP
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -100,8 +105,9 @@ class BeforeCallbacks(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show the average, also of what has changed since ranks looked at it."""
-        if (average := _of(trainer)) is not None and not average.others_may_be_gone():
-            average.exchange.compared()
+        average = _of(trainer)
+        if average is not None and average.exchange.local is not None and not average.others_may_be_gone():
+            average.exchange.local.compared()
         self.on_train_epoch_end(trainer, pl_module)
 
 

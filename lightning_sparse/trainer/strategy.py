@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from lightning_sparse.auto.policy import Auto
 from lightning_sparse.checkpoint.state import KEY, nbytes
 from lightning_sparse.compressors import COMPRESSORS, Compressor
-from lightning_sparse.engine.exchange import Exchange
-from lightning_sparse.engine.local_steps import LocalSteps
+from lightning_sparse.elastic.averager import ElasticAverager
+from lightning_sparse.engine.averager import Averager
 from lightning_sparse.fusion.layer_fusion import WORTH_PLANNING, LayerFusion
 from lightning_sparse.fusion.model import Plan
 from lightning_sparse.fusion.steps import STEPS_MEASURED
 from lightning_sparse.hook import SparseHook
+from lightning_sparse.local_steps.settings import LocalSteps
 from lightning_sparse.monitor.pictures import draw_timeline
 from lightning_sparse.network.elastic import Elastic
 from lightning_sparse.options import Options
@@ -182,6 +183,7 @@ class SparseMixin(_Base):
         if self.options.may_be_local:
             BeforeCallbacks.put_before(module.trainer.callbacks)  # type: ignore[attr-defined]  # set by a connector
         if self.host is not None:
+            assert isinstance(hook.exchange, ElasticAverager)
             hook.exchange.serve(self.host)
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -253,8 +255,8 @@ class SparseMixin(_Base):
         try:
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
         except BaseException:
-            if self.exchange is not None:
-                self.exchange.after_update()  # before a callback saves the optimizer
+            if self.exchange is not None and self.exchange.local is not None:
+                self.exchange.local.after_update()  # before a callback saves the optimizer
             raise
         if self.exchange is not None:
             self.exchange.end_step()
@@ -350,7 +352,7 @@ class SparseMixin(_Base):
         return self.options.compressor
 
     @property
-    def exchange(self) -> Exchange | None:
+    def exchange(self) -> Averager | None:
         """The engine, during fit and afterwards."""
         return self.hook.exchange if self.hook else None
 

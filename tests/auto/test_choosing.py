@@ -20,7 +20,7 @@ from lightning_sparse.auto.more_steps import likely, loss_above, more_steps
 from lightning_sparse.auto.policy import CANDIDATES
 from lightning_sparse.auto.trial import try_on
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.engine.gradient_record import RUN, STEPS, GradientRecord
+from lightning_sparse.engine.observers import RUN, STEPS, GradientRecord
 from lightning_sparse.fusion import costs as costs_module
 from lightning_sparse.fusion.costs import GroupCosts
 from lightning_sparse.fusion.planner import Measured
@@ -203,13 +203,14 @@ def test_a_record_is_of_neighbours_from_everywhere() -> None:
 
 
 class Alone:
-    """An exchange of one rank that has recorded gradients."""
+    """An averager of one rank that has recorded gradients, and its lanes."""
 
     def __init__(self) -> None:
         self.rank, self.size, self.device = 0, 1, torch.device("cpu")
         group = Group(0, ("w",), (torch.ones(8),))
         self.record = GradientRecord([group], 8)
         self._comm = SimNetwork(1).comms[0]
+        self.lanes = self
 
     def ask(self, launch: Callable[[Comm], Pending]) -> Tensor:
         return launch(self._comm).wait()

@@ -30,7 +30,7 @@ def test_a_monitor_costs_less_than_one_percent_of_a_step() -> None:
     """Of one of 200 ms; the norm of what is unsent, of any number of elements, comes on top of it in logged steps."""
     training = test_monitor.Training(test_monitor.quiet(), every=50)
     training.start()
-    without = test_monitor.Exchange()
+    without = test_monitor.Averager()
     times = {"with": 0.0, "without": 0.0}
     for _ in range(500):
         start = time.process_time()

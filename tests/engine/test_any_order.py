@@ -25,10 +25,10 @@ from torch.utils._pytree import tree_flatten
 
 import lightning_sparse as ls
 from lightning_sparse.auto.policy import Candidate
-from lightning_sparse.engine import flight
-from lightning_sparse.engine.local_exchange import LocalExchange
-from lightning_sparse.engine.phases import Phase
 from lightning_sparse.hook import SparseHook
+from lightning_sparse.local_steps import averager as flight
+from lightning_sparse.local_steps.averager import LocalAverager
+from lightning_sparse.local_steps.weights import Phase
 from lightning_sparse.network.simulated import same_bits
 from lightning_sparse.options import Options
 from tests.support.in_process import ThreadComm, ThreadDDP, ThreadGroup, ThreadGroups, ThreadRanks
@@ -120,7 +120,7 @@ SETUPS = {
 def _in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_sparse.hook.TorchComm", ThreadComm)
     for name in ("LEAD", "LEAD_OF_SIGNS"):  # but where a setup has one
-        monkeypatch.setattr(f"lightning_sparse.engine.local_steps.{name}", 1.0)
+        monkeypatch.setattr(f"lightning_sparse.local_steps.settings.{name}", 1.0)
     logging.disable(logging.INFO)
     monkeypatch.setattr("lightning_sparse.fusion.steps.StepClock.__call__", lambda _: math.nan)  # nothing goes by time
 
@@ -170,9 +170,9 @@ class Training:
         course._start(planned=True)
 
     @property
-    def exchange(self) -> LocalExchange:
+    def exchange(self) -> LocalAverager:
         exchange = self.hook.exchange
-        assert isinstance(exchange, LocalExchange)
+        assert isinstance(exchange, LocalAverager)
         return exchange
 
     def close(self) -> None:
@@ -198,7 +198,7 @@ class Training:
     def own(self) -> Weights:
         """Copies of this rank's own weights."""
         exchange = self.hook.exchange
-        return copied(exchange.own if isinstance(exchange, LocalExchange) else self.held())
+        return copied(exchange.own if isinstance(exchange, LocalAverager) else self.held())
 
     def _since(self, before: Weights) -> Weights:
         after = self.own()
@@ -273,7 +273,7 @@ def look_at(training: Training) -> Seen:
     ddp, held = training.ddp, copied(training.held())
     names: dict[Tensor, str] = {p: name for name, p in training.model.named_parameters()}
     given, got = ({names[p]: x.clone() for p, x in each.items()} for each in (ddp.handed_in, ddp.handed_out))
-    if isinstance(exchange, LocalExchange):
+    if isinstance(exchange, LocalAverager):
         averages, own = copied(exchange.averages), copied(exchange.own)
         left = {
             name: slot.clone().view(shape)
@@ -399,7 +399,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @property
     def is_local(self) -> bool:
-        return isinstance(self.trainings[0].hook.exchange, LocalExchange)
+        return isinstance(self.trainings[0].hook.exchange, LocalAverager)
 
     def fragments(self) -> dict[str, int]:
         if not self.is_local:

@@ -4,7 +4,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_sparse.engine.step import PendingBucket
+from lightning_sparse.engine.bucket import PendingBucket
 from lightning_sparse.network.comm import Pending
 from tests.support.fuzz import fuzzed, laid_out
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sparse.engine.buffers import ModuleBuffers
-from lightning_sparse.engine.flight import Flight
-from lightning_sparse.engine.lane import Lane
+from lightning_sparse.engine.lanes import Lane
+from lightning_sparse.local_steps.averager import PendingExchange
+from lightning_sparse.local_steps.buffers import ModuleBuffers
 from lightning_sparse.network.simulated import same_bits
 from tests.support.in_process import ThreadComm, ThreadRanks
 
@@ -30,7 +30,7 @@ class Rank:
 
     def turn(self, meanwhile: Callable[["Rank"], object] = lambda _: None, compares: bool = True) -> None:
         """An exchange, and what training does meanwhile."""
-        flight = Flight([self.lane])
+        flight = PendingExchange([self.lane])
         self.buffers.send(flight, self.lane, compares)
         meanwhile(self)
         assert flight.error is None, flight.error

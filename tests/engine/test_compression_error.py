@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_sparse.engine.compression_error import CompressionError
+from lightning_sparse.engine.observers import CompressionError
 
 RANKS, ELEMENTS = 3, 4000
 

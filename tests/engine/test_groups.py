@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import lightning_sparse as ls
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.groups import FUSIONS, Piece, carry_over, fuse, lay_out, make_groups
-from lightning_sparse.engine.lane import spread
+from lightning_sparse.engine.lanes import spread
 from lightning_sparse.selection.threshold import ThresholdController
 from tests.support.fuzz import LARGE, fuzzed
 

@@ -12,10 +12,10 @@ from torch import Tensor
 import lightning_sparse as ls
 from lightning_sparse.checkpoint import residuals
 from lightning_sparse.checkpoint.parts import Parts
-from lightning_sparse.engine.exchange import Exchange
-from lightning_sparse.engine.gradients import GradientExchange
+from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.groups import lay_out
-from lightning_sparse.engine.second_moments import EVERY
+from lightning_sparse.gradients.averager import GradientAverager
+from lightning_sparse.local_steps.second_moments import EVERY
 from tests.support.fake_cuda import DEVICE, Event, Stream, place, unavailable_reason
 from tests.support.fake_nccl import FakeNccl, Work
 from tests.support.happens_before import HappensBefore
@@ -45,12 +45,12 @@ def unordered(make: Make, steps: int = 5, between: Between = nothing) -> list[st
     return train(make, steps, between)[1]
 
 
-def scaled(nccl: FakeNccl, of: dict[str, Tensor]) -> Exchange:
+def scaled(nccl: FakeNccl, of: dict[str, Tensor]) -> Averager:
     return gradients(nccl, of, ls.MomentumCorrection(0.9, ls.TopK()), "int4", scaler=Scaler(), bucket_bytes=SMALL)
 
 
 def test_other_groups_and_a_checkpoint_are_ordered() -> None:
-    def other_plan(exchange: GradientExchange, nccl: FakeNccl, of: dict[str, Tensor]) -> None:
+    def other_plan(exchange: GradientAverager, nccl: FakeNccl, of: dict[str, Tensor]) -> None:
         for kept in ("per_rank", "mean"):
             residuals.gather(exchange, kept, nccl.comm(), "TopK()", {}, Parts((), None, torch.nn.Module(), False), True)
         groups = lay_out(of, ls.TopK(), "none" if len(exchange.groups) < len(of) else "bucket")
@@ -81,7 +81,7 @@ def test_another_engine_in_the_place_of_one_is_ordered(make: Any) -> None:
         assert cuda.unordered == []
 
 
-def make_local(nccl: FakeNccl, of: dict[str, Tensor]) -> Exchange:
+def make_local(nccl: FakeNccl, of: dict[str, Tensor]) -> Averager:
     return watching(local_steps(nccl, of, ls.TopK(), "int4"))
 
 

@@ -46,11 +46,11 @@ def trained(rank: int, size: int, bucket_cap_mb: float, message_bytes: int) -> A
     groups.MESSAGES = 2**20  # so that ``message_bytes`` decides
     plain, ours, again = two_layers(), two_layers(bucket_cap_mb), two_layers(bucket_cap_mb, views=True)
     hook = ls.SparseHook(ours, "sparse_dense")
-    hook.exchange.may_sum_in_place = True
-    hook.exchange.set_latencies(*hook.exchange.latencies[:2], message_bytes)
+    hook.exchange.in_place.may = True
+    hook.exchange.lanes.set_latencies(*hook.exchange.lanes.latencies[:2], message_bytes)
     whole = []
     for number in range(6):
-        sent_before = hook.exchange._lanes[0].comm.messages
+        sent_before = hook.exchange.lanes[0].comm.messages
         step(plain, rank, number, LR)
         step(ours, rank, number, LR)
         whole.append(hook.exchange.nothing_unsent)
@@ -59,11 +59,11 @@ def trained(rank: int, size: int, bucket_cap_mb: float, message_bytes: int) -> A
             dist.broadcast_object_list(saved)
             again.load_state_dict(kept)
             resumed = ls.SparseHook(again, "sparse_dense")
-            resumed.exchange.may_sum_in_place = True
+            resumed.exchange.in_place.may = True
             resumed.load_state_dict(saved[0])
         if number > 2:
             step(again, rank, number, LR)
-    report, messages = hook.exchange.last, hook.exchange._lanes[0].comm.messages - sent_before
+    report, messages = hook.exchange.last, hook.exchange.lanes[0].comm.messages - sent_before
     results = weights(plain), weights(ours), weights(again), whole, report.sent_bytes, hook.exchange.steps, messages
     resumed.close()
     hook.close()
@@ -92,7 +92,7 @@ def rounded_then_exact(rank: int, size: int) -> tuple[Tensor, Tensor]:
     """The sum of all means, and of all gradients of this rank, where int4 makes way for float32."""
     ddp = layer()
     hook = ls.SparseHook(ddp, Rounded(ls.Dense(), "int4"), wire_dtype="float32", fusion="bucket")
-    hook.exchange.may_sum_in_place = True
+    hook.exchange.in_place.may = True
     means, own = torch.zeros(SHAPE[1]), torch.zeros(SHAPE[1])
     for number in range(8):
         if number == 4:
@@ -121,7 +121,7 @@ def after_int4(rank: int, size: int) -> tuple[list[torch.dtype | None], list[boo
     """Of each step of sums in bfloat16 after int4: in place or not, as with PyTorch's hook, unsent, bytes."""
     ours, hooked = layer(), layer()
     hook = ls.SparseHook(ours, Rounded(ls.Dense(), "int4"), wire_dtype="float32", fusion="bucket")
-    hook.exchange.may_sum_in_place = True
+    hook.exchange.in_place.may = True
     hooked.register_comm_hook(None, bf16_hook)
     found = []
     for number in range(7):
@@ -173,7 +173,7 @@ def with_an_empty_bucket(rank: int, size: int) -> list[Tensor]:
     model = StartsEmpty()
     ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4)
     hook = ls.SparseHook(ddp, Rounded(ls.Dense(), "bfloat16"), wire_dtype="float32", fusion="bucket")
-    hook.exchange.may_sum_in_place = True
+    hook.exchange.in_place.may = True
     used = []
     for number in range(4):
         generator = torch.Generator().manual_seed(100 * rank + number)
@@ -181,7 +181,7 @@ def with_an_empty_bucket(rank: int, size: int) -> list[Tensor]:
         ddp(torch.randn(4, SHAPE[0], generator=generator)).backward()
         used.append(hook.exchange._step.in_place)
     assert used[1:] == 3 * [torch.bfloat16]
-    hook.exchange._lanes[0].close()
+    hook.exchange.lanes[0].close()
     with pytest.raises(RuntimeError, match="was closed"):
         ddp(torch.randn(4, SHAPE[0])).backward()
     return [parameter.grad for parameter in model.parameters()]

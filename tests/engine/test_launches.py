@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import lightning_sparse as ls
-from lightning_sparse.engine.second_moments import EARLY
+from lightning_sparse.local_steps.second_moments import EARLY
 from lightning_sparse.network.costs import DEVICE_SEGMENT_BYTES
 from lightning_sparse.wire import wire_format
 from tests.support.fake_cuda import unavailable_reason

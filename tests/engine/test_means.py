@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lightning_sparse.engine.means import Means
+from lightning_sparse.gradients.averager import Means
 
 
 def test_means_are_kept_and_handed_back_with_and_without_a_loss_scale() -> None:

@@ -16,12 +16,13 @@ import lightning_sparse as ls
 from lightning_sparse.checkpoint import residuals
 from lightning_sparse.checkpoint.parts import Parts
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.engine.exchange import Exchange
-from lightning_sparse.engine.gradients import GradientExchange
+from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.groups import make_groups, pieces_of
-from lightning_sparse.engine.local_exchange import LocalExchange
-from lightning_sparse.engine.second_moments import EVERY
+from lightning_sparse.gradients.averager import GradientAverager
 from lightning_sparse.kernels import select
+from lightning_sparse.local_steps.averager import LocalAverager
+from lightning_sparse.local_steps.second_moments import EVERY
+from lightning_sparse.monitor.record import delivered_by
 from lightning_sparse.wire import WIRE_DTYPES
 from tests.support.buckets import Bucket
 from tests.support.fake_cuda import DEVICE, unavailable_reason
@@ -49,7 +50,7 @@ MAY_WAIT = {
     "compressors/micro.py reduce": "`micro`, in the first step and where its threshold was lost",
     "compressors/momentum.py _shrunk": "`MomentumCorrection(clip_norm=...)`, in every step",
     "engine/untrained.py end": "every 10 steps, to see whether what no optimizer trains has changed",
-    "engine/buffers.py _compared": "every 10 steps, and in the second step after the average was shown, to see which",
+    "local_steps/buffers.py _compared": "every 10 steps, and in the second step after the average was shown, to see which",
     "engine/buffers.py _note_what_was_set": "where the average was shown, to see whether somebody changed it",
     "engine/weights.py _take_over": "where the average was shown, to see whether somebody changed it",
     "compressors/group.py read": "what is unsent after a step with a loss scale, asked between two steps",
@@ -128,7 +129,7 @@ def test_nobody_waits_with_a_loss_scale(compressor: ls.Compressor) -> None:
 
 
 def test_nobody_waits_for_what_may_be_unused() -> None:
-    def make(nccl: FakeNccl, of: dict[str, Tensor]) -> Exchange:
+    def make(nccl: FakeNccl, of: dict[str, Tensor]) -> Averager:
         for p in of.values():
             p.requires_grad_()
         return gradients(nccl, of, ls.TopK(), "int4", may_be_unused=True)
@@ -142,7 +143,7 @@ def test_nobody_waits_with_nodes(leader: bool) -> None:
 
 
 def test_nobody_waits_to_sum_in_ddp_s_buckets() -> None:
-    def make(nccl: FakeNccl, of: dict[str, Tensor]) -> Exchange:
+    def make(nccl: FakeNccl, of: dict[str, Tensor]) -> Averager:
         exchange = gradients(nccl, of, ls.Dense(), may_sum_in_place=True)
         exchange.nothing_unsent = True
         return exchange
@@ -151,11 +152,11 @@ def test_nobody_waits_to_sum_in_ddp_s_buckets() -> None:
 
 
 def test_nobody_waits_to_watch_what_is_unsent_or_to_time_a_step() -> None:
-    def look(exchange: GradientExchange, nccl: FakeNccl, of: dict[str, Tensor]) -> None:
+    def look(exchange: GradientAverager, nccl: FakeNccl, of: dict[str, Tensor]) -> None:
         assert exchange.sample is not None
         exchange.sample.waiting()
         exchange.sample.age()
-        exchange.delivered()
+        delivered_by(exchange)
         exchange.unsent_norm()
 
     assert not set().union(*waits(watched, between=look))
@@ -163,7 +164,7 @@ def test_nobody_waits_to_watch_what_is_unsent_or_to_time_a_step() -> None:
 
 @pytest.mark.parametrize(("compressor", "overlap"), [(ls.Dense(), False), (ls.TopK(), True)], ids=repr)
 def test_local_steps_wait_every_ten_steps(compressor: ls.Compressor, overlap: bool) -> None:
-    def make(nccl: FakeNccl, of: dict[str, Tensor]) -> Exchange:
+    def make(nccl: FakeNccl, of: dict[str, Tensor]) -> Averager:
         return local_steps(nccl, of, compressor, "int4", overlap=overlap, outer_momentum=0.5)
 
     found = [step - may_wait(compressor) for step in waits(make, EVERY + 3)]
@@ -186,10 +187,10 @@ def test_local_steps_in_every_format_and_setting_wait_no_more_with_adam(
 ) -> None:
     """Whose second moments are looked at before and compared after each of these steps."""
 
-    def make(nccl: FakeNccl, of: dict[str, Tensor]) -> Exchange:
+    def make(nccl: FakeNccl, of: dict[str, Tensor]) -> Averager:
         return local_steps(nccl, of, ls.Dense(), wire_dtype, **settings)
 
-    def evaluate_and_save(exchange: LocalExchange, nccl: FakeNccl, of: dict[str, Tensor]) -> None:
+    def evaluate_and_save(exchange: LocalAverager, nccl: FakeNccl, of: dict[str, Tensor]) -> None:
         exchange.state()
         evaluate(exchange, nccl, of)
 
@@ -198,7 +199,7 @@ def test_local_steps_in_every_format_and_setting_wait_no_more_with_adam(
     after = found.pop(steps // 2 + 1)
     shown = [found.pop(steps // 2), found.pop(0)]  # a training begins with the average shown
     assert set().union(*shown) <= AFTER_THE_AVERAGE
-    assert after <= {"engine/buffers.py _compared"}
+    assert after <= {"local_steps/buffers.py _compared"}
     assert set().union(*found) == set()
 
 
@@ -213,7 +214,7 @@ def test_who_asks_between_steps_waits_as_the_documentation_says() -> None:
         assert cuda.waits == []
         assert exchange.sample is not None
         exchange.sample.waiting()
-        exchange.delivered()
+        delivered_by(exchange)
         exchange.unsent_norm()
         exchange.timeline.group_times(exchange.groups)
         comm = nccl.comm()
@@ -234,7 +235,7 @@ def test_what_a_checkpoint_has_on_the_cpu_goes_on_on_a_device(settings: dict[str
 
         def trained(
             steps: int, state: dict[str, Any] | None = None, kept: Iterable[Group] = ()
-        ) -> tuple[LocalExchange, dict[str, Any]]:
+        ) -> tuple[LocalAverager, dict[str, Any]]:
             exchange = watching(local_steps(nccl, of, ls.TopK(), "int4", **settings))
             training = Training(exchange, of, adam=True)
             if state is not None:
@@ -280,7 +281,7 @@ def scaled(later: bool) -> list[Tensor]:
         parameters, compressor, [[piece] for piece in pieces_of(parameters, compressor)]
     )
     comm = SimNetwork(1).comms[0]
-    exchange = GradientExchange(groups, [comm], threaded=False, scaler=Doubled())  # type: ignore[arg-type]
+    exchange = GradientAverager(groups, [comm], threaded=False, scaler=Doubled())  # type: ignore[arg-type]
     exchange._knows_later = later
     exchange.watch_unsent()
     exchange.record_gradients(50)

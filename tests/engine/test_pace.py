@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_sparse.engine import pace
-from lightning_sparse.engine.pace import Pace
+from lightning_sparse.elastic import pace
+from lightning_sparse.elastic.pace import Pace
 
 
 class Training:

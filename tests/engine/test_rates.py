@@ -10,10 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 
-from lightning_sparse.engine.around import Around
-from lightning_sparse.engine.optimizers import Optimizers
-from lightning_sparse.engine.rates import Rates
-from lightning_sparse.engine.step_length import step_grows
+from lightning_sparse.local_steps.optimizers import Optimizers, Rates, step_grows
 
 LEAD = 1.5
 
@@ -76,13 +73,16 @@ def test_whether_steps_grow_with_the_rate_is_measured(
     assert torch.equal(torch.random.get_rng_state(), random)
 
 
-class Ahead(Around):
+class Ahead:
     """Local steps of which only the rates are there."""
 
-    takes_local_steps = True
-
     def __init__(self) -> None:
-        self._rates = Rates(LEAD)
+        self._rates, self.local = Rates(LEAD), self
+
+    def before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Nothing."""
+
+    after_optimizer_step = before_optimizer_step
 
     def before_update(self, optimizer: Optimizer) -> None:
         self._rates.scale(optimizer)

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 import lightning_sparse as ls
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.groups import lay_out_fragments
-from lightning_sparse.engine.replica import Replica
-from lightning_sparse.engine.set_by_others import SetByOthers
-from lightning_sparse.engine.untrained import Untrained, untrained_of
-from lightning_sparse.engine.weights import Weights
+from lightning_sparse.local_steps.replica import Replica
+from lightning_sparse.local_steps.set_by_others import SetByOthers
+from lightning_sparse.local_steps.untrained import Untrained, untrained_of
+from lightning_sparse.local_steps.weights import Weights
 from lightning_sparse.network.simulated import SimNetwork, same_bits
 from lightning_sparse.wire import SIGN, WIRE_DTYPES
 from tests.support.compressors import EVERY_COMPRESSOR
@@ -38,7 +38,7 @@ def frozen_of(module: nn.Module, settings: ls.LocalSteps, index: int, *names: st
 
 
 def exchanged(replicas: Sequence[Replica], network: SimNetwork | None = None) -> Tensor:
-    """Exchange a group that every rank has; returns what was unsent on all ranks before."""
+    """Averager a group that every rank has; returns what was unsent on all ranks before."""
     size = len(replicas)
     network = network or SimNetwork(size, SIGN)
     for replica in replicas:

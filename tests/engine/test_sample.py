@@ -11,10 +11,9 @@ from torch import Tensor
 import lightning_sparse as ls
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.compressors.lockstep import take_steps
-from lightning_sparse.engine.compression_error import CompressionError
-from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.groups import carry_over
-from lightning_sparse.engine.sample import STARVING, Sample, Waiting
+from lightning_sparse.engine.observers import STARVING, CompressionError, Sample, Waiting
+from lightning_sparse.gradients.averager import GradientAverager
 from lightning_sparse.monitor.tables import starvation
 from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.network.simulated import SimNetwork
@@ -138,15 +137,15 @@ class EveryFifth(ls.Compressor):
         return total
 
 
-def watched(layout: Sequence[tuple[str, ...]], parameters: dict[str, Tensor], **options: Any) -> GradientExchange:
+def watched(layout: Sequence[tuple[str, ...]], parameters: dict[str, Tensor], **options: Any) -> GradientAverager:
     """The only rank."""
     pairs = [(group, EveryFifth()) for group in groups_of(*layout, parameters=parameters)]
-    exchange = GradientExchange(pairs, [SimNetwork(1).comms[0]], threaded=False, **options)
+    exchange = GradientAverager(pairs, [SimNetwork(1).comms[0]], threaded=False, **options)
     exchange.sample = Sample(exchange.groups)
     return exchange
 
 
-def oldest(exchange: GradientExchange) -> dict[str, Waiting]:
+def oldest(exchange: GradientAverager) -> dict[str, Waiting]:
     return {each.name: each for each in exchange.sample.waiting()}
 
 

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.optim import NAdam, Optimizer, RAdam
 
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.engine.adam import STATE, MeanMoments, squares_of
-from lightning_sparse.engine.second_moments import LONGEST, Block, SecondMoments
+from lightning_sparse.local_steps.second_moments import LONGEST, STATE, Block, MeanMoments, SecondMoments, squares_of
 from lightning_sparse.network.simulated import SimNetwork
 
 RANKS = 4

@@ -16,17 +16,17 @@ from lightning_sparse.auto import chooser, passes
 from lightning_sparse.auto.chooser import Chooser
 from lightning_sparse.auto.course import Course
 from lightning_sparse.auto.passes import FIRST_CHOICE, GLIMPSE
-from lightning_sparse.engine.build import Way
-from lightning_sparse.engine.exchange import Exchange
-from lightning_sparse.engine.gradients import GradientExchange
+from lightning_sparse.auto.switch import Way
+from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.groups import lay_out
-from lightning_sparse.engine.link import measure_link
 from lightning_sparse.engine.timeline import Timeline
 from lightning_sparse.fusion import layer_fusion, planner
 from lightning_sparse.fusion.layer_fusion import TRIAL, WINDOW, LayerFusion
+from lightning_sparse.fusion.link import measure_link
 from lightning_sparse.fusion.model import StepModel
 from lightning_sparse.fusion.planner import Layout, Measured
 from lightning_sparse.fusion.steps import STEPS_MEASURED
+from lightning_sparse.gradients.averager import GradientAverager
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.costs import Link
 from lightning_sparse.network.torch_comm import Works
@@ -62,7 +62,7 @@ class Training:
     def __init__(self, compressor: ls.Compressor | ls.Auto, backwards: int = 1, warmup_steps: int = 0) -> None:
         self.parameters: dict[str, Tensor] = {f"{i}.weight": nn.Parameter(torch.zeros(20 + i)) for i in range(3)}
         options = Options(compressor, "layer", warmup_steps=warmup_steps)
-        self.exchange = GradientExchange(
+        self.exchange = GradientAverager(
             lay_out(self.parameters, options.averaging, "layer"), [Mirror()], threaded=False
         )
         self.fusion = LayerFusion(self.exchange, options.averaging, self.parameters)
@@ -158,7 +158,7 @@ def test_the_rate_of_a_far_link_is_measured_after_the_first_step(
 ) -> None:
     measured_after: list[int] = []
 
-    def measure(exchange: GradientExchange, latency_s: float) -> Link:
+    def measure(exchange: GradientAverager, latency_s: float) -> Link:
         measured_after.append(exchange.steps)
         return measure_link(exchange, latency_s)
 
@@ -214,7 +214,7 @@ def test_a_resumed_choice_is_watched_for_what_was_usual_when_it_was_made(tried: 
 
 def test_times_that_keep_changing_fill_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training(ls.TopK(density=0.5))
-    monkeypatch.setattr(Exchange, "messages", lambda self: lambda: 0.01 * 2.0**self.steps)
+    monkeypatch.setattr(Averager, "messages", lambda self: lambda: 0.01 * 2.0**self.steps)
     for _ in training.passes(200):
         assert training.longest_list() <= WINDOW
 
@@ -233,7 +233,7 @@ def test_for_a_few_per_cent_no_groups_are_merged_in_which_parameters_compete(
     tried: None, monkeypatch: pytest.MonkeyPatch, compressor: ls.Compressor, span_s: dict[int, float], groups: int
 ) -> None:
     training = Training(compressor)
-    training.fusion.follow(Layout([[name] for name in reversed(training.parameters)], compressor))
+    training.fusion.follow(Layout([[name] for name in reversed(training.parameters)], training.fusion.compressor))
     monkeypatch.setattr(Timeline, "span_s", lambda self: span_s[len(training.exchange.groups)])
     list(training.passes(STEPS_MEASURED + TRIAL + 1))
     assert training.fusion.phase == "watch"

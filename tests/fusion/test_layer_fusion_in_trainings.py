@@ -17,7 +17,7 @@ from lightning_sparse.auto import chooser
 from lightning_sparse.auto.chooser import Chooser
 from lightning_sparse.auto.forecast import Forecast
 from lightning_sparse.auto.policy import CANDIDATES
-from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.timeline import Timeline
 from lightning_sparse.fusion import layer_fusion, planner
 from lightning_sparse.fusion.model import Plan, StepModel
@@ -240,14 +240,14 @@ def measurements(rank: int, size: int, name: str) -> list[int]:
     began: list[int] = []
     measure = layer_fusion.measure_steps
 
-    def noting(exchange: Exchange, *others: Any) -> Passes[planner.Measured]:
+    def noting(exchange: Averager, *others: Any) -> Passes[planner.Measured]:
         began.append(exchange.steps)
         return (yield from measure(exchange, *others))
 
     layer_fusion.measure_steps = noting
     if name == "drift":  # right after the groups were chosen
         chosen = STEPS_MEASURED + 1
-        Exchange.messages = lambda self: partial(float, 0.01 if self.steps < chosen else 1)  # type: ignore[method-assign]
+        Averager.messages = lambda self: partial(float, 0.01 if self.steps < chosen else 1)  # type: ignore[method-assign]
     compressor = ls.Warmup(11, ls.TopK()) if name == "warmup" else ls.TopK()
     trainer(ls.SparseDDPStrategy(compressor), size, max_steps=24).fit(Deep(), data(24, size))
     return began
@@ -290,7 +290,7 @@ def with_fastest(
     def given_times(candidate: ls.Candidate, **of_steps: Any) -> Forecast:
         return replace(forecast(candidate, **of_steps), step_s=given_s(candidate))
 
-    def as_given(self: Chooser, exchange: Exchange, step_s: float) -> ls.Candidate:
+    def as_given(self: Chooser, exchange: Averager, step_s: float) -> ls.Candidate:
         assert self.chosen is not None
         chosen: ls.Candidate = note(self, exchange, given_s(self.chosen.candidate))
         return chosen

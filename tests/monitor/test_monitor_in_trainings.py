@@ -71,7 +71,7 @@ def log(rank: int, size: int, folder: str) -> dict[str, Any]:
         "own": monitor._last,
         "acted": (stopping.best_score.item(), stopping.wait_count, run.optimizers[0].param_groups[0]["lr"]),
         "sums": (own.steps, own.sent_bytes, own.dense_bytes),
-        "sent": [lane.comm.sent_bytes for lane in run.strategy.exchange._lanes],  # type: ignore[attr-defined]
+        "sent": [lane.comm.sent_bytes for lane in run.strategy.exchange.lanes],  # type: ignore[attr-defined]
         "times": len(monitor._notes.times),
     }
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import lightning_sparse as ls
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.engine.lane import Lane
+from lightning_sparse.engine.lanes import Lane
 from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.network.torch_comm import TorchComm
 from lightning_sparse.selection.sparse import dense

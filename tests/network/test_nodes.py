@@ -151,7 +151,7 @@ def test_an_overflow_on_any_rank_of_a_node_undoes_the_step_everywhere(ranks: Ran
 def gathered_text(rank: int, size: int) -> list[str]:
     ddp = DistributedDataParallel(nn.Linear(3, 2))
     hook = ls.SparseHook(ddp, "sparse_dense", process_groups=ProcessGroups(ddp, local_size=2))
-    said = hook.exchange.gather_text("0123456789"[: (7, 10, 3, 0)[rank]])
+    said = hook.exchange.lanes.gather_text("0123456789"[: (7, 10, 3, 0)[rank]])
     hook.close()
     return said
 

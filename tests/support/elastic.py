@@ -23,11 +23,11 @@ from torch import Tensor
 
 import lightning_sparse as ls
 from lightning_sparse.bench.cluster.network import INTERFACE
+from lightning_sparse.elastic.averager import ElasticAverager
 from lightning_sparse.engine.checksum import checksum
-from lightning_sparse.engine.elastic_exchange import ElasticExchange
-from lightning_sparse.engine.lane import Lane
-from lightning_sparse.engine.local_exchange import LocalExchange
-from lightning_sparse.engine.replica import Replica
+from lightning_sparse.engine.lanes import Lane
+from lightning_sparse.local_steps.averager import LocalAverager
+from lightning_sparse.local_steps.replica import Replica
 from lightning_sparse.network.elastic_comm import ElasticComm
 from lightning_sparse.network.hosts import Hosts
 from tests.support.models import Does, data, small, trainer
@@ -157,9 +157,9 @@ def within(step: int) -> None:
 
 def half_a_vote(step: int) -> None:
     """Die when one host has this one's vote and the others do not."""
-    vote = ElasticExchange._vote
+    vote = ElasticAverager._vote
 
-    def half(self: ElasticExchange, lane: Lane) -> None:
+    def half(self: ElasticAverager, lane: Lane) -> None:
         if Now.step < step:
             return vote(self, lane)
         comm: Any = lane.comm
@@ -170,7 +170,7 @@ def half_a_vote(step: int) -> None:
             message.wait()
         return die()
 
-    _replace(ElasticExchange, "_vote", half)
+    _replace(ElasticAverager, "_vote", half)
 
 
 def after(step: int) -> None:
@@ -181,8 +181,8 @@ def after(step: int) -> None:
 
 def handing_on(step: int) -> None:
     """Die when one that joins has asked this host for what it needs."""
-    shared = ElasticExchange._shared
-    _replace(ElasticExchange, "_shared", lambda self: (Now.step >= step and die(), shared(self))[1])
+    shared = ElasticAverager._shared
+    _replace(ElasticAverager, "_shared", lambda self: (Now.step >= step and die(), shared(self))[1])
 
 
 def stop_for_a_while(step: int) -> None:
@@ -333,7 +333,7 @@ def train(rank: int, size: int, plan: Plan) -> dict[str, Any]:
         "schedules": [each.scheduler.last_epoch for each in run.lr_scheduler_configs],
         "optimizer": {int(state["step"]) for state in run.optimizers[0].state.values()},
         "batches": len(begun.found),
-        "sent": sum(lane.comm.sent_bytes for lane in exchange._lanes),
+        "sent": sum(lane.comm.sent_bytes for lane in exchange.lanes),
     }
 
 
@@ -384,10 +384,10 @@ def _bits(exchange: Any) -> int:
 
 def _note_exchanges(note: Callable[..., None]) -> None:
     """Note of each group's turn what was unsent before and after, and how x̄ moved, times the steps' length."""
-    send, take_up, apply = LocalExchange._send, Replica.take_up, Replica.apply
+    send, take_up, apply = LocalAverager._send, Replica.take_up, Replica.apply
     known: dict[Replica, tuple[int, int, Tensor, Tensor]] = {}
 
-    def sending(self: LocalExchange) -> None:
+    def sending(self: LocalAverager) -> None:
         Now.step, Now.launched, Now.size = self.steps, 0, self.members  # type: ignore[attr-defined]
         send(self)
 
@@ -401,7 +401,7 @@ def _note_exchanges(note: Callable[..., None]) -> None:
         moved = (self.average - average) * (self._settings.lead or 1.0)
         note("turn", step, self.group.index, size, unsent, self.group.unsent.clone(), moved, self.average.clone())
 
-    _replace(LocalExchange, "_send", sending)
+    _replace(LocalAverager, "_send", sending)
     _replace(Replica, "take_up", taking)
     _replace(Replica, "apply", applying)
 

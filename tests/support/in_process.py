@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
-from lightning_sparse.engine.step import gradients_of
+from lightning_sparse.engine.bucket import gradients_of
 from lightning_sparse.network.comm import Comm, Pending
 from lightning_sparse.network.costs import HOP_BYTES
 from lightning_sparse.network.process_groups import LANES

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import lightning_sparse as ls
 from lightning_sparse.auto.passes import FIRST_CHOICE, GLIMPSE_OF_DEVICE
-from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.fusion import layer_fusion
+from lightning_sparse.local_steps.averager import LocalAverager
 from tests.support.models import Small, flat
 
 LOCAL = ls.Candidate(ls.Dense(), "int4", local_steps=3)
@@ -25,9 +25,9 @@ def local(compressor: Any = "sparse_dense", steps: Any = 3, **options: Any) -> l
     return ls.SparseDDPStrategy(compressor, local_steps=steps, **({"wire_dtype": "int4"} | options))
 
 
-def exchange_of(run: L.Trainer) -> LocalExchange:
+def exchange_of(run: L.Trainer) -> LocalAverager:
     exchange = run.strategy.exchange  # type: ignore[attr-defined]
-    assert isinstance(exchange, LocalExchange)
+    assert isinstance(exchange, LocalAverager)
     return exchange
 
 

@@ -7,8 +7,8 @@ import torch
 
 import lightning_sparse as ls
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.engine.sample import Sample
-from lightning_sparse.engine.step import Report
+from lightning_sparse.engine.bucket import Report
+from lightning_sparse.engine.observers import Sample
 from lightning_sparse.engine.timeline import Timeline
 
 
@@ -22,7 +22,7 @@ class Unread(int):
         return float(int(self))
 
 
-class Exchange:
+class Averager:
     """Two groups whose steps cost what they are given."""
 
     def __init__(self, elements: int = 600) -> None:
@@ -71,7 +71,7 @@ class Training:
 
     def __init__(self, monitor: ls.CompressionMonitor, every: int = 5, **trainer: Any) -> None:
         self.monitor = monitor
-        self.exchange = Exchange()
+        self.exchange = Averager()
         self.loggers = [Logger(), Logger()]
         self.trainer: Any = SimpleNamespace(
             **{

@@ -10,18 +10,17 @@ from torch import Tensor, nn
 
 import lightning_sparse as ls
 from lightning_sparse.compressors.rounded import Rounded
-from lightning_sparse.engine.buffers import ModuleBuffers
-from lightning_sparse.engine.exchange import Exchange
-from lightning_sparse.engine.gradients import GradientExchange
+from lightning_sparse.engine.averager import Averager
+from lightning_sparse.engine.bucket import gradients_of
 from lightning_sparse.engine.groups import lay_out, lay_out_fragments
-from lightning_sparse.engine.local_exchange import LocalExchange
-from lightning_sparse.engine.local_steps import LocalSteps
-from lightning_sparse.engine.optimizers import Optimizers
-from lightning_sparse.engine.shard_groups import ShardGroup
-from lightning_sparse.engine.sharded_model import ShardedModel
-from lightning_sparse.engine.step import gradients_of
+from lightning_sparse.gradients.averager import GradientAverager
+from lightning_sparse.local_steps.averager import LocalAverager
+from lightning_sparse.local_steps.buffers import ModuleBuffers
+from lightning_sparse.local_steps.optimizers import Optimizers
+from lightning_sparse.local_steps.settings import LocalSteps
 from lightning_sparse.network.node_comm import NodeComm
 from lightning_sparse.network.process_groups import LANES, ProcessGroups
+from lightning_sparse.sharded.model import ShardedModel, ShardGroup
 from lightning_sparse.wire import wire_format
 from tests.support.buckets import Bucket
 from tests.support.fake_cuda import DEVICE, FakeCuda, Stream
@@ -47,7 +46,7 @@ LOCAL_SETTINGS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-Make = Callable[[FakeNccl, dict[str, Tensor]], Exchange]
+Make = Callable[[FakeNccl, dict[str, Tensor]], Averager]
 Between = Callable[[Any, FakeNccl, dict[str, Tensor]], None]
 
 
@@ -74,27 +73,27 @@ def parameters(shapes: Any = None, dtype: torch.dtype = torch.float32) -> dict[s
 
 def gradients(
     nccl: FakeNccl, of: dict[str, Tensor], compressor: ls.Compressor, wire_dtype: str = "float32", **options: Any
-) -> GradientExchange:
+) -> GradientAverager:
     """An exchange of gradients, as it is on NCCL."""
     groups = lay_out(of, compressor, "bucket", options.pop("bucket_bytes", 50_000))
-    return GradientExchange(groups, nccl.comms(LANES, wire_format(wire_dtype)), threaded=False, **options)
+    return GradientAverager(groups, nccl.comms(LANES, wire_format(wire_dtype)), threaded=False, **options)
 
 
 def local_steps(
     nccl: FakeNccl, of: dict[str, Tensor], compressor: ls.Compressor, wire_dtype: str = "float32", **options: Any
-) -> LocalExchange:
+) -> LocalAverager:
     """An exchange with local steps, as it is on NCCL, of a model with buffers."""
     settings, norm = LocalSteps(2, **options), nn.BatchNorm1d(8).to(DEVICE)
     norm.register_buffer("seen", torch.zeros(3, dtype=torch.bool, device=DEVICE))
     buffers = ModuleBuffers(norm, device=torch.device(DEVICE))
     groups, fragments = lay_out_fragments(of, compressor, "bucket", settings.parts, SMALL)
     comms = nccl.comms(LANES, wire_format(wire_dtype))
-    return LocalExchange(
+    return LocalAverager(
         groups, fragments, comms, threaded=False, settings=settings, compressor=compressor, buffers=buffers
     )
 
 
-def watching(exchange: LocalExchange) -> LocalExchange:
+def watching(exchange: LocalAverager) -> LocalAverager:
     """Have an exchange tell other ranks of a tensor that no optimizer trains."""
     running = torch.zeros(8, device=DEVICE)
     exchange.untrained.watched["running mean"] = lambda: running
@@ -114,14 +113,14 @@ class Node:
     sum_inside = ProcessGroups.sum_inside
 
 
-def nodes(nccl: FakeNccl, of: dict[str, Tensor], leader: bool, **options: Any) -> GradientExchange:
+def nodes(nccl: FakeNccl, of: dict[str, Tensor], leader: bool, **options: Any) -> GradientAverager:
     """An exchange of gradients among three nodes, as it is on NCCL, on a ``leader`` of one or on another rank."""
     comm = NodeComm(0, SIZE, nccl.comm() if leader else None, nccl.comm()).in_format(wire_format("int4"))
     groups, node = lay_out(of, ls.TopK(), "bucket", SMALL), Node(nccl)
-    return GradientExchange(groups, [comm], threaded=False, node=node, **options)  # type: ignore[arg-type]
+    return GradientAverager(groups, [comm], threaded=False, node=node, **options)  # type: ignore[arg-type]
 
 
-def watched(nccl: FakeNccl, of: dict[str, Tensor]) -> GradientExchange:
+def watched(nccl: FakeNccl, of: dict[str, Tensor]) -> GradientAverager:
     """An exchange of gradients that somebody watches, records and times."""
     exchange = gradients(nccl, of, ls.TopK(), "int4", bucket_bytes=SMALL)
     exchange.watch_unsent()
@@ -148,7 +147,7 @@ class ShardedTraining:
         of: the parameters.
     """
 
-    def __init__(self, exchange: GradientExchange, of: dict[str, Tensor]) -> None:
+    def __init__(self, exchange: GradientAverager, of: dict[str, Tensor]) -> None:
         self.exchange, self._reducing = exchange, Stream(DEVICE)
         fsdp = SimpleNamespace(reduce_grads=True, all_reduce_grads=True)
         model = self.model = ShardedModel.__new__(ShardedModel)
@@ -165,7 +164,6 @@ class ShardedTraining:
         for _ in range(batches):
             for p in self.model.parameters():
                 p.sum()
-            self.exchange.end_forward()
             with self.model.backward(always=True):
                 for i, group in enumerate(self.model.groups):
                     if i != skips:
@@ -200,7 +198,7 @@ class Training:
         adam: have PyTorch's Adam step, and not a plain product.
     """
 
-    def __init__(self, exchange: Exchange, of: dict[str, Tensor], buckets: int = 2, adam: bool = False) -> None:
+    def __init__(self, exchange: Averager, of: dict[str, Tensor], buckets: int = 2, adam: bool = False) -> None:
         self.exchange, self._parameters = exchange, list(of.values())
         self._adam = torch.optim.Adam(self._parameters, weight_decay=0.1) if adam else None
         self._optimizers = Optimizers(self._parameters, lambda: self.exchange)
@@ -220,7 +218,8 @@ class Training:
         self.exchange.between_steps()
         for p in self._parameters:
             p.sum()  # forward reads all weights
-        self.exchange.end_forward()
+        if self.exchange.local is not None:
+            self.exchange.local.end_forward()
         self.exchange.timeline.begin_backward()
         futures = []
         for bucket in self._buckets:
@@ -243,7 +242,7 @@ def nothing(exchange: Any, nccl: FakeNccl, of: dict[str, Tensor]) -> None:
     """Between steps."""
 
 
-def evaluate(exchange: LocalExchange, nccl: FakeNccl, of: dict[str, Tensor]) -> None:
+def evaluate(exchange: LocalAverager, nccl: FakeNccl, of: dict[str, Tensor]) -> None:
     """Show the average, compute with it, and compare what no optimizer trains."""
     exchange.show_average()
     for p in of.values():

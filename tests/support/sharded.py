@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_sparse.engine.sharded_model import ShardedModel
+from lightning_sparse.sharded.model import ShardedModel
 from lightning_sparse.sharded_hook import ShardedHook, options_of
 
 Shard = Callable[..., Any]  # fully_shard over the right mesh

@@ -13,12 +13,12 @@ import lightning_sparse as ls
 from lightning_sparse.auto import passes
 from lightning_sparse.auto.chooser import Chooser
 from lightning_sparse.auto.passes import FIRST_CHOICE, GLIMPSE_OF_DEVICE
-from lightning_sparse.engine import local_steps
-from lightning_sparse.engine.exchange import Exchange
-from lightning_sparse.engine.gradients import GradientExchange
-from lightning_sparse.engine.second_moments import EARLY
+from lightning_sparse.engine.averager import Averager
 from lightning_sparse.fabric import SparseDDPStrategy as FabricStrategy
 from lightning_sparse.fusion import layer_fusion
+from lightning_sparse.gradients.averager import GradientAverager
+from lightning_sparse.local_steps import settings as local_steps
+from lightning_sparse.local_steps.second_moments import EARLY
 from tests.support.models import Small, data, trainer, weights
 from tests.support.on_one_device import ACCELERATOR
 from tests.support.processes import LIMIT_S, Ranks
@@ -74,10 +74,10 @@ def test_it_changes_to_local_steps_and_back_and_loses_nothing(ranks: Ranks) -> N
     first, second = ranks.run(_there_and_back, 2)
     assert first[0] == second[0]
     kinds = first[0]
-    begin, end = kinds.index("LocalExchange"), len(kinds) - 1 - kinds[::-1].index("LocalExchange")
+    begin, end = kinds.index("LocalAverager"), len(kinds) - 1 - kinds[::-1].index("LocalAverager")
     assert begin == FIRST
     assert CHANGES_BACK <= end + 1 < len(kinds)
-    assert set(kinds[end + 1 :]) == {"GradientExchange"}
+    assert set(kinds[end + 1 :]) == {"GradientAverager"}
     mean, (merged, of_both) = (first[1] + second[1]) / 2, first[2]
     assert not torch.equal(first[1], second[1])
     assert torch.equal(merged, second[2][0])  # every rank goes on with the same
@@ -91,15 +91,15 @@ def _there_and_back(rank: int, size: int) -> Any:
     nobody_looks_ahead()
     merged: list[tuple[Tensor, Tensor]] = []
     passes.SETTLING, passes.TIMED, passes.WATCHED = 0, 3, 1
-    Exchange.messages = lambda self: partial(float, 1 if self.steps < CHANGES_BACK else 99)  # type: ignore[method-assign]
+    Averager.messages = lambda self: partial(float, 1 if self.steps < CHANGES_BACK else 99)  # type: ignore[method-assign]
     Chooser.note = lambda self, exchange, step_s: LOCAL  # type: ignore[method-assign]
     passes.is_far = lambda latency_s: False  # also where a busy machine's first message takes long
     Chooser.start = lambda self, exchange, costs, given: (given, 0.0)  # type: ignore[method-assign]  # one step tells too little
 
     class Merged(Watch):
         def on_before_backward(self, run: L.Trainer, module: L.LightningModule, loss: Tensor) -> None:
-            before = self.engines and self.engines[-1] == "LocalExchange"
-            if before and isinstance(run.strategy.exchange, GradientExchange):  # type: ignore[attr-defined]
+            before = self.engines and self.engines[-1] == "LocalAverager"
+            if before and isinstance(run.strategy.exchange, GradientAverager):  # type: ignore[attr-defined]
                 merged.append((weights(module), momenta(run, module)))
                 run.should_stop = True
 
@@ -107,7 +107,7 @@ def _there_and_back(rank: int, size: int) -> Any:
     run = trainer(auto(LOCAL), size, check_every=0, max_steps=CHANGES_BACK + 30, callbacks=[watch])
     torch.manual_seed(0)
     run.fit(WithEmpty(), data(CHANGES_BACK + 30, size))
-    last = len(watch.engines) - 1 - watch.engines[::-1].index("LocalExchange")
+    last = len(watch.engines) - 1 - watch.engines[::-1].index("LocalAverager")
     return watch.engines, watch.own[last], merged[0], watch.momenta[last]
 
 
@@ -115,7 +115,7 @@ def test_a_checkpoint_of_local_steps_that_are_no_candidate_any_more_goes_on_with
     ranks: Ranks, tmp_path: Path
 ) -> None:
     first, second = ranks.run(_other_candidates, 2, tmp_path / "some.ckpt")
-    assert first[:2] == second[:2] == ("LocalExchange", {"GradientExchange"})
+    assert first[:2] == second[:2] == ("LocalAverager", {"GradientAverager"})
     assert torch.equal(first[2], second[2])
 
 
@@ -161,4 +161,4 @@ def _forward_of_one_rank(rank: int, size: int) -> list[str]:
 def test_one_rank_may_run_a_forward_before_the_first_step(ranks: Ranks) -> None:
     first, second = ranks.run(_forward_of_one_rank, 2, timeout_s=LIMIT_S)
     assert first == second
-    assert (first[0], first[-1]) == ("GradientExchange", "LocalExchange")
+    assert (first[0], first[-1]) == ("GradientAverager", "LocalAverager")

@@ -15,7 +15,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import lightning_sparse as ls
 from lightning_sparse.auto import chooser
-from lightning_sparse.engine.local_steps import LEAD
+from lightning_sparse.local_steps.settings import LEAD
 from tests.support.local_steps import CHOSEN, Causal, all_of, auto, exchange_of, follow, local
 from tests.support.models import Does, Small, data, flat, small, trainer, weights
 from tests.support.processes import Ranks
@@ -302,7 +302,7 @@ def test_optimizers_that_a_rank_cannot_step_alone_are_refused_and_keep_sparse_au
         assert "local_steps cannot be combined with ZeroRedundancyOptimizer, which has each rank step a part" in said[1]
         assert "local_steps cannot be combined with WithModes, which has weights of its own on each rank" in said[2]
         assert "local_steps looks ahead by multiplying" in said[3]
-        assert kinds == ["GradientExchange"] * 3
+        assert kinds == ["GradientAverager"] * 3
         assert dropped == ["LBFGS", "ZeroRedundancyOptimizer", "WithModes"]
 
 

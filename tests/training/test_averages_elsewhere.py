@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.checkpoint.optimizers import tensors_everywhere
-from lightning_sparse.engine.local_exchange import LocalExchange
 from lightning_sparse.fabric import SparseDDPStrategy as FabricStrategy
+from lightning_sparse.local_steps.averager import LocalAverager
 from lightning_sparse.network.torch_comm import world
 from tests.support.local_steps import CHOSEN, Causal, auto, follow, local
 from tests.support.models import Does, batch, data, flat, small, trainer
@@ -67,7 +67,7 @@ class At:
         model = {name: x.detach().clone() for name, x in run.lightning_module.state_dict().items()}
         states = run.optimizers[0].state.values()
         moments = flat([torch.zeros(0), *(state["exp_avg"] for state in states)])
-        if not isinstance(exchange, LocalExchange):
+        if not isinstance(exchange, LocalAverager):
             return cls(model, model, {}, moments)
         own = {name: x.detach().clone() for name, x in exchange.own.items()}
         return cls(model, own, {name: x.clone() for name, x in exchange.averages.items()}, moments)

@@ -16,8 +16,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 
 import lightning_sparse as ls
 from lightning_sparse.bench.cluster import Cluster
-from lightning_sparse.engine.local_steps import LocalSteps
 from lightning_sparse.fabric import SparseDDPStrategy as FabricStrategy
+from lightning_sparse.local_steps.settings import LocalSteps
 from lightning_sparse.network.hosts import Hosts, _parts
 from tests import conftest
 from tests.support.elastic import (

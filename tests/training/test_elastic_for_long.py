@@ -15,7 +15,7 @@ import pytest
 
 from lightning_sparse.bench.cluster import Cluster
 from lightning_sparse.bench.cluster.network import INTERFACE
-from lightning_sparse.engine.local_steps import LocalSteps
+from lightning_sparse.local_steps.settings import LocalSteps
 from tests import conftest
 from tests.support.elastic import (
     CALM,

@@ -13,8 +13,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from lightning_sparse.engine.lane import Lane
-from lightning_sparse.engine.local_exchange import LocalExchange
+from lightning_sparse.engine.lanes import Lane
+from lightning_sparse.local_steps.averager import LocalAverager
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.network.simulated import SimNetwork
@@ -67,7 +67,7 @@ def of_trainers(rank: int, size: int, folder: str) -> dict[str, list[tuple[int, 
 
     def in_local_steps() -> None:
         run = fit(auto(), small(optimizer="adam"), max_steps=CHOSEN + 2)
-        assert isinstance(run.strategy.exchange, LocalExchange)  # type: ignore[attr-defined]
+        assert isinstance(run.strategy.exchange, LocalAverager)  # type: ignore[attr-defined]
 
     def broken() -> None:
         with pytest.raises(KeyError, match="this batch"):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from lightning_sparse.engine.replica import Replica
+from lightning_sparse.local_steps.replica import Replica
 from tests.support.local_steps import exchange_of, local
 from tests.support.models import Does, Small, data, small, trainer, weights
 from tests.support.processes import Ranks

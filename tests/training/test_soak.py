@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import lightning_sparse as ls
 from lightning_sparse.engine.checksum import checksum
-from lightning_sparse.engine.local_exchange import LocalExchange
+from lightning_sparse.local_steps.averager import LocalAverager
 from lightning_sparse.monitor.replicas import check_replicas
 from lightning_sparse.network.torch_comm import world
 from tests.support.models import flat, unsent
@@ -62,7 +62,7 @@ class Account:
         """Count a step's gradients, and their averages; or with local steps what the optimizer does."""
         parameters = list(self.model.parameters())
         before = flat(parameters)
-        local = isinstance(self.hook.exchange, LocalExchange)
+        local = isinstance(self.hook.exchange, LocalAverager)
         if not local:
             self.handed_out += flat([p.grad for p in parameters if p.grad is not None])
         optimizer.step()
@@ -73,7 +73,7 @@ class Account:
         exchange, names = self.hook.exchange, [name for name, _ in self.model.named_parameters()]
         ahead = 1.0
         self.hook.show_average()
-        if isinstance(exchange, LocalExchange):
+        if isinstance(exchange, LocalAverager):
             self.handed_out = flat([exchange.averages[name] for name in names])
             residual = flat([exchange.own[name] for name in names]) - self.handed_out
             ahead = exchange.settings.lead or 1.0  # an optimizer's steps are so many times as long as x̄'s

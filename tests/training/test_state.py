@@ -420,7 +420,7 @@ def _end(case: Case, way: str, path: Path, rank: int, size: int) -> End:
     if rank == 0:
         shutil.rmtree(path / "now", ignore_errors=True)
     run.strategy.barrier()
-    return End(now, state(resumed), is_right, run.strategy.exchange.takes_local_steps)  # type: ignore[attr-defined]
+    return End(now, state(resumed), is_right, run.strategy.exchange.local is not None)  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")

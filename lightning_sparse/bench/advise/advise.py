@@ -35,6 +35,7 @@ from lightning_sparse.compressors import Dense
 from lightning_sparse.fusion.costs import RANKS, GroupCosts, Now
 from lightning_sparse.fusion.planner import Measured
 from lightning_sparse.fusion.steps import PassCounts, Passes, measure_steps
+from lightning_sparse.gradients.averager import GradientAverager
 from lightning_sparse.monitor.tables import human_bytes
 from lightning_sparse.network.costs import Link
 from lightning_sparse.trainer.strategy import SparseDDPStrategy
@@ -147,7 +148,7 @@ class _Profile(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin."""
         assert isinstance(trainer.strategy, SparseDDPStrategy)
-        assert trainer.strategy.exchange is not None
+        assert isinstance(trainer.strategy.exchange, GradientAverager)
         self._exchange = trainer.strategy.exchange
         self._exchange.record_gradients(ELEMENTS)
         parameters = {name: p for name, p in pl_module.named_parameters() if p.requires_grad}

@@ -25,7 +25,7 @@ from lightning_sparse.auto.policy import NAMES, Auto
 from lightning_sparse.checks import is_number
 from lightning_sparse.compressors import COMPRESSORS, Dense, TopK
 from lightning_sparse.compressors.named import did_you_mean
-from lightning_sparse.engine.local_steps import LocalSteps
+from lightning_sparse.local_steps.settings import LocalSteps
 from lightning_sparse.network.costs import traffic
 from lightning_sparse.trainer.signals import leave_out_message_before_batches
 from lightning_sparse.trainer.strategy import SparseDDPStrategy

@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning_sparse.bench.compare.peers import Peer
 from lightning_sparse.bench.compare.place import read_sent
 from lightning_sparse.bench.compare.records import MeasuredStep
-from lightning_sparse.engine.step import Report
+from lightning_sparse.engine.bucket import Report
 from lightning_sparse.trainer.strategy import SparseDDPStrategy
 
 
@@ -88,6 +88,6 @@ def _reported(strategy: Strategy) -> tuple[Report | None, int, bool]:
     if isinstance(strategy, SparseDDPStrategy):
         assert strategy.exchange is not None
         report = strategy.exchange.last  # of local steps beside which the next one computes: of the step before
-        return report, report.sent_bytes if report else 0, strategy.exchange.takes_local_steps
+        return report, report.sent_bytes if report else 0, strategy.exchange.local is not None
     assert isinstance(strategy, Peer)
     return None, strategy.sent_bytes(), False

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_sparse.bench.compare import byte_lm
 from lightning_sparse.bench.compare.models import ByteGPT, mlp
 from lightning_sparse.cli.names import MODEL_FORMS
-from lightning_sparse.engine.build import check_trains
+from lightning_sparse.engine.ddp_checks import check_trains
 
 
 @dataclass(frozen=True)

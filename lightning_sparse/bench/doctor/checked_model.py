@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparse.bench.compare.models import Classifier
-from lightning_sparse.engine.exchange import Exchange
+from lightning_sparse.engine.averager import Averager
 from lightning_sparse.monitor.replicas import check_replicas
 from lightning_sparse.network.torch_comm import world
 
@@ -54,7 +54,7 @@ class CheckedModel(Classifier):
 
     def on_after_backward(self) -> None:
         """Check what has been averaged."""
-        if self._exchange and self._exchange.takes_local_steps:
+        if self._exchange and self._exchange.local is not None:
             return
         after, parameters = self._unsent(), dict(self.named_parameters())
         before = {name: self._before[name] + self._gradients[name].double() for name in parameters}
@@ -75,7 +75,8 @@ class CheckedModel(Classifier):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Check that the replicas are equal."""
         del outputs, batch, batch_idx
-        shared = self._exchange.compared() if self._exchange else {}
+        local = self._exchange.local if self._exchange else None
+        shared = local.compared() if local else {}
         check_replicas({name: shared.get(p, p) for name, p in self.named_parameters()}, world())
         self._checked += 1
 
@@ -85,7 +86,7 @@ class CheckedModel(Classifier):
             raise RuntimeError(f"{self.trainer.max_steps} steps must be checked; {self._checked} were.")
 
     @property
-    def _exchange(self) -> Exchange | None:
+    def _exchange(self) -> Averager | None:
         return getattr(self.trainer.strategy, "exchange", None)
 
     def _note(self, name: str, gradient: Tensor) -> None:

@@ -13,15 +13,13 @@ from lightning_sparse.bench.compare.peers import PEERS, Contender
 from lightning_sparse.bench.simulate.task import OPTIMIZERS
 from lightning_sparse.compressors import Dense
 from lightning_sparse.compressors.lockstep import take_steps
-from lightning_sparse.engine.adam import MeanMoments
-from lightning_sparse.engine.compression_error import CompressionError
 from lightning_sparse.engine.groups import lay_out, lay_out_fragments
-from lightning_sparse.engine.replica import Replica
-from lightning_sparse.engine.second_moments import SecondMoments
+from lightning_sparse.engine.observers import CompressionError
+from lightning_sparse.local_steps.replica import Replica
+from lightning_sparse.local_steps.second_moments import MeanMoments, SecondMoments
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.options import Options
 from lightning_sparse.trainer.strategy import SparseDDPStrategy
-from lightning_sparse.wire import wire_format
 
 Batches = Sequence[tuple[Tensor, ...]]  # one for each rank
 
@@ -69,7 +67,7 @@ class Replicas:
     judged_by: CompressionError | None = None  # of the steps so far, if it is to be judged
 
     def __init__(self, model: LightningModule, options: Options, ranks: int, optimizer: str = "adamw") -> None:
-        self.network = SimNetwork(ranks, wire_format(options.wire_dtype))
+        self.network = SimNetwork(ranks)
         self._model, self._optimizer = model, OPTIMIZERS[optimizer](model)
         parameters = dict(model.named_parameters())
         self._groups = [  # [P][groups], each with what averages it
@@ -105,8 +103,8 @@ class LocalReplicas:
 
     def __init__(self, model: LightningModule, options: Options, ranks: int, optimizer: str = "adamw") -> None:
         assert options.local is not None
-        self.network = SimNetwork(ranks, wire_format(options.wire_dtype))
-        self._settings = options.local.led(options.averaging, str(options.wire_dtype))
+        self.network = SimNetwork(ranks)
+        self._settings = options.local.led(options.averaging)
         self._average, self._warmup_steps = model, options.warmup_steps
         self._models = [deepcopy(model) for _ in range(ranks)]
         self._optimizers = [OPTIMIZERS[optimizer](each) for each in self._models]

@@ -15,7 +15,7 @@ from lightning_sparse.bench.simulate.replicas import LocalReplicas, Replicas, op
 from lightning_sparse.bench.simulate.results import Result, Run, caption, read, table
 from lightning_sparse.bench.simulate.task import TASKS
 from lightning_sparse.cli.options import Simulate, rates, seeds
-from lightning_sparse.engine.compression_error import CompressionError
+from lightning_sparse.engine.observers import CompressionError
 
 POINTS = 6  # of a run's loss that are written down
 UNCOUNTED = 5  # of so many parts of a run's steps, the first is not counted in what is delivered

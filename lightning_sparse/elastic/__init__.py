@@ -1,0 +1,1 @@
+"""Local steps among hosts that come and go."""

@@ -1,0 +1,165 @@
+"""One host among others that come and go: how they meet, who they are, and whether they fit."""
+
+import json
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_sparse.network.agreement import differences, everywhere
+from lightning_sparse.network.elastic import Elastic
+from lightning_sparse.network.elastic_comm import ElasticComm
+from lightning_sparse.network.hosts import Hosts
+from lightning_sparse.network.torch_comm import RankLost
+
+MOST_FAILED = 20  # exchanges, one after the other, after which a host gives up
+FIRST_FAILED = 3  # meetings, after which one gives up that has not begun: others, which train, wait for it each time
+LAYERS = "layers"  # of what describes a host: its model as text, which may differ where the model is the same
+
+
+class Membership:
+    """This host among those that have met.
+
+    Args:
+        hosts: where they meet.
+        described: what must be the same on all hosts, as text by name; of LAYERS a difference is warned of.
+        saved: returns what a host needs that is behind; it is asked while this one waits for others.
+
+    Attributes:
+        comm: the hosts that have met, for messages.
+        committed: 1 + the step of the last exchange that counted; 0 before all.
+        failed: exchanges, one after the other.
+        lost: hosts that were here and are gone.
+    """
+
+    def __init__(self, hosts: Elastic, described: Mapping[str, str], saved: Callable[[], dict[str, Any]]) -> None:
+        self._hosts = Hosts(hosts, saved)
+        self.comm = ElasticComm(self._hosts.leave, hosts.limit)
+        self.described = dict(described)
+        self.quorum_timeout_s = hosts.quorum_timeout
+        self.committed = self.failed = self.lost = 0
+        self._digest = 0  # of what describes this host, once that is complete
+        self._known: set[int] = set()  # the hosts of the last meeting
+        self._has_warned = False
+
+    @property
+    def size(self) -> int:
+        """How many hosts have met."""
+        return self._hosts.size
+
+    def describe(self, further: Mapping[str, str]) -> None:
+        """Add the rest of what must be the same, before the first meeting."""
+        self.described |= further
+        self._digest = zlib.crc32(json.dumps(self.described, sort_keys=True).encode())
+
+    # - a meeting
+
+    def meet(self) -> tuple[bool, Mapping[str, Any] | None]:
+        """Meet the other hosts; return whether messages can be sent, and what the furthest saved if this one is behind."""
+        is_ready = self._hosts.meet(self.committed)
+        if not is_ready and self._hosts.failure and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                f"lightning_sparse: not all hosts that have met are connected; got on this one, {self._hosts.address}"
+                f"{self._why}. They meet again. If it fails each time, put all on one network, by "
+                "Elastic(address=...) or GLOO_SOCKET_IFNAME."
+            )
+        return is_ready, self._hosts.take_received()
+
+    def greet(self, steps: int, looks: int) -> int | None:
+        """Tell the others who this is, after so many ``steps`` and ``looks``; return the steps of the furthest host.
+
+        So all send the same fragments.  Gloo ends the process that gets a message of another length than expected.
+        None: a host is lost, or they are not equally far, and must meet again.
+
+        Raises:
+            RuntimeError: they have other settings.
+        """
+        self.comm.join(self._hosts.group, self._hosts.rank, self._hosts.size)
+        own = torch.tensor(
+            [steps, self._hosts.key, self._digest, self.committed, looks], dtype=torch.int64, device="cpu"
+        )
+        try:
+            rows = self.comm.all_gather(own).wait()
+            if len(set(rows[:, 2].tolist())) > 1 and self._hosts.was_made_anew:
+                self.compare(
+                    [json.loads(each) for each in everywhere(json.dumps(self.described), self.comm, own.device)]
+                )
+            if bool((rows[:, 3:] != rows[0, 3:]).any()):
+                raise RankLost(f"hosts must be equally far; got exchanges and looks {rows[:, 3:].tolist()}")
+        except RankLost as error:
+            self._hosts.failure = str(error)
+            return None
+        furthest, now = int(rows[:, 0].max()), set(rows[:, 1].tolist())
+        if gone := self._known - now:
+            self.lost += len(gone)
+            rank_zero_warn(
+                f"lightning_sparse: {len(gone)} hosts are gone, and {len(now)} go on after step {furthest}; what "
+                "those had not sent is lost."
+            )
+        self._known = now
+        return furthest
+
+    def compare(self, described: Sequence[Mapping[str, str]]) -> None:
+        """Warn of other layers than on other hosts; ``described`` is of all.
+
+        Raises:
+            RuntimeError: another host has other settings.
+        """
+        settings = [{name: text for name, text in each.items() if name != LAYERS} for each in described]
+        if any(each != settings[0] for each in settings):
+            raise RuntimeError(
+                "Hosts must be started with the same settings, optimizers and model; got others. Start again those "
+                "that have others than the hosts that train already; of two, host 0 is this one:\n  "
+                + "\n  ".join(differences(settings, "host"))
+            )
+        for other in described:
+            lines = zip_longest(*(each.get(LAYERS, "").splitlines() for each in (self.described, other)))
+            if (found := next(((own, its) for own, its in lines if own != its), None)) is not None:
+                rank_zero_warn(
+                    f"Hosts must train the same model; got `{(found[0] or '').strip()}` on this one where another has "
+                    f"`{(found[1] or '').strip()}`. If they compute differently, start one of them again."
+                )
+                return
+
+    # - what came of it
+
+    def commit(self, error: Exception | None = None) -> bool:
+        """Vote whether the exchange counts, which had this ``error``; return whether it does, on every host."""
+        return self._hosts.commit(error)
+
+    def note_failure(self, committed: bool = False) -> None:
+        """Count a failure, unless the others have ``committed``.
+
+        Raises:
+            RuntimeError: too many followed each other.
+        """
+        self.failed = 0 if committed else self.failed + 1
+        if self.failed > MOST_FAILED:
+            raise RuntimeError(
+                f"an exchange among hosts must succeed now and then; got {self.failed} failures one after the other "
+                f"on this one, {self._hosts.address}{self._why}. Look at the links between the hosts, "
+                "GLOO_SOCKET_IFNAME and Elastic(address=..., timeout=...); then start again."
+            )
+
+    def check_reached(self, is_over: bool) -> None:
+        """Raise a RuntimeError if this host has never met others, and has tried often, or its time ``is_over``."""
+        if not self._known and (self.failed >= FIRST_FAILED or is_over):
+            raise RuntimeError(
+                f"hosts that meet must reach each other's addresses; got {self.failed} failures one after the "
+                f"other on this one, {self._hosts.address}{self._why}. Put all on one network, by "
+                "Elastic(address=...) or GLOO_SOCKET_IFNAME, and open its ports among them; then start this host "
+                "again."
+            )
+
+    @property
+    def _why(self) -> str:
+        return self._hosts.failure and f": {self._hosts.failure}"
+
+    def close(self) -> None:
+        """Leave, whatever is under way."""
+        self.comm.leave()
+        self._hosts.close()

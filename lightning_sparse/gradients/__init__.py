@@ -1,0 +1,1 @@
+"""Averages gradients within backward."""

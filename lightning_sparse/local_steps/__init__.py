@@ -1,0 +1,1 @@
+"""Averages what the ranks' own optimizers did."""
