@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 from lightning_sparse.auto.policy import Auto
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.hook import SparseHook
-from lightning_sparse.hsdp import OnMesh
 from lightning_sparse.local_steps.settings import LocalSteps
 from lightning_sparse.options import Options
 from lightning_sparse.sharded.model import ShardedModel
 from lightning_sparse.sharded_hook import ShardedHook, options_of
+from lightning_sparse.trainer.hsdp import OnMesh
 
 
 class SparseDDPStrategy(DDPStrategy):

@@ -19,7 +19,6 @@ from lightning_sparse.compressors import (
 )
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.hook import SparseHook
-from lightning_sparse.hsdp import SparseHSDPStrategy
 from lightning_sparse.local_steps.settings import LocalSteps
 from lightning_sparse.monitor.callbacks import CompressionMonitor
 from lightning_sparse.monitor.metrics import CompressionRatio, ThresholdError
@@ -29,7 +28,8 @@ from lightning_sparse.network.elastic import Elastic
 from lightning_sparse.registry import register
 from lightning_sparse.selection.sparse import Sparse
 from lightning_sparse.simulation import Simulated, simulate
-from lightning_sparse.strategy import SparseDDPStrategy
+from lightning_sparse.trainer.hsdp import SparseHSDPStrategy
+from lightning_sparse.trainer.strategy import SparseDDPStrategy
 
 register()
 

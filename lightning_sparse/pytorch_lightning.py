@@ -6,8 +6,8 @@ from pytorch_lightning.accelerators import Accelerator
 from pytorch_lightning.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy
 
-from lightning_sparse.hsdp import HSDPMixin
-from lightning_sparse.strategy import SparseMixin
+from lightning_sparse.trainer.hsdp import HSDPMixin
+from lightning_sparse.trainer.strategy import SparseMixin
 
 
 class SparseDDPStrategy(SparseMixin, DDPStrategy):  # type: ignore[misc]  # its DDPStrategy is a stranger to the mixin's

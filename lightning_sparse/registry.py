@@ -20,8 +20,8 @@ def register() -> None:
     from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
     from lightning_sparse import fabric
-    from lightning_sparse.hsdp import SparseHSDPStrategy
-    from lightning_sparse.strategy import SparseDDPStrategy
+    from lightning_sparse.trainer.hsdp import SparseHSDPStrategy
+    from lightning_sparse.trainer.strategy import SparseDDPStrategy
 
     _register_names(StrategyRegistry, SparseDDPStrategy)
     _register_sharded(StrategyRegistry, SparseHSDPStrategy)

@@ -1,8 +1,10 @@
 """What the strategy says before any process starts."""
 
+import pickle
 import re
 import subprocess
 import sys
+import weakref
 from typing import Any
 
 import lightning as L
@@ -14,6 +16,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 import lightning_sparse as ls
 from lightning_sparse import fabric
 from lightning_sparse.auto.policy import NAMES
+from lightning_sparse.trainer.elastic_host import ElasticHost
+from lightning_sparse.trainer.shown_average import ShownAverage
+from lightning_sparse.trainer.signals import Signals
 
 
 @pytest.mark.parametrize("variant", ["", "_spawn", "_fork", "_notebook", "_find_unused_parameters_true"])
@@ -91,3 +96,20 @@ def test_unused_parameters_are_answered_with_a_name_of_ours(name: str) -> None:
     error = RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one.")
     ls.SparseDDPStrategy(name).on_exception(error)
     assert f"strategy='{name}_find_unused_parameters_true'" in str(error)
+
+
+def test_what_a_strategy_holds_for_a_fit_is_not_pickled_and_does_not_keep_it_alive() -> None:
+    strategy = ls.SparseDDPStrategy("sparse_dense", local_steps=2, elastic=True)
+    run = L.Trainer(strategy=strategy, accelerator="cpu", devices=1, barebones=True)
+    strategy.connect(L.LightningModule())
+    assert strategy.options.hosts is not None
+    strategy.shown_average, strategy.host = ShownAverage(strategy), ElasticHost(run, strategy.options.hosts)
+    strategy.signals.begin_batch()
+    again = pickle.loads(pickle.dumps(strategy))
+    assert (again.options, again.shown_average, again.host) == (strategy.options, None, None)
+    assert vars(again.signals) == vars(Signals())
+
+    alone = ls.SparseDDPStrategy("sparse_dense", local_steps=2)
+    alone.shown_average, known = ShownAverage(alone), weakref.ref(alone)
+    del alone
+    assert known() is None

@@ -206,7 +206,7 @@ def _interrupted(rank: int, size: int, folder: Path) -> None:
     run = fitted(2)
     run.save_checkpoint(folder / "last")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_sparse.hsdp.save_tensors", lambda *_: 1 / 0)
+        patch.setattr("lightning_sparse.trainer.hsdp.save_tensors", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run.save_checkpoint(folder / "last")
     with pytest.raises(ValueError, match="must have a folder lightning_sparse_sharded"):

@@ -38,7 +38,7 @@ from lightning_sparse.fusion.steps import PassCounts, Passes, measure_steps
 from lightning_sparse.gradients.averager import GradientAverager
 from lightning_sparse.monitor.tables import human_bytes
 from lightning_sparse.network.costs import Link
-from lightning_sparse.strategy import SparseDDPStrategy
+from lightning_sparse.trainer.strategy import SparseDDPStrategy
 
 LARGE_BYTES = 8 * 10**9  # that plain DDP sends in a step, of some 10**9 parameters
 SHARDED = (

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_sparse.bench.compare.probe import Probe
-from lightning_sparse.strategy import SparseDDPStrategy
+from lightning_sparse.trainer.strategy import SparseDDPStrategy
 
 SOONEST = 0.1  # of the time trained so far: until the next evaluation
 LEAST = 5  # Steps until then, so that what measures steps finds some that follow none.

@@ -27,8 +27,8 @@ from lightning_sparse.compressors import COMPRESSORS, Dense, TopK
 from lightning_sparse.compressors.named import did_you_mean
 from lightning_sparse.local_steps.settings import LocalSteps
 from lightning_sparse.network.costs import traffic
-from lightning_sparse.signals import leave_out_message_before_batches
-from lightning_sparse.strategy import SparseDDPStrategy
+from lightning_sparse.trainer.signals import leave_out_message_before_batches
+from lightning_sparse.trainer.strategy import SparseDDPStrategy
 
 NO_COMMUNICATION = "no_communication"
 ADVISE = "advise"  # sparse_auto until it has chosen: for `lightning-sparse advise`

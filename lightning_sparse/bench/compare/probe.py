@@ -12,7 +12,7 @@ from lightning_sparse.bench.compare.peers import Peer
 from lightning_sparse.bench.compare.place import read_sent
 from lightning_sparse.bench.compare.records import MeasuredStep
 from lightning_sparse.engine.bucket import Report
-from lightning_sparse.strategy import SparseDDPStrategy
+from lightning_sparse.trainer.strategy import SparseDDPStrategy
 
 
 class Probe(Callback):

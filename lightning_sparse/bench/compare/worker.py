@@ -36,7 +36,7 @@ from lightning_sparse.bench.compare.records import MeasuredRun, Round
 from lightning_sparse.bench.compare.schedule import Schedule
 from lightning_sparse.bench.compare.turns import PATIENCE, STOPPED, Turn, child, connect, results_of
 from lightning_sparse.bench.compare.workloads import workload_named
-from lightning_sparse.strategy import SparseDDPStrategy
+from lightning_sparse.trainer.strategy import SparseDDPStrategy
 
 _MEETING = timedelta(minutes=2)  # until all workers must have started
 FEW_STEPS = 3  # timed steps that `advise` has of plain DDP, which may be long

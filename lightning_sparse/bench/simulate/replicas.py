@@ -19,7 +19,7 @@ from lightning_sparse.local_steps.replica import Replica
 from lightning_sparse.local_steps.second_moments import MeanMoments, SecondMoments
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.options import Options
-from lightning_sparse.strategy import SparseDDPStrategy
+from lightning_sparse.trainer.strategy import SparseDDPStrategy
 
 Batches = Sequence[tuple[Tensor, ...]]  # one for each rank
 

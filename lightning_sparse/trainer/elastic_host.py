@@ -3,6 +3,7 @@
 import copy
 import math
 import sys
+import weakref
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -11,56 +12,39 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sparse.checks import class_names
-from lightning_sparse.local_weights import WEIGHT_AVERAGING, ShowsAverage
 from lightning_sparse.network.agreement import differences
+from lightning_sparse.network.elastic import Elastic
 from lightning_sparse.settings import as_text
+from lightning_sparse.trainer.shown_average import WEIGHT_AVERAGING
 
 NEVER = sys.maxsize  # batches from one step of a schedule to the next
 
 
-class ElasticHost(ShowsAverage):
-    """The part of a strategy that is one of several hosts, each with a Trainer of its own."""
+class ElasticHost:
+    """The Trainer of one of several ``hosts``: what its engine, which meets the others, is part of (``Training``).
 
-    _schedules: Sequence[tuple[Any, int]] = ()  # those that go by steps, and their frequencies as given
+    A strategy makes one for each fit, and holds it.  It knows the ``trainer`` weakly, since a Trainer holds its
+    strategy, and the engine keeps this host after the fit.
 
-    def configure_ddp(self) -> None:
-        """Wrap the model, and say what of the Trainer a host gets that joins.
+    Raises:
+        ValueError: there is more than one process in this host's training, or something needs to see all hosts.
+    """
 
-        Raises:
-            ValueError: there is more than one process in this host's training, or something needs to see all hosts.
-        """
-        if self.options.hosts is not None:
-            if self.world_size != 1:
-                raise ValueError(
-                    f"with elastic every process must be a training of its own; got one of {self.world_size} "
-                    "processes. Give the Trainer devices=1 and num_nodes=1, and start one process for each device, "
-                    "without torchrun."
-                )
-            if any(isinstance(each, torch.nn.SyncBatchNorm) for each in self._trainer.lightning_module.modules()):
-                raise ValueError(
-                    "SyncBatchNorm cannot be combined with elastic: it sees the ranks of one training, and hosts are "
-                    "trainings of their own. Leave out sync_batchnorm=True, or the conversion of your own."
-                )
-            kinds = class_names(self._trainer.callbacks)
-            if self.options.hosts.own_pace and (found := kinds & WEIGHT_AVERAGING):
-                raise ValueError(
-                    f"{found.pop()} cannot be combined with own_pace=True: each host would average at own steps, and "
-                    "wait for the others at each. Give Elastic(own_pace=False)."
-                )
-            if "LearningRateFinder" in kinds:
-                raise ValueError(
-                    "LearningRateFinder cannot be combined with elastic: each host would find another rate. Find one "
-                    "without elastic, and give it to all hosts."
-                )
-        super().configure_ddp()
+    def __init__(self, trainer: Any, hosts: Elastic) -> None:
+        _check(trainer, hosts)
+        self._owner, self._hosts = weakref.ref(trainer), hosts
+        self._schedules: Sequence[tuple[Any, int]] = ()  # those that go by steps, and their frequencies as given
 
-    def on_train_start(self) -> None:
-        """Say what this host alone goes by, where others do not know of it."""
-        super().on_train_start()
-        self._schedules = ()
-        hosts = self.options.hosts
-        schedules = self._trainer.lr_scheduler_configs if hosts is not None else ()
-        if hosts and hosts.own_pace and any(each.interval == "epoch" for each in schedules):
+    @property
+    def _trainer(self) -> Any:
+        trainer = self._owner()
+        assert trainer is not None
+        return trainer
+
+    def warn_of_own_schedules(self) -> None:
+        """Say what this host alone goes by, where others do not know of it; to be called when training starts."""
+        schedules = self._trainer.lr_scheduler_configs
+        if self._hosts.own_pace and any(each.interval == "epoch" for each in schedules):
             rank_zero_warn(
                 "With own_pace=True each host has epochs of its own, so a schedule that goes by epochs has them train "
                 "at different learning rates. Give it interval='step'."
@@ -72,14 +56,6 @@ class ElasticHost(ShowsAverage):
                 "without shuffling, or take another schedule."
             )
 
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """As ever; a host of several has all data, in an order of its own."""
-        kwargs: dict[str, Any] = super().distributed_sampler_kwargs
-        if (hosts := self.options.hosts) is None:
-            return kwargs
-        return kwargs | {"seed": zlib.crc32(hosts.name().encode())}
-
     # - what hosts tell each other
 
     def described(self) -> dict[str, str]:
@@ -88,7 +64,7 @@ class ElasticHost(ShowsAverage):
         names = ("precision", "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches")
         return {name: as_text(getattr(trainer, name)) for name in names} | {
             f"optimizer {i}": f"{type(each).__name__} {as_text(each.defaults)}"
-            for i, each in enumerate(self.optimizers)
+            for i, each in enumerate(trainer.optimizers)
         }
 
     def training_state(self) -> dict[str, Any]:
@@ -102,7 +78,7 @@ class ElasticHost(ShowsAverage):
             each.on_save_checkpoint(trainer, trainer.lightning_module, saved)
         return {
             "shapes": self._shapes(),
-            "optimizers": [copy.deepcopy(optimizer.state_dict()) for optimizer in self.optimizers],
+            "optimizers": [copy.deepcopy(optimizer.state_dict()) for optimizer in trainer.optimizers],
             "schedulers": [copy.deepcopy(each.scheduler.state_dict()) for each in trainer.lr_scheduler_configs],
             "callbacks": copy.deepcopy({each.state_key: each.state_dict() for each in callbacks}),
             "saved": copy.deepcopy(saved),
@@ -126,7 +102,7 @@ class ElasticHost(ShowsAverage):
                 "from a checkpoint that one of them has saved, with trainer.fit(..., ckpt_path=...). Host 0 is this "
                 "one, host 1 another:\n  " + "\n  ".join(differences([shapes, state["shapes"]], "host"))
             )
-        for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
+        for optimizer, kept in zip(trainer.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(kept)
         for each, kept in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
             each.scheduler.load_state_dict(kept)
@@ -143,9 +119,10 @@ class ElasticHost(ShowsAverage):
 
     def _shapes(self) -> dict[str, str]:
         """What an optimizer's and a schedule's state must fit, as text by name."""
-        names = {p: name for name, p in self._trainer.lightning_module.named_parameters()}
-        groups = [[[names.get(p, "") for p in x["params"]] for x in each.param_groups] for each in self.optimizers]
-        schedules = self._trainer.lr_scheduler_configs
+        trainer = self._trainer
+        names = {p: name for name, p in trainer.lightning_module.named_parameters()}
+        groups = [[[names.get(p, "") for p in x["params"]] for x in each.param_groups] for each in trainer.optimizers]
+        schedules = trainer.lr_scheduler_configs
         of_optimizers = {
             f"optimizer {i}": f"groups of {[len(x) for x in each]} parameters, the first of which are "
             f"{[x[0] for x in each if x]}; checksum of all {zlib.crc32(repr(each).encode()):08x}"
@@ -219,10 +196,36 @@ class ElasticHost(ShowsAverage):
         steps.ready = step + under_way
         loop._batches_that_stepped = batches  # by which loggers go
 
-    @property
-    def _trainer(self) -> Any:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
+
+def own_order(hosts: Elastic) -> dict[str, Any]:
+    """What a sampler is given on one of several ``hosts``: each has all data, in an order of its own."""
+    return {"seed": zlib.crc32(hosts.name().encode())}
+
+
+def _check(trainer: Any, hosts: Elastic) -> None:
+    """Raise a ValueError for what needs to see all hosts."""
+    if trainer.world_size != 1:
+        raise ValueError(
+            f"with elastic every process must be a training of its own; got one of {trainer.world_size} "
+            "processes. Give the Trainer devices=1 and num_nodes=1, and start one process for each device, "
+            "without torchrun."
+        )
+    if any(isinstance(each, torch.nn.SyncBatchNorm) for each in trainer.lightning_module.modules()):
+        raise ValueError(
+            "SyncBatchNorm cannot be combined with elastic: it sees the ranks of one training, and hosts are "
+            "trainings of their own. Leave out sync_batchnorm=True, or the conversion of your own."
+        )
+    kinds = class_names(trainer.callbacks)
+    if hosts.own_pace and (found := kinds & WEIGHT_AVERAGING):
+        raise ValueError(
+            f"{found.pop()} cannot be combined with own_pace=True: each host would average at own steps, and "
+            "wait for the others at each. Give Elastic(own_pace=False)."
+        )
+    if "LearningRateFinder" in kinds:
+        raise ValueError(
+            "LearningRateFinder cannot be combined with elastic: each host would find another rate. Find one "
+            "without elastic, and give it to all hosts."
+        )
 
 
 def _has_own(callback: Any, method: str) -> bool:

@@ -19,7 +19,7 @@ from lightning_sparse.engine.averager import Averager
 from lightning_sparse.fusion.layer_fusion import LayerFusion
 from lightning_sparse.sharded.model import REPLICATE, SHARD, ShardedModel
 from lightning_sparse.sharded_hook import ShardedHook, options_of
-from lightning_sparse.signals import MeetsAtSignals
+from lightning_sparse.trainer.signals import Signals
 
 FITTING = "fit"  # the state of a Trainer, of either package
 GIVEN_TO_LIGHTNING = ("save_distributed_checkpoint", "process_group_backend", "timeout")
@@ -74,7 +74,7 @@ class OnMesh:
         setattr(self, "_device_mesh", mesh)  # noqa: B010  # of the class beside
 
 
-class HSDPMixin(OnMesh, MeetsAtSignals, _Base):
+class HSDPMixin(OnMesh, _Base):
     """The part of :class:`SparseHSDPStrategy` beside ``ModelParallelStrategy``, for both Lightning packages."""
 
     def __init__(
@@ -99,6 +99,7 @@ class HSDPMixin(OnMesh, MeetsAtSignals, _Base):
             )
         super().__init__(**kwargs)
         self._sizes = replicate_size, shard_size
+        self.signals = Signals()
         self.sharded: ShardedModel | None = None
         self.hook: ShardedHook | None = None
 
@@ -143,6 +144,20 @@ class HSDPMixin(OnMesh, MeetsAtSignals, _Base):
         self.hook = ShardedHook(self.sharded, self.options, self._timeout)
         if before is not None and is_same:
             self.hook.take_over(before)  # a second fit goes on where the first ended
+
+    # - evaluations, and a training; for the order of all hooks see strategy.py
+
+    def on_validation_start(self) -> None:
+        self.signals.watch(self)
+        super().on_validation_start()
+
+    def on_train_start(self) -> None:
+        self.signals.watch(self)
+        super().on_train_start()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self.signals.begin_batch()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.hook is None:
@@ -205,7 +220,8 @@ class HSDPMixin(OnMesh, MeetsAtSignals, _Base):
         """End the exchange's threads and process groups; the default group outlives them."""
         if self.hook is not None:
             self.hook.close()
-        super().teardown()
+        with self.signals.forgotten(self):
+            super().teardown()
 
 
 class SparseHSDPStrategy(HSDPMixin, ModelParallelStrategy):
