@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse.auto.policy import Candidate
-from lightning_sparse.checkpoint.optimizers import in_order, set_tensors, tensors_everywhere
+from lightning_sparse.checkpoint.rank_local import in_order, set_tensors, tensors_everywhere
 from lightning_sparse.checks import class_names
 from lightning_sparse.compressors import Compressor, Dense
-from lightning_sparse.compressors.rounded import without_format
+from lightning_sparse.compressors.wrappers import without_format
 from lightning_sparse.engine.build import Way, check_not_capturing, make_exchange
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.groups import BUCKET_BYTES, NOT_TRAINED, apart, make_groups, pieces_of, some

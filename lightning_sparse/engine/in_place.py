@@ -11,7 +11,7 @@ from torch.futures import Future
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.compressors.rounded import type_in_place
+from lightning_sparse.compressors.wrappers import type_in_place
 from lightning_sparse.engine.groups import later_message_bytes
 from lightning_sparse.engine.scaled_steps import ScaledSteps
 from lightning_sparse.engine.step import PendingBucket, Step

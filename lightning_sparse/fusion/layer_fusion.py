@@ -12,7 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_sparse.compressors import Compressor, Dense
-from lightning_sparse.compressors.rounded import without_format
+from lightning_sparse.compressors.wrappers import without_format
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.groups import apart, make_groups, pieces_of
 from lightning_sparse.engine.link import NoClock, least_over_ranks, measure_link, median_over_ranks

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 import lightning_sparse as ls
-from lightning_sparse.checkpoint.optimizers import set_tensors, tensors_everywhere
+from lightning_sparse.checkpoint.rank_local import set_tensors, tensors_everywhere
 from lightning_sparse.checkpoint.state import KEY, mean_used
 from tests.support.in_process import ThreadComm, ThreadRanks
 from tests.support.models import Small, data, trainer, weights

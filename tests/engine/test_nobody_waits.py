@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 import lightning_sparse as ls
 from lightning_sparse.checkpoint import residuals
-from lightning_sparse.checkpoint.parts import Parts
+from lightning_sparse.checkpoint.rank_local import RankLocalState
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.gradients import GradientExchange
@@ -47,7 +47,7 @@ from tests.support.on_fake_cuda import (
 #: Where the host may wait for the device: the function that does, and what docs/gpu.md says of it.
 MAY_WAIT = {
     "compressors/micro.py reduce": "`micro`, in the first step and where its threshold was lost",
-    "compressors/momentum.py _shrunk": "`MomentumCorrection(clip_norm=...)`, in every step",
+    "compressors/wrappers.py _shrunk": "`MomentumCorrection(clip_norm=...)`, in every step",
     "engine/untrained.py end": "every 10 steps, to see whether what no optimizer trains has changed",
     "engine/buffers.py _compared": "every 10 steps, and in the second step after the average was shown, to see which",
     "engine/buffers.py _note_what_was_set": "where the average was shown, to see whether somebody changed it",
@@ -218,7 +218,9 @@ def test_who_asks_between_steps_waits_as_the_documentation_says() -> None:
         exchange.timeline.group_times(exchange.groups)
         comm = nccl.comm()
         for kept in ("per_rank", "mean"):
-            residuals.gather(exchange, kept, comm, "TopK()", {}, Parts((), None, torch.nn.Module(), False), True)
+            residuals.gather(
+                exchange, kept, comm, "TopK()", {}, RankLocalState((), None, torch.nn.Module(), False), True
+            )
         assert set(cuda.waits) <= set(MAY_WAIT)
         cuda.waits.clear()
         training.step()

@@ -10,7 +10,6 @@ from torch import Tensor
 
 import lightning_sparse as ls
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.compressors.lockstep import take_steps
 from lightning_sparse.engine.compression_error import CompressionError
 from lightning_sparse.engine.gradients import GradientExchange
 from lightning_sparse.engine.groups import carry_over
@@ -18,6 +17,7 @@ from lightning_sparse.engine.sample import STARVING, Sample, Waiting
 from lightning_sparse.monitor.tables import starvation
 from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.network.simulated import SimNetwork
+from lightning_sparse.simulation import take_steps
 from tests.support.buckets import Bucket
 
 SIZES = {"norm.weight": 20, "embedding.weight": 60}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import lightning_sparse as ls
-from lightning_sparse.compressors.rounded import Rounded
+from lightning_sparse.compressors.wrappers import Rounded
 from lightning_sparse.engine.buffers import ModuleBuffers
 from lightning_sparse.engine.exchange import Exchange
 from lightning_sparse.engine.gradients import GradientExchange

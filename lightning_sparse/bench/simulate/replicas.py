@@ -12,7 +12,6 @@ from lightning_sparse.bench.compare.byte_lm import loss_of
 from lightning_sparse.bench.compare.peers import PEERS, Contender
 from lightning_sparse.bench.simulate.task import OPTIMIZERS
 from lightning_sparse.compressors import Dense
-from lightning_sparse.compressors.lockstep import take_steps
 from lightning_sparse.engine.adam import MeanMoments
 from lightning_sparse.engine.compression_error import CompressionError
 from lightning_sparse.engine.groups import lay_out, lay_out_fragments
@@ -20,6 +19,7 @@ from lightning_sparse.engine.replica import Replica
 from lightning_sparse.engine.second_moments import SecondMoments
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.options import Options
+from lightning_sparse.simulation import take_steps
 from lightning_sparse.strategy import SparseDDPStrategy
 
 Batches = Sequence[tuple[Tensor, ...]]  # one for each rank
