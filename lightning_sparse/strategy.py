@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -35,7 +34,6 @@ class SparseMixin(ElasticHost):
     """The part of :class:`SparseDDPStrategy` beside ``DDPStrategy``, for whichever of the two Lightning packages."""
 
     strategy_name = "sparse_ddp"
-    accelerator_class: ClassVar[type] = Accelerator
     torch_io: ClassVar[tuple[type, type]] = (TorchCheckpointIO, AsyncCheckpointIO)  # what reads with torch.load alone
 
     def __init__(
@@ -240,17 +238,6 @@ class SparseMixin(ElasticHost):
 
     # - Lightning's manners
 
-    def set_world_ranks(self) -> None:
-        """Refuse a Trainer of the other package: this is the first call in which both know each other."""
-        if self.accelerator is not None and not isinstance(self.accelerator, self.accelerator_class):
-            raise TypeError(
-                f"a strategy of the package {_package(self.accelerator_class)!r} was given to a Trainer of "
-                f"{_package(type(self.accelerator))!r}; the two packages do not mix. With 'lightning' "
-                "use lightning_sparse.SparseDDPStrategy, with 'pytorch_lightning' "
-                "lightning_sparse.pytorch_lightning.SparseDDPStrategy, or in both a name: strategy='sparse_auto'."
-            )
-        super().set_world_ranks()
-
     def on_exception(self, exception: BaseException) -> None:
         """Name our own strategy, not plain DDP, where DDP's text tells what to do about unused parameters."""
         if "Expected to have finished reduction in the prior iteration" in str(exception):
@@ -263,10 +250,6 @@ class SparseMixin(ElasticHost):
             )
         else:
             super().on_exception(exception)
-
-
-def _package(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
 
 
 class SparseDDPStrategy(SparseMixin, DDPStrategy):
