@@ -1,7 +1,6 @@
 """What differs between ranks with local steps, beside the weights: states of optimizers, loss scales, buffers."""
 
 import json
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,16 +25,13 @@ from lightning_sparse.network.torch_comm import TorchComm
 
 # Tags tell of a tensor what it stands for; "" is before them all.
 EXACT = ":exact"  # values of another dtype than the parameter's, which stay so
-LIST, TUPLE = ":list", ":tuple"  # the length of one
 NUMBER = ":number"
-
-
-class _Leaf(NamedTuple):
-    """A part of a state, and the names on the way to it, such as "3.history.0"."""
-
-    path: str
-    tag: str
-    value: Tensor
+LIST, TUPLE = ":list", ":tuple"  # the length of one: compared between ranks, and saved by versions up to 0.2.0
+OTHER = ":other"  # what is nothing of these, whose ``dtype`` is its type
+INSTEAD = (
+    "Give residuals='none', so that every rank resumes from rank 0's state, or leave out local_steps; instead of "
+    "sparse_auto name a compressor"
+)
 
 
 class _Kind(NamedTuple):
@@ -44,41 +40,49 @@ class _Kind(NamedTuple):
     tag: str
     dtype: str
     shape: list[int]
-    length: int = 0  # of a list
-
-    @classmethod
-    def of(cls, leaf: _Leaf) -> "_Kind":
-        length = int(leaf.value) if leaf.tag in (LIST, TUPLE) else 0
-        return cls(leaf.tag, str(leaf.value.dtype), list(leaf.value.shape), length)
 
     def zeros(self, device: torch.device) -> Tensor:
-        """What stands for it where there is none; a list is as long as elsewhere."""
-        return torch.full(self.shape, self.length, dtype=_dtype(self.dtype), device=device)
+        """What stands for it where there is none."""
+        return torch.zeros(self.shape, dtype=_dtype(self.dtype), device=device)
 
     def like(self, x: Tensor, device: torch.device) -> Tensor:
         """``x`` of this dtype; what is one value lies where messages do, the rest where it is."""
         return x.to(x.device if self.shape else device, _dtype(self.dtype))
 
 
+class _Leaf(NamedTuple):
+    """A part of a state, and the names on the way to it, such as "3.history.0"."""
+
+    path: str
+    kind: _Kind
+    value: Tensor = torch.empty(0, device="cpu")  # of a list, whose parts follow, and of what is refused
+
+    @classmethod
+    def of(cls, path: str, value: Tensor, tag: str = "") -> "_Leaf":
+        return cls(path, _Kind(tag, str(value.dtype), list(value.shape)), value)
+
+
 def tensors_everywhere(optimizer: Optimizer, comm: Comm, device: torch.device) -> dict[str, Tensor]:
     """Return all of this rank's state as tensors, by parameter and name, such as "3.exp_avg", in order.
 
-    An item of a list or a tuple is named by its index, as in "3.history.0", beside the length, "3.history:list".  A
-    number, "3.count:number", is a tensor [] of float64, int64 or bool on ``device``.  Where this rank has none and
-    another has one, zeros stand for it, of a list as many: a parameter it has not used.  To be called on every rank.
+    An item of a list or a tuple is named by its index, as in "3.history.0".  A number, "3.count:number", is a tensor []
+    of float64, int64 or bool on ``device``.  Where this rank has none and another has one, zeros stand for it: a
+    parameter it has not used.  To be called on every rank.
 
     Raises:
-        RuntimeError: on every rank, if a tensor has another shape on another rank, with its name.
+        RuntimeError: on every rank, if a rank has anything else than tensors, numbers, and lists, tuples and
+            dictionaries of them, or of another shape or length than another rank, with its name.
     """
     own = {leaf.path: leaf for leaf in _state(optimizer)}
-    kinds = json.dumps({path: _Kind.of(leaf) for path, leaf in own.items()})
+    kinds = json.dumps({path: leaf.kind for path, leaf in own.items()})
     every = [
         {path: _Kind(*kind) for path, kind in json.loads(said).items()} for said in everywhere(kinds, comm, device)
     ]
-    _check_shapes(optimizer, every)
+    _check(optimizer, every)
     return {
         path + kind.tag: kind.like(own[path].value, device) if path in own else kind.zeros(device)
         for path, kind in sorted(_merged(every).items())
+        if kind.tag != LIST
     }
 
 
@@ -86,15 +90,14 @@ def set_tensors(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:
     """Set copies of ``tensors``, named as :func:`tensors_everywhere` does, in ``optimizer``'s state; all else stays."""
     state: dict[Any, Any] = optimizer.state
     homes = _homes(optimizer)
-    for name in sorted(tensors, key=_turn):
+    for name, x in tensors.items():
         path = name.partition(":")[0]
-        first, *others = path.split(".")
+        tag, (first, *others) = name.removeprefix(path), path.split(".")
         home = homes.get(first)
-        if home is None and first.isdecimal():  # the parameter is gone
+        if tag in (LIST, TUPLE) or (home is None and first.isdecimal()):  # the parameter is gone
             continue
         key = home.parameter if home else _key(first)
-        made = partial(_made, tensors[name], name.removeprefix(path), home, others[-1] if others else "")
-        state[key] = _with(state.get(key), others, made)
+        state[key] = _with(state.get(key), others, partial(_made, x, tag, home, others[-1] if others else ""))
 
 
 def in_order(optimizers: Iterable[Optimizer], parameters: Sequence[Tensor]) -> list[Optimizer]:
@@ -145,29 +148,38 @@ def _state(optimizer: Optimizer) -> Iterator[_Leaf]:
             number, home = homes[id(key)]
             for leaf in _leaves(number, value):
                 dtype = home.dtype(leaf.value, leaf.path.rpartition(".")[2])
-                yield leaf if leaf.tag or dtype == leaf.value.dtype else leaf._replace(tag=EXACT)
-        elif isinstance(key, str | int):
-            yield from _leaves(_name(key), value)
+                is_exact = not leaf.kind.tag and dtype != leaf.value.dtype
+                yield leaf._replace(kind=leaf.kind._replace(tag=EXACT)) if is_exact else leaf
+        elif not isinstance(key, Tensor):  # of a parameter that is gone
+            yield from _leaves_of_item(key, value)
 
 
 def _leaves(path: str, value: object) -> Iterator[_Leaf]:
-    """Yield all tensors, numbers and lengths of lists in ``value``."""
+    """Yield all tensors and numbers in ``value``, of lists also their lengths, and what is nothing of these."""
     if isinstance(value, Tensor) and value.layout == torch.strided:
-        yield _Leaf(path, "", value.dequantize() if _is_quantized(value) else value.detach())
+        yield _Leaf.of(path, value.dequantize() if _is_quantized(value) else value.detach())
     elif isinstance(value, float):
-        yield _Leaf(path, NUMBER, torch.tensor(value, dtype=torch.float64, device="cpu"))
+        yield _Leaf.of(path, torch.tensor(value, dtype=torch.float64, device="cpu"), NUMBER)
     elif isinstance(value, int) and -(2**63) <= value < 2**63:
         dtype = torch.bool if isinstance(value, bool) else torch.int64
-        yield _Leaf(path, NUMBER, torch.tensor(value, dtype=dtype, device="cpu"))
-    elif isinstance(value, list | tuple | deque):
-        length = torch.tensor(len(value), dtype=torch.int64, device="cpu")
-        yield _Leaf(path, TUPLE if isinstance(value, tuple) else LIST, length)
+        yield _Leaf.of(path, torch.tensor(value, dtype=dtype, device="cpu"), NUMBER)
+    elif type(value) in (list, tuple):
+        assert isinstance(value, list | tuple)
+        yield _Leaf(path, _Kind(LIST, "a list", [len(value)]))
         for index, each in enumerate(value):
             yield from _leaves(f"{path}.{index}", each)
     elif isinstance(value, dict):
         for key, each in value.items():
-            if isinstance(key, str | int):
-                yield from _leaves(f"{path}.{_name(key)}", each)
+            yield from _leaves_of_item(key, each, f"{path}.")
+    elif value is not None:
+        yield _Leaf(path, _Kind(OTHER, type(value).__name__, []))
+
+
+def _leaves_of_item(key: object, value: object, path: str = "") -> Iterator[_Leaf]:
+    if isinstance(key, str | int):
+        yield from _leaves(path + _name(key), value)
+    else:
+        yield _Leaf(path + repr(key), _Kind(OTHER, f"a key of type {type(key).__name__}", []))
 
 
 def _name(key: str | int) -> str:
@@ -186,7 +198,16 @@ def _key(name: str) -> str | int:
 # - what ranks have together
 
 
-def _check_shapes(optimizer: Optimizer, ranks: Sequence[Mapping[str, _Kind]]) -> None:
+def _check(optimizer: Optimizer, ranks: Sequence[Mapping[str, _Kind]]) -> None:
+    """Raise a RuntimeError on every rank for what one of them has and none can save."""
+    name = f"The state of {type(optimizer).__name__}"
+    others = sorted({(path, kind.dtype) for kinds in ranks for path, kind in kinds.items() if kind.tag == OTHER})
+    if others:
+        got = ", ".join(f"{path}: {kind}" for path, kind in others[:MOST_NAMED])
+        raise RuntimeError(
+            f"{name} must be tensors, numbers, and lists, tuples and dictionaries of them, so that each rank's own can "
+            f"be saved or averaged; got {got}. Keep it as tensors. {INSTEAD}."
+        )
     shapes: dict[str, set[str]] = {}
     for kinds in ranks:
         for path, kind in kinds.items():
@@ -195,9 +216,8 @@ def _check_shapes(optimizer: Optimizer, ranks: Sequence[Mapping[str, _Kind]]) ->
     if odd:
         said = differences([{path: str(kinds[path].shape) for path in odd if path in kinds} for kinds in ranks])
         raise RuntimeError(
-            f"The state of {type(optimizer).__name__} has tensors of other shapes on other ranks, which can be neither "
-            "averaged nor saved row by row. Give residuals='none', so that every rank resumes from rank 0's state, or "
-            "leave out local_steps; instead of sparse_auto name a compressor:\n  " + "\n  ".join(said[:MOST_NAMED])
+            f"{name} has tensors of other shapes, or lists of other lengths, on other ranks, which can be neither "
+            f"averaged nor saved row by row. {INSTEAD}:\n  " + "\n  ".join(said[:MOST_NAMED])
         )
 
 
@@ -208,7 +228,7 @@ def _merged(ranks: Sequence[Mapping[str, _Kind]]) -> dict[str, _Kind]:
         for path, kind in kinds.items():
             known = merged.get(path, kind)
             wider = _wider(known.dtype, kind.dtype)
-            merged[path] = _Kind(min(known.tag, kind.tag), wider, kind.shape, max(known.length, kind.length))
+            merged[path] = _Kind(min(known.tag, kind.tag), wider, kind.shape)
     return merged
 
 
@@ -224,32 +244,25 @@ def _dtype(name: str) -> torch.dtype:
 # - tensors as a state
 
 
-def _turn(name: str) -> tuple[bool, int]:
-    """When a name's turn is: lengths come last, those of inner lists first, and cut off what only others have."""
-    return name.endswith((LIST, TUPLE)), -name.count(".")
-
-
 def _with(there: object, path: Sequence[str], made: Callable[[object], object]) -> object:
     """What is ``there`` with something else at ``path``, ``made`` from what is at it; in place where that can be."""
     if not path:
         return made(there)
-    if path[0].isdecimal():
-        index = int(path[0])
-        items = _of_length(there, max(index + 1, len(_items(there))))
-        items[index] = _with(items[index], path[1:], made)
-        return _like(there, items)
-    owner: dict[str | int, object] = there if isinstance(there, dict) else {}
-    owner[_key(path[0])] = _with(owner.get(_key(path[0])), path[1:], made)
-    return owner
+    first, *others = path
+    if not first.isdecimal():
+        owner: dict[str | int, object] = there if isinstance(there, dict) else {}
+        owner[_key(first)] = _with(owner.get(_key(first)), others, made)
+        return owner
+    items = there if isinstance(there, list) else [*there] if isinstance(there, tuple) else []
+    items += [None] * (int(first) + 1 - len(items))
+    items[int(first)] = _with(items[int(first)], others, made)
+    return tuple(items) if isinstance(there, tuple) else items
 
 
 def _made(x: Tensor, tag: str, home: _Home | None, key: str, there: object) -> object:
     """Return what ``x`` stands for, beside what is ``there``."""
     if tag == NUMBER:
         return x.item()
-    if tag in (LIST, TUPLE):
-        items = _like(there, _of_length(there, int(x)))
-        return tuple(items) if tag == TUPLE and not isinstance(there, tuple) else items
     if isinstance(there, Tensor) and _is_quantized(there):
         return there.copy_(x)
     device = home.device(key) if home else x.device
@@ -263,26 +276,7 @@ def _is_quantized(x: Any) -> bool:
     return own and _python_dispatch.is_traceable_wrapper_subclass(x)
 
 
-def _items(there: object) -> list[object]:
-    return [*there] if isinstance(there, list | tuple | deque) else []
-
-
-def _of_length(there: object, length: int) -> list[object]:
-    items = _items(there)[:length]
-    return items + [None] * (length - len(items))
-
-
-def _like(there: object, items: list[object]) -> Sequence[object]:
-    """``items`` in what is ``there``, or in another of its kind."""
-    if isinstance(there, list | deque):
-        there.clear()
-        there.extend(items)
-        return there
-    if isinstance(there, tuple):
-        made: Callable[[list[object]], tuple[object, ...]] = getattr(there, "_make", type(there))
-        return made(items)
-    return items
-
+# - what else differs
 
 SCALER = ("scale", "_growth_tracker")  # what of a GradScaler's state changes from step to step
 
