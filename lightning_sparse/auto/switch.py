@@ -225,7 +225,7 @@ class Switch:
         self.exchange.go_on_from(before)
 
     def _of_first_rank(self, keys: Collection[str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Those of ``keys`` as rank 0 has them: counters, and lengths of lists."""
+        """Those of ``keys`` as rank 0 has them: counters."""
         own = {key: tensors[key].to(self.exchange.device) for key in sorted(keys) if tensors[key].numel()}
         return {key: self._ranks.all_gather(x.reshape(-1)).wait()[0].view(x.shape) for key, x in own.items()}
 

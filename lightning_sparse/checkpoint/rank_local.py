@@ -226,14 +226,10 @@ def _merged(ranks: Sequence[Mapping[str, _Kind]]) -> dict[str, _Kind]:
     merged: dict[str, _Kind] = {}
     for kinds in ranks:
         for path, kind in kinds.items():
-            known = merged.get(path, kind)
-            wider = _wider(known.dtype, kind.dtype)
-            merged[path] = _Kind(min(known.tag, kind.tag), wider, kind.shape)
+            if (known := merged.setdefault(path, kind)) != kind:
+                wider = torch.promote_types(_dtype(known.dtype), _dtype(kind.dtype))
+                merged[path] = _Kind(min(known.tag, kind.tag), str(wider), kind.shape)
     return merged
-
-
-def _wider(one: str, other: str) -> str:
-    return one if one == other else str(torch.promote_types(_dtype(one), _dtype(other)))
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -60,13 +60,10 @@ def gather(
     if exchange.takes_local_steps:
         assert leaders is not None  # there are no nodes
         kept = gather_local(exchange, leaders, rows if residuals == "per_rank" else None, parts)
-    steps, means = steps_of(exchange), exchange.due_means if keep_means else {}
+    # The optimizer steps that were taken, as far as compressors count them.
+    steps = exchange.steps if exchange.takes_local_steps else exchange.group_step
+    means = exchange.due_means if keep_means else {}
     return State(residuals, exchange.size, steps, unsent, groups, compressor, plan, kept, means)
-
-
-def steps_of(exchange: Exchange) -> int:
-    """The optimizer steps that were taken, as far as compressors count them."""
-    return exchange.steps if exchange.takes_local_steps else exchange.group_step
 
 
 def read(saved: Mapping[str, Any] | None, exchange: Exchange, comm: Comm) -> State | None:
