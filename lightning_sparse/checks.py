@@ -29,34 +29,27 @@ def check_density(compressor: object, density: float) -> None:
         )
 
 
-def check_slack(compressor: object, slack: float) -> None:
-    """Raise a ValueError that names the compressor and the value unless ``slack`` is from 1 to 2**31."""
-    if not (is_number(slack) and 1 <= slack <= INDEX_LIMIT):
-        raise ValueError(
-            f"{type(compressor).__name__}: slack must be at least 1 and at most 2**31; got {slack!r}. It is the room "
-            "in a message, over what is meant to travel in it: 1.25 leaves a quarter for steps with more."
-        )
-
-
 def check_seed(compressor: object, seed: int) -> None:
     """Raise a ValueError that names the compressor and the value unless ``seed`` is an integer."""
     if not isinstance(seed, int):
         raise ValueError(f"{type(compressor).__name__}: seed must be an integer; got {seed!r}. Give every rank one.")
 
 
-def check_index_format(compressor: object, name: str) -> None:
-    """Raise a ValueError that names the compressor and the value unless ``name`` is "auto" or a format's name."""
-    if not isinstance(name, str) or (name != "auto" and name not in INDEX_FORMATS):
-        raise ValueError(
-            f"{type(compressor).__name__}(indices={name!r}): indices must be one of auto, {', '.join(INDEX_FORMATS)}."
-        )
-
-
 def check_selecting(compressor: object) -> None:
     """Raise a ValueError unless ``density``, ``slack`` and ``indices`` of ``compressor``, where it has them, can be."""
+    name, slack, indices = (
+        type(compressor).__name__,
+        getattr(compressor, "slack", 1.0),
+        getattr(compressor, "indices", ""),
+    )
     check_density(compressor, getattr(compressor, "density", 1.0))
-    check_slack(compressor, getattr(compressor, "slack", 1.0))
-    check_index_format(compressor, getattr(compressor, "indices", "auto"))
+    if not (is_number(slack) and 1 <= slack <= INDEX_LIMIT):
+        raise ValueError(
+            f"{name}: slack must be at least 1 and at most 2**31; got {slack!r}. It is the room in a message, over "
+            "what is meant to travel in it: 1.25 leaves a quarter for steps with more."
+        )
+    if not isinstance(indices, str) or indices not in ("auto", *INDEX_FORMATS):
+        raise ValueError(f"{name}(indices={indices!r}): indices must be one of auto, {', '.join(INDEX_FORMATS)}.")
 
 
 def check_switch(compressor: object, name: str) -> None:

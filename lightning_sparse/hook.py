@@ -17,8 +17,7 @@ from lightning_sparse.auto.course import course_of
 from lightning_sparse.auto.policy import Auto
 from lightning_sparse.auto.switch import Switch
 from lightning_sparse.checkpoint import residuals as checkpoint
-from lightning_sparse.checkpoint.optimizers import in_order
-from lightning_sparse.checkpoint.parts import Parts
+from lightning_sparse.checkpoint.rank_local import RankLocalState, in_order
 from lightning_sparse.checkpoint.state import RESIDUALS
 from lightning_sparse.checks import check_one_of
 from lightning_sparse.compressors import Compressor
@@ -282,10 +281,10 @@ class SparseHook:
             self._course.resume(saved.plan, saved.steps)
         checkpoint.restore(self.exchange, saved, self._as_saved, self._parts(optimizers, is_loaded))
 
-    def _parts(self, optimizers: Sequence[Optimizer], is_loaded: bool = False) -> Parts:
+    def _parts(self, optimizers: Sequence[Optimizer], is_loaded: bool = False) -> RankLocalState:
         switch = self._course.switch
         known = in_order(optimizers or switch.optimizers.seen, list(switch.parameters.values()))
-        return Parts(known, self._scaler, self._module, is_loaded)
+        return RankLocalState(known, self._scaler, self._module, is_loaded)
 
     def close(self) -> None:
         """End the issuing threads and process groups.  ``ddp`` must not be trained any more.  What is unsent is kept.

@@ -16,8 +16,7 @@ from lightning_sparse.auto.switch import AveragingConfig
 from lightning_sparse.checkpoint.state import RESIDUALS
 from lightning_sparse.checks import check_one_of, check_whole, is_number
 from lightning_sparse.compressors import COMPRESSORS, Compressor, MomentumCorrection, Warmup
-from lightning_sparse.compressors.rounded import rounded
-from lightning_sparse.compressors.wrapper import Wrapper
+from lightning_sparse.compressors.wrappers import Wrapper, rounded
 from lightning_sparse.engine.ddp_checks import check_trains
 from lightning_sparse.engine.groups import BUCKET_BYTES, check_fusion, hand_over_bytes
 from lightning_sparse.local_steps.settings import LocalSteps

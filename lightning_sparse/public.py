@@ -20,9 +20,8 @@ from lightning_sparse.compressors import (
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.hook import SparseHook
 from lightning_sparse.local_steps.settings import LocalSteps
-from lightning_sparse.monitor.callbacks import CompressionMonitor
-from lightning_sparse.monitor.metrics import CompressionRatio, ThresholdError
-from lightning_sparse.monitor.replicas import ReplicaCheck
+from lightning_sparse.monitor.callbacks import CompressionMonitor, ReplicaCheck
+from lightning_sparse.monitor.record import CompressionRatio, ThresholdError
 from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.network.elastic import Elastic
 from lightning_sparse.registry import register

@@ -2,7 +2,6 @@
 
 from typing import ClassVar
 
-from pytorch_lightning.accelerators import Accelerator
 from pytorch_lightning.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy
 
@@ -13,7 +12,6 @@ from lightning_sparse.trainer.strategy import SparseMixin
 class SparseDDPStrategy(SparseMixin, DDPStrategy):  # type: ignore[misc]  # its DDPStrategy is a stranger to the mixin's
     """:class:`lightning_sparse.SparseDDPStrategy` for a ``pytorch_lightning`` Trainer."""
 
-    accelerator_class: ClassVar[type] = Accelerator
     torch_io: ClassVar[tuple[type, type]] = (TorchCheckpointIO, AsyncCheckpointIO)
 
 

@@ -44,9 +44,8 @@ mixed = (pytorch_lightning.Trainer, ls.SparseDDPStrategy()), (lightning.Trainer,
 for trainer, strategy in mixed:
     try:
         trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)
-    except TypeError as error:
-        assert "the two packages do not mix" in str(error), error
-        assert "lightning_sparse.pytorch_lightning.SparseDDPStrategy" in str(error)
+    except ValueError as error:
+        assert "invalid strategy name" in str(error), error
     else:
         raise AssertionError("accepted")
 """
@@ -84,11 +83,6 @@ def test_a_keyword_that_nobody_takes_is_refused_at_once(options: dict[str, Any],
     for kind in (ls.SparseDDPStrategy, fabric.SparseDDPStrategy):
         with pytest.raises(TypeError, match=re.escape(message)):
             kind(**options)
-
-
-def test_an_unknown_name_is_lightnings_error() -> None:
-    with pytest.raises(ValueError, match="invalid strategy name"):
-        L.Trainer(strategy="skip_reduce_but_faster", accelerator="cpu")
 
 
 @pytest.mark.parametrize("name", ["sparse_topk", "sparse_auto"])

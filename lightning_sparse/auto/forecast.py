@@ -8,7 +8,7 @@ from lightning_sparse.auto.more_steps import more_steps
 from lightning_sparse.auto.policy import Candidate
 from lightning_sparse.compressors import Dense
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.compressors.rounded import type_in_place
+from lightning_sparse.compressors.wrappers import type_in_place
 from lightning_sparse.engine.groups import cut_into_fragments, message_lengths, pieces_of
 from lightning_sparse.fusion.costs import MOST, RUNS, GroupCosts, adding_to, made_up
 from lightning_sparse.fusion.model import Plan

@@ -8,7 +8,7 @@ from lightning_sparse.checks import check_whole, is_list, is_number
 from lightning_sparse.compressors import COMPRESSORS, Compressor, Dense
 from lightning_sparse.compressors import by_name as compressor_by_name
 from lightning_sparse.compressors.base import check_settings
-from lightning_sparse.compressors.rounded import rounded
+from lightning_sparse.compressors.wrappers import rounded
 from lightning_sparse.settings import changed, names_checked
 from lightning_sparse.wire import wire_format
 

@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse.auto.policy import Candidate
-from lightning_sparse.checkpoint.optimizers import in_order, set_tensors, tensors_everywhere
+from lightning_sparse.checkpoint.rank_local import in_order, set_tensors, tensors_everywhere
 from lightning_sparse.checks import class_names, uncompiled
 from lightning_sparse.compressors import Compressor, Dense
-from lightning_sparse.compressors.rounded import without_format
+from lightning_sparse.compressors.wrappers import without_format
 from lightning_sparse.elastic.averager import ElasticAverager
 from lightning_sparse.elastic.membership import LAYERS
 from lightning_sparse.engine.averager import Averager, lanes_of
@@ -265,7 +265,7 @@ class Switch:
         self.exchange.go_on_from(before)
 
     def _of_first_rank(self, keys: Collection[str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Those of ``keys`` as rank 0 has them: counters, and lengths of lists."""
+        """Those of ``keys`` as rank 0 has them: counters."""
         own = {key: tensors[key].to(self.exchange.device) for key in sorted(keys) if tensors[key].numel()}
         return {key: self._ranks.all_gather(x.reshape(-1)).wait()[0].view(x.shape) for key, x in own.items()}
 

@@ -7,12 +7,12 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_sparse.checkpoint.optimizers import set_tensors
-from lightning_sparse.checkpoint.parts import (
-    Parts,
+from lightning_sparse.checkpoint.rank_local import (
+    RankLocalState,
     gather_local,
     is_set,
     restore_parts,
+    set_tensors,
     start_from_mean,
     with_buffers_apart,
 )
@@ -31,7 +31,7 @@ def gather(
     leaders: TorchComm | None,  # the ranks, or with nodes the first of each; None on the others, for which it speaks
     compressor: str,  # what was given to average with, as text
     plan: Mapping[str, Any],  # of LayerFusion
-    parts: Parts,
+    parts: RankLocalState,
     keep_means: bool,  # the step will be made again if it is saved before its optimizer has stepped
 ) -> State:
     """Return the state of all ranks, complete on rank 0.
@@ -92,7 +92,7 @@ def read(saved: Mapping[str, Any] | None, exchange: Averager, comm: Comm) -> Sta
     return state
 
 
-def restore(exchange: Averager, state: State | None, compressor: str, parts: Parts) -> None:
+def restore(exchange: Averager, state: State | None, compressor: str, parts: RankLocalState) -> None:
     """Set what this rank has not sent, from the state in a checkpoint, or to zero if there is none.
 
     Parameters are found by name, so groups may have changed.  On the number of ranks that saved "per_rank", each rank
@@ -128,7 +128,7 @@ def _restore_local(
     local: LocalState,
     state: State | None,
     shapes: Collection[tuple[str, torch.Size]],
-    parts: Parts,
+    parts: RankLocalState,
 ) -> None:
     """Go on with local steps, each group's ``unsent`` being this rank's own weights; from nothing if ``state`` is."""
     if state is None:

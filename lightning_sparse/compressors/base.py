@@ -85,7 +85,7 @@ class Compressor(ABC):
 
     @property
     def unwrapped(self) -> "Compressor":
-        """The compressor within all that goes around it: what a user calls it by."""
+        """The compressor within all that goes around it, by which errors call it."""
         return self
 
     @property

@@ -67,7 +67,7 @@ class Group:
     overflow: int | Tensor = 0
     weights: Sequence[Tensor] | None = field(default=None, repr=False)
     _sparse: bool = field(default=False, repr=False)  # the total of the last step was
-    _made_way: bool = field(default=False, repr=False)
+    _zeroed_early: bool = field(default=False, repr=False)
     _on_host: dict[str, HostCopy] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -102,7 +102,7 @@ class Group:
         self.unsent.copy_(before.unsent)
         self.memory, self.step = before.memory, before.step
 
-    def make_way(self, gradients: Sequence[Tensor]) -> None:
+    def zero_gradients_early(self, gradients: Sequence[Tensor]) -> None:
         """Set gradients that were added to zero already, if a sparse mean is to be expected in their place.
 
         While a message is under way that costs nothing.
@@ -111,17 +111,17 @@ class Group:
             for gradient in gradients:
                 if gradient.is_contiguous():
                     clear(gradient)
-            self._made_way = True
+            self._zeroed_early = True
 
     def hand_back(self, total: Tensor | Sparse, gradients: Sequence[Tensor], size: int) -> None:
         """Set the gradient of each parameter to the mean over ``size`` ranks, ``total`` / P."""
-        self._sparse, made_way, self._made_way = isinstance(total, Sparse), self._made_way, False
+        self._sparse, zeroed_early, self._zeroed_early = isinstance(total, Sparse), self._zeroed_early, False
         if isinstance(total, Sparse) and kernels.used_for(total.index):
             self._scatter(total, gradients, size)
         elif isinstance(total, Sparse):
             mean = Sparse(total.index, total.values / size)
             for gradient, part in zip(gradients, mean.split(self.sizes), strict=True):
-                part.write(gradient, cleared=made_way)
+                part.write(gradient, cleared=zeroed_early)
         else:
             for gradient, slot in zip(gradients, self.slots(total), strict=True):
                 torch.div(slot.view(gradient.shape), size, out=gradient)

@@ -14,7 +14,7 @@ from lightning_sparse.kernels.blocks import TINY
 from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.network.sums import sum_values
 from lightning_sparse.wire import BLOCK
-from lightning_sparse.wire.blocks import Blocks
+from lightning_sparse.wire.values import Blocks
 
 
 @dataclass(frozen=True)

@@ -134,8 +134,8 @@ class OkTopk(Compressor):
                     controller = ThresholdController.of(memory[key]).renewed(used)
                 following = controller.following(messages, k)
                 sent, seen, near = (sum(message[i] for message in messages) for i in range(3))
-                if following is None or controller.blind(sent, k, seen, near):
-                    following = replace(controller, was_blind=following is not None)
+                if following is None or controller.needs_reestimate(sent, k, seen, near):
+                    following = replace(controller, was_reestimated=following is not None)
                     unknown.add(key)
                 memory[key] = following.state()
             if group.step % self.repartition_every == 0:

@@ -12,7 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_sparse.compressors import Compressor, Dense
-from lightning_sparse.compressors.rounded import without_format
+from lightning_sparse.compressors.wrappers import without_format
 from lightning_sparse.engine.groups import apart, make_groups, pieces_of
 from lightning_sparse.engine.timeline import GroupTime
 from lightning_sparse.fusion.costs import GroupCosts

@@ -297,7 +297,7 @@ class GradientAverager(Averager):
             for notes in (self._sample, self._record):
                 if notes is not None:
                     notes.before(group)
-            total = lane.run(take_step(compressor, group, lane.comm), partial(group.make_way, gradients))
+            total = lane.run(take_step(compressor, group, lane.comm), partial(group.zero_gradients_early, gradients))
             if isinstance(total, Sparse) and self.device.type == "cpu" and not total.values.sum().isfinite():
                 group.unsent.nan_to_num_(0.0, 0.0, 0.0)  # else it would arrive over many steps, a part in each
             group.hand_back(total, gradients, self.size)

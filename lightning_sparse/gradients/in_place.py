@@ -9,7 +9,7 @@ from torch.futures import Future
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.compressors.rounded import type_in_place
+from lightning_sparse.compressors.wrappers import type_in_place
 from lightning_sparse.engine.bucket import PendingBucket
 from lightning_sparse.engine.groups import later_message_bytes
 from lightning_sparse.network.comm import Comm

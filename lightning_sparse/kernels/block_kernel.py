@@ -1,7 +1,7 @@
 # mypy: allow-untyped-decorators
 """Blocks of values with a scale: a program reads a few blocks once, and writes their scales, codes and remainders.
 
-A tile is [blocks, bytes, values of a byte].  Bytes and values are those of :mod:`lightning_sparse.wire.blocks`.
+A tile is [blocks, bytes, values of a byte].  Bytes and values are those of :mod:`lightning_sparse.wire.values`.
 
 Of 4 bits, of which a byte holds a value of each half of its block, the halves are read and written apart, so that
 threads side by side move values side by side.  The upper four bits are extracted in floating point: where rows are

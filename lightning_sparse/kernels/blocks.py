@@ -1,9 +1,10 @@
-"""How values of few bits and indices lie in bytes: in blocks.
+"""How values lie: those of few bits and indices in bytes, in blocks; and the segments of a vector that ranks send.
 
 Blocks of values share a scale: first come all scales, then the multiples of them.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ TINY = torch.finfo(torch.float32).tiny
 # Scales have 17 bits of mantissa, so that a step of up to 7 bits times its scale is exact in float32.
 SCALE_BITS = ~0x7F
 MOST_SCALE = 2.0**127  # of 2 bits, of which one and a half are still finite
-# A little less than one: the nearest step is then never further from zero than the value allows, see wire.blocks.Steps.
+# A little less than one: the nearest step is then never further from zero than the value allows, see wire.values.Steps.
 BELOW_ONE = 1 - 2.0**-21
 BLOCK_BITS = 16  # of an index that the block16 format writes out
 
@@ -64,3 +65,22 @@ def viewed(payload: Tensor, dtype: torch.dtype) -> Tensor:
 def can_be_viewed(payload: Tensor, dtype: torch.dtype) -> bool:
     """Whether ``payload`` uint8 starts where a value of ``dtype`` may."""
     return int(payload.storage_offset()) % dtype.itemsize == 0
+
+
+@dataclass(frozen=True)
+class SliceSegment:
+    """The same segment of each of P slices of a vector [n].
+
+    With labels L = (rank + rotation) mod P, the rank with label c owns slice c.
+    """
+
+    size: int  # P
+    width: int  # elements of a slice; the last ones may be shorter, or empty, where the vector ends
+    start: int  # of the segment in its slice
+    length: int  # elements of the segment, at most ``width - start``
+    rotation: int = 0
+
+    def of(self, flat: Tensor, owner: int) -> Tensor:
+        """The segment of ``flat`` [n] that rank ``owner`` owns; shorter, or empty, where ``flat`` ends."""
+        first = (owner + self.rotation) % self.size * self.width + self.start
+        return flat[min(first, flat.numel()) : min(first + self.length, flat.numel())]

@@ -16,13 +16,13 @@ from lightning_sparse.kernels.blocks import (
     MOST_SCALE,
     SCALE_BITS,
     TINY,
+    SliceSegment,
     block16_bytes,
     block_bytes,
     halves,
     in_blocks,
     scales_and_codes,
 )
-from lightning_sparse.kernels.cut import Cut
 
 MAGNITUDE = 0x7FFFFFFF  # the bits of a float32 but for its sign: as an integer they rise with the magnitude
 
@@ -102,7 +102,7 @@ def decode_indices(payload: Tensor, n: int, capacity: int, count: Tensor) -> tup
 
 
 def take_blocks(values: Tensor, out: Tensor, bits: int) -> None:
-    """Move ``values`` [n] to ``out`` [bytes] as the format of :mod:`lightning_sparse.wire.blocks` with ``bits``."""
+    """Move ``values`` [n] to ``out`` [bytes] as the format of :mod:`lightning_sparse.wire.values` with ``bits``."""
     scales = values.new_empty(-(-values.numel() // BLOCK))
     head, codes = out[: 4 * scales.numel()], out[4 * scales.numel() :]
     for part, scale, code in in_blocks(values, scales, codes, bits, max(1, scales.numel())):
@@ -137,9 +137,9 @@ def take_rows(
 ) -> None:
     """:func:`take_blocks` of the segments of ``count`` ranks, from ``first`` on, into their rows of ``out`` [P, bytes].
 
-    What lies behind a segment's bytes in its row is left as it is.  The others say which: as of :class:`Cut`.
+    What lies behind a segment's bytes in its row is left as it is.  The others say which: as of :class:`SliceSegment`.
     """
-    cut = Cut(len(out), width, start, length, rotation)
+    cut = SliceSegment(len(out), width, start, length, rotation)
     for i in range(count):
         owner = (first + i) % cut.size
         own = cut.of(values, owner)
@@ -148,7 +148,7 @@ def take_rows(
 
 def read_rows(payloads: Tensor, out: Tensor, bits: int, width: int, start: int, length: int, rotation: int) -> None:
     """:func:`read_blocks` of the row of each rank in ``payloads`` [P, bytes] into its segment of ``out`` [n]."""
-    cut = Cut(len(payloads), width, start, length, rotation)
+    cut = SliceSegment(len(payloads), width, start, length, rotation)
     for owner, payload in enumerate(payloads):
         own = cut.of(out, owner)
         read_blocks(payload[: block_bytes(own.numel(), bits)], own, bits)

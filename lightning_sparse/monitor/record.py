@@ -1,19 +1,139 @@
-"""Notes of a training: sums over its steps, and points of those that were logged, in bounded memory."""
+"""What is measured of a training: torchmetrics, log keys, and notes in bounded memory with what to advise by them."""
 
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_sparse.auto.policy import Auto
+from lightning_sparse.compressors import Dense, MomentumCorrection
 from lightning_sparse.compressors.group import Group
+from lightning_sparse.compressors.wrappers import Wrapper
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.bucket import Report
 from lightning_sparse.engine.observers import Waiting, delivered
 from lightning_sparse.engine.timeline import GroupTime
-from lightning_sparse.monitor.advice import OF_ITSELF
-from lightning_sparse.monitor.metrics import compression_ratio, threshold_error
+
+
+class CompressionRatio(Metric):
+    """Bytes a float32 ring all-reduce would have sent over bytes sent, over all updates and ranks.
+
+    >>> metric = CompressionRatio()
+    >>> metric.update(dense_bytes=400, sent_bytes=100)
+    >>> metric.compute()
+    tensor(4., dtype=torch.float64)
+    """
+
+    is_differentiable = False
+    higher_is_better = True
+    full_state_update = False
+    dense_bytes: Tensor
+    sent_bytes: Tensor
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.add_state("dense_bytes", torch.tensor(0.0, dtype=torch.float64, device="cpu"), dist_reduce_fx="sum")
+        self.add_state("sent_bytes", torch.tensor(0.0, dtype=torch.float64, device="cpu"), dist_reduce_fx="sum")
+
+    def update(self, dense_bytes: float, sent_bytes: float) -> None:
+        self.dense_bytes += dense_bytes
+        self.sent_bytes += sent_bytes
+
+    def compute(self) -> Tensor:
+        """The ratio; 1 where a single rank sends nothing either way."""
+        return compression_ratio(self.dense_bytes, self.sent_bytes)
+
+
+class ThresholdError(Metric):
+    """Mean over updates of |picked - k| / k: how far a step's number of picked elements is from the number meant.
+
+    >>> metric = ThresholdError()
+    >>> metric.update(picked=90, target=100)
+    >>> metric.compute()
+    tensor(0.1000, dtype=torch.float64)
+    """
+
+    is_differentiable = False
+    higher_is_better = False
+    full_state_update = False
+    total: Tensor
+    count: Tensor
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.add_state("total", torch.tensor(0.0, dtype=torch.float64, device="cpu"), dist_reduce_fx="sum")
+        self.add_state("count", torch.tensor(0, dtype=torch.int64, device="cpu"), dist_reduce_fx="sum")
+
+    def update(self, picked: float | Tensor, target: float) -> None:
+        """Add a step that picked ``picked`` elements where ``target`` = k were meant."""
+        self.total += threshold_error(picked, target)
+        self.count += 1
+
+    def compute(self) -> Tensor:
+        """The mean error; 0 before the first update."""
+        return self.total / self.count.clamp(min=1)
+
+
+def compression_ratio(dense_bytes: float | Tensor, sent_bytes: float | Tensor) -> Tensor:
+    """``dense_bytes / sent_bytes`` as a 0-d float64 tensor; 1 where both are zero."""
+    dense, sent = _float64(dense_bytes), _float64(sent_bytes)
+    return torch.where((dense == 0) & (sent == 0), torch.ones_like(dense), dense / sent)
+
+
+def threshold_error(picked: float | Tensor, target: float) -> Tensor:
+    """``|picked - target| / target`` as a 0-d float64 tensor; 0 where nothing was meant and nothing was picked."""
+    difference = (_float64(picked) - target).abs()
+    return difference / max(target, 1)
+
+
+def _float64(x: float | Tensor) -> Tensor:
+    """``x`` as it is, where it is: a number on the CPU."""
+    return torch.as_tensor(x, dtype=torch.float64, device=x.device if isinstance(x, Tensor) else "cpu")
+
+
+# A setting of compressors: what sends less, and the value at which nothing is less.
+LESS = {"density": ("a lower density", 0), "skip": ("a higher skip", 1), "rank": ("a lower rank", 1)}
+SHORTEST = ("sign", "int2")  # formats on the wire
+KEEP = "Keep these settings"
+LESS_OFTEN = "Averager less often, with larger batches or accumulate_grad_batches"
+LESS_WORK = "Compress with less work, as 'sparse_dense' with wire_dtype='int4' does"
+NO_FORMAT = "Compress with less work, as wire_dtype='float32' does"
+#: For a strategy that chooses by itself: where the network is no bottleneck, where it is, and where compressing is.
+OF_ITSELF = {"send more": KEEP, "send less": LESS_OFTEN, "compress less": LESS_OFTEN}
+
+
+def advice(options: Any, is_sharded: bool) -> dict[str, str]:
+    """What to do with a strategy of these ``options``, by what is to be better; as ``OF_ITSELF`` has it."""
+    inner, may_be_local = options.compressor, not is_sharded and options.local_group == 1
+    if isinstance(inner, Auto):
+        return OF_ITSELF
+    while isinstance(inner, Wrapper):
+        may_be_local &= not isinstance(inner, MomentumCorrection)
+        inner = inner.compressor
+    sends_all = isinstance(inner, Dense) and options.wire_dtype == "float32"
+    return {
+        "send more": KEEP if sends_all and not options.local else f"{KEEP}, or send more for the sake of the loss",
+        "send less": _send_less(options, inner, may_be_local),
+        "compress less": LESS_WORK if not isinstance(inner, Dense) else LESS_OFTEN if sends_all else NO_FORMAT,
+    }
+
+
+def _send_less(options: Any, inner: object, may_be_local: bool) -> str:
+    settings = {field.name: getattr(inner, field.name) for field in fields(inner)}  # type: ignore[arg-type]
+    ways = [text for name, (text, least) in LESS.items() if settings.get(name, least) != least]
+    if options.wire_dtype == "float32" or not (settings.keys() & LESS or options.wire_dtype in SHORTEST):
+        ways.append("a shorter wire_dtype")
+    if may_be_local:
+        ways.append("more local_steps" if options.local else "local_steps")
+    less = f"Send less ({', '.join(ways)})" if ways else LESS_OFTEN
+    return less if options.hosts else f"{less}, or let 'sparse_auto' choose"  # which is not elastic
+
 
 MOST_POINTS = 2000  # of a training; of more, every other one is kept
 MOST_STEPS = 200  # of which times are kept since there is a plan

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse import kernels, selection
-from lightning_sparse.kernels.cut import Cut
+from lightning_sparse.kernels.blocks import SliceSegment
 from lightning_sparse.network.comm import Comm, Pending, Rounds
 from lightning_sparse.network.costs import DEVICE_SEGMENT_BYTES, SEGMENT_BYTES
 from lightning_sparse.selection.sparse import Sparse
@@ -147,9 +147,9 @@ class _Slices:
         """Set a segment of each slice of ``total`` [n] to what its owner sent, [P, bytes]."""
         self._format.read_rows(payloads, total, self._cut(start))
 
-    def _cut(self, start: int) -> Cut:
+    def _cut(self, start: int) -> SliceSegment:
         """The segment of each slice that begins at ``start``."""
-        return Cut(self._comm.size, self._width, start, min(self._step, self._width - start), self._rotation)
+        return SliceSegment(self._comm.size, self._width, start, min(self._step, self._width - start), self._rotation)
 
     def _rows(self, name: str, start: int, count: int) -> Tensor:
         """Room for a segment from or for each of ``count`` ranks, [count, bytes]."""

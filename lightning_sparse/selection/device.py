@@ -27,18 +27,14 @@ def layout(n: int, capacity: int, indices: str, values: ValueFormat | None = Non
 
 
 def select(x: Tensor, threshold: float | Tensor, capacity: int) -> Selection:
-    """The elements of ``x`` [n] that reach ``threshold``: of a tensor with NaN only what is not finite."""
-    limit = not_nan(threshold) if isinstance(threshold, Tensor) else x.new_full((), threshold)
-    return largest_first(x, limit, capacity)
+    """The elements of ``x`` [n] that reach ``threshold``, or the ``capacity`` largest where there are more.
 
-
-def largest_first(x: Tensor, threshold: Tensor, capacity: int) -> Selection:
-    """The elements of ``x`` [n] that reach ``threshold`` [], or the ``capacity`` largest where there are more.
-
-    They are the largest of all, unless more than twice ``capacity`` (and more than ``AMONG``) were found.
+    They are the largest of all, unless more than twice ``capacity`` (and more than ``AMONG``) were found.  Of a tensor
+    with NaN only what is not finite.
     """
     n = x.numel()
-    found = kernels.select(x, threshold, min(n, max(2 * capacity, AMONG)), NEAR)
+    limit = not_nan(threshold) if isinstance(threshold, Tensor) else x.new_full((), threshold)
+    found = kernels.select(x, limit, min(n, max(2 * capacity, AMONG)), NEAR)
     if n <= capacity:
         index = torch.cat([found.index, found.index.new_full((capacity - n,), n)])
     else:

@@ -95,7 +95,7 @@ class ThresholdController:
 
     threshold: float
     trend: float = 0.0
-    was_blind: bool = False  # so that it is evaluated anew; see :meth:`blind`
+    was_reestimated: bool = False  # evaluated anew, see :meth:`needs_reestimate`
 
     def after(self, picked: int, target: int, seen: int, near: int) -> "ThresholdController":
         """The threshold of the next step after one that sent ``picked`` elements where ``target`` were meant.
@@ -123,7 +123,7 @@ class ThresholdController:
         """Whether the threshold missed so widely that it is better evaluated anew than corrected."""
         return seen > 2 * target or (near < target / 2 and self.threshold > 0)
 
-    def blind(self, picked: int, target: int, seen: int, near: int) -> bool:
+    def needs_reestimate(self, picked: int, target: int, seen: int, near: int) -> bool:
         """Whether it is better evaluated anew, since these counts (see :meth:`after`) do not say how far to move it.
 
         Next to nothing reaches it, or too much was sent and hardly anything is just below: then what was counted ends
@@ -136,9 +136,9 @@ class ThresholdController:
     def renewed(self, threshold: float) -> "ThresholdController":
         """``threshold``, which was used in this one's place.
 
-        Where this one was blind, it has the trend that would have led there; after a jump of the scale it has none.
+        Where this one needed that, it has the trend that would have led there; after a jump of the scale it has none.
         """
-        if not self.was_blind:
+        if not self.was_reestimated:
             return ThresholdController(threshold, self.trend)
         moved = math.log(max(threshold, _LEAST)) - math.log(max(self.threshold, _LEAST))  # not of a ratio: inf / inf
         trend = _bounded(self.trend + moved, FASTEST_TREND) if abs(moved) < WIDEST_MISS else 0.0
@@ -146,7 +146,7 @@ class ThresholdController:
 
     def state(self) -> Tensor:
         """[3] float64, to keep in a group's memory."""
-        return torch.tensor([self.threshold, self.trend, self.was_blind], dtype=torch.float64, device="cpu")
+        return torch.tensor([self.threshold, self.trend, self.was_reestimated], dtype=torch.float64, device="cpu")
 
     @staticmethod
     def joined(states: Sequence[tuple[Tensor, int]]) -> Tensor:
@@ -159,8 +159,8 @@ class ThresholdController:
     @staticmethod
     def of(state: Tensor) -> "ThresholdController":
         """What :meth:`state` kept."""
-        threshold, trend, was_blind = state.tolist()
-        return ThresholdController(threshold, trend, bool(was_blind))
+        threshold, trend, was_reestimated = state.tolist()
+        return ThresholdController(threshold, trend, bool(was_reestimated))
 
 
 def _bounded(x: float, limit: float) -> float:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -45,7 +44,6 @@ else:
 # Where callbacks and the module have a hook too, Lightning calls the callbacks' first, then the module's, then ours.
 # BeforeCallbacks stands before all other callbacks, where local steps are taken or may be chosen.
 #
-#   set_world_ranks              A Trainer of the other package is refused.
 #   __getstate__                 With the start method "spawn": what a fit has made stays in its process.
 #   setup_environment            Process groups of Lightning, and threads of forked workers.
 #   load_checkpoint              Lightning sets the weights before the model is wrapped; what was not sent waits.
@@ -81,7 +79,6 @@ class SparseMixin(_Base):
     """The part of :class:`SparseDDPStrategy` beside ``DDPStrategy``, for whichever of the two Lightning packages."""
 
     strategy_name = "sparse_ddp"
-    accelerator_class: ClassVar[type] = Accelerator
     torch_io: ClassVar[tuple[type, type]] = (TorchCheckpointIO, AsyncCheckpointIO)  # what reads with torch.load alone
 
     def __init__(
@@ -116,17 +113,6 @@ class SparseMixin(_Base):
         self._size_reported = False
 
     # - before a run
-
-    def set_world_ranks(self) -> None:
-        """Refuse a Trainer of the other package: this is the first call in which both know each other."""
-        if self.accelerator is not None and not isinstance(self.accelerator, self.accelerator_class):
-            raise TypeError(
-                f"a strategy of the package {_package(self.accelerator_class)!r} was given to a Trainer of "
-                f"{_package(type(self.accelerator))!r}; the two packages do not mix. With 'lightning' "
-                "use lightning_sparse.SparseDDPStrategy, with 'pytorch_lightning' "
-                "lightning_sparse.pytorch_lightning.SparseDDPStrategy, or in both a name: strategy='sparse_auto'."
-            )
-        super().set_world_ranks()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what a fit has made: threads and process groups belong to the process."""
@@ -390,10 +376,6 @@ class SparseMixin(_Base):
         """Whether the Trainer is at an evaluation, whose forwards may have gradients; the mode of DDP says nothing."""
         module = self.lightning_module
         return module is not None and module._trainer is not None and not module.trainer.training
-
-
-def _package(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
 
 
 class SparseDDPStrategy(SparseMixin, DDPStrategy):

@@ -3,10 +3,9 @@
 import torch
 
 from lightning_sparse.kernels.blocks import BLOCK
-from lightning_sparse.wire.blocks import Levels, Sign, Steps
 from lightning_sparse.wire.indices import CAUSE, INDEX_FORMATS, INDEX_LIMIT, CorruptMessage, IndexFormat, cheapest
 from lightning_sparse.wire.messages import MessageLayout, Selection, index_format
-from lightning_sparse.wire.values import Float, ValueFormat
+from lightning_sparse.wire.values import Float, Levels, Sign, Steps, ValueFormat
 
 __all__ = [
     "BFLOAT16",

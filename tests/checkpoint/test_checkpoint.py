@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_sparse as ls
-from lightning_sparse.checkpoint.parts import with_buffers_apart
+from lightning_sparse.checkpoint.rank_local import with_buffers_apart
 from lightning_sparse.checkpoint.state import KEY, State
 from tests.support.models import Does, Small, data, small, trainer, unsent, weights
 from tests.support.processes import Ranks

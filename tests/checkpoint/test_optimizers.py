@@ -1,7 +1,7 @@
 """Each rank's own optimizer state comes back as it was, whatever the optimizer keeps."""
 
 import copy
-from collections import deque
+from collections import deque, namedtuple
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 import lightning_sparse as ls
-from lightning_sparse.checkpoint.optimizers import set_tensors, tensors_everywhere
+from lightning_sparse.checkpoint.rank_local import set_tensors, tensors_everywhere
 from lightning_sparse.checkpoint.state import KEY, mean_used
 from tests.support.in_process import ThreadComm, ThreadRanks
 from tests.support.models import Small, data, trainer, weights
@@ -69,8 +69,7 @@ def ramp(rank: int, *shape: int) -> Tensor:
 STATES: dict[str, Callable[[int], Any]] = {
     "numbers": lambda rank: {"step": 3 + rank, "ratio": 0.1 + rank, "has_skipped": rank == 1, "exp_avg": ramp(rank, 2)},
     "whole numbers": lambda rank: {"step": torch.tensor(2**60 + rank), "mask": torch.tensor([rank == 0, True])},
-    "a list of another length": lambda rank: {"history": [[ramp(i, 2)] * i for i in range(3 - 2 * rank)]},
-    "a deque": lambda rank: {"last": deque([ramp(rank, 2)] * (2 - rank))},
+    "lists": lambda rank: {"bases": [[ramp(rank, 2)], [], None, rank], "pair": (ramp(rank, 2), ramp(rank, 3))},
     "a dict": lambda rank: {"of": {0: {"left": ramp(rank, 2)}, "1": ramp(rank, 3), -2: rank, "a.b:list": 1.0 + rank}},
     "a tensor": lambda rank: ramp(rank, 2, 3),
     "a growing dict": lambda rank: {"empty": {}, "seen": {0: 1} | ({1: 2} if rank else {1: 0})},
@@ -97,17 +96,36 @@ def test_another_number_of_ranks_has_the_means_and_the_first_of_whole_numbers() 
         assert same(kept(after), {0: {"step": 3, "rate": 1.0, "history": [ramp(0, 2) + 0.5]}})
 
 
-def test_a_state_of_another_shape_on_another_rank_is_an_error_on_every_rank_that_names_it() -> None:
+@pytest.mark.parametrize(
+    ("states", "said"),
+    [
+        ([{"basis": [ramp(0, 2)]}, {"basis": [ramp(0, 3)]}], "0.basis.0: [2] on rank 0; [3] on rank 1"),
+        ([{"last": [ramp(0, 2)]}, {"last": [ramp(0, 2)] * 2}], "0.last: [1] on rank 0; [2] on rank 1"),
+        ([{"last": deque([ramp(0, 2)])}, {}], "got 0.last: deque. Keep it as tensors"),
+        ([{}, {"of": {"pair": namedtuple("Pair", "left right")(1, 2)}}], "got 0.of.pair: Pair."),
+        ([{}, {"of": {("a", 1): 2}}], "got 0.of.('a', 1): a key of type tuple"),
+        ([{}, {"sparse": torch.eye(2).to_sparse(), "kind": "x"}], "got 0.kind: str, 0.sparse: Tensor"),
+    ],
+)
+def test_a_state_that_cannot_be_saved_is_an_error_on_every_rank_that_names_it(states: Any, said: str) -> None:
     ranks = ThreadRanks(2)
     comms = [ThreadComm(ranks.network.group(rank)) for rank in range(2)]
-    optimizers = [keeping({"basis": [ramp(0, 2 + rank)]}) for rank in range(2)]
-    for said in ranks.everywhere(
+    optimizers = [keeping(state) for state in states]
+    for refused in ranks.everywhere(
         lambda rank: refusal(tensors_everywhere, optimizers[rank], comms[rank], torch.device("cpu"))
     ):
-        assert "state of SGD" in said
-        assert "0.basis.0: [2] on rank 0; [3] on rank 1" in said
-        assert "residuals='none'" in said
+        assert "state of SGD" in refused
+        assert said in refused
+        assert "residuals='none'" in refused
     ranks.close()
+
+
+def test_lengths_of_lists_in_older_files_are_left_out() -> None:
+    optimizer = keeping({"history": [ramp(0, 2)]})
+    set_tensors(
+        optimizer, {"0.history:list": torch.tensor(1), "0.history.0": ramp(1, 2), "0.pair:tuple": torch.tensor(2)}
+    )
+    assert same(kept(optimizer), {0: {"history": [ramp(1, 2)]}})
 
 
 # - on real processes
@@ -126,9 +144,10 @@ class Odd(Optimizer):
         for p in self.param_groups[0]["params"]:
             state = self.state[p]
             if not state:
-                state |= {"last": [], "used": 0, "large": 0.0, "seen": torch.zeros_like(p, dtype=torch.int64)}
+                last = [torch.zeros_like(p) for _ in range(4)]
+                state |= {"last": last, "used": 0, "large": 0.0, "seen": torch.zeros_like(p, dtype=torch.int64)}
             if p.grad.norm() > state["large"] / (1 + state["used"]):
-                state["last"] = [*state["last"][-3:], p.grad.clone()]
+                state["last"] = [*state["last"][1:], p.grad.clone()]
                 state["used"] += 1
             state["large"] += float(p.grad.norm())
             state["seen"] += p.grad > 0

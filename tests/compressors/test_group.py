@@ -66,7 +66,7 @@ def test_gradients_set_to_zero_beforehand_change_no_mean() -> None:
     for total in totals:
         gradients = [torch.full(p.shape, 7.0) for p in group.parameters]
         gradients[1] = gradients[1].to(memory_format=torch.channels_last)
-        group.make_way(gradients)
+        group.zero_gradients_early(gradients)
         zeroed.append(not gradients[0].any())
         group.hand_back(total, gradients, 2)
         expected = (total.dense(500) if isinstance(total, Sparse) else total) / 2

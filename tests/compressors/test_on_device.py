@@ -26,7 +26,7 @@ from lightning_sparse.wire import (
     Selection,
     ValueFormat,
 )
-from lightning_sparse.wire.blocks import Blocks
+from lightning_sparse.wire.values import Blocks
 from tests.support.simulated import SimulatedRanks, assert_nothing_lost, layered, normal
 
 COMPRESSORS = [

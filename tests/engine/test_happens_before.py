@@ -11,7 +11,7 @@ from torch import Tensor
 
 import lightning_sparse as ls
 from lightning_sparse.checkpoint import residuals
-from lightning_sparse.checkpoint.parts import Parts
+from lightning_sparse.checkpoint.rank_local import RankLocalState
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.groups import lay_out
 from lightning_sparse.gradients.averager import GradientAverager
@@ -52,7 +52,9 @@ def scaled(nccl: FakeNccl, of: dict[str, Tensor]) -> Averager:
 def test_other_groups_and_a_checkpoint_are_ordered() -> None:
     def other_plan(exchange: GradientAverager, nccl: FakeNccl, of: dict[str, Tensor]) -> None:
         for kept in ("per_rank", "mean"):
-            residuals.gather(exchange, kept, nccl.comm(), "TopK()", {}, Parts((), None, torch.nn.Module(), False), True)
+            residuals.gather(
+                exchange, kept, nccl.comm(), "TopK()", {}, RankLocalState((), None, torch.nn.Module(), False), True
+            )
         groups = lay_out(of, ls.TopK(), "none" if len(exchange.groups) < len(of) else "bucket")
         exchange.lay_out(groups)
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 import lightning_sparse as ls
 from lightning_sparse.checkpoint import residuals
-from lightning_sparse.checkpoint.parts import Parts
+from lightning_sparse.checkpoint.rank_local import RankLocalState
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.groups import make_groups, pieces_of
@@ -219,7 +219,9 @@ def test_who_asks_between_steps_waits_as_the_documentation_says() -> None:
         exchange.timeline.group_times(exchange.groups)
         comm = nccl.comm()
         for kept in ("per_rank", "mean"):
-            residuals.gather(exchange, kept, comm, "TopK()", {}, Parts((), None, torch.nn.Module(), False), True)
+            residuals.gather(
+                exchange, kept, comm, "TopK()", {}, RankLocalState((), None, torch.nn.Module(), False), True
+            )
         assert set(cuda.waits) <= set(MAY_WAIT)
         cuda.waits.clear()
         training.step()

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_sparse import kernels
 from lightning_sparse.kernels import ops, reference
-from lightning_sparse.kernels.cut import Cut
+from lightning_sparse.kernels.blocks import SliceSegment
 from lightning_sparse.selection.host import SMALLEST, above
 from lightning_sparse.selection.sketch import CountSketch, hashes
 from lightning_sparse.selection.threshold import NEAR
@@ -190,10 +190,10 @@ def check_rows(device: torch.device) -> None:
             width = -(-n // size)
             for start, length in {(0, width), (0, min(width, 512)), (512, min(width - 512, 1024))}:
                 if length > 0:
-                    compare_rows(device, draw(n), form, Cut(size, width, start, length, rotation=n % size))
+                    compare_rows(device, draw(n), form, SliceSegment(size, width, start, length, rotation=n % size))
 
 
-def compare_rows(device: torch.device, values: Tensor, form: Any, cut: Cut) -> None:
+def compare_rows(device: torch.device, values: Tensor, form: Any, cut: SliceSegment) -> None:
     """With the formats on a CPU, which go from row to row."""
     n, row_bytes = values.numel(), 4 * -(-form.nbytes(cut.length) // 4)
     first, count = cut.size - 1, max(1, cut.size - 1)
@@ -224,7 +224,7 @@ def compare_rows(device: torch.device, values: Tensor, form: Any, cut: Cut) -> N
             same(added_there, added)
 
 
-def taken(values: Tensor, form: Any, cut: Cut, row_bytes: int, first: int, count: int) -> Iterator[Tensor]:
+def taken(values: Tensor, form: Any, cut: SliceSegment, row_bytes: int, first: int, count: int) -> Iterator[Tensor]:
     kept, rows = values.clone(), torch.full((cut.size, row_bytes), 7, dtype=torch.uint8)
     form.take_rows(kept, rows, cut, first, count)
     for i in set(range(cut.size)) - {(first + i) % cut.size for i in range(count)}:

@@ -9,7 +9,7 @@ import torch
 from torchmetrics import Metric
 
 import lightning_sparse as ls
-from lightning_sparse.monitor.metrics import compression_ratio, threshold_error
+from lightning_sparse.monitor.record import compression_ratio, threshold_error
 
 before_any_update = pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
 

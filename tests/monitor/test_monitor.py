@@ -22,9 +22,8 @@ from lightning_sparse.auto.policy import NAMES
 from lightning_sparse.engine.observers import Waiting
 from lightning_sparse.engine.timeline import GroupTime
 from lightning_sparse.fusion.model import Cost, Plan, SizeCost, StepModel
-from lightning_sparse.monitor.advice import advice
 from lightning_sparse.monitor.pictures import draw, draw_timeline
-from lightning_sparse.monitor.record import MOST_POINTS, Notes, Point, Selected, Sums
+from lightning_sparse.monitor.record import MOST_POINTS, Notes, Point, Selected, Sums, advice
 from lightning_sparse.monitor.tables import summary, verdict
 from tests.support.monitored import Training, Unread, quiet
 

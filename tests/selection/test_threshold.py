@@ -30,13 +30,13 @@ def test_a_threshold_that_missed_widely_is_given_up() -> None:
 
 def test_counts_that_tell_nothing_are_known() -> None:
     held = ThresholdController(1.0)
-    assert held.blind(24, 100, 24, 500)
-    assert not held.blind(26, 100, 26, 500)
-    assert held.blind(125, 100, 150, 170)
-    assert not held.blind(100, 100, 150, 170)
-    assert not held.blind(125, 100, 150, 190)
-    assert not held.blind(90, 100, 90, 90)
-    assert not ThresholdController(0.0).blind(10, 100, 10, 10)
+    assert held.needs_reestimate(24, 100, 24, 500)
+    assert not held.needs_reestimate(26, 100, 26, 500)
+    assert held.needs_reestimate(125, 100, 150, 170)
+    assert not held.needs_reestimate(100, 100, 150, 170)
+    assert not held.needs_reestimate(125, 100, 150, 190)
+    assert not held.needs_reestimate(90, 100, 90, 90)
+    assert not ThresholdController(0.0).needs_reestimate(10, 100, 10, 10)
 
 
 @pytest.mark.parametrize("most", [1, 100, 700, 5000])

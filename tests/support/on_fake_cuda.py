@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import lightning_sparse as ls
-from lightning_sparse.compressors.rounded import Rounded
+from lightning_sparse.compressors.wrappers import Rounded
 from lightning_sparse.engine.averager import Averager, lanes_of
 from lightning_sparse.engine.bucket import gradients_of
 from lightning_sparse.engine.groups import lay_out, lay_out_fragments

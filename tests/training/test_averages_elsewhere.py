@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from lightning_sparse.checkpoint.optimizers import tensors_everywhere
+from lightning_sparse.checkpoint.rank_local import tensors_everywhere
 from lightning_sparse.fabric import SparseDDPStrategy as FabricStrategy
 from lightning_sparse.local_steps.averager import LocalAverager
 from lightning_sparse.network.torch_comm import world

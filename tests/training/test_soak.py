@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import lightning_sparse as ls
 from lightning_sparse.engine.checksum import checksum
 from lightning_sparse.local_steps.averager import LocalAverager
-from lightning_sparse.monitor.replicas import check_replicas
+from lightning_sparse.monitor.callbacks import check_replicas
 from lightning_sparse.network.torch_comm import world
 from tests.support.models import flat, unsent
 from tests.support.processes import Ranks

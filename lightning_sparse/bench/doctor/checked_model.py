@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparse.bench.compare.models import Classifier
 from lightning_sparse.engine.averager import Averager
-from lightning_sparse.monitor.replicas import check_replicas
+from lightning_sparse.monitor.callbacks import check_replicas
 from lightning_sparse.network.torch_comm import world
 
 TOLERANCE = 1e-5  # of the largest element: sums in float32 are rounded

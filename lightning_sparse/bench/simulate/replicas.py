@@ -12,13 +12,13 @@ from lightning_sparse.bench.compare.byte_lm import loss_of
 from lightning_sparse.bench.compare.peers import PEERS, Contender
 from lightning_sparse.bench.simulate.task import OPTIMIZERS
 from lightning_sparse.compressors import Dense
-from lightning_sparse.compressors.lockstep import take_steps
 from lightning_sparse.engine.groups import lay_out, lay_out_fragments
 from lightning_sparse.engine.observers import CompressionError
 from lightning_sparse.local_steps.replica import Replica
 from lightning_sparse.local_steps.second_moments import MeanMoments, SecondMoments
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.options import Options
+from lightning_sparse.simulation import take_steps
 from lightning_sparse.trainer.strategy import SparseDDPStrategy
 
 Batches = Sequence[tuple[Tensor, ...]]  # one for each rank
