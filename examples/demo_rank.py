@@ -23,11 +23,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_sparse as ls
 from lightning_sparse.auto.policy import CANDIDATES
+from lightning_sparse.bench.compare.byte_lm import byte_lm
 from lightning_sparse.bench.compare.held_out import Judge, LearningRate
 from lightning_sparse.bench.compare.peers import PEERS, Contender
 from lightning_sparse.bench.compare.probe import Probe
 from lightning_sparse.bench.compare.workloads import workload_named
-from lightning_sparse.bench.simulate.task import byte_lm
 
 WINDOWS = 2  # of 64 bytes, that a host learns from in a step
 TELL_S = 0.2  # between two lines

@@ -12,7 +12,7 @@ from lightning_sparse.auto.policy import NAMES
 from lightning_sparse.bench.compare.workloads import WORKLOADS
 from lightning_sparse.cli import names, options
 
-COMMANDS = ["advise", "bench", "doctor", "scale", "simulate"]
+COMMANDS = ["advise", "bench", "doctor", "scale"]
 START = """import sys
 sys.argv[0] = "/bin/lightning-sparse"
 from lightning_sparse.cli import command
@@ -44,7 +44,7 @@ def test_names_are_those_of_the_classes() -> None:
     assert tuple(WORKLOADS) == names.WORKLOADS
 
 
-KINDS = [options.Advise, options.Bench, options.Doctor, options.Scale, options.Simulate]
+KINDS = [options.Advise, options.Bench, options.Doctor, options.Scale]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -24,10 +24,3 @@ STRATEGIES = {
 #: Models and data of ``bench`` and ``advise``.
 WORKLOADS = ("mlp_1m", "mlp_25m", "gpt_3m", "gpt_10m", "gpt_50m", "byte_lm")
 MODEL_FORMS = "'package.module:Model', 'package.module:Model,package.module:DataModule' or a config file 'config.yaml'"
-
-#: Task of ``simulate`` -> its own steps and learning rates.
-TASKS = {
-    "byte_lm": (600, "2e-3,4e-3,8e-3"),
-    "digits": (300, "0.02,0.05,0.1"),
-    "modules": (300, "5e-3,1e-2,2e-2"),
-}

@@ -9,10 +9,9 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from lightning_sparse.cli.names import MODEL_FORMS, TASKS, WORKLOADS
+from lightning_sparse.cli.names import MODEL_FORMS, WORKLOADS
 
 Number = TypeVar("Number", int, float)
-_STEPS, _RATES = (", ".join(f"{name}: {own[i]}" for name, own in TASKS.items()) for i in (0, 1))
 
 
 def _option(help: str, default: Any = MISSING, **settings: Any) -> Any:
@@ -135,41 +134,6 @@ class Scale(_Written):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Simulate(_Written):
-    """Say what strategies cost in loss, without a cluster.
-
-    Train a small model with each strategy among simulated ranks, all of them in this process, and compare bytes and
-    validation loss. A run that was interrupted goes on where it stopped.
-    """
-
-    task: str = _option(
-        "byte_lm: a GPT on Python's own source, with AdamW; digits: a small network for handwritten digits, with SGD "
-        "and momentum (needs scikit-learn); modules: a bag of embeddings that tells 20 modules of Python apart, with "
-        "AdamW, nearly all of whose gradient is zero (%(default)s)",
-        "byte_lm",
-        choices=tuple(TASKS),
-    )
-    strategies: str = _option(
-        "comma-separated, as for bench; the first is what the others are compared with (%(default)s)",
-        "ddp,sparse_dense:wire_dtype=int4,micro:density=0.05:wire_dtype=int4",
-        metavar="LIST",
-    )
-    ranks: int = _option("simulated ranks (%(default)s)", 4)
-    steps: int | None = _option(f"optimizer steps of each training ({_STEPS})", None)
-    learning_rates: str | None = _option(
-        f"largest learning rates to try, with the first seed; the best is used with all ({_RATES})",
-        None,
-        metavar="LIST",
-    )
-    seeds: str = _option("of weights and batches (%(default)s)", "0,1,2", metavar="LIST")
-    optimizer: str | None = _option(
-        "sgd: with momentum 0.9 (the task's own)",
-        None,
-        choices=("adamw", "sgd"),
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Doctor(_OnCluster):
     """Say what this machine or cluster has, what will be used, and what is wrong.
 
@@ -187,7 +151,7 @@ def parser() -> argparse.ArgumentParser:
     every = argparse.ArgumentParser("lightning-sparse", description="Gradient compression for PyTorch Lightning.")
     commands = every.add_subparsers(dest="name", required=True)
     commands.add_parser("list", help="list the compressors")
-    for kind in (Advise, Bench, Scale, Simulate, Doctor):
+    for kind in (Advise, Bench, Scale, Doctor):
         help, _, description = (kind.__doc__ or "").partition(".\n\n")
         own = commands.add_parser(kind.__name__.lower(), help=help[0].lower() + help[1:], description=description)
         own.set_defaults(options=kind)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "lightning_sparse"
 FILES = {".".join(f.relative_to(PACKAGE.parent).with_suffix("").parts): f for f in (PACKAGE / "bench").rglob("*.py")}
-ROOMS = [{"cluster", "output"}, {"compare"}, {"advise", "doctor", "scale", "simulate"}]  # bottom up
+ROOMS = [{"cluster", "output"}, {"compare"}, {"advise", "doctor", "scale"}]  # bottom up
 
 
 def imports(file: Path) -> set[str]:

@@ -1,4 +1,4 @@
-"""The text that byte models train on, Python's own standard library, and ``byte_lm``, as bench and simulate train it.
+"""The text that byte models train on, and ``byte_lm``, as real and simulated ranks train it: Python's own library.
 
 Nothing here depends on how fast a strategy is, so that trainings of both can be compared.
 """
@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_sparse.bench.compare.models import CONTEXT, ByteGPT, Classifier
+from lightning_sparse.bench.compare.models import CONTEXT, ByteGPT
 from lightning_sparse.selection.streams import draw
 
 TEXT_BYTES = 2_000_000  # of source code that the larger byte models train on
@@ -72,14 +72,6 @@ class Task:
         """The loss of examples that nobody learns from."""
         parts = list(zip(*(kind.split(128) for kind in self.validation), strict=True))
         return sum(float(loss_of(self.model, part)) * len(part[0]) for part in parts) / len(self.validation[0])
-
-    @torch.no_grad()
-    def accuracy(self) -> float | None:
-        """The part of those examples that is classified as it should be; None where nothing is classified."""
-        if not isinstance(self.model, Classifier):
-            return None
-        examples, classes = self.validation
-        return float((self.model.layers(examples).argmax(1) == classes).float().mean())
 
 
 def byte_lm(seed: int) -> Task:

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lightning_sparse.bench.simulate import task
 
 from lightning_sparse.bench.compare import byte_lm, workloads
 from lightning_sparse.bench.compare.workloads import WORKLOADS, count_parameters, workload_named
-from lightning_sparse.bench.simulate import task
 
 
 @pytest.mark.parametrize(
