@@ -4,7 +4,7 @@ import pytest
 
 import lightning_sparse as ls
 from lightning_sparse.auto.policy import NAMES
-from lightning_sparse.bench.compare.peers import contenders
+from lightning_sparse.bench.compare.strategies import contenders
 from lightning_sparse.compressors.named import did_you_mean
 from lightning_sparse.fabric import SparseDDPStrategy as FabricStrategy
 

@@ -29,7 +29,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_sparse as ls
-from lightning_sparse.bench.compare.byte_lm import byte_lm, learning_rate
+from lightning_sparse.bench.compare.workloads import byte_lm, learning_rate
 
 PEAK = 3e-3  # the learning rate, which falls as a cosine
 OFTEN, BACK_AFTER, CHECKPOINT = 100, 30, 100  # steps

@@ -23,9 +23,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
 import lightning_sparse as ls
-from lightning_sparse.bench.cluster.network import INTERFACE
-from lightning_sparse.bench.cluster.processes import Cluster
-from lightning_sparse.bench.compare.models import CONTEXT, ByteGPT
+from lightning_sparse.bench.cluster import INTERFACE, Cluster
+from lightning_sparse.bench.compare.workloads import CONTEXT, ByteGPT
 from lightning_sparse.engine.sharded_model import ShardedModel
 from lightning_sparse.sharded_hook import ShardedHook, options_of
 

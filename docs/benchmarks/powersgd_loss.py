@@ -21,7 +21,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from lightning_sparse.bench.compare.byte_lm import byte_lm, learning_rate
+from lightning_sparse.bench.compare.workloads import byte_lm, learning_rate
 from lightning_sparse.network.comm import traffic
 
 RANKS, STEPS = 4, 600

@@ -21,11 +21,17 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from lightning_sparse.bench.compare.byte_lm import Task, byte_lm, learning_rate, loss_of
-from lightning_sparse.bench.compare.models import Classifier
-from lightning_sparse.bench.compare.peers import PEERS, Contender
+from lightning_sparse.bench.compare.strategies import PEERS, StrategySpec
 from lightning_sparse.bench.compare.until_loss import rate_text
-from lightning_sparse.bench.compare.workloads import check_digits, handwritten_digits
+from lightning_sparse.bench.compare.workloads import (
+    Classifier,
+    Task,
+    byte_lm,
+    check_digits,
+    handwritten_digits,
+    learning_rate,
+    loss_of,
+)
 from lightning_sparse.bench.output import new_console, new_progress, new_table, say
 from lightning_sparse.cli.options import rates, seeds
 from lightning_sparse.compressors import Dense
@@ -113,7 +119,7 @@ Batches = Sequence[tuple[Tensor, ...]]  # one for each rank
 
 def options_of(strategy: str) -> Options:
     """Read a strategy as ``lightning-sparse bench`` does; a ValueError says why it cannot be simulated."""
-    contender = Contender(strategy, strategy)
+    contender = StrategySpec(strategy, strategy)
     built = contender.build()
     if contender.learning_rate is not None:
         raise ValueError(f"a strategy to simulate must be given without lr; give --learning-rates; got {strategy!r}")

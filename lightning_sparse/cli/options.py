@@ -29,7 +29,7 @@ class Command:
     def runs(self) -> str:
         """The function that runs it, as ``pkgutil.resolve_name`` reads it: nothing is imported before."""
         name = type(self).__name__.lower()
-        return f"lightning_sparse.bench.{name}.{name}:{name}"
+        return f"lightning_sparse.bench.{name}:{name}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Trainings on simulated ranks are those of real ones, of DiLoCo and of plain averaging, and go on where they stopped."""
+"""Trainings on simulated ranks are as real ones, as DiLoCo and as plain averaging, and go on where they stopped."""
 
 import dataclasses
 import importlib
@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import Dense, LocalSteps, SparseHook
-from lightning_sparse.bench.compare.byte_lm import Task, byte_lm, learning_rate
-from lightning_sparse.bench.compare.models import ByteGPT
+from lightning_sparse.bench.compare.workloads import ByteGPT, Task, byte_lm, learning_rate
 from lightning_sparse.options import Options
 from tests.support.processes import Ranks
 

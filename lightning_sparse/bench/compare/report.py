@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.table import Table
 
-from lightning_sparse.bench.compare.peers import NO_COMMUNICATION
 from lightning_sparse.bench.compare.records import Round, by_row, grouped, of_known
+from lightning_sparse.bench.compare.strategies import NO_COMMUNICATION
 from lightning_sparse.bench.output import known, listed, markdown, ms, new_figure, new_table, save
 from lightning_sparse.monitor.tables import human_bytes
 

@@ -8,8 +8,8 @@ from operator import itemgetter
 
 import torch
 
-from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, Contender, all_names, contenders
 from lightning_sparse.bench.compare.records import Round
+from lightning_sparse.bench.compare.strategies import NO_COMMUNICATION, StrategySpec, all_names, contenders
 from lightning_sparse.bench.compare.until_loss import best_rate
 from lightning_sparse.bench.compare.workloads import WORKLOADS, workload_named
 from lightning_sparse.checks import check_one_of
@@ -41,7 +41,7 @@ class Schedule:
         """Whether emulated hosts are all on one device, which NCCL does not take; real ranks have "auto"."""
         return bool(self.cluster) and self.accelerator == "cuda"
 
-    def turns(self) -> list[tuple[int, Contender]]:
+    def turns(self) -> list[tuple[int, StrategySpec]]:
         """Rounds and strategies in the order in which they run, that without communication first.
 
         Every other round runs backwards, so that none is favoured by its place.  Where learning rates are tried, the
@@ -55,7 +55,7 @@ class Schedule:
         later = [(number, row) for number in range(1, self.rounds) for row in (rows[::-1] if number % 2 else rows)]
         return [(0, row) for each in tried for row in each] + later
 
-    def groups(self) -> list[list[tuple[int, Contender]]]:
+    def groups(self) -> list[list[tuple[int, StrategySpec]]]:
         """The turns, together those that are interleaved: all of a round."""
         if not self.interleave:
             return [[turn] for turn in self.turns()]
@@ -64,7 +64,7 @@ class Schedule:
     def seed(self, number: int) -> int:
         return self.seeds[number % len(self.seeds)] if self.seeds else number
 
-    def at_best_rate(self, row: Contender, rounds: Sequence[Round]) -> Contender:
+    def at_best_rate(self, row: StrategySpec, rounds: Sequence[Round]) -> StrategySpec:
         """Return ``row`` with the best of the learning rates that it tried in ``rounds``, unless it has its own."""
         if row.learning_rate or not self.learning_rates:
             return row

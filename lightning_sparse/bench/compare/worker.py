@@ -27,14 +27,11 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # exported at run time only
 
 from lightning_sparse.auto.chooser import Chooser
-from lightning_sparse.bench.compare.advice import Advice, advise_on
-from lightning_sparse.bench.compare.held_out import Judge, LearningRate
-from lightning_sparse.bench.compare.peers import ADVISE
-from lightning_sparse.bench.compare.place import Place
-from lightning_sparse.bench.compare.probe import Probe
-from lightning_sparse.bench.compare.records import MeasuredRun, Round
+from lightning_sparse.bench.compare.callbacks import Judge, LearningRate, Probe
+from lightning_sparse.bench.compare.ranks import PATIENCE, STOPPED, RankInfo, Turn, child, connect, results_of
+from lightning_sparse.bench.compare.records import Advice, MeasuredRun, Round, advise_on
 from lightning_sparse.bench.compare.schedule import Schedule
-from lightning_sparse.bench.compare.turns import PATIENCE, STOPPED, Turn, child, connect, results_of
+from lightning_sparse.bench.compare.strategies import ADVISE
 from lightning_sparse.bench.compare.workloads import workload_named
 from lightning_sparse.strategy import SparseDDPStrategy
 
@@ -46,7 +43,7 @@ QUIET: dict[str, Any] = dict.fromkeys(
 )
 
 
-def take_turns(schedule: Schedule, place: Place) -> Generator[Round, None, None]:
+def take_turns(schedule: Schedule, place: RankInfo) -> Generator[Round, None, None]:
     """Take all turns.  Yields what was measured, on rank 0; the other ranks yield nothing."""
     server = child(_serve, place) if place.rank == 0 and not place.store_is_there else None
     try:
@@ -79,7 +76,7 @@ def take_turns(schedule: Schedule, place: Place) -> Generator[Round, None, None]
             server.kill()
 
 
-def _meet(place: Place) -> Store:
+def _meet(place: RankInfo) -> Store:
     """Connect to the workers' store, and wait until all are there; a RuntimeError if some do not come."""
     try:
         store = connect(place, _MEETING)
@@ -111,7 +108,7 @@ def _gather(turn: Turn) -> Round:
 # - processes
 
 
-def _serve(place: Place) -> None:
+def _serve(place: RankInfo) -> None:
     """Serve the workers' store until killed."""
     server = TCPStore(place.address, place.port, is_master=True, wait_for_workers=False)
     while server:
@@ -204,7 +201,7 @@ class _Enough(Callback):
 def main() -> None:
     """Do what a schedule says at a place, both given as JSON; rank 0 writes a line of JSON for each round."""
     schedule, place = (json.loads(word) for word in sys.argv[1:])
-    for found in take_turns(Schedule(**schedule), Place(**place)):
+    for found in take_turns(Schedule(**schedule), RankInfo(**place)):
         print(json.dumps(asdict(found)), flush=True)
 
 

@@ -16,13 +16,12 @@ from torch.distributed import HashStore
 
 from lightning_sparse import COMPRESSORS, Dense, LocalSteps, SkipReduce, SparseDDPStrategy
 from lightning_sparse.bench.cluster import Cluster
-from lightning_sparse.bench.compare import report, start, worker
-from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, PEERS, all_names, contenders
-from lightning_sparse.bench.compare.place import Place, read_sent
+from lightning_sparse.bench.compare import report, run, worker
+from lightning_sparse.bench.compare.ranks import RankInfo, Turn, read_sent
 from lightning_sparse.bench.compare.records import MeasuredRun, MeasuredStep, Round
 from lightning_sparse.bench.compare.report import Summary, middle_half, page, ratio, summarise
 from lightning_sparse.bench.compare.schedule import Schedule, schedules
-from lightning_sparse.bench.compare.turns import Turn
+from lightning_sparse.bench.compare.strategies import NO_COMMUNICATION, PEERS, all_names, contenders
 from lightning_sparse.bench.output import environment, json_line, new_file
 from lightning_sparse.cli import main
 from lightning_sparse.cli.options import Bench
@@ -228,12 +227,12 @@ def test_place_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**variables, "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "none"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    before, place = read_sent("lo"), Place.find(None)
+    before, place = read_sent("lo"), RankInfo.find(None)
     assert read_sent("lo") >= before
-    assert place == Place(3, 1, 4, 2, "127.0.0.1", 29400, store_is_there=False, interface="lo")
+    assert place == RankInfo(3, 1, 4, 2, "127.0.0.1", 29400, store_is_there=False, interface="lo")
     assert place.hosts == 2
     with pytest.raises(ValueError, match=r"an interface must be one of this host's, .*lo.*; got 'eth99'"):
-        Place.find("eth99")
+        RankInfo.find("eth99")
 
 
 def test_the_cause_of_a_failure_is_told_and_not_its_consequences() -> None:
@@ -241,7 +240,7 @@ def test_the_cause_of_a_failure_is_told_and_not_its_consequences() -> None:
     errors = ["stopped, since another rank failed", "RuntimeError: gloo: Connection closed", "ValueError: the cause"]
     for rank, error in enumerate(errors):
         store.set(f"rank {rank}", json.dumps({"error": error}))
-    place = Place(0, 0, 3, 1, "127.0.0.1", 29400, store_is_there=False, interface="lo")
+    place = RankInfo(0, 0, 3, 1, "127.0.0.1", 29400, store_is_there=False, interface="lo")
     measured = worker._gather(Turn(SCHEDULE, place, 1, contenders("ddp")[0], store))
     assert (measured.strategy, measured.number, measured.error) == ("ddp", 1, "ValueError: the cause")
     assert measured.timed == []
@@ -280,7 +279,7 @@ def test_bad_command_says_what_to_do(
 
 
 def test_without_root_the_command_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start, "unavailable_reason", lambda: "an emulated cluster needs root")
+    monkeypatch.setattr(run, "unavailable_reason", lambda: "an emulated cluster needs root")
     assert main(["bench", "--emulate", "2x1gbit"]) == 2
     assert "needs root" in capsys.readouterr().err
 

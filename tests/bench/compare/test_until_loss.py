@@ -13,13 +13,10 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_sparse.bench.compare.byte_lm import HELD_OUT_WINDOWS, TEXT_BYTES, other_source_code, source_windows
-from lightning_sparse.bench.compare.held_out import Judge, LearningRate
-from lightning_sparse.bench.compare.models import CONTEXT
-from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, Peer, contenders
-from lightning_sparse.bench.compare.probe import Probe
+from lightning_sparse.bench.compare.callbacks import Judge, LearningRate, Probe
 from lightning_sparse.bench.compare.records import MeasuredRun, MeasuredStep, Round
 from lightning_sparse.bench.compare.schedule import Schedule
+from lightning_sparse.bench.compare.strategies import NO_COMMUNICATION, Peer, contenders
 from lightning_sparse.bench.compare.until_loss import (
     LossCurve,
     Reached,
@@ -28,6 +25,13 @@ from lightning_sparse.bench.compare.until_loss import (
     rows,
     section,
     tables,
+)
+from lightning_sparse.bench.compare.workloads import (
+    CONTEXT,
+    HELD_OUT_WINDOWS,
+    TEXT_BYTES,
+    other_source_code,
+    source_windows,
 )
 from tests.support.models import trainer, weights
 from tests.support.processes import LIMIT_S, Ranks

@@ -23,10 +23,10 @@ from lightning_sparse.auto.forecast import forecast_of
 from lightning_sparse.auto.policy import CANDIDATES
 from lightning_sparse.auto.trial import ELEMENTS
 from lightning_sparse.bench.cluster import ClusterError, ClusterSpec, parse
-from lightning_sparse.bench.compare.advice import Advice, advise_on
-from lightning_sparse.bench.compare.peers import ADVISE
+from lightning_sparse.bench.compare.records import Advice, advise_on
+from lightning_sparse.bench.compare.run import find_ranks
 from lightning_sparse.bench.compare.schedule import Schedule
-from lightning_sparse.bench.compare.start import find_ranks
+from lightning_sparse.bench.compare.strategies import ADVISE
 from lightning_sparse.bench.compare.worker import QUIET
 from lightning_sparse.bench.compare.workloads import workload_named
 from lightning_sparse.bench.output import known, new_progress, new_table
