@@ -33,7 +33,6 @@ from lightning_sparse.bench.compare.workloads import (
     loss_of,
 )
 from lightning_sparse.bench.output import new_console, new_progress, new_table, say
-from lightning_sparse.cli.options import rates, seeds
 from lightning_sparse.compressors import Dense
 from lightning_sparse.compressors.lockstep import take_steps
 from lightning_sparse.engine.adam import MeanMoments
@@ -45,6 +44,7 @@ from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.options import Options
 from lightning_sparse.strategy import SparseDDPStrategy
 from lightning_sparse.wire import wire_format
+from lightning_sparse_cli.options import rates, seeds
 
 # - what is trained
 

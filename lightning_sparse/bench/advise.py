@@ -30,7 +30,6 @@ from lightning_sparse.bench.compare.strategies import ADVISE
 from lightning_sparse.bench.compare.worker import QUIET
 from lightning_sparse.bench.compare.workloads import workload_named
 from lightning_sparse.bench.output import known, new_progress, new_table
-from lightning_sparse.cli.options import Advise
 from lightning_sparse.compressors import Dense
 from lightning_sparse.fusion.costs import RANKS, GroupCosts, Now
 from lightning_sparse.fusion.planner import Measured
@@ -38,6 +37,7 @@ from lightning_sparse.fusion.steps import PassCounts, Passes, measure_steps
 from lightning_sparse.monitor.tables import human_bytes
 from lightning_sparse.network.costs import Link
 from lightning_sparse.strategy import SparseDDPStrategy
+from lightning_sparse_cli.options import Advise
 
 LARGE_BYTES = 8 * 10**9  # that plain DDP sends in a step, of some 10**9 parameters
 SHARDED = (

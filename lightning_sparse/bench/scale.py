@@ -13,7 +13,6 @@ from torch import Tensor
 from lightning_sparse.bench.cluster import parse
 from lightning_sparse.bench.compare.workloads import count_parameters, workload_named
 from lightning_sparse.bench.output import environment, new_console, new_progress, new_table, say
-from lightning_sparse.cli.options import Scale
 from lightning_sparse.compressors import COMPRESSORS, Dense
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
@@ -21,6 +20,7 @@ from lightning_sparse.monitor.tables import human_bytes
 from lightning_sparse.network.costs import Link
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.selection.streams import draw
+from lightning_sparse_cli.options import Scale
 
 STEPS = 3  # of which the last is counted: then thresholds and partitions are known
 SPREAD = 3.0  # deviation of the logarithm of the elements' scales: of the large, most are large in every step

@@ -16,10 +16,10 @@ from lightning_sparse.bench.advise import advices, table, words
 from lightning_sparse.bench.cluster import parse
 from lightning_sparse.bench.compare.records import Advice, advise_on, to_paste
 from lightning_sparse.bench.compare.workloads import count_parameters, workload_named
-from lightning_sparse.cli import main
 from lightning_sparse.fusion.costs import GroupCosts
 from lightning_sparse.fusion.planner import Measured
 from lightning_sparse.network.costs import Link
+from lightning_sparse_cli import main
 from tests.conftest import emulated
 from tests.support.ticking import ticking
 

@@ -18,8 +18,8 @@ from lightning_sparse.bench.compare.records import Round
 from lightning_sparse.bench.compare.schedule import Schedule
 from lightning_sparse.bench.compare.strategies import contenders
 from lightning_sparse.bench.doctor import CheckedModel, Host
-from lightning_sparse.cli import main
 from lightning_sparse.compressors.group import Group
+from lightning_sparse_cli import main
 from tests import conftest
 from tests.support.models import trainer
 from tests.support.processes import Ranks

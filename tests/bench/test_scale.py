@@ -10,9 +10,9 @@ import torch
 import lightning_sparse as ls
 from lightning_sparse.bench import scale as scaling
 from lightning_sparse.bench.scale import StepTraffic, count_traffic
-from lightning_sparse.cli import main
-from lightning_sparse.cli.options import Scale
 from lightning_sparse.network.costs import Link
+from lightning_sparse_cli import main
+from lightning_sparse_cli.options import Scale
 
 
 @pytest.mark.parametrize("name", ls.COMPRESSORS)

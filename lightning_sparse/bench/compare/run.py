@@ -24,8 +24,8 @@ from lightning_sparse.bench.compare.strategies import contenders
 from lightning_sparse.bench.compare.worker import take_turns
 from lightning_sparse.bench.compare.workloads import count_parameters, workload_named
 from lightning_sparse.bench.output import environment, json_line, new_console, new_file, new_progress, say
-from lightning_sparse.cli.options import Bench
 from lightning_sparse.monitor.pictures import require_matplotlib
+from lightning_sparse_cli.options import Bench
 
 Rounds = Generator[Round, None, None]
 Measure = Callable[[Schedule], Rounds]

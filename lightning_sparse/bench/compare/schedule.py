@@ -13,7 +13,7 @@ from lightning_sparse.bench.compare.strategies import NO_COMMUNICATION, Strategy
 from lightning_sparse.bench.compare.until_loss import best_rate
 from lightning_sparse.bench.compare.workloads import WORKLOADS, workload_named
 from lightning_sparse.checks import check_one_of
-from lightning_sparse.cli.options import Bench, losses, rates, seeds
+from lightning_sparse_cli.options import Bench, losses, rates, seeds
 
 ROUNDS = 5  # where neither they nor seeds are given
 

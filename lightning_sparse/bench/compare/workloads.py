@@ -24,9 +24,9 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_sparse.cli.names import MODEL_FORMS
 from lightning_sparse.engine.build import check_trains
 from lightning_sparse.selection.streams import draw
+from lightning_sparse_cli.options import MODEL_FORMS
 
 CONTEXT = 64  # bytes that a byte model sees
 

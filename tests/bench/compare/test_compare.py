@@ -23,9 +23,9 @@ from lightning_sparse.bench.compare.report import Summary, middle_half, page, ra
 from lightning_sparse.bench.compare.schedule import Schedule, schedules
 from lightning_sparse.bench.compare.strategies import NO_COMMUNICATION, PEERS, all_names, contenders
 from lightning_sparse.bench.output import environment, json_line, new_file
-from lightning_sparse.cli import main
-from lightning_sparse.cli.options import Bench
 from lightning_sparse.monitor import pictures
+from lightning_sparse_cli import main
+from lightning_sparse_cli.options import Bench
 from tests import conftest
 
 SCHEDULE = Schedule("4x1gbit", "mlp_1m", "ddp,skip_reduce", steps=2, warmup=1, rounds=3, accelerator="cpu", floor=True)

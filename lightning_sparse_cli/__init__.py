@@ -1,15 +1,14 @@
-"""The command line: ``lightning-sparse``, and ``python -m lightning_sparse.cli`` where a module is wanted.
+"""The command line of lightning_sparse, beside it: who imports that package imports PyTorch, and help does not wait.
 
-Until a command runs, this package imports the standard library and rich alone.
+Until a command runs, the standard library and rich are all that is imported.
 """
 
-import os
 import pkgutil
+import signal
 import sys
 from collections.abc import Sequence
 
-from lightning_sparse.cli.names import STRATEGIES
-from lightning_sparse.cli.options import parser
+from lightning_sparse_cli.options import STRATEGIES, parser
 
 MORE_NAMES = (
     "Each also has a name with ddp_ in front, as in ddp_micro, for programs that look for 'ddp' in it; with _spawn, "
@@ -19,11 +18,11 @@ MORE_NAMES = (
 
 
 def command() -> int:
-    """Be ``lightning-sparse``: ``--help``, ``list`` and mistakes are answered at once, the rest goes to the module."""
-    if parser().parse_args().name != "list":
-        os.execv(sys.executable, [sys.executable, "-m", "lightning_sparse.cli", *sys.argv[1:]])
-    _list()
-    return 0
+    """Be the program ``lightning-sparse``; a signal that ends it lets it write down first what was measured."""
+    for number in {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}:  # Windows has no SIGHUP
+        if signal.getsignal(number) is signal.SIG_DFL:  # not under nohup
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+    return main()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
