@@ -148,6 +148,21 @@ def _parse_count(text: str) -> int:
     return int(text)
 
 
+INTERFACE, _BRIDGE = "eth0", "bridge"
+_DELAY = Path(__file__).with_name("delay.py")  # the program that delays packets
+
+# The bucket of each limiter holds one millisecond of the rate. What it costs and buys, measured on two cores with
+# kernel 6.18 and plain TCP sockets:
+# - After a pause, up to one bucket passes at once: a message arrives up to 1 ms too early, whatever the rate. Sparse
+#   messages are short, and a bucket of 128 KB at 100 Mbit/s would let one of 100 KB pass in 0.25 ms in place of 8 ms.
+# - A late timer loses what does not fit in the bucket. With 0.5 ms at 1 Gbit/s, two busy cores brought the rate down
+#   to half; with 1 ms it stays above 90 %.
+# - A bucket may be smaller than a segment as TCP hands it over (64 KB): tbf then cuts the segment into packets
+#   and drops none, so segmentation offload stays on. It must hold one packet, hence the least.
+_BUCKET_S = 0.001
+_LEAST_BUCKET_BYTES = 3_200
+# Packets wait at most this long for their turn, then they are dropped: a queue of 6 MB at 1 Gbit/s.
+_QUEUE_MS = 50
 _NEW_USER = ("--user", "--map-root-user")  # what unshare needs where this is not root
 _PACKAGES = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
 _CAPABILITIES = (12, 21)  # CAP_NET_ADMIN, CAP_SYS_ADMIN: bit numbers of CapEff in /proc/self/status
@@ -210,27 +225,60 @@ def unavailable_reason() -> str | None:
     )
 
 
-class Namespaces:
-    """The network namespaces of one cluster, and what runs in them."""
+class Network:
+    """A cluster's network namespaces, one with the bridge and one for each host, their links, and what runs in them."""
 
-    def __init__(self) -> None:
-        self._processes: list[subprocess.Popen[str]] = []
+    def __init__(self, spec: ClusterSpec) -> None:
+        self.creator = os.getpid()  # the process that is to build and to remove them
+        self._spec = spec
+        self._holders: list[subprocess.Popen[str]] = []  # of the namespaces, in the order in which they were made
         self._entry: list[str] = []  # the command that enters the user namespace, where there is one
+        self._delaying: subprocess.Popen[str] | None = None
 
     @property
     def paths(self) -> list[str]:
-        """Where they are, in the order in which they were made."""
-        return [f"/proc/{process.pid}/ns/net" for process in self._processes]
+        """Of the bridge's namespace, then the hosts'."""
+        return [f"/proc/{process.pid}/ns/net" for process in self._holders]
 
-    def add(self) -> str:
+    @property
+    def switch(self) -> str:
+        return self.paths[0]
+
+    @property
+    def hosts(self) -> list[str]:
+        return self.paths[1:]
+
+    def build(self) -> None:
+        switch = self._add_namespace()
+        # Snooping would add packets of its own to the counters.
+        self.run(switch, "ip", "link", "add", _BRIDGE, "type", "bridge", "mcast_snooping", "0")
+        self.run(switch, "ip", "link", "set", _BRIDGE, "addrgenmode", "none", "up")
+        for number, link in enumerate(self._spec.links):
+            self._add_host(number, link)
+        if self._spec.longest_delay_s:
+            self._delay()
+
+    def remove(self) -> None:
+        """End every process, and with them the namespaces and their interfaces."""
+        self.kill_inside(self.paths)
+        for process in self._holders:
+            process.kill()
+            process.wait()
+            process.stdin.close()  # type: ignore[union-attr]  # it is a pipe
+        self._holders.clear()
+        self._entry.clear()
+        if self._delaying:
+            self._delaying.wait(timeout=5)  # it was in the bridge's namespace
+
+    def _add_namespace(self) -> str:
         """Make one; returns its path."""
         unshare = [find("unshare") or "unshare", "--net"]
-        if not capable() and not self._processes:
+        if not capable() and not self._holders:
             unshare.extend(_NEW_USER)
         command = [*self._entry, *unshare, "sh", "-c", _HOLD]
-        self._processes.append(start(command, subprocess.PIPE, "cannot make a network namespace"))
+        self._holders.append(_start(command, subprocess.PIPE, "cannot make a network namespace"))
         if not capable():
-            user = f"--user=/proc/{self._processes[0].pid}/ns/user"
+            user = f"--user=/proc/{self._holders[0].pid}/ns/user"
             self._entry = [find("nsenter") or "nsenter", user, "--preserve-credentials"]
         self.run(self.paths[-1], "ip", "link", "set", "lo", "up")
         return self.paths[-1]
@@ -261,18 +309,43 @@ class Namespaces:
         for path in filter(os.path.exists, paths):
             self.run(path, "sh", "-c", _KILL, "sh", path.split("/")[2])
 
-    def remove(self) -> None:
-        """Kill what runs in the namespaces, then what holds them, and with that the namespaces."""
-        self.kill_inside(self.paths)
-        for process in self._processes:
-            process.kill()
-            process.wait()
-            process.stdin.close()  # type: ignore[union-attr]  # it is a pipe
-        self._processes.clear()
-        self._entry.clear()
+    def _add_host(self, number: int, link: LinkSpec) -> None:
+        host, port = self._add_namespace(), f"port{number}"
+        self.run(host, "ip", "link", "add", INTERFACE, "type", "veth", "peer", "name", port, "netns", self.switch)
+        self.run(host, "ip", "address", "add", f"{address(number)}/24", "dev", INTERFACE)
+        self._limit(host, INTERFACE, link)
+        self._limit(self.switch, port, link)
+        # No IPv6 address, hence no announcements of it among the counted packets.
+        self.run(host, "ip", "link", "set", INTERFACE, "addrgenmode", "none", "up")
+        self.run(self.switch, "ip", "link", "set", port, "master", _BRIDGE, "addrgenmode", "none", "up")
+
+    def _limit(self, namespace: str, interface: str, link: LinkSpec) -> None:
+        if link.rate_bits_per_s is None:
+            return
+        bucket_bytes = max(_LEAST_BUCKET_BYTES, round(link.rate_bits_per_s / 8 * _BUCKET_S))
+        sizes = ("rate", f"{link.rate_bits_per_s}bit", "burst", f"{bucket_bytes}b", "latency", f"{_QUEUE_MS}ms")
+        try:
+            self.run(namespace, "tc", "qdisc", "add", "dev", interface, "root", "tbf", *sizes)
+        except ClusterError as error:
+            message = f"cannot limit a link; does the kernel have sch_tbf (modprobe sch_tbf)? {error}"
+            raise ClusterError(message) from None
+
+    def _delay(self) -> None:
+        """Start the process that delays what hosts receive, in the bridge's namespace."""
+        numbers = range(self._spec.hosts)
+        tasks = [
+            (path, self._spec.window_bytes, {address(n): self._spec.delay_s(n, receiver) for n in numbers})
+            for receiver, path in enumerate(self.hosts)
+        ]
+        command = self.command(self.switch, [sys.executable, "-IS", str(_DELAY), json.dumps(tasks)])
+        needs = (
+            "cannot delay packets; does the kernel have nfnetlink_queue, and nft_queue or nft_compat with xt_NFQUEUE "
+            "(modprobe nfnetlink_queue nft_queue)?"
+        )
+        self._delaying = _start(command, subprocess.DEVNULL, needs)
 
 
-def start(command: Sequence[str], stdin: int, what: str) -> "subprocess.Popen[str]":
+def _start(command: Sequence[str], stdin: int, what: str) -> "subprocess.Popen[str]":
     """Start a process of the cluster's own, and wait until it says that it is ready; ``what`` begins its error."""
     output, merged = subprocess.PIPE, subprocess.STDOUT
     # In a session of its own: a Ctrl-C in the terminal must not end it.
@@ -286,95 +359,6 @@ def start(command: Sequence[str], stdin: int, what: str) -> "subprocess.Popen[st
         said += written.read()
     process.wait()
     raise ClusterError(f"{what}: {said.strip()}")
-
-
-INTERFACE, _BRIDGE = "eth0", "bridge"
-_DELAY = Path(__file__).with_name("delay.py")  # the program that delays packets
-
-# The bucket of each limiter holds one millisecond of the rate. What it costs and buys, measured on two cores with
-# kernel 6.18 and plain TCP sockets:
-# - After a pause, up to one bucket passes at once: a message arrives up to 1 ms too early, whatever the rate. Sparse
-#   messages are short, and a bucket of 128 KB at 100 Mbit/s would let one of 100 KB pass in 0.25 ms in place of 8 ms.
-# - A late timer loses what does not fit in the bucket. With 0.5 ms at 1 Gbit/s, two busy cores brought the rate down
-#   to half; with 1 ms it stays above 90 %.
-# - A bucket may be smaller than a segment as TCP hands it over (64 KB): tbf then cuts the segment into packets
-#   and drops none, so segmentation offload stays on. It must hold one packet, hence the least.
-_BUCKET_S = 0.001
-_LEAST_BUCKET_BYTES = 3_200
-# Packets wait at most this long for their turn, then they are dropped: a queue of 6 MB at 1 Gbit/s.
-_QUEUE_MS = 50
-
-
-class Network:
-    """The hosts and links of one cluster: a namespace for each host, and one with the bridge that joins them."""
-
-    def __init__(self, spec: ClusterSpec) -> None:
-        self.creator = os.getpid()  # the process that is to build and to remove them
-        self.namespaces = Namespaces()
-        self._spec = spec
-        self._delaying: subprocess.Popen[str] | None = None
-
-    @property
-    def switch(self) -> str:
-        return self.namespaces.paths[0]
-
-    @property
-    def hosts(self) -> list[str]:
-        return self.namespaces.paths[1:]
-
-    def build(self) -> None:
-        switch = self.namespaces.add()
-        # Snooping would add packets of its own to the counters.
-        self._ip(switch, "link", "add", _BRIDGE, "type", "bridge", "mcast_snooping", "0")
-        self._ip(switch, "link", "set", _BRIDGE, "addrgenmode", "none", "up")
-        for number, link in enumerate(self._spec.links):
-            self._add_host(number, link)
-        if self._spec.longest_delay_s:
-            self._delay()
-
-    def remove(self) -> None:
-        """End every process, and with them the namespaces and their interfaces."""
-        self.namespaces.remove()
-        if self._delaying:
-            self._delaying.wait(timeout=5)  # it was in the bridge's namespace
-
-    def _add_host(self, number: int, link: LinkSpec) -> None:
-        host, port = self.namespaces.add(), f"port{number}"
-        self._ip(host, "link", "add", INTERFACE, "type", "veth", "peer", "name", port, "netns", self.switch)
-        self._ip(host, "address", "add", f"{address(number)}/24", "dev", INTERFACE)
-        self._limit(host, INTERFACE, link)
-        self._limit(self.switch, port, link)
-        # No IPv6 address, hence no announcements of it among the counted packets.
-        self._ip(host, "link", "set", INTERFACE, "addrgenmode", "none", "up")
-        self._ip(self.switch, "link", "set", port, "master", _BRIDGE, "addrgenmode", "none", "up")
-
-    def _limit(self, namespace: str, interface: str, link: LinkSpec) -> None:
-        if link.rate_bits_per_s is None:
-            return
-        bucket_bytes = max(_LEAST_BUCKET_BYTES, round(link.rate_bits_per_s / 8 * _BUCKET_S))
-        sizes = ("rate", f"{link.rate_bits_per_s}bit", "burst", f"{bucket_bytes}b", "latency", f"{_QUEUE_MS}ms")
-        try:
-            self.namespaces.run(namespace, "tc", "qdisc", "add", "dev", interface, "root", "tbf", *sizes)
-        except ClusterError as error:
-            message = f"cannot limit a link; does the kernel have sch_tbf (modprobe sch_tbf)? {error}"
-            raise ClusterError(message) from None
-
-    def _delay(self) -> None:
-        """Start the process that delays what hosts receive, in the bridge's namespace."""
-        numbers = range(self._spec.hosts)
-        tasks = [
-            (path, self._spec.window_bytes, {address(n): self._spec.delay_s(n, receiver) for n in numbers})
-            for receiver, path in enumerate(self.hosts)
-        ]
-        command = self.namespaces.command(self.switch, [sys.executable, "-IS", str(_DELAY), json.dumps(tasks)])
-        needs = (
-            "cannot delay packets; does the kernel have nfnetlink_queue, and nft_queue or nft_compat with xt_NFQUEUE "
-            "(modprobe nfnetlink_queue nft_queue)?"
-        )
-        self._delaying = start(command, subprocess.DEVNULL, needs)
-
-    def _ip(self, namespace: str, *arguments: str) -> None:
-        self.namespaces.run(namespace, "ip", *arguments)
 
 
 def address(host: int) -> str:
@@ -436,7 +420,7 @@ class Cluster:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=5)
         self._processes.clear()
-        self.network.namespaces.kill_inside(self.network.hosts)
+        self.network.kill_inside(self.network.hosts)
 
     def namespace(self, host: int) -> str:
         """Path of a host's network namespace, as ``nsenter --net`` takes it."""
@@ -460,7 +444,7 @@ class Cluster:
         ``options`` are those of :class:`subprocess.Popen`.
         """
         variables = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE, **(env or {})}
-        command = self.network.namespaces.command(self.namespace(host), argv)
+        command = self.network.command(self.namespace(host), argv)
         process = subprocess.Popen(command, env=variables, start_new_session=True, **options)
         self._processes.append(process)
         return process

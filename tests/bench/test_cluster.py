@@ -22,7 +22,7 @@ SWITCH = -1  # where the bridges are, in place of a host
 
 def left(cluster: Cluster) -> list[str]:
     """What is left of a cluster's namespaces."""
-    return [path for path in cluster.network.namespaces.paths if os.path.exists(path)]
+    return [path for path in cluster.network.paths if os.path.exists(path)]
 
 
 def inside(cluster: Cluster) -> list[int]:
@@ -179,7 +179,7 @@ with module.Cluster("2x1gbit+1ms") as cluster:
             sys.stdin.readline()  # until that signal was sent
             kill()
         cluster.kill = slow_kill
-    print(json.dumps([[each.pid for each in cluster.network.namespaces._processes], process.pid]), flush=True)
+    print(json.dumps([[each.pid for each in cluster.network._holders], process.pid]), flush=True)
     time.sleep(600)
 """
 
@@ -275,7 +275,7 @@ def test_run_kills_all_when_one_fails_or_the_time_is_up() -> None:
 
 def limits(cluster: Cluster, host: int = SWITCH) -> dict[str, int]:
     """The rate of each limited interface, as the kernel reports it."""
-    shown = cluster.network.namespaces.run(cluster.network.namespaces.paths[1 + host], "tc", "qdisc")
+    shown = cluster.network.run(cluster.network.paths[1 + host], "tc", "qdisc")
     found = re.findall(r"^qdisc tbf \S+ dev (\S+) .*\brate (\S+)", shown, re.MULTILINE)
     return {interface: parse_rate(rate.lower()) or 0 for interface, rate in found}
 
@@ -290,7 +290,7 @@ def test_both_ends_of_a_link_have_its_rate() -> None:
 
 def counted(cluster: Cluster, host: int, interface: str = "eth0") -> dict[str, int]:
     """What the kernel counted on an interface since it was made."""
-    table = cluster.network.namespaces.run(cluster.network.namespaces.paths[1 + host], "cat", "/proc/net/dev")
+    table = cluster.network.run(cluster.network.paths[1 + host], "cat", "/proc/net/dev")
     numbers = re.search(rf"^\s*{interface}:(.*)$", table, re.MULTILINE)[1].split()  # type: ignore[index]
     return {"received": int(numbers[0]), "sent": int(numbers[8]), "packets": int(numbers[9])}
 
