@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from simulate import FILE, WEIGHT_DECAY, Result, Run, read
+from simulate import FILE, WEIGHT_DECAY, Result, Run, read, validation_loss
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.multiprocessing.spawn import spawn
@@ -60,7 +60,7 @@ def train(process: int, processes: int, run: Run, folder: Path) -> None:
         optimizer.param_groups[0]["lr"] = learning_rate(run.learning_rate, step, run.steps)
         optimizer.step()
         if (step + 1) % (run.steps // 6) == 0 and process == 0:
-            curve.append((step + 1, task.validation_loss()))
+            curve.append((step + 1, validation_loss(task)))
     if process == 0:
         parameters = sum(p.numel() for p in ddp.parameters())
         elements = START * parameters + state.total_numel_after_compression

@@ -39,6 +39,84 @@ from lightning_sparse.network.torch_comm import world
 from lightning_sparse.wire import WIRE_DTYPES
 from lightning_sparse_cli.options import Doctor
 
+MODEL = "lightning_sparse.bench.doctor:CheckedModel"
+LOCAL = "sparse_dense:local_steps=4"
+STRATEGIES = ("ddp", *NAMES, LOCAL)
+FEW = ("ddp", "micro", LOCAL)  # on the CPU, where there are CUDA devices to train on
+FORMATS = tuple(f"sparse_dense:wire_dtype={name}" for name in WIRE_DTYPES)
+#: On CUDA tensors, through pinned memory.
+OVER_GLOO = tuple(f"{each}:process_group_backend=gloo" for each in (*NAMES, *FORMATS, LOCAL))
+CPU_RANKS = 2  # that check on one machine
+DEVICE_RANKS = 3  # on one device: from three on, sums may take two hops
+STEPS = 10  # of each strategy
+
+# The model that is checked.
+TOLERANCE = 1e-5  # of the largest element: sums in float32 are rounded
+INPUTS, WIDTH, CLASSES = 64, 384, 10
+BATCH, BATCHES = 16, 100
+
+
+def doctor(options: Doctor) -> int:
+    """Examine and print; returns the exit status: 1 if anything is wrong."""
+    place = None if options.emulate else RankInfo.find(options.interface)
+    if place is None and not options.emulate and sys.platform != "linux":
+        raise ValueError(f"doctor needs Linux; got {sys.platform}. `advise MODEL --link 4x1gbit` does not.")
+    if place is not None and place.rank:
+        list(take_turns(plan("auto"), place))  # rank 0 reports
+        return 0
+    console, host = Console(soft_wrap=False), Host.this()
+    wrong = host.wrong(1 if place is None else place.hosts)
+    console.print(surroundings(host, place, options.emulate, unavailable_reason()))
+    for title, rounds in _examinations(options.emulate, place, host.devices):
+        wrong += _show(console, title, rounds)
+    if not wrong:
+        console.print("[bold]Nothing is wrong.[/bold]")
+    for problem in wrong:
+        say(console, f"wrong: {problem}")
+    return int(bool(wrong))
+
+
+def _examinations(cluster: str, place: RankInfo | None, devices: int) -> Iterator[tuple[str, Rounds]]:
+    """What is to be examined, none of it begun, and what each is called."""
+    if cluster:
+        _, emulate = find_ranks([cluster], None)
+        yield f"{cluster}, emulated, Gloo on the CPU", emulate(plan("cpu", cluster=cluster))
+    elif place is not None:
+        title = f"{counted(place.size, 'rank')} on {counted(place.hosts, 'host')}"
+        yield title, take_turns(plan("auto"), place)
+    else:
+        on_cpu = plan("cpu", FEW if devices else STRATEGIES)
+        yield f"{CPU_RANKS} ranks of this machine, Gloo on the CPU", on_this_machine(on_cpu, CPU_RANKS)
+        if devices:
+            title = f"{counted(devices, 'rank')} of this machine, NCCL on CUDA"
+            yield title, on_this_machine(plan("cuda"), devices)
+            over_gloo = on_this_machine(plan("cuda", OVER_GLOO), DEVICE_RANKS, on_one_device=True)
+            yield f"{DEVICE_RANKS} ranks on one device, Gloo on CUDA", over_gloo
+
+
+def plan(accelerator: str, strategies: tuple[str, ...] = STRATEGIES, cluster: str = "") -> Schedule:
+    """Return the turns that check each strategy once."""
+    return Schedule(cluster, MODEL, ",".join(strategies), STEPS, warmup=0, rounds=1, accelerator=accelerator)
+
+
+def _show(console: Console, title: str, rounds: Rounds) -> list[str]:
+    """Print the strategies that were checked, on rank 0; returns what is wrong."""
+    checked: list[Round] = []
+    try:
+        with closing(rounds), Progress(transient=True) as progress:
+            task = progress.add_task("starting", total=None)
+            for each in rounds:
+                progress.update(task, description=f"checked {each.strategy}")
+                checked.append(each)
+    except RuntimeError as error:
+        return [str(error)]
+    if checked:
+        console.print(strategies(checked, title))
+    return [f"{each.strategy} failed: {each.error}" for each in checked if each.error]
+
+
+# - what is found
+
 
 @dataclass(frozen=True)
 class Host:
@@ -103,9 +181,66 @@ class Host:
         return found
 
 
-TOLERANCE = 1e-5  # of the largest element: sums in float32 are rounded
-INPUTS, WIDTH, CLASSES = 64, 384, 10
-BATCH, BATCHES = 16, 100
+# - what is shown
+
+
+def surroundings(host: Host, place: RankInfo | None, emulate: str, cannot_emulate: str | None) -> Table:
+    """Show this host, and what ranks use."""
+    triton = "Triton's" if host.triton else "PyTorch's; Triton's are faster: pip install triton"
+    ranks = "neither torchrun nor srun started this: one machine"
+    if emulate:
+        ranks = f"one on each host of {emulate}"
+    elif place is not None:
+        ranks = f"{place.size} on {counted(place.hosts, 'host')}; rank 0 at {place.address}:{place.port}"
+    rows = {
+        "versions": ", ".join(f"{name} {number}" for name, number in host.versions.items()),
+        "machine": f"{host.system}, {host.cores} cores, {host.load:.1f} programs running",
+        "devices": f"{counted(host.devices, 'CUDA device')}: ranks train on CUDA, over NCCL {host.nccl}"
+        if host.devices
+        else "no CUDA device: ranks train on the CPU, over Gloo",
+        "kernels": triton if host.devices else "NumPy's and PyTorch's, on the CPU",
+        "interfaces": ", ".join(f"{name} {address}" for name, address in host.interfaces.items()),
+        "used": _used(host, place, emulate),
+        "ranks": ranks,
+        "emulation": "works: --emulate 4x1gbit, say" if cannot_emulate is None else f"not here: {cannot_emulate}",
+    }
+    table = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2, 0, 0))
+    for name, text in rows.items():
+        table.add_row(name, text)
+    return table
+
+
+def _used(host: Host, place: RankInfo | None, emulate: str) -> str:
+    """Say which interface a training between hosts would use."""
+    if emulate:
+        return "eth0 of each emulated host"
+    if place is not None:
+        return f"{place.interface}, the way to rank 0"
+    if host.gloo:
+        return f"{host.gloo}, by GLOO_SOCKET_IFNAME"
+    known = {address: name for name, address in host.interfaces.items()}
+    used = "loopback" if host.own_address.startswith("127.") else known.get(host.own_address, "not known")
+    return f"{used}, where this host's name leads ({host.own_address or 'nowhere'}), unless GLOO_SOCKET_IFNAME is set"
+
+
+def counted(count: int, what: str) -> str:
+    """Write "1 host" or "2 hosts"."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def strategies(rounds: Sequence[Round], title: str) -> Table:
+    """Show each strategy: the time of a step's gradients, what it sent, and whether it did what it must."""
+    headings = "gradients\naveraged in", "sent", "none lost", "replicas\nequal"
+    table = new_table(f"{STEPS} steps: {title}", "strategy", *headings)
+    for each in rounds:
+        steps = each.run.steps if each.run else []
+        half = steps[len(steps) // 2 :]
+        cells = [f"{median(s.ms_span for s in half):.1f} ms", human_bytes(half[-1].counted_bytes)] if half else ["", ""]
+        table.add_row(each.strategy, *cells, *(["failed"] * 2 if each.error else ["yes"] * 2))
+    return table
+
+
+# - what is checked
 
 
 class CheckedModel(Classifier):
@@ -189,132 +324,3 @@ class CheckedModel(Classifier):
             for name, parameter, slot in zip(group.names, group.parameters, group.slots(group.unsent), strict=True):
                 unsent[name] = slot.detach().double().view(parameter.shape)
         return unsent
-
-
-STEPS = 10  # of each strategy
-
-
-def surroundings(host: Host, place: RankInfo | None, emulate: str, cannot_emulate: str | None) -> Table:
-    """Show this host, and what ranks use."""
-    triton = "Triton's" if host.triton else "PyTorch's; Triton's are faster: pip install triton"
-    ranks = "neither torchrun nor srun started this: one machine"
-    if emulate:
-        ranks = f"one on each host of {emulate}"
-    elif place is not None:
-        ranks = f"{place.size} on {counted(place.hosts, 'host')}; rank 0 at {place.address}:{place.port}"
-    rows = {
-        "versions": ", ".join(f"{name} {number}" for name, number in host.versions.items()),
-        "machine": f"{host.system}, {host.cores} cores, {host.load:.1f} programs running",
-        "devices": f"{counted(host.devices, 'CUDA device')}: ranks train on CUDA, over NCCL {host.nccl}"
-        if host.devices
-        else "no CUDA device: ranks train on the CPU, over Gloo",
-        "kernels": triton if host.devices else "NumPy's and PyTorch's, on the CPU",
-        "interfaces": ", ".join(f"{name} {address}" for name, address in host.interfaces.items()),
-        "used": _used(host, place, emulate),
-        "ranks": ranks,
-        "emulation": "works: --emulate 4x1gbit, say" if cannot_emulate is None else f"not here: {cannot_emulate}",
-    }
-    table = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2, 0, 0))
-    for name, text in rows.items():
-        table.add_row(name, text)
-    return table
-
-
-def _used(host: Host, place: RankInfo | None, emulate: str) -> str:
-    """Say which interface a training between hosts would use."""
-    if emulate:
-        return "eth0 of each emulated host"
-    if place is not None:
-        return f"{place.interface}, the way to rank 0"
-    if host.gloo:
-        return f"{host.gloo}, by GLOO_SOCKET_IFNAME"
-    known = {address: name for name, address in host.interfaces.items()}
-    used = "loopback" if host.own_address.startswith("127.") else known.get(host.own_address, "not known")
-    return f"{used}, where this host's name leads ({host.own_address or 'nowhere'}), unless GLOO_SOCKET_IFNAME is set"
-
-
-def counted(count: int, what: str) -> str:
-    """Write "1 host" or "2 hosts"."""
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
-
-
-def strategies(rounds: Sequence[Round], title: str) -> Table:
-    """Show each strategy: the time of a step's gradients, what it sent, and whether it did what it must."""
-    headings = "gradients\naveraged in", "sent", "none lost", "replicas\nequal"
-    table = new_table(f"{STEPS} steps: {title}", "strategy", *headings)
-    for each in rounds:
-        steps = each.run.steps if each.run else []
-        half = steps[len(steps) // 2 :]
-        cells = [f"{median(s.ms_span for s in half):.1f} ms", human_bytes(half[-1].counted_bytes)] if half else ["", ""]
-        table.add_row(each.strategy, *cells, *(["failed"] * 2 if each.error else ["yes"] * 2))
-    return table
-
-
-MODEL = "lightning_sparse.bench.doctor:CheckedModel"
-LOCAL = "sparse_dense:local_steps=4"
-STRATEGIES = ("ddp", *NAMES, LOCAL)
-FEW = ("ddp", "micro", LOCAL)  # on the CPU, where there are CUDA devices to train on
-FORMATS = tuple(f"sparse_dense:wire_dtype={name}" for name in WIRE_DTYPES)
-#: On CUDA tensors, through pinned memory.
-OVER_GLOO = tuple(f"{each}:process_group_backend=gloo" for each in (*NAMES, *FORMATS, LOCAL))
-CPU_RANKS = 2  # that check on one machine
-DEVICE_RANKS = 3  # on one device: from three on, sums may take two hops
-
-
-def doctor(options: Doctor) -> int:
-    """Examine and print; returns the exit status: 1 if anything is wrong."""
-    place = None if options.emulate else RankInfo.find(options.interface)
-    if place is None and not options.emulate and sys.platform != "linux":
-        raise ValueError(f"doctor needs Linux; got {sys.platform}. `advise MODEL --link 4x1gbit` does not.")
-    if place is not None and place.rank:
-        list(take_turns(plan("auto"), place))  # rank 0 reports
-        return 0
-    console, host = Console(soft_wrap=False), Host.this()
-    wrong = host.wrong(1 if place is None else place.hosts)
-    console.print(surroundings(host, place, options.emulate, unavailable_reason()))
-    for title, rounds in _examinations(options.emulate, place, host.devices):
-        wrong += _show(console, title, rounds)
-    if not wrong:
-        console.print("[bold]Nothing is wrong.[/bold]")
-    for problem in wrong:
-        say(console, f"wrong: {problem}")
-    return int(bool(wrong))
-
-
-def _examinations(cluster: str, place: RankInfo | None, devices: int) -> Iterator[tuple[str, Rounds]]:
-    """What is to be examined, none of it begun, and what each is called."""
-    if cluster:
-        _, emulate = find_ranks([cluster], None)
-        yield f"{cluster}, emulated, Gloo on the CPU", emulate(plan("cpu", cluster=cluster))
-    elif place is not None:
-        title = f"{counted(place.size, 'rank')} on {counted(place.hosts, 'host')}"
-        yield title, take_turns(plan("auto"), place)
-    else:
-        on_cpu = plan("cpu", FEW if devices else STRATEGIES)
-        yield f"{CPU_RANKS} ranks of this machine, Gloo on the CPU", on_this_machine(on_cpu, CPU_RANKS)
-        if devices:
-            title = f"{counted(devices, 'rank')} of this machine, NCCL on CUDA"
-            yield title, on_this_machine(plan("cuda"), devices)
-            over_gloo = on_this_machine(plan("cuda", OVER_GLOO), DEVICE_RANKS, on_one_device=True)
-            yield f"{DEVICE_RANKS} ranks on one device, Gloo on CUDA", over_gloo
-
-
-def plan(accelerator: str, strategies: tuple[str, ...] = STRATEGIES, cluster: str = "") -> Schedule:
-    """Return the turns that check each strategy once."""
-    return Schedule(cluster, MODEL, ",".join(strategies), STEPS, warmup=0, rounds=1, accelerator=accelerator)
-
-
-def _show(console: Console, title: str, rounds: Rounds) -> list[str]:
-    """Print the strategies that were checked, on rank 0; returns what is wrong."""
-    checked: list[Round] = []
-    try:
-        with closing(rounds), Progress(transient=True) as progress:
-            task = progress.add_task("starting", total=None)
-            for each in rounds:
-                progress.update(task, description=f"checked {each.strategy}")
-                checked.append(each)
-    except RuntimeError as error:
-        return [str(error)]
-    if checked:
-        console.print(strategies(checked, title))
-    return [f"{each.strategy} failed: {each.error}" for each in checked if each.error]

@@ -198,7 +198,7 @@ def test_strategies_learn_and_send_less(strategy: str) -> None:
     assert dense.sent_bytes == 6.0
     assert 0 < own.sent_bytes < 6
     assert own.loss == pytest.approx(dense.loss, rel=0.05)
-    assert own.loss < tiny(0).validation_loss()
+    assert own.loss < simulate.validation_loss(tiny(0))
 
 
 def test_a_training_is_the_same_again_and_another_with_another_seed() -> None:
@@ -305,7 +305,7 @@ def test_bad_input_is_named(
 )
 def test_other_tasks_are_learned(task: str, strategy: str) -> None:
     kind = TASKS[task]
-    before = kind.make(0).validation_loss()
+    before = simulate.validation_loss(kind.make(0))
     found = train(Run(strategy, 2, 100, float(kind.rates.split(",")[1]), 0, kind.optimizer, task))
     assert found.loss < 0.95 * before
     assert found.accuracy is not None

@@ -107,13 +107,6 @@ def other_source_code() -> Tensor:
     return after[:: len(after) // HELD_OUT_WINDOWS][:HELD_OUT_WINDOWS]
 
 
-def loss_of(model: LightningModule, batch: tuple[Tensor, ...]) -> Tensor:
-    """The loss of a batch."""
-    loss = model.training_step(batch)
-    assert isinstance(loss, Tensor)
-    return loss
-
-
 @dataclass(frozen=True)
 class Task:
     """What is trained: a model, and examples of each kind of data [N, ...]."""
@@ -128,12 +121,6 @@ class Task:
         generator = torch.Generator().manual_seed(draw(seed, step, rank))
         chosen = torch.randint(len(self.training[0]), (self.batch_size,), generator=generator)
         return tuple(kind[chosen] for kind in self.training)
-
-    @torch.no_grad()
-    def validation_loss(self) -> float:
-        """The loss of examples that nobody learns from."""
-        parts = list(zip(*(kind.split(128) for kind in self.validation), strict=True))
-        return sum(float(loss_of(self.model, part)) * len(part[0]) for part in parts) / len(self.validation[0])
 
 
 def byte_lm(seed: int) -> Task:
