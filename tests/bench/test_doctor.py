@@ -16,7 +16,7 @@ from lightning_sparse.bench import doctor
 from lightning_sparse.bench.compare.ranks import RankInfo
 from lightning_sparse.bench.compare.records import Round
 from lightning_sparse.bench.compare.schedule import Schedule
-from lightning_sparse.bench.compare.strategies import contenders
+from lightning_sparse.bench.compare.strategies import parse_strategies
 from lightning_sparse.bench.doctor import CheckedModel, Host
 from lightning_sparse.compressors.group import Group
 from lightning_sparse_cli import main
@@ -127,7 +127,7 @@ def errors(rank: int, size: int, spec: str, break_it: Callable[[pytest.MonkeyPat
     with pytest.MonkeyPatch.context() as patch:
         if break_it:
             break_it(patch)
-        fit = trainer(contenders(spec)[0].build(), size, check_every=0, max_steps=3)
+        fit = trainer(parse_strategies(spec)[0].build(), size, check_every=0, max_steps=3)
         try:
             fit.fit(CheckedModel())
         except RuntimeError as error:

@@ -112,7 +112,7 @@ class Turn(NamedTuple):
     schedule: Schedule
     place: RankInfo
     number: int  # of the round
-    contender: StrategySpec
+    strategy: StrategySpec
     store: Store
     key: str = "0"
 

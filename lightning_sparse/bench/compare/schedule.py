@@ -9,7 +9,7 @@ from operator import itemgetter
 import torch
 
 from lightning_sparse.bench.compare.records import Round
-from lightning_sparse.bench.compare.strategies import NO_COMMUNICATION, StrategySpec, all_names, contenders
+from lightning_sparse.bench.compare.strategies import NO_COMMUNICATION, StrategySpec, all_names, parse_strategies
 from lightning_sparse.bench.compare.until_loss import best_rate
 from lightning_sparse.bench.compare.workloads import WORKLOADS, workload_named
 from lightning_sparse.checks import check_one_of
@@ -24,7 +24,7 @@ class Schedule:
 
     cluster: str  # what the rows are called
     workload: str  # as `workload_named` reads it
-    strategies: str  # separated by commas, as `contenders` reads them
+    strategies: str  # separated by commas, as `parse_strategies` reads them
     steps: int  # timed steps of each strategy in each round
     warmup: int  # steps before them that are not timed
     rounds: int  # turns of each strategy
@@ -47,7 +47,7 @@ class Schedule:
         Every other round runs backwards, so that none is favoured by its place.  Where learning rates are tried, the
         strategies of later rounds do not have theirs yet.
         """
-        rows = contenders(f"{NO_COMMUNICATION},{self.strategies}" if self.floor else self.strategies)
+        rows = parse_strategies(f"{NO_COMMUNICATION},{self.strategies}" if self.floor else self.strategies)
         tried = [
             [row] if row.learning_rate or not self.learning_rates else [row.at(rate) for rate in self.learning_rates]
             for row in rows
@@ -83,7 +83,7 @@ def schedules(options: Bench) -> list[Schedule]:
     if options.interleave and not until:
         raise ValueError("--interleave needs --until-loss, whose evaluations trainings take turns at.")
     strategies = options.strategies or all_names()
-    contenders(strategies)
+    parse_strategies(strategies)
     counts = options.steps, options.warmup, options.rounds or len(given) or ROUNDS
     check_one_of("--accelerator", options.accelerator, ("cpu", "cuda"))
     if options.accelerator == "cuda" and not options.emulate:

@@ -218,7 +218,7 @@ def _value(text: str) -> Any:
         return text
 
 
-def contenders(text: str) -> list[StrategySpec]:
+def parse_strategies(text: str) -> list[StrategySpec]:
     """Read a comma-separated list of strategies.  One that is named twice runs twice: "ddp" and "ddp#2".
 
     Raises:
@@ -227,12 +227,12 @@ def contenders(text: str) -> list[StrategySpec]:
     specs = [part.strip() for part in text.split(",")]
     again = [specs[:i].count(spec) for i, spec in enumerate(specs)]
     found = [StrategySpec(f"{spec}#{n + 1}" if n else spec, spec) for spec, n in zip(specs, again, strict=True)]
-    for contender in found:
-        contender.build()
-        contender.learning_rate  # noqa: B018  raises too
+    for strategy in found:
+        strategy.build()
+        strategy.learning_rate  # noqa: B018  raises too
     return found
 
 
 def all_names() -> str:
-    """Every peer and every compressor, as :func:`contenders` reads them."""
+    """Every peer and every compressor, as :func:`parse_strategies` reads them."""
     return ",".join([*(name for name in PEERS if name != NO_COMMUNICATION), *COMPRESSORS])
