@@ -139,13 +139,9 @@ def _parse_hosts(text: str) -> tuple[LinkSpec, ...]:
     count, x, link = text.partition("x")
     if not x:
         raise ValueError(f"a number of hosts must be followed by 'x' and a rate; got {text!r}")
-    return _parse_count(count) * (parse_link(link),)
-
-
-def _parse_count(text: str) -> int:
-    if not re.fullmatch(r"[1-9]\d{0,2}", text.strip(), re.ASCII):
-        raise ValueError(f"a number of hosts must be an integer from 1 to {MOST_HOSTS}; got {text!r}")
-    return int(text)
+    if not re.fullmatch(r"[1-9]\d{0,2}", count.strip(), re.ASCII):
+        raise ValueError(f"a number of hosts must be an integer from 1 to {MOST_HOSTS}; got {count!r}")
+    return int(count) * (parse_link(link),)
 
 
 INTERFACE, _BRIDGE = "eth0", "bridge"
@@ -215,7 +211,7 @@ def unavailable_reason() -> str | None:
         return None
     # What this process may do is seen best by doing it.
     attempt = [find("unshare") or "unshare", *_NEW_USER, "--net", find("ip") or "ip", "link", "set", "lo", "up"]
-    tried = subprocess.run(attempt, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30, check=False)
+    tried = _run(attempt)
     if tried.returncode == 0:
         return None
     return (
@@ -223,6 +219,12 @@ def unavailable_reason() -> str | None:
         f"({tried.stderr.strip()}): run with sudo, in a container with --privileged, or allow user namespaces "
         "(docs/measuring.md, Without root)"
     )
+
+
+def _run(command: Sequence[str]) -> "subprocess.CompletedProcess[str]":
+    # In a session of its own: a Ctrl-C in the terminal must not stop it halfway.
+    settings: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "start_new_session": True}
+    return subprocess.run(command, text=True, timeout=30, check=False, **settings)
 
 
 class Network:
@@ -289,16 +291,7 @@ class Network:
 
     def run(self, path: str, tool: str, *arguments: str) -> str:
         """Run ``ip`` or ``tc`` in a namespace; returns what it wrote."""
-        # In a session of its own: a Ctrl-C in the terminal must not stop it halfway.
-        done = subprocess.run(
-            self.command(path, [find(tool) or tool, *arguments]),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=30,
-            start_new_session=True,
-            check=False,
-        )
+        done = _run(self.command(path, [find(tool) or tool, *arguments]))
         if done.returncode != 0:
             command = " ".join([tool, *arguments])
             raise ClusterError(f"{command!r} failed with status {done.returncode}: {done.stderr.strip()}")
