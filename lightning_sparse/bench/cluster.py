@@ -233,14 +233,14 @@ class Network:
     def __init__(self, spec: ClusterSpec) -> None:
         self.creator = os.getpid()  # the process that is to build and to remove them
         self._spec = spec
-        self._holders: list[subprocess.Popen[str]] = []  # of the namespaces, in the order in which they were made
+        self._processes: list[subprocess.Popen[str]] = []  # of the namespaces, in the order in which they were made
         self._entry: list[str] = []  # the command that enters the user namespace, where there is one
         self._delaying: subprocess.Popen[str] | None = None
 
     @property
     def paths(self) -> list[str]:
         """Of the bridge's namespace, then the hosts'."""
-        return [f"/proc/{process.pid}/ns/net" for process in self._holders]
+        return [f"/proc/{process.pid}/ns/net" for process in self._processes]
 
     @property
     def switch(self) -> str:
@@ -263,11 +263,11 @@ class Network:
     def remove(self) -> None:
         """End every process, and with them the namespaces and their interfaces."""
         self.kill_inside(self.paths)
-        for process in self._holders:
+        for process in self._processes:
             process.kill()
             process.wait()
             process.stdin.close()  # type: ignore[union-attr]  # it is a pipe
-        self._holders.clear()
+        self._processes.clear()
         self._entry.clear()
         if self._delaying:
             self._delaying.wait(timeout=5)  # it was in the bridge's namespace
@@ -275,12 +275,12 @@ class Network:
     def _add_namespace(self) -> str:
         """Make one; returns its path."""
         unshare = [find("unshare") or "unshare", "--net"]
-        if not capable() and not self._holders:
+        if not capable() and not self._processes:
             unshare.extend(_NEW_USER)
         command = [*self._entry, *unshare, "sh", "-c", _HOLD]
-        self._holders.append(_start(command, subprocess.PIPE, "cannot make a network namespace"))
+        self._processes.append(_start(command, subprocess.PIPE, "cannot make a network namespace"))
         if not capable():
-            user = f"--user=/proc/{self._holders[0].pid}/ns/user"
+            user = f"--user=/proc/{self._processes[0].pid}/ns/user"
             self._entry = [find("nsenter") or "nsenter", user, "--preserve-credentials"]
         self.run(self.paths[-1], "ip", "link", "set", "lo", "up")
         return self.paths[-1]

@@ -179,7 +179,7 @@ with module.Cluster("2x1gbit+1ms") as cluster:
             sys.stdin.readline()  # until that signal was sent
             kill()
         cluster.kill = slow_kill
-    print(json.dumps([[each.pid for each in cluster.network._holders], process.pid]), flush=True)
+    print(json.dumps([[each.pid for each in cluster.network._processes], process.pid]), flush=True)
     time.sleep(600)
 """
 
