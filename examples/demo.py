@@ -30,9 +30,8 @@ from rich.spinner import Spinner
 from rich.table import Column, Table
 from rich.text import Text
 
-from lightning_sparse.bench.advise.advise import busy, predict
-from lightning_sparse.bench.cluster import Cluster, ClusterError, parse, unavailable_reason
-from lightning_sparse.bench.cluster.spec import parse_link, words
+from lightning_sparse.bench.advise import busy, predict
+from lightning_sparse.bench.cluster import Cluster, ClusterError, link_text, parse, parse_link, unavailable_reason
 from lightning_sparse.monitor.tables import human_bytes
 
 HOSTS = 4
@@ -97,7 +96,7 @@ def main() -> None:
         sys.exit(f"The demo failed: {error}")
     except KeyboardInterrupt:
         sys.exit("Interrupted.")
-    title = f"Loss on held-out text by seconds, {HOSTS} hosts, {words(parse_link(args.link))} ({how})"
+    title = f"Loss on held-out text by seconds, {HOSTS} hosts, {link_text(parse_link(args.link))} ({how})"
     shown = Group(picture(trainings, title), result(trainings), Text(closing_words(trainings, bool(reason), doubt)))
     console.print(shown)
     with open(os.devnull, "w") as nowhere:
@@ -194,7 +193,7 @@ def train(trainings: Sequence[Training], args: argparse.Namespace, compute: bool
 
 def introduction(args: argparse.Namespace, how: str) -> Text:
     """Say in a sentence what is happening."""
-    link, cores = words(parse_link(args.link)), os.cpu_count() or 1
+    link, cores = link_text(parse_link(args.link)), os.cpu_count() or 1
     return Text(
         f"Four hosts, joined by links of {link} ({how}; they share {cores} core{'s' if cores > 1 else ''}), train "
         "a language model of 279,168 parameters on the source of Python's library, "

@@ -23,11 +23,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_sparse as ls
 from lightning_sparse.auto.policy import CANDIDATES
-from lightning_sparse.bench.compare.held_out import Judge, LearningRate
-from lightning_sparse.bench.compare.peers import PEERS, Contender
-from lightning_sparse.bench.compare.probe import Probe
-from lightning_sparse.bench.compare.workloads import workload_named
-from lightning_sparse.bench.simulate.task import byte_lm
+from lightning_sparse.bench.compare.callbacks import Judge, LearningRate, Probe
+from lightning_sparse.bench.compare.strategies import PEERS, StrategySpec
+from lightning_sparse.bench.compare.workloads import byte_lm, workload_named
 
 WINDOWS = 2  # of 64 bytes, that a host learns from in a step
 TELL_S = 0.2  # between two lines
@@ -71,7 +69,7 @@ def strategy_named(name: str) -> str | Strategy:
     if name == "sparse_auto":
         return name
     if name in PEERS:
-        return Contender(name, name).build()
+        return StrategySpec(name, name).build()
     candidate = next(each for each in CANDIDATES if str(each) == name)
     return ls.SparseDDPStrategy(
         candidate.compressor, wire_dtype=candidate.wire_dtype, local_steps=candidate.local_steps

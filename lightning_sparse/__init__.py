@@ -3,12 +3,6 @@
 Importing this package makes its strategies known: ``Trainer(strategy="sparse_auto")``.
 """
 
-import sys
-from pathlib import PurePath
-
 from lightning_sparse.__about__ import __version__ as __version__
-
-# ``lightning-sparse --help`` does not wait for PyTorch and Lightning: see lightning_sparse.cli.command.
-if PurePath("".join(sys.argv[:1])).stem != "lightning-sparse":
-    from lightning_sparse.public import *  # noqa: F403
-    from lightning_sparse.public import __all__ as __all__
+from lightning_sparse.public import *  # noqa: F403
+from lightning_sparse.public import __all__ as __all__

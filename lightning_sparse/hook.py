@@ -307,8 +307,8 @@ def warning_if_nothing_saved(averager: Averager) -> str:
     if compressor is None:
         return ""
     return (
-        f"{compressor} sent {last.sent_bytes:,} bytes in a step, where dense DDP sends {last.dense_bytes:,}: nothing is "
-        "saved. Choose settings that send less, such as a lower density or wire_dtype='bfloat16', or train with "
+        f"{compressor} sent {last.sent_bytes:,} bytes in a step, where dense DDP sends {last.dense_bytes:,}: nothing "
+        "is saved. Choose settings that send less, such as a lower density or wire_dtype='bfloat16', or train with "
         "strategy='ddp'."
     )
 

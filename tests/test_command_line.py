@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
+import lightning_sparse_cli as options
 from lightning_sparse.auto.policy import NAMES
 from lightning_sparse.bench.compare.workloads import WORKLOADS
-from lightning_sparse.cli import names, options
 
-COMMANDS = ["advise", "bench", "doctor", "scale", "simulate"]
+COMMANDS = ["advise", "bench", "doctor", "scale"]
 START = """import sys
-sys.argv[0] = "/bin/lightning-sparse"
-from lightning_sparse.cli import command
+from lightning_sparse_cli import command
 sys.exit(command())"""
 HEAVY = "torch", "lightning", "numpy", "matplotlib"
 
@@ -40,11 +39,11 @@ def test_a_command_runs_with_all_of_the_package(tmp_path: Path) -> None:
 
 
 def test_names_are_those_of_the_classes() -> None:
-    assert {name: (kind.__doc__ or "").partition("\n")[0] for name, kind in NAMES.items()} == names.STRATEGIES
-    assert tuple(WORKLOADS) == names.WORKLOADS
+    assert {name: (kind.__doc__ or "").partition("\n")[0] for name, kind in NAMES.items()} == options.STRATEGIES
+    assert tuple(WORKLOADS) == options.WORKLOADS
 
 
-KINDS = [options.Advise, options.Bench, options.Doctor, options.Scale, options.Simulate]
+KINDS = [options.Advise, options.Bench, options.Doctor, options.Scale]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,7 +4,7 @@ import pytest
 
 import lightning_sparse as ls
 from lightning_sparse.auto.policy import NAMES
-from lightning_sparse.bench.compare.peers import contenders
+from lightning_sparse.bench.compare.strategies import parse_strategies
 from lightning_sparse.compressors.named import did_you_mean
 from lightning_sparse.fabric import SparseDDPStrategy as FabricStrategy
 
@@ -32,9 +32,9 @@ def test_a_misspelt_name_is_answered_with_the_right_one(given: str, meant: str) 
 
 def test_a_benchmark_knows_its_peers_too() -> None:
     with pytest.raises(ValueError, match=r"got 'powersgd'\. Did you mean 'powersgd_"):
-        contenders("ddp,powersgd")
+        parse_strategies("ddp,powersgd")
     with pytest.raises(ValueError, match=r"got 'topk'\. Did you mean 'sparse_topk'"):
-        contenders("topk:density=0.1")
+        parse_strategies("topk:density=0.1")
 
 
 def test_a_misspelt_option_is_answered_with_the_right_one() -> None:

@@ -27,9 +27,10 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from simulate import validation_loss
 
 import lightning_sparse as ls
-from lightning_sparse.bench.compare.byte_lm import byte_lm, learning_rate
+from lightning_sparse.bench.compare.workloads import byte_lm, learning_rate
 
 PEAK = 3e-3  # the learning rate, which falls as a cosine
 OFTEN, BACK_AFTER, CHECKPOINT = 100, 30, 100  # steps
@@ -74,7 +75,7 @@ class Diary(L.Callback):
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         trainer.strategy.show_average()
         said = trainer.strategy.exchange.metrics() | {"end_s": time.time()}
-        self._note(trainer, said | {"loss": module.task.validation_loss()})
+        self._note(trainer, said | {"loss": validation_loss(module.task)})
 
     def _note(self, trainer: L.Trainer, more: dict[str, Any]) -> None:
         said = {"step": trainer.global_step, "pid": os.getpid(), "batches": self.batches}
@@ -194,7 +195,7 @@ class Training:
         for path in sorted(self.folder.glob("*.pt"), key=lambda path: float(path.stem)):
             then_s, averages = torch.load(path)
             model.load_state_dict(averages, strict=False)
-            if model.task.validation_loss() <= loss:
+            if validation_loss(model.task) <= loss:
                 return then_s
         return float("nan")
 

@@ -23,9 +23,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
 import lightning_sparse as ls
-from lightning_sparse.bench.cluster.network import INTERFACE
-from lightning_sparse.bench.cluster.processes import Cluster
-from lightning_sparse.bench.compare.models import CONTEXT, ByteGPT
+from lightning_sparse.bench.cluster import INTERFACE, Cluster
+from lightning_sparse.bench.compare.workloads import CONTEXT, ByteGPT
 from lightning_sparse.sharded.model import ShardedModel
 from lightning_sparse.sharded_hook import ShardedHook, options_of
 
@@ -104,7 +103,7 @@ def say(what: str, name: str, seconds: list[float]) -> None:
 
 def sent_bytes(cluster: Cluster) -> int:
     """Bytes that the first node has sent to the other so far."""
-    said = cluster.network.namespaces.run(cluster.namespace(0), "ip", "-s", "-j", "link", "show", INTERFACE)
+    said = cluster.network.run(cluster.namespace(0), "ip", "-s", "-j", "link", "show", INTERFACE)
     return json.loads(said)[0]["stats64"]["tx"]["bytes"]
 
 
@@ -142,7 +141,7 @@ def main() -> None:
                 "latency",
                 "50ms",
             ]
-            cluster.network.namespaces.run(cluster.namespace(node), *limit)
+            cluster.network.run(cluster.namespace(node), *limit)
         group = {"MASTER_ADDR": cluster.address(0), "MASTER_PORT": "29400", "WORLD_SIZE": "4", "OMP_NUM_THREADS": "1"}
         ranks = [
             cluster.popen(rank // 2, own, env=group | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.bench.cluster import Cluster
-from lightning_sparse.bench.compare.peers import bf16_hook
+from lightning_sparse.bench.compare.strategies import bf16_hook
 from lightning_sparse.bench.compare.workloads import WORKLOADS, workload_named
 from lightning_sparse.compressors.wrappers import Rounded
 from lightning_sparse.engine.groups import hand_over_bytes

@@ -1,4 +1,4 @@
-"""Train what ``lightning-sparse simulate`` trains with PyTorch's PowerSGD hook over Gloo.
+"""Train what simulate.py trains with PyTorch's PowerSGD hook over Gloo.
 
 Run: python docs/benchmarks/powersgd_loss.py DIR [PROCESSES]; results are added to DIR/simulate.jsonl, as powersgd_1 and
 powersgd_4.  On fewer processes than ranks each has the windows of several.  The factors and the mean of what ranks keep
@@ -14,15 +14,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from simulate import FILE, WEIGHT_DECAY, Result, Run, read, validation_loss
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from lightning_sparse.bench.compare.byte_lm import byte_lm, learning_rate
-from lightning_sparse.bench.simulate.results import Result, Run, read
-from lightning_sparse.bench.simulate.task import WEIGHT_DECAY
+from lightning_sparse.bench.compare.workloads import byte_lm, learning_rate
 from lightning_sparse.network.comm import traffic
 
 RANKS, STEPS = 4, 600
@@ -61,20 +60,20 @@ def train(process: int, processes: int, run: Run, folder: Path) -> None:
         optimizer.param_groups[0]["lr"] = learning_rate(run.learning_rate, step, run.steps)
         optimizer.step()
         if (step + 1) % (run.steps // 6) == 0 and process == 0:
-            curve.append((step + 1, task.validation_loss()))
+            curve.append((step + 1, validation_loss(task)))
     if process == 0:
         parameters = sum(p.numel() for p in ddp.parameters())
         elements = START * parameters + state.total_numel_after_compression
         sent = traffic("all_reduce", 4 * elements, run.ranks) / run.steps / parameters
         result = Result(run, curve[-1][1], curve, sent, round(time.perf_counter() - start_s, 1))
-        with (folder / "simulate.jsonl").open("a") as file:
+        with (folder / FILE).open("a") as file:
             file.write(json.dumps(asdict(result)) + "\n")
     dist.destroy_process_group()
 
 
 def result_of(run: Run, folder: Path, processes: int) -> Result:
     """The result of a training, which is trained if it is not known yet."""
-    path = folder / "simulate.jsonl"
+    path = folder / FILE
     if run not in read(path):
         (folder / "store").unlink(missing_ok=True)
         spawn(train, (processes, run, folder), processes)

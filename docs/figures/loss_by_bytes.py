@@ -1,8 +1,8 @@
 """Draw the loss of strategies and peers on three tasks, the most bytes first, and write tables of it.
 
-Run: python docs/figures/loss_by_bytes.py; it reads the stored results of lightning-sparse simulate, takes each strategy
-at its best learning rate, and writes docs/benchmarks/2026-11-22-accuracy.svg and the tables between the marks in
-docs/benchmarks/2026-11-22-accuracy.md and docs/accuracy.md.
+Run: python docs/figures/loss_by_bytes.py; it reads the stored results of docs/benchmarks/simulate.py, takes each
+strategy at its best learning rate, and writes docs/benchmarks/2026-11-22-accuracy.svg and the tables between the marks
+in docs/benchmarks/2026-11-22-accuracy.md and docs/accuracy.md.
 """
 
 from collections.abc import Iterable
@@ -13,10 +13,9 @@ import style
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from pages import BENCHMARKS, with_lines
+from simulate import TASKS, Result, read
 
 from lightning_sparse.bench.output import save
-from lightning_sparse.bench.simulate.results import Result, read
-from lightning_sparse.bench.simulate.task import TASKS
 
 LOCAL = "2026-11-24-local-steps-loss.jsonl"  # with local steps as they are now; in the others they are as they were
 RESULTS = [*(f"2026-11-22-{name}.jsonl" for name in ("loss", "local-steps-loss", "accuracy")), LOCAL]

@@ -1,6 +1,6 @@
 """Fit how many more steps than dense training strategies need to the same loss, by what they deliver and when.
 
-Run: python docs/figures/more_steps.py; it reads the stored results of lightning-sparse simulate and writes tables
+Run: python docs/figures/more_steps.py; it reads the stored results of docs/benchmarks/simulate.py and writes tables
 between the marks in docs/benchmarks/2026-11-24-more-steps.md.
 """
 
@@ -10,14 +10,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import fmean, geometric_mean
+from statistics import correlation, fmean, geometric_mean
 
 from loss_by_bytes import at_best_rate
 from pages import BENCHMARKS, with_lines
-from scipy.stats import spearmanr
+from simulate import Result, read
 
 from lightning_sparse.auto.more_steps import AS_DENSE, OF_LOCAL, OF_UNSENT, more_steps
-from lightning_sparse.bench.simulate.results import Result, read
 
 PAGE = BENCHMARKS / "2026-11-24-more-steps.md"
 GRADIENTS = BENCHMARKS / "2026-11-22-accuracy.jsonl", BENCHMARKS / "2026-11-22-loss.jsonl"
@@ -103,6 +102,12 @@ def slope(rows: Sequence[Point]) -> float:
     return sum(row.cause * math.log(row.more) for row in rows) / sum(row.cause**2 for row in rows)
 
 
+def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float:
+    """Spearman's: the correlation of their ranks; equal values share the mean of theirs."""
+    ranks = ([fmean(i for i, other in enumerate(sorted(each)) if other == value) for value in each] for each in (x, y))
+    return correlation(*ranks)
+
+
 def tables(every: Sequence[Point]) -> list[str]:
     """What was fitted, how it orders a task that it was not fitted on, and every strategy."""
     tasks = sorted({row.task for row in every})
@@ -125,7 +130,7 @@ def tables(every: Sequence[Point]) -> list[str]:
         fitted = [row.cause * of_others[bool(row.local_steps)] for row in rows]
         taken = [row.expected for row in rows]
         actual = [row.more for row in rows]
-        cells = (f"{spearmanr(each, actual).statistic:.2f}" for each in (fitted, taken))
+        cells = (f"{rank_correlation(each, actual):.2f}" for each in (fitted, taken))
         lines.append(f"| {task} | {len(rows)} | {' | '.join(cells)} |")
     header = "| strategy | ranks | steps | `delivered` | staleness | times as many steps | expected |"
     for task in tasks:

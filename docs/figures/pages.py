@@ -1,9 +1,11 @@
 """What scripts write into pages, between two marks."""
 
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+sys.path.append(str(BENCHMARKS))  # for simulate, which reads what it wrote
 
 
 def with_lines(page: Path, script: str, lines: Iterable[str]) -> str:

@@ -10,9 +10,9 @@ from typing import Any
 from pages import BENCHMARKS
 
 from lightning_sparse.bench.compare import until_loss
-from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, PEERS
 from lightning_sparse.bench.compare.records import Round, by_row, read_lines
 from lightning_sparse.bench.compare.report import Summary, summarise
+from lightning_sparse.bench.compare.strategies import NO_COMMUNICATION, PEERS
 from lightning_sparse.bench.compare.until_loss import LossCurve, Reached
 
 DIGITS = 8  # of a stored number: with fewer, what pages show changes

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sparse.bench.scale.ranks import add_gradient, scales
+from lightning_sparse.bench.scale import add_gradient, scales
 from lightning_sparse.compressors import COMPRESSORS, Compressor
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group

@@ -226,7 +226,7 @@ class Switch:
         return self.exchange
 
     def close(self) -> bool:
-        """End the averager; returns whether no message is under config."""
+        """End the averager; returns whether no message is under way."""
         self.optimizers.close()
         return self.exchange.close()
 

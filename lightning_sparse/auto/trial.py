@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.auto.policy import Candidate
-from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
+from lightning_sparse.compressors.lockstep import take_steps
 from lightning_sparse.engine.observers import CompressionError
 from lightning_sparse.network.simulated import SimNetwork
 
@@ -38,7 +38,7 @@ def try_on(candidate: Candidate, gradients: Tensor, weights: Tensor) -> Compress
         groups = cut[turn]
         for group, own in zip(groups, part, strict=True):
             group.unsent.copy_(own)
-        network.run([take_step(candidate.averaging, g, c) for g, c in zip(groups, network.comms, strict=True)])
+        take_steps(candidate.averaging, groups, network)
         on_the_way.append((part, part - torch.stack([group.unsent for group in groups])))
         if len(on_the_way) > (candidate.local_steps > 0):
             arriving, sent = on_the_way.pop(0)

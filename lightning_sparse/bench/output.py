@@ -106,13 +106,6 @@ def new_file(folder: Path, stem: str) -> Path:
     return path
 
 
-def new_figure(width: float, height: float) -> Any:
-    """A figure of matplotlib without pyplot: no display, no state."""
-    from matplotlib.figure import Figure  # an extra, and slow to import
-
-    return Figure(figsize=(width, height), layout="constrained")
-
-
 def save(figure: Any, path: Path) -> None:
     """Write a figure of matplotlib to an SVG file, the same in every run."""
     from matplotlib import rc_context

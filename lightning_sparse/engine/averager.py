@@ -1,5 +1,7 @@
 """What every averager can be asked, whether it averages gradients or what the ranks' optimizers did."""
 
+# ruff: noqa: B027 -- what has something to do for one of the two alone does nothing for the other
+
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -124,7 +126,7 @@ class Averager(ABC):
         error: the first failure of a lane, which the next step raises.
         steps: that were averaged.
         last: what the last of them cost.
-        was_shown: the average was asked for since the last :meth:`end_pass`, by an evaluation say, which takes its time.
+        was_shown: somebody has asked for the average since the last :meth:`end_pass`, which takes its time.
     """
 
     local: LocalState | None = None

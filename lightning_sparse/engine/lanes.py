@@ -68,7 +68,7 @@ class Lanes:
     # - questions to all ranks, between two steps, on every rank
 
     def on_each(self, work: Callable[["Lane"], T], lanes: int | None = None) -> list[T]:
-        """Return what ``work`` returns on each of the first ``lanes`` lanes.  What it sends is not counted as a step's."""
+        """Return what ``work`` returns on each of the first ``lanes`` lanes; what it sends counts for no step."""
         self.wait_for_caller()
         results = [lane.submit(partial(work, lane)) for lane in self._lanes[:lanes]]
         wait(results)

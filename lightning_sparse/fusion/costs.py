@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
+from lightning_sparse.compressors.lockstep import take_steps
 from lightning_sparse.compressors.wrappers import type_in_place
 from lightning_sparse.engine.groups import Piece, pieces_of
 from lightning_sparse.fusion.model import Cost, SizeCost
@@ -112,8 +112,7 @@ class GroupCosts:
             for group, gradient in zip(groups, gradients, strict=True):
                 with adding_to(busy_s if group is groups[0] else [0.0], device, now):
                     group.unsent.copy_(gradient)
-            own, *others = (take_step(compressor, g, c) for g, c in zip(groups, network.comms, strict=True))
-            total = network.run([_timed(own, busy_s, device, now), *others])[0]
+            total = take_steps(compressor, groups, network, lambda own: _timed(own, busy_s, device, now))
             with adding_to(busy_s, device, now):
                 groups[0].hand_back(total, [bucket], simulated)
         sent = round((comm.sent_bytes - sent_before) * (1 - 1 / size) * simulated / max(simulated - 1, 1))

@@ -19,8 +19,8 @@ from lightning_sparse.network.torch_comm import TorchComm
 class SumsInPlace:
     """Sums DDP's buckets where they lie, as plain DDP or PyTorch's bfloat16 hook does it.
 
-    That is sooner by the copies into groups, but from three ranks on in an order that changes with buckets, and rounding
-    errors in bfloat16 are kept by nobody.
+    That is sooner by the copies into groups, but from three ranks on the order of the sum changes with buckets, and
+    nobody keeps rounding errors in bfloat16.
 
     Args:
         comm: the ranks.

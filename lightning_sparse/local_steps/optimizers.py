@@ -31,7 +31,7 @@ SHAPES = ((1,), (2, 2))  # of the parameter: any, and of a matrix for those that
 
 
 class Optimizers:
-    """Notices each step of every optimizer of these parameters, in this process; ``averager`` is asked for anew at each."""
+    """Notices each step of every optimizer of these parameters, in this process, and tells ``averager()`` of it."""
 
     def __init__(self, parameters: Collection[Tensor], averager: Callable[[], Averager | None]) -> None:
         self._parameters, self._averager = set(parameters), averager

@@ -6,7 +6,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "lightning_sparse"
 FILES = {".".join(f.relative_to(PACKAGE.parent).with_suffix("").parts): f for f in (PACKAGE / "bench").rglob("*.py")}
-ROOMS = [{"cluster", "output"}, {"compare"}, {"advise", "doctor", "scale", "simulate"}]  # bottom up
+ROOMS = [{"cluster", "delay", "output"}, {"compare"}, {"advise", "doctor", "scale"}]  # bottom up
 
 
 def imports(file: Path) -> set[str]:
@@ -22,7 +22,7 @@ def imports(file: Path) -> set[str]:
 
 def test_files_import_without_cycles() -> None:
     graph = {name: imports(file) for name, file in FILES.items()}
-    assert sum(map(len, graph.values())) > 50
+    assert sum(map(len, graph.values())) > 25
     TopologicalSorter(graph).prepare()  # raises a CycleError that names the files
 
 

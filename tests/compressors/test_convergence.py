@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import lightning_sparse as ls
+from lightning_sparse.compressors.lockstep import take_steps
 from lightning_sparse.engine.groups import lay_out
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.selection.sparse import dense
-from lightning_sparse.simulation import take_steps
 
 RANKS, BATCH, LR = 4, 16, 0.05
 

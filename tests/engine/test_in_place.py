@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from lightning_sparse.bench.compare.peers import bf16_hook
+from lightning_sparse.bench.compare.strategies import bf16_hook
 from lightning_sparse.compressors.wrappers import Rounded
 from lightning_sparse.engine import groups
 from lightning_sparse.engine.groups import lay_out

@@ -48,9 +48,9 @@ from tests.support.on_fake_cuda import (
 #: Where the host may wait for the device: the function that does, and what docs/gpu.md says of it.
 MAY_WAIT = {
     "compressors/micro.py reduce": "`micro`, in the first step and where its threshold was lost",
-    "compressors/momentum.py _shrunk": "`MomentumCorrection(clip_norm=...)`, in every step",
+    "compressors/wrappers.py _shrunk": "`MomentumCorrection(clip_norm=...)`, in every step",
     "local_steps/untrained.py end": "every 10 steps, to see whether what no optimizer trains has changed",
-    "local_steps/buffers.py _compared": "every 10 steps, and in the second step after the average was shown, to see which",
+    "local_steps/buffers.py _compared": "every 10 steps, and in the second after the average was shown, to see which",
     "local_steps/buffers.py _note_what_was_set": "where the average was shown, to see whether somebody changed it",
     "local_steps/weights.py _take_over": "where the average was shown, to see whether somebody changed it",
     "compressors/group.py read": "what is unsent after a step with a loss scale, asked between two steps",

@@ -10,13 +10,13 @@ from torch import Tensor
 
 import lightning_sparse as ls
 from lightning_sparse.compressors.group import Group
+from lightning_sparse.compressors.lockstep import take_steps
 from lightning_sparse.engine.groups import carry_over
 from lightning_sparse.engine.observers import STARVING, CompressionError, Sample, Waiting
 from lightning_sparse.gradients.averager import GradientAverager
 from lightning_sparse.monitor.tables import starvation
 from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.network.simulated import SimNetwork
-from lightning_sparse.simulation import take_steps
 from tests.support.buckets import Bucket
 
 SIZES = {"norm.weight": 20, "embedding.weight": 60}

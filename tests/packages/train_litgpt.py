@@ -7,7 +7,7 @@ from litgpt.utils import chunked_cross_entropy
 from program import Losses, main
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sparse.bench.compare.byte_lm import other_source_code, source_windows
+from lightning_sparse.bench.compare.workloads import other_source_code, source_windows
 
 
 class Model(L.LightningModule):

@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 import lightning_sparse as ls
-from lightning_sparse.bench.cluster.network import INTERFACE
+from lightning_sparse.bench.cluster import INTERFACE
 from lightning_sparse.elastic.averager import ElasticAverager
 from lightning_sparse.engine.checksum import checksum
 from lightning_sparse.engine.lanes import Lane

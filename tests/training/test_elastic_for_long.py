@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from lightning_sparse.bench.cluster import Cluster
-from lightning_sparse.bench.cluster.network import INTERFACE
+from lightning_sparse.bench.cluster import INTERFACE, Cluster
 from lightning_sparse.local_steps.settings import LocalSteps
 from tests import conftest
 from tests.support.elastic import (

@@ -30,7 +30,7 @@ pytestmark = [
 
 def add_network(cluster: Cluster, hosts: Collection[int], prefix: str, bits: int = 24) -> None:
     """Join these hosts by a second network, on which they are eth1 and have the addresses ``prefix`` 1, 2 and so on."""
-    ip, switch = cluster.network.namespaces.run, cluster.network.switch
+    ip, switch = cluster.network.run, cluster.network.switch
     ip(switch, "ip", "link", "add", "second", "type", "bridge")
     ip(switch, "ip", "link", "set", "second", "up")
     for host in hosts:

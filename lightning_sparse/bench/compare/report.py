@@ -9,9 +9,9 @@ from typing import Any
 
 from rich.table import Table
 
-from lightning_sparse.bench.compare.peers import NO_COMMUNICATION
 from lightning_sparse.bench.compare.records import Round, by_row, grouped, of_known
-from lightning_sparse.bench.output import known, listed, markdown, ms, new_figure, new_table, save
+from lightning_sparse.bench.compare.strategies import NO_COMMUNICATION
+from lightning_sparse.bench.output import known, listed, markdown, ms, new_table, save
 from lightning_sparse.monitor.tables import human_bytes
 
 HEADER_BYTES = 14 + 20 + 32  # of a packet: Ethernet, IPv4, TCP with time stamps
@@ -31,14 +31,6 @@ def middle_half(values: Sequence[float]) -> Interval:
     """The median, and the quartiles around it."""
     low, middle, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
     return Interval(middle, low, high)
-
-
-def ratio(rounds: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Interval:
-    """The ratio of a strategy's steps to the reference's median in the same round, which slows both if anything does.
-
-    ``rounds`` has the seconds of (steps of the strategy, steps of the reference) for each.
-    """
-    return middle_half([step / median(reference) for own, reference in rounds for step in own])
 
 
 @dataclass(frozen=True)
@@ -77,8 +69,9 @@ def summarise(rounds: Sequence[Round], reference: str) -> list[Summary]:
 def _summary(own: Sequence[Round], reference: Sequence[Round]) -> Summary:
     """The row of the rounds of a strategy, beside those of the reference."""
     steps = [step for r in own for step in r.timed]
-    theirs = {r.number: r for r in reference}
-    pairs = [([s.s for s in r.timed], [s.s for s in theirs[r.number].timed]) for r in own if r.number in theirs]
+    # Over the reference's median in the same round: what slows one slows both.
+    theirs = {r.number: median(step.s for step in r.timed) for r in reference}
+    ratios = [step.s / theirs[r.number] for r in own if r.number in theirs for step in r.timed]
     counted = fmean(step.counted_bytes for step in steps)
     packets = of_known(fmean, (step.wire_packets for step in steps))
     wire = of_known(fmean, (step.wire_bytes for step in steps))
@@ -90,7 +83,7 @@ def _summary(own: Sequence[Round], reference: Sequence[Round]) -> Summary:
         rounds=len(own),
         s=middle_half([step.s for step in steps]),
         predicted_s=of_known(median, (run.predicted_s for run in runs)),
-        ratio=ratio(pairs) if pairs and own is not reference else None,
+        ratio=middle_half(ratios) if ratios and own is not reference else None,
         counted_bytes=counted,
         wire_bytes=wire,
         unexplained=(wire - HEADER_BYTES * packets) / counted - 1 if wire and packets and counted else None,
@@ -174,13 +167,15 @@ def draw(rounds: Sequence[Round], folder: Path, stem: str) -> list[str]:
 
 def _loss_by_time(rounds: Sequence[Round]) -> Any:
     """The loss of each strategy, the mean over rounds at each step that all took, over the seconds up to there."""
-    figure = new_figure(8, 4)
+    from matplotlib.figure import Figure  # an extra, and slow to import; without pyplot: no display, no state
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.add_subplot(xlabel="seconds", ylabel="training loss")
     for i, (strategy, own) in enumerate(grouped(rounds, lambda each: each.strategy).items()):
         runs = [r.run.steps for r in own if r.run]
         seconds = [fmean(at) for at in zip(*(accumulate(step.s for step in steps) for steps in runs), strict=False)]
         losses = [fmean(step.loss or 0 for step in same) for same in zip(*runs, strict=False)]
-        look = {"color": f"C{i % 10}", "marker": "osv^D"[i // 10 % 5], "markersize": 4, "linewidth": 1}
+        look: dict[str, Any] = {"color": f"C{i % 10}", "marker": "osv^D"[i // 10 % 5], "markersize": 4, "linewidth": 1}
         axes.plot(seconds, losses, label=strategy, markevery=max(1, len(seconds) // 10), **look)
     axes.grid(lw=0.3)
     figure.legend(loc="outside right upper", fontsize="small")

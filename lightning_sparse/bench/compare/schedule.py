@@ -8,12 +8,12 @@ from operator import itemgetter
 
 import torch
 
-from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, Contender, all_names, contenders
 from lightning_sparse.bench.compare.records import Round
+from lightning_sparse.bench.compare.strategies import NO_COMMUNICATION, StrategySpec, all_names, parse_strategies
 from lightning_sparse.bench.compare.until_loss import best_rate
 from lightning_sparse.bench.compare.workloads import WORKLOADS, workload_named
 from lightning_sparse.checks import check_one_of
-from lightning_sparse.cli.options import Bench, losses, rates, seeds
+from lightning_sparse_cli import Bench, losses, rates, seeds
 
 ROUNDS = 5  # where neither they nor seeds are given
 
@@ -24,7 +24,7 @@ class Schedule:
 
     cluster: str  # what the rows are called
     workload: str  # as `workload_named` reads it
-    strategies: str  # separated by commas, as `contenders` reads them
+    strategies: str  # separated by commas, as `parse_strategies` reads them
     steps: int  # timed steps of each strategy in each round
     warmup: int  # steps before them that are not timed
     rounds: int  # turns of each strategy
@@ -41,13 +41,13 @@ class Schedule:
         """Whether emulated hosts are all on one device, which NCCL does not take; real ranks have "auto"."""
         return bool(self.cluster) and self.accelerator == "cuda"
 
-    def turns(self) -> list[tuple[int, Contender]]:
+    def turns(self) -> list[tuple[int, StrategySpec]]:
         """Rounds and strategies in the order in which they run, that without communication first.
 
         Every other round runs backwards, so that none is favoured by its place.  Where learning rates are tried, the
         strategies of later rounds do not have theirs yet.
         """
-        rows = contenders(f"{NO_COMMUNICATION},{self.strategies}" if self.floor else self.strategies)
+        rows = parse_strategies(f"{NO_COMMUNICATION},{self.strategies}" if self.floor else self.strategies)
         tried = [
             [row] if row.learning_rate or not self.learning_rates else [row.at(rate) for rate in self.learning_rates]
             for row in rows
@@ -55,7 +55,7 @@ class Schedule:
         later = [(number, row) for number in range(1, self.rounds) for row in (rows[::-1] if number % 2 else rows)]
         return [(0, row) for each in tried for row in each] + later
 
-    def groups(self) -> list[list[tuple[int, Contender]]]:
+    def groups(self) -> list[list[tuple[int, StrategySpec]]]:
         """The turns, together those that are interleaved: all of a round."""
         if not self.interleave:
             return [[turn] for turn in self.turns()]
@@ -64,7 +64,7 @@ class Schedule:
     def seed(self, number: int) -> int:
         return self.seeds[number % len(self.seeds)] if self.seeds else number
 
-    def at_best_rate(self, row: Contender, rounds: Sequence[Round]) -> Contender:
+    def at_best_rate(self, row: StrategySpec, rounds: Sequence[Round]) -> StrategySpec:
         """Return ``row`` with the best of the learning rates that it tried in ``rounds``, unless it has its own."""
         if row.learning_rate or not self.learning_rates:
             return row
@@ -83,7 +83,7 @@ def schedules(options: Bench) -> list[Schedule]:
     if options.interleave and not until:
         raise ValueError("--interleave needs --until-loss, whose evaluations trainings take turns at.")
     strategies = options.strategies or all_names()
-    contenders(strategies)
+    parse_strategies(strategies)
     counts = options.steps, options.warmup, options.rounds or len(given) or ROUNDS
     check_one_of("--accelerator", options.accelerator, ("cpu", "cuda"))
     if options.accelerator == "cuda" and not options.emulate:

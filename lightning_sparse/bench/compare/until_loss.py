@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from lightning_sparse.bench.compare.peers import NO_COMMUNICATION
 from lightning_sparse.bench.compare.records import Round, by_row
+from lightning_sparse.bench.compare.strategies import NO_COMMUNICATION
 from lightning_sparse.bench.output import markdown, new_table
 from lightning_sparse.monitor.tables import human_bytes
 

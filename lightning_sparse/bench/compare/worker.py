@@ -26,16 +26,13 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from lightning.pytorch import Callback, Trainer, seed_everything
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # exported at run time only
 
-from lightning_sparse.auto.chooser import Chooser
-from lightning_sparse.bench.compare.advice import Advice, advise_on
-from lightning_sparse.bench.compare.held_out import Judge, LearningRate
-from lightning_sparse.bench.compare.peers import ADVISE
-from lightning_sparse.bench.compare.place import Place
-from lightning_sparse.bench.compare.probe import Probe
-from lightning_sparse.bench.compare.records import MeasuredRun, Round
+from lightning_sparse.bench.compare.callbacks import Judge, LearningRate, Probe
+from lightning_sparse.bench.compare.ranks import PATIENCE, STOPPED, RankInfo, Turn, child, connect, results_of
+from lightning_sparse.bench.compare.records import MeasuredRun, Round, advise_on
 from lightning_sparse.bench.compare.schedule import Schedule
-from lightning_sparse.bench.compare.turns import PATIENCE, STOPPED, Turn, child, connect, results_of
+from lightning_sparse.bench.compare.strategies import ADVISE
 from lightning_sparse.bench.compare.workloads import workload_named
+from lightning_sparse.hook import SparseHook
 from lightning_sparse.trainer.strategy import SparseDDPStrategy
 
 _MEETING = timedelta(minutes=2)  # until all workers must have started
@@ -46,7 +43,7 @@ QUIET: dict[str, Any] = dict.fromkeys(
 )
 
 
-def take_turns(schedule: Schedule, place: Place) -> Generator[Round, None, None]:
+def take_turns(schedule: Schedule, place: RankInfo) -> Generator[Round, None, None]:
     """Take all turns.  Yields what was measured, on rank 0; the other ranks yield nothing."""
     server = child(_serve, place) if place.rank == 0 and not place.store_is_there else None
     try:
@@ -55,13 +52,13 @@ def take_turns(schedule: Schedule, place: Place) -> Generator[Round, None, None]
         rounds: list[Round] = []  # on rank 0
         for together in schedule.groups():
             turns = []
-            for number, contender in together:
+            for number, strategy in together:
                 key = str(next(keys))
                 own = PrefixStore(key, store)
                 if place.rank == 0:
-                    own.set("spec", schedule.at_best_rate(contender, rounds).spec)
-                if contender.label not in failed:
-                    row = replace(contender, spec=own.get("spec").decode())
+                    own.set("spec", schedule.at_best_rate(strategy, rounds).spec)
+                if strategy.label not in failed:
+                    row = replace(strategy, spec=own.get("spec").decode())
                     turns.append(Turn(schedule, place, number, row, own, key))
             for turn, result in results_of(turns, _train):
                 turn.store.set(f"rank {place.rank}", result)
@@ -70,7 +67,7 @@ def take_turns(schedule: Schedule, place: Place) -> Generator[Round, None, None]
                     turn.store.set("outcome", "failed" if rounds[-1].error else "done")
                     yield rounds[-1]
                 if turn.store.get("outcome") == b"failed":
-                    failed.add(turn.contender.label)
+                    failed.add(turn.strategy.label)
         store.set(f"bye {place.rank}", "")
         if server:
             store.wait([f"bye {rank}" for rank in range(place.size)])
@@ -79,7 +76,7 @@ def take_turns(schedule: Schedule, place: Place) -> Generator[Round, None, None]
             server.kill()
 
 
-def _meet(place: Place) -> Store:
+def _meet(place: RankInfo) -> Store:
     """Connect to the workers' store, and wait until all are there; a RuntimeError if some do not come."""
     try:
         store = connect(place, _MEETING)
@@ -97,7 +94,7 @@ def _meet(place: Place) -> Store:
 
 def _gather(turn: Turn) -> Round:
     """Join all ranks' results."""
-    schedule, size, row = turn.schedule, turn.place.size, turn.contender
+    schedule, size, row = turn.schedule, turn.place.size, turn.strategy
     results = [json.loads(turn.store.get(f"rank {rank}")) for rank in range(size)]
     # When one rank fails the others lose their connections to it, and say so: not what one wants to read.
     consequences = STOPPED, "onnection", "gloo", "Timed out", "NCCL"
@@ -111,7 +108,7 @@ def _gather(turn: Turn) -> Round:
 # - processes
 
 
-def _serve(place: Place) -> None:
+def _serve(place: RankInfo) -> None:
     """Serve the workers' store until killed."""
     server = TCPStore(place.address, place.port, is_master=True, wait_for_workers=False)
     while server:
@@ -141,7 +138,7 @@ def _train(turn: Turn, results: Connection) -> None:
 
 
 def _fit(turn: Turn, waiting: Iterator[int]) -> MeasuredRun:
-    schedule, place, rate = turn.schedule, turn.place, turn.contender.learning_rate
+    schedule, place, rate = turn.schedule, turn.place, turn.strategy.learning_rate
     seed_everything(schedule.seed(turn.number), verbose=False)  # the same model and batches for all of a round
     workload = workload_named(schedule.workload)
     module = workload.module()
@@ -157,7 +154,7 @@ def _fit(turn: Turn, waiting: Iterator[int]) -> MeasuredRun:
         accelerator=schedule.accelerator,
         devices=place.local_size,
         num_nodes=place.hosts,
-        strategy=turn.contender.build(**({"process_group_backend": "gloo"} if schedule.shares_a_device else {})),
+        strategy=turn.strategy.build(**({"process_group_backend": "gloo"} if schedule.shares_a_device else {})),
         plugins=[TorchElasticEnvironment()],
         max_steps=schedule.warmup + schedule.steps if schedule.seconds is None else -1,
         max_epochs=-1,
@@ -167,9 +164,10 @@ def _fit(turn: Turn, waiting: Iterator[int]) -> MeasuredRun:
     trainer.fit(module, **workload.fit_arguments())
     device = trainer.strategy.root_device  # the module itself is back on the CPU
     on_cuda = device.type == "cuda"
-    hook = trainer.strategy.hook if isinstance(trainer.strategy, SparseDDPStrategy) else None
+    hook, advices = _hook(trainer), []
     plan = hook.layer_fusion.plan if hook and hook.layer_fusion else None
-    chooser = hook.chooser if hook else None
+    if hook and hook.chooser and hook.chooser.chosen:
+        advices = advise_on(hook.chooser.forecasts, hook.chooser.chosen.candidate, hook.chooser.measured)
     return MeasuredRun(
         device=torch.cuda.get_device_name(device) if on_cuda else "cpu",
         threads=torch.get_num_threads(),
@@ -177,13 +175,12 @@ def _fit(turn: Turn, waiting: Iterator[int]) -> MeasuredRun:
         peak_memory_bytes=torch.cuda.max_memory_allocated() if on_cuda else getrusage(RUSAGE_SELF).ru_maxrss * 1024,
         steps=probe.steps,
         predicted_s=plan.step_s if plan else None,
-        advices=[asdict(each) for each in _advices(chooser)] if chooser and chooser.chosen else [],
+        advices=[asdict(each) for each in advices],
     )
 
 
-def _advices(chooser: Chooser) -> list[Advice]:
-    assert chooser.chosen is not None
-    return advise_on(chooser.forecasts, chooser.chosen.candidate, chooser.measured)
+def _hook(trainer: Trainer) -> SparseHook | None:
+    return trainer.strategy.hook if isinstance(trainer.strategy, SparseDDPStrategy) else None
 
 
 class _Enough(Callback):
@@ -194,7 +191,7 @@ class _Enough(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         del args
-        hook = trainer.strategy.hook if isinstance(trainer.strategy, SparseDDPStrategy) else None
+        hook = _hook(trainer)
         if hook and hook.chooser:
             trainer.should_stop = hook.chooser.is_settled
         else:
@@ -204,7 +201,7 @@ class _Enough(Callback):
 def main() -> None:
     """Do what a schedule says at a place, both given as JSON; rank 0 writes a line of JSON for each round."""
     schedule, place = (json.loads(word) for word in sys.argv[1:])
-    for found in take_turns(Schedule(**schedule), Place(**place)):
+    for found in take_turns(Schedule(**schedule), RankInfo(**place)):
         print(json.dumps(asdict(found)), flush=True)
 
 

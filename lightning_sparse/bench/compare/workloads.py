@@ -3,25 +3,167 @@
 Nothing is downloaded: the digits come with scikit-learn, the text is the source of Python's own standard library.
 """
 
+import math
 import os
 import pkgutil
 import sys
+import sysconfig
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningDataModule, LightningModule
-from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD, AdamW, Optimizer
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_sparse.bench.compare import byte_lm
-from lightning_sparse.bench.compare.models import ByteGPT, mlp
-from lightning_sparse.cli.names import MODEL_FORMS
 from lightning_sparse.engine.ddp_checks import check_trains
+from lightning_sparse.selection.streams import draw
+from lightning_sparse_cli import MODEL_FORMS
+
+CONTEXT = 64  # bytes that a byte model sees
+
+
+class Classifier(LightningModule):
+    """Layers that classify images of digits."""
+
+    def __init__(self, layers: Sequence[nn.Module], learning_rate: float) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+        self.learning_rate = learning_rate
+
+    def training_step(self, batch: Sequence[Tensor]) -> Tensor:
+        """The loss of a batch of images [B, 1, 8, 8] and labels [B]."""
+        images, labels = batch
+        return cross_entropy(self.layers(images), labels)
+
+    def configure_optimizers(self) -> Optimizer:
+        return SGD(self.parameters(), lr=self.learning_rate, momentum=0.9)
+
+
+def mlp(width: int, hidden_layers: int) -> Classifier:
+    """Linear layers of one width."""
+    layers: list[nn.Module] = [nn.Flatten()]
+    for fan_in, fan_out in pairwise([64] + [width] * (hidden_layers + 1)):
+        linear = nn.Linear(fan_in, fan_out)
+        nn.init.kaiming_normal_(linear.weight, nonlinearity="relu")
+        layers += [linear, nn.ReLU()]
+    return Classifier([*layers, nn.Linear(width, 10)], learning_rate=0.01)
+
+
+class ByteGPT(LightningModule):
+    """A GPT over bytes."""
+
+    def __init__(self, width: int, layers: int, heads: int, learning_rate: float = 5e-4) -> None:
+        super().__init__()
+        self.learning_rate = learning_rate
+        self.token = nn.Embedding(256, width)
+        self.position = nn.Parameter(torch.randn(CONTEXT, width) * 0.02)
+        nn.init.normal_(self.token.weight, std=0.02)
+        block = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(block, layers, enable_nested_tensor=False)
+        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 256, bias=False))
+
+    def training_step(self, batch: Sequence[Tensor]) -> Tensor:
+        """The loss of a batch of windows [B, CONTEXT + 1] of bytes, in nats per byte."""
+        tokens = batch[0].long()
+        x = self.token(tokens[:, :-1]) + self.position  # [B, T, C]
+        mask = nn.Transformer.generate_square_subsequent_mask(CONTEXT, device=x.device)
+        return cross_entropy(self.head(self.blocks(x, mask, is_causal=True)).flatten(0, 1), tokens[:, 1:].flatten())
+
+    def configure_optimizers(self) -> Optimizer:
+        return AdamW(self.parameters(), lr=self.learning_rate)
+
+
+TEXT_BYTES = 2_000_000  # of source code that the larger byte models train on
+HELD_OUT_WINDOWS = 64  # of source code after that, to judge them by
+TASK_BYTES = 4_000_000  # of source code that byte_lm trains on
+HELD_OUT = 20  # one file of the source code in so many is held out of byte_lm's
+VALIDATION_WINDOWS = 640  # of these files, to validate byte_lm with
+WARM_UP = 0.1  # of the steps; then the learning rate falls as a cosine, to 0
+WARM_UP_STEPS = 60  # where nobody knows how many steps there will be; as for 600
+
+
+def source_windows(most_bytes: int, wanted: Callable[[int], bool] = lambda number: True) -> Tensor:
+    """Windows [N, CONTEXT + 1] of the bytes of the standard library's modules, of those whose number is ``wanted``."""
+    text = bytearray()
+    for number, file in enumerate(sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))):
+        text += file.read_bytes() if wanted(number) else b""
+        if len(text) >= most_bytes:
+            break
+    return torch.frombuffer(text, dtype=torch.uint8)[:most_bytes].unfold(0, CONTEXT + 1, CONTEXT)
+
+
+def other_source_code() -> Tensor:
+    """Windows [HELD_OUT_WINDOWS, CONTEXT + 1] from all over the source code behind its first ``TEXT_BYTES``."""
+    after = source_windows(2 * TEXT_BYTES)[TEXT_BYTES // CONTEXT + 1 :]
+    return after[:: len(after) // HELD_OUT_WINDOWS][:HELD_OUT_WINDOWS]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained: a model, and examples of each kind of data [N, ...]."""
+
+    model: LightningModule  # whose ``training_step`` gives the loss of a batch
+    training: tuple[Tensor, ...]
+    validation: tuple[Tensor, ...]  # that nobody learns from
+    batch_size: int  # examples that a rank learns from in a step
+
+    def batch(self, seed: int, step: int, rank: int) -> tuple[Tensor, ...]:
+        """The examples that a rank learns from in a step."""
+        generator = torch.Generator().manual_seed(draw(seed, step, rank))
+        chosen = torch.randint(len(self.training[0]), (self.batch_size,), generator=generator)
+        return tuple(kind[chosen] for kind in self.training)
+
+
+def byte_lm(seed: int) -> Task:
+    """A GPT of 279,168 parameters over the bytes of Python's standard library."""
+    torch.manual_seed(seed)
+    held_out = source_windows(TASK_BYTES, lambda number: number % HELD_OUT == 0)
+    training = source_windows(TASK_BYTES, lambda number: number % HELD_OUT != 0)
+    evenly = held_out[:: max(1, len(held_out) // VALIDATION_WINDOWS)]
+    return Task(ByteGPT(width=96, layers=2, heads=4), (training,), (evenly[:VALIDATION_WINDOWS],), 8)
+
+
+class _Batches(IterableDataset[list[Tensor]]):
+    """This rank's batches with a seed, without end."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        task, rank = byte_lm(self._seed), dist.get_rank() if dist.is_initialized() else 0
+        return (list(task.batch(self._seed, step, rank)) for step in count())
+
+
+def batches() -> dict[str, Any]:
+    """Make each rank's batches of windows [B, CONTEXT + 1] of bytes, by the seed that torch was given."""
+    return {"train_dataloaders": DataLoader(_Batches(torch.initial_seed()), batch_size=None)}
+
+
+def held_out() -> Tensor:
+    """Every other of the windows [N, CONTEXT + 1] that simulations validate with, the same with any seed."""
+    return byte_lm(torch.initial_seed()).validation[0][::2]  # whose loss is within 0.3 % of that of all
+
+
+def learning_rate(peak: float, step: int, steps: int) -> float:
+    """The learning rate of a step: a warm-up to ``peak``, then a cosine to 0."""
+    warm_up = max(1, round(WARM_UP * steps))
+    if step < warm_up:
+        return peak * (step + 1) / warm_up
+    return peak * 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, steps - warm_up)))
+
+
+def schedule(step: int, steps: int) -> float:
+    """The learning rate of a step over the largest; where training ends by the clock, and ``steps`` is -1, it stays."""
+    return learning_rate(1.0, step, steps) if steps > 0 else min(1.0, (step + 1) / WARM_UP_STEPS)
 
 
 @dataclass(frozen=True)
@@ -57,7 +199,7 @@ def _digits() -> dict[str, Any]:
 
 
 def _source_code() -> dict[str, Any]:
-    return _loader(TensorDataset(byte_lm.source_windows(byte_lm.TEXT_BYTES)), batch_size=4)
+    return _loader(TensorDataset(source_windows(TEXT_BYTES)), batch_size=4)
 
 
 def _loader(data: TensorDataset, batch_size: int) -> dict[str, Any]:
@@ -71,16 +213,16 @@ WORKLOADS = {
     "gpt_3m": Workload(
         lambda: ByteGPT(192, 6, 6, learning_rate=2e-3),
         _source_code,
-        held_out=byte_lm.other_source_code,
-        schedule=byte_lm.schedule,
+        held_out=other_source_code,
+        schedule=schedule,
     ),
-    "gpt_10m": Workload(lambda: ByteGPT(384, 6, 6), _source_code, held_out=byte_lm.other_source_code),
-    "gpt_50m": Workload(lambda: ByteGPT(640, 10, 10), _source_code, held_out=byte_lm.other_source_code),
+    "gpt_10m": Workload(lambda: ByteGPT(384, 6, 6), _source_code, held_out=other_source_code),
+    "gpt_50m": Workload(lambda: ByteGPT(640, 10, 10), _source_code, held_out=other_source_code),
     "byte_lm": Workload(
         lambda: ByteGPT(96, 2, 4, learning_rate=4e-3),
-        byte_lm.batches,
-        held_out=byte_lm.held_out,
-        schedule=byte_lm.schedule,
+        batches,
+        held_out=held_out,
+        schedule=schedule,
     ),
 }
 

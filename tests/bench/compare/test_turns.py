@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported at run time only
 
-from lightning_sparse.bench.compare.peers import contenders
-from lightning_sparse.bench.compare.place import Place
+from lightning_sparse.bench.compare.ranks import STOPPED, RankInfo, Turn, connect, results_of
 from lightning_sparse.bench.compare.schedule import Schedule
-from lightning_sparse.bench.compare.turns import STOPPED, Turn, connect, results_of
+from lightning_sparse.bench.compare.strategies import parse_strategies
 from tests.conftest import Ranks
 
 LIMIT_S = 60
@@ -29,8 +28,8 @@ def test_trainings_of_a_round_are_interleaved() -> None:
 
 def _take_turns(rank: int, port: int, folder: Path) -> list[tuple[str, dict[str, Any]]]:
     """Train three, of which the second fails on rank 1 when it goes on; each writes down when it trains."""
-    place = Place(rank, 0, 2, 1, "127.0.0.1", port, store_is_there=True, interface="lo")
-    store, (row,) = connect(place), contenders("ddp")
+    place = RankInfo(rank, 0, 2, 1, "127.0.0.1", port, store_is_there=True, interface="lo")
+    store, (row,) = connect(place), parse_strategies("ddp")
     turns = [Turn(SCHEDULE, place, 0, row, PrefixStore(key, store), key) for key in "abc"]
 
     def train(turn: Turn, results: Connection) -> None:

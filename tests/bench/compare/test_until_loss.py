@@ -13,13 +13,10 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_sparse.bench.compare.byte_lm import HELD_OUT_WINDOWS, TEXT_BYTES, other_source_code, source_windows
-from lightning_sparse.bench.compare.held_out import Judge, LearningRate
-from lightning_sparse.bench.compare.models import CONTEXT
-from lightning_sparse.bench.compare.peers import NO_COMMUNICATION, Peer, contenders
-from lightning_sparse.bench.compare.probe import Probe
+from lightning_sparse.bench.compare.callbacks import Judge, LearningRate, Probe
 from lightning_sparse.bench.compare.records import MeasuredRun, MeasuredStep, Round
 from lightning_sparse.bench.compare.schedule import Schedule
+from lightning_sparse.bench.compare.strategies import NO_COMMUNICATION, Peer, parse_strategies
 from lightning_sparse.bench.compare.until_loss import (
     LossCurve,
     Reached,
@@ -28,6 +25,13 @@ from lightning_sparse.bench.compare.until_loss import (
     rows,
     section,
     tables,
+)
+from lightning_sparse.bench.compare.workloads import (
+    CONTEXT,
+    HELD_OUT_WINDOWS,
+    TEXT_BYTES,
+    other_source_code,
+    source_windows,
 )
 from tests.support.models import trainer, weights
 from tests.support.processes import LIMIT_S, Ranks
@@ -167,13 +171,13 @@ class Net(L.LightningModule):
 def train(rank: int, size: int, spec: str, steps: int) -> tuple[Net, list[MeasuredStep]]:
     """Train as a worker of the bench does, with ``steps`` as the limit; returns what was measured."""
     torch.manual_seed(0)
-    net, (contender,) = Net(), contenders(spec)
+    net, (strategy,) = Net(), parse_strategies(spec)
     data = torch.randn(size * 4 * steps, 8)
     probe = Probe(None, learns=True)
-    callbacks = [probe, LearningRate(contender.learning_rate or 0.05), Judge(probe, data[:8], 0.0, None, 1)]
-    fit = trainer(contender.build(), size, check_every=0, max_steps=steps, callbacks=callbacks)
+    callbacks = [probe, LearningRate(strategy.learning_rate or 0.05), Judge(probe, data[:8], 0.0, None, 1)]
+    fit = trainer(strategy.build(), size, check_every=0, max_steps=steps, callbacks=callbacks)
     fit.fit(net, DataLoader(torch.utils.data.TensorDataset(data), batch_size=4))
-    assert fit.optimizers[0].param_groups[0]["lr"] == (contender.learning_rate or 0.05)
+    assert fit.optimizers[0].param_groups[0]["lr"] == (strategy.learning_rate or 0.05)
     net.trainer = None
     return net, probe.steps
 

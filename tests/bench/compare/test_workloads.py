@@ -3,9 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_sparse.bench.compare import byte_lm, workloads
+from lightning_sparse.bench.compare import workloads
 from lightning_sparse.bench.compare.workloads import WORKLOADS, count_parameters, workload_named
-from lightning_sparse.bench.simulate import task
 
 
 @pytest.mark.parametrize(
@@ -52,7 +51,7 @@ def test_byte_lm_trains_as_the_simulation_does() -> None:
     workload = workload_named("byte_lm")
     module, held_out = workload.module(), workload.held_out and workload.held_out()
     batches = iter(workload.fit_arguments()["train_dataloaders"])
-    simulated = task.byte_lm(3)
+    simulated = workloads.byte_lm(3)
     assert all(map(torch.equal, module.parameters(), simulated.model.parameters()))
     assert held_out is not None
     assert torch.equal(held_out, simulated.validation[0][::2])
@@ -60,14 +59,14 @@ def test_byte_lm_trains_as_the_simulation_does() -> None:
         assert torch.equal(next(batches)[0], simulated.batch(3, step, 0)[0])
     optimizer = module.configure_optimizers()
     assert isinstance(optimizer, torch.optim.AdamW)
-    assert optimizer.defaults["weight_decay"] == task.WEIGHT_DECAY
+    assert optimizer.defaults["weight_decay"] == 0.01  # as docs/benchmarks/simulate.py
 
 
 def test_learning_rates_of_byte_lm_depend_on_the_step_alone() -> None:
-    assert byte_lm.schedule(59, 600) == 1
-    assert byte_lm.schedule(299, 600) == byte_lm.learning_rate(1, 299, 600) < 1
-    assert byte_lm.schedule(0, -1) == 1 / 60  # by the clock: a warm-up, and no end in sight
-    assert byte_lm.schedule(60, -1) == byte_lm.schedule(10_000, -1) == 1
+    assert workloads.schedule(59, 600) == 1
+    assert workloads.schedule(299, 600) == workloads.learning_rate(1, 299, 600) < 1
+    assert workloads.schedule(0, -1) == 1 / 60  # by the clock: a warm-up, and no end in sight
+    assert workloads.schedule(60, -1) == workloads.schedule(10_000, -1) == 1
 
 
 def test_unknown_workload_is_named_with_those_there_are() -> None:

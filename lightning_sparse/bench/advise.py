@@ -23,14 +23,13 @@ from lightning_sparse.auto.forecast import forecast_of
 from lightning_sparse.auto.policy import CANDIDATES
 from lightning_sparse.auto.trial import ELEMENTS
 from lightning_sparse.bench.cluster import ClusterError, ClusterSpec, parse
-from lightning_sparse.bench.compare.advice import Advice, advise_on
-from lightning_sparse.bench.compare.peers import ADVISE
+from lightning_sparse.bench.compare.records import Advice, advise_on
+from lightning_sparse.bench.compare.run import find_ranks
 from lightning_sparse.bench.compare.schedule import Schedule
-from lightning_sparse.bench.compare.start import find_ranks
+from lightning_sparse.bench.compare.strategies import ADVISE
 from lightning_sparse.bench.compare.worker import QUIET
 from lightning_sparse.bench.compare.workloads import workload_named
 from lightning_sparse.bench.output import known, new_progress, new_table
-from lightning_sparse.cli.options import Advise
 from lightning_sparse.compressors import Dense
 from lightning_sparse.fusion.costs import RANKS, GroupCosts, Now
 from lightning_sparse.fusion.planner import Measured
@@ -39,6 +38,7 @@ from lightning_sparse.gradients.averager import GradientAverager
 from lightning_sparse.monitor.tables import human_bytes
 from lightning_sparse.network.costs import Link
 from lightning_sparse.trainer.strategy import SparseDDPStrategy
+from lightning_sparse_cli import Advise
 
 LARGE_BYTES = 8 * 10**9  # that plain DDP sends in a step, of some 10**9 parameters
 SHARDED = (

@@ -12,15 +12,14 @@ import torch.distributed as dist
 from rich.console import Console
 from torch.optim import SGD
 
-from lightning_sparse.bench.compare.peers import contenders
-from lightning_sparse.bench.compare.place import Place
+from lightning_sparse.bench import doctor
+from lightning_sparse.bench.compare.ranks import RankInfo
 from lightning_sparse.bench.compare.records import Round
 from lightning_sparse.bench.compare.schedule import Schedule
-from lightning_sparse.bench.doctor import doctor, screen
-from lightning_sparse.bench.doctor.checked_model import CheckedModel
-from lightning_sparse.bench.doctor.host import Host
-from lightning_sparse.cli import main
+from lightning_sparse.bench.compare.strategies import parse_strategies
+from lightning_sparse.bench.doctor import CheckedModel, Host
 from lightning_sparse.compressors.group import Group
+from lightning_sparse_cli import main
 from tests import conftest
 from tests.support.models import trainer
 from tests.support.processes import Ranks
@@ -67,10 +66,10 @@ def test_what_is_wrong_with_a_host_is_named_with_what_to_do(change: dict[str, An
 
 @pytest.mark.parametrize("devices", [0, 8])
 def test_the_screen_says_what_will_be_used(devices: int) -> None:
-    host, place = replace(HOST, devices=devices), Place(0, 0, 6, 2, "10.0.0.1", 29500, True, "eth0")
+    host, place = replace(HOST, devices=devices), RankInfo(0, 0, 6, 2, "10.0.0.1", 29500, True, "eth0")
     console = Console(width=80)
     with console.capture() as shown:
-        console.print(screen.surroundings(host, place, "", None))
+        console.print(doctor.surroundings(host, place, "", None))
     text = shown.get()
     assert ("over Gloo" in text, "8 CUDA devices: ranks train on CUDA, over NCCL" in text) == (not devices, devices > 0)
     assert "6 on 3 hosts; rank 0 at 10.0.0.1:29500" in text
@@ -128,7 +127,7 @@ def errors(rank: int, size: int, spec: str, break_it: Callable[[pytest.MonkeyPat
     with pytest.MonkeyPatch.context() as patch:
         if break_it:
             break_it(patch)
-        fit = trainer(contenders(spec)[0].build(), size, check_every=0, max_steps=3)
+        fit = trainer(parse_strategies(spec)[0].build(), size, check_every=0, max_steps=3)
         try:
             fit.fit(CheckedModel())
         except RuntimeError as error:

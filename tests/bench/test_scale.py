@@ -8,21 +8,20 @@ import pytest
 import torch
 
 import lightning_sparse as ls
-from lightning_sparse.bench.scale import ranks, scale
-from lightning_sparse.bench.scale.ranks import StepTraffic, count_traffic
-from lightning_sparse.cli import main
-from lightning_sparse.cli.options import Scale
+from lightning_sparse.bench import scale as scaling
+from lightning_sparse.bench.scale import StepTraffic, count_traffic
 from lightning_sparse.network.costs import Link
+from lightning_sparse_cli import Scale, main
 
 
 @pytest.mark.parametrize("name", ls.COMPRESSORS)
 def test_counted_bytes_are_those_of_simulate(name: str) -> None:
     n, size = 5000, 4
-    scale = ranks.scales(n)
-    given = torch.zeros(ranks.STEPS, size, n)
+    scale = scaling.scales(n)
+    given = torch.zeros(scaling.STEPS, size, n)
     for step, of_step in enumerate(given):
         for rank, own in enumerate(of_step):
-            ranks.add_gradient(own, scale, step, rank)
+            scaling.add_gradient(own, scale, step, rank)
     sent = ls.simulate(name, given).sent_bytes[-1]  # [P]
     found = count_traffic(name, size, n)
     assert sent.tolist() == [found.sent_bytes] * size
@@ -40,14 +39,14 @@ def test_bytes_and_hops_of_an_all_reduce() -> None:
 
 def test_modelled_seconds_by_hand() -> None:
     count = StepTraffic("micro", 4, 1000, sent_bytes=1_500_000, hops=6)
-    assert scale.modelled_s(count, Link(0.001, 8e-9)) == pytest.approx(0.006 + 0.012)  # 1 Gbit/s
+    assert scaling.modelled_s(count, Link(0.001, 8e-9)) == pytest.approx(0.006 + 0.012)  # 1 Gbit/s
 
 
 def test_the_command_writes_what_it_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(scale, "count_parameters", lambda workload: 4096)
-    monkeypatch.setattr(ranks, "STEPS", 2)
+    monkeypatch.setattr(scaling, "count_parameters", lambda workload: 4096)
+    monkeypatch.setattr(scaling, "STEPS", 2)
     assert main(["scale", "--most", "20", "--output", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("*-scale.json")
     written = json.loads(path.read_text())
@@ -68,4 +67,4 @@ def test_the_command_writes_what_it_counted(
 )
 def test_bad_input_is_named(changed: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        scale.check(replace(Scale(), **changed))  # type: ignore[arg-type]
+        scaling.check(replace(Scale(), **changed))  # type: ignore[arg-type]

@@ -138,7 +138,7 @@ PEERS: dict[str, Callable[..., DDPStrategy]] = {
 
 
 @dataclass(frozen=True)
-class Contender:
+class StrategySpec:
     """One row of the table."""
 
     label: str  # names the row; distinct from all others
@@ -206,7 +206,7 @@ class Contender:
             return rate
         raise ValueError(f"strategy {self.spec!r}: {RATE}, the learning rate, must be above 0; got {given!r}")
 
-    def at(self, rate: float) -> "Contender":
+    def at(self, rate: float) -> "StrategySpec":
         return replace(self, spec=f"{self.spec}:{RATE}={rate}")
 
 
@@ -218,21 +218,21 @@ def _value(text: str) -> Any:
         return text
 
 
-def contenders(text: str) -> list[Contender]:
+def parse_strategies(text: str) -> list[StrategySpec]:
     """Read a comma-separated list of strategies.  One that is named twice runs twice: "ddp" and "ddp#2".
 
     Raises:
-        ValueError: as :meth:`Contender.build`.
+        ValueError: as :meth:`StrategySpec.build`.
     """
     specs = [part.strip() for part in text.split(",")]
     again = [specs[:i].count(spec) for i, spec in enumerate(specs)]
-    found = [Contender(f"{spec}#{n + 1}" if n else spec, spec) for spec, n in zip(specs, again, strict=True)]
-    for contender in found:
-        contender.build()
-        contender.learning_rate  # noqa: B018  raises too
+    found = [StrategySpec(f"{spec}#{n + 1}" if n else spec, spec) for spec, n in zip(specs, again, strict=True)]
+    for strategy in found:
+        strategy.build()
+        strategy.learning_rate  # noqa: B018  raises too
     return found
 
 
 def all_names() -> str:
-    """Every peer and every compressor, as :func:`contenders` reads them."""
+    """Every peer and every compressor, as :func:`parse_strategies` reads them."""
     return ",".join([*(name for name in PEERS if name != NO_COMMUNICATION), *COMPRESSORS])

@@ -1,18 +1,97 @@
-"""The options of every command, each written once: a command is a dataclass, each of whose fields is an option."""
+"""The command line of lightning_sparse, beside it: who imports that package imports PyTorch, and help does not wait.
+
+Until a command runs, the standard library and rich are all that is imported.
+"""
 
 import argparse
 import math
-from collections.abc import Callable
+import pkgutil
+import signal
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from lightning_sparse.cli.names import MODEL_FORMS, TASKS, WORKLOADS
+MORE_NAMES = (
+    "Each also has a name with ddp_ in front, as in ddp_micro, for programs that look for 'ddp' in it; with _spawn, "
+    "_fork or _notebook behind, and after that with _find_unused_parameters_true, as DDP's own names; and one with "
+    "_hsdp behind."
+)
+
+
+def command() -> int:
+    """Be the program ``lightning-sparse``; a signal that ends it lets it write down first what was measured."""
+    for number in {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}:  # Windows has no SIGHUP
+        if signal.getsignal(number) is signal.SIG_DFL:  # not under nohup
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+    return main()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.  Returns the exit status."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    arguments = vars(parser().parse_args(words))
+    if arguments.pop("name") == "list":
+        _list()
+        return 0
+    options = arguments.pop("options")(**arguments, command=" ".join(["lightning-sparse", *words]))
+    try:
+        status: int = pkgutil.resolve_name(options.runs)(options)
+        return status
+    except (ValueError, ModuleNotFoundError, OSError) as error:
+        print(f"lightning-sparse: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        kept = f"; what was measured so far is in {arguments['output']}" if "output" in arguments else ""
+        print(f"lightning-sparse: interrupted{kept}", file=sys.stderr)
+        return 130
+
+
+def _list() -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("strategy", "how it compresses", box=box.SIMPLE_HEAD)
+    for name, line in STRATEGIES.items():
+        table.add_row(name, line)
+    Console().print(table)
+    Console().print(MORE_NAMES, highlight=False)
+
+
+# - options
 
 Number = TypeVar("Number", int, float)
-_STEPS, _RATES = (", ".join(f"{name}: {own[i]}" for name, own in TASKS.items()) for i in (0, 1))
+
+# Names that help texts show, as text: the classes they stand for import PyTorch.  A test compares the two.
+
+#: Strategy -> the first line of its class's docstring.
+STRATEGIES = {
+    "skip_reduce": "A ring all-reduce whose first s = round(skip * P) reduce-scatter steps are left out (at "
+    "most P - 1).",
+    "micro": "Each rank selects the large elements of a P-th of the gradient, and all sum those (Yoon and Oh, HiPC "
+    "2023).",
+    "importance": "Sums the elements whose gradient is large for their weight, by the opinion of a few random ranks.",
+    "sketch_fusion": "Ranks sum sketches of their gradients, find the large elements of the sum in it, and sum those "
+    "exactly.",
+    "ok_topk": "The largest sums of what ranks find large, at nearly the least traffic possible (Li and Hoefler, PPoPP "
+    "2022).",
+    "low_rank": "Sums a rank-r approximation of each matrix: two thin factors travel in its place.",
+    "sparse_dense": "Every rank sends all of its gradient: plain data-parallel training, the baseline of every "
+    "comparison.",
+    "sparse_topk": "Each rank sends its own k = density * n largest elements (Aji and Heafield, EMNLP 2017): the usual "
+    "baseline.",
+    "sparse_random_k": "Every rank sends the same k = density * n randomly chosen elements.",
+    "sparse_auto": "Trains with the candidate that is expected to be soonest at a loss: seconds a step, times the "
+    "steps it needs.",
+}
+
+#: Models and data of ``bench`` and ``advise``.
+WORKLOADS = ("mlp_1m", "mlp_25m", "gpt_3m", "gpt_10m", "gpt_50m", "byte_lm")
+MODEL_FORMS = "'package.module:Model', 'package.module:Model,package.module:DataModule' or a config file 'config.yaml'"
 
 
 def _option(help: str, default: Any = MISSING, **settings: Any) -> Any:
@@ -30,7 +109,7 @@ class Command:
     def runs(self) -> str:
         """The function that runs it, as ``pkgutil.resolve_name`` reads it: nothing is imported before."""
         name = type(self).__name__.lower()
-        return f"lightning_sparse.bench.{name}.{name}:{name}"
+        return f"lightning_sparse.bench.{name}:{name}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,41 +214,6 @@ class Scale(_Written):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Simulate(_Written):
-    """Say what strategies cost in loss, without a cluster.
-
-    Train a small model with each strategy among simulated ranks, all of them in this process, and compare bytes and
-    validation loss. A run that was interrupted goes on where it stopped.
-    """
-
-    task: str = _option(
-        "byte_lm: a GPT on Python's own source, with AdamW; digits: a small network for handwritten digits, with SGD "
-        "and momentum (needs scikit-learn); modules: a bag of embeddings that tells 20 modules of Python apart, with "
-        "AdamW, nearly all of whose gradient is zero (%(default)s)",
-        "byte_lm",
-        choices=tuple(TASKS),
-    )
-    strategies: str = _option(
-        "comma-separated, as for bench; the first is what the others are compared with (%(default)s)",
-        "ddp,sparse_dense:wire_dtype=int4,micro:density=0.05:wire_dtype=int4",
-        metavar="LIST",
-    )
-    ranks: int = _option("simulated ranks (%(default)s)", 4)
-    steps: int | None = _option(f"optimizer steps of each training ({_STEPS})", None)
-    learning_rates: str | None = _option(
-        f"largest learning rates to try, with the first seed; the best is used with all ({_RATES})",
-        None,
-        metavar="LIST",
-    )
-    seeds: str = _option("of weights and batches (%(default)s)", "0,1,2", metavar="LIST")
-    optimizer: str | None = _option(
-        "sgd: with momentum 0.9 (the task's own)",
-        None,
-        choices=("adamw", "sgd"),
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Doctor(_OnCluster):
     """Say what this machine or cluster has, what will be used, and what is wrong.
 
@@ -187,7 +231,7 @@ def parser() -> argparse.ArgumentParser:
     every = argparse.ArgumentParser("lightning-sparse", description="Gradient compression for PyTorch Lightning.")
     commands = every.add_subparsers(dest="name", required=True)
     commands.add_parser("list", help="list the compressors")
-    for kind in (Advise, Bench, Scale, Simulate, Doctor):
+    for kind in (Advise, Bench, Scale, Doctor):
         help, _, description = (kind.__doc__ or "").partition(".\n\n")
         own = commands.add_parser(kind.__name__.lower(), help=help[0].lower() + help[1:], description=description)
         own.set_defaults(options=kind)

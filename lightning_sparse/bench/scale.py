@@ -4,17 +4,77 @@ Bytes are counted, by running the compressors among all ranks in this process; t
 """
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 
-from lightning_sparse.bench.cluster.spec import parse
+import torch
+from torch import Tensor
+
+from lightning_sparse.bench.cluster import parse
 from lightning_sparse.bench.compare.workloads import count_parameters, workload_named
 from lightning_sparse.bench.output import environment, new_console, new_progress, new_table, say
-from lightning_sparse.bench.scale.ranks import StepTraffic, count_traffic
-from lightning_sparse.cli.options import Scale
-from lightning_sparse.compressors import COMPRESSORS
+from lightning_sparse.compressors import COMPRESSORS, Dense
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.compressors.lockstep import take_steps
 from lightning_sparse.monitor.tables import human_bytes
 from lightning_sparse.network.costs import Link
+from lightning_sparse.network.simulated import SimNetwork
+from lightning_sparse.selection.streams import draw
+from lightning_sparse_cli import Scale
+
+STEPS = 3  # of which the last is counted: then thresholds and partitions are known
+SPREAD = 3.0  # deviation of the logarithm of the elements' scales: of the large, most are large in every step
+
+
+@dataclass(frozen=True)
+class StepTraffic:
+    """Messages of each rank in one step of one strategy, for one group of gradients."""
+
+    strategy: str  # its name
+    ranks: int  # P
+    elements: int  # n, of the gradient
+    sent_bytes: int  # payload of a rank; all send as much, since sizes of messages do not depend on data
+    hops: int  # from rank to rank that follow one another
+
+
+def count_traffic(strategy: str, ranks: int, elements: int) -> StepTraffic:
+    """Run a compressor on all ranks for ``STEPS`` steps, and count what the last one sends.
+
+    Nothing is estimated anew in that step (Ok-Topk does in every 32nd).  The gradients are made up: normally
+    distributed, each element with a scale of its own that all ranks share.
+
+    Args:
+        strategy: name of the compressor.
+        ranks: P, 2 or more.
+        elements: n, of the gradient.
+    """
+    compressor = COMPRESSORS[strategy]()
+    if compressor.is_dense("gradient", elements):
+        compressor = Dense()
+    weights, scale = torch.zeros(elements), scales(elements)
+    groups = [Group(0, ("gradient",), (weights,)) for _ in range(ranks)]
+    for step in range(STEPS):
+        for rank, group in enumerate(groups):
+            add_gradient(group.unsent, scale, step, rank)
+        network = SimNetwork(ranks, checks=False)
+        take_steps(compressor, groups, network)
+    first = network.comms[0]
+    return StepTraffic(strategy, ranks, elements, first.sent_bytes, first.hops)
+
+
+def scales(n: int) -> Tensor:
+    """The scale of each element of a made-up gradient, [n]."""
+    return _normal(n, 0).mul_(SPREAD).exp_()
+
+
+def add_gradient(unsent: Tensor, scale: Tensor, step: int, rank: int) -> None:
+    """Add the made-up gradient of a rank in a step to ``unsent`` [n]; ``scale`` [n] is of its elements."""
+    unsent.addcmul_(scale, _normal(unsent.numel(), draw(step, rank)))
+
+
+def _normal(n: int, seed: int) -> Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+
 
 WORKLOAD = "mlp_1m"
 LEAST, MOST = 2, 256  # ranks, whose gradients together take 1.1 GB

@@ -12,14 +12,14 @@ from jsonargparse import ArgumentParser
 import lightning_sparse as ls
 from lightning_sparse.auto.forecast import Forecast
 from lightning_sparse.auto.policy import CANDIDATES
-from lightning_sparse.bench.advise.advise import advices, table, words
+from lightning_sparse.bench.advise import advices, table, words
 from lightning_sparse.bench.cluster import parse
-from lightning_sparse.bench.compare.advice import Advice, advise_on, to_paste
+from lightning_sparse.bench.compare.records import Advice, advise_on, to_paste
 from lightning_sparse.bench.compare.workloads import count_parameters, workload_named
-from lightning_sparse.cli import main
 from lightning_sparse.fusion.costs import GroupCosts
 from lightning_sparse.fusion.planner import Measured
 from lightning_sparse.network.costs import Link
+from lightning_sparse_cli import main
 from tests.conftest import emulated
 from tests.support.ticking import ticking
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_sparse.bench.cluster import Cluster, ClusterError, namespaces, network, parse_rate
+from lightning_sparse.bench import cluster as emulation
+from lightning_sparse.bench.cluster import Cluster, ClusterError, parse_rate
 from tests.support.hosts import GBIT, LONG_S, MBIT, emulated, ping, transfer
 
 SWITCH = -1  # where the bridges are, in place of a host
@@ -21,7 +22,7 @@ SWITCH = -1  # where the bridges are, in place of a host
 
 def left(cluster: Cluster) -> list[str]:
     """What is left of a cluster's namespaces."""
-    return [path for path in cluster.network.namespaces.paths if os.path.exists(path)]
+    return [path for path in cluster.network.paths if os.path.exists(path)]
 
 
 def inside(cluster: Cluster) -> list[int]:
@@ -62,7 +63,7 @@ def wait_until(what: Callable[[], bool], timeout_s: float = LONG_S) -> None:
 def test_without_a_tool_the_error_names_it_and_its_package(
     monkeypatch: pytest.MonkeyPatch, tool: str, package: str
 ) -> None:
-    monkeypatch.setattr(namespaces, "find", lambda wanted: None if wanted == tool else f"/sbin/{wanted}")
+    monkeypatch.setattr(emulation, "find", lambda wanted: None if wanted == tool else f"/sbin/{wanted}")
     with (
         pytest.raises(ClusterError, match=f"'{tool}' is not found: apt-get install {package}"),
         Cluster("2xunlimited"),
@@ -71,16 +72,16 @@ def test_without_a_tool_the_error_names_it_and_its_package(
 
 
 def test_without_root_or_user_namespaces_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(namespaces, "capable", lambda: False)
-    monkeypatch.setattr(namespaces, "find", lambda tool: "false" if tool == "unshare" else f"/sbin/{tool}")
-    reason = namespaces.unavailable_reason()
+    monkeypatch.setattr(emulation, "capable", lambda: False)
+    monkeypatch.setattr(emulation, "find", lambda tool: "false" if tool == "unshare" else f"/sbin/{tool}")
+    reason = emulation.unavailable_reason()
     assert reason is not None
     assert "needs root, or a user namespace, which this process may not make" in reason
 
 
 @emulated
 def test_failing_tc_is_quoted_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "_QUEUE_MS", "bad")
+    monkeypatch.setattr(emulation, "_QUEUE_MS", "bad")
     cluster = Cluster("2x1gbit")
     with pytest.raises(ClusterError, match=r"sch_tbf.*(?i:illegal value for \"latency\")"), cluster:
         pass
@@ -93,7 +94,7 @@ def test_where_nothing_can_delay_packets_the_error_names_what_the_kernel_needs(
 ) -> None:
     failing = tmp_path / "delay.py"
     failing.write_text("import sys; sys.exit('[Errno 2] No such file or directory')")
-    monkeypatch.setattr(network, "_DELAY", failing)
+    monkeypatch.setattr(emulation, "_DELAY", failing)
     with pytest.raises(ClusterError, match=r"cannot delay.*nfnetlink_queue.*: \[Errno 2\]"), Cluster("2x1gbit+1ms"):
         pass
 
@@ -178,7 +179,7 @@ with module.Cluster("2x1gbit+1ms") as cluster:
             sys.stdin.readline()  # until that signal was sent
             kill()
         cluster.kill = slow_kill
-    print(json.dumps([[each.pid for each in cluster.network.namespaces._processes], process.pid]), flush=True)
+    print(json.dumps([[each.pid for each in cluster.network._processes], process.pid]), flush=True)
     time.sleep(600)
 """
 
@@ -186,7 +187,7 @@ with module.Cluster("2x1gbit+1ms") as cluster:
 @contextmanager
 def child_with_cluster(mode: str = "plain") -> Iterator[tuple[subprocess.Popen[str], list[int], int]]:
     """A child process that has a cluster, the ids of those that hold its namespaces, and that of a process in it."""
-    command = [sys.executable, "-c", CHILD, str(Path(network.__file__).parents[2]), mode]
+    command = [sys.executable, "-c", CHILD, str(Path(emulation.__file__).parents[1]), mode]
     pipe = subprocess.PIPE
     with subprocess.Popen(
         command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, start_new_session=True
@@ -274,7 +275,7 @@ def test_run_kills_all_when_one_fails_or_the_time_is_up() -> None:
 
 def limits(cluster: Cluster, host: int = SWITCH) -> dict[str, int]:
     """The rate of each limited interface, as the kernel reports it."""
-    shown = cluster.network.namespaces.run(cluster.network.namespaces.paths[1 + host], "tc", "qdisc")
+    shown = cluster.network.run(cluster.network.paths[1 + host], "tc", "qdisc")
     found = re.findall(r"^qdisc tbf \S+ dev (\S+) .*\brate (\S+)", shown, re.MULTILINE)
     return {interface: parse_rate(rate.lower()) or 0 for interface, rate in found}
 
@@ -289,7 +290,7 @@ def test_both_ends_of_a_link_have_its_rate() -> None:
 
 def counted(cluster: Cluster, host: int, interface: str = "eth0") -> dict[str, int]:
     """What the kernel counted on an interface since it was made."""
-    table = cluster.network.namespaces.run(cluster.network.namespaces.paths[1 + host], "cat", "/proc/net/dev")
+    table = cluster.network.run(cluster.network.paths[1 + host], "cat", "/proc/net/dev")
     numbers = re.search(rf"^\s*{interface}:(.*)$", table, re.MULTILINE)[1].split()  # type: ignore[index]
     return {"received": int(numbers[0]), "sent": int(numbers[8]), "packets": int(numbers[9])}
 
@@ -337,9 +338,9 @@ WITHOUT_ROOT = """
 import sys, types
 package = sys.modules["lightning_sparse"] = types.ModuleType("lightning_sparse")
 package.__path__ = [sys.argv[1]]
-from lightning_sparse.bench.cluster import Cluster, namespaces
-assert not namespaces.capable()
-if reason := namespaces.unavailable_reason():
+from lightning_sparse.bench.cluster import Cluster, capable, unavailable_reason
+assert not capable()
+if reason := unavailable_reason():
     print(reason)
 else:
     with Cluster("2x100mbit+1ms") as cluster:
@@ -351,7 +352,7 @@ else:
 @emulated
 def test_without_roots_capabilities_a_user_namespace_stands_in() -> None:
     drop = ["setpriv", "--bounding-set=-net_admin,-sys_admin"]
-    script = [sys.executable, "-S", "-c", WITHOUT_ROOT, str(Path(network.__file__).parents[2])]
+    script = [sys.executable, "-S", "-c", WITHOUT_ROOT, str(Path(emulation.__file__).parents[1])]
     done = subprocess.run([*drop, *script], capture_output=True, text=True, timeout=LONG_S, check=False)
     assert done.returncode == 0, done.stderr
     if "needs root, or a user namespace" not in done.stdout:

@@ -1,1 +1,0 @@
-"""Say whether compression pays for a model and a link, and which compressor to use."""

@@ -1,1 +1,0 @@
-"""``lightning-sparse simulate``: what a strategy costs in loss, without a cluster."""
