@@ -117,9 +117,9 @@ Batches = Sequence[tuple[Tensor, ...]]  # one for each rank
 
 def options_of(strategy: str) -> Options:
     """Read a strategy as ``lightning-sparse bench`` does; a ValueError says why it cannot be simulated."""
-    strategy = StrategySpec(strategy, strategy)
-    built = strategy.build()
-    if strategy.learning_rate is not None:
+    spec = StrategySpec(strategy, strategy)
+    built = spec.build()
+    if spec.learning_rate is not None:
         raise ValueError(f"a strategy to simulate must be given without lr; give --learning-rates; got {strategy!r}")
     if strategy == "ddp":
         return Options.of(Dense(), "bucket")

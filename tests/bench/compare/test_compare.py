@@ -39,9 +39,8 @@ def emulated(test: Callable[..., None]) -> Callable[..., None]:
 
 
 def test_options_go_to_the_compressor_or_to_the_strategy() -> None:
-    strategy = parse_strategies("skip_reduce:skip=0.25:wire_dtype=bfloat16:error_feedback=false:protect=*.bias+*.norm")[
-        0
-    ].build()
+    given = "skip_reduce:skip=0.25:wire_dtype=bfloat16:error_feedback=false:protect=*.bias+*.norm"
+    strategy = parse_strategies(given)[0].build()
     assert isinstance(strategy, SparseDDPStrategy)
     assert strategy.compressor == SkipReduce(skip=0.25, error_feedback=False, protect=("*.bias", "*.norm"))
     assert strategy.options.wire_dtype == "bfloat16"
