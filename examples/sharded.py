@@ -55,7 +55,7 @@ def main() -> None:
     model = ShardedLM(d_model=args.width, layers=10, heads=10)
     trainer.fit(model, StdlibBytes(batch_size=2))
     if trainer.is_global_zero:
-        report = strategy.exchange.last
+        report = strategy.averager.last
         print(f"sent {report.sent_bytes / 2**20:.1f} MiB a step and rank; {report.dense_bytes / 2**20:.1f} in float32")
         print(f"train_loss: {trainer.callback_metrics['train_loss']:.3f} nats per byte")
 

@@ -12,10 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_sparse.auto.active_averager import ActiveAverager
 from lightning_sparse.auto.chooser import Chooser
-from lightning_sparse.auto.course import course_of
 from lightning_sparse.auto.policy import Auto
-from lightning_sparse.auto.switch import Switch
+from lightning_sparse.auto.tuning_loop import tuning_loop_of
 from lightning_sparse.checkpoint import residuals as checkpoint
 from lightning_sparse.checkpoint.rank_local import RankLocalState, in_order
 from lightning_sparse.checkpoint.state import RESIDUALS
@@ -128,19 +128,19 @@ class SparseHook:
         self._groups, self._scaler, self._module = groups, scaler, ddp.module
         self._ranks = TorchComm(ddp.process_group)  # for the main thread, between two steps
         may_choose_local = may_be_local and options.local_group == 1
-        self._course = course_of(
+        self._tuning = tuning_loop_of(
             ddp, parameters, options.averaging_config, options.policy, groups, scaler, self._ranks, may_choose_local
         )
         self._frozen = [(name, p) for name, p in ddp.module.named_parameters() if not p.requires_grad]
         self._handles = self._watch(ddp)
         self._steps_before: int | None = None  # the forward that is under way, if there is one that trains
-        self._register(ddp, self._course.switch)
+        self._register(ddp, self._tuning.active)
         self._ddp = weakref.ref(ddp)
         ddp.join_hook = self._join_hook  # type: ignore[method-assign]
-        weakref.finalize(self, _end, self._course.switch, groups).atexit = False  # for who drops it without close()
-        members = f"{self.exchange.size} {'nodes' if groups.local_size > 1 else self._members}"
+        weakref.finalize(self, _end, self._tuning.active, groups).atexit = False  # for who drops it without close()
+        members = f"{self.averager.size} {'nodes' if groups.local_size > 1 else self._members}"
         rank_zero_info(
-            f"lightning_sparse: {brief(options.compressor)} averages {sum(g.n for g in self.exchange.groups):,} "
+            f"lightning_sparse: {brief(options.compressor)} averages {sum(g.n for g in self.averager.groups):,} "
             f"elements among {'all hosts that come' if options.hosts else members}"
             f"{f', each once in {options.local.steps} local steps' if options.local else ''}."
         )
@@ -154,72 +154,72 @@ class SparseHook:
         return averaged_parameters(ddp)
 
     @staticmethod
-    def _register(ddp: DistributedDataParallel, switch: Switch) -> None:
-        ddp.register_comm_hook(None, switch.hook)
+    def _register(ddp: DistributedDataParallel, active: ActiveAverager) -> None:
+        ddp.register_comm_hook(None, active.hook)
 
     @property
-    def exchange(self) -> Averager:
-        return self._course.switch.exchange
+    def averager(self) -> Averager:
+        return self._tuning.active.averager
 
     @property
     def layer_fusion(self) -> LayerFusion | None:
-        return self._course.switch.layer_fusion
+        return self._tuning.active.layer_fusion
 
     @property
     def chooser(self) -> Chooser | None:
-        return self._course.chooser
+        return self._tuning.chooser
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(self, module: nn.Module, *_: object) -> None:
         """Between two steps: the time to measure, and to change groups.  Every rank passes here as often."""
-        check_may_begin(self._ddp(), self.exchange.error)
+        check_may_begin(self._ddp(), self.averager.error)
         self._warn_if_nothing_is_saved()
         check_still_frozen(self._frozen, self._wrapper, self._to_freeze, self._has_hosts)
         if self._trains(module):
-            self._course.between_steps()
-            self._steps_before = self.exchange.steps
+            self._tuning.between_steps()
+            self._steps_before = self.averager.steps
         elif self._evaluates(module):
             self._end_forward()  # also of one that was interrupted
             sends = getattr(self._ddp(), "require_forward_param_sync", True)  # before the first after one that trains
-            self.exchange.show_average(buffers=sends)
+            self.averager.show_average(buffers=sends)
 
     def _trains(self, module: nn.Module) -> bool:
         """Whether a forward of ``module`` now is trained on: with local steps, others are of the average."""
-        is_evaluated = self.exchange.local is not None and self._evaluates(module)
+        is_evaluated = self.averager.local is not None and self._evaluates(module)
         return torch.is_grad_enabled() and not is_evaluated
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_forward(self, *_: object) -> None:
         self._end_forward()
-        if self._steps_before == self.exchange.steps:  # else backward was within it
-            self.exchange.timeline.begin_backward()
+        if self._steps_before == self.averager.steps:  # else backward was within it
+            self.averager.timeline.begin_backward()
         self._steps_before = None
 
     def _end_forward(self) -> None:
-        if self.exchange.local is not None:
-            self.exchange.local.end_forward()
+        if self.averager.local is not None:
+            self.averager.local.end_forward()
 
     def _join_hook(self, **options: Any) -> JoinHook:
         """Return DDP's own hook; asked for on every rank by ``ddp.join()``, before its first message.
 
         In a step that a joined rank shadows, DDP hands our hook zeros there: what it has not sent is sent all the same.
         """
-        self._course.check_join(options)
+        self._tuning.check_join(options)
         ordinary: JoinHook = DistributedDataParallel.join_hook(self._ddp(), **options)  # type: ignore[arg-type]  # it called
         return ordinary
 
     def _warn_if_nothing_is_saved(self) -> None:
-        if not self._warned_of_bytes and (warning := warning_if_nothing_saved(self.exchange)):
+        if not self._warned_of_bytes and (warning := warning_if_nothing_saved(self.averager)):
             self._warned_of_bytes = True
             rank_zero_warn(warning)
 
     def take_over(self, before: "SparseHook") -> None:
         """Go on where ``before`` ended, with parameters of the same name and shape; one warning names all others."""
-        self._course.follow(before._course)
-        if (before.exchange.local is None) != (self.exchange.local is None):
+        self._tuning.follow(before._tuning)
+        if (before.averager.local is None) != (self.averager.local is None):
             return  # what was not sent is of another kind
-        self.exchange.take_over(before.exchange, memories=before._as_saved == self._as_saved)
-        if lost := not_carried(before.exchange.groups, self.exchange.groups):
+        self.averager.take_over(before.averager, memories=before._as_saved == self._as_saved)
+        if lost := not_carried(before.averager.groups, self.averager.groups):
             rank_zero_warn(f"The model has changed since the fit before: {'; '.join(lost)}.")
 
     def show_average(self) -> None:
@@ -228,15 +228,15 @@ class SparseHook:
         To be called on every rank between two steps, before the model is evaluated or saved.  A forward of ``ddp`` in
         evaluation mode without gradients does it by itself.
         """
-        self.exchange.show_average()
+        self.averager.show_average()
 
     def expect_step(self) -> None:
         """Note that every rank begins a step with its next forward."""
-        self._course.expect_step()
+        self._tuning.expect_step()
 
     def note(self, optimizer: Optimizer) -> None:
         """Have :meth:`state_dict` and :meth:`load_state_dict` know it before it has stepped."""
-        self._course.switch.note(optimizer)
+        self._tuning.active.note(optimizer)
 
     def state_dict(self, residuals: str = "per_rank", optimizers: Sequence[Optimizer] = ()) -> dict[str, Any]:
         """Return what the ranks have not sent, as tensors, strings and integers; complete on rank 0.
@@ -257,9 +257,9 @@ class SparseHook:
 
     def saved(self, residuals: str, optimizers: Sequence[Optimizer] = (), keep_means: bool = True) -> dict[str, Any]:
         """As :meth:`state_dict`, at any time: parameters stay as they are; an open step stays so, and is made again."""
-        how = self._as_saved, self._course.state(), self._parts(optimizers), keep_means
+        how = self._as_saved, self._tuning.state(), self._parts(optimizers), keep_means
         with self._groups.leaders() as leaders:
-            return checkpoint.gather(self.exchange, residuals, leaders, *how).to_dict()
+            return checkpoint.gather(self.averager, residuals, leaders, *how).to_dict()
 
     def load_state_dict(
         self, state: Mapping[str, Any] | None, optimizers: Sequence[Optimizer] = (), is_loaded: bool = False
@@ -273,17 +273,17 @@ class SparseHook:
             ValueError: on every rank, if one of them finds it damaged; each reads what it goes on with, and no more.
             RuntimeError: on every rank, if they were not given the same.
         """
-        self._course.switch.note(*optimizers)
-        saved = checkpoint.read(state, self.exchange, self._ranks)
-        if self.exchange.local is not None:
-            self.exchange.local.abandon(is_loaded)
+        self._tuning.active.note(*optimizers)
+        saved = checkpoint.read(state, self.averager, self._ranks)
+        if self.averager.local is not None:
+            self.averager.local.abandon(is_loaded)
         if saved is not None:
-            self._course.resume(saved.plan, saved.steps)
-        checkpoint.restore(self.exchange, saved, self._as_saved, self._parts(optimizers, is_loaded))
+            self._tuning.resume(saved.plan, saved.steps)
+        checkpoint.restore(self.averager, saved, self._as_saved, self._parts(optimizers, is_loaded))
 
     def _parts(self, optimizers: Sequence[Optimizer], is_loaded: bool = False) -> RankLocalState:
-        switch = self._course.switch
-        known = in_order(optimizers or switch.optimizers.seen, list(switch.parameters.values()))
+        active = self._tuning.active
+        known = in_order(optimizers or active.optimizers.seen, list(active.parameters.values()))
         return RankLocalState(known, self._scaler, self._module, is_loaded)
 
     def close(self) -> None:
@@ -293,7 +293,7 @@ class SparseHook:
         """
         for handle in self._handles:
             handle.remove()
-        _end(self._course.switch, self._groups)
+        _end(self._tuning.active, self._groups)
         self._warn_if_nothing_is_saved()
 
 
@@ -313,7 +313,7 @@ def warning_if_nothing_saved(averager: Averager) -> str:
     )
 
 
-def _end(switch: Switch, process_groups: ProcessGroups) -> None:
+def _end(active: ActiveAverager, process_groups: ProcessGroups) -> None:
     """End both.  Process groups with a message under way stay: to destroy one waits for its messages."""
-    if switch.close():
+    if active.close():
         process_groups.close()

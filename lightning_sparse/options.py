@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_sparse.auto.active_averager import AveragingConfig
 from lightning_sparse.auto.policy import Auto, by_name
-from lightning_sparse.auto.switch import AveragingConfig
 from lightning_sparse.checkpoint.state import RESIDUALS
 from lightning_sparse.checks import check_one_of, check_whole, is_number
 from lightning_sparse.compressors import COMPRESSORS, Compressor, MomentumCorrection, Warmup

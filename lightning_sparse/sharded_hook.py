@@ -9,8 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_sparse.auto.active_averager import ActiveAverager
 from lightning_sparse.auto.policy import Auto
-from lightning_sparse.auto.switch import Switch
 from lightning_sparse.checkpoint.sharded import gather, restore
 from lightning_sparse.checkpoint.state import RESIDUALS
 from lightning_sparse.checks import check_one_of
@@ -37,15 +37,15 @@ class ShardedHook(SparseHook):
         groups = ProcessGroups(ddp, timeout, columns=model.columns)
         self._put_on(ddp, options, None, groups, may_be_local=False, evaluates=lambda module: not module.training)
         if options.policy is None:
-            self._course.switch.group_as([group.names for group in model.groups])
+            self._tuning.active.group_as([group.names for group in model.groups])
 
     @staticmethod
     def _parameters_of(ddp: DistributedDataParallel) -> Mapping[str, Tensor]:
         return cast(ShardedModel, ddp).shards
 
     @staticmethod
-    def _register(ddp: DistributedDataParallel, switch: Switch) -> None:
-        cast(ShardedModel, ddp).average_with(switch.hand_over, lambda: switch.gradients)
+    def _register(ddp: DistributedDataParallel, active: ActiveAverager) -> None:
+        cast(ShardedModel, ddp).average_with(active.hand_over, lambda: active.gradients)
 
     def _watch(self, ddp: DistributedDataParallel) -> list[RemovableHandle]:
         return []  # a strategy calls what follows, since a training step need not be a forward of what is sharded
@@ -75,15 +75,15 @@ class ShardedHook(SparseHook):
 
     def gather(self, residuals: str, folder: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """What a checkpoint keeps, and tensors to be written beside one that is a ``folder``; see :func:`gather`."""
-        state = self._course.state()
-        return gather(self.exchange, self.model, residuals, self._as_saved, state, folder)
+        state = self._tuning.state()
+        return gather(self.averager, self.model, residuals, self._as_saved, state, folder)
 
     def restore(self, said: Mapping[str, Any] | None, folder: Path | None) -> None:
         """Go on with what was saved, in a distributed checkpoint if it is in a ``folder``."""
         if said is not None:
             plans = said["plans"]
-            self._course.resume(plans[self.model.mesh[SHARD].get_local_rank() % len(plans)], said["steps"])
-        restore(said, folder, self.exchange, self.model, self._as_saved)
+            self._tuning.resume(plans[self.model.mesh[SHARD].get_local_rank() % len(plans)], said["steps"])
+        restore(said, folder, self.averager, self.model, self._as_saved)
 
 
 def options_of(

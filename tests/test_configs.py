@@ -108,7 +108,7 @@ def train(rank: int, size: int, folder: str, runs: list[list[str]]) -> list[Any]
         quiet = [f"{name}=false" for name in ("logger", "enable_checkpointing", "enable_progress_bar")]
         sys.argv = ["cli.py", "fit", *arguments, *(f"--trainer.{option}" for option in few + quiet)]
         cli = main()
-        last = cli.trainer.strategy.exchange.last  # type: ignore[attr-defined]
+        last = cli.trainer.strategy.averager.last  # type: ignore[attr-defined]
         results.append((cli.trainer.strategy.compressor, last.sent_bytes / last.dense_bytes, weights(cli.model)))  # type: ignore[attr-defined]
     return results
 

@@ -188,7 +188,7 @@ def train(rank: int, engine: str, default: str, by_nccl: bool) -> list[Tensor]:
 
     with patch.object(process_groups, "carries_by_nccl", lambda *_: by_nccl), DEFAULTS[default]():
         hook = ls.SparseHook(ddp, compressor, **(options | ({"scaler": scaler} if scaler else {})))
-        hook.exchange.watch_unsent()
+        hook.averager.watch_unsent()
         take_steps(0, 7)
         saved = [hook.state_dict(optimizers=[optimizer])]
     dist.broadcast_object_list(saved, 0)
@@ -196,9 +196,9 @@ def train(rank: int, engine: str, default: str, by_nccl: bool) -> list[Tensor]:
         take_steps(7, 9)
         hook.load_state_dict(saved[0], [optimizer])
         take_steps(9, 12)
-        delivered = delivered_by(hook.exchange)
+        delivered = delivered_by(hook.averager)
         hook.show_average()
-        assert measure_link(hook.exchange).latency_s > 0
+        assert measure_link(hook.averager).latency_s > 0
         hook.close()
     kept = [x for x in tree_leaves(saved) if isinstance(x, Tensor)]
     return [x.detach().reshape(-1).clone() for x in (*ddp.parameters(), *ddp.buffers(), *kept, torch.tensor(delivered))]
@@ -278,7 +278,7 @@ def fit(rank: int, size: int, kind: str, dtype: str) -> tuple[Tensor, set[str]]:
     )
     with patch.object(TorchComm, "_all_reduce", noting):
         run.fit(module, data(8, size))
-    moments = strategy.exchange.local.state().get("moments", {})  # type: ignore[union-attr]
+    moments = strategy.averager.local.state().get("moments", {})  # type: ignore[union-attr]
     assert all(x.dtype != getattr(torch, dtype) for x in moments.values() if dtype != "float32")
     assert moments
     return torch.cat([p.detach().flatten() for p in module.parameters()]), sent

@@ -38,7 +38,7 @@ class Alone:
         return grad.flatten().clone()
 
     def unsent(self) -> Tensor:
-        return torch.cat([group.unsent for group in self.hook.exchange.groups])
+        return torch.cat([group.unsent for group in self.hook.averager.groups])
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_every_strategy_updates_all_elements_and_says_why(alone: Any, name: str)
         gradient = torch.randn(100)
         assert torch.equal(run.mean(gradient), gradient)
     assert not run.unsent().any()
-    assert run.hook.exchange.last.picked == 100
+    assert run.hook.averager.last.picked == 100
 
 
 @pytest.mark.parametrize("residuals", ["per_rank", "mean"])

@@ -69,12 +69,12 @@ class Diary(L.Callback):
         self._note(trainer, {})
         if self.file.stem == "1" and trainer.global_step >= self.next:
             self.next = trainer.global_step - trainer.global_step % KEEP + KEEP
-            averages = {name: x.clone() for name, x in trainer.strategy.exchange.averages.items()}
+            averages = {name: x.clone() for name, x in trainer.strategy.averager.averages.items()}
             torch.save((time.time(), averages), self.folder / f"{time.time():.3f}.pt")
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         trainer.strategy.show_average()
-        said = trainer.strategy.exchange.metrics() | {"end_s": time.time()}
+        said = trainer.strategy.averager.metrics() | {"end_s": time.time()}
         self._note(trainer, said | {"loss": validation_loss(module.task)})
 
     def _note(self, trainer: L.Trainer, more: dict[str, Any]) -> None:

@@ -195,7 +195,7 @@ class LocalReplicas:
     def __init__(self, model: LightningModule, options: Options, ranks: int, optimizer: str = "adamw") -> None:
         assert options.local is not None
         self.network = SimNetwork(ranks, wire_format(options.wire_dtype))
-        self._settings = options.local.led(options.averaging, str(options.wire_dtype))
+        self._settings = options.local.with_lead(options.averaging, str(options.wire_dtype))
         self._average, self._warmup_steps = model, options.warmup_steps
         self._models = [deepcopy(model) for _ in range(ranks)]
         self._optimizers = [OPTIMIZERS[optimizer](each) for each in self._models]
@@ -240,13 +240,13 @@ class LocalReplicas:
         self._due = [ranks for ranks in self._replicas if all([x.is_due(step, self._warmup_steps) for x in ranks])]
         for ranks in self._due:
             for replica in ranks:
-                replica.take_up(size)
+                replica.snapshot(size)
             total = take_steps(ranks[0].compressor, [replica.group for replica in ranks], self.network)
             for replica in ranks:
-                replica.move(total, size)
+                replica.set_move(total, size)
         if self._moments[0].is_due(step):
             for moments in self._moments:
-                moments.take_up()
+                moments.snapshot()
             self.network.run([moments.sum_up(comm) for moments, comm in zip(self._moments, comms, strict=True)])
 
     @torch.no_grad()
@@ -255,7 +255,7 @@ class LocalReplicas:
         shared = self._average.state_dict()
         for ranks in self._due:
             for replica in ranks:
-                replica.apply()
+                replica.apply_move()
             for name, average in zip(ranks[0].group.names, ranks[0].averages(), strict=True):
                 shared[name].copy_(average)
         for name, _ in self._average.named_buffers():  # statistics, as whoever looks at them has them

@@ -75,13 +75,13 @@ def _is_allowed(forecast: Forecast, at_most: float | None) -> bool:
 
 
 def _shared(
-    exchange: Averager, candidates: Sequence[Candidate], forecast: Callable[[Candidate], Forecast]
+    averager: Averager, candidates: Sequence[Candidate], forecast: Callable[[Candidate], Forecast]
 ) -> list[Forecast]:
     """Return the forecast of each candidate, made by one of the ranks; to be called on every rank, with the same."""
-    own = [vars(forecast(candidate)) for candidate in candidates[exchange.rank :: exchange.size]]
+    own = [vars(forecast(candidate)) for candidate in candidates[averager.rank :: averager.size]]
     numbers = [{name: x for name, x in each.items() if name != "candidate"} for each in own]
-    every = [json.loads(each) for each in exchange.lanes.gather_text(json.dumps(numbers))]
-    return [Forecast(c, **every[i % exchange.size][i // exchange.size]) for i, c in enumerate(candidates)]
+    every = [json.loads(each) for each in averager.lanes.gather_text(json.dumps(numbers))]
+    return [Forecast(c, **every[i % averager.size][i // averager.size]) for i, c in enumerate(candidates)]
 
 
 class Chooser:
@@ -167,18 +167,18 @@ class Chooser:
         chosen, at_most = [self.chosen.candidate] if self.chosen else [], self._auto.at_most
         return [f for f in self._known if f.candidate in chosen or _is_allowed(f, at_most)]
 
-    def start(self, exchange: Averager, costs: GroupCosts, given: Compressor) -> tuple[Compressor, float]:
+    def start(self, averager: Averager, costs: GroupCosts, given: Compressor) -> tuple[Compressor, float]:
         """Return what to begin with: ``given``, or plain sums where the link takes them sooner; and their seconds.
 
         To be called on every rank between two steps, before any is measured.
         """
         options = [given, *(each.averaging for each in PLAIN if each in self._candidates)]
-        seconds = median_over_ranks(exchange, list(map(costs.sums_s, options))).tolist()
+        seconds = median_over_ranks(averager, list(map(costs.sums_s, options))).tolist()
         return options[seconds.index(min(seconds))], min(seconds)
 
     def choose(
         self,
-        exchange: Averager,
+        averager: Averager,
         measured: Measured,
         costs: GroupCosts,
         at_work: Compressor | None,
@@ -201,9 +201,9 @@ class Chooser:
         self._looks = {candidate: [measured.span_s + measured.rest_s] for candidate in known}
         if EXACT in self._candidates and costs.in_place(EXACT.averaging):
             self.forecasts = [self._forecast_of(EXACT)]
-        return self._take_best(exchange)
+        return self._take_best(averager)
 
-    def note(self, exchange: Averager, step_s: float) -> Candidate:
+    def note(self, averager: Averager, step_s: float) -> Candidate:
         """Return what to go on with, now that a step of what was chosen has taken ``step_s`` seconds.
 
         To be called on every rank between two steps, with the same.
@@ -213,22 +213,22 @@ class Chooser:
         if chosen in self._looks:
             return chosen
         self.see(chosen, step_s)
-        return self._take_best(exchange) if chosen in self._looks else chosen
+        return self._take_best(averager) if chosen in self._looks else chosen
 
-    def _look(self, exchange: Averager) -> None:
+    def _look(self, averager: Averager) -> None:
         """Predict the step of each candidate, and gather gradients of all ranks."""
         self._has_looked, own = True, self._record.gradients()
-        of_each = exchange.lanes.ask(lambda comm: comm.all_gather(own.flatten().bfloat16()))[:RANKS].float()
+        of_each = averager.lanes.run_message(lambda comm: comm.all_gather(own.flatten().bfloat16()))[:RANKS].float()
         self._gradients, self._weights = of_each.unflatten(1, own.shape), self._record.weights()
-        self.forecasts = _shared(exchange, self._candidates, self._forecast_of)
+        self.forecasts = _shared(averager, self._candidates, self._forecast_of)
         for candidate in self._looks:
             self._correct(candidate)
 
-    def _try(self, exchange: Averager, untried: Sequence[Forecast]) -> None:
+    def _try(self, averager: Averager, untried: Sequence[Forecast]) -> None:
         """Try on gradients, on each rank one, those that may be soonest."""
-        candidates = [f.candidate for f in sorted(untried, key=lambda f: f.seconds)[: exchange.size]]
+        candidates = [f.candidate for f in sorted(untried, key=lambda f: f.seconds)[: averager.size]]
         expected = {f.candidate: f for f in self.forecasts}
-        found = _shared(exchange, candidates, lambda c: tried(expected[c], self._gradients, self._weights))
+        found = _shared(averager, candidates, lambda c: tried(expected[c], self._gradients, self._weights))
         self.forecasts = list((expected | {f.candidate: f for f in found}).values())
 
     def _is_hidden(self, forecast: Forecast) -> bool:
@@ -261,17 +261,17 @@ class Chooser:
 
         self.forecasts = [corrected(f) for f in self.forecasts]
 
-    def _take_best(self, exchange: Averager) -> Candidate:
+    def _take_best(self, averager: Averager) -> Candidate:
         """Choose by what is known, after a look at all if another might be sooner; of many measured, one of these."""
         while True:
             among = [f for f in self._within_reach if len(self._known) < MOST_TRIED or f in self._known]
             best = soonest(among, self._auto.at_most, self.measured) if among else None
             if best and best.delivered is None:
-                self._try(exchange, [f for f in among if f.delivered is None])
+                self._try(averager, [f for f in among if f.delivered is None])
             elif best and (self._has_looked or self._is_hidden(best)):
                 return self._announced(best)
             else:
-                self._look(exchange)
+                self._look(averager)
 
     def _announced(self, best: Forecast) -> Candidate:
         """Choose ``best``."""

@@ -10,7 +10,7 @@ from lightning_sparse.compressors import Dense
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.compressors.wrappers import type_in_place
 from lightning_sparse.engine.groups import cut_into_fragments, message_lengths, pieces_of
-from lightning_sparse.fusion.costs import MOST, RUNS, GroupCosts, adding_to, made_up
+from lightning_sparse.fusion.costs import MOST, RUNS, GroupCosts, made_up, timed_into
 from lightning_sparse.fusion.model import Plan
 from lightning_sparse.fusion.planner import DDP_PLAN, IN_PLACE, Measured, best_plan
 from lightning_sparse.local_steps.replica import Replica
@@ -98,11 +98,11 @@ def applying_s(n: int, costs: GroupCosts) -> float:
     seconds = []
     for _ in range(RUNS):
         seconds.append(0.0)
-        with adding_to(seconds, costs.device, costs.now):
-            replica.take_up(costs.size)
-        replica.move(replica.group.unsent, costs.size)
-        with adding_to(seconds, costs.device, costs.now):
-            replica.apply()
+        with timed_into(seconds, costs.device, costs.now):
+            replica.snapshot(costs.size)
+        replica.set_move(replica.group.unsent, costs.size)
+        with timed_into(seconds, costs.device, costs.now):
+            replica.apply_move()
     return min(seconds[1:])
 
 

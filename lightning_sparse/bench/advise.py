@@ -33,7 +33,7 @@ from lightning_sparse.bench.output import known, new_progress, new_table
 from lightning_sparse.compressors import Dense
 from lightning_sparse.fusion.costs import RANKS, GroupCosts, Now
 from lightning_sparse.fusion.planner import Measured
-from lightning_sparse.fusion.steps import PassCounts, Passes, measure_steps
+from lightning_sparse.fusion.steps import BetweenSteps, PassCounts, measure_steps
 from lightning_sparse.gradients.averager import GradientAverager
 from lightning_sparse.monitor.tables import human_bytes
 from lightning_sparse.network.costs import Link
@@ -148,11 +148,11 @@ class _Profile(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin."""
         assert isinstance(trainer.strategy, SparseDDPStrategy)
-        assert isinstance(trainer.strategy.exchange, GradientAverager)
-        self._exchange = trainer.strategy.exchange
-        self._exchange.record_gradients(ELEMENTS)
+        assert isinstance(trainer.strategy.averager, GradientAverager)
+        self._averager = trainer.strategy.averager
+        self._averager.record_gradients(ELEMENTS)
         parameters = {name: p for name, p in pl_module.named_parameters() if p.requires_grad}
-        self._passes = self._measure(measure_steps(self._exchange, parameters, COUNTS))
+        self._passes = self._measure(measure_steps(self._averager, parameters, COUNTS))
 
     def on_train_batch_start(self, *args: Any) -> None:
         """Note what is known of the last step."""
@@ -161,9 +161,9 @@ class _Profile(Callback):
     def on_train_end(self, *args: Any) -> None:
         """Keep what was measured and recorded."""
         next(self._passes)
-        self.record = self._exchange.take_record()
+        self.record = self._averager.take_record()
 
-    def _measure(self, passes: Passes[Measured]) -> Passes[None]:
+    def _measure(self, passes: BetweenSteps[Measured]) -> BetweenSteps[None]:
         self.measured = yield from passes
         yield
 

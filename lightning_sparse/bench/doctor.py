@@ -278,7 +278,7 @@ class CheckedModel(Classifier):
 
     def on_after_backward(self) -> None:
         """Check what has been averaged."""
-        if self._exchange and self._exchange.local is not None:
+        if self._averager and self._averager.local is not None:
             return
         after, parameters = self._unsent(), dict(self.named_parameters())
         before = {name: self._before[name] + self._gradients[name].double() for name in parameters}
@@ -299,7 +299,7 @@ class CheckedModel(Classifier):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Check that the replicas are equal."""
         del outputs, batch, batch_idx
-        local = self._exchange.local if self._exchange else None
+        local = self._averager.local if self._averager else None
         shared = local.compared() if local else {}
         check_replicas({name: shared.get(p, p) for name, p in self.named_parameters()}, world())
         self._checked += 1
@@ -310,7 +310,7 @@ class CheckedModel(Classifier):
             raise RuntimeError(f"{self.trainer.max_steps} steps must be checked; {self._checked} were.")
 
     @property
-    def _exchange(self) -> Averager | None:
+    def _averager(self) -> Averager | None:
         return getattr(self.trainer.strategy, "exchange", None)
 
     def _note(self, name: str, gradient: Tensor) -> None:
@@ -321,7 +321,7 @@ class CheckedModel(Classifier):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # groups are averaged on a stream of their own
         unsent = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in self.named_parameters()}
-        for group in self._exchange.groups if self._exchange else ():
+        for group in self._averager.groups if self._averager else ():
             for name, parameter, slot in zip(group.names, group.parameters, group.slots(group.unsent), strict=True):
                 unsent[name] = slot.detach().double().view(parameter.shape)
         return unsent

@@ -26,7 +26,7 @@ from lightning_sparse.network.torch_comm import TorchComm
 
 
 def gather(
-    exchange: Averager,
+    averager: Averager,
     residuals: str,  # "per_rank" or "mean"
     leaders: TorchComm | None,  # the ranks, or with nodes the first of each; None on the others, for which it speaks
     compressor: str,  # what was given to average with, as text
@@ -40,13 +40,13 @@ def gather(
     """
 
     def rows(x: Tensor) -> Tensor:  # [*s] -> [P, *s] on the first rank, [0, *s] elsewhere
-        flat = x.reshape(-1).to(exchange.device)
+        flat = x.reshape(-1).to(averager.device)
         every = leaders.gather(flat) if leaders else flat.new_empty((0, flat.numel()), device="cpu")
         return every.view(len(every), *x.shape)
 
     unsent: dict[str, Tensor] = {}
     groups: list[dict[str, Any]] = []
-    for group in exchange.kept(keep_means):
+    for group in averager.kept(keep_means):
         for name, shape, slot in zip(group.names, group.shapes, group.slots(group.unsent), strict=True):
             if residuals == "mean":
                 unsent[name] = (leaders.mean(slot) if leaders else slot.cpu()).view(shape)
@@ -56,19 +56,19 @@ def gather(
             memory = {key: rows(kept) for key, kept in sorted(group.memory.items())}
             groups.append({"names": list(group.names), "memory": memory, "step": group.step})
     kept: dict[str, Any] = {}
-    if exchange.local is not None:
+    if averager.local is not None:
         assert leaders is not None  # there are no nodes
-        kept = gather_local(exchange.local, leaders, exchange.device, rows if residuals == "per_rank" else None, parts)
-    steps, means = steps_of(exchange), exchange.due_means if keep_means else {}
-    return State(residuals, exchange.size, steps, unsent, groups, compressor, plan, kept, means)
+        kept = gather_local(averager.local, leaders, averager.device, rows if residuals == "per_rank" else None, parts)
+    steps, means = steps_of(averager), averager.due_means if keep_means else {}
+    return State(residuals, averager.size, steps, unsent, groups, compressor, plan, kept, means)
 
 
-def steps_of(exchange: Averager) -> int:
+def steps_of(averager: Averager) -> int:
     """The optimizer steps that were taken, as far as compressors count them."""
-    return exchange.steps if exchange.local is not None else exchange.group_step
+    return averager.steps if averager.local is not None else averager.group_step
 
 
-def read(saved: Mapping[str, Any] | None, exchange: Averager, comm: Comm) -> State | None:
+def read(saved: Mapping[str, Any] | None, averager: Averager, comm: Comm) -> State | None:
     """Return what was ``saved``, if it is whole and the same on every rank; to be called on every rank.
 
     Raises:
@@ -77,22 +77,22 @@ def read(saved: Mapping[str, Any] | None, exchange: Averager, comm: Comm) -> Sta
     """
     state, found = None, ""
     try:
-        state = None if saved is None else State.checked(saved, exchange.rank, exchange.size)
+        state = None if saved is None else State.checked(saved, averager.rank, averager.size)
     except ValueError as error:
         found = str(error)
     if damaged := "; ".join(
-        f"{what} ({ranks})" for what, ranks in ranks_having(everywhere(found, comm, exchange.device)).items() if what
+        f"{what} ({ranks})" for what, ranks in ranks_having(everywhere(found, comm, averager.device)).items() if what
     ):
         raise ValueError(
             f"The residuals (the gradient not yet sent) in the checkpoint are damaged: {damaged}. Resume from an older "
             f"checkpoint, or without them, so that they start from zero: load it with torch.load, pop({KEY!r}), and "
             "save it again."
         )
-    agree(state.described() if state else {"checkpoint": "without residuals"}, comm, exchange.device)
+    agree(state.described() if state else {"checkpoint": "without residuals"}, comm, averager.device)
     return state
 
 
-def restore(exchange: Averager, state: State | None, compressor: str, parts: RankLocalState) -> None:
+def restore(averager: Averager, state: State | None, compressor: str, parts: RankLocalState) -> None:
     """Set what this rank has not sent, from the state in a checkpoint, or to zero if there is none.
 
     Parameters are found by name, so groups may have changed.  On the number of ranks that saved "per_rank", each rank
@@ -103,28 +103,28 @@ def restore(exchange: Averager, state: State | None, compressor: str, parts: Ran
     Raises:
         ValueError: there are states of optimizers, and no optimizers that may have them.
     """
-    local = exchange.local
+    local = averager.local
     if state is not None and state.local and local is None:
         start_from_mean(state, parts)
     state = _of_this_kind(state, local is not None)
     if state is not None and local is not None:
         state = with_buffers_apart(state, local.buffers)
         local.adopt([group["names"] for group in state.groups] or [list(state.unsent)])
-    lost = [] if state is None else list(_differences(state, exchange.size, compressor))
-    saved = [] if state is None else _groups(state, exchange, memories=not lost)
-    new = list(zip(exchange.groups, exchange.compressors, strict=True))
+    lost = [] if state is None else list(_differences(state, averager.size, compressor))
+    saved = [] if state is None else _groups(state, averager, memories=not lost)
+    new = list(zip(averager.groups, averager.compressors, strict=True))
     shapes = {(name, shape) for group in saved for name, shape in zip(group.names, group.shapes, strict=True)}
     carry_over(saved, new)
-    exchange.hand_back({} if state is None else state.means)
-    exchange.note_resumed()
+    averager.hand_back({} if state is None else state.means)
+    averager.note_resumed()
     if local is not None:
-        _restore_local(exchange, local, state, shapes, parts)
-    if state is not None and (lost := [*lost, *not_carried(saved, exchange.groups)]):
+        _restore_local(averager, local, state, shapes, parts)
+    if state is not None and (lost := [*lost, *not_carried(saved, averager.groups)]):
         rank_zero_warn(f"Resuming from a checkpoint of another configuration: {'; '.join(lost)}.")
 
 
 def _restore_local(
-    exchange: Averager,
+    averager: Averager,
     local: LocalState,
     state: State | None,
     shapes: Collection[tuple[str, torch.Size]],
@@ -141,22 +141,22 @@ def _restore_local(
         )
     own = {
         name
-        for group in exchange.groups
+        for group in averager.groups
         for name, shape in zip(group.names, group.shapes, strict=True)
         if (name, shape) in shapes
     }
     own -= {name for name in own if parts.is_loaded and is_set(name, parts.tensors, state)}
     late = not parts.is_loaded and any(is_set(name, parts.tensors, state) for name in own)
-    averages = {name: x.to(exchange.device) for name, x in state.local.get("averages", {}).items() if name in own}
+    averages = {name: x.to(averager.device) for name, x in state.local.get("averages", {}).items() if name in own}
     local.unpack(state.steps, own, averages, late)
-    rows = state.rows_of(exchange.rank, exchange.size)
+    rows = state.rows_of(averager.rank, averager.size)
     for optimizer, tensors in zip(parts.optimizers, state.optimizers, strict=False):
         set_tensors(optimizer, {key: mean_used(x, rows) for key, x in tensors.items()})
-    same_ranks = state.ranks == exchange.size
+    same_ranks = state.ranks == averager.size
     sampled = state.local.get("sampled") if same_ranks else None
-    local.resume(state.local, None if sampled is None else sampled[exchange.rank].clone())
+    local.resume(state.local, None if sampled is None else sampled[averager.rank].clone())
     if same_ranks:
-        restore_parts(state, exchange.rank, local, parts)
+        restore_parts(state, averager.rank, local, parts)
 
 
 def _of_this_kind(state: State | None, local: bool) -> State | None:
@@ -193,9 +193,9 @@ def _differences(state: State, size: int, compressor: str) -> Iterator[str]:
         yield f"it has no checksum, so {compressor} learns thresholds anew"
 
 
-def _groups(state: State, exchange: Averager, memories: bool) -> list[Group]:
+def _groups(state: State, averager: Averager, memories: bool) -> list[Group]:
     """The groups that ``state`` was saved with, and one of all other parameters, with what this rank goes on with."""
-    rows = state.rows_of(exchange.rank, exchange.size)
+    rows = state.rows_of(averager.rank, averager.size)
     grouped = {name for kept in state.groups for name in kept["names"]}
     rest = {"names": [name for name in state.unsent if name not in grouped], "memory": {}}
     groups = []
@@ -206,9 +206,9 @@ def _groups(state: State, exchange: Averager, memories: bool) -> list[Group]:
         for slot, x in zip(group.slots(group.unsent), saved, strict=True):
             slot.copy_(mean_used(x, rows).reshape(-1))
         if memories:
-            group.memory = {key: _beside(x[exchange.rank], exchange.device) for key, x in kept["memory"].items()}
+            group.memory = {key: _beside(x[averager.rank], averager.device) for key, x in kept["memory"].items()}
         elif (unsent := kept["memory"].get(UNSENT_GRADIENT)) is not None:
-            group.memory = {UNSENT_GRADIENT: _beside(mean_used(unsent, rows), exchange.device)}
+            group.memory = {UNSENT_GRADIENT: _beside(mean_used(unsent, rows), averager.device)}
         groups.append(group)
     return groups
 

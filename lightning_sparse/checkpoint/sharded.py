@@ -28,29 +28,29 @@ MEAN = "mean"  # of all replicas, in the place of a replica's number
 
 
 def gather(
-    exchange: Averager, model: ShardedModel, residuals: str, compressor: str, plan: Mapping[str, Any], folder: bool
+    averager: Averager, model: ShardedModel, residuals: str, compressor: str, plan: Mapping[str, Any], folder: bool
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return what a checkpoint keeps: what is said of it, complete on rank 0, and tensors for a ``folder``.
 
     For a single file the tensors are in the first, on rank 0, in the memory of the host.  Called on every rank.
     """
-    replica = str(exchange.rank) if residuals == "per_rank" else MEAN
+    replica = str(averager.rank) if residuals == "per_rank" else MEAN
     column = TorchComm(model.process_group)
     unsent = {}
-    for group in exchange.groups:
+    for group in averager.groups:
         for name, shape, slot in zip(group.names, group.shapes, group.slots(group.unsent), strict=True):
             x = slot if residuals == "per_rank" else column.all_reduce(slot.clone()).wait() / column.size
             unsent[name] = as_dtensor(x.view(shape), model.sharded[name])
-    memory = [dict(sorted(group.memory.items())) for group in exchange.groups] if residuals == "per_rank" else []
+    memory = [dict(sorted(group.memory.items())) for group in averager.groups] if residuals == "per_rank" else []
     plans: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(plans, dict(plan))
     said: dict[str, Any] = {
-        "replicas": [str(r) for r in range(exchange.size)] if residuals == "per_rank" else [MEAN],
+        "replicas": [str(r) for r in range(averager.size)] if residuals == "per_rank" else [MEAN],
         "mesh": list(model.mesh.shape),
-        "steps": exchange.group_step,
-        "group steps": [group.step for group in exchange.groups],
+        "steps": averager.group_step,
+        "group steps": [group.step for group in averager.groups],
         "compressor": compressor,
-        "groups": [list(group.names) for group in exchange.groups],
+        "groups": [list(group.names) for group in averager.groups],
         "shapes": {name: list(x.shape) for name, x in unsent.items()},
         "plans": plans[: model.shard_size],
     }
@@ -82,7 +82,7 @@ def save_tensors(tensors: Mapping[str, Tensor], checkpoint: Path) -> None:
 
 
 def restore(
-    said: Mapping[str, Any] | None, checkpoint: Path | None, exchange: Averager, model: ShardedModel, compressor: str
+    said: Mapping[str, Any] | None, checkpoint: Path | None, averager: Averager, model: ShardedModel, compressor: str
 ) -> None:
     """Set what this rank has not sent, from what :func:`gather` returned, or to zero if there is nothing.
 
@@ -99,22 +99,22 @@ def restore(
                 f"{checkpoint} must have a folder {KEY} with the gradient not yet sent, which its metadata describes; "
                 "it is missing, so saving was interrupted or the folder was removed. Resume from an older checkpoint."
             )
-        lost += _differences(said, exchange, model, compressor)
-        saved = _groups(said, checkpoint, exchange, model, memories=not lost)
-    carry_over(saved, list(zip(exchange.groups, exchange.compressors, strict=True)))
+        lost += _differences(said, averager, model, compressor)
+        saved = _groups(said, checkpoint, averager, model, memories=not lost)
+    carry_over(saved, list(zip(averager.groups, averager.compressors, strict=True)))
     if said is not None:
         known = {name for group in saved for name in group.names}
         if gone := sorted(said["shapes"].keys() - known):
             lost.append(f"what was not sent of {', '.join(gone[:5])} is dropped")
-        lost += not_carried(saved, exchange.groups)
+        lost += not_carried(saved, averager.groups)
     if lost:
         rank_zero_warn(f"Resuming from a checkpoint of another configuration: {'; '.join(lost)}.")
 
 
-def _differences(said: Mapping[str, Any], exchange: Averager, model: ShardedModel, compressor: str) -> Iterator[str]:
+def _differences(said: Mapping[str, Any], averager: Averager, model: ShardedModel, compressor: str) -> Iterator[str]:
     replicas, mesh = said["replicas"], said["mesh"]
-    if len(replicas) != exchange.size or replicas == [MEAN]:
-        yield f"{mesh[0]} replicas wrote it, and each of {exchange.size} starts from the mean of what was not sent"
+    if len(replicas) != averager.size or replicas == [MEAN]:
+        yield f"{mesh[0]} replicas wrote it, and each of {averager.size} starts from the mean of what was not sent"
     elif mesh != list(model.mesh.shape):
         yield f"it was written with {mesh[1]} shards, so {compressor} learns thresholds anew"
     if said["compressor"] != compressor:
@@ -122,17 +122,17 @@ def _differences(said: Mapping[str, Any], exchange: Averager, model: ShardedMode
 
 
 def _groups(
-    said: Mapping[str, Any], checkpoint: Path | None, exchange: Averager, model: ShardedModel, memories: bool
+    said: Mapping[str, Any], checkpoint: Path | None, averager: Averager, model: ShardedModel, memories: bool
 ) -> list[Group]:
     """The groups that were saved, as far as their parameters are known, with what this rank goes on with."""
-    own_row = len(said["replicas"]) == exchange.size and said["replicas"] != [MEAN]
-    rows = [said["replicas"][exchange.rank]] if own_row else said["replicas"]
+    own_row = len(said["replicas"]) == averager.size and said["replicas"] != [MEAN]
+    rows = [said["replicas"][averager.rank]] if own_row else said["replicas"]
     names = [name for name, p in model.sharded.items() if said["shapes"].get(name) == list(p.shape)]
     unsent = {name: torch.zeros_like(model.shards[name], dtype=torch.float32) for name in names}
     for replica in rows:
         for name, x in _unsent(said, checkpoint, replica, names, model).items():
             unsent[name].add_(x, alpha=1 / len(rows))
-    memory = _memory(said, checkpoint, exchange) if memories else None
+    memory = _memory(said, checkpoint, averager) if memories else None
     groups = []
     for i, group_names in enumerate(said["groups"]):
         have = tuple(name for name in group_names if name in unsent)
@@ -167,7 +167,7 @@ def _own_shard(full: Tensor, like: DTensor) -> Tensor:
     return parts[rank].to(own.device) if rank < len(parts) else torch.empty_like(own, dtype=full.dtype)
 
 
-def _memory(said: Mapping[str, Any], checkpoint: Path | None, exchange: Averager) -> list[dict[str, Tensor]]:
+def _memory(said: Mapping[str, Any], checkpoint: Path | None, averager: Averager) -> list[dict[str, Tensor]]:
     """What this rank's compressors remembered of each group; values in float32 lie beside the gradients."""
     rank = dist.get_rank()
     if checkpoint is None:
@@ -186,6 +186,6 @@ def _memory(said: Mapping[str, Any], checkpoint: Path | None, exchange: Averager
             i, _, name = key.removeprefix(prefix).partition("/")
             kept[int(i)][name] = x
     return [
-        {key: x.clone().to(exchange.device if x.dtype == torch.float32 else None) for key, x in each.items()}
+        {key: x.clone().to(averager.device if x.dtype == torch.float32 else None) for key, x in each.items()}
         for each in kept
     ]

@@ -270,7 +270,7 @@ class ElasticAverager(LocalAverager):
         membership.committed = furthest["committed"]
         if doubt is not None and doubt[1] + 1 == membership.committed:
             for replica in doubt[0].replicas:
-                replica.apply()
+                replica.apply_move()
             self.set_by_others.accept()
             self.moments.receive()
             self.moments.read(self.members)

@@ -58,7 +58,7 @@ class Membership:
     # - a meeting
 
     def meet(self) -> tuple[bool, Mapping[str, Any] | None]:
-        """Meet the other hosts; return whether messages can be sent, and if this one is behind what the furthest saved."""
+        """Meet the other hosts; return whether messages can be sent, and what the furthest saved, to one behind."""
         is_ready = self._hosts.meet(self.committed)
         if not is_ready and self._hosts.failure and not self._has_warned:
             self._has_warned = True

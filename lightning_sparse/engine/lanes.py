@@ -29,7 +29,7 @@ class Lanes:
         comms: the ranks, once for each lane; nobody else may launch messages on them.
         threaded: give each lane a thread of its own.
         device: of what is sent.
-        asked: whom :meth:`ask` asks; None: the ranks of the first lane.
+        asked: who answers :meth:`run_message`; None: the ranks of the first lane.
 
     [Note: who issues messages] Each group is sent on the lane with the fewest elements before it.  A lane is one
     process group and one issuer, which runs its groups one after the other in a fixed order, so that on each process
@@ -79,7 +79,7 @@ class Lanes:
         """Return what ``work`` returns on the first lane."""
         return self.on_each(work, lanes=1)[0]
 
-    def ask(self, launch: Callable[[Comm], Pending]) -> Tensor:
+    def run_message(self, launch: Callable[[Comm], Pending]) -> Tensor:
         """The result of one message, launched on the first lane."""
         if self._asked is not None:
             return launch(self._asked).wait()
@@ -89,8 +89,8 @@ class Lanes:
         """Return what each rank says, by rank."""
         return self.on_first(lambda lane: everywhere(text, lane.comm, self._device))
 
-    def ask_beside(self, launch: Callable[[Comm], Pending]) -> "Answer":
-        """As :meth:`ask`, within a step and without waiting: once the first lane has done what it was given so far.
+    def run_message_beside(self, launch: Callable[[Comm], Pending]) -> "Answer":
+        """As :meth:`run_message`, within a step and without waiting: once the first lane has done what it was given so far.
 
         ``launch`` makes what it sends, on the lane's stream: the message may be under way when the caller forgets it.
         """

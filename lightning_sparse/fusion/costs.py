@@ -110,10 +110,10 @@ class GroupCosts:
             busy_s.append(0.0)
             sent_before, hops_before = comm.sent_bytes, comm.hops
             for group, gradient in zip(groups, gradients, strict=True):
-                with adding_to(busy_s if group is groups[0] else [0.0], device, now):
+                with timed_into(busy_s if group is groups[0] else [0.0], device, now):
                     group.unsent.copy_(gradient)
             total = take_steps(compressor, groups, network, lambda own: _timed(own, busy_s, device, now))
-            with adding_to(busy_s, device, now):
+            with timed_into(busy_s, device, now):
                 groups[0].hand_back(total, [bucket], simulated)
         sent = round((comm.sent_bytes - sent_before) * (1 - 1 / size) * simulated / max(simulated - 1, 1))
         busy, wire_s = min(busy_s[1:]), sent * link.s_per_byte
@@ -136,7 +136,7 @@ def made_up(n: int, seed: int, device: torch.device) -> Tensor:
 
 
 @contextmanager
-def adding_to(seconds: list[float], device: torch.device, now: Now) -> Iterator[None]:
+def timed_into(seconds: list[float], device: torch.device, now: Now) -> Iterator[None]:
     """Add the time of what is done to the last of ``seconds``, by the clock ``now``; nothing where it cannot tell."""
     start_s = now()
     yield
@@ -150,7 +150,7 @@ def _timed(rounds: Rounds, busy_s: list[float], device: torch.device, now: Now) 
     """Go through ``rounds``, and add the time they take themselves to the last of ``busy_s``."""
     arrived = None
     while True:
-        with adding_to(busy_s, device, now):
+        with timed_into(busy_s, device, now):
             try:
                 pending = rounds.send(arrived)  # type: ignore[arg-type]  # None starts it
             except StopIteration as stop:

@@ -19,7 +19,7 @@ from lightning_sparse.fusion.costs import GroupCosts
 from lightning_sparse.fusion.link import NoClock, least_over_ranks, measure_link, median_over_ranks
 from lightning_sparse.fusion.model import Plan
 from lightning_sparse.fusion.planner import Layout, Measured, best_plan, calibrate
-from lightning_sparse.fusion.steps import PLANNING, PassCounts, Passes, Times, measure_steps, until_changed
+from lightning_sparse.fusion.steps import PLANNING, BetweenSteps, PassCounts, Times, measure_steps, until_changed
 from lightning_sparse.gradients.averager import GradientAverager
 from lightning_sparse.network.costs import Link
 from lightning_sparse.settings import as_text, same
@@ -46,7 +46,7 @@ class LayerFusion:
 
     def __init__(
         self,
-        exchange: GradientAverager,
+        averager: GradientAverager,
         compressor: Compressor,
         parameters: Mapping[str, Tensor],
         among_formats: bool = False,
@@ -54,20 +54,20 @@ class LayerFusion:
         self.plan: Plan | None = None
         self.phase = "measure"
         self.compressor = compressor
-        self.exchange, self._parameters, self._among_formats = exchange, parameters, among_formats
+        self.averager, self._parameters, self._among_formats = averager, parameters, among_formats
         self._names = tuple(reversed(list(parameters)))  # in backward order
-        self._groups = [group.names for group in exchange.groups]  # that are followed
+        self._groups = [group.names for group in averager.groups]  # that are followed
         self._optimizers: Mapping[str, int] = {}
 
     @property
     def is_worthwhile(self) -> bool:
         """Whether there is enough to send, and somebody to send it to."""
-        return self.exchange.size > 1 and sum(p.numel() for p in self._parameters.values()) >= WORTH_PLANNING
+        return self.averager.size > 1 and sum(p.numel() for p in self._parameters.values()) >= WORTH_PLANNING
 
     @property
     def at_work(self) -> Compressor:
         """What averages in the next step; it is measured anew where this changes."""
-        return self.compressor.active(self.exchange.group_step)
+        return self.compressor.active(self.averager.group_step)
 
     @property
     def layout(self) -> Layout:
@@ -80,8 +80,8 @@ class LayerFusion:
             return []
         group_of = self.plan.group_of()
         times: list[list[GroupTime]] = [[] for _ in self.plan.ends]
-        for group in self.exchange.groups:
-            times[group_of[group.names[-1]]] += self.exchange.timeline.group_times([group])
+        for group in self.averager.groups:
+            times[group_of[group.names[-1]]] += self.averager.timeline.group_times([group])
         return [GroupTime.joined(each) for each in times] if all(times) else []
 
     # - checkpoints
@@ -93,8 +93,8 @@ class LayerFusion:
         return {
             "groups": [list(names) for names in self._groups],
             "compressor": self._named(self.at_work),
-            "size": self.exchange.size,
-            "latencies": list(self.exchange.lanes.latencies),
+            "size": self.averager.size,
+            "latencies": list(self.averager.lanes.latencies),
         }
 
     def resume(self, state: Mapping[str, Any], compressor: Compressor, step: int) -> bool:
@@ -102,14 +102,14 @@ class LayerFusion:
 
         It does if it was made for these parameters, this compressor and these ranks.
         """
-        groups, exchange = state.get("groups", []), self.exchange
+        groups, averager = state.get("groups", []), self.averager
         made_for = [x if isinstance(x, str | int) else None for x in (state.get("compressor"), state.get("size"))]
-        fits = made_for == [self._named(compressor.active(step)), exchange.size]
+        fits = made_for == [self._named(compressor.active(step)), averager.size]
         if not fits or sorted(name for group in groups for name in group) != sorted(self._names):
             return False
-        exchange.lanes.set_latencies(*state.get("latencies", exchange.lanes.latencies))
+        averager.lanes.set_latencies(*state.get("latencies", averager.lanes.latencies))
         self.follow(Layout(groups, compressor))
-        rank_zero_info(f"LayerFusion: {len(exchange.groups)} groups, as in the checkpoint.")
+        rank_zero_info(f"LayerFusion: {len(averager.groups)} groups, as in the checkpoint.")
         return True
 
     def _named(self, compressor: Compressor) -> str:
@@ -119,11 +119,11 @@ class LayerFusion:
 
     def follow(self, layout: Layout) -> None:
         """Average as ``layout`` says from now on, see :func:`apart`; nothing unsent is lost."""
-        exchange, before, self.compressor = self.exchange, self.compressor, layout.compressor
+        averager, before, self.compressor = self.averager, self.compressor, layout.compressor
         self._groups = [tuple(names) for names in layout.groups]
         pieces = pieces_of(self._parameters, self.compressor, self._optimizers)
         new = make_groups(self._parameters, self.compressor, apart(self._groups, pieces))
-        exchange.regroup(new, memories=same(before, self.compressor))
+        averager.regroup(new, memories=same(before, self.compressor))
         self.plan, self.phase = layout.plan, "try"
 
     def group_by(self, optimizers: Mapping[str, int]) -> None:
@@ -139,7 +139,7 @@ class LayerFusion:
 
     # - the passes of a training
 
-    def course(self, planned: bool = False) -> Passes[None]:
+    def course(self, planned: bool = False) -> BetweenSteps[None]:
         """Measure, plan and watch, over and over; ``planned``: there is a plan, so that it begins with watching."""
         while True:
             usual = None
@@ -147,51 +147,51 @@ class LayerFusion:
                 measured, at_work = (yield from self.measure(PLANNING)), self.at_work
                 try:
                     check_clock(measured)
-                    costs = self.costs_on(measure_link(self.exchange))
+                    costs = self.costs_on(measure_link(self.averager))
                     usual = yield from self.try_on(self.decide(self.compressor, at_work, measured, costs), measured)
                 except NoClock:  # on every rank
                     rank_zero_warn("LayerFusion: no rank could tell the time; the groups stay as they are.")
             yield from self.watch(WINDOW, usual)
             planned = False
 
-    def measure(self, counts: PassCounts) -> Passes[Measured]:
+    def measure(self, counts: PassCounts) -> BetweenSteps[Measured]:
         """Measure steps as they are, with what is at work."""
         self.phase = "measure"
-        return (yield from measure_steps(self.exchange, self._parameters, counts))
+        return (yield from measure_steps(self.averager, self._parameters, counts))
 
-    def watch(self, steps: int, usual: Times | None, link: Link | None = None) -> Passes[None]:
+    def watch(self, steps: int, usual: Times | None, link: Link | None = None) -> BetweenSteps[None]:
         """Look at what steps take, so many at a time, until messages take another time; see :func:`until_changed`."""
         self.phase = "watch"
-        before, now = yield from until_changed(self.exchange, steps, usual, link)
+        before, now = yield from until_changed(self.averager, steps, usual, link)
         rank_zero_info(
             f"LayerFusion: messages take {1e3 * now.messages_s:.1f} ms in a step, no longer "
             f"{1e3 * before.messages_s:.1f} ms; measuring anew."
         )
 
-    def try_on(self, layout: Layout, measured: Measured) -> Passes[Times]:
+    def try_on(self, layout: Layout, measured: Measured) -> BetweenSteps[Times]:
         """Change to ``layout``, whose compressor is at work, and back where it is slower than what was ``measured``.
 
         Returns what a step takes then.
         """
-        exchange, before, span_s = self.exchange, self.layout, measured.span_s
+        averager, before, span_s = self.averager, self.layout, measured.span_s
         self.follow(layout)
-        usual = Times(span_s + measured.rest_s, measured.messages_s, exchange.sees_hidden_messages)
+        usual = Times(span_s + measured.rest_s, measured.messages_s, averager.sees_hidden_messages)
         if self.layout.groups == before.groups:
             return usual
         spans, messages = [], []
         for _ in range(TRIAL):
             yield
-            spans.append(exchange.timeline.span_s())
-            messages.append(exchange.messages()())
+            spans.append(averager.timeline.span_s())
+            messages.append(averager.messages()())
         # In fewer groups parameters with small gradients compete with more others, so that they are sent less often.
-        merged = len(exchange.groups) < len(before.groups) and any(group.target < group.n for group in exchange.groups)
-        now_s, allowed = median_over_ranks(exchange, [median(spans[2:]), 1 - MERGING_GAIN if merged else 1.0]).tolist()
+        merged = len(averager.groups) < len(before.groups) and any(group.target < group.n for group in averager.groups)
+        now_s, allowed = median_over_ranks(averager, [median(spans[2:]), 1 - MERGING_GAIN if merged else 1.0]).tolist()
         if not now_s > allowed * span_s:  # also where a time is not known
-            messages_s = median(least_over_ranks(exchange, messages[2:]).tolist())
+            messages_s = median(least_over_ranks(averager, messages[2:]).tolist())
             return Times(usual.step_s + now_s - span_s, messages_s, usual.sees_hidden)
         rank_zero_info(
             f"LayerFusion: back to the groups before: backward and communication took {1e3 * span_s:.1f} ms "
-            f"in {len(before.groups)}, {1e3 * now_s:.1f} ms in {len(exchange.groups)}, which is above {allowed:.0%} of "
+            f"in {len(before.groups)}, {1e3 * now_s:.1f} ms in {len(averager.groups)}, which is above {allowed:.0%} of "
             "it."
         )
         self.follow(replace(before, plan=layout.plan and layout.plan.rejected()))
@@ -201,8 +201,8 @@ class LayerFusion:
 
     def costs_on(self, link: Link) -> GroupCosts:
         """What groups cost on ``link``, on this machine."""
-        exchange = self.exchange
-        return GroupCosts(self._parameters, link, exchange.size, exchange.in_place.can)
+        averager = self.averager
+        return GroupCosts(self._parameters, link, averager.size, averager.in_place.can)
 
     def decide(self, compressor: Compressor, at_work: Compressor, measured: Measured, costs: GroupCosts) -> Layout:
         """Return the groups that rank 0 plans for ``compressor``, on every rank; those there are if it cannot.
@@ -213,11 +213,11 @@ class LayerFusion:
             measured: these steps.
             costs: of groups on the link.
         """
-        exchange, plan, planned = self.exchange, None, ""
+        averager, plan, planned = self.averager, None, ""
         try:  # on every rank, so that compressing takes as long as in a step, in which all do it at once
             pieces, kinds, _ = costs.of_model(at_work)
-            _, kinds_from_now_on, _ = costs.of_model(compressor.active(exchange.group_step))
-            if exchange.rank == 0:
+            _, kinds_from_now_on, _ = costs.of_model(compressor.active(averager.group_step))
+            if averager.rank == 0:
                 calibration = calibrate(pieces, kinds, measured)
                 plan = best_plan(pieces_of(self._parameters, compressor), kinds_from_now_on, measured, calibration)
                 rank_zero_info(f"LayerFusion: {plan}")
@@ -226,7 +226,7 @@ class LayerFusion:
                 planned = json.dumps(of_each) if plan.ends != plan.before else ""
         except Exception as error:  # a plan is a gain, not a need; and the others wait for this rank
             rank_zero_warn(f"LayerFusion: no plan could be made; the groups stay as they are. {error!r}")
-        planned = exchange.lanes.gather_text(planned)[0]
+        planned = averager.lanes.gather_text(planned)[0]
         groups = json.loads(planned) if planned else self.layout.groups
         return Layout(groups, compressor, plan)
 

@@ -26,9 +26,9 @@ class NoClock(Exception):
     """No rank could tell the time; raised on every rank."""
 
 
-def measure_latency(exchange: Averager) -> float:
+def measure_latency(averager: Averager) -> float:
     """Return the seconds of a sum of a few bytes in one hop, with which :func:`measure_link` begins."""
-    return _medians_s(exchange, 2, (FEW, True))[0]  # the first may have to connect
+    return _medians_s(averager, 2, (FEW, True))[0]  # the first may have to connect
 
 
 def is_far(latency_s: float) -> bool:
@@ -36,7 +36,7 @@ def is_far(latency_s: float) -> bool:
     return not latency_s < SLOW_S
 
 
-def measure_link(exchange: Averager, latency_s: float | None = None) -> Link:
+def measure_link(averager: Averager, latency_s: float | None = None) -> Link:
     """Time sums of a few bytes, in one hop and as the backend does it, and a longer one of it for the rate.
 
     That is of 256 KiB, or up to 4 MiB where that is quick.  Where latency is long it is sent twice, in one hop, and the
@@ -49,22 +49,22 @@ def measure_link(exchange: Averager, latency_s: float | None = None) -> Link:
     Raises:
         NoClock: if no rank could tell the time.
     """
-    latency_s, many = measure_latency(exchange) if latency_s is None else latency_s, MANY
+    latency_s, many = measure_latency(averager) if latency_s is None else latency_s, MANY
     far = is_far(latency_s)
     if far:
-        all_reduce_s = hops("all_reduce", exchange.size) * latency_s
-        few_s, (many_s,) = latency_s, _medians_s(exchange, RUNS_OF_FAR, (many, True))
+        all_reduce_s = hops("all_reduce", averager.size) * latency_s
+        few_s, (many_s,) = latency_s, _medians_s(averager, RUNS_OF_FAR, (many, True))
     else:
-        latency_s, all_reduce_s = _medians_s(exchange, RUNS_OF_FEW, (FEW, True), (FEW, False))
-        while (many_s := _medians_s(exchange, 1, (many, False))[0]) < SLOW_S and many < MOST:
+        latency_s, all_reduce_s = _medians_s(averager, RUNS_OF_FEW, (FEW, True), (FEW, False))
+        while (many_s := _medians_s(averager, 1, (many, False))[0]) < SLOW_S and many < MOST:
             many *= 4
         runs = RUNS if many_s < SLOW_S else RUNS_OF_SLOW
-        few_s, many_s = all_reduce_s, float(np.fmin(many_s, _medians_s(exchange, runs - 1, (many, False))[0]))
+        few_s, many_s = all_reduce_s, float(np.fmin(many_s, _medians_s(averager, runs - 1, (many, False))[0]))
     if not math.isfinite(latency_s + all_reduce_s + many_s):
         raise NoClock
-    sent_bytes = traffic("all_gather" if far else "all_reduce", 4 * many, exchange.size)
+    sent_bytes = traffic("all_gather" if far else "all_reduce", 4 * many, averager.size)
     link = Link(latency_s, max(many_s - few_s, 0.0) / sent_bytes, all_reduce_s)
-    exchange.lanes.set_latencies(*link.latencies(exchange.size, exchange.device.type == "cpu"))
+    averager.lanes.set_latencies(*link.latencies(averager.size, averager.device.type == "cpu"))
     mbit_s = 8e-6 / max(link.s_per_byte, IMMEASURABLE)
     rate = f"carries {mbit_s:,.0f} Mbit/s" if link.s_per_byte > IMMEASURABLE else "is too fast to be measured"
     rank_zero_info(
@@ -74,46 +74,46 @@ def measure_link(exchange: Averager, latency_s: float | None = None) -> Link:
     return link
 
 
-def _medians_s(exchange: Averager, runs: int, *sums: tuple[int, bool]) -> list[float]:
+def _medians_s(averager: Averager, runs: int, *sums: tuple[int, bool]) -> list[float]:
     """The medians over ranks of the shortest of ``runs`` of each sum, given as (elements, in one hop)."""
 
     def shortest_s(elements: int, direct: bool) -> float:
-        x = torch.zeros(elements, dtype=torch.float32, device=exchange.device)
-        return min(time_s(exchange, lambda lane: lane.comm.all_reduce(x, direct).wait()) for _ in range(runs))
+        x = torch.zeros(elements, dtype=torch.float32, device=averager.device)
+        return min(time_s(averager, lambda lane: lane.comm.all_reduce(x, direct).wait()) for _ in range(runs))
 
     own = [shortest_s(*each) for each in sums]
-    return [float(median) for median in median_over_ranks(exchange, own)]
+    return [float(median) for median in median_over_ranks(averager, own)]
 
 
-def median_over_ranks(exchange: Averager, seconds: Sequence[float]) -> NDArray[np.float64]:
+def median_over_ranks(averager: Averager, seconds: Sequence[float]) -> NDArray[np.float64]:
     """The median over the ranks of each of ``seconds`` [m], the same on every rank.
 
     What cannot be a duration (zero, negative, infinite, NaN) does not count; NaN where no rank has any other.
     """
-    columns = [column[np.isfinite(column) & (column > 0)] for column in _of_ranks(exchange, seconds).T]
+    columns = [column[np.isfinite(column) & (column > 0)] for column in _of_ranks(averager, seconds).T]
     return np.array([np.median(column) if len(column) else np.nan for column in columns])
 
 
-def least_over_ranks(exchange: Averager, seconds: Sequence[float]) -> NDArray[np.float64]:
+def least_over_ranks(averager: Averager, seconds: Sequence[float]) -> NDArray[np.float64]:
     """The least over the ranks of each of ``seconds`` [m], the same on every rank; NaN where no rank knows any.
 
     Of messages that is what the link takes: other ranks have waited for the last one to begin, too.
     """
-    of_ranks = _of_ranks(exchange, seconds)
+    of_ranks = _of_ranks(averager, seconds)
     least: NDArray[np.float64] = np.fmin.reduce(np.where(np.isfinite(of_ranks), of_ranks, np.nan))
     return least
 
 
-def _of_ranks(exchange: Averager, seconds: Sequence[float]) -> NDArray[np.float64]:  # [P, m]
-    own = torch.tensor(seconds, dtype=torch.float64, device=exchange.device)
-    every: NDArray[np.float64] = exchange.lanes.ask(lambda comm: comm.all_gather(own)).cpu().numpy()
+def _of_ranks(averager: Averager, seconds: Sequence[float]) -> NDArray[np.float64]:  # [P, m]
+    own = torch.tensor(seconds, dtype=torch.float64, device=averager.device)
+    every: NDArray[np.float64] = averager.lanes.run_message(lambda comm: comm.all_gather(own)).cpu().numpy()
     return every
 
 
-def time_s(exchange: Averager, work: Callable[[Lane], object]) -> float:
+def time_s(averager: Averager, work: Callable[[Lane], object]) -> float:
     """Seconds that ``work`` takes on the first lane."""
     start_s = time.perf_counter()
-    exchange.lanes.on_first(work)
-    if exchange.device.type == "cuda":
-        torch.cuda.synchronize(exchange.device)
+    averager.lanes.on_first(work)
+    if averager.device.type == "cuda":
+        torch.cuda.synchronize(averager.device)
     return time.perf_counter() - start_s

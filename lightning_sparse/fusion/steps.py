@@ -23,7 +23,7 @@ LEAST_ROUNDS = 3  # In which every weight travels once, of which a median tells 
 PAUSE = 5  # A step that takes so many times as long as the median has a pause in it, and does not count.
 
 T = TypeVar("T")
-Passes = Generator[None, None, T]  # Each yield ends a pass: what is done before a forward.
+BetweenSteps = Generator[None, None, T]  # Each yield ends a pass: what is done before a forward.
 
 
 class Times(NamedTuple):
@@ -78,12 +78,14 @@ PLANNING = PassCounts(4, 5, 3)
 STEPS_MEASURED = sum(PLANNING)
 
 
-def measure_steps(exchange: GradientAverager, parameters: Mapping[str, Tensor], counts: PassCounts) -> Passes[Measured]:
+def measure_steps(
+    averager: GradientAverager, parameters: Mapping[str, Tensor], counts: PassCounts
+) -> BetweenSteps[Measured]:
     """Look at so many steps as they are, then at backward alone; return the medians over steps and ranks.
 
     ``parameters`` are by name, in the order of definition.  Spans are of steps as they are, if there are any.
     """
-    timeline, backward = exchange.timeline, list(parameters.values())[::-1]
+    timeline, backward = averager.timeline, list(parameters.values())[::-1]
     for _ in range(counts.settling):
         yield
     steps_measured = counts.beside + counts.apart
@@ -91,89 +93,89 @@ def measure_steps(exchange: GradientAverager, parameters: Mapping[str, Tensor], 
     spans, rests, messages, arrivals = [], [], [], []
     now_s = time.perf_counter()
     for i in range(steps_measured):
-        exchange.defer(i >= counts.beside)
-        before_s, steps = now_s, exchange.steps
+        averager.defer(i >= counts.beside)
+        before_s, steps = now_s, averager.steps
         yield
         now_s = time.perf_counter()
         if i < (counts.beside or counts.apart):
             spans.append(timeline.span_s())
-            messages.append(exchange.messages())
-            rest_s = (now_s - before_s) / (exchange.steps - steps) - spans[-1]
-            rests.append(math.nan if exchange.was_shown else rest_s)  # else somebody evaluated meanwhile
+            messages.append(averager.messages())
+            rest_s = (now_s - before_s) / (averager.steps - steps) - spans[-1]
+            rests.append(math.nan if averager.was_shown else rest_s)  # else somebody evaluated meanwhile
         if i >= counts.beside:
             arrivals.append([timeline.arrival_s(parameter) for parameter in backward])
-    exchange.defer(False)
+    averager.defer(False)
     own = [median(_known(each)) for each in (spans, rests, *zip(*arrivals, strict=True))]
-    span_s, rest_s, *arrivals_s = median_over_ranks(exchange, own).tolist()
-    groups = [group.names for group in exchange.groups]
+    span_s, rest_s, *arrivals_s = median_over_ranks(averager, own).tolist()
+    groups = [group.names for group in averager.groups]
     rest_s = rest_s if math.isfinite(rest_s) else max(_known(arrivals_s)) / 2  # a forward, about
-    messages_s = median(_known(list(least_over_ranks(exchange, [tell() for tell in messages]))))
+    messages_s = median(_known(list(least_over_ranks(averager, [tell() for tell in messages]))))
     return Measured(arrivals_s, span_s, rest_s, groups, messages_s)
 
 
 class StepClock:
     """Returns the seconds since it was asked last; NaN where somebody evaluated or saved meanwhile."""
 
-    def __init__(self, exchange: Averager) -> None:
-        self._exchange, self._last_s = exchange, time.perf_counter()
+    def __init__(self, averager: Averager) -> None:
+        self._averager, self._last_s = averager, time.perf_counter()
 
     def __call__(self) -> float:
         """Return the seconds of the last step."""
         before_s, self._last_s = self._last_s, time.perf_counter()
-        return math.nan if self._exchange.was_shown else self._last_s - before_s
+        return math.nan if self._averager.was_shown else self._last_s - before_s
 
 
-def typical_times(exchange: Averager, steps: int) -> Passes[Times]:
+def typical_times(averager: Averager, steps: int) -> BetweenSteps[Times]:
     """Return what so many steps take, the next ones: the mean over those without a pause, of the ranks the median.
 
     Of messages it is the median over rounds, in which every weight travels once, of what they took on the rank that
     they took least, since other ranks wait in them for the slowest.
     """
-    clock, seconds, messages = StepClock(exchange), list[float](), list[Callable[[], float]]()
+    clock, seconds, messages = StepClock(averager), list[float](), list[Callable[[], float]]()
     reports: list[Report | None] = []
     for _ in range(steps):
         yield
         seconds.append(clock())
-        messages.append(exchange.messages())
-        reports.append(exchange.last)
+        messages.append(averager.messages())
+        reports.append(averager.last)
     known = _known(seconds)
     longest_s = PAUSE * median(known)
-    step_s = float(median_over_ranks(exchange, [mean(s for s in known if not s > longest_s)])[0])
+    step_s = float(median_over_ranks(averager, [mean(s for s in known if not s > longest_s)])[0])
     sent_bytes, dense_bytes = (
         sum(getattr(each, name, 0) for each in reports) for name in ("sent_bytes", "dense_bytes")
     )
-    messages_s = _of_rounds(exchange, messages)
-    return Times(step_s, messages_s, exchange.sees_hidden_messages, dense_bytes / max(sent_bytes, 1))
+    messages_s = _of_rounds(averager, messages)
+    return Times(step_s, messages_s, averager.sees_hidden_messages, dense_bytes / max(sent_bytes, 1))
 
 
-def _of_rounds(exchange: Averager, messages: Sequence[Callable[[], float]]) -> float:
+def _of_rounds(averager: Averager, messages: Sequence[Callable[[], float]]) -> float:
     """Seconds of messages in a step, where ``messages`` tell those of steps that followed each other."""
-    least, steps = least_over_ranks(exchange, [tell() for tell in messages]), exchange.round
+    least, steps = least_over_ranks(averager, [tell() for tell in messages]), averager.round
     rounds = [float(np.mean(least[i : i + steps])) for i in range(0, len(least) - steps + 1, steps)]
     return median(_known(rounds))
 
 
-def in_rounds(exchange: Averager, steps: int) -> int:
+def in_rounds(averager: Averager, steps: int) -> int:
     """So many steps, or more until there are rounds enough."""
-    return max(steps, LEAST_ROUNDS * exchange.round)
+    return max(steps, LEAST_ROUNDS * averager.round)
 
 
 def until_changed(
-    exchange: Averager, steps: int, usual: Times | None = None, link: Link | None = None
-) -> Passes[tuple[Times, Times]]:
+    averager: Averager, steps: int, usual: Times | None = None, link: Link | None = None
+) -> BetweenSteps[tuple[Times, Times]]:
     """Return what is ``usual``, if that is known, or else what was first, and what is now, once it has changed.
 
     Where messages have become short that were hardly waited for, it has if the ``link`` has, which is measured then.
     """
     while True:
-        now = yield from typical_times(exchange, in_rounds(exchange, steps))
+        now = yield from typical_times(averager, in_rounds(averager, steps))
         if usual is None or not usual.are_known:
             usual = now
         elif usual.have_changed(now):
             return usual, now
         elif link is not None and usual.may_be_for_others(now):
             with suppress(NoClock):
-                if _differ(measure_link(exchange).s_per_byte, link.s_per_byte):
+                if _differ(measure_link(averager).s_per_byte, link.s_per_byte):
                     return usual, now
             usual = usual._replace(messages_s=now.messages_s)
 

@@ -413,7 +413,7 @@ class GradientAverager(Averager):
     def ask_for_unsent(self) -> bool:
         """Note and return whether nothing is unsent on any rank; to be called on every rank, between two steps."""
         norm = torch.tensor([self.unsent_norm()], dtype=torch.float32, device=self.device)
-        self.nothing_unsent = not bool(self.lanes.ask(lambda comm: comm.all_gather(norm)).any())
+        self.nothing_unsent = not bool(self.lanes.run_message(lambda comm: comm.all_gather(norm)).any())
         return self.nothing_unsent
 
     def kept(self, with_means: bool = True) -> Iterator[Group]:

@@ -203,11 +203,11 @@ class LocalAverager(Averager):
         self._pending = PendingExchange(self.lanes)
         due = [replica for replica in self.weights.replicas if replica.is_due(step, self._warmup_steps)]
         for replica in due:
-            replica.take_up(self.members)
+            replica.snapshot(self.members)
             if self.sample is not None:
                 self.sample.before(replica.group)
         if comparing := self.moments.is_due(step):
-            self.moments.take_up()
+            self.moments.snapshot()
         self._pending.send(due, self.members)
         if comparing:
             self._pending.launch(self.lanes[-1], self.moments.compare)  # beside a group that is alone
@@ -223,7 +223,7 @@ class LocalAverager(Averager):
         if self._counts(pending):
             self.set_by_others.look()
             for replica in pending.replicas:
-                replica.apply()
+                replica.apply_move()
             self.set_by_others.accept()
             self.shared_buffers.receive()
             self.moments.receive()
@@ -341,7 +341,7 @@ class LocalAverager(Averager):
         if not sums:
             return
         own = torch.stack(list(sums.values())).to(self.device)
-        every = self.lanes.ask(lambda comm: comm.all_gather(own)).cpu()  # [P, k]
+        every = self.lanes.run_message(lambda comm: comm.all_gather(own)).cpu()  # [P, k]
         differ = [name for name, column in zip(sums, every.T, strict=True) if (column != column[0]).any()]
         if differ:
             parties = ranks_having([tuple(row) for row in every.tolist()])
@@ -353,7 +353,7 @@ class LocalAverager(Averager):
             )
 
     def _sum(self, x: Tensor) -> Tensor:
-        return self.lanes.ask(lambda comm: comm.all_reduce(x))
+        return self.lanes.run_message(lambda comm: comm.all_reduce(x))
 
     def adopt(self, groups: Iterable[Collection[str]]) -> None:
         for names in groups:
@@ -393,11 +393,11 @@ class LocalAverager(Averager):
         self.compare()
         self._hide()
         for replica in self.weights.replicas:
-            replica.take_up(self.members)
+            replica.snapshot(self.members)
             unsent = replica.group.unsent
-            replica.move(self._sum(unsent), self.members)
+            replica.set_move(self._sum(unsent), self.members)
             unsent.zero_()
-            replica.apply()
+            replica.apply_move()
             replica.start_anew()
         self._show_buffers()
         self.shared_buffers.keep_shown()
@@ -537,4 +537,4 @@ class PendingExchange:
 
 
 def _average(replica: Replica, size: int, lane: Lane) -> None:
-    replica.move(lane.run(replica.exchange(lane.comm)), size)
+    replica.set_move(lane.run(replica.reduce(lane.comm)), size)

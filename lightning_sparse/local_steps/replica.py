@@ -28,12 +28,12 @@ class Replica:
     Over all P ranks, what a step of the exchange does obeys the law of gradients, with updates in their place:
     ``P * (what x̄ moved) + sum(unsent after) == sum(unsent before + update)``, to the rounding of the weights.
 
-    Between :meth:`take_up` and :meth:`apply`, while messages may be under way on another thread, nothing but
-    ``group.unsent`` and the compressor's memory changes; x̄ moves in :meth:`apply`, but for parameters whose x̄ somebody
+    Between :meth:`snapshot` and :meth:`apply_move`, while messages may be under way on another thread, nothing but
+    ``group.unsent`` and the compressor's memory changes; x̄ moves in :meth:`apply_move`, but for parameters whose x̄ somebody
     has set meanwhile: of these all that was under way is dropped.
 
     Attributes:
-        group: whose ``unsent`` is x_r - x̄ from :meth:`take_up` to :meth:`apply`.
+        group: whose ``unsent`` is x_r - x̄ from :meth:`snapshot` to :meth:`apply_move`.
         compressor: what averages it.
         fragment: with which it takes turns.
         average: x̄ [n], the same bits on every rank; float32, or float64 for tensors in float64.
@@ -54,7 +54,7 @@ class Replica:
         self.unsent_gradient: Tensor | None = None
         self.set_by_others = SetInGroup(group)
         self._scratch = scratch or Scratch()
-        self._taken_up: Tensor | None = None  # the weights when they were taken up [n], lent by scratch
+        self._at_snapshot: Tensor | None = None  # the weights when they were taken up [n], lent by scratch
         self._difference: Tensor | None = None  # from x̄ to them [n], then what x̄ moves by; lent by scratch
         self.group, self.compressor, self.fragment = group, compressor, fragment
         dtypes = {p.dtype for p in group.parameters}
@@ -128,12 +128,12 @@ class Replica:
         return flat if self._aside is None else flat.add_(self._aside)
 
     @torch.no_grad()
-    def take_up(self, size: int) -> None:
+    def snapshot(self, size: int) -> None:
         """Set ``unsent`` to x_r - x̄."""
         self._end()
         group = self.group
-        self._taken_up = self._scratch.take(self.average)  # which can hold what is of another type exactly
-        tensors, slots = self.tensors(), group.slots(self._taken_up)
+        self._at_snapshot = self._scratch.take(self.average)  # which can hold what is of another type exactly
+        tensors, slots = self.tensors(), group.slots(self._at_snapshot)
         self._own = [slot.view(p.shape).copy_(p.detach()) for p, slot in zip(tensors, slots, strict=True)]
         self._set_meanwhile.clear()
         self._memory = {key: kept.clone() for key, kept in group.memory.items()}
@@ -142,17 +142,17 @@ class Replica:
         if self._find:  # send nothing of what is not finite, such as a mask
             self._left_out = ~self._difference.isfinite()
             self._difference.masked_fill_(self._left_out, 0.0)
-        self.set_by_others.take_up(self._difference, self.lead - 1)  # x̄ moves by 1 / lead of what is sent
+        self.set_by_others.snapshot(self._difference, self.lead - 1)  # x̄ moves by 1 / lead of what is sent
         group.unsent.zero_()
         parts = zip(group.slots(self._difference), group.shapes, strict=True)
         self.compressor.accumulate(group, [part.view(shape) for part, shape in parts], size)
 
-    def exchange(self, comm: Comm) -> Rounds:
+    def reduce(self, comm: Comm) -> Rounds:
         """Send some of what is unsent; to be run to its end, which returns the total."""
         return take_step(self.compressor, self.group, comm)
 
     @torch.no_grad()
-    def move(self, total: Tensor | Sparse, size: int) -> None:
+    def set_move(self, total: Tensor | Sparse, size: int) -> None:
         """Note that x̄ is to move by the mean over ``size`` ranks, or by the outer step that it calls for.
 
         In the warm-up there is no outer step: one after every step would add up.
@@ -173,7 +173,7 @@ class Replica:
         self._next = moves_by, velocity
 
     @torch.no_grad()
-    def apply(self) -> None:
+    def apply_move(self) -> None:
         """Move x̄; set this rank's weights to x̄ + unsent, and what its optimizer has done since they were taken up."""
         assert self._next is not None
         velocity = self._velocity
@@ -211,10 +211,10 @@ class Replica:
         """Forget what was under way."""
         self._own, self._next, self._left_out, self._memory, self.group.weights = [], None, None, None, None
         self.set_by_others.end()
-        for lent in (self._taken_up, self._difference):
+        for lent in (self._at_snapshot, self._difference):
             if lent is not None:
                 self._scratch.give(lent)
-        self._taken_up = self._difference = None
+        self._at_snapshot = self._difference = None
 
     def _set(self, place: int, parameter: Tensor, own: Tensor, average: Tensor, unsent: Tensor) -> None:
         if parameter.dtype == torch.float32 and self._left_out is None and self._aside is None:
@@ -304,7 +304,7 @@ class SetInGroup:
     def __init__(self, group: Group) -> None:
         self.change: Tensor | None = None
         self._group = group
-        self._taken_up: Tensor | None = None
+        self._at_snapshot: Tensor | None = None
 
     def add(self, place: int, value: Tensor, before: Tensor, like: Tensor) -> None:
         """Note that the parameter at ``place`` was set to ``value``; ``like`` is [n], of the type to count in."""
@@ -318,11 +318,11 @@ class SetInGroup:
         if self.change is not None:
             self._group.slots(self.change)[place].zero_()
 
-    def take_up(self, unsent: Tensor, more: float) -> None:
+    def snapshot(self, unsent: Tensor, more: float) -> None:
         """Add what was set ``more`` times to what is ``unsent`` [n], and count from zero."""
         if self.change is not None:
             unsent.add_(self.change, alpha=more)
-            self._taken_up, self.change = self.change, torch.zeros_like(self.change)
+            self._at_snapshot, self.change = self.change, torch.zeros_like(self.change)
 
     def put_back(self) -> None:
         """Count what was taken up once more, since it was not sent."""
@@ -331,11 +331,11 @@ class SetInGroup:
     @property
     def whole(self) -> Tensor | None:
         """What was set, also of what is under way [n]."""
-        return self.change if self.change is None or self._taken_up is None else self.change + self._taken_up
+        return self.change if self.change is None or self._at_snapshot is None else self.change + self._at_snapshot
 
     def end(self) -> None:
         """Forget what is under way."""
-        self._taken_up = None
+        self._at_snapshot = None
 
 
 class Scratch:

@@ -200,7 +200,7 @@ class SecondMoments:
                 marked[place.start] = MARK
         return marked
 
-    def take_up(self) -> None:
+    def snapshot(self) -> None:
         """Have ready what :meth:`sum_up` sends."""
         sketch = torch.zeros_like(self.squares[0]) if self._sketch is None else self._sketch
         self._sent, self._sketch, self._signs = sketch.nan_to_num(0.0, 0.0, 0.0), None, None

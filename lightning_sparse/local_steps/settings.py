@@ -83,7 +83,7 @@ class LocalSteps:
         check_whole("local_steps", given, 0, "Give H, the steps in which every weight travels once, or LocalSteps(H).")
         return cls(int(given)) if given else None
 
-    def led(self, compressor: Compressor) -> "LocalSteps":
+    def with_lead(self, compressor: Compressor) -> "LocalSteps":
         """Return the settings with the lead that suits what ``compressor`` sends, if none is given."""
         if self.lead is not None:
             return self

@@ -117,10 +117,12 @@ def replicas_of(
 def untrained_of(module: nn.Module, ignored: Collection[str]) -> dict[str, Find]:
     """How to find each frozen parameter of ``module`` by name, but for those ``ignored``."""
     frozen = [(name, p) for name, p in module.named_parameters() if p.is_floating_point() and not p.requires_grad]
-    return {uncompiled(name): _Find(module, name, p.shape) for name, p in frozen if uncompiled(name) not in ignored}
+    return {
+        uncompiled(name): TensorLocator(module, name, p.shape) for name, p in frozen if uncompiled(name) not in ignored
+    }
 
 
-class _Find:
+class TensorLocator:
     """Finds a tensor where ``module`` has it now, which may have put another there, or another module around it."""
 
     def __init__(self, module: nn.Module, name: str, shape: torch.Size) -> None:

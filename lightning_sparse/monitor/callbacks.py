@@ -108,20 +108,20 @@ class CompressionMonitor(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._start()
-        exchange = _exchange(trainer)
-        if exchange is None:
+        averager = _averager(trainer)
+        if averager is None:
             rank_zero_warn(
                 f"CompressionMonitor has nothing to report: {type(trainer.strategy).__name__} is not a strategy of "
                 "lightning_sparse. Give the Trainer strategy='sparse_auto', say."
             )
             return
-        self._rank = exchange.rank
-        self._exchanged = self._logged = exchange.steps
-        self._notes.cuda = exchange.device.type == "cuda"
+        self._rank = averager.rank
+        self._exchanged = self._logged = averager.steps
+        self._notes.cuda = averager.device.type == "cuda"
         is_sharded = hasattr(trainer.strategy, "sharded")
         self._notes.dense = "dense HSDP" if is_sharded else "dense DDP"
         self._notes.advice = advice(trainer.strategy.options, is_sharded)  # type: ignore[attr-defined]
-        exchange.watch_unsent()
+        averager.watch_unsent()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._epoch = Sums()
@@ -137,20 +137,20 @@ class CompressionMonitor(Callback):
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count the step, if this backward was one: there may be several in a batch, or none."""
-        exchange = _exchange(trainer)
-        if exchange is None or exchange.last is None or exchange.steps == self._exchanged:
+        averager = _averager(trainer)
+        if averager is None or averager.last is None or averager.steps == self._exchanged:
             return
-        self._exchanged = exchange.steps
+        self._exchanged = averager.steps
         self._steps += 1
-        self._epoch.add(exchange.last)
-        self._notes.sums.add(exchange.last)
+        self._epoch.add(averager.last)
+        self._notes.sums.add(averager.last)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, *args: Any, **kwargs: Any
     ) -> None:
         """Note the time, and log the step if it is one to log."""
-        exchange = _exchange(trainer)
-        if exchange is None:
+        averager = _averager(trainer)
+        if averager is None:
             return
         now_s = time.perf_counter()
         batch_s = now_s - (self._batch_ended_s or now_s)
@@ -165,14 +165,14 @@ class CompressionMonitor(Callback):
         self._step = trainer.fit_loop.epoch_loop._batches_that_stepped  # as Lightning counts what it logs itself
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
         if every > 0 and (self._step + 1) % every == 0:
-            self._log(trainer, pl_module, exchange)
+            self._log(trainer, pl_module, averager)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        exchange = _exchange(trainer)
-        if exchange is None or not self._epoch.steps:
+        averager = _averager(trainer)
+        if averager is None or not self._epoch.steps:
             return
         if self._exchanged != self._logged:
-            self._log(trainer, pl_module, exchange)
+            self._log(trainer, pl_module, averager)
         if self.table and trainer.is_global_zero:
             get_console().print(epoch_table(trainer.current_epoch, self._notes, self._epoch, self._last))
             if starving := starvation(self._notes.waiting, self._notes.selects):
@@ -235,13 +235,13 @@ class CompressionMonitor(Callback):
         elif plan is not None:
             notes.note_planned(self._step_s / self._steps)
 
-    def _log(self, trainer: Trainer, module: LightningModule, exchange: Averager) -> None:
-        assert exchange.sample is not None
-        self._logged = exchange.steps
-        self._notes.waiting = waiting = exchange.sample.waiting()
-        self._last = measure(exchange, waiting)
-        self._note(exchange, trainer.accumulate_grad_batches)
-        own = self._last | (measure_parts(exchange, waiting) if self.per_group else {})
+    def _log(self, trainer: Trainer, module: LightningModule, averager: Averager) -> None:
+        assert averager.sample is not None
+        self._logged = averager.steps
+        self._notes.waiting = waiting = averager.sample.waiting()
+        self._last = measure(averager, waiting)
+        self._note(averager, trainer.accumulate_grad_batches)
+        own = self._last | (measure_parts(averager, waiting) if self.per_group else {})
         metrics = trainer.strategy.broadcast(own)  # rank 0's; every rank is here, for all take as many steps
         # Both switches: Lightning sends nothing more, nor warns that ranks may differ.  No logger: the values would be
         # logged once more in steps that send no gradient.
@@ -258,7 +258,7 @@ class CompressionMonitor(Callback):
             if self._plan_shown:
                 get_console().print(plan_table(fusion.plan, fusion.measured()))
 
-    def _note(self, exchange: Averager, batches: int) -> None:
+    def _note(self, averager: Averager, batches: int) -> None:
         """Keep what pictures show; the loss is of one of ``batches`` a step was accumulated from, divided by them."""
         notes, loss = self._notes, self._loss
         notes.note(
@@ -272,13 +272,13 @@ class CompressionMonitor(Callback):
                 ms_wait=self._last["sparse/ms_wait"],
             )
         )
-        notes.note_groups([Selected.of(group) for group in exchange.groups])
-        times = exchange.timeline.group_times(exchange.groups)
+        notes.note_groups([Selected.of(group) for group in averager.groups])
+        times = averager.timeline.group_times(averager.groups)
         if len(times) == len(notes.groups) and all(math.isfinite(t.ready_s) and t.start_s >= 0 for t in times):
             notes.times = times  # known, and since the last backward began
 
 
-def _exchange(trainer: Trainer) -> Averager | None:
+def _averager(trainer: Trainer) -> Averager | None:
     return getattr(trainer.strategy, "exchange", None)
 
 
@@ -333,8 +333,8 @@ class ReplicaCheck(Callback):
     def _check(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._checked = trainer.global_step
         if trainer.world_size > 1:
-            exchange = getattr(trainer.strategy, "exchange", None)
-            local = exchange.local if exchange is not None else None
+            averager = getattr(trainer.strategy, "exchange", None)
+            local = averager.local if averager is not None else None
             shared = local.compared() if local is not None else {}
             named = pl_module.named_parameters()
             own = {name: shared.get(p, p) for name, p in named if not hasattr(p, "to_local")}  # a shard is no replica

@@ -256,9 +256,9 @@ class Notes:
         )
 
 
-def measure(exchange: Averager, waiting: Sequence[Waiting]) -> dict[str, float]:
+def measure(averager: Averager, waiting: Sequence[Waiting]) -> dict[str, float]:
     """Return the log keys of the last step, after which ``waiting`` waited; waits for the device."""
-    report = exchange.last
+    report = averager.last
     assert report is not None
     return {
         "sparse/sent_bytes": float(report.sent_bytes),
@@ -267,21 +267,21 @@ def measure(exchange: Averager, waiting: Sequence[Waiting]) -> dict[str, float]:
         "sparse/threshold_error": float(threshold_error(report.picked, report.target)),
         "sparse/mask_bytes": float(report.mask_bytes),
         "sparse/overflow": float(report.overflow),
-        "sparse/unsent_norm": exchange.unsent_norm(),
+        "sparse/unsent_norm": averager.unsent_norm(),
         "sparse/oldest_steps": float(max((each.oldest for each in waiting), default=0)),
         "sparse/unsent_over_gradient": max((each.unsent_over_gradient for each in waiting), default=0.0),
-        "sparse/delivered": delivered_by(exchange),
-        "sparse/age": exchange.sample.age() if exchange.sample else 0.0,
+        "sparse/delivered": delivered_by(averager),
+        "sparse/age": averager.sample.age() if averager.sample else 0.0,
         "sparse/ms_compress": report.ms_compress,
-        "sparse/ms_wait": _ms_wait(exchange, report),
-        **exchange.metrics(),
+        "sparse/ms_wait": _ms_wait(averager, report),
+        **averager.metrics(),
     }
 
 
-def measure_parts(exchange: Averager, waiting: Sequence[Waiting]) -> dict[str, float]:
+def measure_parts(averager: Averager, waiting: Sequence[Waiting]) -> dict[str, float]:
     """Return the log keys of each group and each parameter in the last step; waits for the device."""
     metrics = {}
-    for group in exchange.groups:
+    for group in averager.groups:
         metrics[f"sparse/density/{group.index}"] = float(group.picked) / max(group.n, 1)
         metrics[f"sparse/threshold_error/{group.index}"] = float(threshold_error(group.picked, group.target))
         metrics[f"sparse/overflow/{group.index}"] = float(group.overflow)
@@ -291,23 +291,23 @@ def measure_parts(exchange: Averager, waiting: Sequence[Waiting]) -> dict[str, f
     return metrics
 
 
-def delivered_by(exchange: Averager) -> float:
+def delivered_by(averager: Averager) -> float:
     """The part of what was unsent on all ranks that the last step delivered, as a squared norm of a sample.
 
     To be called on every rank between two steps, while there is a sample.
     """
-    assert exchange.sample is not None
-    sums = exchange.sample.unsent_and_left(lambda group, places: exchange.unsent_of(group)[places])
+    assert averager.sample is not None
+    sums = averager.sample.unsent_and_left(lambda group, places: averager.unsent_of(group)[places])
     if not sums.numel():
         return delivered(0.0, 0.0)
-    squares: list[float] = exchange.lanes.ask(lambda comm: comm.all_reduce(sums)).square().sum(1).tolist()
+    squares: list[float] = averager.lanes.run_message(lambda comm: comm.all_reduce(sums)).square().sum(1).tolist()
     return delivered(*squares)
 
 
-def _ms_wait(exchange: Averager, report: Report) -> float:
+def _ms_wait(averager: Averager, report: Report) -> float:
     """Milliseconds from the last gradient to the last mean."""
-    if exchange.device.type == "cpu":
+    if averager.device.type == "cpu":
         return report.ms_wait
-    timeline = exchange.timeline  # the host only launches: the device knows
-    arrivals = [timeline.arrival_s(parameter) for group in exchange.groups for parameter in group.parameters]
+    timeline = averager.timeline  # the host only launches: the device knows
+    arrivals = [timeline.arrival_s(parameter) for group in averager.groups for parameter in group.parameters]
     return 1e3 * (timeline.span_s() - max((s for s in arrivals if math.isfinite(s)), default=math.nan))

@@ -225,7 +225,7 @@ class ShardedModel:
         here = {id(shard) for _, bucket, _ in handed_over for shard in bucket.used}
         averager, shards = self._averager(), self.shards.values()
         flags = torch.tensor([float(id(shard) in here) for shard in shards], dtype=torch.float32, device="cpu")
-        replicas_using = averager.lanes.ask_beside(
+        replicas_using = averager.lanes.run_message_beside(
             lambda comm: comm.all_reduce(flags.to(averager.device, non_blocking=True))
         )
         for _, bucket, _ in handed_over:

@@ -109,9 +109,9 @@ class HSDPMixin(OnMesh, _Base):
         return self.options.compressor
 
     @property
-    def exchange(self) -> Averager | None:
+    def averager(self) -> Averager | None:
         """The engine, during fit and afterwards."""
-        return self.hook.exchange if self.hook else None
+        return self.hook.averager if self.hook else None
 
     @property
     def layer_fusion(self) -> LayerFusion | None:
@@ -171,16 +171,16 @@ class HSDPMixin(OnMesh, _Base):
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Backward, with the exchange's own error."""
-        if self.sharded is None or self.exchange is None:
+        if self.sharded is None or self.averager is None:
             return super().backward(closure_loss, *args, **kwargs)
-        self.exchange.begin_backward()
-        self.exchange.timeline.begin_backward()
+        self.averager.begin_backward()
+        self.averager.timeline.begin_backward()
         try:
             with self.sharded.backward(always=True):
                 return super().backward(closure_loss, *args, **kwargs)
         except RuntimeError:
-            if self.exchange.error is not None:
-                raise self.exchange.error from None
+            if self.averager.error is not None:
+                raise self.averager.error from None
             raise
 
     @contextmanager

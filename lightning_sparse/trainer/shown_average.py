@@ -32,30 +32,30 @@ class ShownAverage:
         return strategy
 
     @property
-    def exchange(self) -> Averager:
+    def averager(self) -> Averager:
         """The engine, during fit and afterwards."""
-        exchange: Averager = self._strategy.exchange
-        return exchange
+        averager: Averager = self._strategy.averager
+        return averager
 
     def others_may_be_gone(self) -> bool:
         """Whether other ranks may be gone, so that a message might wait for them."""
         strategy = self._strategy
         module = strategy.lightning_module
         is_interrupted = module is not None and module.trainer.interrupted and not strategy.signals.ends_together
-        return self.exchange.error is not None or is_interrupted
+        return self.averager.error is not None or is_interrupted
 
     def show(self) -> None:
         """Have the parameters hold the average until the next forward that trains."""
-        self.exchange.show_average(settle=not self.others_may_be_gone())
+        self.averager.show_average(settle=not self.others_may_be_gone())
 
     def compare(self) -> None:
         """Compare what was set after the last step, while every rank is there; raise a RuntimeError if it differs."""
-        if self.exchange.local is not None and not self.others_may_be_gone():
-            self.exchange.local.compare_averages()
+        if self.averager.local is not None and not self.others_may_be_gone():
+            self.averager.local.compare_averages()
 
     def leave_behind(self) -> None:
         """Leave the average behind when a Trainer ends, also where training was interrupted."""
-        self.exchange.show_average(settle=False)
+        self.averager.show_average(settle=False)
         module = self._strategy.lightning_module
         if module is not None and module._trainer is not None:
             callbacks: list[Any] = module.trainer.callbacks
@@ -63,7 +63,7 @@ class ShownAverage:
 
     def state_dict(self, get: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return what ``get`` returns of the average, also within a step, whose weights stay as they are."""
-        local = self.exchange.local
+        local = self.averager.local
         if local is None or not local.within_step:
             self.show()
         shared = local.shared if local else {}
@@ -86,16 +86,16 @@ class BeforeCallbacks(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Meet other hosts before the first batch, once callbacks have made their schedules."""
-        if (average := _of(trainer)) is not None and isinstance(average.exchange, ElasticAverager):
-            average.exchange.enter()
+        if (average := _of(trainer)) is not None and isinstance(average.averager, ElasticAverager):
+            average.averager.enter()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         kinds = class_names(trainer.callbacks)  # type: ignore[attr-defined]  # set by a connector
         average = _of(trainer)
         if not kinds & WEIGHT_AVERAGING or average is None:
             return
-        if not (average.exchange.local and average.exchange.local.within_step):
-            average.exchange.show_average(buffers=False)  # of which each rank averages its own, as with DDP
+        if not (average.averager.local and average.averager.local.within_step):
+            average.averager.show_average(buffers=False)  # of which each rank averages its own, as with DDP
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if (average := _of(trainer)) is not None:
@@ -106,8 +106,8 @@ class BeforeCallbacks(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show the average, also of what has changed since ranks looked at it."""
         average = _of(trainer)
-        if average is not None and average.exchange.local is not None and not average.others_may_be_gone():
-            average.exchange.local.compared()
+        if average is not None and average.averager.local is not None and not average.others_may_be_gone():
+            average.averager.local.compared()
         self.on_train_epoch_end(trainer, pl_module)
 
 

@@ -169,8 +169,8 @@ class SparseMixin(_Base):
         if self.options.may_be_local:
             BeforeCallbacks.put_before(module.trainer.callbacks)  # type: ignore[attr-defined]  # set by a connector
         if self.host is not None:
-            assert isinstance(hook.exchange, ElasticAverager)
-            hook.exchange.serve(self.host)
+            assert isinstance(hook.averager, ElasticAverager)
+            hook.averager.serve(self.host)
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Set up the optimizers, and note them: with ``local_steps`` their states differ between ranks."""
@@ -224,16 +224,16 @@ class SparseMixin(_Base):
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Backward, with the exchange's own error instead of DDP's word that a future failed."""
-        if self.exchange is None:
+        if self.averager is None:
             return super().backward(closure_loss, *args, **kwargs)
-        self.exchange.begin_backward()
-        self.exchange.timeline.begin_backward()
+        self.averager.begin_backward()
+        self.averager.timeline.begin_backward()
         try:
             loss: Tensor = super().backward(closure_loss, *args, **kwargs)
             return loss
         except RuntimeError:
-            if self.exchange.error is not None:
-                raise self.exchange.error from None
+            if self.averager.error is not None:
+                raise self.averager.error from None
             raise
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
@@ -241,11 +241,11 @@ class SparseMixin(_Base):
         try:
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
         except BaseException:
-            if self.exchange is not None and self.exchange.local is not None:
-                self.exchange.local.after_update()  # before a callback saves the optimizer
+            if self.averager is not None and self.averager.local is not None:
+                self.averager.local.after_update()  # before a callback saves the optimizer
             raise
-        if self.exchange is not None:
-            self.exchange.end_step()
+        if self.averager is not None:
+            self.averager.end_step()
         return output
 
     # - checkpoints
@@ -338,9 +338,9 @@ class SparseMixin(_Base):
         return self.options.compressor
 
     @property
-    def exchange(self) -> Averager | None:
+    def averager(self) -> Averager | None:
         """The engine, during fit and afterwards."""
-        return self.hook.exchange if self.hook else None
+        return self.hook.averager if self.hook else None
 
     @property
     def layer_fusion(self) -> LayerFusion | None:

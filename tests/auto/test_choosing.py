@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import lightning_sparse as ls
+from lightning_sparse.auto import between_steps
 from lightning_sparse.auto import chooser as chooser_module
-from lightning_sparse.auto import passes
 from lightning_sparse.auto.chooser import Chooser, soonest
 from lightning_sparse.auto.forecast import Forecast, forecast_of
 from lightning_sparse.auto.more_steps import likely, loss_above, more_steps
@@ -24,7 +24,7 @@ from lightning_sparse.engine.observers import RUN, STEPS, GradientRecord
 from lightning_sparse.fusion import costs as costs_module
 from lightning_sparse.fusion.costs import GroupCosts
 from lightning_sparse.fusion.planner import Measured
-from lightning_sparse.fusion.steps import Passes, Times
+from lightning_sparse.fusion.steps import BetweenSteps, Times
 from lightning_sparse.network.comm import Comm, Pending
 from lightning_sparse.network.costs import Link
 from lightning_sparse.network.simulated import SimNetwork
@@ -245,13 +245,13 @@ def as_late_as_expected(forecast: Forecast, *_: Tensor) -> Forecast:
 
 @pytest.mark.parametrize(("s_per_byte", "wire_dtype"), [(1e-11, "bfloat16"), (8e-8, "int4")])
 def test_it_begins_with_the_sums_that_the_link_takes_soonest(s_per_byte: float, wire_dtype: str) -> None:
-    exchange: Any = Alone()
-    exchange.size = 4
+    averager: Any = Alone()
+    averager.size = 4
 
     def begun(auto: ls.Auto) -> ls.Compressor:
         chooser = Chooser(auto, local=True)
-        costs = GroupCosts(LAYERS, Link(1e-5, s_per_byte, 2e-5), exchange.size)
-        return chooser.start(exchange, costs, auto.start)[0]
+        costs = GroupCosts(LAYERS, Link(1e-5, s_per_byte, 2e-5), averager.size)
+        return chooser.start(averager, costs, auto.start)[0]
 
     assert begun(ls.Auto()) == ls.Candidate(ls.Dense(), wire_dtype).averaging
     assert begun(ls.Auto([ls.MiCRO()])) == ls.Auto().start  # no plain sums are to be chosen
@@ -268,13 +268,13 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[[GivenSteps], tuple[Choo
     def chosen(steps: GivenSteps) -> tuple[Chooser, Any, ls.Candidate]:
         monkeypatch.setattr(chooser_module, "forecast_of", steps.forecast)
         monkeypatch.setattr(chooser_module, "tried", as_late_as_expected)
-        exchange: Any = Alone()
+        averager: Any = Alone()
         chooser = Chooser(ls.Auto(tuple(steps.steps_ms)), local=True)
         at_work = INT4.averaging
         return (
             chooser,
-            exchange,
-            chooser.choose(exchange, steps.measured, COSTS, at_work, exchange.record),
+            averager,
+            chooser.choose(averager, steps.measured, COSTS, at_work, averager.record),
         )  # which takes 60 ms
 
     return chosen
@@ -282,16 +282,16 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[[GivenSteps], tuple[Choo
 
 def test_float32_is_tried_before_others_where_its_messages_are_hidden(choose: Any) -> None:
     steps = GivenSteps({DENSE: 41, INT4: 50, TOPK: 90, LOCAL2: 41, LOCAL4: 41})
-    chooser, exchange, first = choose(steps)
+    chooser, averager, first = choose(steps)
     assert first == DENSE
     assert steps.asked == [DENSE]
-    assert chooser.note(exchange, 0.042) == DENSE  # about as short as a step that sends nothing
+    assert chooser.note(averager, 0.042) == DENSE  # about as short as a step that sends nothing
     assert steps.asked == [DENSE]
 
 
 def test_others_are_looked_at_where_float32_turns_out_to_be_slow(choose: Any) -> None:
-    chooser, exchange, _ = choose(GivenSteps({DENSE: 41, INT4: 50, TOPK: 90, LOCAL2: 41, LOCAL4: 41}))
-    assert chooser.note(exchange, 0.07) == INT4  # since local steps are expected to take longer, too
+    chooser, averager, _ = choose(GivenSteps({DENSE: 41, INT4: 50, TOPK: 90, LOCAL2: 41, LOCAL4: 41}))
+    assert chooser.note(averager, 0.07) == INT4  # since local steps are expected to take longer, too
     assert next(f.step_s for f in chooser.forecasts if f.candidate == INT4) == pytest.approx(0.06)  # as measured
 
 
@@ -303,52 +303,52 @@ def test_what_coding_took_longer_is_not_corrected_in_plain_sums(choose: Any) -> 
 
 
 def test_what_plain_sums_took_longer_is_expected_of_all_of_which_nothing_else_is_known(choose: Any) -> None:
-    chooser, exchange, _ = choose(GivenSteps({DENSE: 41, INT4: 50, LOCAL2: 44, BFLOAT16: 42}))
-    chooser.note(exchange, 0.082)
+    chooser, averager, _ = choose(GivenSteps({DENSE: 41, INT4: 50, LOCAL2: 44, BFLOAT16: 42}))
+    chooser.note(averager, 0.082)
     steps_ms = {f.candidate: 1e3 * f.step_s for f in chooser.forecasts}
     assert steps_ms == pytest.approx({DENSE: 82, INT4: 60, LOCAL2: 88, BFLOAT16: 84})  # int4 as measured
 
 
 def test_what_is_slower_than_expected_makes_way_and_so_does_its_kind(choose: Any) -> None:
     steps = GivenSteps({DENSE: 100, INT4: 50, TOPK: 90, LOCAL2: 40, LOCAL4: 39}, computing_ms=40)
-    chooser, exchange, first = choose(steps)
+    chooser, averager, first = choose(steps)
     assert first == LOCAL4
-    assert chooser.note(exchange, 0.2) == INT4  # of which steps were measured at first
+    assert chooser.note(averager, 0.2) == INT4  # of which steps were measured at first
 
 
 def test_what_is_known_does_not_make_way_for_what_noise_may_be(choose: Any) -> None:
     steps = GivenSteps({DENSE: 100, INT4: 60, TOPK: 48.5, LOCAL2: 41, LOCAL4: 49}, computing_ms=33)
-    chooser, exchange, first = choose(steps)
+    chooser, averager, first = choose(steps)
     assert first == LOCAL2
-    assert chooser.note(exchange, 0.05) == LOCAL2  # though 48.5 ms are expected of another
+    assert chooser.note(averager, 0.05) == LOCAL2  # though 48.5 ms are expected of another
 
 
 @pytest.mark.parametrize(("topk_ms", "back"), [(47, False), (42, True)])
 def test_the_way_back_from_local_steps_is_for_sums_that_are_far_sooner(choose: Any, topk_ms: float, back: bool) -> None:
     steps = GivenSteps({DENSE: 100, INT4: 60, TOPK: topk_ms, LOCAL2: 34}, computing_ms=33)
-    chooser, exchange, first = choose(steps)
+    chooser, averager, first = choose(steps)
     assert first == LOCAL2
-    assert chooser.note(exchange, 0.056) == (TOPK if back else LOCAL2)  # 16 and 25 % sooner, and LOCAL2 loses more
+    assert chooser.note(averager, 0.056) == (TOPK if back else LOCAL2)  # 16 and 25 % sooner, and LOCAL2 loses more
 
 
 @pytest.mark.parametrize(("local_s", "back"), [(0.0605, False), (0.0635, True)])
 def test_local_steps_are_not_left_for_sums_that_noise_may_have_sooner(choose: Any, local_s: float, back: bool) -> None:
-    chooser, exchange, first = choose(GivenSteps({DENSE: 100, INT4: 60, LOCAL2: 34}, computing_ms=33))
+    chooser, averager, first = choose(GivenSteps({DENSE: 100, INT4: 60, LOCAL2: 34}, computing_ms=33))
     assert first == LOCAL2
-    assert chooser.note(exchange, local_s) == (INT4 if back else LOCAL2)  # 60 ms were measured, of fewer steps
+    assert chooser.note(averager, local_s) == (INT4 if back else LOCAL2)  # 60 ms were measured, of fewer steps
 
 
 def test_measured_plain_sums_are_left_only_for_what_is_sooner(choose: Any) -> None:
-    chooser, exchange, first = choose(GivenSteps({DENSE: 41, INT4: 90, LOCAL2: 33}, computing_ms=32))
-    assert (first, chooser.note(exchange, 0.06)) == (DENSE, LOCAL2)
-    assert chooser.note(exchange, 0.0595) == DENSE  # as long, and LOCAL2 needs more steps
+    chooser, averager, first = choose(GivenSteps({DENSE: 41, INT4: 90, LOCAL2: 33}, computing_ms=32))
+    assert (first, chooser.note(averager, 0.06)) == (DENSE, LOCAL2)
+    assert chooser.note(averager, 0.0595) == DENSE  # as long, and LOCAL2 needs more steps
 
 
 def test_the_way_back_is_judged_by_the_soonest_local_steps_that_were_measured(choose: Any) -> None:
     steps = GivenSteps({DENSE: 200, INT4: 60, LOCAL2: 52, LOCAL4: 50}, computing_ms=33, limit="backward")
-    chooser, exchange, first = choose(steps)
-    assert (first, chooser.note(exchange, 0.056)) == (LOCAL4, LOCAL2)
-    assert chooser.note(exchange, 0.075) == LOCAL4  # not INT4, of which 60 ms were measured
+    chooser, averager, first = choose(steps)
+    assert (first, chooser.note(averager, 0.056)) == (LOCAL4, LOCAL2)
+    assert chooser.note(averager, 0.075) == LOCAL4  # not INT4, of which 60 ms were measured
 
 
 def test_what_a_limit_costs_is_said_also_of_what_is_not_measured_any_more(
@@ -361,20 +361,20 @@ def test_what_a_limit_costs_is_said_also_of_what_is_not_measured_any_more(
 
 
 def test_of_local_steps_that_take_longer_than_expected_those_that_send_less_are_tried(choose: Any) -> None:
-    chooser, exchange, first = choose(
+    chooser, averager, first = choose(
         GivenSteps({DENSE: 100, INT4: 55, TOPK: 90, LOCAL2: 41, LOCAL4: 45.5}, computing_ms=33)
     )
     assert first == LOCAL2
-    assert chooser.note(exchange, 0.055) == LOCAL4  # by the bytes of which 52.5 ms are expected
-    assert chooser.note(exchange, 0.054) == LOCAL2  # which was about as short
+    assert chooser.note(averager, 0.055) == LOCAL4  # by the bytes of which 52.5 ms are expected
+    assert chooser.note(averager, 0.054) == LOCAL2  # which was about as short
 
 
 def test_of_a_far_link_what_local_steps_take_longer_is_not_all_for_their_bytes(choose: Any) -> None:
     steps = GivenSteps({DENSE: 120, INT4: 60, LOCAL2: 45.7, LOCAL4: 39.7}, computing_ms=11)
-    chooser, exchange, first = choose(steps)
+    chooser, averager, first = choose(steps)
     assert first == LOCAL4
-    assert chooser.note(exchange, 0.0455) == LOCAL2  # of which 51.5 ms are expected, and 57.3 would be by its bytes
-    assert chooser.note(exchange, 0.048) == LOCAL2
+    assert chooser.note(averager, 0.0455) == LOCAL2  # of which 51.5 ms are expected, and 57.3 would be by its bytes
+    assert chooser.note(averager, 0.048) == LOCAL2
 
 
 def test_of_local_steps_whose_bytes_hide_those_that_exchange_less_are_tried(
@@ -383,41 +383,41 @@ def test_of_local_steps_whose_bytes_hide_those_that_exchange_less_are_tried(
     int2 = ls.Candidate(ls.Dense(), "int2", 1)  # as many bytes here as LOCAL4
     steps = GivenSteps({DENSE: 100, INT4: 90, TOPK: 90, LOCAL4: 37, int2: 33}, computing_ms=31, limit="backward")
     monkeypatch.setattr(steps, "forecast", lambda c, **_: replace(GivenSteps.forecast(steps, c), sent_bytes=1.0))
-    chooser, exchange, first = choose(steps)
+    chooser, averager, first = choose(steps)
     assert first == int2
-    assert chooser.note(exchange, 0.06) == LOCAL4  # five eighths of 27 ms more are expected of it
+    assert chooser.note(averager, 0.06) == LOCAL4  # five eighths of 27 ms more are expected of it
 
 
 def test_after_local_steps_others_are_tried_that_noise_may_have_sooner(choose: Any) -> None:
     steps = GivenSteps({DENSE: 100, INT4: 90, LOCAL2: 41, LOCAL4: 41}, computing_ms=33, limit="backward")
-    chooser, exchange, first = choose(steps)
+    chooser, averager, first = choose(steps)
     assert first == LOCAL4  # which exchanges fewer weights
-    assert chooser.note(exchange, 0.042) == LOCAL2  # of which 42.5 ms are expected, and fewer steps
-    assert chooser.note(exchange, 0.044) == LOCAL2  # which loses less
+    assert chooser.note(averager, 0.042) == LOCAL2  # of which 42.5 ms are expected, and fewer steps
+    assert chooser.note(averager, 0.044) == LOCAL2  # which loses less
 
 
 @pytest.mark.parametrize("step_s", [0.0, math.nan, math.inf])
 def test_a_step_whose_time_is_not_known_changes_nothing(choose: Any, step_s: float) -> None:
-    chooser, exchange, first = choose(GivenSteps({DENSE: 100, INT4: 90, LOCAL2: 41, LOCAL4: 41}, computing_ms=33))
+    chooser, averager, first = choose(GivenSteps({DENSE: 100, INT4: 90, LOCAL2: 41, LOCAL4: 41}, computing_ms=33))
     before = list(chooser.forecasts)
     chooser.see(first, step_s)
-    assert chooser.note(exchange, step_s) == first
+    assert chooser.note(averager, step_s) == first
     assert (chooser.forecasts, chooser.is_settled) == (before, False)
 
 
 def test_nothing_is_expected_to_be_sooner_than_computing(choose: Any) -> None:
-    chooser, exchange, first = choose(GivenSteps({DENSE: 100, INT4: 90, LOCAL2: 50, LOCAL4: 41}, computing_ms=31))
+    chooser, averager, first = choose(GivenSteps({DENSE: 100, INT4: 90, LOCAL2: 50, LOCAL4: 41}, computing_ms=31))
     assert first == LOCAL4
-    chooser.note(exchange, 0.0311)
+    chooser.note(averager, 0.0311)
     steps_ms = {f.candidate: 1e3 * f.step_s for f in chooser.forecasts}
     assert steps_ms == pytest.approx({DENSE: 100, INT4: 60, LOCAL2: 31, LOCAL4: 31.1})  # LOCAL2 sends twice as much
 
 
 def test_what_local_steps_that_hide_their_bytes_took_longer_is_half_expected_of_sums(choose: Any) -> None:
     steps = GivenSteps({DENSE: 60, BFLOAT16: 43, INT4: 60, TOPK: 90, LOCAL2: 33}, computing_ms=31, limit="backward")
-    chooser, exchange, first = choose(steps)
+    chooser, averager, first = choose(steps)
     assert first == LOCAL2
-    assert chooser.note(exchange, 0.055) == LOCAL2  # though 43 ms would be sooner by a quarter
+    assert chooser.note(averager, 0.055) == LOCAL2  # though 43 ms would be sooner by a quarter
     steps_ms = {f.candidate: 1e3 * f.step_s for f in chooser.forecasts}
     assert steps_ms == pytest.approx({DENSE: 71, BFLOAT16: 54, INT4: 60, TOPK: 101, LOCAL2: 55})  # int4 as measured
 
@@ -431,18 +431,18 @@ def test_what_cannot_be_soonest_is_not_tried(choose: Any) -> None:
 def test_a_limit_of_the_loss_is_kept_and_what_it_costs_is_said(
     monkeypatch: pytest.MonkeyPatch, at_most: float | None
 ) -> None:
-    steps, exchange, said = GivenSteps({DENSE: 100, INT4: 60, TOPK: 90, LOCAL2: 41, LOCAL4: 50}), Alone(), []
+    steps, averager, said = GivenSteps({DENSE: 100, INT4: 60, TOPK: 90, LOCAL2: 41, LOCAL4: 50}), Alone(), []
     monkeypatch.setattr(chooser_module, "forecast_of", steps.forecast)
     monkeypatch.setattr(chooser_module, "rank_zero_info", said.append)
     monkeypatch.setattr(chooser_module, "tried", as_late_as_expected)
     chooser = Chooser(ls.Auto(ALL, at_most=at_most), local=True)
-    chosen = chooser.choose(exchange, steps.measured, COSTS, INT4.averaging, exchange.record)  # type: ignore[arg-type]
+    chosen = chooser.choose(averager, steps.measured, COSTS, INT4.averaging, averager.record)  # type: ignore[arg-type]
     assert chosen == (DENSE if at_most == 0 else LOCAL2)
     assert ("Without at_most=0 2 local steps" in said[-1]) == (at_most == 0)
     assert "The loss of 1,000 steps of dense training is expected after 1,0" in said[-1]
 
 
-def to_its_end(course: Passes[Times], after: Callable[[int], None] = lambda steps: None) -> tuple[int, Times]:
+def to_its_end(course: BetweenSteps[Times], after: Callable[[int], None] = lambda steps: None) -> tuple[int, Times]:
     """Return how many passes it takes, and what it returns."""
     steps = 0
     while True:
@@ -505,21 +505,21 @@ def test_plain_sums_are_measured_in_turn_where_others_are_too_late(settled: Choo
 def test_measuring_in_turn_ends_with_the_groups_of_the_best(settled: Chooser, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the three that differ little one is soon too late, and another a turn later."""
     steps_s, followed = {DENSE: 0.1, BFLOAT16: 0.09, INT4: 0.108}, []
-    switch: Any = SimpleNamespace(layer_fusion=SimpleNamespace(follow=followed.append), exchange=None, chosen=DENSE)
+    active: Any = SimpleNamespace(layer_fusion=SimpleNamespace(follow=followed.append), averager=None, chosen=DENSE)
 
-    def looks(exchange: object, count: int) -> Passes[Times]:
+    def looks(averager: object, count: int) -> BetweenSteps[Times]:
         for _ in range(count):
             yield
-        return Times(steps_s[switch.chosen], 0.01)
+        return Times(steps_s[active.chosen], 0.01)
 
-    monkeypatch.setattr(passes, "typical_times", looks)
+    monkeypatch.setattr(between_steps, "typical_times", looks)
     layouts: Any = {each: str(each) for each in steps_s}
-    steps, times = to_its_end(passes._measure_in_turn(switch, settled, layouts, {}))
+    steps, times = to_its_end(between_steps._measure_in_turn(active, settled, layouts, {}))
     assert times == Times(0.09, 0.01)
     assert settled.measured[BFLOAT16] == pytest.approx((0.105 + 2 * 0.09) / 3)
     assert followed == [str(each) for each in (DENSE, BFLOAT16, INT4, BFLOAT16, DENSE, BFLOAT16)]
-    assert switch.chosen == BFLOAT16
-    assert steps == 5 * (passes.TAKING_OVER + passes.TIMED)
+    assert active.chosen == BFLOAT16
+    assert steps == 5 * (between_steps.TAKING_OVER + between_steps.TIMED)
 
 
 def test_local_steps_are_candidates_only_where_their_average_is_shown() -> None:
@@ -549,23 +549,23 @@ def test_what_cannot_be_chosen_is_refused(make: Any, message: str) -> None:
 def two_then_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps take 2 s at first, then 1 s."""
 
-    def looks(exchange: object, count: int) -> Passes[Times]:
+    def looks(averager: object, count: int) -> BetweenSteps[Times]:
         for _ in range(count):
             yield
-        return Times(2.0 if count == passes.GLANCE else 1.0, 0.5)
+        return Times(2.0 if count == between_steps.GLANCE else 1.0, 0.5)
 
-    monkeypatch.setattr(passes, "typical_times", looks)
+    monkeypatch.setattr(between_steps, "typical_times", looks)
 
 
 @pytest.mark.usefixtures("two_then_one")
 def test_a_trial_of_sums_ends_early_where_they_take_too_long() -> None:
-    layout = passes.Layout([["layer"]], DENSE.averaging)
+    layout = between_steps.Layout([["layer"]], DENSE.averaging)
     fusion = SimpleNamespace(layout=layout, compressor=DENSE.averaging, follow=lambda layout: None)
-    switch: Any = SimpleNamespace(layer_fusion=fusion, exchange=None, chosen=None)
-    given: Any = (switch, INT4, DENSE.averaging, MEASURED, Link(1e-5, 1e-8))
-    first = passes.TAKING_OVER + passes.GLANCE
-    assert to_its_end(passes._average_gradients(*given, 1.9)) == (first, Times(2.0, 0.5))
-    assert to_its_end(passes._average_gradients(*given, 2.1)) == (first + passes.TIMED, Times(1.0, 0.5))
+    active: Any = SimpleNamespace(layer_fusion=fusion, averager=None, chosen=None)
+    given: Any = (active, INT4, DENSE.averaging, MEASURED, Link(1e-5, 1e-8))
+    first = between_steps.TAKING_OVER + between_steps.GLANCE
+    assert to_its_end(between_steps._average_gradients(*given, 1.9)) == (first, Times(2.0, 0.5))
+    assert to_its_end(between_steps._average_gradients(*given, 2.1)) == (first + between_steps.TIMED, Times(1.0, 0.5))
 
 
 @pytest.mark.usefixtures("two_then_one")
@@ -573,13 +573,13 @@ def test_a_trial_of_local_steps_ends_early_where_they_take_far_too_long() -> Non
     def trial(longest_s: float) -> tuple[int, Times]:
         """How many steps it takes, and what one takes."""
         local = SimpleNamespace(is_starting=True)
-        exchange = SimpleNamespace(local=local, round=2)
-        switch: Any = SimpleNamespace(layer_fusion=None, exchange=exchange, to_local_steps=lambda candidate: None)
-        trial_of = passes._take_local_steps(switch, LOCAL2, longest_s)
+        averager = SimpleNamespace(local=local, round=2)
+        active: Any = SimpleNamespace(layer_fusion=None, averager=averager, to_local_steps=lambda candidate: None)
+        trial_of = between_steps._take_local_steps(active, LOCAL2, longest_s)
         return to_its_end(trial_of, lambda steps: vars(local).update(is_starting=steps < 20))
 
-    assert trial(longest_s=1.9) == (passes.GLANCE, Times(2.0, 0.5))
-    assert trial(longest_s=2.1) == (20 + passes.SETTLING + passes.TIMED, Times(1.0, 0.5))
+    assert trial(longest_s=1.9) == (between_steps.GLANCE, Times(2.0, 0.5))
+    assert trial(longest_s=2.1) == (20 + between_steps.SETTLING + between_steps.TIMED, Times(1.0, 0.5))
 
 
 def test_steps_are_far_too_long_where_a_quarter_more_would_be_as_soon_as_what_was_measured() -> None:

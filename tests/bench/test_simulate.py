@@ -123,7 +123,7 @@ def real(rank: int, size: int, strategies: Sequence[str], steps: int) -> list[An
             optimizer.zero_grad()
             ddp(batch(step, rank)).backward()
             optimizer.step()
-        hook.exchange.show_average()
+        hook.averager.show_average()
         found.append({name: p.detach().clone() for name, p in ddp.module.named_parameters()})
         hook.close()
     return found

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from lightning_sparse.auto import switch
+from lightning_sparse.auto import active
 from lightning_sparse.checkpoint.state import KEY, State
 from tests.support.fuzz import TRIES, fuzzed
 from tests.support.models import small, unsent
@@ -34,7 +34,7 @@ class Trained:
         self.hook = ls.SparseHook(self.ddp, compressor, fusion="layer")
         for _ in range(3):
             self.step()
-        names = [list(group.names) for group in self.hook.exchange.groups]
+        names = [list(group.names) for group in self.hook.averager.groups]
         plan = {"groups": names, "compressor": repr(compressor), "size": 1}
         self.state = self.hook.state_dict() | {"plan": plan}
         self.state["checksum"] = State(**self.state).checksums()
@@ -47,7 +47,7 @@ class Trained:
 
     def load(self, state: Any) -> str:
         """What is said, as an error or a warning."""
-        for group in self.hook.exchange.groups:
+        for group in self.hook.averager.groups:
             group.unsent.fill_(3)
         try:
             return "".join(warned(self.hook.load_state_dict, state))
@@ -65,7 +65,7 @@ TRAININGS = {"micro": ls.MiCRO(density=0.05), "momentum": ls.MomentumCorrection(
 @pytest.fixture(scope="module", params=list(TRAININGS))
 def trained(request: pytest.FixtureRequest, one_rank: None) -> Iterator[Trained]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(switch, "_dense_if_alone", lambda compressor, size: compressor)  # so that it has memories to keep
+        patch.setattr(active, "_dense_if_alone", lambda compressor, size: compressor)  # so that it has memories to keep
         training = Trained(TRAININGS[request.param])
     yield training
     training.hook.close()

@@ -252,7 +252,7 @@ def resume_as(rank: int, size: int, path: str) -> dict[str, tuple[dict[str, Tens
         run = trainer(strategy, size, max_steps=12, callbacks=[start])
         said = warned(run.fit, model, data(20, size), ckpt_path=path)  # two steps more
         said = [each for each in said if "another configuration" in each]
-        found[how] = start.found[-1], said, strategy.exchange.steps
+        found[how] = start.found[-1], said, strategy.averager.steps
     return found
 
 

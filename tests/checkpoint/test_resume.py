@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from lightning_sparse.auto import switch
+from lightning_sparse.auto import active
 from lightning_sparse.checkpoint.state import KEY, State
 from tests.support.models import unsent
 from tests.support.said import refusal, warned
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 @pytest.fixture(autouse=True)
 def _not_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the compressor work though there is nobody to send to."""
-    monkeypatch.setattr(switch, "_dense_if_alone", lambda compressor, size: compressor)
+    monkeypatch.setattr(active, "_dense_if_alone", lambda compressor, size: compressor)
 
 
 class Two(nn.Module):
@@ -69,7 +69,7 @@ class Training:
     def velocities(self) -> dict[str, Tensor]:
         return {
             name: slot.clone()
-            for group in self.hook.exchange.groups
+            for group in self.hook.averager.groups
             for name, slot in zip(group.names, group.slots(group.memory["velocity"]), strict=True)
         }
 
@@ -141,7 +141,7 @@ def test_a_parameter_that_stays_keeps_its_velocity(change: str, by: str) -> None
     }[change]
     assert named in said
     assert bool(said) == bool(named)
-    assert after.hook.exchange.groups[-1].step == 5
+    assert after.hook.averager.groups[-1].step == 5
     after.steps(2)
     before.close()
     after.close()

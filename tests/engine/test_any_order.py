@@ -162,18 +162,18 @@ class Training:
 
     def change(self, chosen: Candidate | None) -> None:
         """Take the local steps of ``chosen``, or average gradients."""
-        course = self.hook._course
+        course = self.hook._tuning
         if chosen is None:
-            course.switch.to_gradients()
+            course.active.to_gradients()
         else:
-            course.switch.to_local_steps(chosen)
+            course.active.to_local_steps(chosen)
         course._start(planned=True)
 
     @property
-    def exchange(self) -> LocalAverager:
-        exchange = self.hook.exchange
-        assert isinstance(exchange, LocalAverager)
-        return exchange
+    def averager(self) -> LocalAverager:
+        averager = self.hook.averager
+        assert isinstance(averager, LocalAverager)
+        return averager
 
     def close(self) -> None:
         """End a fit."""
@@ -197,8 +197,8 @@ class Training:
 
     def own(self) -> Weights:
         """Copies of this rank's own weights."""
-        exchange = self.hook.exchange
-        return copied(exchange.own if isinstance(exchange, LocalAverager) else self.held())
+        averager = self.hook.averager
+        return copied(averager.own if isinstance(averager, LocalAverager) else self.held())
 
     def _since(self, before: Weights) -> Weights:
         after = self.own()
@@ -240,7 +240,7 @@ class Training:
     def file_as_it_is(self) -> dict[str, Any]:
         """A checkpoint that is written while a step goes on: the model is the average."""
         unsent = self.hook.saved("per_rank", [self.optimizer])
-        averages = {name: x.to(self.held()[name].dtype) for name, x in self.exchange.averages.items()}
+        averages = {name: x.to(self.held()[name].dtype) for name, x in self.averager.averages.items()}
         model, optimizer = self.model.state_dict() | averages, self.optimizer.state_dict()
         return deepcopy({"model": model, "optimizer": optimizer, "unsent": unsent})
 
@@ -269,27 +269,27 @@ class Seen:
 
 
 def look_at(training: Training) -> Seen:
-    exchange = training.hook.exchange
+    averager = training.hook.averager
     ddp, held = training.ddp, copied(training.held())
     names: dict[Tensor, str] = {p: name for name, p in training.model.named_parameters()}
     given, got = ({names[p]: x.clone() for p, x in each.items()} for each in (ddp.handed_in, ddp.handed_out))
-    if isinstance(exchange, LocalAverager):
-        averages, own = copied(exchange.averages), copied(exchange.own)
+    if isinstance(averager, LocalAverager):
+        averages, own = copied(averager.averages), copied(averager.own)
         left = {
             name: slot.clone().view(shape)
-            for replica in exchange.weights.replicas
-            for flat, group in [(exchange.weights.unsent(replica), replica.group)]
+            for replica in averager.weights.replicas
+            for flat, group in [(averager.weights.unsent(replica), replica.group)]
             for name, shape, slot in zip(group.names, group.shapes, group.slots(flat), strict=True)
         }
-        unsent = {names[p]: x.double() for p, x in exchange.weights.unsent_gradients().items()}
-        buffers = copied(exchange.buffers)
-        return Seen(held, averages, own, left, unsent, buffers, given, got, exchange.phase, exchange.steps)
+        unsent = {names[p]: x.double() for p, x in averager.weights.unsent_gradients().items()}
+        buffers = copied(averager.buffers)
+        return Seen(held, averages, own, left, unsent, buffers, given, got, averager.phase, averager.steps)
     unsent = {
         name: slot.view(shape).double()
-        for group in exchange.groups
+        for group in averager.groups
         for name, shape, slot in zip(group.names, group.shapes, group.slots(group.unsent), strict=True)
     }
-    return Seen(held, {}, {}, {}, unsent, {}, given, got, None, exchange.steps)
+    return Seen(held, {}, {}, {}, unsent, {}, given, got, None, averager.steps)
 
 
 def assert_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor], what: str) -> None:
@@ -399,12 +399,12 @@ class AnyOrder(RuleBasedStateMachine):
 
     @property
     def is_local(self) -> bool:
-        return isinstance(self.trainings[0].hook.exchange, LocalAverager)
+        return isinstance(self.trainings[0].hook.averager, LocalAverager)
 
     def fragments(self) -> dict[str, int]:
         if not self.is_local:
             return {}
-        replicas = self.trainings[0].exchange.weights.replicas
+        replicas = self.trainings[0].averager.weights.replicas
         return {name: replica.fragment for replica in replicas for name in replica.group.names}
 
     # - what it must obey
@@ -683,7 +683,7 @@ class AnyOrder(RuleBasedStateMachine):
     @may(frozen=st.booleans(), orderly=st.booleans())
     def second_fit(self, frozen: bool, orderly: bool) -> None:
         """With a layer frozen or not, after a fit that ended or was interrupted; nothing of what is unsent changes."""
-        self.everywhere(lambda training: training.hook.exchange.show_average(settle=orderly))
+        self.everywhere(lambda training: training.hook.averager.show_average(settle=orderly))
         self.plain.end_fit(orderly)
         before = self.look()
         self.everywhere(lambda training: training.fit_again(frozen))
@@ -701,7 +701,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.everywhere(lambda training: training.change(chosen))
         for one, other in zip(before, self.look(), strict=True):
             assert_kept(one.unsent, other.unsent, "what is unsent of gradients, before and after local steps began")
-        self.plain.steps = self.trainings[0].exchange.steps
+        self.plain.steps = self.trainings[0].averager.steps
         self.plain.begin(ls.LocalSteps(chosen.local_steps))
         self.restart()
 

@@ -50,13 +50,13 @@ def scaled(nccl: FakeNccl, of: dict[str, Tensor]) -> Averager:
 
 
 def test_other_groups_and_a_checkpoint_are_ordered() -> None:
-    def other_plan(exchange: GradientAverager, nccl: FakeNccl, of: dict[str, Tensor]) -> None:
+    def other_plan(averager: GradientAverager, nccl: FakeNccl, of: dict[str, Tensor]) -> None:
         for kept in ("per_rank", "mean"):
             residuals.gather(
-                exchange, kept, nccl.comm(), "TopK()", {}, RankLocalState((), None, torch.nn.Module(), False), True
+                averager, kept, nccl.comm(), "TopK()", {}, RankLocalState((), None, torch.nn.Module(), False), True
             )
-        groups = lay_out(of, ls.TopK(), "none" if len(exchange.groups) < len(of) else "bucket")
-        exchange.lay_out(groups)
+        groups = lay_out(of, ls.TopK(), "none" if len(averager.groups) < len(of) else "bucket")
+        averager.lay_out(groups)
 
     assert (
         unordered(lambda nccl, of: gradients(nccl, of, ls.TopK(), "int4", bucket_bytes=SMALL), between=other_plan) == []
@@ -99,7 +99,7 @@ def sharded_unordered(batches: int) -> list[str]:
         training = ShardedTraining(gradients(nccl, of, ls.TopK(), "int4", bucket_bytes=SMALL, may_be_unused=True), of)
         for step in range(6):
             training.step(skips=step % 4 - 1, batches=batches)
-        training.exchange.close()
+        training.averager.close()
         return cuda.unordered
 
 
@@ -113,8 +113,8 @@ def test_what_is_asked_within_a_step_is_ordered(forgets: bool) -> None:
     """Also where nobody looks at the answer."""
     with on_fake_cuda(HappensBefore()) as (cuda, nccl):
         assert isinstance(cuda, HappensBefore)
-        exchange = gradients(nccl, parameters(), ls.TopK(), "int4")
-        answer = exchange.lanes.ask_beside(lambda comm: comm.all_reduce(torch.ones(5, device=DEVICE)))
+        averager = gradients(nccl, parameters(), ls.TopK(), "int4")
+        answer = averager.lanes.run_message_beside(lambda comm: comm.all_reduce(torch.ones(5, device=DEVICE)))
         if not forgets:
             assert answer.result().tolist()
         del answer

@@ -46,25 +46,25 @@ def trained(rank: int, size: int, bucket_cap_mb: float, message_bytes: int) -> A
     groups.MESSAGES = 2**20  # so that ``message_bytes`` decides
     plain, ours, again = two_layers(), two_layers(bucket_cap_mb), two_layers(bucket_cap_mb, views=True)
     hook = ls.SparseHook(ours, "sparse_dense")
-    hook.exchange.in_place.may = True
-    hook.exchange.lanes.set_latencies(*hook.exchange.lanes.latencies[:2], message_bytes)
+    hook.averager.in_place.may = True
+    hook.averager.lanes.set_latencies(*hook.averager.lanes.latencies[:2], message_bytes)
     whole = []
     for number in range(6):
-        sent_before = hook.exchange.lanes[0].comm.messages
+        sent_before = hook.averager.lanes[0].comm.messages
         step(plain, rank, number, LR)
         step(ours, rank, number, LR)
-        whole.append(hook.exchange.nothing_unsent)
+        whole.append(hook.averager.nothing_unsent)
         if number == 2:
             saved, kept = [hook.state_dict()], ours.state_dict()
             dist.broadcast_object_list(saved)
             again.load_state_dict(kept)
             resumed = ls.SparseHook(again, "sparse_dense")
-            resumed.exchange.in_place.may = True
+            resumed.averager.in_place.may = True
             resumed.load_state_dict(saved[0])
         if number > 2:
             step(again, rank, number, LR)
-    report, messages = hook.exchange.last, hook.exchange.lanes[0].comm.messages - sent_before
-    results = weights(plain), weights(ours), weights(again), whole, report.sent_bytes, hook.exchange.steps, messages
+    report, messages = hook.averager.last, hook.averager.lanes[0].comm.messages - sent_before
+    results = weights(plain), weights(ours), weights(again), whole, report.sent_bytes, hook.averager.steps, messages
     resumed.close()
     hook.close()
     return results
@@ -92,22 +92,22 @@ def rounded_then_exact(rank: int, size: int) -> tuple[Tensor, Tensor]:
     """The sum of all means, and of all gradients of this rank, where int4 makes way for float32."""
     ddp = layer()
     hook = ls.SparseHook(ddp, Rounded(ls.Dense(), "int4"), wire_dtype="float32", fusion="bucket")
-    hook.exchange.in_place.may = True
+    hook.averager.in_place.may = True
     means, own = torch.zeros(SHAPE[1]), torch.zeros(SHAPE[1])
     for number in range(8):
         if number == 4:
             assert hook.layer_fusion is None
-            before = hook.exchange.groups
+            before = hook.averager.groups
             after = lay_out(dict(ddp.module.named_parameters()), ls.Dense(), "bucket", 25 << 20)
             after[0][0].unsent.copy_(before[0].unsent)
-            hook.exchange.lay_out(after)
+            hook.averager.lay_out(after)
         generator = torch.Generator().manual_seed(100 * rank + number)
         ddp.zero_grad()
         factor = torch.randn(SHAPE[1], generator=generator)
         (ddp(torch.zeros(1, SHAPE[0])) * factor).sum().backward()
         own += factor
         means += ddp.module.bias.grad
-        assert hook.exchange.nothing_unsent == (number >= 4)
+        assert hook.averager.nothing_unsent == (number >= 4)
     hook.close()
     return means, own
 
@@ -121,24 +121,24 @@ def after_int4(rank: int, size: int) -> tuple[list[torch.dtype | None], list[boo
     """Of each step of sums in bfloat16 after int4: in place or not, as with PyTorch's hook, unsent, bytes."""
     ours, hooked = layer(), layer()
     hook = ls.SparseHook(ours, Rounded(ls.Dense(), "int4"), wire_dtype="float32", fusion="bucket")
-    hook.exchange.in_place.may = True
+    hook.averager.in_place.may = True
     hooked.register_comm_hook(None, bf16_hook)
     found = []
     for number in range(7):
         if number == 1:
             after = lay_out(dict(ours.module.named_parameters()), Rounded(ls.Dense(), "bfloat16"), "bucket", 25 << 20)
-            after[0][0].unsent.copy_(hook.exchange.groups[0].unsent)
-            hook.exchange.lay_out(after)
+            after[0][0].unsent.copy_(hook.averager.groups[0].unsent)
+            hook.averager.lay_out(after)
         if number == 4:
-            hook.exchange.defer(True)
+            hook.averager.defer(True)
         elif number == 5:
-            hook.exchange.defer(False)
+            hook.averager.defer(False)
         hooked.load_state_dict(ours.state_dict())
         step(ours, rank, number)
         step(hooked, rank, number)
-        exchange = hook.exchange
+        averager = hook.averager
         as_hooked = torch.equal(weights(ours), weights(hooked))
-        found.append((exchange._step.in_place, as_hooked, exchange.unsent_norm() > 0, exchange.last.sent_bytes))
+        found.append((averager._step.in_place, as_hooked, averager.unsent_norm() > 0, averager.last.sent_bytes))
     hook.close()
     return tuple(map(list, zip(*found, strict=True)))
 
@@ -173,15 +173,15 @@ def with_an_empty_bucket(rank: int, size: int) -> list[Tensor]:
     model = StartsEmpty()
     ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4)
     hook = ls.SparseHook(ddp, Rounded(ls.Dense(), "bfloat16"), wire_dtype="float32", fusion="bucket")
-    hook.exchange.in_place.may = True
+    hook.averager.in_place.may = True
     used = []
     for number in range(4):
         generator = torch.Generator().manual_seed(100 * rank + number)
         ddp.zero_grad()
         ddp(torch.randn(4, SHAPE[0], generator=generator)).backward()
-        used.append(hook.exchange._step.in_place)
+        used.append(hook.averager._step.in_place)
     assert used[1:] == 3 * [torch.bfloat16]
-    hook.exchange.lanes[0].close()
+    hook.averager.lanes[0].close()
     with pytest.raises(RuntimeError, match="was closed"):
         ddp(torch.randn(4, SHAPE[0])).backward()
     return [parameter.grad for parameter in model.parameters()]

@@ -22,14 +22,14 @@ def launched(n: int, layers: int, wire_dtype: str, compressor: ls.Compressor, si
     """Launches of a step's exchange, messages among them, and groups, for ``n`` elements in ``layers`` parameters."""
     with on_fake_cuda(size=size) as (cuda, nccl):
         of = parameters({f"layer {i}": (n // layers,) for i in range(layers)})
-        exchange = gradients(nccl, of, compressor, wire_dtype, bucket_bytes=25 * 2**20)
-        training = Training(exchange, of, min(layers, BUCKETS))
+        averager = gradients(nccl, of, compressor, wire_dtype, bucket_bytes=25 * 2**20)
+        training = Training(averager, of, min(layers, BUCKETS))
         training.step()
         cuda.launched.clear()
         nccl.messages = 0
         training.step()
         of_training = 2 * layers + min(layers, BUCKETS)  # forward, optimizer, and what fills the buckets
-        return cuda.launches - of_training, nccl.messages, len(exchange.groups)
+        return cuda.launches - of_training, nccl.messages, len(averager.groups)
 
 
 @on_a_fake_device

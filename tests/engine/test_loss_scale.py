@@ -71,7 +71,7 @@ def scaled_and_not(rank: int, size: int, cases: list[tuple[str, float]]) -> list
         reference = trainer(plain, size, max_steps=STEPS - 1, use_distributed_sampler=False)
         expected = Spiky(-1)
         reference.fit(expected, **in_order(without_batch(data(STEPS, size), SPIKE, size), rank, size))
-        residuals = [torch.cat([g.unsent for g in exchange.groups]) for exchange in (strategy.exchange, plain.exchange)]
+        residuals = [torch.cat([g.unsent for g in averager.groups]) for averager in (strategy.averager, plain.averager)]
         results.append((weights(model), weights(expected), *residuals, scaler.get_scale()))
     return results
 

@@ -50,7 +50,8 @@ MAY_WAIT = {
     "compressors/micro.py reduce": "`micro`, in the first step and where its threshold was lost",
     "compressors/wrappers.py _shrunk": "`MomentumCorrection(clip_norm=...)`, in every step",
     "local_steps/untrained.py end": "every 10 steps, to see whether what no optimizer trains has changed",
-    "local_steps/buffers.py _compared": "every 10 steps, and in the second after the average was shown, to see which",
+    "local_steps/buffers.py _compared": "every 10 steps, and in the second step after the "
+    "average was shown, to see which",
     "local_steps/buffers.py _note_what_was_set": "where the average was shown, to see whether somebody changed it",
     "local_steps/weights.py _take_over": "where the average was shown, to see whether somebody changed it",
     "compressors/group.py read": "what is unsent after a step with a loss scale, asked between two steps",
@@ -144,20 +145,20 @@ def test_nobody_waits_with_nodes(leader: bool) -> None:
 
 def test_nobody_waits_to_sum_in_ddp_s_buckets() -> None:
     def make(nccl: FakeNccl, of: dict[str, Tensor]) -> Averager:
-        exchange = gradients(nccl, of, ls.Dense(), may_sum_in_place=True)
-        exchange.nothing_unsent = True
-        return exchange
+        averager = gradients(nccl, of, ls.Dense(), may_sum_in_place=True)
+        averager.nothing_unsent = True
+        return averager
 
     assert not set().union(*waits(make))
 
 
 def test_nobody_waits_to_watch_what_is_unsent_or_to_time_a_step() -> None:
-    def look(exchange: GradientAverager, nccl: FakeNccl, of: dict[str, Tensor]) -> None:
-        assert exchange.sample is not None
-        exchange.sample.waiting()
-        exchange.sample.age()
-        delivered_by(exchange)
-        exchange.unsent_norm()
+    def look(averager: GradientAverager, nccl: FakeNccl, of: dict[str, Tensor]) -> None:
+        assert averager.sample is not None
+        averager.sample.waiting()
+        averager.sample.age()
+        delivered_by(averager)
+        averager.unsent_norm()
 
     assert not set().union(*waits(watched, between=look))
 
@@ -190,9 +191,9 @@ def test_local_steps_in_every_format_and_setting_wait_no_more_with_adam(
     def make(nccl: FakeNccl, of: dict[str, Tensor]) -> Averager:
         return local_steps(nccl, of, ls.Dense(), wire_dtype, **settings)
 
-    def evaluate_and_save(exchange: LocalAverager, nccl: FakeNccl, of: dict[str, Tensor]) -> None:
-        exchange.state()
-        evaluate(exchange, nccl, of)
+    def evaluate_and_save(averager: LocalAverager, nccl: FakeNccl, of: dict[str, Tensor]) -> None:
+        averager.state()
+        evaluate(averager, nccl, of)
 
     steps = 7 if settings else 5
     found = waits(make, steps, evaluate_and_save, dtype=dtype, adam=True)
@@ -206,21 +207,21 @@ def test_local_steps_in_every_format_and_setting_wait_no_more_with_adam(
 def test_who_asks_between_steps_waits_as_the_documentation_says() -> None:
     with on_fake_cuda() as (cuda, nccl):
         of = parameters()
-        exchange = gradients(nccl, of, ls.TopK(), "int4", scaler=Scaler())
-        exchange.watch_unsent()
-        training = Training(exchange, of)
+        averager = gradients(nccl, of, ls.TopK(), "int4", scaler=Scaler())
+        averager.watch_unsent()
+        training = Training(averager, of)
         cuda.waits.clear()
         training.step()
         assert cuda.waits == []
-        assert exchange.sample is not None
-        exchange.sample.waiting()
-        delivered_by(exchange)
-        exchange.unsent_norm()
-        exchange.timeline.group_times(exchange.groups)
+        assert averager.sample is not None
+        averager.sample.waiting()
+        delivered_by(averager)
+        averager.unsent_norm()
+        averager.timeline.group_times(averager.groups)
         comm = nccl.comm()
         for kept in ("per_rank", "mean"):
             residuals.gather(
-                exchange, kept, comm, "TopK()", {}, RankLocalState((), None, torch.nn.Module(), False), True
+                averager, kept, comm, "TopK()", {}, RankLocalState((), None, torch.nn.Module(), False), True
             )
         assert set(cuda.waits) <= set(MAY_WAIT)
         cuda.waits.clear()
@@ -238,27 +239,27 @@ def test_what_a_checkpoint_has_on_the_cpu_goes_on_on_a_device(settings: dict[str
         def trained(
             steps: int, state: dict[str, Any] | None = None, kept: Iterable[Group] = ()
         ) -> tuple[LocalAverager, dict[str, Any]]:
-            exchange = watching(local_steps(nccl, of, ls.TopK(), "int4", **settings))
-            training = Training(exchange, of, adam=True)
+            averager = watching(local_steps(nccl, of, ls.TopK(), "int4", **settings))
+            training = Training(averager, of, adam=True)
             if state is not None:
-                for group, old in zip(exchange.groups, kept, strict=False):  # other types than float32 are on the CPU
+                for group, old in zip(averager.groups, kept, strict=False):  # other types than float32 are on the CPU
                     group.memory = {key: residuals._beside(x.cpu(), DEVICE) for key, x in old.memory.items()}
                 averages = {name: x.to(DEVICE) for name, x in state["averages"].items()}
-                exchange.unpack(EVERY, of, averages, late=True)
-                exchange.resume(state, None if exchange.sampled is None else torch.zeros(exchange.sampled.shape))
+                averager.unpack(EVERY, of, averages, late=True)
+                averager.resume(state, None if averager.sampled is None else torch.zeros(averager.sampled.shape))
             for _ in range(steps):
                 training.step()
-            return exchange, tree_map_only(Tensor, lambda x: x.cpu(), exchange.state())
+            return averager, tree_map_only(Tensor, lambda x: x.cpu(), averager.state())
 
-        exchange, state = trained(EVERY)
+        averager, state = trained(EVERY)
         state["seen"] = {"running mean": torch.zeros((), dtype=torch.int64)}  # which has not changed
-        resumed, _ = trained(1, state, exchange.kept())
+        resumed, _ = trained(1, state, averager.kept())
         evaluate(resumed, nccl, of)
-        exchange.show_average()
-        for group in exchange.groups:
+        averager.show_average()
+        for group in averager.groups:
             group.parameters = tuple(p.cpu() for p in group.parameters)
-        exchange.state()
-        assert len(list(exchange.kept())) == len(exchange.groups)
+        averager.state()
+        assert len(list(averager.kept())) == len(averager.groups)
 
 
 def test_the_documentation_lists_what_waits() -> None:
@@ -283,23 +284,23 @@ def scaled(later: bool) -> list[Tensor]:
         parameters, compressor, [[piece] for piece in pieces_of(parameters, compressor)]
     )
     comm = SimNetwork(1).comms[0]
-    exchange = GradientAverager(groups, [comm], threaded=False, scaler=Doubled())  # type: ignore[arg-type]
-    exchange._knows_later = later
-    exchange.watch_unsent()
-    exchange.record_gradients(50)
+    averager = GradientAverager(groups, [comm], threaded=False, scaler=Doubled())  # type: ignore[arg-type]
+    averager._knows_later = later
+    averager.watch_unsent()
+    averager.record_gradients(50)
     held = []
     for step in range(6):
         bucket = Bucket(list(parameters.values()))
         if step in (1, 4):
             bucket.buffer()[3] = torch.inf
-        held.append(exchange.hook(None, bucket).wait().clone())  # type: ignore[arg-type]
+        held.append(averager.hook(None, bucket).wait().clone())  # type: ignore[arg-type]
         if step in (3, 4):
-            held += [group.unsent.clone() for group in exchange.groups]
-    assert exchange.sample is not None
-    record = exchange.take_record()
+            held += [group.unsent.clone() for group in averager.groups]
+    assert averager.sample is not None
+    record = averager.take_record()
     assert record is not None
-    held += [torch.tensor([group.step for group in exchange.groups]), record.gradients(), exchange.sample._state]
-    return held + [x for group in exchange.groups for x in (group.unsent, *group.memory.values())]
+    held += [torch.tensor([group.step for group in averager.groups]), record.gradients(), averager.sample._state]
+    return held + [x for group in averager.groups for x in (group.unsent, *group.memory.values())]
 
 
 def test_a_step_that_is_settled_later_is_undone_as_one_that_is_settled_at_once() -> None:

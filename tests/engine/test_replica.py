@@ -42,12 +42,12 @@ def exchanged(replicas: Sequence[Replica], network: SimNetwork | None = None) ->
     size = len(replicas)
     network = network or SimNetwork(size, SIGN)
     for replica in replicas:
-        replica.take_up(size)
+        replica.snapshot(size)
     residual = sum((each.group.unsent.double() for each in replicas), torch.zeros(()))
-    totals = network.run([each.exchange(c) for each, c in zip(replicas, network.comms, strict=True)])
+    totals = network.run([each.reduce(c) for each, c in zip(replicas, network.comms, strict=True)])
     for replica, total in zip(replicas, totals, strict=True):
-        replica.move(total, size)
-        replica.apply()
+        replica.set_move(total, size)
+        replica.apply_move()
     return residual
 
 

@@ -140,13 +140,13 @@ class EveryFifth(ls.Compressor):
 def watched(layout: Sequence[tuple[str, ...]], parameters: dict[str, Tensor], **options: Any) -> GradientAverager:
     """The only rank."""
     pairs = [(group, EveryFifth()) for group in groups_of(*layout, parameters=parameters)]
-    exchange = GradientAverager(pairs, [SimNetwork(1).comms[0]], threaded=False, **options)
-    exchange.sample = Sample(exchange.groups)
-    return exchange
+    averager = GradientAverager(pairs, [SimNetwork(1).comms[0]], threaded=False, **options)
+    averager.sample = Sample(averager.groups)
+    return averager
 
 
-def oldest(exchange: GradientAverager) -> dict[str, Waiting]:
-    return {each.name: each for each in exchange.sample.waiting()}
+def oldest(averager: GradientAverager) -> dict[str, Waiting]:
+    return {each.name: each for each in averager.sample.waiting()}
 
 
 def test_other_groups_of_the_same_parameters_go_on_waiting() -> None:
@@ -160,8 +160,8 @@ def test_other_groups_of_the_same_parameters_go_on_waiting() -> None:
             carry_over(exchanges[0].groups, new)
             exchanges[0].lay_out(new)
         gradient = torch.randn(1203, generator=generator)
-        for exchange in exchanges:
-            exchange.hook(None, Bucket(list(parameters.values()), buffer=gradient.clone()))  # type: ignore[arg-type]
+        for averager in exchanges:
+            averager.hook(None, Bucket(list(parameters.values()), buffer=gradient.clone()))  # type: ignore[arg-type]
         assert oldest(exchanges[0]) == oldest(exchanges[1])
     assert {name: each.oldest for name, each in oldest(exchanges[0]).items()} == {"a": 3, "b": 4, "d": 4}
     assert oldest(exchanges[0])["b"].turn == pytest.approx(5, rel=0.3)  # the sample is not of all

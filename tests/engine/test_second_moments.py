@@ -26,7 +26,7 @@ def compare(moments: list[SecondMoments]) -> None:
     """Have all ranks compare what they have looked at."""
     network = SimNetwork(len(moments))
     for each in moments:
-        each.take_up()
+        each.snapshot()
     network.run([each.sum_up(comm) for each, comm in zip(moments, network.comms, strict=True)])
     for each in moments:
         each.receive()

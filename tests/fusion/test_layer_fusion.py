@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import lightning_sparse as ls
 from lightning_sparse.auto import chooser, passes
+from lightning_sparse.auto.active_averager import AveragingConfig
+from lightning_sparse.auto.between_steps import FIRST_CHOICE, GLIMPSE
 from lightning_sparse.auto.chooser import Chooser
-from lightning_sparse.auto.course import Course
-from lightning_sparse.auto.passes import FIRST_CHOICE, GLIMPSE
-from lightning_sparse.auto.switch import AveragingConfig
+from lightning_sparse.auto.tuning_loop import TuningLoop
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.groups import lay_out
 from lightning_sparse.engine.timeline import Timeline
@@ -62,21 +62,21 @@ class Training:
     def __init__(self, compressor: ls.Compressor | ls.Auto, backwards: int = 1, warmup_steps: int = 0) -> None:
         self.parameters: dict[str, Tensor] = {f"{i}.weight": nn.Parameter(torch.zeros(20 + i)) for i in range(3)}
         options = Options(compressor, "layer", warmup_steps=warmup_steps)
-        self.exchange = GradientAverager(
+        self.averager = GradientAverager(
             lay_out(self.parameters, options.averaging, "layer"), [Mirror()], threaded=False
         )
-        self.fusion = LayerFusion(self.exchange, options.averaging, self.parameters)
-        switch: Any = SimpleNamespace(
-            exchange=self.exchange,
+        self.fusion = LayerFusion(self.averager, options.averaging, self.parameters)
+        active: Any = SimpleNamespace(
+            averager=self.averager,
             layer_fusion=self.fusion,
             config=AveragingConfig,
             chosen=None,
             parameters=self.parameters,
         )
-        switch.group_by_optimizer, switch.numbers = lambda *_: None, {}
-        switch.optimizers, switch.usual, switch.link = SimpleNamespace(seen=[], unscale=lambda: None), None, None
+        active.group_by_optimizer, active.numbers = lambda *_: None, {}
+        active.optimizers, active.usual, active.link = SimpleNamespace(seen=[], unscale=lambda: None), None, None
         choosing = Chooser(options.policy, local=False) if options.policy else None
-        self.course = Course(switch, choosing, warmup_steps)
+        self.course = TuningLoop(active, choosing, warmup_steps)
         self.backwards = backwards
 
     def passes(self, count: int) -> Iterator[int]:
@@ -86,9 +86,9 @@ class Training:
             self.course.between_steps()
             yield number
             for _ in range(self.backwards):
-                self.exchange.timeline.begin_backward()
+                self.averager.timeline.begin_backward()
                 bucket = Bucket(list(reversed(self.parameters.values())), 0)
-                self.exchange.hook(None, bucket)  # type: ignore[arg-type]
+                self.averager.hook(None, bucket)  # type: ignore[arg-type]
 
     def longest_list(self) -> int:
         """Of all lists that the generators at work keep."""
@@ -124,11 +124,11 @@ def test_it_plans_after_as_many_passes_however_many_backwards_they_have(tried: N
         assert training.longest_list() <= max(STEPS_MEASURED, TRIAL, WINDOW)
     assert planned[0] == STEPS_MEASURED
     assert on_trial[:TRIAL] == list(range(STEPS_MEASURED, STEPS_MEASURED + TRIAL))
-    assert training.exchange.steps == backwards * (STEPS_MEASURED + TRIAL + 10)
+    assert training.averager.steps == backwards * (STEPS_MEASURED + TRIAL + 10)
 
 
 def compressors_at_work(training: Training) -> set[str]:
-    return {type(compressor).__name__ for compressor in training.exchange.compressors}
+    return {type(compressor).__name__ for compressor in training.averager.compressors}
 
 
 @pytest.mark.parametrize("backwards", [1, 5])
@@ -140,7 +140,7 @@ def test_auto_chooses_also_after_a_warmup(
 ) -> None:
     begun: list[ls.Compressor] = []
 
-    def begin(self: Chooser, exchange: object, link: object, given: ls.Compressor) -> tuple[ls.Compressor, float]:
+    def begin(self: Chooser, averager: object, link: object, given: ls.Compressor) -> tuple[ls.Compressor, float]:
         begun.append(given)
         return given, sums_s
 
@@ -162,9 +162,9 @@ def test_the_rate_of_a_far_link_is_measured_after_the_first_step(
 ) -> None:
     measured_after: list[int] = []
 
-    def measure(exchange: GradientAverager, latency_s: float) -> Link:
-        measured_after.append(exchange.steps)
-        return measure_link(exchange, latency_s)
+    def measure(averager: GradientAverager, latency_s: float) -> Link:
+        measured_after.append(averager.steps)
+        return measure_link(averager, latency_s)
 
     monkeypatch.setattr(passes, "is_far", lambda latency_s: True)
     monkeypatch.setattr(passes, "measure_link", measure)
@@ -197,23 +197,23 @@ def test_where_auto_would_never_choose_it_is_refused(make: Callable[[], object],
 def test_candidates_may_have_momentum_as_the_error_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chooser, "soonest", lambda forecasts, *_, **__: forecasts[-1])
     # A Mirror makes no forecasts, so that this rank makes all.
-    monkeypatch.setattr(chooser, "_shared", lambda exchange, candidates, forecast: [forecast(c) for c in candidates])
+    monkeypatch.setattr(chooser, "_shared", lambda averager, candidates, forecast: [forecast(c) for c in candidates])
     candidates = tuple(ls.MomentumCorrection(0.9, c) for c in (ls.Dense(), ls.TopK(density=0.5)))
     choices = [ls.Candidate(each, "float32") for each in candidates]
     training = Training(ls.Auto(choices, start=candidates[0]))
     list(training.passes(STEPS_MEASURED + 4))
-    assert training.exchange.compressors == [candidates[1]]
+    assert training.averager.compressors == [candidates[1]]
 
 
 def test_a_resumed_choice_is_watched_for_what_was_usual_when_it_was_made(tried: None) -> None:
     auto = ls.Auto([ls.Candidate(ls.TopK(density=0.5), "float32")])
     training, resumed = Training(auto), Training(auto)
     list(training.passes(STEPS_MEASURED + TRIAL + 30))
-    usual = training.course.switch.usual
+    usual = training.course.active.usual
     assert usual is not None
     assert usual.are_known
-    resumed.course.resume(training.course.state(), training.exchange.group_step)
-    assert (resumed.course.switch.usual, resumed.fusion.phase) == (usual, "watch")
+    resumed.course.resume(training.course.state(), training.averager.group_step)
+    assert (resumed.course.active.usual, resumed.fusion.phase) == (usual, "watch")
 
 
 def test_times_that_keep_changing_fill_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,22 +238,22 @@ def test_for_a_few_per_cent_no_groups_are_merged_in_which_parameters_compete(
 ) -> None:
     training = Training(compressor)
     training.fusion.follow(Layout([[name] for name in reversed(training.parameters)], training.fusion.compressor))
-    monkeypatch.setattr(Timeline, "span_s", lambda self: span_s[len(training.exchange.groups)])
+    monkeypatch.setattr(Timeline, "span_s", lambda self: span_s[len(training.averager.groups)])
     list(training.passes(STEPS_MEASURED + TRIAL + 1))
     assert training.fusion.phase == "watch"
-    assert len(training.exchange.groups) == groups
+    assert len(training.averager.groups) == groups
 
 
 def laid_out(training: Training) -> list[tuple[tuple[str, ...], ls.Compressor]]:
-    exchange = training.exchange
-    return [(group.names, c) for group, c in zip(exchange.groups, exchange.compressors, strict=True)]
+    averager = training.averager
+    return [(group.names, c) for group, c in zip(averager.groups, averager.compressors, strict=True)]
 
 
 def test_a_plan_resumed_within_a_warmup_keeps_protected_parameters_apart(tried: None) -> None:
     compressor = ls.SkipReduce(protect=["0.*"])
     saved, resumed = Training(compressor, warmup_steps=100), Training(compressor, warmup_steps=100)
     list(saved.passes(STEPS_MEASURED + TRIAL + 1))
-    resumed.course.resume(saved.course.state(), saved.exchange.steps)
+    resumed.course.resume(saved.course.state(), saved.averager.steps)
     assert laid_out(resumed) == laid_out(saved)
     assert (("0.weight",), ls.Dense()) in laid_out(resumed)
     assert resumed.fusion.phase == "watch"
@@ -281,10 +281,10 @@ def test_what_is_dropped_is_gone_without_the_garbage_collector(tried: None, pass
     """It holds a float32 copy of the gradient."""
     training = Training(ls.TopK(density=0.5))
     list(training.passes(passes))
-    exchange = weakref.ref(training.exchange)
+    averager = weakref.ref(training.averager)
     gc.disable()
     try:
         del training
-        assert exchange() is None
+        assert averager() is None
     finally:
         gc.enable()

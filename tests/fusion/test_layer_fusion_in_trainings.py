@@ -22,7 +22,7 @@ from lightning_sparse.engine.timeline import Timeline
 from lightning_sparse.fusion import layer_fusion, planner
 from lightning_sparse.fusion.model import Plan, StepModel
 from lightning_sparse.fusion.planner import Layout
-from lightning_sparse.fusion.steps import STEPS_MEASURED, Passes
+from lightning_sparse.fusion.steps import STEPS_MEASURED, BetweenSteps
 from tests.support.models import data, trainer, unsent, weights
 from tests.support.processes import LIMIT_S, Ranks
 
@@ -49,8 +49,8 @@ class Deep(L.LightningModule):
 
 
 def groups(strategy: ls.SparseDDPStrategy) -> list[tuple[str, ...]]:
-    assert strategy.exchange is not None
-    return [group.names for group in strategy.exchange.groups]
+    assert strategy.averager is not None
+    return [group.names for group in strategy.averager.groups]
 
 
 def pairs(module: nn.Module) -> list[list[str]]:
@@ -176,8 +176,8 @@ def plan_with_validation(rank: int, size: int) -> tuple[bool, bool]:
     run = trainer(strategy, size, max_steps=STEPS, val_check_interval=2)
     run.fit(Validated(), data(STEPS, size), data(1, size))
     assert strategy.layer_fusion is not None
-    assert strategy.exchange is not None
-    return bool(strategy.layer_fusion.state()), strategy.exchange.timeline.span_s() > 0
+    assert strategy.averager is not None
+    return bool(strategy.layer_fusion.state()), strategy.averager.timeline.span_s() > 0
 
 
 def test_validation_changes_nothing(ranks: Ranks) -> None:
@@ -212,7 +212,7 @@ def tried(rank: int, size: int) -> list[tuple[int, int]]:
     for seconds in (0.02, 0.05):
         strategy = ls.SparseDDPStrategy(ls.MiCRO(density=0.01))
         Timeline.span_s = (  # type: ignore[method-assign]
-            lambda self, strategy=strategy, seconds=seconds: seconds if len(strategy.exchange.groups) == 2 else 0.04
+            lambda self, strategy=strategy, seconds=seconds: seconds if len(strategy.averager.groups) == 2 else 0.04
         )
         steps = STEPS_MEASURED + layer_fusion.TRIAL + 2
         run = trainer(strategy, size, max_steps=steps, callbacks=[Regroup(1)])
@@ -240,9 +240,9 @@ def measurements(rank: int, size: int, name: str) -> list[int]:
     began: list[int] = []
     measure = layer_fusion.measure_steps
 
-    def noting(exchange: Averager, *others: Any) -> Passes[planner.Measured]:
-        began.append(exchange.steps)
-        return (yield from measure(exchange, *others))
+    def noting(averager: Averager, *others: Any) -> BetweenSteps[planner.Measured]:
+        began.append(averager.steps)
+        return (yield from measure(averager, *others))
 
     layer_fusion.measure_steps = noting
     if name == "drift":  # right after the groups were chosen
@@ -290,9 +290,9 @@ def with_fastest(
     def given_times(candidate: ls.Candidate, **of_steps: Any) -> Forecast:
         return replace(forecast(candidate, **of_steps), step_s=given_s(candidate))
 
-    def as_given(self: Chooser, exchange: Averager, step_s: float) -> ls.Candidate:
+    def as_given(self: Chooser, averager: Averager, step_s: float) -> ls.Candidate:
         assert self.chosen is not None
-        chosen: ls.Candidate = note(self, exchange, given_s(self.chosen.candidate))
+        chosen: ls.Candidate = note(self, averager, given_s(self.chosen.candidate))
         return chosen
 
     chooser.forecast_of = given_times
@@ -302,16 +302,16 @@ def with_fastest(
     strategy = ls.SparseDDPStrategy(AUTO)
     run, model = trainer(strategy, size, max_steps=CHOSEN), Deep()
     run.fit(model, data(CHOSEN, size))
-    assert strategy.exchange is not None
+    assert strategy.averager is not None
     assert strategy.hook is not None
     run.save_checkpoint(checkpoint)
     assert strategy.hook.chooser is not None
-    return kind_of(strategy.exchange), groups(strategy), weights(model), len(strategy.hook.chooser.forecasts)
+    return kind_of(strategy.averager), groups(strategy), weights(model), len(strategy.hook.chooser.forecasts)
 
 
-def kind_of(exchange: Any) -> str:
+def kind_of(averager: Any) -> str:
     """The class of what averages the largest group, whatever its wire format; small ones may be summed densely."""
-    _, compressor = max(zip(exchange.groups, exchange.compressors, strict=True), key=lambda pair: pair[0].n)
+    _, compressor = max(zip(averager.groups, averager.compressors, strict=True), key=lambda pair: pair[0].n)
     return type(getattr(compressor, "compressor", compressor)).__name__
 
 
@@ -332,8 +332,8 @@ def resume_automatic(rank: int, size: int, checkpoint: str) -> str:
     strategy = ls.SparseDDPStrategy(AUTO)
     run = trainer(strategy, size, max_steps=CHOSEN + 2)
     run.fit(Deep(), data(CHOSEN + 2, size), ckpt_path=checkpoint)
-    assert strategy.exchange is not None
-    return kind_of(strategy.exchange)
+    assert strategy.averager is not None
+    return kind_of(strategy.averager)
 
 
 def plan_and_fail(rank: int, size: int) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]], Plan | None]:

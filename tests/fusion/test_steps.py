@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sparse as ls
 from lightning_sparse.fusion import steps
 from lightning_sparse.fusion.steps import (
+    BetweenSteps,
     PassCounts,
-    Passes,
     StepClock,
     Times,
     measure_steps,
@@ -43,18 +43,18 @@ class Simulated:
 
 @pytest.fixture(autouse=True)
 def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "median_over_ranks", lambda exchange, own: np.array(own))
-    monkeypatch.setattr(steps, "least_over_ranks", lambda exchange, own: np.array(own))
+    monkeypatch.setattr(steps, "median_over_ranks", lambda averager, own: np.array(own))
+    monkeypatch.setattr(steps, "least_over_ranks", lambda averager, own: np.array(own))
 
 
 @pytest.fixture(name="simulated")
 def _simulated(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes an exchange whose clock is simulated."""
-    monkeypatch.setattr(StepClock, "__call__", lambda self: self._exchange.step_s())
+    monkeypatch.setattr(StepClock, "__call__", lambda self: self._averager.step_s())
     return Simulated
 
 
-def ran(passes: Passes[T], most: int) -> tuple[int, T | None]:
+def ran(passes: BetweenSteps[T], most: int) -> tuple[int, T | None]:
     """The passes until the end, at most so many, and what was returned."""
     for number in range(most):
         try:
@@ -69,9 +69,9 @@ def test_it_is_the_mean_since_fragments_differ(simulated: Any) -> None:
 
 
 def test_messages_are_those_of_rounds_of_which_pauses_do_not_count(simulated: Any) -> None:
-    exchange = simulated([10.0], [8.0, 0.0, 0.0, 0.0] * 4 + [500.0] + [0.0] * 7)
-    exchange.round = 4
-    assert ran(typical_times(exchange, 24), 25) == (24, Times(10.0, 2.0))
+    averager = simulated([10.0], [8.0, 0.0, 0.0, 0.0] * 4 + [500.0] + [0.0] * 7)
+    averager.round = 4
+    assert ran(typical_times(averager, 24), 25) == (24, Times(10.0, 2.0))
 
 
 @pytest.mark.parametrize("every", [10, 25])
@@ -96,8 +96,8 @@ def test_a_link_that_changes_at_any_time_is_noticed(
 ) -> None:
     """Within two windows of the step after which it changes, be it the first that is watched."""
     each = [before] * after + [now] * 500
-    exchange = simulated([step.step_s for step in each], [step.messages_s for step in each], sees_hidden)
-    passes, _ = ran(until_changed(exchange, 50, before), 500)
+    averager = simulated([step.step_s for step in each], [step.messages_s for step in each], sees_hidden)
+    passes, _ = ran(until_changed(averager, 50, before), 500)
     assert after + 25 <= passes <= after + 100
 
 
@@ -115,7 +115,7 @@ def test_short_messages_that_become_shorter_are_a_change_if_the_link_is_faster(
     """Candidates that send more may be sooner then; the link is measured once."""
     measured: list[Link] = []
 
-    def measure(exchange: object) -> Link:
+    def measure(averager: object) -> Link:
         measured.append(Link(1e-4, 1e-9 if is_faster else 0.9e-7))
         return measured[-1]
 
@@ -131,20 +131,20 @@ def test_short_messages_that_become_shorter_are_a_change_if_the_link_is_faster(
 @pytest.mark.parametrize("factor", [0.2, 5.0])
 def test_computing_that_takes_another_time_is_no_change(simulated: Any, factor: float, sees_hidden: bool) -> None:
     usual = Times(1.2, 0.2, sees_hidden)
-    exchange = simulated([1.2] * 20 + [factor + 0.2] * 80, [0.2], sees_hidden)
-    assert ran(until_changed(exchange, 10, usual), 500) == (500, None)
+    averager = simulated([1.2] * 20 + [factor + 0.2] * 80, [0.2], sees_hidden)
+    assert ran(until_changed(averager, 10, usual), 500) == (500, None)
     hides_more = simulated([1.0 + factor], [0.1], sees_hidden=False)
     assert ran(until_changed(hides_more, 10, Times(2.0, 1.0, False)), 500)[0] == (500 if factor > 1 else 10)
 
 
 def test_where_somebody_evaluated_after_each_step_a_forward_is_taken_for_half_of_backward() -> None:
     timeline = SimpleNamespace(span_s=lambda: 0.3, arrival_s=float)
-    exchange: Any = SimpleNamespace(timeline=timeline, steps=0, groups=[], was_shown=True, defer=lambda on: None)
-    exchange.messages = lambda: lambda: 0.1
+    averager: Any = SimpleNamespace(timeline=timeline, steps=0, groups=[], was_shown=True, defer=lambda on: None)
+    averager.messages = lambda: lambda: 0.1
     parameters = {"last": torch.tensor(0.2), "first": torch.tensor(0.1)}
-    passes = measure_steps(exchange, parameters, PassCounts(settling=0, beside=0, apart=1))
+    passes = measure_steps(averager, parameters, PassCounts(settling=0, beside=0, apart=1))
     next(passes)
-    exchange.steps = 1
+    averager.steps = 1
     with pytest.raises(StopIteration) as end:
         next(passes)
     assert end.value.value.computing_s == pytest.approx(0.3)  # 0.2 of backward
@@ -155,10 +155,10 @@ def test_a_step_before_which_somebody_evaluated_is_not_timed() -> None:
     class Shown:
         was_shown = False
 
-    exchange: Any = Shown()
-    clock = StepClock(exchange)
+    averager: Any = Shown()
+    clock = StepClock(averager)
     assert clock() >= 0
-    exchange.was_shown = True
+    averager.was_shown = True
     assert clock() != clock()
 
 
@@ -171,9 +171,9 @@ def test_an_evaluation_is_noticed_where_the_forward_is_within_the_optimizers_ste
     optimizer, seen = torch.optim.SGD(ddp.parameters(), lr=0.1), []
 
     def closure() -> Tensor:
-        seen.append(hook.exchange.was_shown)
+        seen.append(hook.averager.was_shown)
         loss: Tensor = ddp(torch.ones(1, 2)).sum()
-        seen.append(hook.exchange.was_shown)
+        seen.append(hook.averager.was_shown)
         loss.backward()
         return loss
 

@@ -55,9 +55,9 @@ def test_nothing_of_the_device_is_asked_for_between_logging_steps(every: int) ->
     before = Unread.asked
     for _ in range(4):
         training.batch()
-    assert (Unread.asked, training.exchange.norms_asked) == (before, 0)
+    assert (Unread.asked, training.averager.norms_asked) == (before, 0)
     training.batch()
-    assert training.exchange.norms_asked == (1 if every else 0)
+    assert training.averager.norms_asked == (1 if every else 0)
     assert (Unread.asked > before) == bool(every)
 
 

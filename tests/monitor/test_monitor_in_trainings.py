@@ -63,7 +63,7 @@ def log(rank: int, size: int, folder: str) -> dict[str, Any]:
     run.fit(model, data(6, size), data(2, size))
     metrics = {key: float(value) for key, value in run.callback_metrics.items()}
     own = monitor._notes.sums
-    assert run.strategy.exchange is not None  # type: ignore[attr-defined]
+    assert run.strategy.averager is not None  # type: ignore[attr-defined]
     return {
         "points": (before, first, [point.step for point in monitor._notes.points]),
         "losses": [point.loss for point in monitor._notes.points],
@@ -71,7 +71,7 @@ def log(rank: int, size: int, folder: str) -> dict[str, Any]:
         "own": monitor._last,
         "acted": (stopping.best_score.item(), stopping.wait_count, run.optimizers[0].param_groups[0]["lr"]),
         "sums": (own.steps, own.sent_bytes, own.dense_bytes),
-        "sent": [lane.comm.sent_bytes for lane in run.strategy.exchange.lanes],  # type: ignore[attr-defined]
+        "sent": [lane.comm.sent_bytes for lane in run.strategy.averager.lanes],  # type: ignore[attr-defined]
         "times": len(monitor._notes.times),
     }
 

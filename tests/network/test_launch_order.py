@@ -123,9 +123,9 @@ def train(rank: int, size: int, compressor: str, local_size: int, local_steps: i
     hook = ls.SparseHook(
         ddp, compressor, fusion="none", process_groups=groups, local_steps=local_steps, scaler=scaler
     )  # fmt: skip
-    exchange: Any = hook.exchange
+    averager: Any = hook.averager
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
-    for lane in exchange.lanes:
+    for lane in averager.lanes:
         lane.stream = streams.ours
     with (
         launches.recorded(),
@@ -140,7 +140,7 @@ def train(rank: int, size: int, compressor: str, local_size: int, local_steps: i
             (scaler.scale(loss) if scaler else loss).backward()
             optimizer.step()
         hook.show_average()
-    ours = [group for lane in exchange.lanes for group in communicators(lane.comm)]
+    ours = [group for lane in averager.lanes for group in communicators(lane.comm)]
     hook.close()
     return {"launches": launches.seen, "ddp": ddp.process_group.group_name, "ours": ours, "unnamed": streams.unnamed}
 

@@ -35,7 +35,7 @@ def given(step: int, rank: int) -> Tensor:
 
 
 def kept(hook: ls.SparseHook) -> Tensor:
-    parts = {n: s for g in hook.exchange.groups for n, s in zip(g.names, g.slots(g.unsent), strict=True)}
+    parts = {n: s for g in hook.averager.groups for n, s in zip(g.names, g.slots(g.unsent), strict=True)}
     return torch.cat([parts["a"], parts["b"]])
 
 
@@ -60,7 +60,7 @@ def run(rank: int, size: int, names: list[str]) -> list[Any]:
         saved = [hook.state_dict()]
         dist.broadcast_object_list(saved)  # as if read from rank 0's file
         onward = delivered(ddp, own[STEPS:])
-        sent = hook.exchange.last.sent_bytes
+        sent = hook.averager.last.sent_bytes
         hook.close()
 
         again = DistributedDataParallel(Given())
@@ -151,7 +151,7 @@ def test_an_overflow_on_any_rank_of_a_node_undoes_the_step_everywhere(ranks: Ran
 def gathered_text(rank: int, size: int) -> list[str]:
     ddp = DistributedDataParallel(nn.Linear(3, 2))
     hook = ls.SparseHook(ddp, "sparse_dense", process_groups=ProcessGroups(ddp, local_size=2))
-    said = hook.exchange.lanes.gather_text("0123456789"[: (7, 10, 3, 0)[rank]])
+    said = hook.averager.lanes.gather_text("0123456789"[: (7, 10, 3, 0)[rank]])
     hook.close()
     return said
 

@@ -295,13 +295,13 @@ def train(rank: int, size: int, plan: Plan) -> dict[str, Any]:
     _replace(Hosts, "_start", start_together)
 
     def at_batch(run: Any) -> None:
-        exchange = run.strategy.exchange
+        averager = run.strategy.averager
         (plan.folder / f"{rank}.at{run.global_step}").touch()
-        if exchange.members < plan.slow_below:
+        if averager.members < plan.slow_below:
             time.sleep(plan.slow_s)
         if not (plan.folder / CALM).exists():
             time.sleep(plan.sleeps.get(rank, 0.0))
-        note("state", exchange._committed, _bits(exchange), _rate(run), run.global_step)
+        note("state", averager._committed, _bits(averager), _rate(run), run.global_step)
 
     elastic = ls.Elastic(
         min_hosts=plan.min_hosts,
@@ -322,18 +322,18 @@ def train(rank: int, size: int, plan: Plan) -> dict[str, Any]:
     if plan.falls:
         model.configure_optimizers = partial(falling, model)  # type: ignore[method-assign]
     run.fit(model, data(plan.batches or 4 * plan.steps, 1, seed=rank), ckpt_path=plan.checkpoints.get(rank))
-    exchange: Any = strategy.exchange
+    averager: Any = strategy.averager
     return {
         "step": run.global_step,
-        "bits": _bits(exchange),
+        "bits": _bits(averager),
         "seed": run.train_dataloader.sampler.seed,  # type: ignore[union-attr]
-        "metrics": exchange.metrics(),
-        "hosts": exchange.members,
+        "metrics": averager.metrics(),
+        "hosts": averager.members,
         "rate": _rate(run),
         "schedules": [each.scheduler.last_epoch for each in run.lr_scheduler_configs],
         "optimizer": {int(state["step"]) for state in run.optimizers[0].state.values()},
         "batches": len(begun.found),
-        "sent": sum(lane.comm.sent_bytes for lane in exchange.lanes),
+        "sent": sum(lane.comm.sent_bytes for lane in averager.lanes),
     }
 
 
@@ -378,13 +378,13 @@ def as_a_host(lighthouse: str) -> None:
     os.environ["TORCHFT_LIGHTHOUSE"] = lighthouse
 
 
-def _bits(exchange: Any) -> int:
-    return sum((i + 1) * int(checksum(x)) for i, x in enumerate(exchange.averages.values()))
+def _bits(averager: Any) -> int:
+    return sum((i + 1) * int(checksum(x)) for i, x in enumerate(averager.averages.values()))
 
 
 def _note_exchanges(note: Callable[..., None]) -> None:
     """Note of each group's turn what was unsent before and after, and how x̄ moved, times the steps' length."""
-    send, take_up, apply = LocalAverager._send, Replica.take_up, Replica.apply
+    send, snapshot, apply = LocalAverager._send, Replica.snapshot, Replica.apply
     known: dict[Replica, tuple[int, int, Tensor, Tensor]] = {}
 
     def sending(self: LocalAverager) -> None:
@@ -392,7 +392,7 @@ def _note_exchanges(note: Callable[..., None]) -> None:
         send(self)
 
     def taking(self: Replica, size: int) -> None:
-        take_up(self, size)
+        snapshot(self, size)
         known[self] = Now.step, Now.size, self.group.unsent.clone(), self.average.clone()  # type: ignore[attr-defined]
 
     def applying(self: Replica) -> None:
@@ -402,7 +402,7 @@ def _note_exchanges(note: Callable[..., None]) -> None:
         note("turn", step, self.group.index, size, unsent, self.group.unsent.clone(), moved, self.average.clone())
 
     _replace(LocalAverager, "_send", sending)
-    _replace(Replica, "take_up", taking)
+    _replace(Replica, "snapshot", taking)
     _replace(Replica, "apply", applying)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import lightning_sparse as ls
-from lightning_sparse.auto.passes import FIRST_CHOICE, GLIMPSE_OF_DEVICE
+from lightning_sparse.auto.between_steps import FIRST_CHOICE, GLIMPSE_OF_DEVICE
 from lightning_sparse.fusion import layer_fusion
 from lightning_sparse.local_steps.averager import LocalAverager
 from tests.support.models import Small, flat
@@ -26,15 +26,15 @@ def local(compressor: Any = "sparse_dense", steps: Any = 3, **options: Any) -> l
 
 
 def exchange_of(run: L.Trainer) -> LocalAverager:
-    exchange = run.strategy.exchange  # type: ignore[attr-defined]
-    assert isinstance(exchange, LocalAverager)
-    return exchange
+    averager = run.strategy.averager  # type: ignore[attr-defined]
+    assert isinstance(averager, LocalAverager)
+    return averager
 
 
 def all_of(run: L.Trainer) -> Tensor:
     """The average, and this rank's own weights and statistics, after a training."""
-    exchange = exchange_of(run)
-    return flat([*exchange.averages.values(), *exchange.own.values()])
+    averager = exchange_of(run)
+    return flat([*averager.averages.values(), *averager.own.values()])
 
 
 class Causal(Small):

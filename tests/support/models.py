@@ -78,7 +78,7 @@ def unsent(strategy: ls.SparseDDPStrategy | ls.SparseHook) -> dict[str, Tensor]:
     """What this rank has not sent, flat, by parameter; copies on the CPU."""
     return {
         name: slot.to("cpu", copy=True)
-        for group in strategy.exchange.groups
+        for group in strategy.averager.groups
         for name, slot in zip(group.names, group.slots(group.unsent), strict=True)
     }
 

@@ -73,12 +73,12 @@ class Training:
 
     def __init__(self, monitor: ls.CompressionMonitor, every: int = 5, **trainer: Any) -> None:
         self.monitor = monitor
-        self.exchange = Averager()
+        self.averager = Averager()
         self.loggers = [Logger(), Logger()]
         self.trainer: Any = SimpleNamespace(
             **{
                 "strategy": SimpleNamespace(
-                    exchange=self.exchange,
+                    averager=self.averager,
                     layer_fusion=None,
                     broadcast=lambda own: own,
                     options=ls.SparseDDPStrategy("micro").options,
@@ -110,7 +110,7 @@ class Training:
         self.monitor.on_train_batch_start(self.trainer, self.module, None, 0)
         for _ in range(max(steps, 1)):
             if steps:
-                self.exchange.step()
+                self.averager.step()
             self.monitor.on_after_backward(self.trainer, self.module)
         self.monitor.on_train_batch_end(self.trainer, self.module, {"loss": torch.tensor(loss)}, None, 0)
         if steps:

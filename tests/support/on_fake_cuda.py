@@ -91,12 +91,12 @@ def local_steps(
     return LocalAverager(groups, fragments, lanes, settings=settings, compressor=compressor, buffers=buffers)
 
 
-def watching(exchange: LocalAverager) -> LocalAverager:
+def watching(averager: LocalAverager) -> LocalAverager:
     """Have an exchange tell other ranks of a tensor that no optimizer trains."""
     running = torch.zeros(8, device=DEVICE)
-    exchange.untrained.watched["running mean"] = lambda: running
-    exchange.untrained.begin()
-    return exchange
+    averager.untrained.watched["running mean"] = lambda: running
+    averager.untrained.begin()
+    return averager
 
 
 class Node:
@@ -120,11 +120,11 @@ def nodes(nccl: FakeNccl, of: dict[str, Tensor], leader: bool, **options: Any) -
 
 def watched(nccl: FakeNccl, of: dict[str, Tensor]) -> GradientAverager:
     """An exchange of gradients that somebody watches, records and times."""
-    exchange = gradients(nccl, of, ls.TopK(), "int4", bucket_bytes=SMALL)
-    exchange.watch_unsent()
-    exchange.record_gradients(1000)
-    exchange.defer(True)
-    return exchange
+    averager = gradients(nccl, of, ls.TopK(), "int4", bucket_bytes=SMALL)
+    averager.watch_unsent()
+    averager.record_gradients(1000)
+    averager.defer(True)
+    return averager
 
 
 class Shards(ShardGroup):
@@ -145,20 +145,20 @@ class ShardedTraining:
         of: the parameters.
     """
 
-    def __init__(self, exchange: GradientAverager, of: dict[str, Tensor]) -> None:
-        self.exchange, self._reducing = exchange, Stream(DEVICE)
+    def __init__(self, averager: GradientAverager, of: dict[str, Tensor]) -> None:
+        self.averager, self._reducing = averager, Stream(DEVICE)
         fsdp = SimpleNamespace(reduce_grads=True, all_reduce_grads=True)
         model = self.model = ShardedModel.__new__(ShardedModel)
         model.module, model.shards = torch.nn.Module(), of
         model.groups = [Shards([n], [p], [p], fsdp, [p.numel()]) for n, p in reversed(of.items())]  # type: ignore[list-item]
         model._handed_over, model._is_in_backward, model._is_closed = [], False, False
-        model.average_with(exchange.hand_over, lambda: exchange)
+        model.average_with(averager.hand_over, lambda: averager)
 
     def step(self, skips: int = -1, batches: int = 1) -> None:
         """Forwards, backwards that reach all groups but one, and an optimizer's step."""
         cuda = FakeCuda.now()
         cuda.begin_step()
-        self.exchange.between_steps()
+        self.averager.between_steps()
         for _ in range(batches):
             for p in self.model.parameters():
                 p.sum()
@@ -171,7 +171,7 @@ class ShardedTraining:
                 if p.grad is not None:
                     p.add_(p.grad, alpha=-0.1)
                 p.grad = None
-        self.exchange.end_step()
+        self.averager.end_step()
 
     def _reduce(self, group: ShardGroup) -> None:
         """Do what FSDP does, which adds to a gradient that there is, or has it refer to what it has reduced."""
@@ -196,10 +196,10 @@ class Training:
         adam: have PyTorch's Adam step, and not a plain product.
     """
 
-    def __init__(self, exchange: Averager, of: dict[str, Tensor], buckets: int = 2, adam: bool = False) -> None:
-        self.exchange, self._parameters = exchange, list(of.values())
+    def __init__(self, averager: Averager, of: dict[str, Tensor], buckets: int = 2, adam: bool = False) -> None:
+        self.averager, self._parameters = averager, list(of.values())
         self._adam = torch.optim.Adam(self._parameters, weight_decay=0.1) if adam else None
-        self._optimizers = Optimizers(self._parameters, lambda: self.exchange)
+        self._optimizers = Optimizers(self._parameters, lambda: self.averager)
         backward = self._parameters[::-1]
         cut = -(-len(backward) // buckets)
         parts = [backward[i : i + cut] for i in range(0, len(backward), cut)]
@@ -213,16 +213,16 @@ class Training:
     def step(self) -> None:
         """A forward, a backward and an optimizer's step, all on the default stream."""
         FakeCuda.now().begin_step()
-        self.exchange.between_steps()
+        self.averager.between_steps()
         for p in self._parameters:
             p.sum()  # forward reads all weights
-        if self.exchange.local is not None:
-            self.exchange.local.end_forward()
-        self.exchange.timeline.begin_backward()
+        if self.averager.local is not None:
+            self.averager.local.end_forward()
+        self.averager.timeline.begin_backward()
         futures = []
         for bucket in self._buckets:
             bucket.buffer().fill_(1.0)  # as backward has just done
-            futures.append(self.exchange.hook(None, bucket))  # type: ignore[arg-type]
+            futures.append(self.averager.hook(None, bucket))  # type: ignore[arg-type]
         averaged = [future.wait() for future in futures]
         with torch.no_grad():
             for bucket, mean in zip(self._buckets, averaged, strict=True):
@@ -233,19 +233,19 @@ class Training:
                         p.grad = gradient
         if self._adam is not None:
             self._adam.step()
-        self.exchange.end_step()
+        self.averager.end_step()
 
 
-def nothing(exchange: Any, nccl: FakeNccl, of: dict[str, Tensor]) -> None:
+def nothing(averager: Any, nccl: FakeNccl, of: dict[str, Tensor]) -> None:
     """Between steps."""
 
 
-def evaluate(exchange: LocalAverager, nccl: FakeNccl, of: dict[str, Tensor]) -> None:
+def evaluate(averager: LocalAverager, nccl: FakeNccl, of: dict[str, Tensor]) -> None:
     """Show the average, compute with it, and compare what no optimizer trains."""
-    exchange.show_average()
+    averager.show_average()
     for p in of.values():
         p.sum()
-    exchange.compare()
+    averager.compare()
 
 
 def train(
@@ -272,15 +272,15 @@ def train(
         assert isinstance(cuda, HappensBefore)
         cuda.sees = sees
         of = parameters(shapes, dtype)
-        exchange = make(nccl, of)
-        training, waits = Training(exchange, of, adam=adam), []
+        averager = make(nccl, of)
+        training, waits = Training(averager, of, adam=adam), []
         for step in range(steps):
             if step == steps // 2:
-                between(exchange, nccl, of)
+                between(averager, nccl, of)
             cuda.waits.clear()
             training.step()
             waits.append(set(cuda.waits))
-        between(exchange, nccl, of)
-        exchange.close()
+        between(averager, nccl, of)
+        averager.close()
         assert cuda.accesses > 20 * steps
         return waits, cuda.unordered

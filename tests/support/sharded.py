@@ -53,7 +53,7 @@ class Sharded:
         if compressor is not None:
             self.sharded = ShardedModel(self.module, mesh)
             self.hook = ShardedHook(self.sharded, options_of(compressor, options.pop("wire_dtype", None), 0), None)
-            self.exchange = self.hook.exchange
+            self.averager = self.hook.averager
         self.hooked = compressor is not None
 
     def step(self, step: int, batches: int = 1) -> Tensor:
@@ -86,7 +86,7 @@ class Sharded:
             self.given |= {name_of[id(shard)]: place.clone() for shard, place in bucket.gradients()}
             return hand_over(bucket)
 
-        self.sharded.average_with(noted, lambda: self.hook.exchange)
+        self.sharded.average_with(noted, lambda: self.hook.averager)
 
     @property
     def weights(self) -> Tensor:
@@ -96,19 +96,19 @@ class Sharded:
     @property
     def unsent(self) -> Tensor:
         """What this rank has not sent, in the order of its groups."""
-        return torch.cat([torch.zeros(0), *(group.unsent for group in self.exchange.groups)])
+        return torch.cat([torch.zeros(0), *(group.unsent for group in self.averager.groups)])
 
     def in_order(self, of: Mapping[str, Tensor]) -> Tensor:
         """One vector of what is of each parameter, in the order of the groups."""
-        return torch.cat([of[name].reshape(-1) for group in self.exchange.groups for name in group.names])
+        return torch.cat([of[name].reshape(-1) for group in self.averager.groups for name in group.names])
 
     def unsent_of_mean(self) -> dict[str, Tensor]:
         """Of each parameter, all of what is unsent of the mean gradient."""
         found = {}
-        for group in self.exchange.groups:
+        for group in self.averager.groups:
             for name, slot in zip(group.names, group.slots(group.unsent), strict=True):
                 like = self.sharded.sharded[name]
-                mean = self.column_sum(slot) / self.exchange.size
+                mean = self.column_sum(slot) / self.averager.size
                 own = DTensor.from_local(
                     mean.view(like.to_local().shape),
                     like.device_mesh,
@@ -126,7 +126,7 @@ class Sharded:
 
     def is_same_in_column(self, x: Tensor) -> bool:
         """Whether all ranks that have this shard have the same ``x``."""
-        every = [torch.empty_like(x) for _ in range(self.exchange.size)]
+        every = [torch.empty_like(x) for _ in range(self.averager.size)]
         dist.all_gather(every, x, group=self.sharded.process_group)
         return all(torch.equal(each, x) for each in every)
 

@@ -74,8 +74,8 @@ def parameters(module: nn.Module) -> dict[str, Tensor]:
 
 def unsent(strategy: Any) -> dict[str, Tensor]:
     """What this rank has not sent, float64 of each parameter's shape; nothing with plain DDP."""
-    exchange = getattr(strategy, "exchange", None)
-    groups = exchange.groups if exchange else ()
+    averager = getattr(strategy, "exchange", None)
+    groups = averager.groups if averager else ()
     assert all(group.unsent.dtype == torch.float32 for group in groups)
     return {
         name: slot.double().view(p.shape)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import lightning_sparse as ls
-from lightning_sparse.auto import passes
+from lightning_sparse.auto import between_steps
+from lightning_sparse.auto.between_steps import FIRST_CHOICE, GLIMPSE_OF_DEVICE
 from lightning_sparse.auto.chooser import Chooser
-from lightning_sparse.auto.passes import FIRST_CHOICE, GLIMPSE_OF_DEVICE
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.fabric import SparseDDPStrategy as FabricStrategy
 from lightning_sparse.fusion import layer_fusion
@@ -49,7 +49,7 @@ class Watch(L.Callback):
         self.momenta: list[Tensor] = []
 
     def on_train_batch_end(self, run: L.Trainer, module: L.LightningModule, *_: Any) -> None:
-        self.engines.append(type(run.strategy.exchange).__name__)  # type: ignore[attr-defined]
+        self.engines.append(type(run.strategy.averager).__name__)  # type: ignore[attr-defined]
         self.own.append(weights(module))
         self.momenta.append(momenta(run, module))
 
@@ -90,16 +90,16 @@ def _there_and_back(rank: int, size: int) -> Any:
     """The engines, this rank's weights before its local steps ended, what was merged, and its momenta before."""
     nobody_looks_ahead()
     merged: list[tuple[Tensor, Tensor]] = []
-    passes.SETTLING, passes.TIMED, passes.WATCHED = 0, 3, 1
+    between_steps.SETTLING, between_steps.TIMED, between_steps.WATCHED = 0, 3, 1
     Averager.messages = lambda self: partial(float, 1 if self.steps < CHANGES_BACK else 99)  # type: ignore[method-assign]
-    Chooser.note = lambda self, exchange, step_s: LOCAL  # type: ignore[method-assign]
-    passes.is_far = lambda latency_s: False  # also where a busy machine's first message takes long
-    Chooser.start = lambda self, exchange, costs, given: (given, 0.0)  # type: ignore[method-assign]  # one step tells too little
+    Chooser.note = lambda self, averager, step_s: LOCAL  # type: ignore[method-assign]
+    between_steps.is_far = lambda latency_s: False  # also where a busy machine's first message takes long
+    Chooser.start = lambda self, averager, costs, given: (given, 0.0)  # type: ignore[method-assign]  # one step tells too little
 
     class Merged(Watch):
         def on_before_backward(self, run: L.Trainer, module: L.LightningModule, loss: Tensor) -> None:
             before = self.engines and self.engines[-1] == "LocalAverager"
-            if before and isinstance(run.strategy.exchange, GradientAverager):  # type: ignore[attr-defined]
+            if before and isinstance(run.strategy.averager, GradientAverager):  # type: ignore[attr-defined]
                 merged.append((weights(module), momenta(run, module)))
                 run.should_stop = True
 
@@ -121,13 +121,13 @@ def test_a_checkpoint_of_local_steps_that_are_no_candidate_any_more_goes_on_with
 
 def _other_candidates(rank: int, size: int, path: Path) -> Any:
     """The engine that wrote a checkpoint, those that went on from it, and the weights at the end."""
-    passes.SETTLING, passes.TIMED = 0, 3
-    note, Chooser.note = Chooser.note, lambda self, exchange, step_s: LOCAL  # type: ignore[method-assign]
+    between_steps.SETTLING, between_steps.TIMED = 0, 3
+    note, Chooser.note = Chooser.note, lambda self, averager, step_s: LOCAL  # type: ignore[method-assign]
     steps = FIRST + 8
     run = trainer(auto(LOCAL), size, check_every=0, max_steps=steps)
     run.fit(Small(), data(steps, size))
     run.save_checkpoint(path)
-    before = type(run.strategy.exchange).__name__  # type: ignore[attr-defined]
+    before = type(run.strategy.averager).__name__  # type: ignore[attr-defined]
     Chooser.note = note  # type: ignore[method-assign]
     watch = Watch()
     run = trainer(auto(ls.Candidate(ls.Dense(), "int4")), size, max_steps=2 * steps, callbacks=[watch])
@@ -154,7 +154,7 @@ def _forward_of_one_rank(rank: int, size: int) -> list[str]:
         optimizer.zero_grad()
         fabric.backward(model(x).sum())
         optimizer.step()
-        engines.append(type(strategy.hooks[0].exchange).__name__)
+        engines.append(type(strategy.hooks[0].averager).__name__)
     return engines
 
 

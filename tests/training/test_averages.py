@@ -330,7 +330,7 @@ def _not_alone(rank: int, size: int) -> Any:
     for make in (lbfgs, sharded, WithModes):
         run = trainer(auto(), size, max_steps=CHOSEN + 4)
         run.fit(Optimized(make), data(CHOSEN + 4, size))
-        kinds.append(type(run.strategy.exchange).__name__)  # type: ignore[attr-defined]
+        kinds.append(type(run.strategy.averager).__name__)  # type: ignore[attr-defined]
     dropped = [text.removeprefix(NO_CANDIDATES).partition(",")[0] for text in noted if text.startswith(NO_CANDIDATES)]
     return said, kinds, dropped
 

@@ -63,14 +63,14 @@ class At:
 
     @classmethod
     def now(cls, run: L.Trainer) -> "At":
-        exchange = run.strategy.exchange  # type: ignore[attr-defined]
+        averager = run.strategy.averager  # type: ignore[attr-defined]
         model = {name: x.detach().clone() for name, x in run.lightning_module.state_dict().items()}
         states = run.optimizers[0].state.values()
         moments = flat([torch.zeros(0), *(state["exp_avg"] for state in states)])
-        if not isinstance(exchange, LocalAverager):
+        if not isinstance(averager, LocalAverager):
             return cls(model, model, {}, moments)
-        own = {name: x.detach().clone() for name, x in exchange.own.items()}
-        return cls(model, own, {name: x.clone() for name, x in exchange.averages.items()}, moments)
+        own = {name: x.detach().clone() for name, x in averager.own.items()}
+        return cls(model, own, {name: x.clone() for name, x in averager.averages.items()}, moments)
 
 
 @dataclass
@@ -192,8 +192,8 @@ class End:
         """Of a training that ends here."""
         hook.show_average()
         states = tensors_everywhere(optimizer, world(), torch.device("cpu"))
-        average = flat([*hook.exchange.averages.values(), *module.state_dict().values()])
-        own = flat([*hook.exchange.own.values(), *states.values()])
+        average = flat([*hook.averager.averages.values(), *module.state_dict().values()])
+        own = flat([*hook.averager.own.values(), *states.values()])
         hook.close()
         return cls(average, own)
 

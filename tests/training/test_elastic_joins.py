@@ -124,7 +124,7 @@ def fit(
     averages = [each.average for each in callbacks if isinstance(each, Average)]
     return {
         "step": run.global_step,
-        "hosts": strategy.exchange.members,  # type: ignore[union-attr]
+        "hosts": strategy.averager.members,  # type: ignore[union-attr]
         "weights": weights(model),
         "noted": noted,
         "said": [str(each.message) for each in said],

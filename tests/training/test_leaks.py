@@ -67,7 +67,7 @@ def of_trainers(rank: int, size: int, folder: str) -> dict[str, list[tuple[int, 
 
     def in_local_steps() -> None:
         run = fit(auto(), small(optimizer="adam"), max_steps=CHOSEN + 2)
-        assert isinstance(run.strategy.exchange, LocalAverager)  # type: ignore[attr-defined]
+        assert isinstance(run.strategy.averager, LocalAverager)  # type: ignore[attr-defined]
 
     def broken() -> None:
         with pytest.raises(KeyError, match="this batch"):

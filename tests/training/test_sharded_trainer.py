@@ -76,7 +76,7 @@ def _resumes(rank: int, size: int, folder: Path) -> None:
         path = folder / str(to_folder)
         keep = ModelCheckpoint(dirpath=path, every_n_train_steps=5, save_top_k=-1, filename="{step}")
         through = fitted(10, strategy(), callbacks=[keep, ls.CompressionMonitor()])
-        assert through.strategy.exchange.group_step == 10
+        assert through.strategy.averager.group_step == 10
         again = fitted(10, strategy(), ckpt_path=path / "step=5.ckpt")
         assert torch.equal(weights(again.lightning_module), weights(through.lightning_module))
         through.validate(through.lightning_module, data(1, 4), ckpt_path=path / "step=5.ckpt", verbose=False)
@@ -104,14 +104,14 @@ def test_a_checkpoint_in_a_folder_or_a_file_is_gone_on_from_bit_for_bit(ranks: R
 
 def _trainings(rank: int, size: int) -> None:
     accumulating = fitted(3, accumulate_grad_batches=2, gradient_clip_val=0.1)
-    assert accumulating.strategy.exchange.steps == 3
+    assert accumulating.strategy.averager.steps == 3
     module = ShardedSmall()
     strategy = ls.SparseHSDPStrategy("sparse_auto", shard_size=2, wire_dtype=None)
     run = fitted(12, strategy, module, precision="bf16-mixed")
-    before, unsent = weights(module), run.strategy.exchange.unsent_norm()
+    before, unsent = weights(module), run.strategy.averager.unsent_norm()
     run.fit_loop.epoch_loop.max_steps = 12
     run.fit(module, data(5, 4))  # takes no step
-    assert run.strategy.exchange.unsent_norm() == unsent
+    assert run.strategy.averager.unsent_norm() == unsent
     run.fit_loop.epoch_loop.max_steps = 15
     run.fit(module, data(5, 4))
     after = weights(module)
@@ -176,7 +176,7 @@ class Odd(ShardedSmall):
         if self.skips and self.global_rank >= 2 and index == 3:
             return torch.zeros((), requires_grad=True) * 1  # reaches nothing that is trained
         if self.trainer.training:
-            self.exchanges.append(self.trainer.strategy.exchange.steps)
+            self.exchanges.append(self.trainer.strategy.averager.steps)
         return nn.functional.cross_entropy(x, y)
 
 
@@ -190,7 +190,7 @@ def _odd(rank: int, size: int) -> None:
         module = Odd(skips)
         run = fitted(5, module=module)
         assert module.exchanges == [step for step in range(5) if not (skips and rank >= 2 and step == 3)]
-        assert run.strategy.exchange.steps == 5  # one in each step, however many nested backwards it has
+        assert run.strategy.averager.steps == 5  # one in each step, however many nested backwards it has
         assert torch.equal(module.sliced.cpu(), torch.arange(48.0).view(6, 8)[:, :3])
         assert not module.expanded.any()
     with pytest.raises(RuntimeError, match="was torn down"):

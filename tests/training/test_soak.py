@@ -62,7 +62,7 @@ class Account:
         """Count a step's gradients, and their averages; or with local steps what the optimizer does."""
         parameters = list(self.model.parameters())
         before = flat(parameters)
-        local = isinstance(self.hook.exchange, LocalAverager)
+        local = isinstance(self.hook.averager, LocalAverager)
         if not local:
             self.handed_out += flat([p.grad for p in parameters if p.grad is not None])
         optimizer.step()
@@ -70,13 +70,13 @@ class Account:
 
     def lost(self, size: int) -> float:
         """The largest element lost, relative to the largest there was; the model then holds what ranks share."""
-        exchange, names = self.hook.exchange, [name for name, _ in self.model.named_parameters()]
+        averager, names = self.hook.averager, [name for name, _ in self.model.named_parameters()]
         ahead = 1.0
         self.hook.show_average()
-        if isinstance(exchange, LocalAverager):
-            self.handed_out = flat([exchange.averages[name] for name in names])
-            residual = flat([exchange.own[name] for name in names]) - self.handed_out
-            ahead = exchange.settings.lead or 1.0  # an optimizer's steps are so many times as long as x̄'s
+        if isinstance(averager, LocalAverager):
+            self.handed_out = flat([averager.averages[name] for name in names])
+            residual = flat([averager.own[name] for name in names]) - self.handed_out
+            ahead = averager.settings.lead or 1.0  # an optimizer's steps are so many times as long as x̄'s
         else:
             residual = flat([unsent(self.hook)[name] for name in names])
         sent = self.handed_in - residual

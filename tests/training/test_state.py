@@ -191,7 +191,7 @@ class Unfrozen(Net):
         return optimizer
 
     def is_right(self) -> bool:
-        replicas = self.trainer.strategy.exchange.weights.replicas  # type: ignore[attr-defined]
+        replicas = self.trainer.strategy.averager.weights.replicas  # type: ignore[attr-defined]
         names = [name for replica in replicas for name in replica.group.names]
         return len(names) == len(set(names))
 
@@ -420,7 +420,7 @@ def _end(case: Case, way: str, path: Path, rank: int, size: int) -> End:
     if rank == 0:
         shutil.rmtree(path / "now", ignore_errors=True)
     run.strategy.barrier()
-    return End(now, state(resumed), is_right, run.strategy.exchange.local is not None)  # type: ignore[attr-defined]
+    return End(now, state(resumed), is_right, run.strategy.averager.local is not None)  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")

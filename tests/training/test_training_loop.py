@@ -208,9 +208,9 @@ def test_unfreezing_what_was_frozen_at_setup_is_refused(ranks: Ranks) -> None:
 
 def at_start(run: L.Trainer) -> tuple[float, list[int]]:
     """How much is unsent, and the steps groups think it is."""
-    exchange = getattr(run.strategy, "exchange", None)
+    averager = getattr(run.strategy, "exchange", None)
     kept = sum(kept.abs().sum().item() for kept in unsent(run.strategy).values())
-    return kept, [group.step for group in exchange.groups] if exchange else []
+    return kept, [group.step for group in averager.groups] if averager else []
 
 
 class Evaluated(models.Scheduled):
@@ -298,7 +298,7 @@ def compiled_names(rank: int, size: int) -> list[list[str]]:
     for case in (Case(small_with(models.compile_inside)), Case(models.compiled_whole)):
         strategy = ls.SparseDDPStrategy()
         train_with(case, size, strategy)
-        names.append(sorted(name for group in strategy.exchange.groups for name in group.names))
+        names.append(sorted(name for group in strategy.averager.groups for name in group.names))
     return names
 
 

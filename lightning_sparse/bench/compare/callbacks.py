@@ -52,9 +52,9 @@ class Probe(Callback):
         known = isinstance(outputs, Mapping) and "loss" in outputs  # not with manual optimisation
         loss = float(outputs["loss"]) if known else math.nan  # waits for the device
         if isinstance(trainer.strategy, SparseDDPStrategy):
-            local, exchange = trainer.strategy.options.local, trainer.strategy.exchange
-            if exchange and local and not local.overlap:
-                exchange.settle()  # now and not before the next forward: it belongs to this step
+            local, averager = trainer.strategy.options.local, trainer.strategy.averager
+            if averager and local and not local.overlap:
+                averager.settle()  # now and not before the next forward: it belongs to this step
         end_s = time.perf_counter()
         wire = self._read()
         report, counted_bytes, local_steps = _reported(trainer.strategy)
@@ -89,9 +89,9 @@ class Probe(Callback):
 def _reported(strategy: Strategy) -> tuple[Report | None, int, bool]:
     """A strategy's report of the last step, if it makes one, the bytes it counted, and whether it was a local step."""
     if isinstance(strategy, SparseDDPStrategy):
-        assert strategy.exchange is not None
-        report = strategy.exchange.last  # of local steps beside which the next one computes: of the step before
-        return report, report.sent_bytes if report else 0, strategy.exchange.local is not None
+        assert strategy.averager is not None
+        report = strategy.averager.last  # of local steps beside which the next one computes: of the step before
+        return report, report.sent_bytes if report else 0, strategy.averager.local is not None
     assert isinstance(strategy, Peer)
     return None, strategy.sent_bytes(), False
 
@@ -179,8 +179,8 @@ class Judge(Callback):
     def _end_exchange(self, trainer: Trainer) -> float:
         """Wait for the exchange of local steps that is under way, if there is one; returns the seconds."""
         start_s, strategy = time.perf_counter(), trainer.strategy
-        if isinstance(strategy, SparseDDPStrategy) and strategy.exchange is not None:
-            strategy.exchange.settle()
+        if isinstance(strategy, SparseDDPStrategy) and strategy.averager is not None:
+            strategy.averager.settle()
         return time.perf_counter() - start_s
 
     @torch.no_grad()

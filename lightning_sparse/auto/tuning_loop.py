@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_sparse.auto.active_averager import ActiveAverager, AveragingConfig
+from lightning_sparse.auto.between_steps import choose_and_watch, measure_link_once, nothing
 from lightning_sparse.auto.chooser import Chooser
-from lightning_sparse.auto.passes import choose_and_watch, measure_link_once, nothing
 from lightning_sparse.auto.policy import Auto
-from lightning_sparse.auto.switch import AveragingConfig, Switch
 from lightning_sparse.checks import is_list, is_number
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.fusion.steps import Passes, Times
+from lightning_sparse.fusion.steps import BetweenSteps, Times
 from lightning_sparse.local_steps.optimizers import why_not_alone
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.costs import Link
@@ -24,7 +24,7 @@ from lightning_sparse.settings import same
 NONE_SEEN = -1  # Steps that are seen before the first.
 
 
-class Course:
+class TuningLoop:
     """What is due between two steps of a training, as a generator that is resumed once in each of them.
 
     The generator never refers to this object: a cycle would keep all that is unsent until garbage is collected.
@@ -35,30 +35,30 @@ class Course:
         warmup_steps: in which nothing is chosen.
     """
 
-    def __init__(self, switch: Switch, chooser: Chooser | None, warmup_steps: int = 0) -> None:
-        self.switch, self.chooser = switch, chooser
+    def __init__(self, active: ActiveAverager, chooser: Chooser | None, warmup_steps: int = 0) -> None:
+        self.active, self.chooser = active, chooser
         self._warmup_steps = warmup_steps
-        self._seen = switch.exchange.steps
+        self._seen = active.averager.steps
         self._at_work: Compressor | None = None  # in the last pass
         self._is_choosing = self._may_precede = False
-        self._passes: Passes[None]
+        self._passes: BetweenSteps[None]
         self._begin()
 
     def between_steps(self) -> None:
         """Do what is due before a forward that trains: send, measure, change groups or the engine."""
-        switch = self.switch
-        local = switch.exchange.local
+        active = self.active
+        local = active.averager.local
         if local is None or not local.is_half_made:
-            switch.exchange.settle()
-            switch.group_by_optimizer()
-            if switch.exchange.steps != self._seen:  # else gradients are being accumulated
-                self._seen = switch.exchange.steps
+            active.averager.settle()
+            active.group_by_optimizer()
+            if active.averager.steps != self._seen:  # else gradients are being accumulated
+                self._seen = active.averager.steps
                 self._pass()
-                switch.exchange.end_pass()
-        switch.exchange.between_steps()
+                active.averager.end_pass()
+        active.averager.between_steps()
 
     def _pass(self) -> None:
-        for optimizer in self.switch.optimizers.seen if self.chooser else ():
+        for optimizer in self.active.optimizers.seen if self.chooser else ():
             if self.chooser and (reason := why_not_alone(optimizer)):
                 self.chooser.forbid_local_steps(f"{type(optimizer).__name__}, which {reason}")
         if self._is_choosing != self._is_to_choose or not same(self._at_work, self._at_work_now):
@@ -69,11 +69,11 @@ class Course:
 
     @property
     def _at_work_now(self) -> Compressor | None:
-        return self.switch.layer_fusion.at_work if self.switch.layer_fusion else None
+        return self.active.layer_fusion.at_work if self.active.layer_fusion else None
 
     @property
     def _is_to_choose(self) -> bool:
-        is_warm = self.switch.chosen is not None or self.switch.exchange.group_step >= self._warmup_steps
+        is_warm = self.active.chosen is not None or self.active.averager.group_step >= self._warmup_steps
         return self.chooser is not None and is_warm
 
     def expect_step(self) -> None:
@@ -91,26 +91,26 @@ class Course:
 
     def _start(self, planned: bool = False) -> None:
         """Begin: measure, or if there is a plan already, only watch."""
-        switch, fusion = self.switch, self.switch.layer_fusion
+        active, fusion = self.active, self.active.layer_fusion
         if fusion is not None:
-            fusion.exchange.defer(False)
-            fusion.exchange.take_record()
-        self._seen = switch.exchange.steps
+            fusion.averager.defer(False)
+            fusion.averager.take_record()
+        self._seen = active.averager.steps
         self._at_work, self._is_choosing = self._at_work_now, self._is_to_choose
         if fusion is not None and not fusion.is_worthwhile:
             self._passes = nothing()
         elif self.chooser is not None and self._is_choosing:
-            self._passes = choose_and_watch(switch, self.chooser, planned)
+            self._passes = choose_and_watch(active, self.chooser, planned)
         elif fusion is not None:
             self._passes = fusion.course(planned)
         else:
-            self._passes = measure_link_once(switch) if switch.config.fusion == "layer" else nothing()
+            self._passes = measure_link_once(active) if active.config.fusion == "layer" else nothing()
         next(self._passes)
 
     def check_join(self, options: Mapping[str, Any]) -> None:
         """Raise a ValueError if ranks cannot have uneven inputs, with these ``options`` of DDP's ``join``."""
-        self.switch.exchange.check_join(options)
-        if self.switch.layer_fusion is not None:
+        self.active.averager.check_join(options)
+        if self.active.layer_fusion is not None:
             raise ValueError(
                 "fusion='layer' cannot be combined with join(): LayerFusion sends messages of its own before a "
                 "forward, which a joined rank no longer runs, so the others would wait for it. Give SparseHook "
@@ -121,51 +121,51 @@ class Course:
 
     def state(self) -> dict[str, Any]:
         """What was planned or chosen, for :meth:`resume`."""
-        switch = self.switch
-        state: dict[str, Any] = {"optimizers": dict(switch.numbers)} if switch.numbers else {}
-        if habits := switch.exchange.habits:
+        active = self.active
+        state: dict[str, Any] = {"optimizers": dict(active.numbers)} if active.numbers else {}
+        if habits := active.averager.habits:
             state["habits"] = habits
-        link = [switch.link.latency_s, switch.link.s_per_byte] if switch.link else []
-        usual = {"usual": [*(float(each) for each in switch.usual), *link]} if switch.usual else {}
-        if switch.layer_fusion is not None:
-            plan = switch.layer_fusion.state()
-            return state | plan | {"chosen": str(switch.chosen or "")} | usual if plan else state
-        if switch.chosen:
-            state |= {"chosen": str(switch.chosen)} | usual
-        if switch.chosen or switch.knows_link:
-            state["latencies"] = list(switch.exchange.lanes.latencies)
+        link = [active.link.latency_s, active.link.s_per_byte] if active.link else []
+        usual = {"usual": [*(float(each) for each in active.usual), *link]} if active.usual else {}
+        if active.layer_fusion is not None:
+            plan = active.layer_fusion.state()
+            return state | plan | {"chosen": str(active.chosen or "")} | usual if plan else state
+        if active.chosen:
+            state |= {"chosen": str(active.chosen)} | usual
+        if active.chosen or active.knows_link:
+            state["latencies"] = list(active.averager.lanes.latencies)
         return state
 
     def resume(self, state: Mapping[str, Any], steps: int) -> None:
         """Go on as what returned ``state`` after so many ``steps``, if it was chosen from the same candidates."""
-        switch = self.switch
+        active = self.active
         chosen = self.chooser.candidate(state.get("chosen", "")) if self.chooser else None
         if chosen is not None and chosen.local_steps:
-            switch.to_local_steps(chosen)
-        elif switch.chosen is not None and switch.chosen.local_steps:
-            switch.to_gradients()
-        switch.group_by_optimizer(state.get("optimizers"))
-        planned, exchange, fusion = chosen is not None, switch.exchange, switch.layer_fusion
-        exchange.resume_habits(state.get("habits", {}))
+            active.to_local_steps(chosen)
+        elif active.chosen is not None and active.chosen.local_steps:
+            active.to_gradients()
+        active.group_by_optimizer(state.get("optimizers"))
+        planned, averager, fusion = chosen is not None, active.averager, active.layer_fusion
+        averager.resume_habits(state.get("habits", {}))
         if fusion is None:
-            switch.knows_link = "latencies" in state
-            exchange.lanes.set_latencies(*state.get("latencies", exchange.lanes.latencies))
+            active.knows_link = "latencies" in state
+            averager.lanes.set_latencies(*state.get("latencies", averager.lanes.latencies))
         else:
             planned = fusion.resume(state, chosen.averaging if chosen else fusion.compressor, steps)
-            switch.chosen = chosen if planned else None
+            active.chosen = chosen if planned else None
         usual: Any = state.get("usual")
         is_usual = planned and is_list(usual) and len(usual) in (4, 6) and all(map(is_number, usual))
-        switch.usual = Times(usual[0], usual[1], bool(usual[2]), usual[3]) if is_usual else None
-        switch.link = Link(*usual[4:]) if is_usual and usual[4:] else None
+        active.usual = Times(usual[0], usual[1], bool(usual[2]), usual[3]) if is_usual else None
+        active.link = Link(*usual[4:]) if is_usual and usual[4:] else None
         self._begin(planned)
 
-    def follow(self, before: "Course") -> None:
+    def follow(self, before: "TuningLoop") -> None:
         """Take local steps as ``before`` did at last, if they were chosen from the same candidates."""
-        if before.switch.chosen is not None and before.switch.chosen.local_steps:
-            self.resume(before.state(), before.switch.exchange.steps)
+        if before.active.chosen is not None and before.active.chosen.local_steps:
+            self.resume(before.state(), before.active.averager.steps)
 
 
-def course_of(
+def tuning_loop_of(
     ddp: DistributedDataParallel,
     parameters: Mapping[str, Tensor],
     way: AveragingConfig,
@@ -174,15 +174,15 @@ def course_of(
     scaler: torch.amp.GradScaler | None,
     ranks: Comm,
     may_choose_local: bool,
-) -> Course:
-    """Return the course of a training of ``ddp``; arguments as of :class:`Switch`.
+) -> TuningLoop:
+    """Return the tuning loop of a training of ``ddp``; arguments as of :class:`ActiveAverager`.
 
     ``policy`` is what chooses, if anything does, among local steps too if it ``may_choose_local``: only where somebody
     shows their average.
     """
-    switch = Switch(ddp, parameters, way, groups, scaler, ranks)
-    alone = switch.exchange.size == 1  # with nobody to send to
+    active = ActiveAverager(ddp, parameters, way, groups, scaler, ranks)
+    alone = active.averager.size == 1  # with nobody to send to
     chooser = None if policy is None or alone else Chooser(policy, may_choose_local)
     if chooser:
         gc.collect()  # of all that was imported: choosing would set it off, on one rank after the other, 0.3 s each
-    return Course(switch, chooser, way.warmup_steps)
+    return TuningLoop(active, chooser, way.warmup_steps)

@@ -67,7 +67,7 @@ class AveragingConfig:
     may_sum_in_place: bool = False  # sums may depend on DDP's buckets, which a checkpoint does not keep
 
 
-class Switch:
+class ActiveAverager:
     """The engine in use.
 
     Args:
@@ -111,7 +111,7 @@ class Switch:
         held, own = getattr(ddp, "held", {}), weakref.ref(self)
         #: What optimizers have, by name.
         self._held = {name: held.get(p, p) for name, p in parameters.items()}
-        self.optimizers = Optimizers(self._held.values(), lambda: switch.exchange if (switch := own()) else None)
+        self.optimizers = Optimizers(self._held.values(), lambda: active.averager if (active := own()) else None)
         self._numbers: Mapping[str, int] = {}  # of the optimizer of each parameter, by name
         self._known: list[list[int]] = []  # parameters in each group of each optimizer, when these were found
         self._said_untrained = self._said_lbfgs = False
@@ -127,17 +127,17 @@ class Switch:
         ddp.broadcast_buffers = self._broadcasts_buffers and config.local is None  # the engine sends them then
         self.config = config
         means = self._groups, self._scaler, self._broadcasts_buffers
-        self.exchange: Averager = make_averager(ddp, self.parameters, config, *means)
+        self.averager: Averager = make_averager(ddp, self.parameters, config, *means)
         self.layer_fusion: LayerFusion | None = None
         if config.fusion == "layer" and config.local is None:
             self.layer_fusion = LayerFusion(
                 self.gradients, config.compressor, self.parameters, among_formats=config.may_sum_in_place
             )
-        self._names = [group.names for group in self.exchange.groups]
+        self._names = [group.names for group in self.averager.groups]
         self._group()
         for noted in self._noted:
             if (optimizer := noted()) is not None:
-                self.exchange.note(optimizer)
+                self.averager.note(optimizer)
 
     def group_as(self, names: Sequence[Sequence[str]]) -> None:
         """Average in groups of these ``names``, apart where :func:`apart` says so."""
@@ -171,14 +171,14 @@ class Switch:
             self.layer_fusion.group_by(self._numbers)
             return
         pieces = pieces_of(self.parameters, self.config.compressor, self._numbers)
-        self.exchange.regroup(make_groups(self.parameters, self.config.compressor, apart(self._names, pieces)))
+        self.averager.regroup(make_groups(self.parameters, self.config.compressor, apart(self._names, pieces)))
 
     def _warn_of_lbfgs(self) -> None:
         """Warn once where LBFGS steps with means that are not those of this step's gradients."""
-        exchange = self.exchange
-        if self._said_lbfgs or self.config.local is not None or exchange.size == 1:
+        averager = self.averager
+        if self._said_lbfgs or self.config.local is not None or averager.size == 1:
             return
-        is_exact = all(isinstance(c, Dense) for c in exchange.compressors)
+        is_exact = all(isinstance(c, Dense) for c in averager.compressors)
         if not is_exact and "LBFGS" in class_names(self.optimizers.seen):
             self._said_lbfgs = True
             rank_zero_warn(
@@ -189,8 +189,8 @@ class Switch:
 
     def _say_what_is_untrained(self) -> None:
         untrained = [name for name, number in self._numbers.items() if number == NOT_TRAINED]
-        is_sure = bool(self._noted) or self.exchange.steps >= SURE
-        if untrained and is_sure and not self._said_untrained and self.config.local is None and self.exchange.size > 1:
+        is_sure = bool(self._noted) or self.averager.steps >= SURE
+        if untrained and is_sure and not self._said_untrained and self.config.local is None and self.averager.size > 1:
             self._said_untrained = True
             elements = sum(self.parameters[name].numel() for name in untrained)
             rank_zero_warn(
@@ -204,15 +204,15 @@ class Switch:
         for optimizer in filter(self.optimizers.are_of, optimizers):
             self.optimizers.note(optimizer)
             self._noted.append(weakref.ref(optimizer))
-            self.exchange.note(optimizer)
+            self.averager.note(optimizer)
 
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
         """DDP's communication hook."""
         check_not_capturing()
         if bucket.is_last() and torch._C._current_graph_task_id() >= 0:  # else there is no backward: ddp.join()
-            at_end, handed_back = Variable._execution_engine.queue_callback, self.exchange.handed_back
+            at_end, handed_back = Variable._execution_engine.queue_callback, self.averager.handed_back
             at_end(lambda: at_end(handed_back))  # once DDP has set .grad
-        return self.exchange.hook(state, bucket)
+        return self.averager.hook(state, bucket)
 
     def hand_over(self, bucket: PendingBucket) -> Future[Tensor]:
         """Have gradients averaged that do not come from DDP."""
@@ -222,22 +222,22 @@ class Switch:
     @property
     def gradients(self) -> GradientAverager:
         """The averager in use, where gradients are averaged."""
-        assert isinstance(self.exchange, GradientAverager)
-        return self.exchange
+        assert isinstance(self.averager, GradientAverager)
+        return self.averager
 
     def close(self) -> bool:
         """End the averager; returns whether no message is under way."""
         self.optimizers.close()
-        return self.exchange.close()
+        return self.averager.close()
 
     # - changes, on every rank between two steps
 
     def to_gradients(self) -> None:
         """Average gradients as at first; with local steps from the mean of all weights and optimizer states."""
-        if (local := self.exchange.local) is not None:
+        if (local := self.averager.local) is not None:
             local.merge()
             for optimizer in in_order(self.optimizers.seen, list(self.parameters.values())):
-                tensors = tensors_everywhere(optimizer, self._ranks, self.exchange.device)
+                tensors = tensors_everywhere(optimizer, self._ranks, self.averager.device)
                 averaged = {key: x for key, x in tensors.items() if x.is_floating_point() and x.dtype != torch.float64}
                 set_tensors(optimizer, self._means(averaged) | self._of_first_rank(tensors.keys() - averaged, tensors))
         self._change(self._first)
@@ -245,7 +245,7 @@ class Switch:
 
     def to_local_steps(self, chosen: Candidate) -> None:
         """Take the local steps of ``chosen``, without a message: what each rank has not sent goes along."""
-        before, was = self.exchange, self.chosen
+        before, was = self.averager, self.chosen
         config = replace(self._first, compressor=chosen.averaging, local=LocalSteps(chosen.local_steps), warmup_steps=0)
         are_local = self.config.local is not None
         if are_local:
@@ -253,27 +253,27 @@ class Switch:
         self._change(config)
         if are_local:
             memories = was is not None and same(was.averaging, chosen.averaging)
-            self.exchange.take_over(before, memories=memories)
-        elif self.may_add_unsent and self.exchange.local is not None:
-            self.exchange.local.add_to_next(before.groups)
+            self.averager.take_over(before, memories=memories)
+        elif self.may_add_unsent and self.averager.local is not None:
+            self.averager.local.add_to_next(before.groups)
         self.chosen = chosen
 
     def _change(self, config: AveragingConfig) -> None:
-        before = self.exchange
+        before = self.averager
         before.close()
         self._make(config)
-        self.exchange.go_on_from(before)
+        self.averager.go_on_from(before)
 
     def _of_first_rank(self, keys: Collection[str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Those of ``keys`` as rank 0 has them: counters."""
-        own = {key: tensors[key].to(self.exchange.device) for key in sorted(keys) if tensors[key].numel()}
+        own = {key: tensors[key].to(self.averager.device) for key in sorted(keys) if tensors[key].numel()}
         return {key: self._ranks.all_gather(x.reshape(-1)).wait()[0].view(x.shape) for key, x in own.items()}
 
     def _means(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The mean of each over the ranks, many in a message."""
         if not any(x.numel() for x in tensors.values()):
             return dict(tensors)
-        total = torch.cat([x.to(self.exchange.device, torch.float32).reshape(-1) for x in tensors.values()])
+        total = torch.cat([x.to(self.averager.device, torch.float32).reshape(-1) for x in tensors.values()])
         for part in total.split(BUCKET_BYTES // 4):
             self._ranks.all_reduce(part).wait()
         means = total.div_(self._ranks.size).split([x.numel() for x in tensors.values()])
@@ -337,7 +337,7 @@ def _local_steps(
     groups: ProcessGroups,
     broadcasts_buffers: bool,
 ) -> Averager:
-    settings = local.led(config.compressor)
+    settings = local.with_lead(config.compressor)
     laid_out, fragments = lay_out_fragments(
         parameters, config.compressor, config.fusion, local.parts, config.bucket_bytes
     )

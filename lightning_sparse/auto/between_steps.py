@@ -8,16 +8,16 @@ from contextlib import suppress
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_sparse.auto.active_averager import ActiveAverager
 from lightning_sparse.auto.chooser import DOUBT, FAR, Chooser
 from lightning_sparse.auto.policy import Candidate
-from lightning_sparse.auto.switch import Switch
 from lightning_sparse.auto.trial import ELEMENTS
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.fusion.costs import GroupCosts
 from lightning_sparse.fusion.layer_fusion import LayerFusion, check_clock
 from lightning_sparse.fusion.link import NoClock, is_far, measure_latency, measure_link
 from lightning_sparse.fusion.planner import Layout, Measured
-from lightning_sparse.fusion.steps import PassCounts, Passes, Times, in_rounds, typical_times, until_changed
+from lightning_sparse.fusion.steps import BetweenSteps, PassCounts, Times, in_rounds, typical_times, until_changed
 from lightning_sparse.settings import same
 
 MEASURED_AFTER = 3  # Local steps after which the link is measured, where local steps were given.
@@ -34,23 +34,23 @@ CHOOSING = PassCounts(0, 3, 2)  # Few, since steps of what is chosen are measure
 FIRST_CHOICE = sum(GLIMPSE) + sum(CHOOSING)  # Steps until a candidate is chosen, at most, on a CPU.
 
 
-def nothing() -> Passes[None]:
+def nothing() -> BetweenSteps[None]:
     """Leave the training as it is."""
     while True:
         yield
 
 
-def measure_link_once(switch: Switch) -> Passes[None]:
+def measure_link_once(active: ActiveAverager) -> BetweenSteps[None]:
     """Have sums of local steps go by the link's latencies too; LayerFusion measures them for gradients."""
     while True:
         yield
-        if switch.exchange.steps == MEASURED_AFTER and switch.exchange.size > 1 and not switch.knows_link:
-            switch.knows_link = True
+        if active.averager.steps == MEASURED_AFTER and active.averager.size > 1 and not active.knows_link:
+            active.knows_link = True
             with suppress(NoClock):
-                measure_link(switch.exchange)
+                measure_link(active.averager)
 
 
-def choose_and_watch(switch: Switch, chooser: Chooser, chosen: bool) -> Passes[None]:
+def choose_and_watch(active: ActiveAverager, chooser: Chooser, chosen: bool) -> BetweenSteps[None]:
     """Choose, and watch until messages take another time than they did when it was chosen; over and over.
 
     Where the same is chosen anew, and messages take what they did, nothing had changed for long: the next change must
@@ -59,75 +59,75 @@ def choose_and_watch(switch: Switch, chooser: Chooser, chosen: bool) -> Passes[N
     steps = WATCHED
     while True:
         if not chosen:
-            before, was = switch.chosen, switch.usual
-            switch.usual = switch.link = None
+            before, was = active.chosen, active.usual
+            active.usual = active.link = None
             try:
-                switch.usual = yield from _choose(switch, chooser)
+                active.usual = yield from _choose(active, chooser)
             except NoClock:  # on every rank
-                if switch.layer_fusion is not None:
-                    switch.layer_fusion.exchange.take_record()  # which nobody reads now
+                if active.layer_fusion is not None:
+                    active.layer_fusion.averager.take_record()  # which nobody reads now
                 rank_zero_warn("sparse_auto: no rank could tell the time; training goes on as it began.")
-            same_as_before = before == switch.chosen and was and switch.usual and not was.have_changed(switch.usual)
+            same_as_before = before == active.chosen and was and active.usual and not was.have_changed(active.usual)
             steps = min(2 * steps, MOST_WATCHED) if same_as_before else WATCHED
-        if switch.layer_fusion is not None:
-            yield from switch.layer_fusion.watch(steps, switch.usual, switch.link)
+        if active.layer_fusion is not None:
+            yield from active.layer_fusion.watch(steps, active.usual, active.link)
         else:
-            yield from _watch_local_steps(switch, steps)
-            switch.to_gradients()
+            yield from _watch_local_steps(active, steps)
+            active.to_gradients()
         chosen = False
 
 
-def _choose(switch: Switch, chooser: Chooser) -> Passes[Times]:
+def _choose(active: ActiveAverager, chooser: Chooser) -> BetweenSteps[Times]:
     """Measure, choose, and try what was chosen, until nothing better is expected; returns what its step takes."""
-    fusion = switch.layer_fusion
+    fusion = active.layer_fusion
     assert fusion is not None
-    exchange = fusion.exchange
+    averager = fusion.averager
     yield  # what a checkpoint holds is in its place now
-    latency_s, at_work = measure_latency(exchange), fusion.at_work
+    latency_s, at_work = measure_latency(averager), fusion.at_work
     far = is_far(latency_s)
     if not far:
-        costs = fusion.costs_on(measure_link(exchange, latency_s))
-        at_work, sums_s = chooser.start(exchange, costs, fusion.at_work)
+        costs = fusion.costs_on(measure_link(averager, latency_s))
+        at_work, sums_s = chooser.start(averager, costs, fusion.at_work)
         fusion.follow(Layout(fusion.layout.groups, at_work))
-        switch.link = costs.link
-    exchange.record_gradients(ELEMENTS)
-    measured = yield from fusion.measure(GLIMPSE_OF_DEVICE if exchange.device.type == "cuda" else GLIMPSE)
+        active.link = costs.link
+    averager.record_gradients(ELEMENTS)
+    measured = yield from fusion.measure(GLIMPSE_OF_DEVICE if averager.device.type == "cuda" else GLIMPSE)
     if far:  # now that connections carry what they can
-        costs, sums_s = fusion.costs_on(measure_link(exchange, latency_s)), measured.sums_s
-        switch.link = costs.link
+        costs, sums_s = fusion.costs_on(measure_link(averager, latency_s)), measured.sums_s
+        active.link = costs.link
     is_enough = sums_s > measured.computing_s  # the same on every rank
     if not is_enough:
         measured = yield from fusion.measure(CHOOSING)
-    record = exchange.take_record()
+    record = averager.take_record()
     assert record is not None  # of the steps that were measured
     check_clock(measured)
-    candidate = chooser.choose(exchange, measured, costs, None if is_enough else at_work, record)
+    candidate = chooser.choose(averager, measured, costs, None if is_enough else at_work, record)
     layouts = {each: Layout(fusion.layout.groups, each.averaging) for each in chooser.measured}
     known = dict.fromkeys(layouts, Times(measured.span_s + measured.rest_s, measured.messages_s))
     while True:
         if candidate.local_steps:
-            times = yield from _take_local_steps(switch, candidate, chooser.longest_s(FAR))
+            times = yield from _take_local_steps(active, candidate, chooser.longest_s(FAR))
         else:
             longest_s = chooser.longest_s(DOUBT)
-            times = yield from _average_gradients(switch, candidate, at_work, measured, costs, longest_s)
-            assert switch.layer_fusion is not None
-            layouts[candidate] = switch.layer_fusion.layout
+            times = yield from _average_gradients(active, candidate, at_work, measured, costs, longest_s)
+            assert active.layer_fusion is not None
+            layouts[candidate] = active.layer_fusion.layout
         known[candidate] = times
-        again = chooser.note(switch.exchange, times.step_s)
+        again = chooser.note(active.averager, times.step_s)
         if again == candidate:
             break
         candidate = again
     if candidate.local_steps or len(chooser.finalists(DOUBTS[0])) < 2:
         return times
-    return (yield from _measure_in_turn(switch, chooser, layouts, known))
+    return (yield from _measure_in_turn(active, chooser, layouts, known))
 
 
 def _measure_in_turn(
-    switch: Switch, chooser: Chooser, layouts: Mapping[Candidate, Layout], known: Mapping[Candidate, Times]
-) -> Passes[Times]:
+    active: ActiveAverager, chooser: Chooser, layouts: Mapping[Candidate, Layout], known: Mapping[Candidate, Times]
+) -> BetweenSteps[Times]:
     """Measure in turn what differs little, ever fewer, and go on with the soonest; returns what its step takes."""
     latest = dict(known)
-    fusion, exchange = switch.layer_fusion, switch.exchange
+    fusion, averager = active.layer_fusion, active.averager
     assert fusion is not None
     for doubt in DOUBTS:
         finalists = chooser.finalists(doubt)
@@ -135,77 +135,82 @@ def _measure_in_turn(
             break
         rank_zero_info(f"sparse_auto: measuring in turn, since steps differ little: {'; '.join(map(str, finalists))}.")
         for each in finalists:
-            switch.chosen = each
+            active.chosen = each
             yield from _take_over(fusion, layouts[each])
-            latest[each] = yield from typical_times(exchange, TIMED)
+            latest[each] = yield from typical_times(averager, TIMED)
             chooser.see(each, latest[each].step_s)
-    switch.chosen = chooser.take_soonest()
-    fusion.follow(layouts[switch.chosen])
-    return latest[switch.chosen]
+    active.chosen = chooser.take_soonest()
+    fusion.follow(layouts[active.chosen])
+    return latest[active.chosen]
 
 
 def _average_gradients(
-    switch: Switch, candidate: Candidate, at_work: Compressor, measured: Measured, costs: GroupCosts, longest_s: float
-) -> Passes[Times]:
+    active: ActiveAverager,
+    candidate: Candidate,
+    at_work: Compressor,
+    measured: Measured,
+    costs: GroupCosts,
+    longest_s: float,
+) -> BetweenSteps[Times]:
     """Go on with a candidate that averages gradients, in the groups that are best for it; returns what a step takes.
 
     Soon, if the first ones take longer than ``longest_s``.
     """
-    if switch.layer_fusion is None:
-        switch.to_gradients()
-    fusion = switch.layer_fusion
+    if active.layer_fusion is None:
+        active.to_gradients()
+    fusion = active.layer_fusion
     assert fusion is not None
     layout = Layout(fusion.layout.groups, candidate.averaging)
-    cuts = len(layout.groups) > 1 and not fusion.exchange.in_place.sums(candidate.averaging)
+    cuts = len(layout.groups) > 1 and not fusion.averager.in_place.sums(candidate.averaging)
     if cuts:  # else it is too short to gain by them
         layout = fusion.decide(candidate.averaging, at_work, measured, costs)
-    switch.chosen = candidate
+    active.chosen = candidate
     if same(fusion.compressor, candidate.averaging):
         yield from fusion.try_on(layout, measured)
     else:
         yield from _take_over(fusion, layout)
-    times = yield from typical_times(switch.exchange, GLANCE)
+    times = yield from typical_times(active.averager, GLANCE)
     if times.step_s > longest_s:
         return times
-    return (yield from typical_times(switch.exchange, TIMED))
+    return (yield from typical_times(active.averager, TIMED))
 
 
-def _take_over(fusion: LayerFusion, layout: Layout) -> Passes[None]:
+def _take_over(fusion: LayerFusion, layout: Layout) -> BetweenSteps[None]:
     fusion.follow(layout)
     for _ in range(TAKING_OVER):
         yield
 
 
-def _take_local_steps(switch: Switch, candidate: Candidate, longest_s: float) -> Passes[Times]:
+def _take_local_steps(active: ActiveAverager, candidate: Candidate, longest_s: float) -> BetweenSteps[Times]:
     """Go on with local steps; returns what one takes, soon if the first ones take longer than ``longest_s``."""
-    if switch.layer_fusion is not None and not switch.may_add_unsent:
-        switch.layer_fusion.send_all()
-        switch.chosen = None
-        while not switch.layer_fusion.exchange.ask_for_unsent():
+    if active.layer_fusion is not None and not active.may_add_unsent:
+        active.layer_fusion.send_all()
+        active.chosen = None
+        while not active.layer_fusion.averager.ask_for_unsent():
             yield
-    switch.to_local_steps(candidate)
-    if _is_starting(switch):
-        times = yield from typical_times(switch.exchange, GLANCE)
+    active.to_local_steps(candidate)
+    if _is_starting(active):
+        times = yield from typical_times(active.averager, GLANCE)
         if times.step_s > longest_s:
             return times
-    yield from _settle(switch)
-    return (yield from typical_times(switch.exchange, in_rounds(switch.exchange, TIMED)))
+    yield from _settle(active)
+    return (yield from typical_times(active.averager, in_rounds(active.averager, TIMED)))
 
 
-def _is_starting(switch: Switch) -> bool:
-    return switch.exchange.local is not None and switch.exchange.local.is_starting
+def _is_starting(active: ActiveAverager) -> bool:
+    return active.averager.local is not None and active.averager.local.is_starting
 
 
-def _settle(switch: Switch) -> Passes[None]:
-    while _is_starting(switch):
+def _settle(active: ActiveAverager) -> BetweenSteps[None]:
+    while _is_starting(active):
         yield
     for _ in range(SETTLING):
         yield
 
 
-def _watch_local_steps(switch: Switch, steps: int) -> Passes[None]:
-    yield from _settle(switch)
-    before, now = yield from until_changed(switch.exchange, steps, switch.usual, switch.link)
+def _watch_local_steps(active: ActiveAverager, steps: int) -> BetweenSteps[None]:
+    yield from _settle(active)
+    before, now = yield from until_changed(active.averager, steps, active.usual, active.link)
     rank_zero_info(
         f"sparse_auto: messages take {1e3 * now.messages_s:.0f} ms in a step, no longer "
         f"{1e3 * before.messages_s:.0f} ms; choosing anew."
