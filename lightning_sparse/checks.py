@@ -1,9 +1,10 @@
 """Checks of arguments: each raises an error that says what must be, what was given, and what to do."""
 
+import warnings
 from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from numbers import Integral, Real
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from lightning_sparse.wire import INDEX_FORMATS, INDEX_LIMIT
 
@@ -111,3 +112,14 @@ def check_setting(compressor: object, name: str, valid: bool, must: str) -> None
 def uncompiled(name: str) -> str:
     """The name of a parameter or buffer without what ``torch.compile`` adds to it."""
     return name.replace("_orig_mod.", "")
+
+
+def renamed(old: str, new: str) -> Any:
+    """A property with the ``old`` name of an attribute, which warns, and is what the ``new`` one is."""
+
+    def read(owner: Any) -> Any:
+        message = f"{old} is called {new} now, and will go: write .{new} in place of .{old}."
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return getattr(owner, new)
+
+    return property(read)

@@ -1,4 +1,4 @@
-"""The engine put on a DistributedDataParallel: what the strategies share, and plain PyTorch can use."""
+"""The averager put on a DistributedDataParallel: what the strategies share, and plain PyTorch can use."""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ from lightning_sparse.auto.tuning_loop import tuning_loop_of
 from lightning_sparse.checkpoint import residuals as checkpoint
 from lightning_sparse.checkpoint.rank_local import RankLocalState, in_order
 from lightning_sparse.checkpoint.state import RESIDUALS
-from lightning_sparse.checks import check_one_of
+from lightning_sparse.checks import check_one_of, renamed
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.ddp_checks import averaged_parameters, check_may_begin, check_still_frozen
@@ -159,7 +159,10 @@ class SparseHook:
 
     @property
     def averager(self) -> Averager:
+        """What averages now."""
         return self._tuning.active.averager
+
+    exchange = renamed("exchange", "averager")
 
     @property
     def layer_fusion(self) -> LayerFusion | None:

@@ -1,4 +1,4 @@
-"""The engine put on a model that FSDP2 shards: what the strategies for the Trainer and for Fabric share."""
+"""The averager put on a model that FSDP2 shards: what the strategies for the Trainer and for Fabric share."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

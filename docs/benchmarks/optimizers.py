@@ -185,7 +185,7 @@ def run(make: Make, strategy: Any, data: TensorDataset, held_out: TensorDataset)
         losses = [torch.empty(()) for _ in range(RANKS)]
         dist.all_gather(losses, model.loss(held_out.tensors))
     assert len(set(map(str, losses))) == 1, losses
-    return float(losses[0]), getattr(getattr(trainer.strategy, "exchange", None), "takes_local_steps", False)
+    return float(losses[0]), getattr(getattr(trainer.strategy, "averager", None), "local", None) is not None
 
 
 def main() -> None:

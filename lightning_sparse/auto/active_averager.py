@@ -68,18 +68,18 @@ class AveragingConfig:
 
 
 class ActiveAverager:
-    """The engine in use.
+    """The averager in use.
 
     Args:
         ddp: that trains.
         parameters: of it, by name.
-        config: how the first engine averages.
+        config: how the first averager averages.
         groups: to send over.
         scaler: what scales the loss, if anything does.
         ranks: for messages of the main thread, between two steps.
 
     Attributes:
-        exchange: the engine in use.
+        averager: the one in use.
         config: how it averages.
         layer_fusion: of its groups, if there is one.
         chosen: the candidate in use, where one was chosen.
@@ -124,7 +124,7 @@ class ActiveAverager:
     def _make(self, config: AveragingConfig) -> None:
         ddp = self._ddp()
         assert ddp is not None
-        ddp.broadcast_buffers = self._broadcasts_buffers and config.local is None  # the engine sends them then
+        ddp.broadcast_buffers = self._broadcasts_buffers and config.local is None  # the averager sends them then
         self.config = config
         means = self._groups, self._scaler, self._broadcasts_buffers
         self.averager: Averager = make_averager(ddp, self.parameters, config, *means)
@@ -249,7 +249,7 @@ class ActiveAverager:
         config = replace(self._first, compressor=chosen.averaging, local=LocalSteps(chosen.local_steps), warmup_steps=0)
         are_local = self.config.local is not None
         if are_local:
-            before.show_average()  # from which the new engine starts
+            before.show_average()  # from which the new averager starts
         self._change(config)
         if are_local:
             memories = was is not None and same(was.averaging, chosen.averaging)

@@ -85,7 +85,7 @@ def _shared(
 
 
 class Chooser:
-    """Chooses for an exchange, tries what it chose, and chooses again where its steps are longer than expected.
+    """Chooses for an averager, tries what it chose, and chooses again where its steps are longer than expected.
 
     Args:
         auto: what to choose from, and how.
@@ -187,7 +187,7 @@ class Chooser:
         """Return the same candidate on every rank, for :meth:`note`; to be called on every rank between two steps.
 
         Args:
-            exchange: that averages.
+            averager: that averages.
             measured: steps with ``at_work``.
             costs: of groups on the link.
             at_work: what averaged; None where these steps are too few to be those of a candidate.

@@ -1,4 +1,4 @@
-"""What is due between two steps of a training: measuring, planning, choosing, and changing the engine."""
+"""What is due between two steps of a training: measuring, planning, choosing, and changing the averager."""
 
 import gc
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ class TuningLoop:
     The generator never refers to this object: a cycle would keep all that is unsent until garbage is collected.
 
     Args:
-        switch: the engine, and the way to another.
+        active: the averager in use, and the way to another.
         chooser: with ``sparse_auto``.
         warmup_steps: in which nothing is chosen.
     """
@@ -45,7 +45,7 @@ class TuningLoop:
         self._begin()
 
     def between_steps(self) -> None:
-        """Do what is due before a forward that trains: send, measure, change groups or the engine."""
+        """Do what is due before a forward that trains: send, measure, change groups or the averager."""
         active = self.active
         local = active.averager.local
         if local is None or not local.is_half_made:

@@ -311,7 +311,7 @@ class CheckedModel(Classifier):
 
     @property
     def _averager(self) -> Averager | None:
-        return getattr(self.trainer.strategy, "exchange", None)
+        return getattr(self.trainer.strategy, "averager", None)
 
     def _note(self, name: str, gradient: Tensor) -> None:
         self._gradients[name] = gradient.detach().clone()

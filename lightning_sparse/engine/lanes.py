@@ -90,7 +90,7 @@ class Lanes:
         return self.on_first(lambda lane: everywhere(text, lane.comm, self._device))
 
     def run_message_beside(self, launch: Callable[[Comm], Pending]) -> "Answer":
-        """As :meth:`run_message`, within a step and without waiting: once the first lane has done what it was given so far.
+        """Do as :meth:`run_message`, within a step and without waiting, once the first lane has done what it has to do.
 
         ``launch`` makes what it sends, on the lane's stream: the message may be under way when the caller forgets it.
         """

@@ -34,7 +34,7 @@ class LayerFusion:
     """Groups that follow a measured plan.
 
     Args:
-        exchange: whose groups they are.
+        averager: whose groups they are.
         compressor: what averages them.
         parameters: by name, in the order of definition.
         among_formats: a plan in a checkpoint is of one wire format; else of any, since a user names another at will.

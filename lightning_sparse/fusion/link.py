@@ -43,7 +43,7 @@ def measure_link(averager: Averager, latency_s: float | None = None) -> Link:
     backend's latency is taken to be that of its hops.  Sums go by the latencies from then on.
 
     Args:
-        exchange: between whose ranks.
+        averager: between whose ranks.
         latency_s: what :func:`measure_latency` returned, if it was called.
 
     Raises:

@@ -29,8 +29,8 @@ class Replica:
     ``P * (what x̄ moved) + sum(unsent after) == sum(unsent before + update)``, to the rounding of the weights.
 
     Between :meth:`snapshot` and :meth:`apply_move`, while messages may be under way on another thread, nothing but
-    ``group.unsent`` and the compressor's memory changes; x̄ moves in :meth:`apply_move`, but for parameters whose x̄ somebody
-    has set meanwhile: of these all that was under way is dropped.
+    ``group.unsent`` and the compressor's memory changes; x̄ moves in :meth:`apply_move`, but for parameters whose x̄
+    somebody has set meanwhile: of these all that was under way is dropped.
 
     Attributes:
         group: whose ``unsent`` is x_r - x̄ from :meth:`snapshot` to :meth:`apply_move`.

@@ -11,7 +11,7 @@ from lightning_sparse.local_steps.weights import Weights
 
 
 class SetByOthers:
-    """Notices by their versions which trained parameters somebody else than an optimizer or the engine has set.
+    """Notices by their versions which trained parameters somebody else than an optimizer or the averager has set.
 
     A hard copy into a target network, layers that are drawn anew, weights that are clamped after a step: the average
     must move by their mean, not by that over ``lead``, which is for optimizers' steps.  A parameter of which a rank has
@@ -67,7 +67,7 @@ class SetByOthers:
         self._take(moved)
 
     def accept(self, optimizer: Optimizer | None = None) -> None:
-        """Take an optimizer's parameters (None: all) as they are for what it, or the engine, has made of them."""
+        """Take an optimizer's parameters (None: all) as they are for what it, or the averager, has made of them."""
         self._take(self._parameters(optimizer))
 
     def _parameters(self, optimizer: Optimizer | None) -> Sequence[int]:

@@ -93,7 +93,7 @@ class CompressionMonitor(Callback):
         self._notes = Notes()
         self._epoch = Sums()
         self._last: dict[str, float] = {}  # values logged last
-        self._exchanged = 0  # the exchange's count of steps after the last backward
+        self._exchanged = 0  # the averager's count of steps after the last backward
         self._logged = 0  # the same when a step was last logged
         self._plan: Plan | None = None
         self._plan_shown = False
@@ -279,7 +279,7 @@ class CompressionMonitor(Callback):
 
 
 def _averager(trainer: Trainer) -> Averager | None:
-    return getattr(trainer.strategy, "exchange", None)
+    return getattr(trainer.strategy, "averager", None)
 
 
 def _fusion(trainer: Trainer) -> LayerFusion | None:
@@ -333,7 +333,7 @@ class ReplicaCheck(Callback):
     def _check(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._checked = trainer.global_step
         if trainer.world_size > 1:
-            averager = getattr(trainer.strategy, "exchange", None)
+            averager = getattr(trainer.strategy, "averager", None)
             local = averager.local if averager is not None else None
             shared = local.compared() if local is not None else {}
             named = pl_module.named_parameters()

@@ -1,4 +1,4 @@
-"""The process groups an exchange talks over: of all ranks, or in two levels, inside nodes and between them."""
+"""The process groups an averager talks over: of all ranks, or in two levels, inside nodes and between them."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,13 +16,13 @@ LANES = 2  # over Gloo; one sends while the other adds
 
 
 class ProcessGroups:
-    """A process group for each lane of an exchange; see [Note: who issues messages] and [Note: one order of launches].
+    """A process group for each lane of an averager; see [Note: who issues messages] and [Note: one order of launches].
 
     With ``local_size`` L > 1 the ranks [0, L), [L, 2L), ... are nodes: their links are fast, so they average their
     gradients densely, and a node then acts as one rank towards the others.  What crosses between nodes is sent by the
     first rank of each, its leader.  All ranks of a node select and keep the same, so no rank waits for another to.
 
-    They are made when an exchange takes them, so that nothing is left of one that is refused.
+    They are made when an averager takes them, so that nothing is left of one that is refused.
 
     [Note: one order of launches] Over NCCL a process group is a communicator of the device.  Two messages on different
     communicators may each hold the place on a device that the other needs, and so hang, unless every rank launches
@@ -31,7 +31,7 @@ class ProcessGroups:
     - No thread of ours launches.  The main thread does, and in a backward, while it waits, the thread that calls our
       hook; the order of launches is the program's, the same on every rank.  Groups are launched in the order of the
       plan, whichever are complete first, which the data of a rank may decide.
-    - Where there are nodes, all that an engine launches within a step, whatever the communicator, is launched on one
+    - Where there are nodes, all that an averager launches within a step, whatever the communicator, is launched on one
       stream, and what follows on this stream waits for the message: the sum inside a node, the messages between
       leaders, and those that pass them on are one after the other.  Without nodes there is one communicator.
     - Gradients are averaged on DDP's own communicator, where there are no nodes: what DDP and the user launch there in
@@ -142,7 +142,7 @@ class ProcessGroups:
 
         Over NCCL to be launched on the stream of the lane.
         """
-        assert self._inside is not None  # the exchange has taken its groups
+        assert self._inside is not None  # the averager has taken its groups
         return self._inside.all_reduce(x)
 
     def _new(self, ranks: Sequence[int]) -> dist.ProcessGroup:

@@ -21,10 +21,10 @@ NEVER = sys.maxsize  # batches from one step of a schedule to the next
 
 
 class ElasticHost:
-    """The Trainer of one of several ``hosts``: what its engine, which meets the others, is part of (``Training``).
+    """The Trainer of one of several ``hosts``: what its averager, which meets the others, is part of (``Training``).
 
     A strategy makes one for each fit, and holds it.  It knows the ``trainer`` weakly, since a Trainer holds its
-    strategy, and the engine keeps this host after the fit.
+    strategy, and the averager keeps this host after the fit.
 
     Raises:
         ValueError: there is more than one process in this host's training, or something needs to see all hosts.

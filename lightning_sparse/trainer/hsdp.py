@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_sparse.auto.policy import Auto
 from lightning_sparse.checkpoint.sharded import KEY, save_tensors
-from lightning_sparse.checks import check_whole
+from lightning_sparse.checks import check_whole, renamed
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.fusion.layer_fusion import LayerFusion
@@ -110,8 +110,10 @@ class HSDPMixin(OnMesh, _Base):
 
     @property
     def averager(self) -> Averager | None:
-        """The engine, during fit and afterwards."""
+        """The averager, during fit and afterwards."""
         return self.hook.averager if self.hook else None
+
+    exchange = renamed("exchange", "averager")
 
     @property
     def layer_fusion(self) -> LayerFusion | None:
@@ -170,7 +172,7 @@ class HSDPMixin(OnMesh, _Base):
             self.hook.end_forward()
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Backward, with the exchange's own error."""
+        """Backward, with the averager's own error."""
         if self.sharded is None or self.averager is None:
             return super().backward(closure_loss, *args, **kwargs)
         self.averager.begin_backward()
@@ -217,7 +219,7 @@ class HSDPMixin(OnMesh, _Base):
         return loaded
 
     def teardown(self) -> None:
-        """End the exchange's threads and process groups; the default group outlives them."""
+        """End the averager's threads and process groups; the default group outlives them."""
         if self.hook is not None:
             self.hook.close()
         with self.signals.forgotten(self):

@@ -18,7 +18,7 @@ WEIGHT_AVERAGING = {"StochasticWeightAveraging", "WeightAveraging"}  # callbacks
 class ShownAverage:
     """Has the parameters hold the average wherever they are not trained; a strategy holds one, with its hook.
 
-    It knows the ``strategy`` weakly, by which it is held, and asks it for what may change: the engine, since
+    It knows the ``strategy`` weakly, by which it is held, and asks it for what may change: the averager, since
     ``sparse_auto`` changes it, and the module, which may be of another Trainer after the fit.
     """
 
@@ -33,7 +33,7 @@ class ShownAverage:
 
     @property
     def averager(self) -> Averager:
-        """The engine, during fit and afterwards."""
+        """The averager, during fit and afterwards."""
         averager: Averager = self._strategy.averager
         return averager
 

@@ -1,4 +1,4 @@
-"""The Trainer's strategy: wires the exchange into DDP, into Lightning's hooks and into its checkpoints."""
+"""The Trainer's strategy: wires the averager into DDP, into Lightning's hooks and into its checkpoints."""
 
 import copy
 import time
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_sparse.auto.policy import Auto
 from lightning_sparse.checkpoint.state import KEY, nbytes
+from lightning_sparse.checks import renamed
 from lightning_sparse.compressors import COMPRESSORS, Compressor
 from lightning_sparse.elastic.averager import ElasticAverager
 from lightning_sparse.engine.averager import Averager
@@ -62,14 +63,14 @@ else:
 #                                at a signal do what Lightning does at it, after Lightning's own and before this batch.
 #     training_step              A step begins on every rank.  With automatic optimization this and the next are in the
 #                                closure of optimizer_step, or by themselves where gradients are accumulated.
-#     backward                   Gradients go to the exchange.
+#     backward                   Gradients go to the averager.
 #     optimizer_step             Behind Lightning's own, which ends with the optimizer's: the step has ended.
 #                                BeforeCallbacks shows the average at the end of a batch to callbacks that average
 #                                weights, and to all at the end of an epoch and of training.
 #   lightning_module_state_dict  For a checkpoint, at any of these places or afterwards: the average.
 #   save_checkpoint              Then what was not sent is added.
 #   on_exception                 If there was one, before teardown.
-#   teardown                     First what needs every rank: averages are compared.  Then the exchange ends its threads
+#   teardown                     First what needs every rank: averages are compared.  Then the averager ends its threads
 #                                and process groups, and leaves the average in the parameters.  Then Lightning gets its
 #                                handlers back, and unwraps the model.  At last a SIGTERM that came too late for a batch
 #                                ends the process.  The Trainer restores the handlers of before when this has returned.
@@ -223,7 +224,7 @@ class SparseMixin(_Base):
         return super().training_step(*args, **kwargs)
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Backward, with the exchange's own error instead of DDP's word that a future failed."""
+        """Backward, with the averager's own error instead of DDP's word that a future failed."""
         if self.averager is None:
             return super().backward(closure_loss, *args, **kwargs)
         self.averager.begin_backward()
@@ -318,7 +319,7 @@ class SparseMixin(_Base):
             super().on_exception(exception)
 
     def teardown(self) -> None:
-        """End the exchange's threads and process groups; the default group outlives them."""
+        """End the averager's threads and process groups; the default group outlives them."""
         try:
             if self.shown_average is not None:
                 self.shown_average.compare()
@@ -339,8 +340,10 @@ class SparseMixin(_Base):
 
     @property
     def averager(self) -> Averager | None:
-        """The engine, during fit and afterwards."""
+        """The averager, during fit and afterwards."""
         return self.hook.averager if self.hook else None
+
+    exchange = renamed("exchange", "averager")
 
     @property
     def layer_fusion(self) -> LayerFusion | None:

@@ -181,8 +181,8 @@ def after(step: int) -> None:
 
 def handing_on(step: int) -> None:
     """Die when one that joins has asked this host for what it needs."""
-    shared = ElasticAverager._shared
-    _replace(ElasticAverager, "_shared", lambda self: (Now.step >= step and die(), shared(self))[1])
+    saved = ElasticAverager._saved
+    _replace(ElasticAverager, "_saved", lambda self: (Now.step >= step and die(), saved(self))[1])
 
 
 def stop_for_a_while(step: int) -> None:
@@ -403,7 +403,7 @@ def _note_exchanges(note: Callable[..., None]) -> None:
 
     _replace(LocalAverager, "_send", sending)
     _replace(Replica, "snapshot", taking)
-    _replace(Replica, "apply", applying)
+    _replace(Replica, "apply_move", applying)
 
 
 # - what all have noted

@@ -74,7 +74,7 @@ def parameters(module: nn.Module) -> dict[str, Tensor]:
 
 def unsent(strategy: Any) -> dict[str, Tensor]:
     """What this rank has not sent, float64 of each parameter's shape; nothing with plain DDP."""
-    averager = getattr(strategy, "exchange", None)
+    averager = getattr(strategy, "averager", None)
     groups = averager.groups if averager else ()
     assert all(group.unsent.dtype == torch.float32 for group in groups)
     return {

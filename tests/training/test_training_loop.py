@@ -208,7 +208,7 @@ def test_unfreezing_what_was_frozen_at_setup_is_refused(ranks: Ranks) -> None:
 
 def at_start(run: L.Trainer) -> tuple[float, list[int]]:
     """How much is unsent, and the steps groups think it is."""
-    averager = getattr(run.strategy, "exchange", None)
+    averager = getattr(run.strategy, "averager", None)
     kept = sum(kept.abs().sum().item() for kept in unsent(run.strategy).values())
     return kept, [group.step for group in averager.groups] if averager else []
 
