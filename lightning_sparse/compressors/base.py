@@ -76,6 +76,11 @@ class Compressor(ABC):
         group.add(gradients, scale)
 
     @property
+    def only_adds(self) -> bool:
+        """Whether :meth:`accumulate` adds gradients to what is unsent, and does nothing else."""
+        return type(self).accumulate is Compressor.accumulate
+
+    @property
     def per_element(self) -> tuple[str, ...]:
         """The keys in a group's memory of tensors [n] float32 that go with their elements into other groups.
 

@@ -60,6 +60,10 @@ class Wrapper(Compressor):
             latest = self._latest[0] = replace(self, compressor=wrapped)  # type: ignore[type-var]  # a dataclass
         return latest
 
+    @property
+    def only_adds(self) -> bool:
+        return type(self).accumulate is Wrapper.accumulate and self.wrapped.only_adds
+
     accumulate = _wrapped("accumulate")
     per_element = _wrapped("per_element")
     default_wire_dtype = _wrapped("default_wire_dtype")

@@ -17,6 +17,7 @@ from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.selection.sparse import Sparse, dense
 
 VELOCITY = "outer velocity"  # what else a replica remembers beside its compressor, as a checkpoint names it
+BLOCK = 2**15  # elements of each tensor that a processor's cache holds at once
 HALVES = {torch.bfloat16, torch.float16}  # in which parameters hold neither x_r nor x̄ exactly
 
 Find = Callable[[], Tensor]
@@ -55,7 +56,7 @@ class Replica:
         self.set_by_others = SetInGroup(group)
         self._scratch = scratch or Scratch()
         self._at_snapshot: Tensor | None = None  # the weights when they were taken up [n], lent by scratch
-        self._difference: Tensor | None = None  # from x̄ to them [n], then what x̄ moves by; lent by scratch
+        self._moves_by: Tensor | None = None  # what x̄ is to move by [n], lent by scratch
         self.group, self.compressor, self.fragment = group, compressor, fragment
         dtypes = {p.dtype for p in group.parameters}
         self.average = group.unsent.to(torch.float64 if torch.float64 in dtypes else torch.float32, copy=True)
@@ -138,14 +139,17 @@ class Replica:
         self._set_meanwhile.clear()
         self._memory = {key: kept.clone() for key, kept in group.memory.items()}
         group.weights = self._own
-        self._difference = self.unsent(self._own, out=self._scratch.take(self.average))
+        is_direct = self.compressor.only_adds and self.average.dtype == group.unsent.dtype
+        change = self.unsent(self._own, out=group.unsent if is_direct else self._scratch.take(self.average))
         if self._find:  # send nothing of what is not finite, such as a mask
-            self._left_out = ~self._difference.isfinite()
-            self._difference.masked_fill_(self._left_out, 0.0)
-        self.set_by_others.snapshot(self._difference, self.lead - 1)  # x̄ moves by 1 / lead of what is sent
-        group.unsent.zero_()
-        parts = zip(group.slots(self._difference), group.shapes, strict=True)
-        self.compressor.accumulate(group, [part.view(shape) for part, shape in parts], size)
+            self._left_out = ~change.isfinite()
+            change.masked_fill_(self._left_out, 0.0)
+        self.set_by_others.snapshot(change, self.lead - 1)  # x̄ moves by 1 / lead of what is sent
+        if not is_direct:
+            group.unsent.zero_()
+            parts = zip(group.slots(change), group.shapes, strict=True)
+            self.compressor.accumulate(group, [part.view(shape) for part, shape in parts], size)
+            self._scratch.give(change)
 
     def reduce(self, comm: Comm) -> Rounds:
         """Send some of what is unsent; to be run to its end, which returns the total."""
@@ -162,8 +166,8 @@ class Replica:
         if isinstance(total, Sparse) and not momentum:
             self._next = Sparse(total.index.clone(), (total.values / size * rate).to(self.average.dtype)), None
             return
-        assert self._difference is not None
-        total, velocity, moves_by = dense(total, self.group.n), self._velocity, self._difference
+        total, velocity = dense(total, self.group.n), self._velocity
+        moves_by = self._moves_by = self._scratch.take(self.average)
         if not momentum:
             torch.div(total, size / rate, out=moves_by)
         else:
@@ -182,7 +186,7 @@ class Replica:
         moves: Sequence[Tensor | None] = [None] * len(self._own)
         if isinstance(step, Sparse):
             self.average.index_add_(0, step.index, step.values)
-        else:  # below, where a processor's cache has it for what follows
+        else:
             moves = self.group.slots(step)
         unsents, averages = self.group.slots(self.group.unsent), self.averages()
         for i, (parameter, own) in enumerate(zip(self.tensors(), self._own, strict=True)):
@@ -190,10 +194,20 @@ class Replica:
                 averages[i].copy_(set_meanwhile[i])
                 self._undo_velocity(i, velocity)
             else:
-                if (move := moves[i]) is not None:
-                    averages[i].add_(move.view(own.shape))
-                self._set(i, parameter, own, averages[i], unsents[i].view(own.shape))
+                move, unsent = moves[i], unsents[i].view(own.shape)
+                if self._is_exact(parameter):
+                    _set_in_one_pass(
+                        parameter, own, averages[i], unsent, None if move is None else move.view(own.shape)
+                    )
+                else:
+                    if move is not None:
+                        averages[i].add_(move.view(own.shape))
+                    self._set(i, parameter, own, averages[i], unsent)
         self._end()
+
+    def _is_exact(self, parameter: Tensor) -> bool:
+        """Whether the parameter can hold x_r, all of it."""
+        return parameter.dtype == torch.float32 and self._left_out is None and self._aside is None
 
     def _undo_velocity(self, place: int, before: Tensor | None) -> None:
         if self._velocity is not None:
@@ -211,15 +225,12 @@ class Replica:
         """Forget what was under way."""
         self._own, self._next, self._left_out, self._memory, self.group.weights = [], None, None, None, None
         self.set_by_others.end()
-        for lent in (self._at_snapshot, self._difference):
+        for lent in (self._at_snapshot, self._moves_by):
             if lent is not None:
                 self._scratch.give(lent)
-        self._at_snapshot = self._difference = None
+        self._at_snapshot = self._moves_by = None
 
     def _set(self, place: int, parameter: Tensor, own: Tensor, average: Tensor, unsent: Tensor) -> None:
-        if parameter.dtype == torch.float32 and self._left_out is None and self._aside is None:
-            parameter.sub_(own).add_(average).add_(unsent)
-            return
         exact = (parameter.to(average.dtype) - own.to(average.dtype)) + average
         if self._decay is None:
             exact += unsent
@@ -292,6 +303,18 @@ class Replica:
         if self._aside is not None:
             self._aside = flat - torch.cat([x.reshape(-1).to(flat.dtype) for x in own]) if aside is None else aside
         return own
+
+
+def _set_in_one_pass(parameter: Tensor, own: Tensor, average: Tensor, unsent: Tensor, move: Tensor | None) -> None:
+    """Move x̄, and set the parameter to it and all else; of one shape.  A CPU does all of that to what its cache has."""
+    tensors = [parameter.detach(), own, average, unsent, *([] if move is None else [move])]
+    blocks = [tensors]
+    if parameter.device.type == "cpu" and parameter.is_contiguous():
+        blocks = list(zip(*(x.view(-1).split(BLOCK) for x in tensors), strict=True))  # type: ignore[arg-type]
+    for weights, then, shared, kept, *by in blocks:
+        for step in by:
+            shared.add_(step)
+        weights.sub_(then).add_(shared).add_(kept)
 
 
 class SetInGroup:
