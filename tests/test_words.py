@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("lightning_sparse*/**/*.py", "tests/**/*.py", "examples/**/*.py", "docs/*.md", "docs/figures/*.py", "*.md")
+FOLDERS = ("lightning_sparse/**/*.py", "tests/**/*.py", "examples/**/*.py", "docs/*.md", "docs/figures/*.py", "*.md")
 FILES = sorted(path for pattern in FOLDERS for path in ROOT.glob(pattern) if path != Path(__file__))
 INSTEAD = {
     r"owe[sd]?|owing|debt": "unsent, what a rank has not sent",

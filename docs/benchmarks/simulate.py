@@ -195,7 +195,7 @@ class LocalReplicas:
     def __init__(self, model: LightningModule, options: Options, ranks: int, optimizer: str = "adamw") -> None:
         assert options.local is not None
         self.network = SimNetwork(ranks, wire_format(options.wire_dtype))
-        self._settings = options.local.with_lead(options.averaging, str(options.wire_dtype))
+        self._settings = options.local.with_lead(options.averaging)
         self._average, self._warmup_steps = model, options.warmup_steps
         self._models = [deepcopy(model) for _ in range(ranks)]
         self._optimizers = [OPTIMIZERS[optimizer](each) for each in self._models]

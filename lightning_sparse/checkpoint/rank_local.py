@@ -54,7 +54,9 @@ class _Leaf(NamedTuple):
 
     path: str
     kind: _Kind
-    value: Tensor = torch.empty(0, device="cpu")  # of a list, whose parts follow, and of what is refused
+    value: Tensor = torch.empty(
+        0, dtype=torch.float32, device="cpu"
+    )  # of a list, whose parts follow, and of what is refused
 
     @classmethod
     def of(cls, path: str, value: Tensor, tag: str = "") -> "_Leaf":

@@ -212,7 +212,7 @@ class Alone:
         self._comm = SimNetwork(1).comms[0]
         self.lanes = self
 
-    def ask(self, launch: Callable[[Comm], Pending]) -> Tensor:
+    def run_message(self, launch: Callable[[Comm], Pending]) -> Tensor:
         return launch(self._comm).wait()
 
     def gather_text(self, text: str) -> list[str]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from lightning_sparse.auto import active
+from lightning_sparse.auto import active_averager
 from lightning_sparse.checkpoint.state import KEY, State
 from tests.support.models import unsent
 from tests.support.said import refusal, warned
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 @pytest.fixture(autouse=True)
 def _not_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the compressor work though there is nobody to send to."""
-    monkeypatch.setattr(active, "_dense_if_alone", lambda compressor, size: compressor)
+    monkeypatch.setattr(active_averager, "_dense_if_alone", lambda compressor, size: compressor)
 
 
 class Two(nn.Module):

@@ -12,7 +12,7 @@ from torch import nn
 
 import lightning_sparse as ls
 from lightning_sparse.checkpoint.state import State
-from lightning_sparse.monitor import replicas
+from lightning_sparse.monitor import callbacks
 from lightning_sparse.network.agreement import described
 from tests.support.models import Does, Small, data, small, trainer
 from tests.support.processes import Ranks
@@ -165,8 +165,8 @@ def test_each_training_is_checked_every_so_many_steps(monkeypatch: pytest.Monkey
     """A second training with the same callback, from the start or resumed, as often as the first."""
     checked: list[int] = []
     run: Any = SimpleNamespace(world_size=2, global_step=0, strategy=None)
-    monkeypatch.setattr(replicas, "world", lambda: None)
-    monkeypatch.setattr(replicas, "check_replicas", lambda parameters, comm, shards: checked.append(run.global_step))
+    monkeypatch.setattr(callbacks, "world", lambda: None)
+    monkeypatch.setattr(callbacks, "check_replicas", lambda parameters, comm, shards: checked.append(run.global_step))
     check, module = ls.ReplicaCheck(every_n_steps=2), small()
     for start, end in ((0, 50), (first, last)):
         checked.clear()

@@ -37,7 +37,7 @@ class Averager:
         self.groups = [Group(i, (name,), (p,)) for i, (name, p) in enumerate(parameters.items())]
         self.norms_asked = 0
         halves = torch.tensor([[1.0], [0.5]])  # of what is unsent before a step, and after it
-        self.lanes = SimpleNamespace(ask=lambda launch: halves)
+        self.lanes = SimpleNamespace(run_message=lambda launch: halves)
 
     def step(self, sent_bytes: int = 100) -> None:
         self.timeline.begin_backward()
