@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import lightning_sparse as ls
-from lightning_sparse.auto import chooser, passes
+from lightning_sparse.auto import between_steps, chooser
 from lightning_sparse.auto.active_averager import AveragingConfig
 from lightning_sparse.auto.between_steps import FIRST_CHOICE, GLIMPSE
 from lightning_sparse.auto.chooser import Chooser
@@ -166,8 +166,8 @@ def test_the_rate_of_a_far_link_is_measured_after_the_first_step(
         measured_after.append(averager.steps)
         return measure_link(averager, latency_s)
 
-    monkeypatch.setattr(passes, "is_far", lambda latency_s: True)
-    monkeypatch.setattr(passes, "measure_link", measure)
+    monkeypatch.setattr(between_steps, "is_far", lambda latency_s: True)
+    monkeypatch.setattr(between_steps, "measure_link", measure)
     monkeypatch.setattr(Chooser, "start", lambda *_: pytest.fail("the link alone decides with what it begins"))
     monkeypatch.setattr(chooser, "soonest", lambda forecasts, *_, **__: forecasts[-1])
     monkeypatch.setattr(Timeline, "span_s", lambda self: 0.01)
