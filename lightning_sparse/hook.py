@@ -270,7 +270,13 @@ class SparseHook:
         """Set what this rank has not sent from what :meth:`state_dict` returned on rank 0; None sets it to zero.
 
         To be called with the same on every rank; with ``local_steps`` with all ``optimizers``, which then have their
-        states from rank 0 already.  ``is_loaded``: so has the model; what it holds, if it is anything else, was set.
+        states from rank 0 already.
+
+        Args:
+            state: what was returned.
+            optimizers: that train the model.
+            is_loaded: the model has its weights from the checkpoint too.  Where it holds other weights, somebody has
+                set them since, and they are kept.
 
         Raises:
             ValueError: on every rank, if one of them finds it damaged; each reads what it goes on with, and no more.

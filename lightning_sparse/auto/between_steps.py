@@ -25,7 +25,8 @@ GLANCE = 5  # First steps whose mean shows whether they are far too long.
 SETTLING = 5  # Local steps until any is timed, once ranks compare second moments no longer in each of them.
 TIMED = 10  # Steps whose mean is what a step takes: they differ, as fragments do.
 TAKING_OVER = 2  # Steps after a change: one sends what was not sent before, or finds thresholds.
-# By what part, from turn to turn, those may be later of which so many are timed again: a machine is slower at times.
+# In each turn those candidates are timed again that are later than the soonest by at most this part.  A machine is
+# slower at times, so that the first turns allow for more.
 DOUBTS = (0.25, 0.1, 0.05, 0.03)
 WATCHED, MOST_WATCHED = 50, 800  # Steps after which it is checked whether messages take another time; at most.
 GLIMPSE = PassCounts(0, 0, 1)  # The first step: enough where it shows that messages take longer than all the rest.

@@ -44,11 +44,12 @@ def tried(forecast: Forecast, gradients: Tensor, weights: Tensor) -> Forecast:
 def soonest(
     forecasts: Sequence[Forecast], at_most: float | None = None, measured: Collection[Candidate] = ()
 ) -> Forecast:
-    """Return which is expected to be soonest at a loss; what was not tried may be as soon as its step is short.
+    """Return which is expected to be soonest at a loss.
 
-    Of those that noise does not tell apart it is the one that loses least, to a percent.  Plain sums are tried first
-    where they may be soonest, and left only for what is sooner by far.  The first local steps are those that exchange
-    fewest weights, as what that takes of a processor is known least; others begin without a message, and follow soon.
+    Noise does not tell some apart: then it is the one that loses least, to a percent.  Plain sums are tried first where
+    they may be soonest, and left only for what is sooner by far.  The first local steps to be tried are those that
+    send the fewest weights, since nobody knows well what sending takes of a processor.  To go on from them to others
+    takes no message.
 
     Args:
         forecasts: at least one.

@@ -5,12 +5,13 @@ Fitted on stored trainings of three tasks, which differ: docs/benchmarks/2026-11
 
 import math
 
-OF_UNSENT = 1.0  # Averaged gradients: the logarithm of how many times as many steps, for each part not delivered.
-AS_DENSE = 8  # Local steps: so many on all ranks together, between two averages, need ``LOCAL`` times as many steps,
-LOCAL = 1.02
-OF_LOCAL = 0.12  # and more of them need this power of their number more.
-APART = 2.5  # On a task the logarithm may be so many times larger or smaller.
-OF_STEPS = 0.3  # That of how many times the loss after equal steps is dense training's is so much of it.
+# Averaged gradients need exp(OF_UNSENT * u) times as many steps, where u is the part of what is unsent that stays.
+OF_UNSENT = 1.0
+# Local steps need LOCAL times as many, as long as all ranks together take at most AS_DENSE steps from one average to
+# the next.  Where they take n, the factor is LOCAL * (n / AS_DENSE) ** OF_LOCAL.
+AS_DENSE, LOCAL, OF_LOCAL = 8, 1.02, 0.12
+APART = 2.5  # A task may need the factor to the power of APART, or of 1 / APART.
+OF_STEPS = 0.3  # The loss after equal steps is the factor to this power times that of dense training.
 
 
 def more_steps(delivered: float, staleness: float, ranks: int, local_steps: int) -> float:

@@ -28,11 +28,12 @@ from lightning_sparse.network.torch_comm import RankLost
 class ElasticAverager(LocalAverager):
     """Local steps of a training that is one host of several, each of which may end, stop or join at any time.
 
-    Before each exchange the hosts meet (:class:`Membership`).  It ends with a vote: a host that has all that it needs
-    says so to all others, and applies the exchange if every one of them has said so.  So it knows what a host is to do
-    that has voted and lost another's vote: it applies the exchange late if one of those it meets next has done so, and
-    drops it if none has.  What was dropped is unsent still, since it is derived: x_r - x̄.  Who is further behind, or
-    new, takes x̄ and all that goes with it from the furthest host, with nothing unsent.
+    The hosts meet before each exchange (:class:`Membership`).  The exchange ends with a vote: a host that has received
+    everything says so to all others, and applies the exchange once every other host has said so too.  A host that has
+    voted and does not hear another's vote is in doubt.  If a host that it meets next has applied the exchange, it
+    applies the exchange late; if none has, it drops it.  What was dropped is still unsent, since that is x_r - x̄.  A
+    host that is new, or further behind, takes x̄ and all that goes with it from the furthest host; nothing is unsent of
+    it then.
 
     Args:
         groups: as for :class:`LocalAverager`; and so ``fragments``, ``settings``, ``warmup_steps``, ``lead_is_given``.
