@@ -3,6 +3,69 @@
 Importing this package makes its strategies known: ``Trainer(strategy="sparse_auto")``.
 """
 
-from lightning_sparse.__about__ import __version__ as __version__
-from lightning_sparse.public import *  # noqa: F403
-from lightning_sparse.public import __all__ as __all__
+from lightning_sparse.__about__ import __version__
+from lightning_sparse.auto.policy import Auto, Candidate
+from lightning_sparse.compressors import (
+    COMPRESSORS,
+    Compressor,
+    Dense,
+    ImportancePruning,
+    LowRank,
+    MiCRO,
+    MomentumCorrection,
+    OkTopk,
+    RandomK,
+    SketchFusion,
+    SkipReduce,
+    TopK,
+    Warmup,
+)
+from lightning_sparse.compressors.group import Group
+from lightning_sparse.hook import SparseHook
+from lightning_sparse.local_steps.settings import LocalSteps
+from lightning_sparse.monitor.callbacks import CompressionMonitor, ReplicaCheck
+from lightning_sparse.monitor.record import CompressionRatio, ThresholdError
+from lightning_sparse.network.comm import Comm, Rounds
+from lightning_sparse.network.elastic import Elastic
+from lightning_sparse.registry import register
+from lightning_sparse.selection.sparse import Sparse
+from lightning_sparse.simulation import Simulated, simulate
+from lightning_sparse.trainer.hsdp import SparseHSDPStrategy
+from lightning_sparse.trainer.strategy import SparseDDPStrategy
+
+register()
+
+__all__ = [
+    "COMPRESSORS",
+    "Auto",
+    "Candidate",
+    "Comm",
+    "CompressionMonitor",
+    "CompressionRatio",
+    "Compressor",
+    "Dense",
+    "Elastic",
+    "Group",
+    "ImportancePruning",
+    "LocalSteps",
+    "LowRank",
+    "MiCRO",
+    "MomentumCorrection",
+    "OkTopk",
+    "RandomK",
+    "ReplicaCheck",
+    "Rounds",
+    "Simulated",
+    "SketchFusion",
+    "SkipReduce",
+    "Sparse",
+    "SparseDDPStrategy",
+    "SparseHSDPStrategy",
+    "SparseHook",
+    "ThresholdError",
+    "TopK",
+    "Warmup",
+    "__version__",
+    "register",
+    "simulate",
+]
