@@ -211,7 +211,7 @@ class ActiveAverager:
         check_not_capturing()
         if bucket.is_last() and torch._C._current_graph_task_id() >= 0:  # else there is no backward: ddp.join()
             at_end, handed_back = Variable._execution_engine.queue_callback, self.averager.handed_back
-            at_end(lambda: at_end(handed_back))  # once DDP has set .grad
+            at_end(lambda: at_end(handed_back))  # twice: DDP sets .grad in a callback of its own, between the two
         return self.averager.hook(state, bucket)
 
     def hand_over(self, bucket: PendingBucket) -> Future[Tensor]:

@@ -24,8 +24,8 @@ from lightning_sparse.settings import same
 
 EXACT = Candidate(Dense())  # It has no error, so that others need not be looked at where its messages cost nothing.
 NOISE = 0.05  # Part by which the seconds of two candidates must differ to tell which is sooner.
-EVEN = 0.04  # Likewise once they were measured in turn: float32 is taken, which rounds nothing.
-DOUBT = 0.1  # Likewise where the soonest is only expected to be so.
+EVEN = 0.04  # As ``NOISE``, once they were measured in turn: float32 is taken, which rounds nothing.
+DOUBT = 0.1  # As ``NOISE``, where the soonest is only expected to be so.
 BFLOAT16 = Candidate(Dense(), "bfloat16")
 PLAIN = (EXACT, BFLOAT16)  # What DDP and PyTorch's hook do: nobody wants to be slower.
 DOUBT_OF_PLAIN = 0.25  # As ``DOUBT``, for these to be tried.
@@ -239,9 +239,10 @@ class Chooser:
     def _correct(self, measured: Candidate) -> None:
         """Expect of ``measured`` the step that it took, and of others of its kind accordingly.
 
-        Sums of gradients differ by one factor: plain ones, which code nothing, by one of their own, as does every kind
-        of which none was measured.  What local steps took longer, others do by the bytes they send, or as much if they
-        send more, if that is what they wait for; else half as such sums do, and half by the weights they exchange.
+        Sums of gradients are corrected by one factor; plain sums, which code nothing, by a factor of their own, and so
+        every kind of which none was measured.  Local steps that took longer than expected pass the delay on to other
+        local steps: where the network is the limit, in proportion to the bytes they send, at most all of it; else one
+        half of it whole, and the other in proportion to the weights they exchange.
         """
         kinds = {_kind(each) for each in self._looks}
         step_s, expected = self.measured[measured], next(f for f in self.forecasts if f.candidate == measured)

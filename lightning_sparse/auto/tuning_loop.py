@@ -21,7 +21,7 @@ from lightning_sparse.network.costs import Link
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.settings import same
 
-NONE_SEEN = -1  # Steps that are seen before the first.
+NONE_SEEN = -1  # In the place of the number of steps that were seen: before the first step there is a pass too.
 
 
 class TuningLoop:
@@ -168,7 +168,7 @@ class TuningLoop:
 def tuning_loop_of(
     ddp: DistributedDataParallel,
     parameters: Mapping[str, Tensor],
-    way: AveragingConfig,
+    config: AveragingConfig,
     policy: Auto | None,
     groups: ProcessGroups,
     scaler: torch.amp.GradScaler | None,
@@ -180,9 +180,9 @@ def tuning_loop_of(
     ``policy`` is what chooses, if anything does, among local steps too if it ``may_choose_local``: only where somebody
     shows their average.
     """
-    active = ActiveAverager(ddp, parameters, way, groups, scaler, ranks)
+    active = ActiveAverager(ddp, parameters, config, groups, scaler, ranks)
     alone = active.averager.size == 1  # with nobody to send to
     chooser = None if policy is None or alone else Chooser(policy, may_choose_local)
     if chooser:
         gc.collect()  # of all that was imported: choosing would set it off, on one rank after the other, 0.3 s each
-    return TuningLoop(active, chooser, way.warmup_steps)
+    return TuningLoop(active, chooser, config.warmup_steps)

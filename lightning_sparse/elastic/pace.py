@@ -32,7 +32,7 @@ class Training(Protocol):
         """Make ready for a step, or for another forward of one; schedules stay as they are unless it ``counts``."""
 
     def last_step(self) -> int:
-        """The number of steps with which the training ends; -1 if others things end it."""
+        """The number of steps with which the training ends; -1 if other things end it."""
 
     def steps_taken(self) -> int:
         """Steps so far."""
@@ -44,9 +44,10 @@ class Training(Protocol):
 class Pace:
     """Counts and times own steps of this host, and says when to meet the others.
 
-    At its own pace a host takes as many from one meeting to the next as come nearest to the time that the fastest host
-    needs for those of the schedule, and the slowest for one.  The training's steps are those of the host that has taken
-    most: after each exchange all others count as many, so that their schedules and ends are alike.
+    At its own pace a host takes as many steps from one meeting to the next as fit best into a time: the fastest host's
+    for the steps of the schedule, or the slowest host's for one step if that is longer.  The training's steps are those
+    of the host that has taken most: after each exchange all others count as many, so that their schedules and ends are
+    alike.
 
     Args:
         own_pace: False: a step of the schedule is an own step of every host.

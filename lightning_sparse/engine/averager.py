@@ -73,7 +73,7 @@ class LocalState(Protocol):
     # - to other averagers and back
 
     def merge(self) -> None:
-        """Have every rank hold the mean of all ranks' own weights, of which nothing is unsent."""
+        """Have every rank hold x̄, moved by all that is unsent, of which nothing is left then."""
 
     def add_to_next(self, groups: Sequence[Group]) -> None:
         """Have each rank add what it has not sent of gradients, in these ``groups``, to its own next gradients."""

@@ -66,7 +66,7 @@ class Report:
     picked: int | Tensor  # distinct elements updated; a tensor is not read until it is logged
     target: int
     mask_bytes: int  # of the bytes sent, those that only said which elements travel
-    overflow: int | Tensor  # elements this rank meant to send but kept, for want of room in a message; likewise
+    overflow: int | Tensor  # elements this rank meant to send but kept, for want of room in a message; as ``picked``
     ms_compress: float  # in the compressor's own code
     ms_network: float  # of the issuing thread, waiting for messages
     ms_wait: float  # of training: from the last gradient handed over to the last mean handed back

@@ -142,7 +142,7 @@ def make_groups(
 ) -> list[tuple[Group, Compressor]]:
     """Make a :class:`Group` of each of ``groups``; returns it with what averages it.
 
-    What no optimizer trains is summed exactly: nobody takes its mean out of ``.grad``, to which backward adds.
+    A parameter without an optimizer is summed exactly: nobody clears its ``.grad``, to which each backward adds.
     """
 
     def averages(piece: Piece) -> Compressor:
@@ -217,8 +217,8 @@ def carry_over(old: Sequence[Group], new: Sequence[tuple[Group, Compressor]], me
     """Move what ``old`` groups have not sent into ``new`` ones, for parameters of the same name and shape.
 
     Other parameters start from zero; :func:`not_carried` names them.  A group of the same parameters as before keeps
-    all its memory.  Others keep what compressors remember of each element, and what their compressor can carry;
-    ``memories=False``, for another compressor, keeps none but what replicas remember of each element.  The old
+    all its memory.  Others keep what compressors remember of each element, and what their compressor can carry.
+    ``memories=False`` is for a change of compressor: only what replicas remember of each element is kept.  The old
     groups are emptied on the way, so that there is never a second copy of all that is unsent.
     """
     source = {parameter: (group, slot) for group in old for slot, parameter in enumerate(_parameters(group))}

@@ -37,9 +37,9 @@ class Lanes:
     thread, which goes on where no hook is called: two such lanes took 0.70 of plain DDP's step where one took 0.73, and
     backward's thread, waiting in each hook, 0.81 (docs/benchmarks/2026-11-21-skip-reduce.md).  On NCCL, where waiting
     blocks a stream and not the host, the issuer is the caller of the hook, and both lanes are on one communicator:
-    each has a stream of its own, so that one compresses while the other waits for a message.  Its groups are launched
-    in the one order of all, whichever are complete first: a replica of a sharded model that skips a layer has its
-    gradients later than others have.  See [Note: one order of launches].
+    each has a stream of its own, so that one compresses while the other waits for a message.  All groups are then
+    launched in one fixed order, whichever are complete first: a replica of a sharded model that skips a layer gets its
+    gradients later than the others.  See [Note: one order of launches].
     """
 
     def __init__(self, comms: Sequence[Comm], threaded: bool, device: torch.device, asked: Comm | None = None) -> None:
@@ -67,17 +67,13 @@ class Lanes:
 
     # - questions to all ranks, between two steps, on every rank
 
-    def on_each(self, work: Callable[["Lane"], T], lanes: int | None = None) -> list[T]:
-        """Return what ``work`` returns on each of the first ``lanes`` lanes; what it sends counts for no step."""
-        self.wait_for_caller()
-        results = [lane.submit(partial(work, lane)) for lane in self._lanes[:lanes]]
-        wait(results)
-        self.have_caller_wait()
-        return [result.result() for result in results]
-
     def on_first(self, work: Callable[["Lane"], T]) -> T:
-        """Return what ``work`` returns on the first lane."""
-        return self.on_each(work, lanes=1)[0]
+        """Return what ``work`` returns on the first lane; what it sends counts for no step."""
+        self.wait_for_caller()
+        result = self._lanes[0].submit(partial(work, self._lanes[0]))
+        wait([result])
+        self.have_caller_wait()
+        return result.result()
 
     def run_message(self, launch: Callable[[Comm], Pending]) -> Tensor:
         """The result of one message, launched on the first lane."""
@@ -92,7 +88,7 @@ class Lanes:
     def run_message_beside(self, launch: Callable[[Comm], Pending]) -> "Answer":
         """Do as :meth:`run_message`, within a step and without waiting, once the first lane has done what it has to do.
 
-        ``launch`` makes what it sends, on the lane's stream: the message may be under way when the caller forgets it.
+        ``launch`` makes what it sends itself, on the lane's stream.  What the caller has made might be freed under way.
         """
         return Answer(self._lanes[0], launch)
 
@@ -231,7 +227,7 @@ class Answer:
         self._arriving = lane.submit(lambda: launch(lane.comm).wait())
 
     def result(self) -> Tensor:
-        """Wait for it; on a device the caller's stream does, since the lane's own is all that has waited so far."""
+        """Wait for the answer.  On a device only the lane's stream has waited so far; now the caller's does too."""
         result = self._arriving.result()
         self._lane.have_caller_wait()
         return result

@@ -51,8 +51,8 @@ class Sample:
         self._steps = 0
         self._sizes: dict[str, int] = {}  # elements of each parameter, in the order in which they are sampled
         device = groups[0].unsent.device if groups else torch.device("cpu")
-        # Of each sampled element what is unsent, the last step that sent it or left nothing to send, means over steps
-        # of whether it was sent and of its gradient's square, squares that wait, and the last step that asked for it.
+        # Rows, for each sampled element: what is unsent; the last step that sent it or left nothing to send; the mean
+        # over steps of whether it was sent; that of its gradient's square; squares that wait; the step of its last turn.
         self._state = torch.zeros(ROWS, 0, dtype=torch.float32, device=device)
         decays = [[DECAY_OF_TURNS], [DECAY_OF_GRADIENTS]]
         self._decays = torch.tensor(decays, dtype=torch.float32, device=device)
@@ -194,7 +194,7 @@ def spread_over(name: str, n: int) -> Tensor:
 class GradientRecord:
     """The gradients of the last steps at ``elements`` spread evenly over all groups, which must stay as they are.
 
-    There are so many in all, at most, but at least one of each group that has any.
+    Each group that is not empty gives at least one.
     """
 
     def __init__(self, groups: Sequence[Group], elements: int) -> None:

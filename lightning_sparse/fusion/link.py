@@ -15,9 +15,11 @@ from lightning_sparse.network.costs import Link, hops, traffic
 
 FEW, MANY, MOST = 2**8, 2**16, 2**20  # Elements of a sum that takes its latency alone, and of those that tell the rate.
 RUNS = 4  # Runs of many elements; the shortest was disturbed least.
-RUNS_OF_SLOW = 2  # Of those of ``SLOW_S`` or longer: a lost packet, which is sent again 0.2 s later, would spoil one.
-RUNS_OF_FEW = 10  # Of those of few elements, which go by as soon, and whose times decide the way of all sums.
-RUNS_OF_FAR = 2  # Likewise of a far link, where the first opens the windows of connections, one latency after another.
+RUNS_OF_SLOW = (
+    2  # Runs that take ``SLOW_S`` or longer: a lost packet, which is sent again 0.2 s later, would spoil one.
+)
+RUNS_OF_FEW = 10  # Runs of few elements, which are short, and whose times decide the way of all sums.
+RUNS_OF_FAR = 2  # Runs over a far link, where the first opens the windows of connections, one latency after another.
 SLOW_S = 0.02  # Seconds of a message that is timed less often; of a latency, from which on a link is far.
 IMMEASURABLE = 1e-11  # Seconds for a byte, or less, of a link whose rate cannot be measured: 800 Gbit/s.
 

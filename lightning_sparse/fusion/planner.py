@@ -13,7 +13,7 @@ from lightning_sparse.fusion.model import Cost, Plan, StepModel
 LEAST_GAIN = 0.1  # Part of a backward that a plan must gain, since the model is not exact; else the groups stay.
 FARTHEST = 2.0  # The most by which measured steps correct the model, in spans that it expects.
 DDP_PLAN = f"buckets of {BUCKET_BYTES >> 20} MiB"  # The name of DDP's own buckets among a plan's spans.
-IN_PLACE = "in place"  # Likewise of the messages in which they are summed where they lie.
+IN_PLACE = "in place"  # The name of sums of DDP's buckets where they lie.
 
 Kinds = Sequence[tuple[bool, Cost]]  # Whether pieces are summed densely, and what groups of them cost.
 

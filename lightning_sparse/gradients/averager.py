@@ -53,7 +53,7 @@ class GradientAverager(Averager):
         may_be_unused: some parameters may get no gradient in a step (DDP's ``find_unused_parameters``).
         scaler: what scales the loss, if anything does.
         may_sum_in_place: sums may depend on DDP's buckets, which a checkpoint does not keep.
-        held: the parameter that an optimizer has in the place of one of the groups', if it is another.
+        held: of sharded models the parameter that an optimizer has, by the shard that the groups have.
 
     Attributes:
         in_place: sums of DDP's buckets where they lie.
@@ -117,6 +117,10 @@ class GradientAverager(Averager):
     def sample(self, sample: Sample | None) -> None:
         self._sample = sample
 
+    @property
+    def _observers(self) -> list[Sample | GradientRecord]:
+        return [each for each in (self._sample, self._record) if each is not None]
+
     def record_gradients(self, elements: int) -> None:
         """Record about so many elements of this rank's gradients from the next step on."""
         self._record = GradientRecord(self.groups, elements)
@@ -165,7 +169,7 @@ class GradientAverager(Averager):
     # - what is thrown away
 
     def settle(self) -> None:
-        if self._unsettled is None:  # else it is not known yet whether the step was undone, and nobody waits for that
+        if self._unsettled is None:  # else the host does not know yet if a rank overflowed, and does not wait
             self._undo_discards()
 
     def _undo_discards(self) -> None:
@@ -181,9 +185,8 @@ class GradientAverager(Averager):
     def _note_restored(self, groups: Iterable[Group]) -> None:
         for group in groups:
             self.nothing_unsent = False
-            for notes in (self._sample, self._record):
-                if notes is not None:
-                    notes.restored(group)
+            for observer in self._observers:
+                observer.restored(group)
 
     @property
     def habits(self) -> dict[str, bool]:
@@ -294,9 +297,8 @@ class GradientAverager(Averager):
             bucket.wait()
         with self._new_in(step, group, gradients, compressor.per_element) as new:
             compressor.accumulate(group, new, self.size, 1 / self._node.local_size if self._node else 1.0)
-            for notes in (self._sample, self._record):
-                if notes is not None:
-                    notes.before(group)
+            for observer in self._observers:
+                observer.before(group)
             total = lane.run(take_step(compressor, group, lane.comm), partial(group.zero_gradients_early, gradients))
             if isinstance(total, Sparse) and self.device.type == "cpu" and not total.values.sum().isfinite():
                 group.unsent.nan_to_num_(0.0, 0.0, 0.0)  # else it would arrive over many steps, a part in each
@@ -392,9 +394,8 @@ class GradientAverager(Averager):
     def _note_end(self, loss_scale: LossScale | None, undone: bool) -> None:
         if loss_scale is not None:
             loss_scale.end_step(undone)
-        for notes in () if undone else (self._sample, self._record):
-            if notes is not None:
-                notes.end_step()
+        for observer in () if undone else self._observers:
+            observer.end_step()
         if undone and self._step is not None:
             self._step.is_undone = True
             self.discards.forget()

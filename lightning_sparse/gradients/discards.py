@@ -23,18 +23,18 @@ UNSENT = ""  # beside the keys of a group's memory
 class Discards:
     """Notes what became of each mean that was handed back, and undoes what nobody has stepped with.
 
-    A mean that was handed back is in ``.grad``.  It was stepped with if the version of its parameter has moved since
-    the forward before it, or if an optimizer has stepped that writes where versions do not move.  It was thrown away
-    if neither is so and ``.grad`` is None or was set to zero before another gradient is added to it; what is unsent of
+    A mean that was handed back is in ``.grad``.  It counts as used in two cases: the version of its parameter has
+    changed since the last forward, or an optimizer has stepped whose writes change no version.  It was thrown away if
+    it was not used, and ``.grad`` is None or was set to zero before another gradient is added to it.  What is unsent of
     this parameter is then as it was before.  Otherwise nobody knows yet.  All this is the same on every rank, as steps
     are, so that no message is needed.
 
-    Where ``.grad`` has a part of means that were zeroed since the last step when an optimizer steps, as after gradient
-    surgery, those were used, not thrown away.  As long as steps are so, nothing counts as thrown away.
+    After gradient surgery an optimizer steps with parts of means that were zeroed before.  Those were used, not thrown
+    away, and as long as steps are so, nothing counts as thrown away.
 
     What is unsent is copied before each backward once a gradient was thrown away, and not before: what was unsent
-    before the first such backward is lost.  A group of which nothing was stepped with has not taken part in that step:
-    its number and what its compressor remembers are as before, so that whose turn it is does not depend on discards.
+    before the first such backward is lost.  A group of whose means none was used has skipped the step: its number and
+    what its compressor remembers go back.  Turns therefore do not depend on discards.
 
     Args:
         held: the parameter that an optimizer has in the place of one of the groups', a shard say.
@@ -58,10 +58,10 @@ class Discards:
         self._earlier_mean: dict[Tensor, tuple[weakref.ref[Tensor], int] | None] = {}
         self._is_written = False  # somebody writes into .grad, which clipping does, too
         self._samples: dict[Tensor, Tensor] = {}  # then, or once a mean was thrown away: some of each mean that is due
-        self._earlier: dict[Tensor, list[Tensor]] = {}  # of means that were thrown away since the last step, likewise
+        self._earlier: dict[Tensor, list[Tensor]] = {}  # samples of means that were thrown away since the last step
         self._places: dict[Tensor, tuple[Group, Compressor, int]] = {}
-        self._stepped: set[Tensor] = set()  # of these, by an optimizer, whatever their versions
-        #: Of these, whether .grad was empty when the next backward reached them.
+        self._stepped: set[Tensor] = set()  # due parameters that an optimizer has stepped with
+        #: Of due parameters, whether .grad was empty when the next backward reached them.
         self._thrown: dict[Tensor, bool | None] = {}
         self._copies: dict[Tensor, dict[str, Tensor]] = {}  # what is unsent, and remembered of each element
         self._before: dict[int, tuple[int, dict[str, Tensor]]] = {}  # by group: its step, and all else it remembers

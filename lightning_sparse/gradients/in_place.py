@@ -57,7 +57,8 @@ class SumsInPlace:
     def next_step(self, nothing_unsent: bool, deferred: bool) -> tuple[torch.dtype | None, bool]:
         """The type in which the next step's gradients are summed where they lie, if they are, the same on every rank.
 
-        And whether groups send all there is in float32: so they do once before sums in place, to leave nothing unsent.
+        The second value says whether groups send everything in float32.  One such step comes before sums in place, so
+        that nothing is unsent after it.
         """
         dtype = self._type if self._sums_in(self._type) else None
         if deferred:  # groups are looked at

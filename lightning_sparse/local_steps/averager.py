@@ -36,9 +36,9 @@ from lightning_sparse.network.torch_comm import finished
 class LocalAverager(Averager):
     """Averages weights, a fragment after each step, while DDP gives every rank its own gradients back.
 
-    :class:`Phases` says what a step is.  One is settled, with what is due after it, before the next forward that
-    trains, or when somebody asks for the average, whichever is first; so the exchange is the same on every rank.  x̄
-    changes when a step is settled, and never in between.
+    :class:`Phases` says what a step is.  A step is settled before the next forward that trains, or earlier if somebody
+    asks for the average: what is due after it is done then, at the same point on every rank.  x̄ changes when a step is
+    settled, and never in between.
 
     The way of a weight: after a step :meth:`_send` has the lanes average the groups whose turn it is; beside the next
     one they do so, each as :class:`Replica` says; and when that one is settled :meth:`_receive` applies what has come.
@@ -77,7 +77,7 @@ class LocalAverager(Averager):
         self.shared_buffers = buffers or ModuleBuffers(None)
         self.moments = SecondMoments(self.groups if settings.second_moments == "mean" else ())
         self.mean_moments = MeanMoments(self.moments)
-        self.untrained = Untrained(untrained or {})  # and not averaged so far
+        self.untrained = Untrained(untrained or {})  # what no optimizer trains, and has not changed so far
         self._comparison = Comparison(self.untrained, self.device)
         self._compressor = compressor or Dense()
         self._phases = Phases()
@@ -199,7 +199,7 @@ class LocalAverager(Averager):
         """Take up the groups whose turn it is and have the lanes average them."""
         step = self._exchanged = self.steps
         self.set_by_others.look()
-        self.moments.read(self.members)  # here, wherever what it reads was received
+        self.moments.read(self.members)  # here, so that no rank reads it at another step
         self._pending = PendingExchange(self.lanes)
         due = [replica for replica in self.weights.replicas if replica.is_due(step, self._warmup_steps)]
         for replica in due:

@@ -164,7 +164,7 @@ class ModuleBuffers:
     def _as_shown(self, now: Mapping[str, Tensor]) -> dict[str, Shown]:
         return {name: Shown(x, _version(x), digest(x)) for name, x in now.items()}
 
-    # - checkpoints, and other engines
+    # - checkpoints, and other averagers
 
     def own(self) -> dict[str, Tensor]:
         """What this rank goes on with, by name."""

@@ -30,8 +30,8 @@ class Replica:
     ``P * (what x̄ moved) + sum(unsent after) == sum(unsent before + update)``, to the rounding of the weights.
 
     Between :meth:`snapshot` and :meth:`apply_move`, while messages may be under way on another thread, nothing but
-    ``group.unsent`` and the compressor's memory changes; x̄ moves in :meth:`apply_move`, but for parameters whose x̄
-    somebody has set meanwhile: of these all that was under way is dropped.
+    ``group.unsent`` and the compressor's memory changes.  :meth:`apply_move` moves x̄.  A parameter whose x̄ somebody has
+    set meanwhile does not move, and what was under way for it is dropped.
 
     Attributes:
         group: whose ``unsent`` is x_r - x̄ from :meth:`snapshot` to :meth:`apply_move`.
@@ -282,7 +282,8 @@ class Replica:
     def restore(self, flat: Tensor) -> list[Tensor]:
         """This rank's own weights as :meth:`saved` has them; takes what is remembered out of the group's memory.
 
-        Where unsent waits aside, and nothing says what of ``flat`` did so, as on another number of ranks, all does.
+        With ``error_decay`` what is unsent waits beside the weights.  Of a checkpoint of another number of ranks nobody
+        knows which part of ``flat`` did; then all of it is taken to have waited.
         """
         self._end()
         kept = (self.group.memory.pop(key, None) for key in (VELOCITY, UNSENT_GRADIENT, SET, ASIDE, EXACT))

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.lanes import Lane
+from lightning_sparse.local_steps.optimizers import PLAIN
 from lightning_sparse.local_steps.replica import HALVES
 from lightning_sparse.network.comm import Comm, Rounds, without_autocast
 from lightning_sparse.network.sums import sum_values
@@ -36,7 +37,6 @@ SEED = 2018  # of the signs
 
 STATE = "exp_avg_sq"  # where Adam and its kin keep v, with v <- beta v + (1 - beta) g^2
 WITHOUT, WITH_DECAY = "without decay", "with decay"  # what g is: the gradient, or that and weight_decay * weight
-PLAIN = {"fused": False, "capturable": False, "foreach": False}  # which runs on any CPU
 
 Block = slice | EllipsisType  # of rows, or all
 

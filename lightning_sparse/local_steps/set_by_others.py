@@ -14,9 +14,10 @@ class SetByOthers:
     """Notices by their versions which trained parameters somebody else than an optimizer or the averager has set.
 
     A hard copy into a target network, layers that are drawn anew, weights that are clamped after a step: the average
-    must move by their mean, not by that over ``lead``, which is for optimizers' steps.  A parameter of which a rank has
-    its own copy from the last step tells what was set; of others, until one of their group is set, all that is unsent
-    counts as set.  What is written through ``.data`` moves no version, and counts as an optimizer's step.
+    must move by their mean, not by that over ``lead``, which is for optimizers' steps.  If this rank has a copy of
+    the parameter from the last step, the difference from it is what was set; if not, all that is unsent counts as set.
+    Copies are kept once something in the group was set.  What is written through ``.data`` moves no version, and counts
+    as an optimizer's step.
     """
 
     def __init__(self, weights: Weights) -> None:

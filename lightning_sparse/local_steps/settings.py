@@ -16,7 +16,7 @@ LEAD, LEAD_OF_SIGNS, MOST_AHEAD = 1 / 0.7, 1.25, 4
 @names_checked
 @dataclass(frozen=True)
 class LocalSteps:
-    """Averager what the optimizer did, not what it was given: every weight once in ``steps`` optimizer steps.
+    """Exchange what the optimizer did, not what it was given: every weight once in ``steps`` optimizer steps.
 
     Each rank r takes its own optimizer step at once.  The model all ranks share is the average x̄, and of a rank
     ``unsent = x_r - x̄``.  A compressor sends some of that as it would send a gradient, with the same law, x̄ moves by

@@ -21,7 +21,7 @@ class Phase(Enum):
     BETWEEN   the end of the optimizer's step          own         the next forward that trains, or SHOWN
     STEP      a forward that trains                    own         the optimizer has stepped, or SHOWN
     SHOWN     the start; whenever somebody asks        average     the next forward that trains, or optimizer step
-    ENDED     the averager is closed                     average     for good
+    ENDED     the averager is closed                   average     for good
     ========  =======================================  ==========  ==============================================
     """
 

@@ -172,10 +172,6 @@ class Comm(ABC):
         self._count("all_to_all", x.nbytes // self.size * len(by))
         return self._all_to_all(x, torch.empty_like(x) if out is None else out, by)
 
-    def count_sum(self, payload_bytes: int) -> None:
-        """Count a sum over all ranks that somebody else has launched."""
-        self._count("all_reduce", payload_bytes)
-
     def _count(self, message: str, payload_bytes: int) -> None:
         if not payload_bytes and self.size > 1:
             raise ValueError(f"{message} of an empty tensor: not every backend can carry one.")

@@ -145,8 +145,8 @@ class ShardedModel:
     def backward(self, always: bool = False) -> Iterator[None]:
         """Wait for the means once the block has ended, in which a backward runs.
 
-        Elsewhere they are waited for where autograd says that a backward has ended, which a reentrant checkpoint makes
-        it say after each of its parts.  ``always``: also where nothing that is trained was reached, as others may.
+        Outside of such a block autograd's callback at the end of a backward waits for them.  A reentrant checkpoint
+        fires it after each of its parts.  ``always``: also where nothing that is trained was reached, as others may.
         """
         self._is_in_backward = True
         try:

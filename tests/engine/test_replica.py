@@ -38,7 +38,7 @@ def frozen_of(module: nn.Module, settings: ls.LocalSteps, index: int, *names: st
 
 
 def exchanged(replicas: Sequence[Replica], network: SimNetwork | None = None) -> Tensor:
-    """Averager a group that every rank has; returns what was unsent on all ranks before."""
+    """Exchange a group that every rank has; returns what was unsent on all ranks before."""
     size = len(replicas)
     network = network or SimNetwork(size, SIGN)
     for replica in replicas:
