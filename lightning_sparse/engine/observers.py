@@ -52,7 +52,7 @@ class Sample:
         self._sizes: dict[str, int] = {}  # elements of each parameter, in the order in which they are sampled
         device = groups[0].unsent.device if groups else torch.device("cpu")
         # Rows, for each sampled element: what is unsent; the last step that sent it or left nothing to send; the mean
-        # over steps of whether it was sent; that of its gradient's square; squares that wait; the step of its last turn.
+        # over steps of whether it was sent; that of its gradient's square; squares that wait; the last step it was due.
         self._state = torch.zeros(ROWS, 0, dtype=torch.float32, device=device)
         decays = [[DECAY_OF_TURNS], [DECAY_OF_GRADIENTS]]
         self._decays = torch.tensor(decays, dtype=torch.float32, device=device)

@@ -384,7 +384,7 @@ def _bits(averager: Any) -> int:
 
 def _note_exchanges(note: Callable[..., None]) -> None:
     """Note of each group's turn what was unsent before and after, and how x̄ moved, times the steps' length."""
-    send, snapshot, apply = LocalAverager._send, Replica.snapshot, Replica.apply
+    send, snapshot, apply = LocalAverager._send, Replica.snapshot, Replica.apply_move
     known: dict[Replica, tuple[int, int, Tensor, Tensor]] = {}
 
     def sending(self: LocalAverager) -> None:

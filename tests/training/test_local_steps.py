@@ -78,7 +78,7 @@ def test_the_law_holds_over_real_processes(ranks: Ranks) -> None:
 def _watched(rank: int, size: int) -> list[Any]:
     """Of each group's turn what was unsent before, after, how x̄ moved by the steps' length, and the largest weight."""
     turns: list[Any] = []
-    snapshot, apply = Replica.snapshot, Replica.apply
+    snapshot, apply = Replica.snapshot, Replica.apply_move
     shared: dict[Replica, tuple[Tensor, Tensor]] = {}
 
     def before(self: Replica, size: int) -> None:
@@ -91,7 +91,7 @@ def _watched(rank: int, size: int) -> list[Any]:
         moved = (self.average - average) * (self._settings.lead or 1.0)
         turns.append((residual, self.group.unsent.clone(), moved, average.abs().max()))
 
-    Replica.snapshot, Replica.apply = before, after  # type: ignore[method-assign]
+    Replica.snapshot, Replica.apply_move = before, after  # type: ignore[method-assign]
     for model, compressor, wire in ((Small, "sparse_dense", "float32"), (Gan, ls.MiCRO(density=0.1), "int4")):
         torch.manual_seed(0)
         strategy = local(compressor, 3, wire_dtype=wire, find_unused_parameters=model is Gan)
