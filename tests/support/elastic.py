@@ -301,7 +301,7 @@ def train(rank: int, size: int, plan: Plan) -> dict[str, Any]:
             time.sleep(plan.slow_s)
         if not (plan.folder / CALM).exists():
             time.sleep(plan.sleeps.get(rank, 0.0))
-        note("state", averager._committed, _bits(averager), _rate(run), run.global_step)
+        note("state", averager._membership.committed, _bits(averager), _rate(run), run.global_step)
 
     elastic = ls.Elastic(
         min_hosts=plan.min_hosts,
