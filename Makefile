@@ -2,7 +2,7 @@
 #   make demo    train on four hosts over an emulated slow network, with ddp and with sparse_auto
 #   make bench   a short comparison over emulated slow networks, and limits of time (Linux; a quiet machine)
 #   make test    the tests; those of one process on JOBS processors
-#   make programs  the tests of whole programs: the demo, examples, the notebook, the documentation, the bench on a cluster
+#   make programs  the tests of whole programs (demo, examples, notebook, documentation, bench on a cluster) and of long trainings
 #   make packages  other people's models with ddp and with these strategies, in virtual environments of their own
 #   make docs    the documentation site, in docs/_build/html
 #   make results the page of results and its figures, from the summaries of runs in docs/benchmarks

@@ -143,6 +143,7 @@ def test_what_the_hydra_config_describes_trains(ranks: Ranks, tmp_path: Path) ->
         assert {"sparse/compression_ratio", "sparse/density"} <= set(keys)
 
 
+@pytest.mark.programs
 def test_one_line_switches_all_five_systems(ranks: Ranks, tmp_path: Path) -> None:
     """The name in ``by_name.yaml``, and the name of the config file; three steps of each on two processes."""
     before = (CONFIGS / "by_name.yaml").read_text()

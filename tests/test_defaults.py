@@ -216,6 +216,7 @@ def train_all(rank: int, size: int) -> list[str]:
     return others
 
 
+@pytest.mark.programs
 def test_whole_steps_have_the_same_bits(ranks: Ranks) -> None:
     assert ranks.run(train_all, 2, gloo=True) == [[], []]
 
@@ -252,6 +253,7 @@ def train_sharded(rank: int, size: int) -> list[str]:
     return others
 
 
+@pytest.mark.programs
 def test_sharded_models_have_the_same_bits(ranks: Ranks) -> None:
     assert ranks.run(train_sharded, 4, gloo=True) == [[]] * 4
 
@@ -295,6 +297,7 @@ def fit_all(rank: int, size: int) -> list[tuple[str, str, bool, set[str]]]:
     return found
 
 
+@pytest.mark.programs
 def test_trainings_of_the_trainer_send_no_other_types(ranks: Ranks) -> None:
     """What ``sparse_auto`` chooses goes by time, and groups by that; so only types are compared."""
     for each in ranks.run(fit_all, 2):

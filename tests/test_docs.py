@@ -125,6 +125,7 @@ def train_as_shown(rank: int, size: int, folder: Path) -> None:
     runpy.run_path(str(folder / "train.py"), run_name="__main__")
 
 
+@pytest.mark.programs
 def test_the_script_of_the_five_minutes_trains(ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(blocks(DOCS / "start.md", "python")[0])
     ranks.run(train_as_shown, 2, tmp_path)

@@ -24,6 +24,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 # The same warnings as the examples ignore for their users (pytest resets the filters before each test).
 pytestmark = [
+    pytest.mark.programs,
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec:FutureWarning"),
 ]

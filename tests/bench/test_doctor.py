@@ -150,6 +150,7 @@ def test_each_step_is_checked(
         assert says in error if says else not error
 
 
+@pytest.mark.programs
 @pytest.mark.processes
 def test_this_machine_is_examined(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """By two ranks that are hosts of their own, over Gloo, as on one CUDA device."""

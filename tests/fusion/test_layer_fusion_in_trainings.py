@@ -102,6 +102,7 @@ def regroup_each(rank: int, size: int, names: list[str]) -> list[Any]:
     return results
 
 
+@pytest.mark.programs
 def test_new_groups_lose_nothing_with_any_compressor(ranks: Ranks) -> None:
     names = list(ls.COMPRESSORS)
     every = ranks.run(regroup_each, 3, names, timeout_s=LIMIT_S)
@@ -315,6 +316,7 @@ def kind_of(averager: Any) -> str:
     return type(getattr(compressor, "compressor", compressor)).__name__
 
 
+@pytest.mark.programs
 def test_sparse_auto_chooses_the_fastest_and_dense_where_none_is(ranks: Ranks, tmp_path: Path) -> None:
     each = ["MiCRO", "OkTopk", "none"]
     for fastest, *results in zip(each, *ranks.run(automatic, 2, each, str(tmp_path), timeout_s=LIMIT_S), strict=True):

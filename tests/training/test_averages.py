@@ -65,6 +65,7 @@ RESUMES: dict[str, tuple[Callable[[], Any], Callable[[], L.LightningModule], int
 }  # fmt: skip
 
 
+@pytest.mark.programs
 def test_what_is_averaged_is_the_same_on_all_ranks_and_resumes_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
     first, second = ranks.run(_resume_each, 2, tmp_path)
     for name in RESUMES:

@@ -144,6 +144,7 @@ def with_an_average(rank: int, size: int, lighthouse: str, folder: Path) -> Any:
     return fit(rank, folder, Net(), [Average()], waits_for=1, limit_train_batches=40)
 
 
+@pytest.mark.programs
 def test_who_joins_has_the_place_loggers_schedules_buffers_and_callbacks_of_the_others(
     ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -186,6 +187,7 @@ def beside_odd_ones(rank: int, size: int, lighthouse: str, folder: Path) -> Any:
     return fit(rank, folder, Net(), waits_for=size - 1)
 
 
+@pytest.mark.programs
 def test_what_hosts_must_have_in_common_is_compared(ranks: Ranks, tmp_path: Path) -> None:
     first, *odd, other_layers = ends_of(ranks, 2 + len(ODD), beside_odd_ones, tmp_path)
     for end, named in zip(odd, NAMED, strict=True):

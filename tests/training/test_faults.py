@@ -239,6 +239,7 @@ def on_emulated_hosts(ranks: Ranks, folder: Path, fault: Callable[[], None], tim
             return in_order(running)
 
 
+@pytest.mark.programs
 @as_root
 @emulated
 def test_a_link_that_is_cut_for_five_seconds_changes_nothing(ranks: Ranks, whole: Whole, tmp_path: Path) -> None:

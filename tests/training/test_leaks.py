@@ -83,6 +83,7 @@ def of_trainers(rank: int, size: int, folder: str) -> dict[str, list[tuple[int, 
     return {work.__name__: after_each(work) for work in (saved_afterwards, in_local_steps, broken, again)}
 
 
+@pytest.mark.programs
 def test_fits_one_after_the_other_hold_no_more_than_one(ranks: Ranks, tmp_path: Any) -> None:
     """On four ranks, since with two in a node a save after fit needs a process group of the leaders."""
     for found in ranks.run(of_trainers, 4, str(tmp_path)):

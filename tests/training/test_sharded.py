@@ -44,6 +44,7 @@ def _as_native(rank: int, size: int) -> None:
             ours.close()
 
 
+@pytest.mark.programs
 @beside_native
 def test_dense_sums_in_float32_are_those_of_native_hsdp(ranks: Ranks) -> None:
     """Bit for bit on 2x2 and 1x4, with clipping by the global norm, also where gradients are accumulated."""
@@ -163,6 +164,7 @@ def _kinds(rank: int, size: int) -> None:
         ours.close()
 
 
+@pytest.mark.programs
 @beside_native
 def test_what_fsdp_can_do_is_done(ranks: Ranks) -> None:
     ranks.run(_kinds, 4, gloo=True)
@@ -301,6 +303,7 @@ def test_resumed_on_the_same_mesh_it_goes_on_bit_for_bit(ranks: Ranks, tmp_path:
     ranks.run(_goes_on, 4, tmp_path, gloo=True)
 
 
+@pytest.mark.programs
 def test_resumed_on_another_mesh_nothing_unsent_of_the_mean_is_lost(ranks: Ranks, tmp_path: Path) -> None:
     said = ranks.run(_elsewhere, 4, tmp_path, gloo=True)[0]
     assert any("starts from the mean" in each for each in said)

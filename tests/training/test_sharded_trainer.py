@@ -122,6 +122,7 @@ def _trainings(rank: int, size: int) -> None:
         run.callbacks[-1].on_train_end(run, module)
 
 
+@pytest.mark.programs
 def test_trainings_with_accumulation_mixed_precision_and_a_second_fit(ranks: Ranks) -> None:
     ranks.run(_trainings, 4)
 

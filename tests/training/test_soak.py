@@ -33,7 +33,7 @@ LOCAL: dict[str, dict[str, Any]] = {
 LIMIT_S = 60 + len(GRADIENTS | LOCAL) * RANKS * STEPS / 40
 MOST_LOST = 1e-5 * max(1.0, STEPS / 1000) ** 0.5  # errors of rounding add up like a random walk
 MOST_GROWTH_BYTES = 4 * 2**20
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(LIMIT_S + 20)]
+pytestmark = [pytest.mark.processes, pytest.mark.programs, pytest.mark.timeout(LIMIT_S + 20)]
 
 
 class Given(nn.Module):

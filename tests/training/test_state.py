@@ -29,7 +29,7 @@ try:
 except ImportError:  # before Lightning 2.6
     EMAWeightAveraging = WeightAveraging = None  # type: ignore[assignment, misc]
 
-pytestmark = pytest.mark.xdist_group("state")  # so that what ranks end with is found once
+pytestmark = [pytest.mark.programs, pytest.mark.xdist_group("state")]  # so that what ranks end with is found once
 STEPS = 24  # of an epoch, of which there are two; sparse_auto takes local steps within the first
 
 

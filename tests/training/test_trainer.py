@@ -104,6 +104,7 @@ def start(variants: list[str], folder: str) -> dict[str, tuple[bool, list[str]]]
     return results
 
 
+@pytest.mark.programs
 def test_every_start_method_trains(ranks: Ranks, tmp_path: Path) -> None:
     """A script that Lightning starts once more: test_it_runs_as_a_script."""
     variants = ["_fork", "_spawn"]

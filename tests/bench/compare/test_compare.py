@@ -307,6 +307,7 @@ def read_results(folder: Path) -> dict[str, list[dict[str, object]]]:
     return {kind: [line for line in lines if line["kind"] == kind] for kind in ("environment", "round", "summary")}
 
 
+@pytest.mark.programs
 @emulated
 def test_emulated_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Two rounds, in the first of which two learning rates are tried."""
