@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors import Compressor, Dense, by_name
+from lightning_sparse.compressors.base import take_steps
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.compressors.lockstep import take_steps
 from lightning_sparse.compressors.wrappers import rounded
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.selection.sparse import dense

@@ -33,7 +33,7 @@ from lightning_sparse.bench.compare.workloads import (
 )
 from lightning_sparse.bench.output import new_console, new_progress, new_table, say
 from lightning_sparse.compressors import Dense
-from lightning_sparse.compressors.lockstep import take_steps
+from lightning_sparse.compressors.base import take_steps
 from lightning_sparse.engine.groups import lay_out, lay_out_fragments
 from lightning_sparse.engine.observers import CompressionError
 from lightning_sparse.local_steps.replica import Replica

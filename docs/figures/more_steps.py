@@ -16,7 +16,7 @@ from loss_by_bytes import at_best_rate
 from pages import BENCHMARKS, with_lines
 from simulate import Result, read
 
-from lightning_sparse.auto.more_steps import AS_DENSE, OF_LOCAL, OF_UNSENT, more_steps
+from lightning_sparse.auto.forecast import AS_DENSE, OF_LOCAL, OF_UNSENT, more_steps
 
 PAGE = BENCHMARKS / "2026-11-24-more-steps.md"
 GRADIENTS = BENCHMARKS / "2026-11-22-accuracy.jsonl", BENCHMARKS / "2026-11-22-loss.jsonl"

@@ -10,8 +10,7 @@ from statistics import mean
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_sparse.auto.forecast import Forecast, forecast_of
-from lightning_sparse.auto.more_steps import likely, loss_above
+from lightning_sparse.auto.forecast import Forecast, forecast_of, likely, loss_above
 from lightning_sparse.auto.policy import Auto, Candidate
 from lightning_sparse.auto.trial import try_on
 from lightning_sparse.compressors import Compressor, Dense

@@ -1,10 +1,13 @@
-"""Predicts the step of each candidate, from measured steps and a link."""
+"""Predicts the step of each candidate, from measured steps and a link, and how many more steps it needs to a loss.
 
+The second is fitted on stored trainings of three tasks, which differ: docs/benchmarks/2026-11-24-more-steps.md.
+"""
+
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_sparse.auto.more_steps import more_steps
 from lightning_sparse.auto.policy import Candidate
 from lightning_sparse.compressors import Dense
 from lightning_sparse.compressors.group import Group
@@ -16,6 +19,13 @@ from lightning_sparse.fusion.planner import DDP_PLAN, IN_PLACE, Measured, best_p
 from lightning_sparse.local_steps.replica import Replica
 from lightning_sparse.local_steps.settings import LocalSteps
 
+# Averaged gradients need exp(OF_UNSENT * u) times as many steps, where u is the part of what is unsent that stays.
+OF_UNSENT = 1.0
+# Local steps need LOCAL times as many, as long as all ranks together take at most AS_DENSE steps from one average to
+# the next.  Where they take n, the factor is LOCAL * (n / AS_DENSE) ** OF_LOCAL.
+AS_DENSE, LOCAL, OF_LOCAL = 8, 1.02, 0.12
+APART = 2.5  # A task may need the factor to the power of APART, or of 1 / APART.
+OF_STEPS = 0.3  # The loss after equal steps is the factor to this power times that of dense training.
 SHORT = 0.1  # Part of a step by which repeated measurements of the same step differ.
 
 
@@ -114,3 +124,30 @@ def _limit(plan: Plan) -> str:
         return "backward"
     busy_s = sum(time.busy_s for time in times if time.end_s > ready_s)
     return "compression" if busy_s > after_backward_s / 2 else "network"
+
+
+# - how many more steps than dense training a strategy needs to the same loss, by what it delivers and how late
+
+
+def more_steps(delivered: float, staleness: float, ranks: int, local_steps: int) -> float:
+    """Return how many times as many steps as dense training are expected to the same loss.
+
+    Args:
+        delivered: the part of what is unsent that a step delivers.
+        staleness: steps after which a gradient arrives.
+        ranks: P.
+        local_steps: H; 0: gradients are averaged.
+    """
+    if local_steps:
+        return LOCAL * math.pow(max(1.0, ranks * max(local_steps, staleness) / AS_DENSE), OF_LOCAL)
+    return math.exp(OF_UNSENT * (1 - delivered))
+
+
+def likely(more: float) -> tuple[float, float]:
+    """Return the least and the most times as many steps that a task may need where ``more`` are expected."""
+    return more ** (1 / APART), more**APART
+
+
+def loss_above(more: float) -> float:
+    """Return by what part the loss after as many steps is expected above dense training's, which needs fewer."""
+    return math.exp(OF_STEPS * math.log(more)) - 1

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.auto.policy import Candidate
+from lightning_sparse.compressors.base import take_steps
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.compressors.lockstep import take_steps
 from lightning_sparse.engine.observers import CompressionError
 from lightning_sparse.network.simulated import SimNetwork
 

@@ -14,8 +14,8 @@ from lightning_sparse.bench.cluster import parse
 from lightning_sparse.bench.compare.workloads import count_parameters, workload_named
 from lightning_sparse.bench.output import environment, new_console, new_progress, new_table, say
 from lightning_sparse.compressors import COMPRESSORS, Dense
+from lightning_sparse.compressors.base import take_steps
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.compressors.lockstep import take_steps
 from lightning_sparse.monitor.tables import human_bytes
 from lightning_sparse.network.costs import Link
 from lightning_sparse.network.simulated import SimNetwork

@@ -1,7 +1,7 @@
 """What a compressor is: settings, and one method that sums gradients over the ranks while sending less than all."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -10,8 +10,9 @@ from torch import Tensor
 
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.network.comm import Comm, Rounds
+from lightning_sparse.network.simulated import SimNetwork, same_bits
 from lightning_sparse.network.sums import sum_values
-from lightning_sparse.selection.sparse import Sparse
+from lightning_sparse.selection.sparse import Sparse, dense
 from lightning_sparse.selection.threshold import ThresholdController
 from lightning_sparse.settings import as_text, check_known, unknown_setting
 from lightning_sparse.wire import CAUSE, CorruptMessage, Selection
@@ -255,3 +256,26 @@ def carry_thresholds(parts: Sequence[tuple[Group, int]], *keys: str) -> dict[str
     """The thresholds kept under ``keys``, each the mean over the groups that have it; see :meth:`Compressor.carry`."""
     known = {key: [(group.memory[key], n) for group, n in parts if n and key in group.memory] for key in keys}
     return {key: ThresholdController.joined(states) for key, states in known.items() if states}
+
+
+def take_steps(
+    compressor: Compressor,
+    groups: Sequence[Group],
+    network: SimNetwork,
+    around_first: Callable[[Rounds], Rounds] = lambda rounds: rounds,
+) -> Tensor | Sparse:
+    """Sum what the ranks send in one step of one group, [P], message by message; returns the total [n] of all ranks.
+
+    Before it ``unsent`` of each rank's group holds what the rank has not sent; after it what it keeps.
+    ``around_first`` wraps what rank 0 does, to time it.  Totals are compared where the network ``checks``.
+
+    Raises:
+        AssertionError: if the ranks launch different messages, or end with different totals.
+    """
+    own, *others = (take_step(compressor, group, comm) for group, comm in zip(groups, network.comms, strict=True))
+    totals = network.run([around_first(own), *others])
+    if network.checks:
+        first, *rest = (dense(total, groups[0].n) for total in totals)
+        for rank, other in enumerate(rest, start=1):
+            assert same_bits(other, first), f"the totals differ: rank {rank}'s is not rank 0's, bit for bit"
+    return totals[0]

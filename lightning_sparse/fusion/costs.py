@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors import Compressor
+from lightning_sparse.compressors.base import take_steps
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.compressors.lockstep import take_steps
 from lightning_sparse.compressors.wrappers import type_in_place
 from lightning_sparse.engine.groups import Piece, pieces_of
 from lightning_sparse.fusion.model import Cost, SizeCost

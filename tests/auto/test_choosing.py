@@ -15,8 +15,7 @@ import lightning_sparse as ls
 from lightning_sparse.auto import between_steps
 from lightning_sparse.auto import chooser as chooser_module
 from lightning_sparse.auto.chooser import Chooser, soonest
-from lightning_sparse.auto.forecast import Forecast, forecast_of
-from lightning_sparse.auto.more_steps import likely, loss_above, more_steps
+from lightning_sparse.auto.forecast import Forecast, forecast_of, likely, loss_above, more_steps
 from lightning_sparse.auto.policy import CANDIDATES
 from lightning_sparse.auto.trial import try_on
 from lightning_sparse.compressors.group import Group

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import lightning_sparse as ls
-from lightning_sparse.compressors.lockstep import take_steps
+from lightning_sparse.compressors.base import take_steps
 from lightning_sparse.engine.groups import lay_out
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.selection.sparse import dense

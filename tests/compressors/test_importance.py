@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import lightning_sparse as ls
-from lightning_sparse.compressors.lockstep import take_steps
+from lightning_sparse.compressors.base import take_steps
 from lightning_sparse.engine.groups import lay_out
 from lightning_sparse.selection.sparse import dense
 from lightning_sparse.simulation import simulate

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import lightning_sparse as ls
+from lightning_sparse.compressors.base import take_steps
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.compressors.lockstep import take_steps
 from lightning_sparse.engine.groups import carry_over
 from lightning_sparse.engine.observers import STARVING, CompressionError, Sample, Waiting
 from lightning_sparse.gradients.averager import GradientAverager

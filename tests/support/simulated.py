@@ -9,8 +9,8 @@ from torch import Tensor
 
 import lightning_sparse as ls
 from lightning_sparse import kernels
+from lightning_sparse.compressors.base import take_steps
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.compressors.lockstep import take_steps
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.selection.sparse import Sparse, dense
 

@@ -9,8 +9,7 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from lightning_sparse.auto.chooser import EXACT, soonest
-from lightning_sparse.auto.forecast import Forecast
-from lightning_sparse.auto.more_steps import likely
+from lightning_sparse.auto.forecast import Forecast, likely
 from lightning_sparse.auto.policy import Auto, Candidate
 
 Key = TypeVar("Key", bound=Hashable)
