@@ -71,6 +71,7 @@ def test_hosts_are_killed_before_within_and_after_an_exchange(ranks: Ranks, tmp_
     assert [end["metrics"]["sparse/lost_hosts"] for end in ends.values()] == [4, 4]
 
 
+@pytest.mark.programs
 def test_a_host_joins_when_two_of_four_were_killed_at_once(ranks: Ranks, tmp_path: Path) -> None:
     faults = {1: ("within", 4), 2: ("within", 4)}
     plan = Plan("", tmp_path, steps=40, compressor=ls.MiCRO(density=0.1), faults=faults, joins={4: 8}, slow_below=3)
@@ -84,6 +85,7 @@ def test_a_host_joins_when_two_of_four_were_killed_at_once(ranks: Ranks, tmp_pat
     assert {end["hosts"] for end in ends.values()} == {3}
 
 
+@pytest.mark.programs
 def test_hosts_are_killed_while_another_joins(ranks: Ranks, tmp_path: Path) -> None:
     faults = {0: ("handing_on", 8), 1: ("within", 9)}
     with Lighthouse() as lighthouse:
@@ -111,6 +113,7 @@ def test_a_host_that_has_stopped_and_goes_on_joins_again(ranks: Ranks, tmp_path:
     assert all(end["schedules"] == fallen_after(plan.steps) for end in ends.values())
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(
     "local_steps",
     [{"local_steps": 2}, {"local_steps": LocalSteps(6, fragments=1, overlap=False)}],

@@ -206,6 +206,7 @@ def whose_optimizers_change(rank: int, size: int, lighthouse: str, folder: Path)
     return fit(rank, folder, Net(), averages, 0 if rank else 1, **options)
 
 
+@pytest.mark.programs
 def test_who_joins_after_a_callback_has_changed_the_schedule_is_told_what_to_do(ranks: Ranks, tmp_path: Path) -> None:
     first, joins = ends_of(ranks, 2, whose_optimizers_change, tmp_path)
     differ = "schedule 0: ExponentialLR, every 3 of interval='step' on host 0; SWALR, every 1 of interval='epoch'"
