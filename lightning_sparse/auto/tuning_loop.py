@@ -73,8 +73,9 @@ class TuningLoop:
 
     @property
     def _is_to_choose(self) -> bool:
-        is_warm = self.active.chosen is not None or self.active.averager.group_step >= self._warmup_steps
-        return self.chooser is not None and is_warm
+        if self.chooser is None:  # then nobody looks at the groups, which may have to be waited for
+            return False
+        return self.active.chosen is not None or self.active.averager.group_step >= self._warmup_steps
 
     def expect_step(self) -> None:
         """Note that every rank begins a step now: to choose, there is a pass before the first one.

@@ -73,3 +73,14 @@ def test_second_moments_launch_little() -> None:
     own_early, own_later = launched_with_adam({"second_moments": "own"}, layers)
     assert later - own_later <= 8 * layers
     assert early - own_early <= 30 * layers + 30
+
+
+@on_a_fake_device
+def test_local_steps_in_the_place_of_another_averager_send_what_is_due_after_its_last_step() -> None:
+    """As they do after a resume at that step, so that both go on alike."""
+    with on_fake_cuda() as (_, nccl):
+        averager = local_steps(nccl, parameters(), ls.Dense(), "int4")
+        averager.count_from(4)
+        nccl.messages = 0
+        averager.between_steps()
+        assert nccl.messages > 0
