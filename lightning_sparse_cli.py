@@ -230,7 +230,7 @@ def parser() -> argparse.ArgumentParser:
     """Make the parser of every command; ``options`` of what it parses is the class of the command, if it has one."""
     every = argparse.ArgumentParser("lightning-sparse", description="Gradient compression for PyTorch Lightning.")
     commands = every.add_subparsers(dest="name", required=True)
-    commands.add_parser("list", help="list the compressors")
+    commands.add_parser("list", help="list the strategies")
     for kind in (Advise, Bench, Scale, Doctor):
         help, _, description = (kind.__doc__ or "").partition(".\n\n")
         own = commands.add_parser(kind.__name__.lower(), help=help[0].lower() + help[1:], description=description)

@@ -3,6 +3,8 @@
 Importing this package makes its strategies known: ``Trainer(strategy="sparse_auto")``.
 """
 
+import sys
+
 from lightning_sparse.__about__ import __version__
 from lightning_sparse.auto.policy import Auto, Candidate
 from lightning_sparse.compressors import (
@@ -34,6 +36,19 @@ from lightning_sparse.trainer.hsdp import SparseHSDPStrategy
 from lightning_sparse.trainer.strategy import SparseDDPStrategy
 
 register()
+
+# A pickle names a class by its module.  These were such modules in 0.2.0, and hyperparameters in checkpoints name them.
+for _old, _class in {
+    "compressors.momentum": MomentumCorrection,
+    "compressors.rounded": Warmup,  # beside Rounded
+    "compressors.warmup": Warmup,
+    "engine.local_steps": LocalSteps,
+    "hsdp": SparseHSDPStrategy,
+    "monitor.metrics": CompressionRatio,
+    "monitor.replicas": ReplicaCheck,
+    "strategy": SparseDDPStrategy,
+}.items():
+    sys.modules.setdefault(f"{__name__}.{_old}", sys.modules[_class.__module__])
 
 __all__ = [
     "COMPRESSORS",

@@ -1,5 +1,7 @@
 """A strategy's name that is slightly wrong is answered with the right one, wherever it is given."""
 
+import pickle
+
 import pytest
 
 import lightning_sparse as ls
@@ -40,3 +42,22 @@ def test_a_benchmark_knows_its_peers_too() -> None:
 def test_a_misspelt_option_is_answered_with_the_right_one() -> None:
     with pytest.raises(TypeError, match="Did you mean warmup_steps"):
         ls.SparseDDPStrategy("micro", warmup_step=3)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("engine.local_steps", "LocalSteps"),
+        ("compressors.warmup", "Warmup"),
+        ("compressors.momentum", "MomentumCorrection"),
+        ("compressors.rounded", "Rounded"),
+        ("monitor.metrics", "CompressionRatio"),
+        ("monitor.replicas", "ReplicaCheck"),
+        ("strategy", "SparseDDPStrategy"),
+        ("hsdp", "SparseHSDPStrategy"),
+    ],
+)
+def test_a_pickle_of_0_2_0_finds_the_class_that_it_names(module: str, name: str) -> None:
+    found = pickle.loads(f"clightning_sparse.{module}\n{name}\n.".encode())
+    assert found.__name__ == name
+    assert getattr(ls, name, found) is found

@@ -65,7 +65,7 @@ class ShownAverage:
         """Return what ``get`` returns of the average, also within a step, whose weights stay as they are."""
         local = self.averager.local
         if local is None or not local.within_step:
-            self.show()
+            self._strategy.show_average()  # which a user's own strategy may have extended
         shared = local.shared if local else {}
         state: dict[str, Any] = _with_other_values(self._strategy.lightning_module, shared, get)
         return state
@@ -98,8 +98,8 @@ class BeforeCallbacks(Callback):
             average.averager.show_average(buffers=False)  # of which each rank averages its own, as with DDP
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if (average := _of(trainer)) is not None:
-            average.show()
+        if _of(trainer) is not None:
+            trainer.strategy.show_average()  # type: ignore[attr-defined]  # which has a shown average
 
     on_sanity_check_start = on_validation_start = on_test_start = on_predict_start = on_train_epoch_end
 

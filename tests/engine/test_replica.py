@@ -1,6 +1,7 @@
 """Local steps on simulated ranks: the law with updates in the place of gradients, turns, and what may be set."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import lightning_sparse as ls
 from lightning_sparse.compressors.group import Group
+from lightning_sparse.compressors.wrappers import Rounded, Wrapper
 from lightning_sparse.engine.groups import lay_out_fragments
 from lightning_sparse.local_steps.replica import Replica
 from lightning_sparse.local_steps.set_by_others import SetByOthers
@@ -257,3 +259,31 @@ def test_the_outer_step_is_nesterovs() -> None:
         outer.step()
         exchanged([replicas[0] for replicas in trained.replicas], trained.network)
         assert (trained.replicas[0][0].average - weight.detach()).abs().max() < 1e-6
+
+
+@dataclass(frozen=True)
+class Twice(ls.Dense):
+    """Adds all twice, as a user's own compressor may do something of its own with what is to be sent."""
+
+    def accumulate(self, group: Group, gradients: Sequence[Tensor | None], size: int, scale: float = 1.0) -> None:
+        super().accumulate(group, gradients, size, 2 * scale)
+
+
+@dataclass(frozen=True)
+class Doubled(Wrapper):
+    """The same around another."""
+
+    compressor: ls.Compressor | str
+
+    def accumulate(self, group: Group, gradients: Sequence[Tensor | None], size: int, scale: float = 1.0) -> None:
+        self.wrapped.accumulate(group, gradients, size, 2 * scale)
+
+
+@pytest.mark.parametrize("compressor", [Twice(), Rounded(Twice(), "bfloat16"), Doubled(ls.Dense())], ids=repr)
+def test_what_is_to_be_sent_passes_through_the_compressor(compressor: ls.Compressor) -> None:
+    weights = nn.Parameter(torch.zeros(4))
+    replica = Replica(Group(0, ("w",), (weights,)), compressor, 0, ls.LocalSteps(1))
+    with torch.no_grad():
+        weights += 1
+    replica.snapshot(1)
+    assert replica.group.unsent.tolist() == [2.0] * 4
