@@ -84,9 +84,9 @@ class Contender:
 def ours(compressor: ls.Compressor, message_bytes: int, ddp: DistributedDataParallel) -> ls.SparseHook:
     """Sum where DDP has the gradients, in messages of so many bytes of float32, or the least that are more."""
     hook = ls.SparseHook(ddp, compressor, wire_dtype="float32", fusion="bucket")
-    hook.averager.may_sum_in_place = True
+    hook.averager.in_place.may = True
     payload_bytes = message_bytes if compressor is DENSE else message_bytes // 2
-    hook.averager.set_latencies(*hook.averager.latencies[:2], payload_bytes)
+    hook.averager.lanes.set_latencies(*hook.averager.lanes.latencies[:2], payload_bytes)
     return hook
 
 
