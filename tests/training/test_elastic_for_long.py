@@ -147,18 +147,18 @@ class FromOutside:
         self._for_a_while("stop", rank, lambda on: os.kill(pid, signal.SIGCONT if on else signal.SIGSTOP))
 
     def _cut(self, rank: int) -> None:
-        def active(on: bool) -> None:
+        def switch(on: bool) -> None:
             command = ["ip", "link", "set", "dev", INTERFACE, "up" if on else "down"]
             assert self._cluster.popen(rank, command, stderr=subprocess.DEVNULL).wait() == 0
 
-        self._for_a_while("cut", rank, active)
+        self._for_a_while("cut", rank, switch)
 
-    def _for_a_while(self, kind: str, rank: int, active: Callable[[bool], None]) -> None:
+    def _for_a_while(self, kind: str, rank: int, switch: Callable[[bool], None]) -> None:
         seconds = self._draw.choice([self._draw.uniform(0.1, TIMEOUT_S), self._draw.uniform(TIMEOUT_S, 8.0)])
         self._note(kind, rank, f"for {seconds:.1f} s")
         self._until_s[rank] = time.monotonic() + seconds + BACK_S
-        active(False)
-        self._timers.append(threading.Timer(seconds, active, [True]))
+        switch(False)
+        self._timers.append(threading.Timer(seconds, switch, [True]))
         self._timers[-1].start()
 
 

@@ -30,15 +30,15 @@ pytestmark = [
 
 def add_network(cluster: Cluster, hosts: Collection[int], prefix: str, bits: int = 24) -> None:
     """Join these hosts by a second network, on which they are eth1 and have the addresses ``prefix`` 1, 2 and so on."""
-    ip, active = cluster.network.run, cluster.network.active
-    ip(active, "ip", "link", "add", "second", "type", "bridge")
-    ip(active, "ip", "link", "set", "second", "up")
+    ip, switch = cluster.network.run, cluster.network.switch
+    ip(switch, "ip", "link", "add", "second", "type", "bridge")
+    ip(switch, "ip", "link", "set", "second", "up")
     for host in hosts:
         where, port = cluster.namespace(host), f"second{host}"
-        ip(where, "ip", "link", "add", "eth1", "type", "veth", "peer", "name", port, "netns", active)
+        ip(where, "ip", "link", "add", "eth1", "type", "veth", "peer", "name", port, "netns", switch)
         ip(where, "ip", "address", "add", f"{prefix}{host + 1}/{bits}", "dev", "eth1", *["nodad"] * (":" in prefix))
         ip(where, "ip", "link", "set", "eth1", "up")
-        ip(active, "ip", "link", "set", port, "master", "second", "up")
+        ip(switch, "ip", "link", "set", port, "master", "second", "up")
 
 
 def received_bytes() -> dict[str, int]:
