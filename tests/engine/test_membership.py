@@ -1,0 +1,59 @@
+"""What a host does that others have lost, or that has lost others; on real hosts that is a matter of time."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_sparse.elastic.averager import ElasticAverager
+from lightning_sparse.elastic.membership import Membership
+from lightning_sparse.network.torch_comm import RankLost
+
+
+class Host:
+    """A host whose last exchange has failed with one group on its way, and what became of the group."""
+
+    def __init__(self, has_voted: bool) -> None:
+        self.found: list[str] = []
+        replica = SimpleNamespace(
+            apply_move=lambda: self.found.append("applied"), drop=lambda: self.found.append("dropped")
+        )
+        nothing = SimpleNamespace(receive=lambda: None, read=lambda size: None, drop=lambda: None, accept=lambda: None)
+        averager: Any = ElasticAverager.__new__(ElasticAverager)
+        averager._membership = SimpleNamespace(
+            commit=lambda error: False, note_failure=lambda: None, committed=4, described={}
+        )
+        averager._in_exchange, averager._has_voted, averager._exchanged, averager._in_doubt = True, has_voted, 4, None
+        averager._dropped, averager.moments, averager.set_by_others = 0, nothing, nothing
+        averager.lanes = [SimpleNamespace(comm=SimpleNamespace(size=2))]
+        self.averager = averager
+        assert not averager._counts(SimpleNamespace(error=RankLost("a host is gone"), replicas=[replica]))
+
+    def meet(self, committed: int) -> None:
+        """Meet others whose last exchange that counted is another."""
+        self.averager._catch_up({"described": {}, "remembered_of": 2, "committed": committed})
+
+
+def test_a_host_that_has_voted_applies_the_exchange_late_where_another_has_applied_it() -> None:
+    host = Host(has_voted=True)
+    assert host.found == []  # nobody knows yet
+    host.meet(committed=5)
+    assert host.found == ["applied"]
+
+
+def test_a_host_that_has_not_voted_drops_the_exchange_at_once() -> None:
+    assert Host(has_voted=False).found == ["dropped"]
+
+
+@pytest.mark.parametrize(("column", "fits"), [(None, True), (3, False), (4, False)])
+def test_hosts_that_are_not_equally_far_meet_again(column: int | None, fits: bool) -> None:
+    """Rows are steps, key, digest of the settings, exchanges that counted, and looks at gradients."""
+    rows = torch.tensor([[7, 1, 5, 3, 2], [8, 2, 5, 3, 2]])
+    if column is not None:
+        rows[1, column] += 1
+    membership: Any = Membership.__new__(Membership)
+    membership._hosts = SimpleNamespace(group=None, rank=0, size=2, key=1, was_made_anew=False, failure="")
+    membership._digest, membership.committed, membership.lost, membership._known = 5, 3, 0, set()
+    membership.comm = SimpleNamespace(join=lambda *_: None, all_gather=lambda own: SimpleNamespace(wait=lambda: rows))
+    assert membership.greet(7, 2) == (8 if fits else None)
