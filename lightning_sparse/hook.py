@@ -1,7 +1,8 @@
 """The averager put on a DistributedDataParallel: what the strategies share, and plain PyTorch can use."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -215,6 +216,18 @@ class SparseHook:
         if not self._warned_of_bytes and (warning := warning_if_nothing_saved(self.averager)):
             self._warned_of_bytes = True
             rank_zero_warn(warning)
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Note the backward that runs in the block; raise the averager's own error, not DDP's that a future failed."""
+        self.averager.begin_backward()
+        self.averager.timeline.begin_backward()
+        try:
+            yield
+        except RuntimeError:
+            if self.averager.error is not None:
+                raise self.averager.error from None
+            raise
 
     def take_over(self, before: "SparseHook") -> None:
         """Go on where ``before`` ended, with parameters of the same name and shape; one warning names all others."""

@@ -54,9 +54,8 @@ class _Leaf(NamedTuple):
 
     path: str
     kind: _Kind
-    value: Tensor = torch.empty(
-        0, dtype=torch.float32, device="cpu"
-    )  # of a list, whose parts follow, and of what is refused
+    #: Empty for a list, whose parts follow, and for what is refused.
+    value: Tensor = torch.empty(0, dtype=torch.float32, device="cpu")
 
     @classmethod
     def of(cls, path: str, value: Tensor, tag: str = "") -> "_Leaf":

@@ -168,7 +168,7 @@ class ElasticAverager(LocalAverager):
 
     def _vote(self, lane: Lane) -> None:
         self._has_voted = True
-        self._pace.heard = lane.comm.all_gather(self._pace.told).wait()
+        self._pace.received = lane.comm.all_gather(self._pace.sent).wait()
 
     def _receive(self) -> None:
         super()._receive()

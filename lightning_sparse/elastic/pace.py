@@ -55,8 +55,8 @@ class Pace:
 
     Attributes:
         training: whose steps these are; to be set before the first.
-        told: to other hosts [2] float64: steps that this one has taken, and seconds that one takes, 0 before the first.
-        heard: from all hosts [P, 2].
+        sent: to other hosts [2] float64: steps that this one has taken, and seconds that one takes, 0 before the first.
+        received: from all hosts [P, 2].
         counts: whether the own step under way does; not if this host has met others that have taken the last one.
     """
 
@@ -72,7 +72,7 @@ class Pace:
         self._fastest_s = self._slowest_s = 0.0
         self._taken = self._per_step = 0  # steps of the training so far, and those that an own step counts
         self._furthest = 0  # what the furthest host had taken when an exchange last counted
-        self.told = self.heard = torch.zeros(0, dtype=torch.float64, device="cpu")
+        self.sent = self.received = torch.zeros(0, dtype=torch.float64, device="cpu")
 
     def enter(self) -> None:
         """Note how far the training is, before the first step here, or when this host has caught up."""
@@ -104,15 +104,15 @@ class Pace:
 
     def vote(self) -> None:
         """Note what to tell in the exchange that begins."""
-        self.told = torch.tensor([self._taken, self._step_s], dtype=torch.float64, device="cpu")
+        self.sent = torch.tensor([self._taken, self._step_s], dtype=torch.float64, device="cpu")
 
     def keep_up(self) -> None:
-        """Go by what was heard: count as many steps as the furthest host, but leave those from the last meeting on."""
-        taken, seconds = self.heard.T.tolist()
+        """Go by what was received: count as many steps as the furthest host, but not those from the last meeting on."""
+        taken, seconds = self.received.T.tolist()
         known = [each for each in seconds if each > 0]
         self._fastest_s, self._slowest_s = min(known, default=0.0), max(known, default=0.0)
         self._furthest = int(max(taken))
-        behind, last = self._furthest - int(self.told[0]), self.training.last_step()
+        behind, last = self._furthest - int(self.sent[0]), self.training.last_step()
         behind = min(behind, last - (1 + self.ahead) * self._per_step - self._taken) if last > 0 else behind
         if behind > 0:
             self.training.skip_steps(behind)

@@ -172,18 +172,11 @@ class HSDPMixin(OnMesh, _Base):
             self.hook.end_forward()
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Backward, with the averager's own error."""
-        if self.sharded is None or self.averager is None:
+        """Backward, as :meth:`SparseHook.backward` has it, and the means of what it reached."""
+        if self.hook is None:
             return super().backward(closure_loss, *args, **kwargs)
-        self.averager.begin_backward()
-        self.averager.timeline.begin_backward()
-        try:
-            with self.sharded.backward(always=True):
-                return super().backward(closure_loss, *args, **kwargs)
-        except RuntimeError:
-            if self.averager.error is not None:
-                raise self.averager.error from None
-            raise
+        with self.hook.backward(), self.hook.model.backward(always=True):
+            return super().backward(closure_loss, *args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

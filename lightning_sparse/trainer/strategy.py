@@ -3,7 +3,7 @@
 import copy
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -224,18 +224,10 @@ class SparseMixin(_Base):
         return super().training_step(*args, **kwargs)
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Backward, with the averager's own error instead of DDP's word that a future failed."""
-        if self.averager is None:
-            return super().backward(closure_loss, *args, **kwargs)
-        self.averager.begin_backward()
-        self.averager.timeline.begin_backward()
-        try:
+        """Backward, as :meth:`SparseHook.backward` has it."""
+        with self.hook.backward() if self.hook is not None else nullcontext():
             loss: Tensor = super().backward(closure_loss, *args, **kwargs)
             return loss
-        except RuntimeError:
-            if self.averager.error is not None:
-                raise self.averager.error from None
-            raise
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Take a step, which ends it for local steps, also where a gradient scaler has skipped it."""

@@ -49,7 +49,7 @@ def started(training: Any, others: list[list[float]]) -> Pace:
     found.training = training
     found.enter()
     found.vote()
-    found.heard = torch.tensor(others, dtype=torch.float64)
+    found.received = torch.tensor(others, dtype=torch.float64)
     found.keep_up()
     found.meet()
     return found
@@ -84,7 +84,7 @@ def test_all_count_the_steps_of_the_furthest_and_none_exchanges_after_the_last(c
     training.taken = 18
     assert steps_until_met(of, clock, 1.0, 8) == 1  # after 19: what is exchanged beside the last step counts
     of.vote()
-    of.heard = torch.tensor([[19, 1.0], [19, 3.0]])
+    of.received = torch.tensor([[19, 1.0], [19, 3.0]])
     of.keep_up()
     assert of.has_ended
 
@@ -97,7 +97,7 @@ def test_the_step_to_the_last_meeting_is_not_skipped(clock: Clock) -> None:
     training.taken += 1  # beside the exchange
     of.begin_step()
     of.end_step(lambda _: True)
-    of.heard = torch.tensor([[1, 3.0], [19, 1.0]])
+    of.received = torch.tensor([[1, 3.0], [19, 1.0]])
     of.keep_up()
     assert training.taken == 18
     assert steps_until_met(of, clock, 0.1, 8) == 1  # else it would end, and the others would wait for it
