@@ -17,6 +17,7 @@ from lightning_sparse.auto.policy import Auto
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.hook import SparseHook
 from lightning_sparse.local_steps.settings import LocalSteps
+from lightning_sparse.network.members import AUTO
 from lightning_sparse.options import Options
 from lightning_sparse.sharded.model import ShardedModel
 from lightning_sparse.sharded_hook import ShardedHook, options_of
@@ -50,7 +51,7 @@ class SparseDDPStrategy(DDPStrategy):
         fusion: str | Sequence[str] = "layer",
         wire_dtype: str | None = None,
         warmup_steps: int = 0,
-        local_group: int | str = 1,
+        local_group: int | str = AUTO,
         local_steps: int | LocalSteps = 0,
         **kwargs: Any,
     ) -> None:

@@ -27,6 +27,7 @@ from lightning_sparse.engine.ddp_checks import averaged_parameters, check_may_be
 from lightning_sparse.engine.groups import BUCKET_BYTES, not_carried
 from lightning_sparse.fusion.layer_fusion import LayerFusion
 from lightning_sparse.local_steps.settings import LocalSteps
+from lightning_sparse.network.members import AUTO
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.network.torch_comm import TorchComm, world
 from lightning_sparse.options import Options
@@ -53,7 +54,8 @@ class SparseHook:
         scaler: the ``torch.amp.GradScaler`` that scales the loss, if there is one.
         local_steps: H, or :class:`LocalSteps`: exchange what the optimizers did, not gradients.
         bucket_bytes: of float32 gradient in a group with ``fusion="bucket"``.
-        process_groups: with a time limit or nodes of their own.
+        local_group: which ranks are a member together, as for ``SparseDDPStrategy``.
+        process_groups: with a time limit of their own.
 
     Raises:
         ValueError: for an option out of range, or a parameter whose gradient cannot be averaged.
@@ -76,6 +78,7 @@ class SparseHook:
         scaler: torch.amp.GradScaler | None = None,
         local_steps: int | LocalSteps = 0,
         bucket_bytes: int = BUCKET_BYTES,
+        local_group: int | str = AUTO,
         process_groups: ProcessGroups | None = None,
     ) -> None:
         options = Options.of(
@@ -85,9 +88,10 @@ class SparseHook:
             warmup_steps=warmup_steps,
             local_steps=local_steps,
             bucket_bytes=bucket_bytes,
+            local_group=local_group,
         )
-        groups = process_groups or ProcessGroups(ddp)
-        options.agree(ddp.module, TorchComm(ddp.process_group), groups.local_size, ddp.find_unused_parameters, scaler)
+        options.agree(ddp.module, TorchComm(ddp.process_group), ddp.find_unused_parameters, scaler)
+        groups = process_groups or ProcessGroups(ddp, local_group=local_group)
         self._put_on(ddp, options, scaler, groups, may_be_local=False, evaluates=lambda module: not module.training)
 
     @classmethod
@@ -99,8 +103,7 @@ class SparseHook:
         The ``strategy``, Lightning's or Fabric's, has ``options`` and knows whether a model is being evaluated.
         """
         options: Options = strategy.options
-        local_size = strategy.num_processes if isinstance(options.local_group, str) else options.local_group
-        options.agree(module, world(), local_size, strategy._ddp_kwargs.get("find_unused_parameters"), scaler)
+        options.agree(module, world(), strategy._ddp_kwargs.get("find_unused_parameters"), scaler)
         with options.buckets_for(module, strategy):
             ddp = wrap()
         hook, owner = cls.__new__(cls), weakref.ref(strategy)
@@ -108,7 +111,7 @@ class SparseHook:
             ddp,
             options,
             scaler,
-            ProcessGroups(ddp, strategy._timeout, local_size),
+            ProcessGroups(ddp, strategy._timeout, options.local_group),
             may_be_local=True,
             evaluates=lambda module: (own := owner()) is not None and own.evaluates(module),
         )
@@ -128,9 +131,8 @@ class SparseHook:
         self._as_saved, self._has_hosts = options.as_saved, options.hosts is not None
         self._groups, self._scaler, self._module = groups, scaler, ddp.module
         self._ranks = TorchComm(ddp.process_group)  # for the main thread, between two steps
-        may_choose_local = may_be_local and options.local_group == 1
         self._tuning = tuning_loop_of(
-            ddp, parameters, options.averaging_config, options.policy, groups, scaler, self._ranks, may_choose_local
+            ddp, parameters, options.averaging_config, options.policy, groups, scaler, self._ranks, may_be_local
         )
         self._frozen = [(name, p) for name, p in ddp.module.named_parameters() if not p.requires_grad]
         self._handles = self._watch(ddp)
@@ -139,9 +141,9 @@ class SparseHook:
         self._ddp = weakref.ref(ddp)
         ddp.join_hook = self._join_hook  # type: ignore[method-assign]
         weakref.finalize(self, _end, self._tuning.active, groups).atexit = False  # for who drops it without close()
-        members = f"{self.averager.size} {'nodes' if groups.local_size > 1 else self._members}"
+        members = str(groups.members) if groups.local_size > 1 else f"{self.averager.size} {self._members}"
         rank_zero_info(
-            f"lightning_sparse: {brief(options.compressor)} averages {sum(g.n for g in self.averager.groups):,} "
+            f"lightning_sparse: {brief(options.compressor)} averages {sum(g.elements for g in self.averager.groups):,} "
             f"elements among {'all hosts that come' if options.hosts else members}"
             f"{f', each once in {options.local.steps} local steps' if options.local else ''}."
         )
@@ -274,8 +276,8 @@ class SparseHook:
     def saved(self, residuals: str, optimizers: Sequence[Optimizer] = (), keep_means: bool = True) -> dict[str, Any]:
         """As :meth:`state_dict`, at any time: parameters stay as they are; an open step stays so, and is made again."""
         how = self._as_saved, self._tuning.state(), self._parts(optimizers), keep_means
-        with self._groups.leaders() as leaders:
-            return checkpoint.gather(self.averager, residuals, leaders, *how).to_dict()
+        with self._groups.between_steps() as between:
+            return checkpoint.gather(self.averager, residuals, between, *how).to_dict()
 
     def load_state_dict(
         self, state: Mapping[str, Any] | None, optimizers: Sequence[Optimizer] = (), is_loaded: bool = False

@@ -23,6 +23,7 @@ from lightning_sparse.local_steps.settings import LocalSteps
 from lightning_sparse.network.agreement import agree, described, versions
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.elastic import Elastic
+from lightning_sparse.network.members import AUTO, NODE
 from lightning_sparse.settings import as_text, changed
 from lightning_sparse.wire import wire_format
 
@@ -52,7 +53,7 @@ class Options:
     wire_dtype: str | None = None  # a name, once validated
     warmup_steps: int = 0
     residuals: str = "per_rank"
-    local_group: int | str = 1
+    local_group: int | str = AUTO
     bucket_bytes: int = BUCKET_BYTES
     local_steps: int | LocalSteps | None = 0  # None, or whole, once validated
     elastic: bool | Elastic | None = None  # None, or whole, once validated
@@ -75,8 +76,8 @@ class Options:
             self._check_auto()
         check_whole("warmup_steps", self.warmup_steps, 0, "Give a number of dense steps, 0 for none.")
         check_one_of("residuals", self.residuals, RESIDUALS)
-        if self.local_group != "node":
-            check_whole("local_group", self.local_group, 1, "Or give 'node' for the devices of a node; 1 for none.")
+        if self.local_group not in (AUTO, NODE):
+            check_whole("local_group", self.local_group, 1, "Or give 'node' for the ranks of a machine; 1 for none.")
         check_whole("bucket_bytes", self.bucket_bytes, 1)
         object.__setattr__(self, "local_steps", LocalSteps.of(self.local_steps or 0))
         object.__setattr__(self, "elastic", Elastic.of(self.elastic))
@@ -136,11 +137,6 @@ class Options:
                     "late; each rank's own optimizer has its momentum already. Give the compressor in it."
                 )
             inner = inner.compressor
-        if self.local_group != 1:
-            raise ValueError(
-                f"local_steps cannot be combined with local_group={self.local_group!r}: every rank takes its own "
-                "steps. Leave one of them out."
-            )
 
     @property
     def averaging(self) -> Compressor:
@@ -169,17 +165,17 @@ class Options:
         text = as_text(self.compressor)
         return f"Warmup(steps={self.warmup_steps}, compressor={text})" if self.warmup_steps else text
 
-    def agree(self, module: nn.Module, comm: Comm, local_size: int, unused: object, scaler: object) -> None:
+    def agree(self, module: nn.Module, comm: Comm, unused: object, scaler: object) -> None:
         """Go on only if every rank has these options and such a ``module``; to be called on every rank.
 
-        In ranks ``local_group`` is ``local_size`` here; ``unused`` is DDP's ``find_unused_parameters``.
+        ``unused`` is DDP's ``find_unused_parameters``.
 
         Raises:
             ValueError: there is nothing to train.
             RuntimeError: on every rank, with the values that differ.
         """
         check_trains(module)
-        others = {"local_group": local_size, "find_unused_parameters": bool(unused), "a scaler": scaler is not None}
+        others = {"find_unused_parameters": bool(unused), "a scaler": scaler is not None}
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         agree(versions() | vars(self) | others | described(module), comm, device)
 

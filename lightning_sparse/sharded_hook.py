@@ -31,7 +31,7 @@ class ShardedHook(SparseHook):
     _wrapper, _members, _to_freeze = "the strategy", "replicas of a shard", ""
 
     def __init__(self, model: ShardedModel, options: Options, timeout: Any) -> None:
-        options.agree(model.module, world(), 1, False, None)
+        options.agree(model.module, world(), False, None)
         self.model = model
         ddp = cast(DistributedDataParallel, model)  # of which it is all that is needed
         groups = ProcessGroups(ddp, timeout, columns=model.columns)

@@ -116,7 +116,7 @@ class ActiveAverager:
         self._known: list[list[int]] = []  # parameters in each group of each optimizer, when these were found
         self._said_untrained = self._said_lbfgs = False
         self._noted: list[weakref.ref[Optimizer]] = []  # on every rank
-        size = ranks.size // groups.local_size if config.elastic is None else sys.maxsize  # hosts that may come
+        size = groups.members.size if config.elastic is None else sys.maxsize  # hosts that may come
         compressor = _dense_if_alone(config.compressor, size)
         self._first = replace(config, compressor=compressor)
         self._make(self._first)
@@ -171,7 +171,8 @@ class ActiveAverager:
             self.layer_fusion.group_by(self._numbers)
             return
         pieces = pieces_of(self.parameters, self.config.compressor, self._numbers)
-        self.averager.regroup(make_groups(self.parameters, self.config.compressor, apart(self._names, pieces)))
+        groups = apart(self._names, pieces)
+        self.averager.regroup(make_groups(self.parameters, self.config.compressor, groups, self.averager.cut))
 
     def _warn_of_lbfgs(self) -> None:
         """Warn once where LBFGS steps with means that are not those of this step's gradients."""
@@ -281,12 +282,12 @@ class ActiveAverager:
 
 
 def _dense_if_alone(compressor: Compressor, size: int) -> Compressor:
-    """``compressor``, or among ``size`` = 1 ranks, or nodes, its dense form: there is nobody to send to."""
+    """``compressor``, or among ``size`` = 1 members its dense form: there is nobody to send to."""
     if size > 1:
         return compressor
     if not isinstance(named := without_format(compressor), Dense):
         rank_zero_warn(
-            f"There is one rank, node or replica, and nobody to send to: {named} is not used, and every step "
+            f"There is one rank, machine or replica, and nobody to send to: {named} is not used, and every step "
             "updates all elements. Start more, or use strategy='auto'."
         )
     return compressor.dense_variant()
@@ -306,22 +307,13 @@ def make_averager(
     """Return what averages so: gradients, or with local steps what optimizers did.
 
     ``broadcasts_buffers``: ranks share buffers, as ``ddp`` was made.
-
-    Raises:
-        ValueError: if nodes and parameters that may be unused are combined.
     """
-    if groups.local_size > 1 and ddp.find_unused_parameters:
-        raise ValueError(
-            f"local_group={groups.local_size} cannot be combined with find_unused_parameters=True: ranks of a node "
-            "may use different parameters, and only one may keep what is unsent of them. Leave one of them out."
-        )
     if config.local is not None:
         return _local_steps(ddp, parameters, config, config.local, groups, broadcasts_buffers)
     return GradientAverager(
-        lay_out(parameters, config.compressor, config.fusion, config.bucket_bytes),
+        lay_out(parameters, config.compressor, config.fusion, config.bucket_bytes, groups.cut),
         groups.comms(beside_ddp=False),
         threaded=not groups.nccl,
-        node=groups if groups.local_size > 1 else None,
         may_be_unused=ddp.find_unused_parameters,
         scaler=scaler,
         may_sum_in_place=config.may_sum_in_place,
@@ -339,7 +331,7 @@ def _local_steps(
 ) -> Averager:
     settings = local.with_lead(config.compressor)
     laid_out, fragments = lay_out_fragments(
-        parameters, config.compressor, config.fusion, local.parts, config.bucket_bytes
+        parameters, config.compressor, config.fusion, local.parts, config.bucket_bytes, groups.cut
     )
     ignored = {uncompiled(name) for name in ddp.parameters_to_ignore}
     untrained = untrained_of(ddp.module, ignored | parameters.keys())

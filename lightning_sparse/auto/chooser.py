@@ -78,10 +78,11 @@ def _shared(
     averager: Averager, candidates: Sequence[Candidate], forecast: Callable[[Candidate], Forecast]
 ) -> list[Forecast]:
     """Return the forecast of each candidate, made by one of the ranks; to be called on every rank, with the same."""
-    own = [vars(forecast(candidate)) for candidate in candidates[averager.rank :: averager.size]]
+    ranks = averager.lanes.everyone
+    own = [vars(forecast(candidate)) for candidate in candidates[ranks.rank :: ranks.size]]
     numbers = [{name: x for name, x in each.items() if name != "candidate"} for each in own]
     every = [json.loads(each) for each in averager.lanes.gather_text(json.dumps(numbers))]
-    return [Forecast(c, **every[i % averager.size][i // averager.size]) for i, c in enumerate(candidates)]
+    return [Forecast(c, **every[i % ranks.size][i // ranks.size]) for i, c in enumerate(candidates)]
 
 
 class Chooser:
@@ -218,7 +219,8 @@ class Chooser:
     def _look(self, averager: Averager) -> None:
         """Predict the step of each candidate, and gather gradients of all ranks."""
         self._has_looked, own = True, self._record.gradients()
-        of_each = averager.lanes.run_message(lambda comm: comm.all_gather(own.flatten().bfloat16()))[:RANKS].float()
+        rows = averager.lanes.on_first(lambda lane: lane.comm.all_gather(own.flatten().bfloat16()).wait())
+        of_each = rows[:RANKS].float()  # of the members, which have recorded the same slices
         self._gradients, self._weights = of_each.unflatten(1, own.shape), self._record.weights()
         self.forecasts = _shared(averager, self._candidates, self._forecast_of)
         for candidate in self._looks:
@@ -226,7 +228,7 @@ class Chooser:
 
     def _try(self, averager: Averager, untried: Sequence[Forecast]) -> None:
         """Try on gradients, on each rank one, those that may be soonest."""
-        candidates = [f.candidate for f in sorted(untried, key=lambda f: f.seconds)[: averager.size]]
+        candidates = [f.candidate for f in sorted(untried, key=lambda f: f.seconds)[: averager.lanes.everyone.size]]
         expected = {f.candidate: f for f in self.forecasts}
         found = _shared(averager, candidates, lambda c: tried(expected[c], self._gradients, self._weights))
         self.forecasts = list((expected | {f.candidate: f for f in found}).values())

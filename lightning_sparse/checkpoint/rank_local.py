@@ -20,7 +20,8 @@ from lightning_sparse.engine.checksum import checksum
 from lightning_sparse.local_steps.buffers import bytes_of, from_bytes, saved_names
 from lightning_sparse.network.agreement import MOST_NAMED, differences, everywhere, ranks_having
 from lightning_sparse.network.comm import Comm
-from lightning_sparse.network.torch_comm import TorchComm
+from lightning_sparse.network.cut import Cut
+from lightning_sparse.network.process_groups import Between
 
 # Tags tell of a tensor what it stands for; "" is before them all.
 EXACT = ":exact"  # values of another dtype than the parameter's, which stay so
@@ -299,13 +300,15 @@ class RankLocalState:
 
 def gather_local(
     local: LocalState,
-    ranks: TorchComm,
+    between: Between,
     device: torch.device,
-    rows: Callable[[Tensor], Tensor] | None,
+    rows: Callable[[Tensor], Tensor],
+    mean: Callable[[Tensor], Tensor],
+    per_rank: bool,
     parts: RankLocalState,
 ) -> dict[str, Any]:
-    """What else differs between ranks with local steps; ``rows`` gathers it, or is None where means are kept."""
-    average = rows or (lambda x: ranks.mean(x.reshape(-1).to(device)).view(x.shape))
+    """What else differs between ranks with local steps; ``rows`` gathers it of each member, ``mean`` of all."""
+    ranks, average = between.everyone, rows if per_rank else mean
     _check_same_number(len(parts.optimizers), ranks, device)
     kept: dict[str, Any] = {
         **local.state(),
@@ -314,7 +317,7 @@ def gather_local(
             for optimizer in parts.optimizers
         ],
     }
-    if rows is None:
+    if not per_rank:
         return kept
     if local.sampled is not None:
         kept["sampled"] = rows(local.sampled)
@@ -322,14 +325,20 @@ def gather_local(
         kept["scaler"] = rows(torch.tensor([state[key] for key in SCALER], dtype=torch.float64, device="cpu"))
     others = parts.others(local)
     if different := _different(others, ranks, device):
-        kept["buffers"] = {name: _rows_of(others[name], rows) for name in different}
+        kept["buffers"] = {name: _rows_of(others[name], rows, between.inside, device) for name in different}
     return kept
 
 
-def _rows_of(x: Tensor, rows: Callable[[Tensor], Tensor]) -> Tensor:
-    """What ``rows`` gathers of a tensor of any type, [P, *s] on the first rank and [0, *s] elsewhere."""
-    every = rows(bytes_of(x))
-    return from_bytes(every, torch.Size([len(every), *x.shape]), x.dtype)
+def _rows_of(x: Tensor, rows: Callable[[Tensor], Tensor], inside: Comm | None, device: torch.device) -> Tensor:
+    """What ``rows`` gathers of a tensor of any type, [M, *s] on the first rank and [0, *s] elsewhere.
+
+    Where members have L ranks, each of which has its own, [M, L, *s].
+    """
+    raw, shape = bytes_of(x), list(x.shape)
+    if inside is not None:
+        raw, shape = inside.all_gather(raw.to(device)).wait(), [inside.size, *shape]
+    every = rows(raw)
+    return from_bytes(every, torch.Size([len(every), *shape]), x.dtype)
 
 
 def _check_same_number(optimizers: int, ranks: Comm, device: torch.device) -> None:
@@ -388,13 +397,15 @@ def is_set(name: str, tensors: Mapping[str, Tensor], state: State) -> bool:
 
 
 @torch.no_grad()
-def restore_parts(state: State, rank: int, local: LocalState, parts: RankLocalState) -> None:
-    """Set this rank's own loss scale, and its own of what is not averaged."""
+def restore_parts(state: State, rank: int, cut: Cut, local: LocalState, parts: RankLocalState) -> None:
+    """Set the own loss scale of member ``rank``, and this rank's own of what is not averaged."""
     kept, others = state.local, parts.others(local)
     if parts.scaler is not None and "scaler" in kept and (now := parts.scaler.state_dict()):
         scale, growth = kept["scaler"][rank].tolist()
         parts.scaler.load_state_dict(now | dict(zip(SCALER, (scale, int(growth)), strict=True)))
     saved = {name: every[rank] for name, every in kept.get("buffers", {}).items() if name in others}
+    if cut.count > 1:
+        saved = {name: every[cut.index] for name, every in saved.items()}
     own = {name: x for name, x in saved.items() if others[name].shape == x.shape}
     for name in own.keys() - local.buffers.keys():
         others[name].copy_(own.pop(name))

@@ -1,5 +1,6 @@
 """The gradient not yet sent, on its way into a checkpoint and back."""
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -17,18 +18,23 @@ from lightning_sparse.checkpoint.rank_local import (
     with_buffers_apart,
 )
 from lightning_sparse.checkpoint.state import KEY, State, mean_used
+from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.averager import Averager, LocalState
-from lightning_sparse.engine.groups import UNSENT_GRADIENT, carry_over, not_carried
+from lightning_sparse.engine.groups import OF_WEIGHTS, UNSENT_GRADIENT, carry_over, not_carried
+from lightning_sparse.engine.inside import gather_tensors, whole_of
+from lightning_sparse.local_steps.replica import VELOCITY
 from lightning_sparse.network.agreement import agree, everywhere, ranks_having
 from lightning_sparse.network.comm import Comm
-from lightning_sparse.network.torch_comm import TorchComm
+from lightning_sparse.network.process_groups import Between
+
+SLICE, SLICED = "{} of slice {}", re.compile(r" of slice \d+$")  # what is remembered of one
 
 
 def gather(
     averager: Averager,
     residuals: str,  # "per_rank" or "mean"
-    leaders: TorchComm | None,  # the ranks, or with nodes the first of each; None on the others, for which it speaks
+    between: Between,  # whom this rank may send to; of a member the first rank speaks for all
     compressor: str,  # what was given to average with, as text
     plan: Mapping[str, Any],  # of LayerFusion
     parts: RankLocalState,
@@ -38,29 +44,75 @@ def gather(
 
     Called on every rank; one parameter at a time, so that rank 0 never holds a second copy.
     """
+    cut, leaders = averager.cut, between.column if averager.cut.index == 0 else None
 
-    def rows(x: Tensor) -> Tensor:  # [*s] -> [P, *s] on the first rank, [0, *s] elsewhere
+    def rows(x: Tensor) -> Tensor:  # [*s] -> [M, *s] on the first rank, [0, *s] elsewhere
         flat = x.reshape(-1).to(averager.device)
         every = leaders.gather(flat) if leaders else flat.new_empty((0, flat.numel()), device="cpu")
         return every.view(len(every), *x.shape)
 
+    def mean(x: Tensor) -> Tensor:  # [*s] -> [*s], on the first rank of all members
+        flat = x.reshape(-1).to(averager.device)
+        return (leaders.mean(flat) if leaders else flat.cpu()).view(x.shape)
+
     unsent: dict[str, Tensor] = {}
     groups: list[dict[str, Any]] = []
-    for group in averager.kept(keep_means):
-        for name, shape, slot in zip(group.names, group.shapes, group.slots(group.unsent), strict=True):
-            if residuals == "mean":
-                unsent[name] = (leaders.mean(slot) if leaders else slot.cpu()).view(shape)
-            else:
-                unsent[name] = rows(slot.view(shape))
+    kept_groups = zip(averager.kept(keep_means), averager.compressors, strict=True)
+    for group, averaging in kept_groups:
+        parts_of = zip(group.names, group.shapes, group.parameters, group.slots(group.unsent), strict=True)
+        for name, shape, parameter, slot in parts_of:
+            whole = whole_of({name: slot.view(shape)}, {name: parameter}, cut, between.inside)[name]
+            unsent[name] = (mean if residuals == "mean" else rows)(whole)
         if residuals == "per_rank":
-            memory = {key: rows(kept) for key, kept in sorted(group.memory.items())}
+            memory = _memory_of_member(group, averaging, between.inside, averager.device)
+            memory = {key: rows(kept) for key, kept in sorted(memory.items())}
             groups.append({"names": list(group.names), "memory": memory, "step": group.step})
     kept: dict[str, Any] = {}
     if averager.local is not None:
-        assert leaders is not None  # there are no nodes
-        kept = gather_local(averager.local, leaders, averager.device, rows if residuals == "per_rank" else None, parts)
+        kept = gather_local(averager.local, between, averager.device, rows, mean, residuals == "per_rank", parts)
     steps, means = steps_of(averager), averager.due_means if keep_means else {}
-    return State(residuals, averager.size, steps, unsent, groups, compressor, plan, kept, means)
+    slices = {"slices": cut.count} if cut.count > 1 else {}
+    return State(residuals, averager.size, steps, unsent, groups, compressor, plan, kept, means, **slices)
+
+
+# - what is remembered of groups, where the ranks of a member have a slice each
+
+
+def _memory_of_member(
+    group: Group, compressor: Compressor, inside: Comm | None, device: torch.device
+) -> dict[str, Tensor]:
+    """What all ranks of this member remember of ``group``: of each element together, and of slices by their number."""
+    if inside is None:
+        return group.memory
+    every = gather_tensors(group.memory, inside, device)
+    sizes = group.cut.sizes([p.shape for p in group.parameters])
+    found: dict[str, Tensor] = {}
+    for key in sorted(set().union(*every)):
+        if key in (*compressor.per_element, *OF_WEIGHTS, VELOCITY):
+            have = [memory[key] for memory in every if key in memory]
+            empty = have[0].new_empty(0)
+            slots = [memory.get(key, empty).split(of_rank) for memory, of_rank in zip(every, sizes, strict=True)]
+            found[key] = torch.cat([slot for of_parameter in zip(*slots, strict=True) for slot in of_parameter])
+        else:
+            found |= {SLICE.format(key, i): memory[key] for i, memory in enumerate(every) if key in memory}
+    return found
+
+
+def _own_memory(memory: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
+    """What this rank remembers, of what :func:`_memory_of_member` returned."""
+    if group.cut.count == 1:
+        return dict(memory)
+    shapes, own, ending = [p.shape for p in group.parameters], {}, SLICE.format("", group.cut.index)
+    for key, x in memory.items():
+        if key.endswith(ending):
+            own[key.removesuffix(ending)] = x
+        elif not SLICED.search(key):
+            parts = zip(shapes, x.split([shape.numel() for shape in shapes]), strict=True)
+            own[key] = torch.cat([group.cut.own(part.view(shape)).reshape(-1) for shape, part in parts])
+    return own
+
+
+# - a state of all ranks, and back
 
 
 def steps_of(averager: Averager) -> int:
@@ -110,7 +162,7 @@ def restore(averager: Averager, state: State | None, compressor: str, parts: Ran
     if state is not None and local is not None:
         state = with_buffers_apart(state, local.buffers)
         local.adopt([group["names"] for group in state.groups] or [list(state.unsent)])
-    lost = [] if state is None else list(_differences(state, averager.size, compressor))
+    lost = [] if state is None else list(_differences(state, averager.size, averager.cut.count, compressor))
     saved = [] if state is None else _groups(state, averager, memories=not lost)
     new = list(zip(averager.groups, averager.compressors, strict=True))
     shapes = {(name, shape) for group in saved for name, shape in zip(group.names, group.shapes, strict=True)}
@@ -152,11 +204,11 @@ def _restore_local(
     rows = state.rows_of(averager.rank, averager.size)
     for optimizer, tensors in zip(parts.optimizers, state.optimizers, strict=False):
         set_tensors(optimizer, {key: mean_used(x, rows) for key, x in tensors.items()})
-    same_ranks = state.ranks == averager.size
+    same_ranks = state.ranks == averager.size and state.slices == averager.cut.count
     sampled = state.local.get("sampled") if same_ranks else None
     local.resume(state.local, None if sampled is None else sampled[averager.rank].clone())
     if same_ranks:
-        restore_parts(state, averager.rank, local, parts)
+        restore_parts(state, averager.rank, averager.cut, local, parts)
 
 
 def _of_this_kind(state: State | None, local: bool) -> State | None:
@@ -181,12 +233,14 @@ def _of_this_kind(state: State | None, local: bool) -> State | None:
     return state
 
 
-def _differences(state: State, size: int, compressor: str) -> Iterator[str]:
+def _differences(state: State, size: int, slices: int, compressor: str) -> Iterator[str]:
     """Yield in words what is not as when ``state`` was saved, parameters apart."""
     if state.ranks not in (0, size):
         yield (
             f"{state.size} ranks wrote it and {size} read it, so each starts from the mean of what they had not sent"
         )
+    elif state.ranks and state.slices != slices:
+        yield f"a member had {state.slices} ranks and has {slices}, so {compressor} learns thresholds anew"
     if state.compressor != compressor:
         yield f"it was written with {state.compressor}, so {compressor} learns thresholds anew"
     elif state.checksum is None:  # nobody knows what would come of what compressors kept
@@ -201,14 +255,14 @@ def _groups(state: State, averager: Averager, memories: bool) -> list[Group]:
     groups = []
     for index, kept in enumerate([*state.groups, rest]):
         saved = [state.unsent[name] for name in kept["names"]]
-        group = Group(index, tuple(kept["names"]), tuple(x[0] if rows else x for x in saved))
+        group = Group(index, tuple(kept["names"]), tuple(x[0] if rows else x for x in saved), averager.cut)
         group.step = kept.get("step", state.steps)
         for slot, x in zip(group.slots(group.unsent), saved, strict=True):
-            slot.copy_(mean_used(x, rows).reshape(-1))
-        if memories:
-            group.memory = {key: _beside(x[averager.rank], averager.device) for key, x in kept["memory"].items()}
-        elif (unsent := kept["memory"].get(UNSENT_GRADIENT)) is not None:
-            group.memory = {UNSENT_GRADIENT: _beside(mean_used(unsent, rows), averager.device)}
+            slot.copy_(group.cut.own(mean_used(x, rows)).reshape(-1))
+        memory = {key: x[averager.rank] for key, x in kept["memory"].items()} if memories else {}
+        if not memories and (unsent := kept["memory"].get(UNSENT_GRADIENT)) is not None:
+            memory = {UNSENT_GRADIENT: mean_used(unsent, rows)}
+        group.memory = {key: _beside(x, averager.device) for key, x in _own_memory(memory, group).items()}
         groups.append(group)
     return groups
 

@@ -71,6 +71,7 @@ class State:
     local: Mapping[str, Any] = field(default_factory=dict)
     #: Of a step whose optimizer had not stepped the mean of each gradient, [*shape] float32; else empty.
     means: Mapping[str, Tensor] = field(default_factory=dict)
+    slices: int = 1  # L, ranks of a member, of which each remembers a slice of each group
     checksum: Any = None  # one of what all ranks share, then one of each rank's rows; None: taken out by hand
 
     @classmethod
@@ -94,7 +95,10 @@ class State:
             )
         if not _is_tensors(means := saved.get("means", {})):
             raise ValueError(f"means must be a dictionary of tensors by name; got {_shown(means)}")
-        state = cls(**{name: saved[name] for name in SCHEMA}, local=local, means=means, checksum=saved.get("checksum"))
+        if not is_whole(slices := saved.get("slices", 1), 1):
+            raise ValueError(f"slices must be an integer of at least 1; got {_shown(slices)}")
+        further: dict[str, Any] = {"local": local, "means": means, "slices": slices, "checksum": saved.get("checksum")}
+        state = cls(**{name: saved[name] for name in SCHEMA}, **further)
         rows = state.rows_of(rank, size)
         for wrong in chain(state._wrong(rows), state._altered(rows)):
             raise ValueError(wrong)
@@ -140,7 +144,8 @@ class State:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what goes into a file, with the checksums of what is in it."""
-        further = {key: x for key, x in (("local", self.local), ("means", self.means)) if x}
+        further: dict[str, Any] = {key: x for key, x in (("local", self.local), ("means", self.means)) if x}
+        further |= {"slices": self.slices} if self.slices > 1 else {}
         return {name: getattr(self, name) for name in SCHEMA} | further | {"checksum": self.checksums()}
 
     @property
@@ -151,7 +156,7 @@ class State:
 
     def described(self) -> dict[str, object]:
         """Return what must be the same on every rank that goes on with it."""
-        kept = {name: getattr(self, name) for name in (*SCHEMA, "checksum")}
+        kept = {name: getattr(self, name) for name in (*SCHEMA, "slices", "checksum")}
         kept["groups"] = [(group["names"], sorted(group["memory"])) for group in self.groups]
         kept["unsent"] = {name: list(x.shape) for name, x in self.unsent.items()}
         kept["means"] = sorted(self.means)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_sparse import kernels
+from lightning_sparse.network.comm import Comm
+from lightning_sparse.network.cut import WHOLE, Cut
 from lightning_sparse.selection.sparse import Sparse, clear
 from lightning_sparse.selection.streams import draw
 
@@ -35,17 +37,18 @@ class HostCopy:
 
 @dataclass
 class Group:
-    """Parameters whose gradients are sent together.  n = elements in the group.
+    """Parameters whose gradients are sent together.  n = elements that this rank sends of them.
 
     Args:
         index: position in the order in which groups are sent.
         names: of the parameters, in the order in which they lie in ``unsent``.
         parameters: the parameters themselves.
+        cut: which slice of each this rank has to send, where several ranks share the work.
 
     Attributes:
         unsent: [n] float32, this rank's gradient that has not been sent yet.
         mask_bytes: of the bytes this rank sent in the last step, those that only said which elements follow.
-        shapes: of the parameters when the group was made.
+        shapes: of the parts when the group was made.
         memory: the compressor's own tensors, under the same names and of the same shapes on every rank; saved with a
             checkpoint.
         step: optimizer steps this group has taken part in.
@@ -53,11 +56,13 @@ class Group:
         target: elements the compressor meant to update in the last step.
         overflow: elements this rank meant to send in the last step but kept, for want of room in a message; likewise.
         weights: the values of the parameters in this step, where an optimizer changes them meanwhile; else None.
+        inside: the ranks that send the other slices of the same, for who needs a sum over all of them; None if alone.
     """
 
     index: int
     names: tuple[str, ...]
     parameters: tuple[Tensor, ...]
+    cut: Cut = WHOLE
     unsent: Tensor = field(init=False)
     memory: dict[str, Tensor] = field(default_factory=dict)
     mask_bytes: int = 0
@@ -66,20 +71,31 @@ class Group:
     target: int = 0
     overflow: int | Tensor = 0
     weights: Sequence[Tensor] | None = field(default=None, repr=False)
+    inside: Comm | None = field(default=None, repr=False)
     _sparse: bool = field(default=False, repr=False)  # the total of the last step was
     _zeroed_early: bool = field(default=False, repr=False)
     _on_host: dict[str, HostCopy] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        self.shapes = [p.shape for p in self.parameters]
-        self.sizes = [p.numel() for p in self.parameters]
+        self.shapes = [part.shape for part in self.parts]
+        self.sizes = [part.numel() for part in self.parts]
         device = self.parameters[0].device if self.parameters else torch.device("cpu")
         self.unsent = torch.zeros(sum(self.sizes), dtype=torch.float32, device=device)
 
     @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """Of each parameter what this rank sends: a view, or where it sends all the parameter itself."""
+        return self.parameters if self.cut.count == 1 else tuple(self.cut.own(p.detach()) for p in self.parameters)
+
+    @property
     def n(self) -> int:
-        """Elements in the group."""
+        """Elements in the group that this rank sends."""
         return self.unsent.numel()
+
+    @property
+    def elements(self) -> int:
+        """Elements of the parameters, which are the same number on every rank."""
+        return sum(p.numel() for p in self.parameters)
 
     def slots(self, flat: Tensor) -> tuple[Tensor, ...]:
         """``flat`` [n] cut into one view a parameter, in the order of ``names``."""

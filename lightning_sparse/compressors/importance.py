@@ -116,7 +116,7 @@ class ImportancePruning(Compressor):
 
     def _importances(self, group: Group) -> Iterator[Tensor]:
         """|unsent / weight| for the elements of each layer that has any."""
-        weights = group.parameters if group.weights is None else group.weights
+        weights = group.parts if group.weights is None else group.weights
         for slot, parameter in zip(group.slots(group.unsent), weights, strict=True):
             if slot.numel():
                 eps = float(self.eps)  # torch takes no integers beyond 64 bits

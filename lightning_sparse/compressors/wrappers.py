@@ -185,7 +185,7 @@ class MomentumCorrection(Wrapper):
     def accumulate(self, group: Group, gradients: Sequence[Tensor | None], size: int, scale: float = 1.0) -> None:
         """Add each gradient to its velocity, and the velocity to what is unsent."""
         if self.clip_norm is not None:
-            scale *= _shrunk(gradients, scale, self.clip_norm / math.sqrt(size))
+            scale *= _shrunk(group, gradients, scale, self.clip_norm / math.sqrt(size))
         velocities: list[Tensor | None] = []
         for velocity, gradient in zip(group.slots(_velocity(group)), gradients, strict=True):
             if gradient is None:
@@ -215,9 +215,12 @@ def _velocity(group: Group) -> Tensor:
     return group.memory["velocity"]
 
 
-def _shrunk(gradients: Sequence[Tensor | None], scale: float, most: float) -> float:
+def _shrunk(group: Group, gradients: Sequence[Tensor | None], scale: float, most: float) -> float:
     """The factor, at most 1, that takes the Euclidean norm of all ``gradients``, times ``scale``, down to ``most``."""
     # In float64: a norm that overflows would scale a finite gradient down to nothing.
     norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients if g is not None]
-    norm = scale * float(torch.stack(norms).norm()) if norms else 0.0
+    square = torch.stack(norms).square().sum() if norms else group.unsent.new_zeros((), dtype=torch.float64)
+    if group.inside is not None:
+        square = group.inside.all_reduce(square.reshape(1)).wait()
+    norm = scale * math.sqrt(float(square))
     return most / norm if norm > most else 1.0

@@ -22,6 +22,7 @@ from lightning_sparse.engine.lanes import Lanes
 from lightning_sparse.engine.observers import Sample
 from lightning_sparse.engine.timeline import Timeline
 from lightning_sparse.network.comm import Comm
+from lightning_sparse.network.cut import WHOLE, Cut
 from lightning_sparse.settings import as_text
 
 
@@ -157,6 +158,11 @@ class Averager(ABC):
         if [(group.names, as_text(c)) for group, c in old] != [(group.names, as_text(c)) for group, c in groups]:
             carry_over(self.groups, groups, memories)
             self.lay_out(groups)
+
+    @property
+    def cut(self) -> Cut:
+        """Which slice of each parameter this rank sends."""
+        return next((group.cut for group in self.groups), WHOLE)
 
     @property
     def group_step(self) -> int:

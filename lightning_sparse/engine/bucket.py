@@ -1,6 +1,5 @@
 """DDP's buckets until they are given back averaged, and what the step cost in which they were."""
 
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +9,6 @@ from torch.futures import Future
 
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.lanes import Lanes
-from lightning_sparse.network.comm import Pending
 from lightning_sparse.network.costs import traffic
 from lightning_sparse.network.torch_comm import future_on
 
@@ -22,21 +20,12 @@ class PendingBucket:
 
     def __init__(self, buffer: Tensor, parameters: Sequence[Tensor]) -> None:
         self.buffer, self.parameters = buffer, parameters
-        self.summed: Pending | None = None  # its sum over this rank's node, under way
-        self._waiting = threading.Lock()
         self.missing = len(self.parameters)  # parameters whose mean is not in the buffer yet
         self.future: Future[Tensor] = future_on(buffer.device)
 
     def gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Each parameter and its gradient, a view of the buffer."""
         return gradients_of(self.buffer, self.parameters)
-
-    def wait(self) -> None:
-        """Wait until its gradients may be read."""
-        with self._waiting:  # lanes may have a group each in it
-            if self.summed is not None:
-                self.summed.wait()
-                self.summed = None  # a message is waited for once: over Gloo the second time would not end
 
     def give_back(self) -> None:
         self.future.set_result(self.buffer)

@@ -12,6 +12,7 @@ from lightning_sparse.checks import is_names, matches
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import Exact
 from lightning_sparse.compressors.group import Group
+from lightning_sparse.network.cut import WHOLE, Cut
 
 FUSIONS = ("layer", "bucket", "none")
 HAND_OVERS = 10  # calls of our hook in a backward; of smaller parts each takes longer than it gains
@@ -138,9 +139,9 @@ def apart(groups: Iterable[Sequence[str]], pieces: Sequence[Piece]) -> list[list
 
 
 def make_groups(
-    parameters: Mapping[str, Tensor], compressor: Compressor, groups: Sequence[Sequence[Piece]]
+    parameters: Mapping[str, Tensor], compressor: Compressor, groups: Sequence[Sequence[Piece]], cut: Cut = WHOLE
 ) -> list[tuple[Group, Compressor]]:
-    """Make a :class:`Group` of each of ``groups``; returns it with what averages it.
+    """Make a :class:`Group` of each of ``groups``, of the slices that ``cut`` says; returns it with what averages it.
 
     A parameter without an optimizer is summed exactly: nobody clears its ``.grad``, to which each backward adds.
     """
@@ -151,7 +152,7 @@ def make_groups(
         return compressor.dense_variant() if piece.dense else compressor
 
     return [
-        (Group(index, tuple(p.name for p in group), tuple(parameters[p.name] for p in group)), averages(group[0]))
+        (Group(index, tuple(p.name for p in group), tuple(parameters[p.name] for p in group), cut), averages(group[0]))
         for index, group in enumerate(groups)
     ]
 
@@ -161,9 +162,10 @@ def lay_out(
     compressor: Compressor,
     fusion: str | Sequence[str],
     bucket_bytes: int = BUCKET_BYTES,
+    cut: Cut = WHOLE,
 ) -> list[tuple[Group, Compressor]]:
     """Make groups of ``parameters``, given in the order of definition; returns each with what averages it."""
-    return make_groups(parameters, compressor, fuse(pieces_of(parameters, compressor), fusion, bucket_bytes))
+    return make_groups(parameters, compressor, fuse(pieces_of(parameters, compressor), fusion, bucket_bytes), cut)
 
 
 # - of local steps
@@ -175,6 +177,7 @@ def lay_out_fragments(
     fusion: str | Sequence[str],
     fragments: int,
     bucket_bytes: int = BUCKET_BYTES,
+    cut: Cut = WHOLE,
 ) -> tuple[list[tuple[Group, Compressor]], list[int]]:
     """Cut parameters into ``fragments`` that take turns, as even as whole parameters allow, and those into groups.
 
@@ -191,7 +194,7 @@ def lay_out_fragments(
     for fragment in range(fragments):
         own = [piece for piece in pieces if fragment_of[piece.name] == fragment]
         groups += [unit for unit in units if unit[0] in own] if whole else fuse(own, "bucket", bucket_bytes)
-    made = make_groups(parameters, compressor, groups)
+    made = make_groups(parameters, compressor, groups, cut)
     return made, [fragment_of[group.names[0]] for group, _ in made]
 
 

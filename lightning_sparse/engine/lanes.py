@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lightning_sparse.network.agreement import everywhere
 from lightning_sparse.network.comm import Comm, Pending, Rounds, expect_pending, without_autocast
-from lightning_sparse.selection.sparse import Sparse
 
 T = TypeVar("T")
 
@@ -26,10 +25,12 @@ class Lanes:
     """All lanes of a rank, on which groups are averaged beside training, and questions are asked between two steps.
 
     Args:
-        comms: the ranks, once for each lane; nobody else may launch messages on them.
+        comms: the ranks, once for each lane, or this rank's column of members; nobody else may launch messages on them.
         threaded: give each lane a thread of its own.
         device: of what is sent.
         asked: who answers :meth:`run_message`; None: the ranks of the first lane.
+
+    What all decide together is asked of every rank of every member: columns would decide differently.
 
     [Note: who issues messages] Each group is sent on the lane with the fewest elements before it.  A lane is one
     process group and one issuer, which runs its groups one after the other in a fixed order, so that on each process
@@ -79,14 +80,19 @@ class Lanes:
         """The result of one message, launched on the first lane."""
         if self._asked is not None:
             return launch(self._asked).wait()
-        return self.on_first(lambda lane: launch(lane.comm).wait())
+        return self.on_first(lambda lane: launch(lane.comm.everyone).wait())
 
     def gather_text(self, text: str) -> list[str]:
         """Return what each rank says, by rank."""
-        return self.on_first(lambda lane: everywhere(text, lane.comm, self._device))
+        return self.on_first(lambda lane: everywhere(text, lane.comm.everyone, self._device))
+
+    @property
+    def everyone(self) -> Comm:
+        """Who answers questions, whose number and rank say which answer is whose."""
+        return self._lanes[0].comm.everyone
 
     def run_message_beside(self, launch: Callable[[Comm], Pending]) -> "Answer":
-        """Do as :meth:`run_message`, within a step and without waiting, once the first lane has done what it has to do.
+        """Do as :meth:`run_message` in a lane, within a step and without waiting, once it has done what it has to do.
 
         ``launch`` makes what it sends itself, on the lane's stream.  What the caller has made might be freed under way.
         """
@@ -116,7 +122,7 @@ class Lanes:
 
     def spent(self) -> list[int]:
         """Bytes that lanes have sent, nanoseconds in compressors' own code, nanoseconds of waiting for messages."""
-        every = [(lane.comm.sent_bytes, lane.compress_ns, lane.network_ns) for lane in self._lanes]
+        every = [(lane.sent_bytes, lane.compress_ns, lane.network_ns) for lane in self._lanes]
         return [sum(each) for each in zip(*every, strict=True)]
 
     def close(self, within_a_step: bool) -> bool:
@@ -194,9 +200,15 @@ class Lane:
         self._thread.join(timeout=PATIENCE_S)
         return not self._thread.is_alive()
 
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank has sent to other members since the start."""
+        others = self.comm.everyone
+        return self.comm.sent_bytes + (others.sent_bytes if others is not self.comm else 0)
+
     @without_autocast()
-    def run(self, rounds: Rounds, meanwhile: Callable[[], None] = lambda: None) -> Tensor | Sparse:
-        """Run a compressor to its end, and ``meanwhile`` while its first message is under way.
+    def run(self, rounds: Rounds[T], meanwhile: Callable[[], None] = lambda: None) -> T:
+        """Run a compressor to its end, or a part of one, and ``meanwhile`` while its first message is under way.
 
         Counts the time it worked and the time it waited.
         """
@@ -214,8 +226,8 @@ class Lane:
         except StopIteration as stop:
             self.network_ns += waited_ns
             self.compress_ns += time.perf_counter_ns() - start_ns - waited_ns
-            total: Tensor | Sparse = stop.value
-            return total
+            returned: T = stop.value
+            return returned
 
 
 class Answer:

@@ -228,7 +228,7 @@ class GradientRecord:
 
     def weights(self) -> Tensor:
         """The parameters' values at the same elements, [m]."""
-        flat = [torch.cat([p.detach().reshape(-1) for p in group.parameters]).float() for group in self._groups]
+        flat = [torch.cat([p.detach().reshape(-1) for p in group.parts]).float() for group in self._groups]
         return torch.cat([x[places] for x, places in zip(flat, self._places, strict=True)])
 
     def _read(self) -> list[Tensor]:

@@ -122,7 +122,7 @@ class LayerFusion:
         averager, before, self.compressor = self.averager, self.compressor, layout.compressor
         self._groups = [tuple(names) for names in layout.groups]
         pieces = pieces_of(self._parameters, self.compressor, self._optimizers)
-        new = make_groups(self._parameters, self.compressor, apart(self._groups, pieces))
+        new = make_groups(self._parameters, self.compressor, apart(self._groups, pieces), averager.cut)
         averager.regroup(new, memories=same(before, self.compressor))
         self.plan, self.phase = layout.plan, "try"
 
@@ -217,7 +217,7 @@ class LayerFusion:
         try:  # on every rank, so that compressing takes as long as in a step, in which all do it at once
             pieces, kinds, _ = costs.of_model(at_work)
             _, kinds_from_now_on, _ = costs.of_model(compressor.active(averager.group_step))
-            if averager.rank == 0:
+            if averager.lanes.everyone.rank == 0:
                 calibration = calibrate(pieces, kinds, measured)
                 plan = best_plan(pieces_of(self._parameters, compressor), kinds_from_now_on, measured, calibration)
                 rank_zero_info(f"LayerFusion: {plan}")

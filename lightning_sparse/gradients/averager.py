@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future as LaneFuture
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -22,6 +22,7 @@ from lightning_sparse.compressors.group import Group, HostCopy
 from lightning_sparse.engine.averager import Averager, lanes_of
 from lightning_sparse.engine.bucket import PendingBucket, Report, gradients_of
 from lightning_sparse.engine.groups import carry_over, some
+from lightning_sparse.engine.inside import mean_of_slices, share
 from lightning_sparse.engine.lanes import Lane, Lanes
 from lightning_sparse.engine.observers import GradientRecord, Sample
 from lightning_sparse.gradients.discards import Discards
@@ -29,7 +30,6 @@ from lightning_sparse.gradients.in_place import SumsInPlace
 from lightning_sparse.gradients.loss_scale import LossScale
 from lightning_sparse.gradients.unused_parameters import UsedParameters
 from lightning_sparse.network.comm import Comm, Pending
-from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.network.torch_comm import explained, finished
 from lightning_sparse.selection.sparse import Sparse
 
@@ -43,13 +43,14 @@ class GradientAverager(Averager):
     (:class:`SumsInPlace`).
 
     The way of a gradient: :meth:`hook` takes a bucket, :meth:`hand_over` submits each group that is complete to its
-    lane, and there :meth:`_average` runs the compressor and gives the buckets back whose means are all there.
+    lane, and there :meth:`_average` runs the compressor and gives the buckets back whose means are all there.  Where a
+    member has several ranks, these first make of their gradients the member's, of which each has a slice; the
+    compressor runs on slices, and their means are shared inside.
 
     Args:
         groups: as for :class:`Averager`.
-        comms: the ranks, once for each lane.
+        comms: the ranks, or columns of members, once for each lane.
         threaded: give each lane a thread of its own.
-        node: of this rank, if there are nodes: then ``comms`` are of nodes, and one averages its ranks' gradients.
         may_be_unused: some parameters may get no gradient in a step (DDP's ``find_unused_parameters``).
         scaler: what scales the loss, if anything does.
         may_sum_in_place: sums may depend on DDP's buckets, which a checkpoint does not keep.
@@ -66,18 +67,17 @@ class GradientAverager(Averager):
         comms: Sequence[Comm],
         *,
         threaded: bool,
-        node: ProcessGroups | None = None,
         may_be_unused: bool = False,
         scaler: torch.amp.GradScaler | None = None,
         may_sum_in_place: bool = False,
         held: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
         lanes = lanes_of(groups, comms, threaded)
-        needs_groups = node is not None or scaler is not None or may_be_unused
+        needs_groups = scaler is not None or may_be_unused
         self.in_place = SumsInPlace(lanes[0].comm, may_sum_in_place and not needs_groups)
         self.nothing_unsent = False
         self.discards = Discards(held or {})
-        self._node, self._scaler = node, scaler
+        self._scaler = scaler
         self._resumed = ResumedMeans(scaler)
         self._lock = threading.Lock()  # around what several lanes change
         self._step: Step | None = None  # the last one that has begun
@@ -90,7 +90,7 @@ class GradientAverager(Averager):
     def lay_out(self, groups: Sequence[tuple[Group, Compressor]]) -> None:
         super().lay_out(groups)
         self._group_of = {p: group for group in self._groups for p in group.parameters}
-        self._queues = self.lanes.orders_of([group.n for group in self._groups])
+        self._queues = self.lanes.orders_of([group.elements for group in self._groups])
         self.in_place.lay_out(self._groups, self.compressors)
         self.nothing_unsent = False
         self.discards.lay_out(self._groups, self.compressors)
@@ -225,9 +225,6 @@ class GradientAverager(Averager):
             return bucket.future
         last = step.has_arrived
         if last and step.loss_scale:  # beside the last groups' messages, so that nobody waits for it
-            if self._node:
-                with torch.cuda.stream(self.lanes[0].stream):
-                    self._node.sum_inside(step.loss_scale.overflowed).wait()
             self._submit(step, 0, Step.ask_for_overflow)
         averages = [
             self._submit(step, lane, partial(self._average, index=index))
@@ -255,11 +252,6 @@ class GradientAverager(Averager):
         if step.loss_scale:
             step.loss_scale.take_in(bucket.buffer)
         self.lanes.wait_for_caller()
-        if self._node and bucket.buffer.numel():
-            with torch.cuda.stream(self.lanes[0].stream):
-                bucket.summed = self._node.sum_inside(bucket.buffer)
-                if self._node.nccl:  # one message after the other: see [Note: who issues messages]
-                    bucket.wait()
         step.take_in(bucket, self._group_of)
 
     def _submit(self, step: "Step", lane: int, work: Callable[["Step", Lane], None]) -> "LaneFuture[None]":
@@ -293,16 +285,18 @@ class GradientAverager(Averager):
             step.loss_scale.keep(group)
         arrived = [step.gradients.pop(parameter) for parameter in group.parameters]
         gradients, buckets = [gradient for gradient, _ in arrived], [bucket for _, bucket in arrived]
-        for bucket in set(buckets):
-            bucket.wait()
-        with self._new_in(step, group, gradients, compressor.per_element) as new:
-            compressor.accumulate(group, new, self.size, 1 / self._node.local_size if self._node else 1.0)
+        own = [group.cut.own(gradient) for gradient in gradients]
+        group.inside = lane.comm.inside
+        with self._new_in(step, lane, group, gradients, compressor.per_element) as new:
+            compressor.accumulate(group, new, self.size)
             for observer in self._observers:
                 observer.before(group)
-            total = lane.run(take_step(compressor, group, lane.comm), partial(group.zero_gradients_early, gradients))
+            total = lane.run(take_step(compressor, group, lane.comm), partial(group.zero_gradients_early, own))
             if isinstance(total, Sparse) and self.device.type == "cpu" and not total.values.sum().isfinite():
                 group.unsent.nan_to_num_(0.0, 0.0, 0.0)  # else it would arrive over many steps, a part in each
-            group.hand_back(total, gradients, self.size)
+            group.hand_back(total, own, self.size)
+            if lane.comm.inside is not None:
+                lane.run(share(gradients, group.cut, lane.comm.inside))
         busy_ns = time.perf_counter_ns() - start_ns - (lane.network_ns - waited_ns)
         self.timeline.average(group, taken_up, busy_ns / 1e9)
         with self._lock:
@@ -314,14 +308,23 @@ class GradientAverager(Averager):
                 self._finish(step)  # before backward can go on and look
             step.give_back()
 
+    @contextmanager
     def _new_in(
-        self, step: "Step", group: Group, gradients: Sequence[Tensor], per_element: Sequence[str]
-    ) -> AbstractContextManager[Sequence[Tensor | None]]:
+        self, step: "Step", lane: Lane, group: Group, gradients: Sequence[Tensor], per_element: Sequence[str]
+    ) -> Iterator[Sequence[Tensor | None]]:
         """The part of each of ``gradients`` that this step adds, until the means are in their place."""
+
+        def joined(new: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+            if lane.comm.inside is None:
+                return new
+            return lane.run(mean_of_slices(new, gradients, group.cut, lane.comm.inside, self._used is not None))
+
         if self._used is None:
-            return nullcontext(gradients)
+            yield joined(gradients)
+            return
         unscale = step.loss_scale.unscale if step.loss_scale else lambda mean: mean
-        return self._used.new_in(group, gradients, unscale, per_element)
+        with self._used.new_in(group, gradients, unscale, per_element, joined) as new:
+            yield new
 
     def _end_in_place(self, step: "Step", buckets: Sequence[PendingBucket], sums: Future[list[Tensor]]) -> None:
         """Give back buckets that were summed where they lay, on a thread of the backend."""
@@ -497,7 +500,7 @@ class Step:
     def ask_for_overflow(self, lane: Lane) -> None:
         """Launch the message that says how many ranks found a gradient that is not finite."""
         assert self.loss_scale is not None
-        self.overflowed = lane.comm.all_reduce(self.loss_scale.overflowed)
+        self.overflowed = lane.comm.everyone.all_reduce(self.loss_scale.overflowed)
 
     def count_averaged(self, buckets: Sequence[PendingBucket]) -> None:
         """Count one group as averaged, with a parameter in each of ``buckets``, some perhaps named twice."""

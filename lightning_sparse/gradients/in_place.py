@@ -23,12 +23,13 @@ class SumsInPlace:
     nobody keeps rounding errors in bfloat16.
 
     Args:
-        comm: the ranks.
+        comm: the ranks, or a column of members.  Where these have several ranks, all ranks are summed over if the
+            backend does it machine by machine, as NCCL does; over Gloo more would cross than of slices.
         may: it is allowed, and there is no more to do than to sum.
     """
 
     def __init__(self, comm: Comm, may: bool) -> None:
-        self._comm, self.may = comm, may
+        self._comm, self.may = comm.everyone, may and (comm.inside is None or comm.costs.by_backend)
         self._unsummed: list[PendingBucket] = []  # of this step, what no message has yet
         self._least_bytes = 0  # of the next message; the first is as short as DDP's
 

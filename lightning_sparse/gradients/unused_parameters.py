@@ -41,25 +41,23 @@ class UsedParameters:
         gradients: Sequence[Tensor],
         unscale: Callable[[Tensor], Tensor],
         per_element: Sequence[str] = (),
-    ) -> Iterator[list[Tensor | None]]:
+        joined: Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]] = lambda new: new,
+    ) -> Iterator[Sequence[Tensor | None]]:
         """Yield what a step adds to each gradient; None where a parameter got none: its unsent part is laid aside.
 
         At the end, when the means are in their place, put back what was laid aside, and earlier means.  ``gradients``
         are as DDP's bucket holds them; ``unscale`` takes the loss scale out of an earlier mean.  ``per_element`` are
         the keys of what is remembered of each element, which stays as it is where a parameter got no gradient.
+        ``joined`` makes of what is new on this rank that of its member, this rank's slices.
         """
         laid_aside: list[tuple[Tensor, Tensor]] = []  # slots emptied for this step, and what they held
         remembered: list[tuple[Tensor, Tensor]] = []  # slots of the group's memory, and what they held
         earlier: list[tuple[Tensor, Tensor]] = []  # gradients, and the means to be added to theirs
         new: list[Tensor | None] = []
         memory = [group.slots(group.memory[key]) for key in per_element if key in group.memory]
-        of_each = zip(group.parameters, gradients, group.slots(group.unsent), strict=True)
-        for i, (parameter, gradient, slot) in enumerate(of_each):
+        for parameter, gradient in zip(group.parameters, gradients, strict=True):
             if parameter not in self._used:
                 new.append(None)
-                laid_aside.append((slot, slot.clone()))
-                slot.zero_()
-                remembered += [(slots[i], slots[i].clone()) for slots in memory]
                 if parameter.grad is not None:
                     earlier.append((gradient, gradient.clone()))
             elif parameter in self._earlier:
@@ -68,7 +66,13 @@ class UsedParameters:
                 earlier.append((gradient, mean))
             else:
                 new.append(gradient)
-        yield new
+        joint = joined(new)
+        for i, (x, slot) in enumerate(zip(joint, group.slots(group.unsent), strict=True)):
+            if x is None:
+                laid_aside.append((slot, slot.clone()))
+                slot.zero_()
+                remembered += [(slots[i], slots[i].clone()) for slots in memory]
+        yield joint
         for place, kept in laid_aside + earlier:
             place.add_(kept)
         for place, kept in remembered:

@@ -50,6 +50,17 @@ T = TypeVar("T", default=Tensor | Sparse)
 Rounds = Generator[Pending, Tensor, T]
 
 
+def completed(rounds: Rounds[T]) -> T:
+    """Run what yields messages to its end, and return its result."""
+    try:
+        pending = next(rounds)
+        while True:
+            pending = rounds.send(pending.wait())
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+
+
 @dataclass
 class Meter:
     """What one rank has launched since the start."""
@@ -88,6 +99,8 @@ class Buffers:
 class Comm(ABC):
     """The messages that one rank may send to the others.  P = ``size``.
 
+    Where members have several ranks these are the ranks of a column, of each member the one that has the same slice.
+
     Each method launches a message and returns at once; the result is what ``yield`` gives back.  Several may be
     in flight.  Every rank launches the same messages in the same order with the same shapes, whatever its data.
     A tensor handed over must not be touched before its message was yielded.
@@ -95,15 +108,27 @@ class Comm(ABC):
     Attributes:
         buffers: memory for messages.
         costs: what sums go by.
+        inside: the ranks of this rank's member; None where it is alone in it.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
+        self.inside: Comm | None = None
+        self._everyone: Comm | None = None
         self.buffers = Buffers()
         self.costs = Costs(size)
         self._meter = Meter()
         self._wire_dtype: ValueFormat = FLOAT32
+
+    def within(self, inside: "Comm", everyone: "Comm") -> None:
+        """Be a column of members that have the ranks ``inside``, of ``everyone``."""
+        self.inside, self._everyone = inside, everyone
+
+    @property
+    def everyone(self) -> "Comm":
+        """All ranks of all members."""
+        return self._everyone or self
 
     @property
     def wire_dtype(self) -> ValueFormat:
@@ -136,6 +161,9 @@ class Comm(ABC):
     def release(self) -> None:
         """Give back memory and process groups.  No message may be under way, and none can be sent afterwards."""
         self.buffers.free()
+        for other in (self.inside, self._everyone):
+            if other is not None:
+                other.release()
 
     def all_reduce(self, x: Tensor, direct: bool | None = None) -> Pending:
         """Sum over all ranks, in place: [*s] -> [*s], bit-identical on every rank.

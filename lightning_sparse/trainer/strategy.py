@@ -27,6 +27,7 @@ from lightning_sparse.hook import SparseHook
 from lightning_sparse.local_steps.settings import LocalSteps
 from lightning_sparse.monitor.pictures import draw_timeline
 from lightning_sparse.network.elastic import Elastic
+from lightning_sparse.network.members import AUTO
 from lightning_sparse.options import Options
 from lightning_sparse.trainer.elastic_host import ElasticHost, own_order
 from lightning_sparse.trainer.shown_average import BeforeCallbacks, ShownAverage
@@ -89,7 +90,7 @@ class SparseMixin(_Base):
         wire_dtype: str | None = None,
         warmup_steps: int = 0,
         residuals: str = "per_rank",
-        local_group: int | str = 1,
+        local_group: int | str = AUTO,
         local_steps: int | LocalSteps = 0,
         elastic: bool | Elastic = False,
         **ddp_kwargs: Any,
