@@ -349,6 +349,7 @@ def _local_steps(
             lead_is_given=local.lead is not None,
         )
     device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
+    inside = groups.between.inside
     return LocalAverager(
         laid_out,
         fragments,
@@ -359,6 +360,7 @@ def _local_steps(
         compressor=config.compressor,
         lead_is_given=local.lead is not None,
         buffers=ModuleBuffers(ddp.module, ignored, broadcasts_buffers, device),
+        inside=inside,
     )
 
 

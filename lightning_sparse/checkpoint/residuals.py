@@ -199,7 +199,8 @@ def _restore_local(
     }
     own -= {name for name in own if parts.is_loaded and is_set(name, parts.tensors, state)}
     late = not parts.is_loaded and any(is_set(name, parts.tensors, state) for name in own)
-    averages = {name: x.to(averager.device) for name, x in state.local.get("averages", {}).items() if name in own}
+    whole = {name: x for name, x in state.local.get("averages", {}).items() if name in own}
+    averages = {name: averager.cut.own(x.to(averager.device)) for name, x in whole.items()}
     local.unpack(state.steps, own, averages, late)
     rows = state.rows_of(averager.rank, averager.size)
     for optimizer, tensors in zip(parts.optimizers, state.optimizers, strict=False):

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported at run time only
 from torch.futures import Future
@@ -20,6 +20,7 @@ from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.bucket import Report, gradients_of
 from lightning_sparse.engine.groups import carry_over
+from lightning_sparse.engine.inside import share
 from lightning_sparse.engine.lanes import Lane, Lanes
 from lightning_sparse.local_steps.buffers import ModuleBuffers, derive_anew
 from lightning_sparse.local_steps.optimizers import Rates, why_not_alone
@@ -29,8 +30,9 @@ from lightning_sparse.local_steps.set_by_others import SetByOthers
 from lightning_sparse.local_steps.settings import LocalSteps
 from lightning_sparse.local_steps.untrained import Comparison, Untrained, replicas_of
 from lightning_sparse.local_steps.weights import Phase, Phases, Weights
-from lightning_sparse.network.agreement import ranks_having
-from lightning_sparse.network.torch_comm import finished
+from lightning_sparse.network.comm import Comm, completed
+from lightning_sparse.network.cut import Cut
+from lightning_sparse.network.torch_comm import TorchComm, finished
 
 
 class LocalAverager(Averager):
@@ -52,6 +54,8 @@ class LocalAverager(Averager):
         compressor: with what they are averaged.
         lead_is_given: by who trains; else ranks do not look ahead with optimizers that make it in vain.
         buffers: of the module.
+        inside: the ranks of this member, which train the same weights together, for the thread that trains; None where
+            it is one rank.
     """
 
     def __init__(
@@ -66,13 +70,18 @@ class LocalAverager(Averager):
         compressor: Compressor | None = None,
         lead_is_given: bool = True,
         buffers: ModuleBuffers | None = None,
+        inside: TorchComm | None = None,
     ) -> None:
         super().__init__(groups, lanes)
+        self._inside = inside
         self.settings = settings
         self._rates = Rates(settings.lead or 1.0, lead_is_given)
         of = zip(groups, fragments, strict=True)
         scratch = Scratch()
-        self.weights = Weights([Replica(group, c, i, settings, scratch=scratch) for (group, c), i in of])
+        self.weights = Weights(
+            [Replica(group, c, i, settings, scratch=scratch) for (group, c), i in of],
+            partial(_share, self.cut, inside),
+        )
         self.set_by_others = SetByOthers(self.weights)
         self.shared_buffers = buffers or ModuleBuffers(None)
         self.moments = SecondMoments(self.groups if settings.second_moments == "mean" else ())
@@ -130,12 +139,15 @@ class LocalAverager(Averager):
         self._phases.end_forward()
 
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
-        """DDP's communication hook: gives every rank its own gradients back, with what was unsent at first."""
+        """DDP's communication hook: gives every member its own gradients back, with what was unsent at first."""
         self._phases.check_backward()
         for parameter, gradient in gradients_of(bucket.buffer(), bucket.parameters()) if self._unsent_gradients else ():
-            gradient.add_(self._unsent_gradients.pop(parameter, 0.0))
+            if (unsent := self._unsent_gradients.pop(parameter, None)) is not None:
+                self.cut.own(gradient).add_(unsent, alpha=self.cut.count)  # of which the mean inside keeps one
         if bucket.is_last():
             self._phases.backward(self.weights.versions())
+        if self._inside is not None and bucket.buffer().numel():
+            return self._inside.mean_of_bucket(bucket.buffer())
         return finished(bucket.buffer(), self.device)
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -224,6 +236,7 @@ class LocalAverager(Averager):
             self.set_by_others.look()
             for replica in pending.replicas:
                 replica.apply_move()
+            self.weights.share(pending.replicas)
             self.set_by_others.accept()
             self.shared_buffers.receive()
             self.moments.receive()
@@ -283,7 +296,13 @@ class LocalAverager(Averager):
             self.settle()
         with torch.inference_mode(False), torch.no_grad():  # in which an evaluation may ask for it
             self.set_by_others.look()
-            self.weights.show()
+            if self._inside is not None and not settle and not self.weights.shown:
+                rank_zero_warn(
+                    "The parameters hold what this machine has trained, not the average of all: its ranks have a slice "
+                    "each of that, and one of them may be gone."
+                )
+            else:
+                self.weights.show()
             if settle and buffers and self.phase is not Phase.ENDED:
                 self._show_buffers()
             derive_anew(self.shared_buffers.module)
@@ -322,13 +341,13 @@ class LocalAverager(Averager):
             self._end_comparison()
 
     def _begin_comparison(self) -> None:
-        self._comparison.begin(self.lanes[0])
+        self._comparison.begin(self.lanes[0], self.weights.checksum_of_own)
 
     def _end_comparison(self) -> None:
         """Average what has changed, too, starting from the mean over the ranks, and look ahead if that is of use."""
         for replica in self._replicas_of(self._comparison.end()):
             own = replica.average.clone()
-            replica.average.copy_(self._sum(own) / self.members)
+            replica.average.copy_(self._sum(own) / self.members)  # of this rank's slices
             self.weights.add(replica)
         if self._comparison.lead_ends:
             self._end_lead()
@@ -337,23 +356,26 @@ class LocalAverager(Averager):
         if self.phase is Phase.ENDED:
             return
         trained = {name for each in self.weights.replicas if not each.is_untrained for name in each.group.names}
-        sums = {name: x for name, x in self.weights.checksums().items() if name in trained}
+        sums = {name: x for name, x in self.weights.checksums(self.weights.averages()).items() if name in trained}
         if not sums:
             return
         own = torch.stack(list(sums.values())).to(self.device)
         every = self.lanes.run_message(lambda comm: comm.all_gather(own)).cpu()  # [P, k]
-        differ = [name for name, column in zip(sums, every.T, strict=True) if (column != column[0]).any()]
+        members = self.lanes[0].comm.members
+        columns = [every[column] for column in members.columns]  # of ranks that have the same slices
+        differ = [name for i, name in enumerate(sums) if any((rows[:, i] != rows[0, i]).any() for rows in columns)]
         if differ:
-            parties = ranks_having([tuple(row) for row in every.tolist()])
+            parties = members.differing_in_columns([tuple(row) for row in every.tolist()])
             raise RuntimeError(
                 "Weights that are set after the last step must be set on every rank, to the same, as they are the "
-                f"average of all ranks then; got others on {' and on '.join(parties.values())}: {differ[0]}"
+                f"average of all ranks then; got others on {parties}: {differ[0]}"
                 f"{f' and {len(differ) - 1} more' if len(differ) > 1 else ''}. Set them on all ranks, or set them in a "
                 "copy of the model."
             )
 
     def _sum(self, x: Tensor) -> Tensor:
-        return self.lanes.run_message(lambda comm: comm.all_reduce(x))
+        """The sum of ``x``, of this rank's slices, over the members."""
+        return self.lanes.on_first(lambda lane: lane.comm.all_reduce(x).wait()) if x.numel() else x
 
     def adopt(self, groups: Iterable[Collection[str]]) -> None:
         for names in groups:
@@ -362,7 +384,7 @@ class LocalAverager(Averager):
 
     def _replicas_of(self, names: Collection[str]) -> list[Replica]:
         found = self.untrained.take(names)
-        made = replicas_of(found, self._compressor, self.settings, self.weights.replicas)
+        made = replicas_of(found, self._compressor, self.settings, self.weights.replicas, self.cut)
         self.lay_out([(each.group, each.compressor) for each in (*self.weights.replicas, *made)])
         return made
 
@@ -399,6 +421,7 @@ class LocalAverager(Averager):
             unsent.zero_()
             replica.apply_move()
             replica.start_anew()
+        self.weights.share(self.weights.replicas)
         self._show_buffers()
         self.shared_buffers.keep_shown()
 
@@ -428,11 +451,12 @@ class LocalAverager(Averager):
 
     def state(self) -> dict[str, Any]:
         self.moments.read(self.members)
+        averages = self.weights.whole_averages()
         return {
             "moments": {key: x.cpu() for key, x in self.mean_moments.state().items()},
-            "checksums": self.weights.checksums() | self.shared_buffers.checksums(),
+            "checksums": self.weights.checksums(averages) | self.shared_buffers.checksums(),
             "seen": {name: x.cpu() for name, x in self.untrained.seen.items()},
-            "averages": self.weights.averages_beyond_parameters(),
+            "averages": self.weights.beyond_parameters(averages),
             "differing": list(self.shared_buffers.differing),
         }
 
@@ -465,7 +489,7 @@ class LocalAverager(Averager):
 
     @property
     def own(self) -> Mapping[str, Tensor]:
-        """This rank's own weights x_r of each parameter by name, of its shape."""
+        """This rank's own weights x_r by name, of what it owns of each parameter."""
         return self.weights.named(self.weights.own)
 
     @property
@@ -513,7 +537,8 @@ class PendingExchange:
         """Have the lanes average ``replicas`` over ``size`` ranks, in an order that all ranks keep to."""
         self.replicas = replicas
         self._lanes.wait_for_caller()
-        for lane, queue in zip(self._lanes, self._lanes.queues_of([each.group.n for each in replicas]), strict=True):
+        queues = self._lanes.queues_of([each.group.elements for each in replicas])
+        for lane, queue in zip(self._lanes, queues, strict=True):
             for i in queue:
                 self.launch(lane, partial(_average, replicas[i], size))
 
@@ -538,3 +563,9 @@ class PendingExchange:
 
 def _average(replica: Replica, size: int, lane: Lane) -> None:
     replica.set_move(lane.run(replica.reduce(lane.comm)), size)
+
+
+def _share(cut: Cut, inside: Comm | None, wholes: Sequence[Tensor]) -> None:
+    """Have all ranks of a member hold what each has set of the slices that it owns, the same bits."""
+    if inside is not None and wholes:
+        completed(share(wholes, cut, inside))

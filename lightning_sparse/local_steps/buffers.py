@@ -81,7 +81,7 @@ class ModuleBuffers:
         now = self._named() if asks or self.differing else {}
         if due := {name: now[name] for name in self.differing if name in now}:
             self._message = self._message_of(due)
-        if asks := asks and bool(now) and lane.comm.size > 1:
+        if asks := asks and bool(now) and lane.comm.everyone.size > 1:
             self._asked, self._words = list(now), self._words_of(now, None if compares else self._set)
         lane.wait_for_caller()
         if self._message is not None:
@@ -92,7 +92,7 @@ class ModuleBuffers:
 
     def _gather(self, lane: Lane) -> None:
         assert self._words is not None
-        self._every = lane.comm.all_gather(self._words).wait()
+        self._every = lane.comm.everyone.all_gather(self._words).wait()
 
     def receive(self) -> None:
         """Take what has arrived, unless somebody has set it meanwhile; learn which differ, to be sent next."""
@@ -117,7 +117,7 @@ class ModuleBuffers:
             return
         self._note_what_was_set()
         words = self._words_of(now, self._set)
-        every = on_lane(lambda lane: lane.comm.all_gather(words).wait())
+        every = on_lane(lambda lane: lane.comm.everyone.all_gather(words).wait())
         assert every is not None
         differing, told = self._compared(list(now), every)
         if differing:
@@ -316,9 +316,10 @@ class BufferMessage:
 
     def send(self, lane: Lane) -> None:
         """Send it; to be called on every rank."""
-        self._is_first = lane.comm.rank == 0
-        pending = [] if self._sums is None else [lane.comm.all_reduce(self._sums)]
-        pending += [] if self._bytes is None else [lane.comm.broadcast(self._bytes, 0)]
+        comm = lane.comm.everyone
+        self._is_first = comm.rank == 0
+        pending = [] if self._sums is None else [comm.all_reduce(self._sums)]
+        pending += [] if self._bytes is None else [comm.broadcast(self._bytes, 0)]
         for each in pending:
             each.wait()
 

@@ -26,6 +26,8 @@ Find = Callable[[], Tensor]
 class Replica:
     """The weights of a group on this rank, x_r, which are its parameters, and the average x̄.  n = elements.
 
+    Where a member has several ranks, whose weights are the same, this is of the slices that this rank owns.
+
     Over all P ranks, what a step of the exchange does obeys the law of gradients, with updates in their place:
     ``P * (what x̄ moved) + sum(unsent after) == sum(unsent before + update)``, to the rounding of the weights.
 
@@ -83,12 +85,18 @@ class Replica:
     @torch.no_grad()
     def note_set(self, place: int, value: Tensor, before: Tensor | None) -> None:
         """Note that somebody has set the parameter at ``place``: all that is unsent, if ``before`` is not known."""
-        known = (self._own or self.averages())[place] if before is None else before
-        self.set_by_others.add(place, value, known, self.average)
+        cut = self.group.cut
+        known = (self._own or self.averages())[place] if before is None else cut.own(before)
+        self.set_by_others.add(place, cut.own(value.detach()), known, self.average)
 
-    def tensors(self) -> list[Tensor]:
+    def wholes(self) -> list[Tensor]:
         """The parameters, as they are; a module may have put another tensor in the place of a frozen one."""
         return [find() for find in self._find] or list(self.group.parameters)
+
+    def tensors(self) -> list[Tensor]:
+        """Of each parameter the slice that this rank owns, or all."""
+        cut = self.group.cut
+        return self.wholes() if cut.count == 1 else [cut.own(whole.detach()) for whole in self.wholes()]
 
     def values(self) -> list[Tensor]:
         """The values of the parameters, on the device of x̄: after a fit Lightning has moved the model to the CPU."""

@@ -18,10 +18,12 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_sparse.compressors.group import Group
+from lightning_sparse.engine.inside import share
 from lightning_sparse.engine.lanes import Lane
 from lightning_sparse.local_steps.optimizers import PLAIN
 from lightning_sparse.local_steps.replica import HALVES
 from lightning_sparse.network.comm import Comm, Rounds, without_autocast
+from lightning_sparse.network.cut import WHOLE
 from lightning_sparse.network.sums import sum_values
 from lightning_sparse.selection.streams import draw
 from lightning_sparse.wire import BFLOAT16
@@ -102,6 +104,7 @@ class SecondMoments:
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._places: dict[Tensor, _Place] = {}
+        self._cut = next((group.cut for group in groups), WHOLE)  # the ranks of a member compare a part each
         end = 0
         named = sorted(item for group in groups for item in zip(group.names, group.parameters, strict=True))
         for parameter in (p for _, p in named if p.numel()):  # in an order that no grouping changes
@@ -210,8 +213,14 @@ class SecondMoments:
     def sum_up(self, comm: Comm) -> Rounds:
         """Compare the ranks' gradients in bfloat16; to be run to its end, on every rank; returns sums [2 m]."""
         assert self._sent is not None
-        sums = yield from sum_values(torch.cat([self._sent, self._sent.square()]), comm.in_format(BFLOAT16))
-        self._sums = sums.view(2, -1).clone()
+        every = torch.cat([self._sent, self._sent.square()])
+        own, sums = self._cut.own(every).clone(), every
+        if own.numel():
+            total = yield from sum_values(own, comm.in_format(BFLOAT16))
+            self._cut.own(sums).copy_(total)
+        if comm.inside is not None:
+            yield from share([sums], self._cut, comm.inside)
+        self._sums = sums.view(2, -1)
         return self._sums
 
     def compare(self, lane: Lane) -> None:

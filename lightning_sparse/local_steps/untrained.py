@@ -1,6 +1,6 @@
 """Frozen parameters: which of them change, though no optimizer trains them."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future as LaneFuture
 from functools import reduce
 from itertools import groupby
@@ -15,7 +15,8 @@ from lightning_sparse.engine.checksum import checksum
 from lightning_sparse.engine.lanes import Lane
 from lightning_sparse.local_steps.replica import Find, Replica
 from lightning_sparse.local_steps.settings import LocalSteps
-from lightning_sparse.network.agreement import ranks_having
+from lightning_sparse.network.cut import WHOLE, Cut
+from lightning_sparse.network.members import alone
 
 
 class Untrained:
@@ -52,7 +53,10 @@ class Untrained:
 
 
 class Comparison:
-    """What ranks tell each other from time to time: which of ``untrained`` have changed, and averages that were set."""
+    """What ranks tell each other from time to time: which of ``untrained`` have changed, and averages that were set.
+
+    Where members have several ranks, these tell each other a checksum of their weights too, which must be the same.
+    """
 
     def __init__(self, untrained: Untrained, device: torch.device) -> None:
         self.untrained, self._device = untrained, device
@@ -66,49 +70,57 @@ class Comparison:
         """Note that somebody has set the average, which has this checksum now, however often and when."""
         self._set = 1 + checksum % 2**62
 
-    def begin(self, lane: Lane) -> None:
-        """Tell the other ranks; to be called on every rank."""
+    def begin(self, lane: Lane, weights: Callable[[], int]) -> None:
+        """Tell the other ranks, and those of this member a checksum of its ``weights``; to be called on every rank."""
         self.untrained.begin()
-        own = torch.tensor([self._set, self.leads_in_vain], dtype=torch.int64, device="cpu")
+        of_member = [weights()] if lane.comm.inside is not None else []
+        own = torch.tensor([self._set, self.leads_in_vain, *of_member], dtype=torch.int64, device="cpu")
         row = torch.cat([own, self.untrained.changed()]).to(self._device, non_blocking=True)
         self._set, self._sent = 0, (lane, row)
         lane.wait_for_caller()
-        self.under_way = lane.submit(lambda: lane.comm.all_gather(row).wait())
+        self.under_way = lane.submit(lambda: lane.comm.everyone.all_gather(row).wait())
 
     def end(self) -> list[str]:
         """Return the names of those that have changed on any rank, if ranks have told each other.
 
         Raises:
-            RuntimeError: on every rank, if averages were set that are not the same.
+            RuntimeError: on every rank, if averages were set that are not the same, or the weights of a member are not.
         """
         if self.under_way is None:
             return []
         result, self.under_way = self.under_way.result(), None
-        if self._sent is not None:
-            self._sent[0].have_caller_wait()
-        rows, self._sent = result.cpu(), None
-        if len(parties := ranks_having(rows[:, 0].tolist())) > 1:
+        assert self._sent is not None
+        (lane, _), self._sent = self._sent, None
+        lane.have_caller_wait()
+        rows, comm = result.cpu(), lane.comm
+        members = alone(len(rows)) if comm.inside is None else comm.members
+        if parties := members.differing_in_columns(rows[:, 0].tolist()):
             raise RuntimeError(
                 "Weights that are set while the parameters hold the average of all ranks must be set on every rank, to "
-                f"the same; got others on {' and on '.join(parties.values())}. Load or change weights on all of them."
+                f"the same; got others on {parties}. Load or change weights on all of them."
             )
         self.lead_ends = bool(rows[:, 1].any())
-        changed = rows[:, 2:].any(0).tolist()
+        if members.local_size > 1 and (parties := members.differing_inside(rows[:, 2].tolist())):
+            raise RuntimeError(
+                "The ranks of a machine must have the same weights, which they train together; got others on "
+                f"{parties}. Set weights on all of them, and have optimizers draw the same random numbers on all."
+            )
+        changed = rows[:, -len(self.untrained.watched) :].any(0).tolist() if self.untrained.watched else []
         return [name for name, moved in zip(self.untrained.watched, changed, strict=True) if moved]
 
 
 def replicas_of(
-    found: Mapping[str, Find], compressor: Compressor, settings: LocalSteps, others: Sequence[Replica]
+    found: Mapping[str, Find], compressor: Compressor, settings: LocalSteps, others: Sequence[Replica], cut: Cut = WHOLE
 ) -> list[Replica]:
     """Make replicas of frozen parameters, one of each type, beside ``others``, in the fragment that has least."""
     made: list[Replica] = []
     kinds = {name: str(find().dtype) for name, find in found.items()}
     for _, members in groupby(sorted(found, key=lambda name: kinds[name]), kinds.__getitem__):
         names = tuple(members)
-        group = Group(len(others) + len(made), names, tuple(found[name]().detach() for name in names))
+        group = Group(len(others) + len(made), names, tuple(found[name]().detach() for name in names), cut)
         sizes = [0] * settings.parts
         for replica in (*others, *made):
-            sizes[replica.fragment] += replica.group.n
+            sizes[replica.fragment] += replica.group.elements
         finds = [found[name] for name in names]
         made.append(Replica(group, compressor, sizes.index(min(sizes)), settings, finds))
     return made

@@ -138,10 +138,16 @@ class Weights:
 
     Weights that somebody else sets while the average is shown, such as a loaded checkpoint, are the new average, of
     which nothing is unsent.
+
+    Args:
+        replicas: of all groups.
+        share: sets tensors, whole ones, to the slices that the ranks of this member own of them.
     """
 
-    def __init__(self, replicas: Sequence[Replica]) -> None:
-        self.replicas = list(replicas)
+    def __init__(
+        self, replicas: Sequence[Replica], share: Callable[[Sequence[Tensor]], None] = lambda wholes: None
+    ) -> None:
+        self.replicas, self._share = list(replicas), share
         # While the average is shown, of each parameter this rank's own weights; None where they are the average.
         self._held: list[list[Tensor | None]] | None = [[None] * len(each.group.names) for each in self.replicas]
         self.set_by_others = False  # somebody has set the average; whoever looks resets it
@@ -160,12 +166,17 @@ class Weights:
     def show(self) -> None:
         if self._held is None:
             self._held = [_show(replica) for replica in self.replicas]
+            self.share(self.replicas)
+
+    def share(self, replicas: Sequence[Replica]) -> None:
+        """Have all ranks of this member hold what each has set of the slices that it owns."""
+        self._share([whole for replica in replicas for whole in replica.wholes()])
 
     @torch.no_grad()
     def hide(self) -> None:
         self.take_over()
         for replica, held in zip(self.replicas, self._held or [], strict=False):
-            for p, own in zip(replica.tensors(), held, strict=True):
+            for p, own in zip(replica.wholes(), held, strict=True):
                 if own is not None:
                     p.copy_(own)
         self._held, self._late = None, False
@@ -188,11 +199,26 @@ class Weights:
             return replica.values()
         held = self._held[self.replicas.index(replica)]
         self._take_over(replica, held)
-        return [p if own is None else own for p, own in zip(replica.values(), held, strict=True)]
+        cut = replica.group.cut
+        return [p if own is None else cut.own(own) for p, own in zip(replica.values(), held, strict=True)]
 
     def shared(self, replica: Replica) -> list[Tensor]:
-        """The average of each parameter, of its shape; where it is shown the parameter itself."""
-        return replica.tensors() if self.shown else replica.averages()
+        """The average of each parameter, of its shape; where it is shown the parameter itself.
+
+        Where members have several ranks all of these must ask.
+        """
+        return replica.wholes() if self.shown else self._whole(replica, replica.averages())
+
+    def _whole(self, replica: Replica, slices: Sequence[Tensor]) -> list[Tensor]:
+        """All of each parameter, of which this rank has ``slices``."""
+        cut = replica.group.cut
+        if cut.count == 1:
+            return list(slices)
+        wholes = [x.new_empty(whole.shape) for x, whole in zip(slices, replica.wholes(), strict=True)]
+        for whole, x in zip(wholes, slices, strict=True):
+            cut.own(whole).copy_(x)
+        self._share(wholes)
+        return wholes
 
     def versions(self) -> list[int]:
         """The version of each parameter that is trained, which changes with its values."""
@@ -202,18 +228,33 @@ class Weights:
         """One number that tells whether ranks have the same average."""
         return sum((place + 1) * int(checksum(replica.average)) for place, replica in enumerate(self.replicas))
 
+    def checksum_of_own(self) -> int:
+        """One number that tells whether the ranks of a member have the same weights."""
+        held = self._held or [[None] * len(replica.group.names) for replica in self.replicas]
+        every = (
+            p if own is None else own
+            for replica, of_replica in zip(self.replicas, held, strict=True)
+            for p, own in zip(replica.wholes(), of_replica, strict=True)
+        )
+        return sum((place + 1) * int(checksum(x.detach())) for place, x in enumerate(every)) % 2**62
+
     def unsent(self, replica: Replica) -> Tensor:
         """What is unsent of ``replica`` on this rank, x_r - x̄ [n] float32; nothing of a mask, which is not finite."""
         unsent = replica.unsent(self.own(replica)).float()
         return unsent.nan_to_num(0.0, 0.0, 0.0) if replica.is_untrained else unsent
 
     def unsent_gradients(self) -> dict[Tensor, Tensor]:
-        """What is to be added to each parameter's next gradient, of its shape; empty once it was."""
+        """What is to be added to this rank's slice of each parameter's next gradient; empty once it was."""
         return {
-            p: slot.view(p.shape)
+            p: slot.view(shape)
             for replica in self.replicas
             if replica.unsent_gradient is not None
-            for p, slot in zip(replica.group.parameters, replica.group.slots(replica.unsent_gradient), strict=True)
+            for p, shape, slot in zip(
+                replica.group.parameters,
+                replica.group.shapes,
+                replica.group.slots(replica.unsent_gradient),
+                strict=True,
+            )
         }
 
     def forget_unsent_gradients(self) -> None:
@@ -231,19 +272,24 @@ class Weights:
         self.take_over()
         return self.named(Replica.averages)
 
-    def checksums(self) -> dict[str, Tensor]:
-        """One of x̄ by name, in the precision of the parameter."""
-        held = self.named(Replica.tensors)
-        return {name: checksum(x.to(held[name].dtype)).cpu() for name, x in self.averages().items()}
+    def whole_averages(self) -> dict[str, Tensor]:
+        """As :meth:`averages`, all of each; to be asked for by all ranks of a member."""
+        self.take_over()
+        return self.named(lambda replica: self._whole(replica, replica.averages()))
 
-    def averages_beyond_parameters(self) -> dict[str, Tensor]:
-        """x̄ by name, where parameters cannot hold it, in half precision."""
+    def checksums(self, averages: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """One of each of ``averages`` by name, in the precision of the parameter."""
         held = self.named(Replica.tensors)
-        return {name: x.cpu() for name, x in self.averages().items() if held[name].dtype in HALVES}
+        return {name: checksum(x.to(held[name].dtype)).cpu() for name, x in averages.items()}
+
+    def beyond_parameters(self, averages: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those of ``averages`` that parameters cannot hold, in half precision."""
+        held = self.named(Replica.tensors)
+        return {name: x.cpu() for name, x in averages.items() if held[name].dtype in HALVES}
 
     def shared_by_parameter(self) -> dict[Tensor, Tensor]:
         """Each parameter's x̄, of its shape; where it is shown the parameter itself."""
-        return dict(zip(self.named(Replica.tensors).values(), self.named(self.shared).values(), strict=True))
+        return dict(zip(self.named(Replica.wholes).values(), self.named(self.shared).values(), strict=True))
 
     def kept(self) -> Iterator[Group]:
         """Yield each group as a checkpoint keeps it: with this rank's own weights x_r [n] in place of what is unsent.
@@ -270,12 +316,13 @@ class Weights:
         """
         self._held, self._late = [self._restored(replica, names, averages) for replica in self.replicas], late
 
-    @staticmethod
-    def _restored(replica: Replica, names: Collection[str], averages: Mapping[str, Tensor]) -> list[Tensor | None]:
+    def _restored(
+        self, replica: Replica, names: Collection[str], averages: Mapping[str, Tensor]
+    ) -> list[Tensor | None]:
         group = replica.group
         for place, (name, tensor) in enumerate(zip(group.names, replica.tensors(), strict=True)):
             replica.start_from(place, averages.get(name, tensor))
-        own = replica.restore(group.unsent.clone())
+        own = self._whole(replica, replica.restore(group.unsent.clone()))
         group.unsent.zero_()
         for place, (name, average) in enumerate(zip(group.names, replica.averages(), strict=True)):
             if name not in names:
@@ -284,8 +331,8 @@ class Weights:
 
 
 def _show(replica: Replica) -> list[Tensor | None]:
-    """Set the parameters of ``replica`` to the average; return what they were."""
-    own = [p.detach().clone() for p in replica.tensors()]
+    """Set what this rank owns of the parameters of ``replica`` to the average; return what they were, all of them."""
+    own = [p.detach().clone() for p in replica.wholes()]
     with torch.no_grad():
         for p, average in zip(replica.tensors(), replica.averages(), strict=True):
             p.copy_(average)

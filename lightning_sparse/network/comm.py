@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import Self, TypeVar
 
 from lightning_sparse.network.costs import Costs, traffic
+from lightning_sparse.network.members import Members, alone
 from lightning_sparse.selection.sparse import Sparse
 from lightning_sparse.wire import FLOAT32, ValueFormat
 
@@ -109,21 +110,23 @@ class Comm(ABC):
         buffers: memory for messages.
         costs: what sums go by.
         inside: the ranks of this rank's member; None where it is alone in it.
+        members: which of :attr:`everyone` are together.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
         self.inside: Comm | None = None
+        self.members = alone(size)
         self._everyone: Comm | None = None
         self.buffers = Buffers()
         self.costs = Costs(size)
         self._meter = Meter()
         self._wire_dtype: ValueFormat = FLOAT32
 
-    def within(self, inside: "Comm", everyone: "Comm") -> None:
-        """Be a column of members that have the ranks ``inside``, of ``everyone``."""
-        self.inside, self._everyone = inside, everyone
+    def within(self, inside: "Comm", everyone: "Comm", members: Members) -> None:
+        """Be a column of ``members``, of which this rank's has the ranks ``inside``, and all together ``everyone``."""
+        self.inside, self._everyone, self.members = inside, everyone, members
 
     @property
     def everyone(self) -> "Comm":

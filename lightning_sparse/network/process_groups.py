@@ -10,7 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.cut import Cut
-from lightning_sparse.network.members import AUTO, Members, alone, members_of
+from lightning_sparse.network.machines import members_of
+from lightning_sparse.network.members import AUTO, Members, alone
 from lightning_sparse.network.torch_comm import TorchComm, carries_by_nccl
 
 LANES = 2  # over Gloo; one sends while the other adds
@@ -133,7 +134,7 @@ class ProcessGroups:
         """The groups of a lane, where members have several ranks."""
         comm = self._new_of(self.members.columns)
         everyone = self._new(self._ranks) if beside_ddp or not self.nccl else self._ddp_group
-        comm.within(self._new_of(self.members.ranks), TorchComm(everyone))
+        comm.within(self._new_of(self.members.ranks), TorchComm(everyone), self.members)
         return comm
 
     @contextmanager

@@ -66,7 +66,9 @@ class ShownAverage:
         local = self.averager.local
         if local is None or not local.within_step:
             self._strategy.show_average()  # which a user's own strategy may have extended
-        shared = local.shared if local else {}
+        # Of members of several ranks each has a slice of the average, which all must be there to put together.
+        may_gather = self.averager.cut.count == 1 or not self.others_may_be_gone()
+        shared = local.shared if local and may_gather else {}
         state: dict[str, Any] = _with_other_values(self._strategy.lightning_module, shared, get)
         return state
 
