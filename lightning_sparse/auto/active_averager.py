@@ -126,6 +126,7 @@ class ActiveAverager:
         assert ddp is not None
         ddp.broadcast_buffers = self._broadcasts_buffers and config.local is None  # the averager sends them then
         self.config = config
+        _normalise_over(self._groups, ddp.module, config.local is not None)
         means = self._groups, self._scaler, self._broadcasts_buffers
         self.averager: Averager = make_averager(ddp, self.parameters, config, *means)
         self.layer_fusion: LayerFusion | None = None
@@ -362,6 +363,18 @@ def _local_steps(
         buffers=ModuleBuffers(ddp.module, ignored, broadcasts_buffers, device),
         inside=inside,
     )
+
+
+def _normalise_over(groups: ProcessGroups, module: nn.Module, is_local: bool) -> None:
+    """Have SyncBatchNorm go over all ranks, or with local steps those of a member, so that no forward waits for others.
+
+    One with a process group that a user has given keeps it.
+    """
+    norms = [each for each in module.modules() if isinstance(each, nn.SyncBatchNorm)]
+    if norms and (inside := groups.between.inside) is not None:
+        for norm in norms:
+            if norm.process_group in (None, inside.group):
+                norm.process_group = inside.group if is_local else None
 
 
 def _described(module: nn.Module, config: AveragingConfig, hosts: Elastic) -> dict[str, str]:

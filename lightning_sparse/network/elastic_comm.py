@@ -52,7 +52,7 @@ class ElasticComm(TorchComm):
         return super().all_reduce(x, direct=True)
 
     @property
-    def _group(self) -> dist.ProcessGroup:
+    def group(self) -> dist.ProcessGroup:
         if not self._groups:
             raise RankLost("the connections to the other hosts are closed")
         return self._groups[0]
@@ -70,7 +70,7 @@ class ElasticComm(TorchComm):
         return Works([self._watch("send", x, rank, BROADCAST) for rank in others], x)
 
     def _watch(self, call: str, x: Tensor, host: int, tag: int) -> "_Watched":
-        group = self._group
+        group = self.group
         try:
             watched = _Watched(group.send([x], host, tag) if call == "send" else group.recv([x], host, tag), self)
         except RuntimeError as error:

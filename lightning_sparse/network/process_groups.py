@@ -99,6 +99,7 @@ class ProcessGroups:
         self.cut = Cut(place, self.members.local_size)
         self._made: list[dist.ProcessGroup] = []
         self._own: list[dist.ProcessGroup] = []  # of all ranks, once for each lane, where members are ranks
+        self._lanes: list[tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup]] = []  # where they are more
         self._between: Between | None = None
 
     @property
@@ -118,7 +119,9 @@ class ProcessGroups:
 
     def _comms(self, beside_ddp: bool) -> Sequence[Comm]:
         if self.local_size > 1:
-            return [self._lane(beside_ddp) for _ in range(LANES if self._on_cpu else 1)]
+            number = LANES if self._on_cpu else 1
+            self._lanes = self._lanes or [self._new_lane() for _ in range(number)]
+            return [self._lane(*groups, beside_ddp) for groups in self._lanes]
         if (self.nccl or self._is_part) and not beside_ddp:
             return [TorchComm(self._ddp_group) for _ in range(LANES if self.nccl else 1)]
         if self._is_part:
@@ -130,11 +133,16 @@ class ProcessGroups:
         self._own = self._own or [self._new_own() for _ in range(1 if self.nccl else LANES)]
         return [TorchComm(group) for group in (self._own * LANES)[:LANES]]
 
-    def _lane(self, beside_ddp: bool) -> TorchComm:
-        """The groups of a lane, where members have several ranks."""
-        comm = self._new_of(self.members.columns)
-        everyone = self._new(self._ranks) if beside_ddp or not self.nccl else self._ddp_group
-        comm.within(self._new_of(self.members.ranks), TorchComm(everyone), self.members)
+    def _new_lane(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup]:
+        """The groups of a lane where members have several ranks: this rank's column, its member, and all ranks."""
+        return self._new_of(self.members.columns), self._new_of(self.members.ranks), self._new(self._ranks)
+
+    def _lane(
+        self, column: dist.ProcessGroup, inside: dist.ProcessGroup, everyone: dist.ProcessGroup, beside_ddp: bool
+    ) -> TorchComm:
+        comm = TorchComm(column)
+        all_ranks = everyone if beside_ddp or not self.nccl else self._ddp_group
+        comm.within(TorchComm(inside), TorchComm(all_ranks), self.members)
         return comm
 
     @contextmanager
@@ -153,7 +161,8 @@ class ProcessGroups:
             if self.local_size == 1:
                 return Between(everyone, None, everyone)
             columns, members = self.members.columns, self.members.ranks
-            self._between = Between(self._new_of(columns), self._new_of(members), everyone)
+            column, inside = TorchComm(self._new_of(columns)), TorchComm(self._new_of(members))
+            self._between = Between(column, inside, everyone)
         return self._between
 
     def close(self) -> None:
@@ -161,7 +170,7 @@ class ProcessGroups:
 
         Not on NCCL, where that would wait for the other ranks.
         """
-        made, self._made, self._own, self._between = self._made, [], [], None
+        made, self._made, self._own, self._lanes, self._between = self._made, [], [], [], None
         for group in made if not self.nccl else []:
             with suppress(ValueError):  # it went with the default group
                 dist.destroy_process_group(group)
@@ -176,8 +185,8 @@ class ProcessGroups:
         made = {dist.get_rank() in column: self._new(column) for column in self._columns or [self._ranks]}
         return made[True]  # every rank makes them all
 
-    def _new_of(self, parts: Sequence[Sequence[int]]) -> TorchComm:
+    def _new_of(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
         """This rank's of the ``parts`` of all ranks, which every rank makes."""
         own = dist.get_rank()
         made = {own in part: self._new(part) for part in ([self._ranks[i] for i in each] for each in parts)}
-        return TorchComm(made[True])
+        return made[True]

@@ -133,7 +133,8 @@ class TorchComm(Comm):
         self._by_nccl: dict[str, bool] = {}  # by type of device, as far as it is known
 
     @property
-    def _group(self) -> dist.ProcessGroup:
+    def group(self) -> dist.ProcessGroup:
+        """Of whose ranks this is."""
         return self._groups[0]
 
     def gather(self, x: Tensor) -> Tensor:
@@ -141,7 +142,7 @@ class TorchComm(Comm):
         x = self._to_host(x) if self._stages(x) else x
         rows = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
         self._to_first(x)
-        dist.gather(x, rows, self._global[0], self._group)
+        dist.gather(x, rows, self._global[0], self.group)
         return torch.stack([row.cpu() for row in rows]) if rows else x.new_empty((0, x.numel()), device="cpu")
 
     def mean(self, x: Tensor) -> Tensor:
@@ -153,7 +154,7 @@ class TorchComm(Comm):
             return x.to("cpu", copy=True)
         total = self._to_host(x) if self._stages(x) else x.clone()
         self._to_first(x)
-        dist.reduce(total, self._global[0], group=self._group)
+        dist.reduce(total, self._global[0], group=self.group)
         return total.div_(self.size).cpu()
 
     def mean_in_place(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Future[list[Tensor]]:
@@ -175,7 +176,7 @@ class TorchComm(Comm):
             else:  # 6 times as fast as a division that rounds
                 place.copy_(part).div_(self.size)
         self._count("all_reduce", x.nbytes)
-        sums: Future[list[Tensor]] = dist.all_reduce(x, group=self._group, async_op=True).get_future()
+        sums: Future[list[Tensor]] = dist.all_reduce(x, group=self.group, async_op=True).get_future()
 
         def of_each(done: Future[list[Tensor]]) -> list[Tensor]:
             done.value()
@@ -192,7 +193,7 @@ class TorchComm(Comm):
     def mean_of_bucket(self, x: Tensor) -> Future[Tensor]:
         """Launch the mean of ``x`` over all ranks, in place, as plain DDP does it with a bucket of gradients."""
         self._count("all_reduce", x.nbytes)
-        sums: Future[list[Tensor]] = dist.all_reduce(x.div_(self.size), group=self._group, async_op=True).get_future()
+        sums: Future[list[Tensor]] = dist.all_reduce(x.div_(self.size), group=self.group, async_op=True).get_future()
         return sums.then(lambda done: done.value()[0])
 
     def _to_first(self, x: Tensor) -> None:
@@ -211,7 +212,7 @@ class TorchComm(Comm):
             return _Staged(self._all_reduce(host, direct), [(x, host)], x)
         if direct:
             return _Added(self._all_gather(x, x.new_empty((self.size, *x.shape))), x)
-        return Works([dist.all_reduce(x, group=self._group, async_op=True)], x)
+        return Works([dist.all_reduce(x, group=self.group, async_op=True)], x)
 
     @explained()
     def _all_gather(self, x: Tensor, out: Tensor) -> Pending:
@@ -219,7 +220,7 @@ class TorchComm(Comm):
             host, arriving = self._to_host(x), self._on_host(out)
             return _Staged(self._all_gather(host, arriving), [(out, arriving)], out)
         if self.uses_nccl(x.device):
-            return Works([dist.all_gather_into_tensor(out, x, group=self._group, async_op=True)], out, x)
+            return Works([dist.all_gather_into_tensor(out, x, group=self.group, async_op=True)], out, x)
         out[self.rank].copy_(x)
         return Works(self._to_others([(by, x, out[self._far(-by)]) for by in range(1, self.size)], tag=1), out, x)
 
@@ -229,7 +230,7 @@ class TorchComm(Comm):
         if self._stages(x):
             host = self._to_host(x)
             return _Staged(self._broadcast(host, source), [(x, host)], x)
-        return Works([dist.broadcast(x, self._global[source], group=self._group, async_op=True)], x)
+        return Works([dist.broadcast(x, self._global[source], group=self.group, async_op=True)], x)
 
     @explained()
     def _shift(self, x: Tensor, out: Tensor, by: int) -> Pending:
@@ -262,14 +263,14 @@ class TorchComm(Comm):
         ]
         calls += [(dist.isend, leaving, self._global[self._far(by)]) for by, leaving, _ in rows]
         if rows and self.uses_nccl(rows[0][1].device):
-            each = [dist.P2POp(call, x, other, self._group) for call, x, other in calls]
+            each = [dist.P2POp(call, x, other, self.group) for call, x, other in calls]
             return list(dist.batch_isend_irecv(each))
-        works = [call(x, other, self._group, tag) for call, x, other in calls]
+        works = [call(x, other, self.group, tag) for call, x, other in calls]
         return [work for work in works if work is not None]  # None only on a rank outside the group
 
     def uses_nccl(self, device: torch.device) -> bool:
         if device.type not in self._by_nccl:
-            self._by_nccl[device.type] = carries_by_nccl(self._group, device)
+            self._by_nccl[device.type] = carries_by_nccl(self.group, device)
         return self._by_nccl[device.type]
 
     # - tensors on a device, over Gloo

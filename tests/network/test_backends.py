@@ -76,7 +76,7 @@ def test_on_nccl_there_is_one_communicator_and_local_steps_have_their_own(
     monkeypatch.setattr(process_groups, "carries_by_nccl", lambda *_: True)
     of_gradients = ProcessGroups(ddp).comms()
     of_local_steps = ProcessGroups(ddp).comms(beside_ddp=True)
-    assert {each._group for each in of_gradients} == {everyone}
-    assert len({each._group for each in of_local_steps}) == 1
-    assert of_local_steps[0]._group is not everyone
+    assert {each.group for each in of_gradients} == {everyone}
+    assert len({each.group for each in of_local_steps}) == 1
+    assert of_local_steps[0].group is not everyone
     assert all(each.costs.by_backend for each in (*of_gradients, *of_local_steps))

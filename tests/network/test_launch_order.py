@@ -77,7 +77,7 @@ class Launches:
     def note(self, comm: TorchComm) -> None:
         """Note one message."""
         stream = self._streams.current_stream("any").name
-        self.seen.append((comm._group.group_name, stream, threading.current_thread().name == "lightning_sparse"))
+        self.seen.append((comm.group.group_name, stream, threading.current_thread().name == "lightning_sparse"))
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
@@ -148,7 +148,7 @@ def train(rank: int, size: int, compressor: str, local_size: int, local_steps: i
 def communicators(comm: Any) -> list[str]:
     """The names of the process groups under a lane's comm."""
     if isinstance(comm, TorchComm):
-        return [comm._group.group_name]
+        return [comm.group.group_name]
     return [name for each in (comm._between, comm._inside) if each for name in communicators(each)]
 
 

@@ -165,7 +165,7 @@ def half_a_vote(step: int) -> None:
         comm: Any = lane.comm
         one = (comm.rank + 1) % comm.size
         yes = [torch.zeros(2, dtype=torch.float64)]
-        messages = comm._group.recv([torch.empty_like(yes[0])], one, 1), comm._group.send(yes, one, 1)
+        messages = comm.group.recv([torch.empty_like(yes[0])], one, 1), comm.group.send(yes, one, 1)
         for message in messages:
             message.wait()
         return die()

@@ -1,0 +1,143 @@
+"""Local steps where members have several ranks: as one rank would take them, the same bits on all ranks of a member."""
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_sparse as ls
+from tests.support.models import weights
+from tests.support.processes import Ranks
+
+STEPS = 13
+SETTINGS: dict[str, dict[str, Any]] = {
+    "a step": {"steps": 1},
+    "two steps": {"steps": 2},
+    "three, at once, waited for": {"steps": 3, "fragments": 1, "overlap": False},
+    "outer steps": {"steps": 2, "fragments": 1, "outer_rate": 0.7, "outer_momentum": 0.9},
+    "faded errors": {"steps": 2, "error_decay": 0.9},
+    "own second moments": {"steps": 4, "second_moments": "own"},
+}
+FORMATS = [("sparse_dense", "int4"), ("sparse_dense", "sign"), ("micro", "int4"), ("low_rank", "float32")]
+FORMATS += [(name, "bfloat16") for name in ("skip_reduce", "importance", "sketch_fusion", "ok_topk", "sparse_topk")]
+
+
+class Net(nn.Module):
+    """A small classifier, with a number alone, a parameter of fewer rows than a machine has ranks, and an empty one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(7, 31), nn.BatchNorm1d(31), nn.Tanh(), nn.Linear(31, 3))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.row = nn.Parameter(torch.ones(1, 3))
+        self.none = nn.Parameter(torch.empty(0, 2))
+        self.frozen = nn.Parameter(torch.ones(5), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.net(x) * self.scale * self.row + self.none.sum() + self.frozen.sum()
+        return y
+
+
+def batch(step: int, member: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + member)
+    return torch.randn(8, 7, generator=generator), torch.randint(0, 3, (8,), generator=generator)
+
+
+class Training:
+    """A training with local steps, of which a number of ranks are a member and have the same data."""
+
+    def __init__(self, rank: int, local: int, name: str, wire_dtype: str, lr: float = 0.01, **settings: Any) -> None:
+        self.member = rank // local
+        self.ddp = DistributedDataParallel(Net())
+        self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr)
+        self.hook = ls.SparseHook(
+            self.ddp,
+            name,
+            wire_dtype=wire_dtype,
+            local_steps=ls.LocalSteps(**settings),
+            local_group=local,
+        )
+        self.step = 0
+
+    def run(self, steps: int) -> None:
+        self.ddp.train()
+        for _ in range(steps):
+            x, y = batch(self.step, self.member)
+            self.optimizer.zero_grad()
+            nn.functional.cross_entropy(self.ddp(x), y).backward()
+            self.optimizer.step()
+            self.step += 1
+
+    @property
+    def own(self) -> Tensor:
+        """What this rank trains."""
+        return weights(self.ddp.module).clone()
+
+    def average(self) -> Tensor:
+        self.hook.show_average()
+        return weights(self.ddp.module).clone()
+
+
+def train(rank: int, size: int, local: int) -> dict[str, tuple[Tensor, Tensor]]:
+    found = {}
+    for label, settings in SETTINGS.items():
+        training = Training(rank, local, "sparse_dense", "float32", **settings)
+        training.run(STEPS)
+        own = training.own
+        found[label] = own, training.average()
+        training.hook.close()
+    return found
+
+
+def test_members_train_as_one_rank_each_does(ranks: Ranks) -> None:
+    alone, together = ranks.run(train, 2, 1, gloo=True), ranks.run(train, 4, 2, gloo=True)
+    for label in SETTINGS:
+        for rank in range(4):
+            for mine, of_one in zip(together[rank][label], alone[rank // 2][label], strict=True):
+                assert mine.equal(of_one), (label, rank)
+        assert not together[0][label][0].equal(together[2][label][0]), label  # members differ
+
+
+def compress(rank: int, size: int, local: int) -> list[tuple[str, Tensor, Tensor, dict[str, Any], Tensor]]:
+    found = []
+    for name, wire_dtype in FORMATS:
+        training = Training(rank, local, name, wire_dtype, steps=2)
+        training.run(STEPS)
+        own, average = training.own, training.average()
+        saved = [training.hook.state_dict(optimizers=[training.optimizer])]
+        dist.broadcast_object_list(saved)
+        kept = copy.deepcopy((training.ddp.module.state_dict(), training.optimizer.state_dict()))
+        training.run(STEPS)
+        onward = training.average()
+        training.hook.close()
+        resumed = Training(rank, local, name, wire_dtype, steps=2)
+        resumed.ddp.module.load_state_dict(kept[0])
+        optimizer_of_first = [kept[1]]
+        dist.broadcast_object_list(optimizer_of_first)  # as Lightning gives all ranks what rank 0 had
+        resumed.optimizer.load_state_dict(optimizer_of_first[0])
+        resumed.hook.load_state_dict(saved[0], [resumed.optimizer], is_loaded=True)
+        resumed.step = STEPS
+        resumed.run(STEPS)
+        again = resumed.average()
+        resumed.hook.close()
+        assert onward.equal(again), (name, wire_dtype)
+        found.append((name, own, average, saved[0], onward))
+    return found
+
+
+def test_ranks_of_a_member_have_the_same_bits_and_resume_with_them(ranks: Ranks) -> None:
+    every = ranks.run(compress, 4, 2, gloo=True)
+    for i, (name, own, average, saved, onward) in enumerate(every[0]):
+        assert own.equal(every[1][i][1]), name
+        assert every[2][i][1].equal(every[3][i][1]), name
+        assert not own.equal(every[2][i][1]), name
+        assert all(average.equal(other[i][2]) for other in every), name
+        assert all(onward.equal(other[i][4]) for other in every), name
+        assert saved["size"] == 2
+        assert saved["slices"] == 2
+        assert all(len(rows) == 2 for rows in saved["unsent"].values())
+        assert saved["unsent"]["net.0.weight"].shape == (2, 31, 7)
