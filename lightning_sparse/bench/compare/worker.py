@@ -170,18 +170,11 @@ def _fit(turn: Turn, waiting: Iterator[int]) -> MeasuredRun:
         callbacks.append(Judge(probe, workload.held_out(), lowest, seconds, least, others))
     if ADVISE in schedule.strategies.split(","):
         callbacks.append(_Enough(probe, schedule.warmup))
-    strategy = turn.strategy.build(**({"process_group_backend": "gloo"} if schedule.shares_a_device else {}))
-    grouped = isinstance(strategy, SparseDDPStrategy) and strategy.options.local_group == "node"
-    if grouped and as_nodes(turn) != place:
-        raise ValueError(
-            "local_group must be a number where hosts have different numbers of ranks, or ranks share a device; got "
-            "'node'"
-        )
     trainer = Trainer(
         accelerator=schedule.accelerator,
         devices=_devices(turn),
         num_nodes=as_nodes(turn).hosts,
-        strategy=strategy,
+        strategy=turn.strategy.build(**({"process_group_backend": "gloo"} if schedule.shares_a_device else {})),
         plugins=[TorchElasticEnvironment()],
         max_steps=schedule.warmup + schedule.steps if schedule.seconds is None else -1,
         max_epochs=-1,
