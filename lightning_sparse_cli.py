@@ -133,8 +133,10 @@ class Advise(_OnCluster):
     """
 
     model: str = _option(f"{MODEL_FORMS}, or one of {', '.join(WORKLOADS)}")
-    link: str = _option("predict for a cluster such as 4x1gbit", "", metavar="CLUSTER")
-    emulate: str = _option("build such a cluster here (Linux)", "", metavar="CLUSTER")
+    link: str = _option("predict for a cluster such as 4x1gbit, of one rank a host", "", metavar="CLUSTER")
+    emulate: str = _option(
+        "build a cluster such as 4x1gbit or 2x4x1gbit, 2 hosts of 4 ranks, here (Linux)", "", metavar="CLUSTER"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,12 +149,13 @@ class Bench(_Written, _OnCluster):
 
     emulate: str = _option(
         "clusters to build on this machine (Linux), such as 4x1gbit or 4x1gbit,4x100mbit+50ms, where each host is 50 "
-        "ms from another, or 3x1gbit+1x100mbit; without root where user namespaces are allowed",
+        "ms from another, 3x1gbit+1x100mbit, or 2x4x1gbit, 2 hosts of 4 ranks; without root where user namespaces are "
+        "allowed",
         "",
         metavar="CLUSTERS",
     )
     accelerator: str = _option(
-        "with --emulate, what the hosts compute on (%(default)s): cpu, or cuda, this machine's first device, which all "
+        "with --emulate, what the ranks compute on (%(default)s): cpu, or cuda, this machine's first device, which all "
         "share; they send over Gloo",
         "cpu",
         metavar="NAME",
@@ -223,7 +226,9 @@ class Doctor(_OnCluster):
     anything is wrong.
     """
 
-    emulate: str = _option("build one here, such as 2x100mbit (Linux)", "", metavar="CLUSTER")
+    emulate: str = _option(
+        "build one here, such as 2x100mbit or 2x2x100mbit, 2 hosts of 2 ranks (Linux)", "", metavar="CLUSTER"
+    )
 
 
 def parser() -> argparse.ArgumentParser:

@@ -84,6 +84,7 @@ def main() -> None:
     args = parser.parse_args()
     console, doubt = Console(), busy()
     try:
+        parse_link(args.link)  # which says what is wrong with it
         reason = "as --no-emulation asks" if args.no_emulation else why_not(f"{HOSTS}x{args.link}")
         how = "computed" if reason else "emulated on this machine"
         if reason:

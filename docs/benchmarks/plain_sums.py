@@ -132,10 +132,10 @@ def train(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Start the hosts, or be one of them."""
+    """Start the ranks, or be one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", default="gpt_3m", choices=list(WORKLOADS))
-    parser.add_argument("--emulate", default="4x1gbit", metavar="HOSTSxRATE")
+    parser.add_argument("--emulate", default="4x1gbit", metavar="CLUSTER")
     parser.add_argument("--messages", type=float, nargs="+", default=[25, 4, 2, 1], metavar="MIB")
     parser.add_argument("--rounds", type=int, default=14, help="blocks of steps of each, in turn")
     parser.add_argument("--block", type=int, default=5, metavar="STEPS")
@@ -144,10 +144,7 @@ def main() -> None:
         train(options)
         return
     with Cluster(options.emulate) as cluster:
-        where = {"MASTER_ADDR": cluster.address(0), "MASTER_PORT": "29500", "WORLD_SIZE": str(cluster.hosts)}
-        own = [sys.executable, __file__, *sys.argv[1:]]
-        ranks = [["env", f"RANK={rank}", *own] for rank in range(cluster.hosts)]
-        print(cluster.run(ranks, LIMIT_S, env=where)[0].stdout, end="")
+        print(cluster.run([[sys.executable, __file__, *sys.argv[1:]]] * cluster.ranks, LIMIT_S)[0].stdout, end="")
 
 
 if __name__ == "__main__":

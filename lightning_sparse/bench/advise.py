@@ -29,7 +29,7 @@ from lightning_sparse.bench.compare.schedule import Schedule
 from lightning_sparse.bench.compare.strategies import ADVISE
 from lightning_sparse.bench.compare.worker import QUIET
 from lightning_sparse.bench.compare.workloads import workload_named
-from lightning_sparse.bench.output import known, new_progress, new_table
+from lightning_sparse.bench.output import counted, known, new_progress, new_table
 from lightning_sparse.compressors import Dense
 from lightning_sparse.fusion.costs import RANKS, GroupCosts, Now
 from lightning_sparse.fusion.planner import Measured
@@ -72,7 +72,7 @@ def _measure(options: Advise) -> tuple[list[Advice], str]:
     place, measure = find_ranks([options.emulate] if options.emulate else [], options.interface, otherwise)
     schedule = Schedule(options.emulate, options.model, f"ddp,{ADVISE}", MOST_STEPS, 1, 1, "cpu")
     if place is not None:
-        schedule = replace(schedule, cluster=f"{place.size} ranks", accelerator="auto")
+        schedule = replace(schedule, cluster=_where(place.size, place.hosts), accelerator="auto")
     if place is not None and place.rank:
         list(measure(schedule))  # rank 0 reports
         return [], ""
@@ -91,7 +91,14 @@ def _measure(options: Advise) -> tuple[list[Advice], str]:
         raise ValueError("nothing to advise: the model is too small to plan, or no rank could measure times.")
     ddp, *others = (Advice(**each) for each in last.run.advices)
     ddp = replace(ddp, step_s=median(step.s for step in dense.timed), measured=True)
-    return [ddp, *others], f"{schedule.cluster}, measured between ranks"
+    cluster = schedule.cluster
+    if options.emulate and (spec := parse(options.emulate)).ranks > spec.hosts:
+        cluster = f"{cluster}, {_where(spec.ranks, spec.hosts)}"
+    return [ddp, *others], f"{cluster}, measured between ranks"
+
+
+def _where(ranks: int, hosts: int) -> str:
+    return f"{counted(ranks, 'rank')} of {counted(hosts, 'host')}"
 
 
 # - a link as given
@@ -100,9 +107,12 @@ def _measure(options: Advise) -> tuple[list[Advice], str]:
 def predict(model: str, link: str) -> list[Advice]:
     """Return advice from steps of one process here, and messages that take what they would on ``link``.
 
-    It trains in a process of its own, since a training leaves a process group and environment variables behind.
+    It trains in a process of its own, since a training leaves a process group and environment variables behind. A
+    ValueError for hosts of several ranks: some of their messages do not pass the link.
     """
     cluster = parse(link)
+    if cluster.ranks > cluster.hosts:
+        raise ValueError(f"--link must be of hosts with one rank each; got {link!r}. Measure: --emulate {link}")
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as apart:
         return apart.submit(_in_one_process, model, cluster).result()
 

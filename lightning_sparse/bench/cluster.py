@@ -1,16 +1,17 @@
 """An emulated cluster on one machine: hosts as network namespaces, joined by links of a set rate and delay.
 
->>> with Cluster("4x1gbit") as cluster:  # doctest: +SKIP
-...     cluster.run([["hostname", "-I"]] * cluster.hosts, timeout_s=10)
+>>> with Cluster("2x2x1gbit") as cluster:  # doctest: +SKIP
+...     cluster.run([["python", "train.py"]] * cluster.ranks, timeout_s=600)
 
 Each host is a network namespace with one interface, ``eth0``, that leads to a bridge in a namespace of the cluster's
 own. Both ends of each link are limited by ``tc tbf``, so a host sends and receives at most at its rate. A delay, as in
 ``4x100mbit+50ms``, comes after the limiters of both ends. No interface, address or route is ever made outside the
 cluster's namespaces, and nothing in them leads outside. Hosts share the machine's files, process ids, processor cores
-and memory. Several processes started in one host share its loopback interface, which has neither limit nor delay, as
-on a real host. ``/sys`` shows the machine's interfaces, not the host's. TCP's settings are the machine's, such as its
-congestion control; with delays its buffers may grow to what the link can have under way, and its window is kept after
-pauses, as on hosts that were tuned for such a link.
+and memory. Ranks of one host share its interface and its link. What they send each other, also to the address of
+``eth0``, goes over the host's loopback interface, which has neither limit nor delay, as on a real host: it is not among
+what the kernel counts on ``eth0``. ``/sys`` shows the machine's interfaces, not the host's. TCP's settings are the
+machine's, such as its congestion control; with delays its buffers may grow to what the link can have under way, and its
+window is kept after pauses, as on hosts that were tuned for such a link.
 
 A user who is not root gets the namespaces within a user namespace, in which programs see the user as root.
 """
@@ -34,10 +35,10 @@ from typing import IO, Any, NamedTuple
 RATE_FORMS = "a number and a unit, such as '100mbit', '2.5gbit' or '1gbit' (bit, kbit, mbit, gbit), or 'unlimited'"
 DELAY_FORMS = "a number and a unit, such as '50ms' or '0.5ms' (us, ms, s)"
 SPEC_FORMS = (
-    "'4x1gbit' (4 hosts), '4x100mbit+50ms' (50 ms from each host to another) or '3x1gbit+1x100mbit' (hosts of "
-    "different rates)"
+    "'4x1gbit' (4 hosts), '2x4x1gbit' (2 hosts of 4 ranks), '4x100mbit+50ms' (50 ms from each host to another) or "
+    "'3x1gbit+1x100mbit' (hosts of different rates)"
 )
-MOST_HOSTS = 254
+MOST_HOSTS, MOST_LOCAL_RANKS = 254, 999
 _HOP_S = 0.0002  # a message's way to the next rank, where a link is given and not measured
 _QUEUES_S = 0.05  # that packets may wait on their way
 _UNITS_BITS_PER_S = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
@@ -54,9 +55,10 @@ class LinkSpec:
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """Hosts, by their links to one switch."""
+    """Hosts, by their links to one switch and the ranks on each; ranks of a host follow one another."""
 
     links: tuple[LinkSpec, ...]
+    local_sizes: tuple[int, ...]  # number of ranks on each host, which share its link
 
     def __post_init__(self) -> None:
         if self.hosts > MOST_HOSTS:
@@ -65,6 +67,15 @@ class ClusterSpec:
     @property
     def hosts(self) -> int:
         return len(self.links)
+
+    @property
+    def ranks(self) -> int:
+        return sum(self.local_sizes)
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """The host of each rank, and its local rank, which is its number on that host."""
+        return [(host, local_rank) for host, size in enumerate(self.local_sizes) for local_rank in range(size)]
 
     @property
     def s_per_byte(self) -> float:
@@ -103,8 +114,8 @@ def parse(text: str) -> ClusterSpec:
     """Read a cluster's text form, one of ``SPEC_FORMS``; raises a ValueError for any other."""
     try:
         # A plus before a number of hosts begins other hosts, any other one a delay.
-        parts = re.split(r"\+(?=[^+]*x)", text.strip())
-        return ClusterSpec(tuple(link for part in parts for link in _parse_hosts(part)))
+        hosts = [host for part in re.split(r"\+(?=[^+]*x)", text.strip()) for host in _parse_hosts(part)]
+        return ClusterSpec(tuple(link for link, _ in hosts), tuple(local_size for _, local_size in hosts))
     except ValueError as error:
         raise ValueError(f"cluster {text!r}: {error}. Write {SPEC_FORMS}.") from None
 
@@ -135,13 +146,22 @@ def _with_unit(text: str, units: Mapping[str, float]) -> float | None:
     return float(match[1]) * units[match[2]] if match else None
 
 
-def _parse_hosts(text: str) -> tuple[LinkSpec, ...]:
-    count, x, link = text.partition("x")
+def _parse_hosts(text: str) -> list[tuple[LinkSpec, int]]:
+    """Read hosts that are alike, such as ``2x4x1gbit``: the link of each, and the number of its ranks."""
+    hosts, x, rest = text.partition("x")
     if not x:
         raise ValueError(f"a number of hosts must be followed by 'x' and a rate; got {text!r}")
-    if not re.fullmatch(r"[1-9]\d{0,2}", count.strip(), re.ASCII):
-        raise ValueError(f"a number of hosts must be an integer from 1 to {MOST_HOSTS}; got {count!r}")
-    return int(count) * (parse_link(link),)
+    local_size, x, link = rest.partition("x")
+    if not x:
+        local_size, link = "1", rest
+    count = _parse_count(hosts, "hosts", MOST_HOSTS)
+    return count * [(parse_link(link), _parse_count(local_size, "ranks on a host", MOST_LOCAL_RANKS))]
+
+
+def _parse_count(text: str, what: str, most: int) -> int:
+    if not re.fullmatch(r"[1-9]\d{0,2}", text.strip(), re.ASCII) or int(text) > most:
+        raise ValueError(f"a number of {what} must be an integer from 1 to {most}; got {text!r}")
+    return int(text)
 
 
 INTERFACE, _BRIDGE = "eth0", "bridge"
@@ -359,6 +379,7 @@ def address(host: int) -> str:
     return f"10.77.0.{host + 1}"
 
 
+MASTER_PORT = 29500  # of ranks that meet at the first host: every cluster has its ports to itself
 _TAIL = 4_000  # characters of a standard error that an error shows
 _GLANCE_S = 0.05  # seconds between looks at what runs
 
@@ -377,6 +398,10 @@ class Cluster:
     @property
     def hosts(self) -> int:
         return self.spec.hosts
+
+    @property
+    def ranks(self) -> int:
+        return self.spec.ranks
 
     def __enter__(self) -> "Cluster":
         """Build the cluster; a ClusterError says what is missing or failed, or what this user may not do."""
@@ -443,23 +468,25 @@ class Cluster:
         return process
 
     def run(
-        self, argv_per_host: Sequence[Sequence[str]], timeout_s: float, *, env: Mapping[str, str] | None = None
+        self, argv_per_rank: Sequence[Sequence[str]], timeout_s: float, *, env: Mapping[str, str] | None = None
     ) -> list[subprocess.CompletedProcess[str]]:
-        """Run one command in each host at the same time, or in the first few; returns what they wrote, by host.
+        """Run the command of each rank, or of the first few, in its host at the same time.
 
-        Where a command ends with a status other than 0, or the time is up, all processes are killed, and a ClusterError
-        shows the end of its standard error.
+        Each has the environment that torchrun would give it, such as RANK and MASTER_ADDR, so that a script may call
+        ``torch.distributed.init_process_group`` or be a Trainer's; ``env`` comes on top. Returns what they wrote, by
+        rank. Where a command ends with a status other than 0, or the time is up, all processes are killed, and a
+        ClusterError shows the end of its standard error.
         """
-        with self._jobs(argv_per_host, env) as jobs:
+        with self._jobs(argv_per_rank, env) as jobs:
             for _ in self._wait(jobs, timeout_s):
                 pass
             return [subprocess.CompletedProcess(job.process.args, 0, _text(job.out), _text(job.err)) for job in jobs]
 
     def lines(
-        self, argv_per_host: Sequence[Sequence[str]], *, env: Mapping[str, str] | None = None
+        self, argv_per_rank: Sequence[Sequence[str]], *, env: Mapping[str, str] | None = None
     ) -> Generator[str, None, None]:
-        """Run commands as :meth:`run` does, without a time limit; yield the lines that host 0 writes as they come."""
-        with self._jobs(argv_per_host, env) as jobs:
+        """Run commands as :meth:`run` does, without a time limit; yield the lines that rank 0 writes as they come."""
+        with self._jobs(argv_per_rank, env) as jobs:
             output, read = jobs[0].out.fileno(), 0
             for _ in self._wait(jobs, math.inf):
                 written = os.pread(output, os.fstat(output).st_size, read)  # the writer's place stays where it is
@@ -469,20 +496,32 @@ class Cluster:
 
     @contextmanager
     def _jobs(
-        self, argv_per_host: Sequence[Sequence[str]], env: Mapping[str, str] | None
+        self, argv_per_rank: Sequence[Sequence[str]], env: Mapping[str, str] | None
     ) -> "Iterator[Sequence[_Job]]":
-        """Start a command in each host, and keep what it writes; after an error kill every process in the cluster."""
+        """Start the command of each rank, and keep what it writes; after an error kill every process in the cluster."""
+        if len(argv_per_rank) > self.ranks:
+            raise ValueError(f"commands must be at most one for each of {self.ranks} ranks; got {len(argv_per_rank)}")
         with ExitStack() as files:
             jobs = []
             try:
-                for host, argv in enumerate(argv_per_host):
+                for rank, argv in enumerate(argv_per_rank):
+                    host, own = self.spec.places[rank][0], {**self._variables(rank), **(env or {})}
                     out, err = (files.enter_context(tempfile.TemporaryFile()) for _ in range(2))
-                    process = self.popen(host, argv, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
-                    jobs.append(_Job(process, out, err))
+                    process = self.popen(host, argv, env=own, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+                    jobs.append(_Job(rank, host, process, out, err))
                 yield jobs
             except BaseException:
                 self.kill()
                 raise
+
+    def _variables(self, rank: int) -> dict[str, str]:
+        """Return the environment that torchrun would give a rank."""
+        host, local_rank = self.spec.places[rank]
+        variables = {"RANK": rank, "WORLD_SIZE": self.ranks, "MASTER_ADDR": address(0), "MASTER_PORT": MASTER_PORT}
+        variables |= {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": self.spec.local_sizes[host]}
+        variables |= {"GROUP_RANK": host, "GROUP_WORLD_SIZE": self.hosts, "NODE_RANK": host}
+        variables |= {"TORCHELASTIC_RUN_ID": "emulated"}  # by this Lightning knows torchrun
+        return {name: str(value) for name, value in variables.items()}
 
     def _wait(self, jobs: "Sequence[_Job]", timeout_s: float) -> Iterator[None]:
         """Yield every now and then, and once after all have ended; raise an error if one fails or the time is up."""
@@ -491,17 +530,19 @@ class Cluster:
             statuses = [job.process.poll() for job in jobs]
             running = None in statuses
             yield
-            for host, status in enumerate(statuses):
+            for job, status in zip(jobs, statuses, strict=True):
                 if status:
-                    raise _failure(host, f"failed with status {status}", jobs)
+                    raise _failure(job, f"failed with status {status}")
             if running and time.monotonic() > deadline_s:
-                raise _failure(statuses.index(None), f"had not ended after {timeout_s:g} s", jobs)
+                raise _failure(jobs[statuses.index(None)], f"had not ended after {timeout_s:g} s")
             time.sleep(_GLANCE_S if running else 0)
 
 
 class _Job(NamedTuple):
     """A command that runs in a host, and the files that it writes to."""
 
+    rank: int
+    host: int
     process: subprocess.Popen[Any]
     out: IO[bytes]
     err: IO[bytes]
@@ -512,6 +553,7 @@ def _text(file: IO[bytes]) -> str:
     return file.read().decode(errors="replace")
 
 
-def _failure(host: int, what: str, jobs: Sequence[_Job]) -> ClusterError:
-    end = _text(jobs[host].err)[-_TAIL:].strip()
-    return ClusterError(f"host {host} {what}; the end of its standard error:\n{end or '(empty)'}")
+def _failure(job: _Job, what: str) -> ClusterError:
+    end = _text(job.err)[-_TAIL:].strip()
+    where = f"rank {job.rank} on host {job.host}"
+    return ClusterError(f"{where} {what}; the end of its standard error:\n{end or '(empty)'}")

@@ -23,14 +23,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparse.__about__ import __version__
 from lightning_sparse.auto.policy import NAMES
-from lightning_sparse.bench.cluster import unavailable_reason
+from lightning_sparse.bench.cluster import parse, unavailable_reason
 from lightning_sparse.bench.compare.ranks import RankInfo, interfaces
 from lightning_sparse.bench.compare.records import Round
 from lightning_sparse.bench.compare.run import Rounds, find_ranks, on_this_machine
 from lightning_sparse.bench.compare.schedule import Schedule
 from lightning_sparse.bench.compare.worker import take_turns
 from lightning_sparse.bench.compare.workloads import Classifier
-from lightning_sparse.bench.output import new_table, say
+from lightning_sparse.bench.output import counted, new_table, say
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.kernels.ops import HAS_TRITON
 from lightning_sparse.monitor.callbacks import check_replicas
@@ -189,7 +189,8 @@ def surroundings(host: Host, place: RankInfo | None, emulate: str, cannot_emulat
     triton = "Triton's" if host.triton else "PyTorch's; Triton's are faster: pip install triton"
     ranks = "neither torchrun nor srun started this: one machine"
     if emulate:
-        ranks = f"one on each host of {emulate}"
+        spec = parse(emulate)
+        ranks = f"{spec.ranks} on {counted(spec.hosts, 'host')}: {emulate}"
     elif place is not None:
         ranks = f"{place.size} on {counted(place.hosts, 'host')}; rank 0 at {place.address}:{place.port}"
     rows = {
@@ -221,11 +222,6 @@ def _used(host: Host, place: RankInfo | None, emulate: str) -> str:
     known = {address: name for name, address in host.interfaces.items()}
     used = "loopback" if host.own_address.startswith("127.") else known.get(host.own_address, "not known")
     return f"{used}, where this host's name leads ({host.own_address or 'nowhere'}), unless GLOO_SOCKET_IFNAME is set"
-
-
-def counted(count: int, what: str) -> str:
-    """Write "1 host" or "2 hosts"."""
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def strategies(rounds: Sequence[Round], title: str) -> Table:

@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 import torch
 from torch import Tensor
 
-from lightning_sparse.bench.cluster import parse
+from lightning_sparse.bench.cluster import ClusterSpec, parse_link
 from lightning_sparse.bench.compare.workloads import count_parameters, workload_named
 from lightning_sparse.bench.output import environment, new_console, new_progress, new_table, say
 from lightning_sparse.compressors import COMPRESSORS, Dense
@@ -110,7 +110,7 @@ def check(options: Scale) -> Link:
     """Return the link to model; raises a ValueError for what cannot work, before anything starts."""
     if not LEAST <= options.most <= MOST:
         raise ValueError(f"--most must be a number of ranks from {LEAST} to {MOST}; got {options.most}")
-    two = parse(f"2x{options.link}")
+    two = ClusterSpec((parse_link(options.link),) * 2, (1, 1))
     return Link(two.hop_s, two.s_per_byte)
 
 

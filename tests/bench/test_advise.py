@@ -186,6 +186,11 @@ def test_what_is_no_model_is_named(own: Path, model: str, message: str, capsys: 
     assert message in capsys.readouterr().err
 
 
+def test_a_link_that_ranks_share_is_not_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", "mlp_1m", "--link", "2x4x1gbit"]) == 2
+    assert "of hosts with one rank each; got '2x4x1gbit'. Measure: --emulate 2x4x1gbit" in capsys.readouterr().err
+
+
 def test_without_a_link_the_ways_to_have_one_are_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -195,11 +200,12 @@ def test_without_a_link_the_ways_to_have_one_are_named(
 
 
 @pytest.mark.programs
-@emulated(timeout_s=200)
-def test_measured_between_emulated_hosts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["advise", "mlp_1m", "--emulate", "2x1gbit"]) == 0
+@emulated(timeout_s=300)
+@pytest.mark.parametrize(("cluster", "said"), [("2x1gbit", "2x1gbit"), ("2x2x1gbit", "2x2x1gbit, 4 ranks of 2 hosts")])
+def test_measured_between_emulated_hosts(capsys: pytest.CaptureFixture[str], cluster: str, said: str) -> None:
+    assert main(["advise", "mlp_1m", "--emulate", cluster]) == 0
     shown = capsys.readouterr().out
-    assert "measured between ranks" in shown
+    assert f"mlp_1m on {said}, measured between ranks" in " ".join(shown.split())
     assert "Trainer(strategy=" in shown
     assert "ddp" in shown
     assert "8 local steps" in shown

@@ -9,12 +9,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from lightning_sparse.bench import cluster as emulation
 from lightning_sparse.bench.cluster import Cluster, ClusterError, parse_rate
+from lightning_sparse.bench.compare.ranks import RankInfo
 from tests.support.hosts import GBIT, LONG_S, MBIT, emulated, ping, transfer
 
 SWITCH = -1  # where the bridges are, in place of a host
@@ -243,7 +245,7 @@ def children(pid: int) -> list[int]:
 
 
 @emulated
-def test_lines_come_as_host_0_writes_them(tmp_path: Path) -> None:
+def test_lines_come_as_rank_0_writes_them(tmp_path: Path) -> None:
     with Cluster("2xunlimited") as cluster:
         first = "echo one; read answer < fifo; echo $answer; printf unfinished"
         os.mkfifo(tmp_path / "fifo")
@@ -252,7 +254,7 @@ def test_lines_come_as_host_0_writes_them(tmp_path: Path) -> None:
         (tmp_path / "fifo").write_text("two\n")
         assert list(lines) == ["two"]
         failing = cluster.lines([["sh", "-c", "echo one; sleep 600"], ["sh", "-c", "echo broken >&2; exit 3"]])
-        with pytest.raises(ClusterError, match=r"host 1 failed with status 3; [^\n]*:\nbroken$"):
+        with pytest.raises(ClusterError, match=r"rank 1 on host 1 failed with status 3; [^\n]*:\nbroken$"):
             list(failing)
         assert inside(cluster) == []
 
@@ -268,6 +270,8 @@ def test_run_kills_all_when_one_fails_or_the_time_is_up() -> None:
         assert inside(cluster) == []
         with pytest.raises(ClusterError, match="no-such-command"):
             cluster.run([["no-such-command"]], timeout_s=LONG_S)
+        with pytest.raises(ValueError, match="at most one for each of 2 ranks; got 3"):
+            cluster.run([["true"]] * 3, timeout_s=LONG_S)
 
 
 # --- rates and counters
@@ -306,6 +310,87 @@ def test_the_kernel_counts_what_was_transferred() -> None:
         assert 0 < sender["packets"] <= size // 1000
         assert max(sender["received"], receiver["sent"]) < 0.05 * size
         assert max(other["received"], other["sent"]) < 10_000
+
+
+# --- several ranks on a host
+
+SHOW = """
+import json, os, sys
+names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE NODE_RANK MASTER_ADDR MASTER_PORT"
+print(json.dumps([os.readlink("/proc/self/ns/net"), *(os.environ[name] for name in names.split())]))
+"""
+
+
+@emulated
+def test_each_rank_is_in_its_host_and_knows_its_place() -> None:
+    with Cluster("1x2xunlimited+1x3xunlimited") as cluster:
+        found = cluster.run([[sys.executable, "-S", "-c", SHOW]] * cluster.ranks, timeout_s=LONG_S)
+        namespaces, *places = zip(*(json.loads(each.stdout) for each in found), strict=True)
+        assert namespaces == tuple(os.readlink(cluster.namespace(host)) for host in (0, 0, 1, 1, 1))
+        with pytest.raises(ClusterError, match=r"rank 4 on host 1 failed with status 3"):
+            cluster.run([["true"]] * 4 + [["sh", "-c", "exit 3"]], timeout_s=LONG_S)
+        assert places == [
+            tuple("01234"),
+            tuple("01012"),
+            tuple("55555"),
+            tuple("22333"),
+            tuple("00111"),
+            tuple("22222"),
+            tuple("00111"),
+            (cluster.address(0),) * 5,
+            ("29500",) * 5,
+        ]
+
+
+@emulated
+def test_what_ranks_of_a_host_send_each_other_takes_no_link() -> None:
+    """Nor does it count on ``eth0``, though that has the address that it goes to."""
+    size = 5_000_000
+    with Cluster("2x2x10mbit") as cluster:
+        assert transfer(cluster, 1, 0, payload_bytes=size) > 100 * MBIT
+        assert all(counted(cluster, host)["sent"] < 10_000 for host in range(2))
+        assert counted(cluster, 0, "lo")["sent"] > size
+        transfer(cluster, 1, 2, payload_bytes=size // 10)
+        assert size // 10 <= counted(cluster, 0)["sent"] <= 1.05 * size // 10
+
+
+SUM = """
+import json, sys
+import torch, torch.distributed as dist
+from dataclasses import asdict
+from lightning_sparse.bench.compare.ranks import RankInfo, read_sent
+dist.init_process_group("gloo")
+groups = [dist.new_group(each) for each in json.loads(sys.argv[1])]
+sent = [read_sent("eth0")[0]]
+for group in groups:
+    values = torch.full((int(sys.argv[2]),), float(dist.get_rank()))
+    if dist.get_rank(group) >= 0:
+        dist.all_reduce(values, group=group)
+    dist.barrier()
+    sent.append(read_sent("eth0")[0])
+    dist.barrier()
+sent = [after - before for before, after in zip(sent, sent[1:])]
+print(json.dumps([float(values[0]), sent, asdict(RankInfo.find(None))]))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.processes
+@emulated
+def test_gloo_sums_of_ranks_of_a_host_stay_off_its_interface() -> None:
+    """Sums within each host, then between all; ranks meet by the environment that they are started with."""
+    n, within, between = 250_000, [[0, 1], [2, 3]], [[0, 1, 2, 3]]
+    program = [sys.executable, "-c", SUM, json.dumps([*within, *between]), str(n)]
+    with Cluster("2x2x100mbit") as cluster:
+        found = [json.loads(each.stdout) for each in cluster.run([program] * 4, timeout_s=LONG_S)]
+        assert [place for _, _, place in found] == [
+            asdict(RankInfo(rank, rank % 2, 4, 2, 2, cluster.address(0), 29500, False, "eth0")) for rank in range(4)
+        ]
+    assert [value for value, _, _ in found] == [6.0] * 4
+    for _, sent, _ in found:
+        assert max(sent[:2]) < 50_000
+        assert 4 * n <= sent[2] < 2.5 * 4 * n  # what crosses of 4 n bytes from each of four ranks
 
 
 # --- delays

@@ -66,13 +66,16 @@ def test_what_is_wrong_with_a_host_is_named_with_what_to_do(change: dict[str, An
 
 @pytest.mark.parametrize("devices", [0, 8])
 def test_the_screen_says_what_will_be_used(devices: int) -> None:
-    host, place = replace(HOST, devices=devices), RankInfo(0, 0, 6, 2, "10.0.0.1", 29500, True, "eth0")
+    host, place = replace(HOST, devices=devices), RankInfo(0, 0, 6, 2, 3, "10.0.0.1", 29500, True, "eth0")
     console = Console(width=80)
     with console.capture() as shown:
         console.print(doctor.surroundings(host, place, "", None))
     text = shown.get()
     assert ("over Gloo" in text, "8 CUDA devices: ranks train on CUDA, over NCCL" in text) == (not devices, devices > 0)
     assert "6 on 3 hosts; rank 0 at 10.0.0.1:29500" in text
+    with console.capture() as shown:
+        console.print(doctor.surroundings(host, None, "1x2x1gbit+1x4x1gbit", None))
+    assert "6 on 2 hosts: 1x2x1gbit+1x4x1gbit" in shown.get()
 
 
 @pytest.mark.parametrize("devices", [0, 1, 8])
@@ -166,13 +169,19 @@ def test_this_machine_is_examined(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 @pytest.mark.programs
 @conftest.emulated(180)
-def test_an_emulated_cluster_is_checked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("cluster", "ranks"), [("2x50mbit+10ms", "2 on 2 hosts"), ("2x2x100mbit", "4 on 2 hosts")])
+def test_an_emulated_cluster_is_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cluster: str, ranks: str
+) -> None:
     plan = doctor.plan
     monkeypatch.setattr(doctor, "plan", lambda *_, cluster: plan("cpu", ("micro",), cluster))
-    assert main(["doctor", "--emulate", "2x50mbit+10ms"]) == 0
-    assert "micro" in capsys.readouterr().out
+    assert main(["doctor", "--emulate", cluster]) == 0
+    shown = capsys.readouterr().out
+    assert f"{ranks}: {cluster}" in shown
+    assert "micro" in shown
 
 
-def test_a_cluster_of_one_host_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--emulate", "1x1gbit"]) == 2
-    assert "at least 2 hosts" in capsys.readouterr().err
+@pytest.mark.parametrize("cluster", ["1x1gbit", "1x4x1gbit"])
+def test_a_cluster_of_one_host_is_refused(capsys: pytest.CaptureFixture[str], cluster: str) -> None:
+    assert main(["doctor", "--emulate", cluster]) == 2
+    assert f"at least 2 hosts; got '{cluster}'" in capsys.readouterr().err

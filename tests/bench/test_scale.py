@@ -63,6 +63,7 @@ def test_the_command_writes_what_it_counted(
     [
         ({"most": 2000}, "--most must be a number of ranks from 2 to 256; got 2000"),
         ({"link": "fast"}, "a rate must be .*; got 'fast'"),
+        ({"link": "2x1gbit"}, "a rate must be .*; got '2x1gbit'"),
     ],
 )
 def test_bad_input_is_named(changed: dict[str, object], message: str) -> None:

@@ -31,8 +31,8 @@ def test_bad_rate_is_named_with_the_allowed_forms(text: str) -> None:
 
 
 def test_parse_flat() -> None:
-    assert parse("4x1gbit") == ClusterSpec((LinkSpec(GBIT),) * 4)
-    assert parse("2xunlimited") == ClusterSpec((LinkSpec(),) * 2)
+    assert parse("4x1gbit") == parse("4x1x1gbit") == ClusterSpec((LinkSpec(GBIT),) * 4, (1,) * 4)
+    assert parse("2xunlimited") == ClusterSpec((LinkSpec(),) * 2, (1, 1))
 
 
 def test_parse_hosts_of_different_rates() -> None:
@@ -41,9 +41,17 @@ def test_parse_hosts_of_different_rates() -> None:
     assert [link.rate_bits_per_s for link in spec.links] == [GBIT, GBIT, GBIT, 100 * MBIT]
 
 
+def test_ranks_of_a_host_follow_one_another() -> None:
+    spec = parse("1x2x100mbit+50ms+2xunlimited+1x3x1gbit")
+    assert (spec.hosts, spec.ranks, spec.local_sizes) == (4, 7, (2, 1, 1, 3))
+    assert spec.places == [(0, 0), (0, 1), (1, 0), (2, 0), (3, 0), (3, 1), (3, 2)]
+    assert spec.links == (LinkSpec(100 * MBIT, 0.05), LinkSpec(), LinkSpec(), LinkSpec(GBIT))
+    assert parse("1x999x1gbit").ranks == 999
+
+
 def test_a_delay_is_one_way_between_hosts_that_have_it() -> None:
     spec = parse("3x100mbit+50ms")
-    assert spec == ClusterSpec((LinkSpec(100 * MBIT, 0.05),) * 3)
+    assert spec == ClusterSpec((LinkSpec(100 * MBIT, 0.05),) * 3, (1,) * 3)
     assert spec.delay_s(0, 1) == spec.delay_s(2, 0) == spec.longest_delay_s == 0.05
     assert spec.hop_s == pytest.approx(0.0502)
 
@@ -68,14 +76,21 @@ def test_half_of_a_delay_is_at_each_end() -> None:
         ("4x1gbit+fast", "'fast'"),
         ("3x1gbit+100mbit", "'100mbit'"),
         ("4x1gbit+5ms+5ms", "'5ms+5ms'"),
-        ("2x2x10gbit", "'2x10gbit'"),
+        ("2x2x2x10gbit", "'2x10gbit'"),
+        ("2xx1gbit", "''"),
+        ("2x0x1gbit", "'0'"),
+        ("2x1.5x1gbit", "'1.5'"),
+        ("2x1000x1gbit", "'1000'"),
+        ("2x2x", "''"),
+        ("2x2x1gbit+2ranksx1gbit", "'2ranks'"),
         ("4x10gbit/1gbit", "'10gbit/1gbit'"),
-        ("255x1gbit", "255"),
+        ("255x1gbit", "'255'"),
+        ("200x1gbit+55x1gbit", "255"),
         ("9999x1gbit", "'9999'"),
     ],
 )
 def test_bad_spec_is_named_with_the_allowed_forms(text: str, part: str) -> None:
-    with pytest.raises(ValueError, match=r"'4x1gbit'.*'3x1gbit") as caught:
+    with pytest.raises(ValueError, match=r"'4x1gbit'.*'2x4x1gbit'.*'3x1gbit") as caught:
         parse(text)
     message = str(caught.value)
     assert message.startswith(f"cluster {text!r}: ")

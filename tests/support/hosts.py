@@ -1,4 +1,4 @@
-"""What a test sends between the hosts of an emulated cluster."""
+"""What a test sends between the ranks of an emulated cluster."""
 
 import sys
 
@@ -44,11 +44,10 @@ with link:
 
 
 def transfer(cluster: Cluster, source: int, target: int, payload_bytes: int, first_bytes: int = 0) -> float:
-    """Send bytes from one host to another over TCP, ``first_bytes`` ahead; returns payload bits per second."""
-    commands = [["true"]] * cluster.hosts
-    commands[target] = [sys.executable, "-S", "-c", RECEIVE, cluster.address(target), str(first_bytes)]
-    sizes = [str(payload_bytes), str(first_bytes)]
-    commands[source] = [sys.executable, "-S", "-c", SEND, cluster.address(target), *sizes]
+    """Send bytes from one rank to another over TCP, ``first_bytes`` ahead; returns payload bits per second."""
+    commands, address = [["true"]] * cluster.ranks, cluster.address(cluster.spec.places[target][0])
+    commands[target] = [sys.executable, "-S", "-c", RECEIVE, address, str(first_bytes)]
+    commands[source] = [sys.executable, "-S", "-c", SEND, address, str(payload_bytes), str(first_bytes)]
     seconds = float(cluster.run(commands, timeout_s=LONG_S)[source].stdout)
     return payload_bytes * 8 / seconds
 
@@ -71,7 +70,7 @@ with socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP) as link
 
 
 def ping(cluster: Cluster, source: int, target: int, times: int = 1) -> list[float]:
-    """Seconds of each round trip between two hosts, the first one's exchange of addresses left out."""
-    commands = [["true"]] * cluster.hosts
-    commands[source] = [sys.executable, "-S", "-c", PING, cluster.address(target), str(1 + times)]
+    """Seconds of each round trip between two ranks, the first one's exchange of addresses left out."""
+    commands, address = [["true"]] * cluster.ranks, cluster.address(cluster.spec.places[target][0])
+    commands[source] = [sys.executable, "-S", "-c", PING, address, str(1 + times)]
     return [float(s) for s in cluster.run(commands, timeout_s=LONG_S)[source].stdout.split()][1:]

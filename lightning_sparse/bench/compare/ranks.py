@@ -35,14 +35,11 @@ class RankInfo:
     local_rank: int  # of those on this host
     size: int  # number of ranks
     local_size: int  # number of ranks on this host
+    hosts: int  # number of hosts, which may have different numbers of ranks
     address: str  # of the host of rank 0
     port: int  # there, for the workers' store
     store_is_there: bool  # whether torchrun's agent serves the store
     interface: str  # whose traffic is counted, and which Gloo and NCCL use
-
-    @property
-    def hosts(self) -> int:
-        return self.size // self.local_size
 
     @classmethod
     def find(cls, interface: str | None) -> "RankInfo | None":
@@ -53,17 +50,18 @@ class RankInfo:
         started: TorchElasticEnvironment | SLURMEnvironment
         if TorchElasticEnvironment.detect():
             started = TorchElasticEnvironment()
-            local_size = int(os.environ["LOCAL_WORLD_SIZE"])
+            local_size, hosts = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["GROUP_WORLD_SIZE"])
         elif SLURMEnvironment.detect():
             started = SLURMEnvironment()
-            local_size = started.world_size() // int(os.environ["SLURM_NNODES"])
+            hosts = int(os.environ["SLURM_NNODES"])
+            local_size = started.world_size() // hosts
         else:
             return None
         address, port = started.main_address, started.main_port
         store_is_there = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         interface = interface or os.environ.get("GLOO_SOCKET_IFNAME") or interface_towards(address)
         read_sent(interface)  # complains now if there is none of this name
-        ranks = started.global_rank(), started.local_rank(), started.world_size(), local_size
+        ranks = started.global_rank(), started.local_rank(), started.world_size(), local_size, hosts
         return cls(*ranks, address, port, store_is_there, interface)
 
 

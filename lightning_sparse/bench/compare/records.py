@@ -23,7 +23,7 @@ class MeasuredStep:
     s: float  # seconds since the end of the step before
     loss: float | None  # of the batch
     counted_bytes: float  # payload handed to the network, as the strategy counts it
-    wire_bytes: float | None  # what the kernel counted as sent by the host's interface
+    wire_bytes: float | None  # what the kernel counted as sent by the host's interface, which its ranks share
     wire_packets: float | None  # packets it counted with them
     ms_compress: float | None  # in the compressor's own code
     ms_network: float | None  # that the issuing threads waited for messages
@@ -75,6 +75,7 @@ class Round:
     run: MeasuredRun | None  # the mean over the ranks; None if it failed
     error: str = ""  # why it failed
     learning_rate: float | None = None  # None: the workload's own
+    hosts: int | None = None  # on which the ranks were; None: each on its own
 
     @property
     def timed(self) -> list[MeasuredStep]:

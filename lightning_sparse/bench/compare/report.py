@@ -46,7 +46,7 @@ class Summary:
     ratio: Interval | None  # None for the reference itself, and where it failed
     counted_bytes: float
     wire_bytes: float | None
-    unexplained: float | None  # (wire without headers - counted) / counted
+    unexplained: float | None  # (wire without headers - counted) / counted; None where ranks share hosts
     ms_compress: float | None
     ms_wait: float
     ms_apply: float
@@ -76,6 +76,7 @@ def _summary(own: Sequence[Round], reference: Sequence[Round]) -> Summary:
     packets = of_known(fmean, (step.wire_packets for step in steps))
     wire = of_known(fmean, (step.wire_bytes for step in steps))
     runs = [r.run for r in own if r.run]
+    comparable = own[0].hosts in (None, own[0].ranks)  # what a rank sends is what its host does
     return Summary(
         cluster=own[0].cluster,
         strategy=own[0].strategy,
@@ -86,7 +87,9 @@ def _summary(own: Sequence[Round], reference: Sequence[Round]) -> Summary:
         ratio=middle_half(ratios) if ratios and own is not reference else None,
         counted_bytes=counted,
         wire_bytes=wire,
-        unexplained=(wire - HEADER_BYTES * packets) / counted - 1 if wire and packets and counted else None,
+        unexplained=(wire - HEADER_BYTES * packets) / counted - 1
+        if comparable and wire and packets and counted
+        else None,
         ms_compress=of_known(median, (step.ms_compress for step in steps)),
         ms_wait=median(step.ms_wait for step in steps),
         ms_apply=median(step.ms_apply for step in steps),

@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from lightning_sparse.bench.cluster import Cluster, ClusterError, parse, unavailable_reason
+from lightning_sparse.bench.cluster import INTERFACE, MASTER_PORT, Cluster, ClusterError, parse, unavailable_reason
 from lightning_sparse.bench.compare import report, until_loss
 from lightning_sparse.bench.compare.ranks import RankInfo
 from lightning_sparse.bench.compare.records import Round
@@ -23,13 +23,12 @@ from lightning_sparse.bench.compare.schedule import Schedule, schedules
 from lightning_sparse.bench.compare.strategies import parse_strategies
 from lightning_sparse.bench.compare.worker import take_turns
 from lightning_sparse.bench.compare.workloads import count_parameters, workload_named
-from lightning_sparse.bench.output import environment, json_line, new_console, new_file, new_progress, say
+from lightning_sparse.bench.output import counted, environment, json_line, new_console, new_file, new_progress, say
 from lightning_sparse.monitor.pictures import require_matplotlib
 from lightning_sparse_cli import Bench
 
 Rounds = Generator[Round, None, None]
 Measure = Callable[[Schedule], Rounds]
-_PORT = 29500  # of the workers' store in an emulated cluster, each of which has its ports to itself
 
 
 def bench(options: Bench) -> int:
@@ -39,7 +38,7 @@ def bench(options: Bench) -> int:
         require_matplotlib()
     place, measure = find_ranks(options.emulate.split(",") if options.emulate else [], options.interface)
     if place is not None:
-        wanted = [replace(each, cluster=f"{place.hosts} hosts") for each in wanted]
+        wanted = [replace(each, cluster=counted(place.hosts, "host")) for each in wanted]
         if place.rank:
             list(measure(wanted[0]))  # rank 0 reports
             return 0
@@ -127,11 +126,13 @@ def find_ranks(clusters: Sequence[str], interface: str | None, otherwise: str = 
 
 
 def emulate(schedule: Schedule) -> Rounds:
-    """Build the cluster of a schedule, and start a worker in each host."""
+    """Build the cluster of a schedule, and start a worker for each rank."""
     threads = os.environ.get("OMP_NUM_THREADS", "1")  # the hosts share the machine's cores
     with Cluster(schedule.cluster) as built:
-        place = RankInfo(0, 0, built.hosts, 1, built.address(0), _PORT, store_is_there=False, interface="eth0")
-        commands = [_worker(schedule, replace(place, rank=rank)) for rank in range(built.hosts)]
+        commands, meeting = [], (built.address(0), MASTER_PORT, False)
+        for rank, (host, local_rank) in enumerate(built.spec.places):
+            sizes = built.ranks, built.spec.local_sizes[host], built.hosts
+            commands.append(_worker(schedule, RankInfo(rank, local_rank, *sizes, *meeting, INTERFACE)))
         with closing(built.lines(commands, env={"OMP_NUM_THREADS": threads})) as lines:
             for line in lines:
                 yield Round.from_json(json.loads(line))
@@ -146,7 +147,8 @@ def on_this_machine(schedule: Schedule, size: int, on_one_device: bool = False) 
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     on_host = 1 if on_one_device else size  # each rank is then a host of its own, on its first device
-    places = [RankInfo(rank, rank % on_host, size, on_host, "127.0.0.1", port, False, "lo") for rank in range(size)]
+    sizes, meeting = (size, on_host, size // on_host), ("127.0.0.1", port, False)
+    places = [RankInfo(rank, rank % on_host, *sizes, *meeting, "lo") for rank in range(size)]
     with ExitStack() as stack:
         processes = []
         for place in places:

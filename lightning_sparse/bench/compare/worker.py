@@ -102,7 +102,8 @@ def _gather(turn: Turn) -> Round:
     errors.sort(key=lambda error: any(word in error for word in consequences))
     run = None if errors else MeasuredRun.mean([MeasuredRun.from_json(r) for r in results])
     error = errors[0] if errors else ""
-    return Round(schedule.cluster, row.label, turn.number, size, schedule.warmup, run, error, row.learning_rate)
+    outcome, hosts = (run, error, row.learning_rate), turn.place.hosts
+    return Round(schedule.cluster, row.label, turn.number, size, schedule.warmup, *outcome, hosts)
 
 
 # - processes
@@ -117,10 +118,11 @@ def _serve(place: RankInfo) -> None:
 
 def _train(turn: Turn, results: Connection) -> None:
     """Take one turn of one strategy on this rank, in the environment that torchrun would make, on a port of its own."""
-    place, waiting = turn.place, turn.waiting(results)
+    place, waiting = as_nodes(turn), turn.waiting(results)
     port = next(waiting)
     local, interface = {"LOCAL_RANK": place.local_rank, "LOCAL_WORLD_SIZE": place.local_size}, place.interface
-    every = {"RANK": place.rank, "GROUP_RANK": place.rank // place.local_size, "WORLD_SIZE": place.size}
+    local |= {"GROUP_RANK": place.rank // place.local_size, "GROUP_WORLD_SIZE": place.hosts}
+    every = {"RANK": place.rank, "WORLD_SIZE": place.size}
     there = {"MASTER_ADDR": place.address, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": False}
     way = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     os.environ.update({name: str(value) for name, value in {**local, **every, **there, **way}.items()})
@@ -135,6 +137,24 @@ def _train(turn: Turn, results: Connection) -> None:
     results.send(asdict(run))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def as_nodes(turn: Turn) -> RankInfo:
+    """Return a rank's place as Lightning is to see it: with as many ranks on every host, each on a device of its own.
+
+    Where hosts have different numbers of ranks, or ranks share a device, each rank is a host of its own.
+    """
+    place = turn.place
+    if place.size == place.hosts * place.local_size and not turn.schedule.shares_a_device:
+        return place
+    return replace(place, local_rank=0, local_size=1, hosts=place.size)
+
+
+def _devices(turn: Turn) -> int | list[int]:
+    """Return what the Trainer of a rank takes for ``devices``: of one that is a host of its own, its device."""
+    local_rank, size = turn.place.local_rank, as_nodes(turn).local_size
+    on_cuda = torch.cuda.is_available() and turn.schedule.accelerator == "auto"
+    return [local_rank] if on_cuda and size < turn.place.local_size else size
 
 
 def _fit(turn: Turn, waiting: Iterator[int]) -> MeasuredRun:
@@ -152,8 +172,8 @@ def _fit(turn: Turn, waiting: Iterator[int]) -> MeasuredRun:
         callbacks.append(_Enough(probe, schedule.warmup))
     trainer = Trainer(
         accelerator=schedule.accelerator,
-        devices=place.local_size,
-        num_nodes=place.hosts,
+        devices=_devices(turn),
+        num_nodes=as_nodes(turn).hosts,
         strategy=turn.strategy.build(**({"process_group_backend": "gloo"} if schedule.shares_a_device else {})),
         plugins=[TorchElasticEnvironment()],
         max_steps=schedule.warmup + schedule.steps if schedule.seconds is None else -1,

@@ -15,7 +15,7 @@ import torch
 from torch.distributed import HashStore
 
 from lightning_sparse import COMPRESSORS, Dense, LocalSteps, SkipReduce, SparseDDPStrategy
-from lightning_sparse.bench.cluster import Cluster
+from lightning_sparse.bench.cluster import Cluster, parse
 from lightning_sparse.bench.compare import report, run, worker
 from lightning_sparse.bench.compare.ranks import RankInfo, Turn, read_sent
 from lightning_sparse.bench.compare.records import MeasuredRun, MeasuredStep, Round
@@ -158,6 +158,15 @@ def test_summary() -> None:
     assert row.peak_memory_bytes == 10**8 + 1
 
 
+def test_what_a_host_of_several_ranks_sent_is_not_compared_with_what_a_rank_did() -> None:
+    rounds = [replace(each, hosts=2) for each in made_up_rounds()]
+    rows = {row.strategy: row for row in summarise(rounds, "ddp")}
+    assert rows["ddp"].unexplained is None
+    assert rows["ddp"].wire_bytes == 1e6 * 1.01 + 66 * 100
+    one_each = [replace(each, hosts=4) for each in made_up_rounds()]
+    assert summarise(one_each, "ddp") == summarise(made_up_rounds(), "ddp")
+
+
 def test_rounds_and_summaries_survive_json() -> None:
     for measured in made_up_rounds():
         assert Round.from_json(json.loads(json.dumps(asdict(measured)))) == measured
@@ -218,16 +227,35 @@ def test_missing_matplotlib_is_named_with_what_to_install(
 
 
 def test_place_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    variables = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29400"}
+    variables = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29400"}
+    variables["GROUP_WORLD_SIZE"] = "4"  # one of two ranks, and others of others
     for name, value in {**variables, "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "none"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     before, place = read_sent("lo"), RankInfo.find(None)
     assert read_sent("lo") >= before
-    assert place == RankInfo(3, 1, 4, 2, "127.0.0.1", 29400, store_is_there=False, interface="lo")
-    assert place.hosts == 2
+    assert place == RankInfo(3, 1, 6, 2, 4, "127.0.0.1", 29400, store_is_there=False, interface="lo")
     with pytest.raises(ValueError, match=r"an interface must be one of this host's, .*lo.*; got 'eth99'"):
         RankInfo.find("eth99")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "hosts", "local_size", "accelerator", "alike"),
+    [
+        ("2x2x1gbit", 2, 2, "cpu", True),
+        ("1x2x1gbit+1x4x1gbit", 2, 2, "cpu", False),
+        ("2x2x1gbit", 2, 2, "cuda", False),  # which all share
+        ("2 hosts", 2, 2, "auto", True),
+    ],
+)
+def test_lightning_sees_hosts_that_are_alike(
+    cluster: str, hosts: int, local_size: int, accelerator: str, alike: bool
+) -> None:
+    size = 4 if cluster[0] == "2" else 6
+    place = RankInfo(3, 1, size, local_size, hosts, "127.0.0.1", 29400, store_is_there=False, interface="lo")
+    schedule = replace(SCHEDULE, cluster=cluster, accelerator=accelerator)
+    seen = worker.as_nodes(Turn(schedule, place, 0, parse_strategies("ddp")[0], HashStore()))
+    assert seen == (place if alike else replace(place, local_rank=0, local_size=1, hosts=size))
 
 
 def test_the_cause_of_a_failure_is_told_and_not_its_consequences() -> None:
@@ -235,7 +263,7 @@ def test_the_cause_of_a_failure_is_told_and_not_its_consequences() -> None:
     errors = ["stopped, since another rank failed", "RuntimeError: gloo: Connection closed", "ValueError: the cause"]
     for rank, error in enumerate(errors):
         store.set(f"rank {rank}", json.dumps({"error": error}))
-    place = RankInfo(0, 0, 3, 1, "127.0.0.1", 29400, store_is_there=False, interface="lo")
+    place = RankInfo(0, 0, 3, 1, 3, "127.0.0.1", 29400, store_is_there=False, interface="lo")
     measured = worker._gather(Turn(SCHEDULE, place, 1, parse_strategies("ddp")[0], store))
     assert (measured.strategy, measured.number, measured.error) == ("ddp", 1, "ValueError: the cause")
     assert measured.timed == []
@@ -357,17 +385,41 @@ def test_emulated_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
 
 @pytest.mark.programs
 @emulated
-def test_torchrun_on_two_hosts_of_two_ranks_trains(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cluster", ["2x2x100mbit", "1x1x100mbit+1x2x100mbit"])
+def test_hosts_of_several_ranks(tmp_path: Path, cluster: str) -> None:
+    """What the kernel counts is a host's: of plain DDP's ring what one rank sends, and nothing of what stays inside."""
+    words = ["bench", "--emulate", cluster, "--workload", "mlp_1m", "--strategies", "ddp,micro", "--rounds", "1"]
+    assert main([*words, "--steps", "3", "--warmup", "1", "--output", str(tmp_path)]) == 0
+    rounds = [Round.from_json(r) for r in read_results(tmp_path)["round"]]
+    ranks = parse(cluster).ranks
+    assert [(r.strategy, r.error, r.ranks, r.hosts) for r in rounds] == [
+        (name, "", ranks, 2) for name in (NO_COMMUNICATION, "ddp", "micro")
+    ]
+    silent, ddp, micro = summarise(rounds, "ddp")
+    assert ddp.unexplained is None
+    assert ddp.wire_bytes is not None
+    assert 1 < ddp.wire_bytes / ddp.counted_bytes < 1.5
+    assert micro.wire_bytes is not None
+    assert micro.wire_bytes < 0.3 * ddp.wire_bytes
+    assert silent.wire_bytes is not None
+    assert silent.wire_bytes < 20_000
+    assert silent.counted_bytes == 0
+
+
+@pytest.mark.programs
+@emulated
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 2)])
+def test_torchrun_on_two_hosts_of_several_ranks_trains(tmp_path: Path, sizes: tuple[int, int]) -> None:
     with Cluster("2x1gbit") as cluster:
 
         def command(host: int) -> list[str]:
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc-per-node={sizes[host]}"]
             where = [f"--node-rank={host}", f"--master-addr={cluster.address(0)}", "--master-port=29400"]
             bench = ["-m", "lightning_sparse.cli", "bench", "--workload", "mlp_1m", "--output", str(tmp_path)]
             return [*torchrun, *where, *bench, "--strategies=skip_reduce", "--steps=2", "--warmup=1", "--rounds=1"]
 
         done = cluster.run([command(host) for host in range(2)], timeout_s=150, env={"TMPDIR": str(tmp_path)})
-    assert "mlp_1m on 2 hosts: 4 ranks, 1 round" in done[0].stdout
+    assert f"mlp_1m on 2 hosts: {sum(sizes)} ranks, 1 round" in done[0].stdout
     results = read_results(tmp_path)
     assert {r["strategy"]: r["error"] for r in results["round"]} == {NO_COMMUNICATION: "", "skip_reduce": ""}
 

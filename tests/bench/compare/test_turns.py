@@ -28,7 +28,7 @@ def test_trainings_of_a_round_are_interleaved() -> None:
 
 def _take_turns(rank: int, port: int, folder: Path) -> list[tuple[str, dict[str, Any]]]:
     """Train three, of which the second fails on rank 1 when it goes on; each writes down when it trains."""
-    place = RankInfo(rank, 0, 2, 1, "127.0.0.1", port, store_is_there=True, interface="lo")
+    place = RankInfo(rank, 0, 2, 1, 2, "127.0.0.1", port, store_is_there=True, interface="lo")
     store, (row,) = connect(place), parse_strategies("ddp")
     turns = [Turn(SCHEDULE, place, 0, row, PrefixStore(key, store), key) for key in "abc"]
 
