@@ -109,11 +109,13 @@ class Comm(ABC):
         buffers: memory for messages.
         costs: what sums go by.
         inside: the ranks of this rank's member; None where it is alone in it.
+        member: the number of this rank's member, the same on all its ranks; its rank, where it is alone in it.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
+        self.member = rank
         self.inside: Comm | None = None
         self._everyone: Comm | None = None
         self.buffers = Buffers()
@@ -121,9 +123,9 @@ class Comm(ABC):
         self._meter = Meter()
         self._wire_dtype: ValueFormat = FLOAT32
 
-    def within(self, inside: "Comm", everyone: "Comm") -> None:
-        """Be a column of members that have the ranks ``inside``, of ``everyone``."""
-        self.inside, self._everyone = inside, everyone
+    def within(self, inside: "Comm", everyone: "Comm", member: int) -> None:
+        """Be a column of members, of which number ``member`` has the ranks ``inside``, of ``everyone``."""
+        self.inside, self._everyone, self.member = inside, everyone, member
 
     @property
     def everyone(self) -> "Comm":

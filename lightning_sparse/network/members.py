@@ -25,7 +25,7 @@ class Members:
     Ranks are numbered as in the group that they are of, P = M * L.
 
     Attributes:
-        ranks: of each member [M][L].
+        ranks: of each member [M][L], rising, as process groups number them; members are sorted by their first.
         why: the ranks are together so, in words.
     """
 
@@ -91,7 +91,7 @@ def members_of(local_group: int | str, comm: Comm, device: torch.device, is_defa
     if local_group == AUTO and len(machines) == 1:
         return alone(ranks)
     each = math.gcd(*map(len, machines))
-    cut = tuple(tuple(machine[i : i + each]) for machine in machines for i in range(0, len(machine), each))
+    cut = tuple(sorted(tuple(machine[i : i + each]) for machine in machines for i in range(0, len(machine), each)))
     if each == 1:
         return alone(ranks)  # in their order
     whole = all(len(machine) == each for machine in machines)
