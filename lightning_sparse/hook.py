@@ -28,7 +28,7 @@ from lightning_sparse.engine.groups import BUCKET_BYTES, not_carried
 from lightning_sparse.fusion.layer_fusion import LayerFusion
 from lightning_sparse.local_steps.settings import LocalSteps
 from lightning_sparse.network.members import AUTO
-from lightning_sparse.network.process_groups import ProcessGroups
+from lightning_sparse.network.process_groups import ProcessGroups, check_has_ranks
 from lightning_sparse.network.torch_comm import TorchComm, world
 from lightning_sparse.options import Options
 from lightning_sparse.settings import brief
@@ -90,6 +90,7 @@ class SparseHook:
             bucket_bytes=bucket_bytes,
             local_group=local_group,
         )
+        check_has_ranks(ddp)
         options.agree(ddp.module, TorchComm(ddp.process_group), ddp.find_unused_parameters, scaler)
         groups = process_groups or ProcessGroups(ddp, local_group=local_group)
         self._put_on(ddp, options, scaler, groups, may_be_local=False, evaluates=lambda module: not module.training)

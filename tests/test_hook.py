@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.fabric import SparseDDPStrategy
-from lightning_sparse.network.process_groups import ProcessGroups
 from tests.support.models import batch, small, take_steps, weights
 from tests.support.on_one_device import ACCELERATOR
 from tests.support.processes import Ranks
@@ -86,9 +85,7 @@ def said(rank: int, size: int, cases: list[tuple[ls.Compressor, int]]) -> list[l
         ddp = DistributedDataParallel(nn.Linear(100, 50))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            hook = ls.SparseHook(
-                ddp, compressor, wire_dtype="float32", process_groups=ProcessGroups(ddp, local_size=local_size)
-            )
+            hook = ls.SparseHook(ddp, compressor, wire_dtype="float32", local_group=local_size)
             for step in range(4):
                 ddp(torch.randn(2, 100)).sum().backward()
                 warnings.warn(f"end of step {step}", stacklevel=1)

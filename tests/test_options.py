@@ -65,7 +65,7 @@ def test_an_option_of_the_strategy_works_or_is_refused_by_name(name: str, value:
     options = strategy.options
     assert options.bucket_bytes >= 1
     assert options.warmup_steps >= 0
-    assert options.local_group == "node" or int(options.local_group) >= 1
+    assert options.local_group in ("auto", "node") or int(options.local_group) >= 1
     fuse([Piece("a", 10), Piece("b", 20)], options.fusion, options.bucket_bytes)
     given = torch.ones(2, 2, 9)
     assert simulate(options.averaging, given).mean.isfinite().all()

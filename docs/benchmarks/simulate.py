@@ -38,6 +38,7 @@ from lightning_sparse.engine.groups import lay_out, lay_out_fragments
 from lightning_sparse.engine.observers import CompressionError
 from lightning_sparse.local_steps.replica import Replica
 from lightning_sparse.local_steps.second_moments import MeanMoments, SecondMoments
+from lightning_sparse.network.members import AUTO
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.options import Options
 from lightning_sparse.trainer.strategy import SparseDDPStrategy
@@ -130,8 +131,8 @@ def options_of(strategy: str) -> Options:
         )
     if built.options.policy:
         raise ValueError(f"a strategy to simulate must not be one that chooses by time; got {strategy!r}")
-    if built.options.local_group != 1:
-        raise ValueError(f"local_group must be 1, since nodes are not simulated; got {strategy!r}")
+    if built.options.local_group not in (1, AUTO):
+        raise ValueError(f"local_group must be 1, since members are not simulated; got {strategy!r}")
     return built.options
 
 

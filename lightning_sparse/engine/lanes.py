@@ -44,7 +44,7 @@ class Lanes:
     """
 
     def __init__(self, comms: Sequence[Comm], threaded: bool, device: torch.device, asked: Comm | None = None) -> None:
-        self.size, self.rank = comms[0].size, comms[0].rank
+        self.size, self.rank = comms[0].size, comms[0].member
         self._device, self._threaded, self._asked = device, threaded, asked
         self._lanes = [Lane(comm, threaded, device) for comm in comms]
 

@@ -110,7 +110,7 @@ OF_ITSELF = {"send more": KEEP, "send less": LESS_OFTEN, "compress less": LESS_O
 
 def advice(options: Any, is_sharded: bool) -> dict[str, str]:
     """What to do with a strategy of these ``options``, by what is to be better; as ``OF_ITSELF`` has it."""
-    inner, may_be_local = options.compressor, not is_sharded and options.local_group == 1
+    inner, may_be_local = options.compressor, not is_sharded
     if isinstance(inner, Auto):
         return OF_ITSELF
     while isinstance(inner, Wrapper):

@@ -111,11 +111,13 @@ class Comm(ABC):
         costs: what sums go by.
         inside: the ranks of this rank's member; None where it is alone in it.
         members: which of :attr:`everyone` are together.
+        member: the number of this rank's member, the same on all its ranks; its rank, where it is alone in it.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
+        self.member = rank
         self.inside: Comm | None = None
         self.members = alone(size)
         self._everyone: Comm | None = None
@@ -124,9 +126,9 @@ class Comm(ABC):
         self._meter = Meter()
         self._wire_dtype: ValueFormat = FLOAT32
 
-    def within(self, inside: "Comm", everyone: "Comm", members: Members) -> None:
-        """Be a column of ``members``, of which this rank's has the ranks ``inside``, and all together ``everyone``."""
-        self.inside, self._everyone, self.members = inside, everyone, members
+    def within(self, inside: "Comm", everyone: "Comm", members: Members, member: int) -> None:
+        """Be a column of ``members``, of which number ``member`` has the ranks ``inside``, of ``everyone``."""
+        self.inside, self._everyone, self.members, self.member = inside, everyone, members, member
 
     @property
     def everyone(self) -> "Comm":

@@ -27,7 +27,7 @@ class Cut:
 
     def sizes(self, shapes: Sequence[torch.Size]) -> list[list[int]]:
         """The elements of the slices of tensors of these ``shapes``, of each rank [L][k]."""
-        like = [torch.empty(shape, device="meta") for shape in shapes]
+        like = [torch.empty(shape, dtype=torch.uint8, device="meta") for shape in shapes]
         return [[part.numel() for part in parts] for parts in zip(*map(self.slices, like), strict=True)]
 
     def own(self, x: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ def members_of(local_group: int | str, comm: Comm, device: torch.device, is_defa
     if local_group == AUTO and len(machines) == 1:
         return alone(ranks)
     each = math.gcd(*map(len, machines))
-    cut = tuple(tuple(machine[i : i + each]) for machine in machines for i in range(0, len(machine), each))
+    cut = tuple(sorted(tuple(machine[i : i + each]) for machine in machines for i in range(0, len(machine), each)))
     if each == 1:
         return alone(ranks)  # in their order
     whole = all(len(machine) == each for machine in machines)

@@ -14,7 +14,7 @@ class Members:
     Ranks are numbered as in the group that they are of, P = M * L.
 
     Attributes:
-        ranks: of each member [M][L].
+        ranks: of each member [M][L], rising, as process groups number them; members are sorted by their first.
         why: the ranks are together so, in words.
     """
 

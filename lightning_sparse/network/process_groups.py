@@ -17,6 +17,19 @@ from lightning_sparse.network.torch_comm import TorchComm, carries_by_nccl
 LANES = 2  # over Gloo; one sends while the other adds
 
 
+def check_has_ranks(ddp: object) -> None:
+    """Refuse a model by itself.
+
+    Raises:
+        TypeError: ``ddp`` has no process group.
+    """
+    if not hasattr(ddp, "process_group"):
+        raise TypeError(
+            f"ddp must be a DistributedDataParallel; got {type(ddp).__name__}. Write "
+            "SparseHook(DistributedDataParallel(model)), once torch.distributed is initialized."
+        )
+
+
 class Between(NamedTuple):
     """Whom a rank may send to from the main thread, between two steps, where members have several ranks."""
 
@@ -72,11 +85,7 @@ class ProcessGroups:
         local_group: int | str = AUTO,
         columns: Sequence[Sequence[int]] = (),
     ) -> None:
-        if not hasattr(ddp, "process_group"):
-            raise TypeError(
-                f"ddp must be a DistributedDataParallel; got {type(ddp).__name__}. Write "
-                "SparseHook(DistributedDataParallel(model)), once torch.distributed is initialized."
-            )
+        check_has_ranks(ddp)
         device = next(ddp.parameters()).device
         self.nccl, self._on_cpu = carries_by_nccl(ddp.process_group, device), device.type == "cpu"
         self._timeout = timeout
@@ -142,7 +151,7 @@ class ProcessGroups:
     ) -> TorchComm:
         comm = TorchComm(column)
         all_ranks = everyone if beside_ddp or not self.nccl else self._ddp_group
-        comm.within(TorchComm(inside), TorchComm(all_ranks), self.members)
+        comm.within(TorchComm(inside), TorchComm(all_ranks), self.members, self.member)
         return comm
 
     @contextmanager

@@ -214,6 +214,13 @@ class Alone:
     def run_message(self, launch: Callable[[Comm], Pending]) -> Tensor:
         return launch(self._comm).wait()
 
+    def on_first(self, work: Callable[[Any], Any]) -> Any:
+        return work(SimpleNamespace(comm=self._comm))
+
+    @property
+    def everyone(self) -> Comm:
+        return self._comm
+
     def gather_text(self, text: str) -> list[str]:
         return [text]
 

@@ -37,7 +37,7 @@ from tests.support.on_fake_cuda import (
     evaluate,
     gradients,
     local_steps,
-    nodes,
+    members,
     on_fake_cuda,
     parameters,
     train,
@@ -138,9 +138,10 @@ def test_nobody_waits_for_what_may_be_unused() -> None:
     assert not set().union(*waits(make))
 
 
-@pytest.mark.parametrize("leader", [True, False])
-def test_nobody_waits_with_nodes(leader: bool) -> None:
-    assert not set().union(*waits(lambda nccl, of: nodes(nccl, of, leader, scaler=Scaler())))
+@pytest.mark.parametrize(("compressor", "wire_dtype"), IN_FORMATS, ids=repr)
+def test_nobody_waits_with_members_of_several_ranks(compressor: ls.Compressor, wire_dtype: str) -> None:
+    found = waits(lambda nccl, of: members(nccl, of, compressor, wire_dtype, scaler=Scaler()))
+    assert set().union(*found) <= may_wait(compressor)
 
 
 def test_nobody_waits_to_sum_in_ddp_s_buckets() -> None:

@@ -200,7 +200,6 @@ def flat_of(replica: Replica) -> Tensor:
     [
         ({"compressor": ls.MomentumCorrection(0.9, ls.TopK())}, "cannot be combined with MomentumCorrection"),
         ({}, "cannot be combined with sparse_auto"),
-        ({"compressor": "sparse_dense", "local_group": 2}, "local_steps cannot be combined with local_group=2"),
     ],
 )
 def test_what_cannot_be_combined(options: Any, error: str) -> None:

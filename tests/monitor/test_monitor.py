@@ -181,7 +181,7 @@ WAYS: list[tuple[Any, str]] = [
     ),
     (ls.SparseDDPStrategy(ls.SkipReduce(skip=1), local_steps=4, wire_dtype="int4"), "Send less (more local_steps)"),
     (ls.SparseDDPStrategy(ls.MomentumCorrection(0.9, ls.LowRank(1))), f"Send less (a shorter wire_dtype){OR_AUTO}"),
-    (ls.SparseDDPStrategy("micro", local_group=2), f"Send less (a lower density){OR_AUTO}"),
+    (ls.SparseDDPStrategy("micro", local_group=2), f"Send less (a lower density, local_steps){OR_AUTO}"),
     (ls.SparseDDPStrategy("micro", local_steps=2, elastic=True), "Send less (a lower density, more local_steps):"),
     (ls.SparseHSDPStrategy("micro"), f"Send less (a lower density){OR_AUTO}"),
     (ls.SparseHSDPStrategy("sparse_dense", wire_dtype="sign"), f"Exchange less often, .*{OR_AUTO}"),

@@ -16,7 +16,9 @@ from torch.futures import Future
 from lightning_sparse.engine.bucket import gradients_of
 from lightning_sparse.network.comm import Comm, Pending
 from lightning_sparse.network.costs import HOP_BYTES
-from lightning_sparse.network.process_groups import LANES
+from lightning_sparse.network.cut import Cut
+from lightning_sparse.network.members import Members
+from lightning_sparse.network.process_groups import LANES, Between
 from lightning_sparse.network.simulated import SimComm, SimNetwork
 from tests.support.buckets import Bucket
 
@@ -72,8 +74,8 @@ class Meeting(SimNetwork):
     Results are the same bits on every rank: sums are added in the order of the ranks.
     """
 
-    def __init__(self, network: "Network") -> None:
-        super().__init__(network.size)
+    def __init__(self, network: "Network", size: int) -> None:
+        super().__init__(size)
         self.changed = threading.Condition()
         self._network = network
 
@@ -108,23 +110,26 @@ class Network:
     def __init__(self, size: int) -> None:
         self.size = size
         self.failed: BaseException | None = None  # the first error of a rank
-        self._meetings: list[Meeting] = []
+        self._meetings: dict[tuple[int, tuple[int, ...]], Meeting] = {}  # by the number of the making, and the ranks
         self._made = [0] * size  # process groups, by rank
         self._lock = threading.Lock()
 
-    def group(self, rank: int) -> "ThreadGroup":
-        """The next process group that ``rank`` makes; the n-th of each rank is the same."""
+    def group(self, rank: int, parts: Sequence[Sequence[int]] = ()) -> "ThreadGroup":
+        """The next process group that ``rank`` makes, of its one of ``parts`` or of all ranks.
+
+        The n-th that each rank makes is the same, or of the same ``parts``.
+        """
+        ranks = next((tuple(part) for part in parts if rank in part), tuple(range(self.size)))
         with self._lock:
             number, self._made[rank] = self._made[rank], self._made[rank] + 1
-            if number == len(self._meetings):
-                self._meetings.append(Meeting(self))
-            return ThreadGroup(self, self._meetings[number], rank)
+            meeting = self._meetings.setdefault((number, ranks), Meeting(self, len(ranks)))
+            return ThreadGroup(self, meeting, ranks.index(rank))
 
     def fail(self, error: BaseException) -> None:
         """End all waiting: a rank has failed."""
         with self._lock:
             self.failed = self.failed or error
-            meetings = list(self._meetings)
+            meetings = list(self._meetings.values())
         for meeting in meetings:
             with meeting.changed:
                 meeting.changed.notify_all()
@@ -156,28 +161,61 @@ class ThreadComm(SimComm):
 
 
 class ThreadGroups:
-    """Takes the place of ``ProcessGroups``, of ranks that are threads."""
+    """Takes the place of ``ProcessGroups``, of ranks that are threads.
 
-    local_size = 1
+    Args:
+        group: of all ranks.
+        local_group: L, so many consecutive ranks are a member; or the ranks of each member.
+    """
+
     nccl = False
 
-    def __init__(self, group: ThreadGroup) -> None:
-        self._ddp_group = group
-        self._made: list[ThreadGroup] = []
+    def __init__(self, group: ThreadGroup, local_group: int | Sequence[Sequence[int]] = 1) -> None:
+        self._ddp_group, size = group, group.network.size
+        starts = range(0, size, local_group) if isinstance(local_group, int) else ()
+        ranks = [range(i, i + local_group) for i in starts] if isinstance(local_group, int) else local_group
+        self.members = Members(tuple(map(tuple, ranks)), "as they are given")
+        self.local_size = self.members.local_size
+        self.member, place = self.members.place_of(group.rank)
+        self.cut = Cut(place, self.local_size)
+        self._made: list[ThreadComm] = []
+        self._between: Between | None = None
 
     def comms(self, beside_ddp: bool = False) -> Sequence[Comm]:
-        """The ranks, once for each lane."""
-        self._made = self._made or [self._ddp_group.network.group(self._ddp_group.rank) for _ in range(LANES)]
-        return [ThreadComm(group) for group in self._made]
+        """The ranks, or this rank's column, once for each lane."""
+        self._made = self._made or [self._lane() for _ in range(LANES)]
+        return self._made
+
+    def _lane(self) -> "ThreadComm":
+        if self.local_size == 1:
+            return self._new()
+        comm = self._new(self.members.columns)
+        comm.within(self._new(self.members.ranks), self._new(), self.members, self.member)
+        return comm
+
+    def _new(self, parts: Sequence[Sequence[int]] = ()) -> "ThreadComm":
+        return ThreadComm(self._ddp_group.network.group(self._ddp_group.rank, parts))
+
+    @property
+    def between(self) -> Between:
+        """Whom the main thread may send to."""
+        if self._between is None:
+            everyone: Any = ThreadComm(self._ddp_group)  # what is asked of it, a TorchComm answers too
+            if self.local_size == 1:
+                return Between(everyone, None, everyone)
+            column: Any = self._new(self.members.columns)
+            inside: Any = self._new(self.members.ranks)
+            self._between = Between(column, inside, everyone)
+        return self._between
 
     @contextmanager
-    def leaders(self) -> Iterator[ThreadComm]:
-        """Yield all ranks, for the main thread."""
-        yield ThreadComm(self._ddp_group)
+    def between_steps(self) -> Iterator[Between]:
+        """Yield whom the main thread may send to."""
+        yield self.between
 
     def close(self) -> None:
-        """Forget the lanes' groups."""
-        self._made = []
+        """Forget the groups."""
+        self._made, self._between = [], None
 
 
 # - DistributedDataParallel

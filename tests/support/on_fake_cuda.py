@@ -18,8 +18,9 @@ from lightning_sparse.local_steps.averager import LocalAverager
 from lightning_sparse.local_steps.buffers import ModuleBuffers
 from lightning_sparse.local_steps.optimizers import Optimizers
 from lightning_sparse.local_steps.settings import LocalSteps
-from lightning_sparse.network.node_comm import NodeComm
-from lightning_sparse.network.process_groups import LANES, ProcessGroups
+from lightning_sparse.network.cut import Cut
+from lightning_sparse.network.members import alone
+from lightning_sparse.network.process_groups import LANES
 from lightning_sparse.sharded.model import ShardedModel, ShardGroup
 from lightning_sparse.wire import wire_format
 from tests.support.buckets import Bucket
@@ -99,23 +100,13 @@ def watching(averager: LocalAverager) -> LocalAverager:
     return averager
 
 
-class Node:
-    """What an exchange asks of ``ProcessGroups``, of two ranks a node."""
-
-    local_size = 2
-    nccl = True
-
-    def __init__(self, nccl: FakeNccl) -> None:
-        self._inside = nccl.comm()
-
-    sum_inside = ProcessGroups.sum_inside
-
-
-def nodes(nccl: FakeNccl, of: dict[str, Tensor], leader: bool, **options: Any) -> GradientAverager:
-    """An exchange of gradients among three nodes, as it is on NCCL, on a ``leader`` of one or on another rank."""
-    comm = NodeComm(0, SIZE, nccl.comm() if leader else None, nccl.comm()).in_format(wire_format("int4"))
-    groups, node = lay_out(of, ls.TopK(), "bucket", SMALL), Node(nccl)
-    return GradientAverager(groups, [comm], threaded=False, node=node, **options)  # type: ignore[arg-type]
+def members(
+    nccl: FakeNccl, of: dict[str, Tensor], compressor: ls.Compressor, wire_dtype: str = "float32", **options: Any
+) -> GradientAverager:
+    """An exchange of gradients among members of as many ranks as there are members, as it is on NCCL."""
+    comm, cut = nccl.comm(wire_format(wire_dtype)), Cut(nccl.rank, nccl.size)
+    comm.within(nccl.comm(), nccl.comm(), alone(SIZE), member=0)
+    return GradientAverager(lay_out(of, compressor, "bucket", SMALL, cut), [comm], threaded=False, **options)
 
 
 def watched(nccl: FakeNccl, of: dict[str, Tensor]) -> GradientAverager:

@@ -16,7 +16,6 @@ import lightning_sparse as ls
 from lightning_sparse.engine.lanes import Lane
 from lightning_sparse.local_steps.averager import LocalAverager
 from lightning_sparse.network.comm import Comm
-from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.network.simulated import SimNetwork
 from tests.support.local_steps import CHOSEN, auto
 from tests.support.models import Small, data, small, take_steps, trainer
@@ -85,7 +84,7 @@ def of_trainers(rank: int, size: int, folder: str) -> dict[str, list[tuple[int, 
 
 @pytest.mark.programs
 def test_fits_one_after_the_other_hold_no_more_than_one(ranks: Ranks, tmp_path: Any) -> None:
-    """On four ranks, since with two in a node a save after fit needs a process group of the leaders."""
+    """On four ranks, since with two in a member a save after fit needs process groups."""
     for found in ranks.run(of_trainers, 4, str(tmp_path)):
         for name, each in found.items():
             assert not grows(each[1:]), (name, each)
@@ -103,7 +102,7 @@ def of_hooks(rank: int, size: int) -> dict[str, list[tuple[int, int]]]:
 
     def dropped() -> None:
         ddp = DistributedDataParallel(small().net)
-        ls.SparseHook(ddp, "skip_reduce", process_groups=ProcessGroups(ddp, local_size=size))
+        ls.SparseHook(ddp, "skip_reduce", local_group=size)
         take_steps(ddp, torch.optim.SGD(ddp.parameters(), 0.1), 0, 2, rank)
 
     return {work.__name__: after_each(work) for work in (of_fabric, dropped)}
