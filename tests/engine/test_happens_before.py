@@ -16,6 +16,7 @@ from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.groups import lay_out
 from lightning_sparse.gradients.averager import GradientAverager
 from lightning_sparse.local_steps.second_moments import EVERY
+from lightning_sparse.network.process_groups import Between
 from tests.support.fake_cuda import DEVICE, Event, Stream, place, unavailable_reason
 from tests.support.fake_nccl import FakeNccl, Work
 from tests.support.happens_before import HappensBefore
@@ -53,7 +54,13 @@ def test_other_groups_and_a_checkpoint_are_ordered() -> None:
     def other_plan(averager: GradientAverager, nccl: FakeNccl, of: dict[str, Tensor]) -> None:
         for kept in ("per_rank", "mean"):
             residuals.gather(
-                averager, kept, nccl.comm(), "TopK()", {}, RankLocalState((), None, torch.nn.Module(), False), True
+                averager,
+                kept,
+                Between(comm := nccl.comm(), None, comm),
+                "TopK()",
+                {},
+                RankLocalState((), None, torch.nn.Module(), False),
+                True,
             )
         groups = lay_out(of, ls.TopK(), "none" if len(averager.groups) < len(of) else "bucket")
         averager.lay_out(groups)

@@ -23,6 +23,7 @@ from lightning_sparse.kernels import select
 from lightning_sparse.local_steps.averager import LocalAverager
 from lightning_sparse.local_steps.second_moments import EVERY
 from lightning_sparse.monitor.record import delivered_by
+from lightning_sparse.network.process_groups import Between
 from lightning_sparse.wire import WIRE_DTYPES
 from tests.support.buckets import Bucket
 from tests.support.fake_cuda import DEVICE, unavailable_reason
@@ -222,7 +223,13 @@ def test_who_asks_between_steps_waits_as_the_documentation_says() -> None:
         comm = nccl.comm()
         for kept in ("per_rank", "mean"):
             residuals.gather(
-                averager, kept, comm, "TopK()", {}, RankLocalState((), None, torch.nn.Module(), False), True
+                averager,
+                kept,
+                Between(comm, None, comm),
+                "TopK()",
+                {},
+                RankLocalState((), None, torch.nn.Module(), False),
+                True,
             )
         assert set(cuda.waits) <= set(MAY_WAIT)
         cuda.waits.clear()

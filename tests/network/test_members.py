@@ -157,5 +157,5 @@ def gathered_text(rank: int, size: int) -> list[str]:
     return said
 
 
-def test_of_a_node_the_first_rank_speaks_whatever_the_others_have_to_say(ranks: Ranks) -> None:
-    assert ranks.run(gathered_text, 4, gloo=True) == [["0123456", "012"]] * 4
+def test_every_rank_of_every_member_is_asked(ranks: Ranks) -> None:
+    assert ranks.run(gathered_text, 4, gloo=True) == [["0123456", "0123456789", "012", ""]] * 4
