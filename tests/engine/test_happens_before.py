@@ -16,7 +16,6 @@ from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.groups import lay_out
 from lightning_sparse.gradients.averager import GradientAverager
 from lightning_sparse.local_steps.second_moments import EVERY
-from lightning_sparse.network.process_groups import Between
 from tests.support.fake_cuda import DEVICE, Event, Stream, place, unavailable_reason
 from tests.support.fake_nccl import FakeNccl, Work
 from tests.support.happens_before import HappensBefore

@@ -23,7 +23,6 @@ from lightning_sparse.kernels import select
 from lightning_sparse.local_steps.averager import LocalAverager
 from lightning_sparse.local_steps.second_moments import EVERY
 from lightning_sparse.monitor.record import delivered_by
-from lightning_sparse.network.process_groups import Between
 from lightning_sparse.wire import WIRE_DTYPES
 from tests.support.buckets import Bucket
 from tests.support.fake_cuda import DEVICE, unavailable_reason
