@@ -23,6 +23,7 @@ from lightning_sparse.kernels import select
 from lightning_sparse.local_steps.averager import LocalAverager
 from lightning_sparse.local_steps.second_moments import EVERY
 from lightning_sparse.monitor.record import delivered_by
+from lightning_sparse.network.process_groups import Between as Whom
 from lightning_sparse.wire import WIRE_DTYPES
 from tests.support.buckets import Bucket
 from tests.support.fake_cuda import DEVICE, unavailable_reason
@@ -224,7 +225,7 @@ def test_who_asks_between_steps_waits_as_the_documentation_says() -> None:
             residuals.gather(
                 averager,
                 kept,
-                Between(comm, None, comm),
+                Whom(comm, None, comm),
                 "TopK()",
                 {},
                 RankLocalState((), None, torch.nn.Module(), False),
