@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from lightning_sparse.compressors.group import Group
 from lightning_sparse.compressors.wrappers import Wrapper
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.bucket import Report
+from lightning_sparse.engine.lanes import Lane
 from lightning_sparse.engine.observers import Waiting, delivered
 from lightning_sparse.engine.timeline import GroupTime
 
@@ -298,10 +300,19 @@ def delivered_by(averager: Averager) -> float:
     """
     assert averager.sample is not None
     sums = averager.sample.unsent_and_left(lambda group, places: averager.unsent_of(group)[places])
+    if averager.cut.count > 1:
+        return delivered(*averager.lanes.on_first(partial(_squares_of_slices, sums)).tolist())
     if not sums.numel():
         return delivered(0.0, 0.0)
     squares: list[float] = averager.lanes.run_message(lambda comm: comm.all_reduce(sums)).square().sum(1).tolist()
     return delivered(*squares)
+
+
+def _squares_of_slices(sums: Tensor, lane: Lane) -> Tensor:
+    """The squared norms [2] over all slices of what members have together; ``sums`` [2, m] are of this rank's slice."""
+    total = lane.comm.all_reduce(sums).wait() if sums.numel() else sums
+    assert lane.comm.inside is not None
+    return lane.comm.inside.all_reduce(total.square().sum(1)).wait()
 
 
 def _ms_wait(averager: Averager, report: Report) -> float:

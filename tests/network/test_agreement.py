@@ -40,7 +40,7 @@ CASES = {
     "compressor": ({"compressor": ls.MiCRO(density=0.5)}, "compressor: SkipReduce(", "MiCRO(density=0.5"),
     "wire_dtype": ({"wire_dtype": "bfloat16"}, "wire_dtype: 'float32' on ranks 0, 1; 'bfloat16' on rank 2"),
     "fusion": ({"fusion": "none"}, "fusion: 'layer' on ranks 0, 1; 'none' on rank 2"),
-    "nodes": ({"local_group": 3}, "local_group: 1 on ranks 0, 1; 3 on rank 2"),
+    "nodes": ({"local_group": 3}, "local_group: 'auto' on ranks 0, 1; 3 on rank 2"),
     "shape": ({"width": 40}, "parameter net.0.weight: 'float32 [33, 8]' on ranks 0, 1; 'float32 [40, 8]' on rank 2"),
     "dtype": ({"dtype": torch.bfloat16}, "parameter net.4.bias", "'bfloat16 [3]' on rank 2"),
     "names": ({"renamed": True}, "parameter last.weight: missing on ranks 0, 1; 'float32 [3, 3]' on rank 2"),
