@@ -302,30 +302,29 @@ def gather_local(
     local: LocalState,
     between: Between,
     device: torch.device,
-    rows: Callable[[Tensor], Tensor],
-    mean: Callable[[Tensor], Tensor],
+    keep: Callable[[Tensor], Tensor],
     per_rank: bool,
     parts: RankLocalState,
 ) -> dict[str, Any]:
-    """What else differs between ranks with local steps; ``rows`` gathers it of each member, ``mean`` of all."""
-    ranks, average = between.everyone, rows if per_rank else mean
+    """What else differs between ranks with local steps; ``keep`` gathers it of each member, or if not, the mean."""
+    ranks = between.everyone
     _check_same_number(len(parts.optimizers), ranks, device)
     kept: dict[str, Any] = {
         **local.state(),
         "optimizers": [
-            {key: average(x) for key, x in tensors_everywhere(optimizer, ranks, device).items()}
+            {key: keep(x) for key, x in tensors_everywhere(optimizer, ranks, device).items()}
             for optimizer in parts.optimizers
         ],
     }
     if not per_rank:
         return kept
     if local.sampled is not None:
-        kept["sampled"] = rows(local.sampled)
+        kept["sampled"] = keep(local.sampled)
     if parts.scaler is not None and (state := parts.scaler.state_dict()):
-        kept["scaler"] = rows(torch.tensor([state[key] for key in SCALER], dtype=torch.float64, device="cpu"))
+        kept["scaler"] = keep(torch.tensor([state[key] for key in SCALER], dtype=torch.float64, device="cpu"))
     others = parts.others(local)
     if different := _different(others, ranks, device):
-        kept["buffers"] = {name: _rows_of(others[name], rows, between.inside, device) for name in different}
+        kept["buffers"] = {name: _rows_of(others[name], keep, between.inside, device) for name in different}
     return kept
 
 

@@ -55,21 +55,21 @@ def gather(
         flat = x.reshape(-1).to(averager.device)
         return (leaders.mean(flat) if leaders else flat.cpu()).view(x.shape)
 
+    keep = mean if residuals == "mean" else rows
     unsent: dict[str, Tensor] = {}
     groups: list[dict[str, Any]] = []
-    kept_groups = zip(averager.kept(keep_means), averager.compressors, strict=True)
-    for group, averaging in kept_groups:
+    for group, averaging in zip(averager.kept(keep_means), averager.compressors, strict=True):
         parts_of = zip(group.names, group.shapes, group.parameters, group.slots(group.unsent), strict=True)
         for name, shape, parameter, slot in parts_of:
-            whole = whole_of({name: slot.view(shape)}, {name: parameter}, cut, between.inside)[name]
-            unsent[name] = (mean if residuals == "mean" else rows)(whole)
+            (whole,) = whole_of([slot.view(shape)], [parameter], cut, between.inside)
+            unsent[name] = keep(whole)
         if residuals == "per_rank":
             memory = _memory_of_member(group, averaging, between.inside, averager.device)
             memory = {key: rows(kept) for key, kept in sorted(memory.items())}
             groups.append({"names": list(group.names), "memory": memory, "step": group.step})
     kept: dict[str, Any] = {}
     if averager.local is not None:
-        kept = gather_local(averager.local, between, averager.device, rows, mean, residuals == "per_rank", parts)
+        kept = gather_local(averager.local, between, averager.device, keep, residuals == "per_rank", parts)
     steps, means = steps_of(averager), averager.due_means if keep_means else {}
     slices = {"slices": cut.count} if cut.count > 1 else {}
     return State(residuals, averager.size, steps, unsent, groups, compressor, plan, kept, means, **slices)
@@ -85,7 +85,7 @@ def _memory_of_member(
     if inside is None:
         return group.memory
     every = gather_tensors(group.memory, inside, device)
-    sizes = group.cut.sizes([p.shape for p in group.parameters])
+    sizes = list(zip(*([part.numel() for part in group.cut.slices(p)] for p in group.parameters), strict=True))
     found: dict[str, Tensor] = {}
     for key in sorted(set().union(*every)):
         if key in (*compressor.per_element, *OF_WEIGHTS, VELOCITY):

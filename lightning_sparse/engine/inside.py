@@ -31,16 +31,16 @@ def mean_of_slices(
     comm.buffers.reuse()
     slices = [cut.slices(other if x is None else x) for x, other in zip(tensors, like, strict=True)]
     of_rank = list(zip(*slices, strict=True))  # [L][k]
-    told = len(tensors) if may_be_none else 0  # numbers that say which tensors a rank has
-    width = max(sum(part.numel() for part in parts) for parts in of_rank) + told
+    flags = len(tensors) if may_be_none else 0  # which tensors a rank has, at the end of each row
+    width = max(sum(part.numel() for part in parts) for parts in of_rank) + flags
     shape, device = (cut.count, width), like[0].device
     leaving = comm.buffer("leaving", cut.count * width, torch.float32, device).view(shape)
     for row, parts in zip(leaving, of_rank, strict=True):
         for x, part, slot in zip(tensors, parts, _slots(row, parts), strict=True):
             slot.zero_() if x is None else slot.copy_(part)
-    if told:
+    if flags:
         has = torch.tensor([x is not None for x in tensors], dtype=torch.float32, device="cpu")
-        leaving[:, width - told :] = has.to(device, non_blocking=True)
+        leaving[:, width - flags :] = has.to(device, non_blocking=True)
     if not width:
         return [part.float() for part in of_rank[cut.index]]
     arriving = comm.buffer("arriving", cut.count * width, torch.float32, device).view(shape)
@@ -50,9 +50,9 @@ def mean_of_slices(
     for row in others:
         mean.add_(row, alpha=1 / cut.count)
     own = _slots(mean, of_rank[cut.index])
-    if not told:
+    if not flags:
         return own
-    return [slot if n else None for slot, n in zip(own, mean[width - told :].tolist(), strict=True)]
+    return [slot if n else None for slot, n in zip(own, mean[width - flags :].tolist(), strict=True)]
 
 
 def share(wholes: Sequence[Tensor], cut: Cut, comm: Comm) -> Rounds[None]:
@@ -73,16 +73,14 @@ def share(wholes: Sequence[Tensor], cut: Cut, comm: Comm) -> Rounds[None]:
                 part.copy_(slot)
 
 
-def whole_of(
-    slices: Mapping[str, Tensor], like: Mapping[str, Tensor], cut: Cut, comm: Comm | None
-) -> dict[str, Tensor]:
-    """All of each tensor of which the ranks of ``comm`` have ``slices``, by name, of the shapes that ``like`` have."""
+def whole_of(slices: Sequence[Tensor], like: Sequence[Tensor], cut: Cut, comm: Comm | None) -> list[Tensor]:
+    """All of each tensor of which the ranks of ``comm`` have ``slices``, of the shapes that ``like`` have."""
     if comm is None:
-        return dict(slices)
-    wholes = {name: x.new_empty(like[name].shape) for name, x in slices.items()}
-    for name, x in slices.items():
-        cut.own(wholes[name]).copy_(x)
-    completed(share(list(wholes.values()), cut, comm))
+        return list(slices)
+    wholes = [x.new_empty(each.shape) for x, each in zip(slices, like, strict=True)]
+    for whole, x in zip(wholes, slices, strict=True):
+        cut.own(whole).copy_(x)
+    completed(share(wholes, cut, comm))
     return wholes
 
 

@@ -20,7 +20,6 @@ from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.bucket import Report, gradients_of
 from lightning_sparse.engine.groups import carry_over
-from lightning_sparse.engine.inside import share
 from lightning_sparse.engine.lanes import Lane, Lanes
 from lightning_sparse.local_steps.buffers import ModuleBuffers, derive_anew
 from lightning_sparse.local_steps.optimizers import Rates, why_not_alone
@@ -30,8 +29,7 @@ from lightning_sparse.local_steps.set_by_others import SetByOthers
 from lightning_sparse.local_steps.settings import LocalSteps
 from lightning_sparse.local_steps.untrained import Comparison, Untrained, replicas_of
 from lightning_sparse.local_steps.weights import Phase, Phases, Weights
-from lightning_sparse.network.comm import Comm, completed
-from lightning_sparse.network.cut import Cut
+from lightning_sparse.network.agreement import differing
 from lightning_sparse.network.torch_comm import TorchComm, finished
 
 
@@ -78,10 +76,7 @@ class LocalAverager(Averager):
         self._rates = Rates(settings.lead or 1.0, lead_is_given)
         of = zip(groups, fragments, strict=True)
         scratch = Scratch()
-        self.weights = Weights(
-            [Replica(group, c, i, settings, scratch=scratch) for (group, c), i in of],
-            partial(_share, self.cut, inside),
-        )
+        self.weights = Weights([Replica(group, c, i, settings, scratch=scratch) for (group, c), i in of], inside)
         self.set_by_others = SetByOthers(self.weights)
         self.shared_buffers = buffers or ModuleBuffers(None)
         self.moments = SecondMoments(self.groups if settings.second_moments == "mean" else ())
@@ -365,7 +360,7 @@ class LocalAverager(Averager):
         columns = [every[column] for column in members.columns]  # of ranks that have the same slices
         differ = [name for i, name in enumerate(sums) if any((rows[:, i] != rows[0, i]).any() for rows in columns)]
         if differ:
-            parties = members.differing_in_columns([tuple(row) for row in every.tolist()])
+            parties = differing([tuple(row) for row in every.tolist()], members.columns)
             raise RuntimeError(
                 "Weights that are set after the last step must be set on every rank, to the same, as they are the "
                 f"average of all ranks then; got others on {parties}: {differ[0]}"
@@ -563,9 +558,3 @@ class PendingExchange:
 
 def _average(replica: Replica, size: int, lane: Lane) -> None:
     replica.set_move(lane.run(replica.reduce(lane.comm)), size)
-
-
-def _share(cut: Cut, inside: Comm | None, wholes: Sequence[Tensor]) -> None:
-    """Have all ranks of a member hold what each has set of the slices that it owns, the same bits."""
-    if inside is not None and wholes:
-        completed(share(wholes, cut, inside))

@@ -213,11 +213,10 @@ class SecondMoments:
     def sum_up(self, comm: Comm) -> Rounds:
         """Compare the ranks' gradients in bfloat16; to be run to its end, on every rank; returns sums [2 m]."""
         assert self._sent is not None
-        every = torch.cat([self._sent, self._sent.square()])
-        own, sums = self._cut.own(every).clone(), every
+        sums = torch.cat([self._sent, self._sent.square()])
+        own = self._cut.own(sums)
         if own.numel():
-            total = yield from sum_values(own, comm.in_format(BFLOAT16))
-            self._cut.own(sums).copy_(total)
+            own.copy_((yield from sum_values(own, comm.in_format(BFLOAT16))))
         if comm.inside is not None:
             yield from share([sums], self._cut, comm.inside)
         self._sums = sums.view(2, -1)

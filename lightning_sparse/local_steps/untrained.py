@@ -15,8 +15,8 @@ from lightning_sparse.engine.checksum import checksum
 from lightning_sparse.engine.lanes import Lane
 from lightning_sparse.local_steps.replica import Find, Replica
 from lightning_sparse.local_steps.settings import LocalSteps
+from lightning_sparse.network.agreement import differing
 from lightning_sparse.network.cut import WHOLE, Cut
-from lightning_sparse.network.members import alone
 
 
 class Untrained:
@@ -93,14 +93,14 @@ class Comparison:
         (lane, _), self._sent = self._sent, None
         lane.have_caller_wait()
         rows, comm = result.cpu(), lane.comm
-        members = alone(len(rows)) if comm.inside is None else comm.members
-        if parties := members.differing_in_columns(rows[:, 0].tolist()):
+        columns = [range(len(rows))] if comm.inside is None else comm.members.columns
+        if parties := differing(rows[:, 0].tolist(), columns):
             raise RuntimeError(
                 "Weights that are set while the parameters hold the average of all ranks must be set on every rank, to "
                 f"the same; got others on {parties}. Load or change weights on all of them."
             )
         self.lead_ends = bool(rows[:, 1].any())
-        if members.local_size > 1 and (parties := members.differing_inside(rows[:, 2].tolist())):
+        if comm.inside is not None and (parties := differing(rows[:, 2].tolist(), comm.members.ranks)):
             raise RuntimeError(
                 "The ranks of a machine must have the same weights, which they train together; got others on "
                 f"{parties}. Set weights on all of them, and have optimizers draw the same random numbers on all."

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.checksum import as_integers, checksum
+from lightning_sparse.engine.inside import share, whole_of
 from lightning_sparse.local_steps.replica import HALVES, Replica
+from lightning_sparse.network.comm import Comm, completed
 
 
 class Phase(Enum):
@@ -141,13 +143,11 @@ class Weights:
 
     Args:
         replicas: of all groups.
-        share: sets tensors, whole ones, to the slices that the ranks of this member own of them.
+        inside: the ranks of this member, each of which owns a slice of every parameter; None where it is one rank.
     """
 
-    def __init__(
-        self, replicas: Sequence[Replica], share: Callable[[Sequence[Tensor]], None] = lambda wholes: None
-    ) -> None:
-        self.replicas, self._share = list(replicas), share
+    def __init__(self, replicas: Sequence[Replica], inside: Comm | None = None) -> None:
+        self.replicas, self._inside = list(replicas), inside
         # While the average is shown, of each parameter this rank's own weights; None where they are the average.
         self._held: list[list[Tensor | None]] | None = [[None] * len(each.group.names) for each in self.replicas]
         self.set_by_others = False  # somebody has set the average; whoever looks resets it
@@ -170,7 +170,9 @@ class Weights:
 
     def share(self, replicas: Sequence[Replica]) -> None:
         """Have all ranks of this member hold what each has set of the slices that it owns."""
-        self._share([whole for replica in replicas for whole in replica.wholes()])
+        if replicas and self._inside is not None:
+            wholes = [whole for each in replicas for whole in each.wholes()]
+            completed(share(wholes, replicas[0].group.cut, self._inside))
 
     @torch.no_grad()
     def hide(self) -> None:
@@ -211,14 +213,7 @@ class Weights:
 
     def _whole(self, replica: Replica, slices: Sequence[Tensor]) -> list[Tensor]:
         """All of each parameter, of which this rank has ``slices``."""
-        cut = replica.group.cut
-        if cut.count == 1:
-            return list(slices)
-        wholes = [x.new_empty(whole.shape) for x, whole in zip(slices, replica.wholes(), strict=True)]
-        for whole, x in zip(wholes, slices, strict=True):
-            cut.own(whole).copy_(x)
-        self._share(wholes)
-        return wholes
+        return whole_of(slices, replica.wholes(), replica.group.cut, self._inside)
 
     def versions(self) -> list[int]:
         """The version of each parameter that is trained, which changes with its values."""

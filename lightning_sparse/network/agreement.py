@@ -90,12 +90,21 @@ def differences(settings: Sequence[Mapping[str, str]], who: str = "rank") -> lis
     return found or ["the order of the parameters or buffers"]
 
 
-def ranks_having(values: Sequence[T], who: str = "rank") -> dict[T, str]:
-    """Each of the values the ranks have, in order of rank, and in words which ranks have it."""
+def ranks_having(values: Sequence[T], who: str = "rank", among: Sequence[int] | None = None) -> dict[T, str]:
+    """Each of the values that ranks have, ``among`` these or all, in order, and in words which ranks have it."""
     ranks_of: dict[T, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks_of.setdefault(value, []).append(rank)
+    for rank in range(len(values)) if among is None else among:
+        ranks_of.setdefault(values[rank], []).append(rank)
     return {value: _in_words(ranks, who) for value, ranks in ranks_of.items()}
+
+
+def differing(values: Sequence[Hashable], parts: Sequence[Sequence[int]]) -> str:
+    """Say which ranks have others of the ``values`` [P] than the rest of their part; empty if each part has the same.
+
+    ``parts`` are of ranks that must have the same, such as columns of members.
+    """
+    every = (ranks_having(values, among=part) for part in parts)
+    return next((" and on ".join(having.values()) for having in every if len(having) > 1), "")
 
 
 def _in_words(ranks: Sequence[int], who: str) -> str:

@@ -1,9 +1,7 @@
 """Slices of tensors, of which every rank of a member owns one."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -24,11 +22,6 @@ class Cut:
         rows = x if x.dim() else x.reshape(1)
         each = -(-len(rows) // self.count)
         return [rows[i * each : (i + 1) * each] for i in range(self.count)]
-
-    def sizes(self, shapes: Sequence[torch.Size]) -> list[list[int]]:
-        """The elements of the slices of tensors of these ``shapes``, of each rank [L][k]."""
-        like = [torch.empty(shape, dtype=torch.uint8, device="meta") for shape in shapes]
-        return [[part.numel() for part in parts] for parts in zip(*map(self.slices, like), strict=True)]
 
     def own(self, x: Tensor) -> Tensor:
         """The slice of this rank, a view of ``x``."""

@@ -38,7 +38,7 @@ def members_of(local_group: int | str, comm: Comm, device: torch.device, is_defa
             )
         starts = range(0, ranks, local_group)
         cut = tuple(tuple(range(start, start + local_group)) for start in starts)
-        return Members(cut, f"local_group={local_group}" if local_group > 1 else "")
+        return Members(cut, f"local_group={local_group}")
     if local_group == AUTO and not is_default:
         return alone(ranks)
     machines = _by_machine(everywhere(identity(), comm, device))
@@ -61,7 +61,7 @@ def _by_machine(identities: Sequence[str]) -> list[list[int]]:
 
 
 def identity() -> str:
-    """What tells this machine from others: what NCCL is told, or its boot and its network."""
+    """What tells this machine from others: ``NCCL_HOSTID`` if it is set, or its boot and its network."""
     if given := os.environ.get("NCCL_HOSTID"):
         return given
     with suppress(OSError):

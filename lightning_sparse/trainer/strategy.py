@@ -388,9 +388,10 @@ class SparseDDPStrategy(SparseMixin, DDPStrategy):
         warmup_steps: dense steps before the compressor starts.
         residuals: what a checkpoint keeps of the gradient not yet sent.  "per_rank": all of it, to resume bit for bit
             on the same number of ranks; "mean": one mean over the ranks; "none".
-        local_group: ranks that share a fast link.  They average their gradients densely and then act as one rank, so
-            that only what travels between such groups is compressed, and a checkpoint keeps one residual for each.
-            "node": the devices of a node; a number: so many consecutive ranks; 1: none.
+        local_group: ranks that share a fast link and are one member: what they do together is exact, each sends a slice
+            of what travels between members, which alone is compressed, and a checkpoint keeps one residual for each.
+            "auto": the ranks of a machine, from two machines on, where devices are GPUs; "node": the ranks of a
+            machine; a number: so many consecutive ranks; 1: none.
         local_steps: H, or :class:`LocalSteps`: each rank takes its own optimizer steps, and what they did is exchanged,
             a part of the parameters in H each step.  0: gradients are exchanged.
         elastic: with ``local_steps``, True or :class:`Elastic`: every process is a training of its own (``devices=1``),
