@@ -36,7 +36,7 @@ class SparseDDPStrategy(DDPStrategy):
         fusion: which parameters travel together.
         wire_dtype: of values on the wire; None: as the compressor has it by default.
         warmup_steps: dense steps first.
-        local_group: ranks that average densely among themselves.
+        local_group: ranks that act as one.
         local_steps: H, optimizer steps of each rank between two averages of the same weight.
         **kwargs: everything ``lightning.fabric.strategies.DDPStrategy`` takes.
 

@@ -16,6 +16,7 @@ from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.groups import lay_out
 from lightning_sparse.gradients.averager import GradientAverager
 from lightning_sparse.local_steps.second_moments import EVERY
+from lightning_sparse.network import process_groups
 from tests.support.fake_cuda import DEVICE, Event, Stream, place, unavailable_reason
 from tests.support.fake_nccl import FakeNccl, Work
 from tests.support.happens_before import HappensBefore
@@ -55,7 +56,7 @@ def test_other_groups_and_a_checkpoint_are_ordered() -> None:
             residuals.gather(
                 averager,
                 kept,
-                Between(comm := nccl.comm(), None, comm),
+                process_groups.Between(comm := nccl.comm(), None, comm),
                 "TopK()",
                 {},
                 RankLocalState((), None, torch.nn.Module(), False),
