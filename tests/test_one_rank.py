@@ -14,7 +14,7 @@ from lightning_sparse.auto.policy import NAMES
 from lightning_sparse.checkpoint.state import State
 from tests.support.said import warned
 
-ALONE = "There is one rank, machine or replica, and nobody to send to"
+ALONE = "There is one rank, node or replica, and nobody to send to"
 
 
 pytestmark = pytest.mark.usefixtures("one_rank")

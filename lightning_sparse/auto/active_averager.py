@@ -288,7 +288,7 @@ def _dense_if_alone(compressor: Compressor, size: int) -> Compressor:
         return compressor
     if not isinstance(named := without_format(compressor), Dense):
         rank_zero_warn(
-            f"There is one rank, machine or replica, and nobody to send to: {named} is not used, and every step "
+            f"There is one rank, node or replica, and nobody to send to: {named} is not used, and every step "
             "updates all elements. Start more, or use strategy='auto'."
         )
     return compressor.dense_variant()

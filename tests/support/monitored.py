@@ -10,6 +10,7 @@ from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.bucket import Report
 from lightning_sparse.engine.observers import Sample
 from lightning_sparse.engine.timeline import Timeline
+from lightning_sparse.network.cut import WHOLE
 
 
 class Unread(int):
@@ -35,6 +36,7 @@ class Averager:
         self.timeline = Timeline(self.device)
         parameters = {name: torch.zeros(elements // 2) for name in ("head.weight", "body.weight")}
         self.groups = [Group(i, (name,), (p,)) for i, (name, p) in enumerate(parameters.items())]
+        self.cut = WHOLE
         self.norms_asked = 0
         halves = torch.tensor([[1.0], [0.5]])  # of what is unsent before a step, and after it
         self.lanes = SimpleNamespace(run_message=lambda launch: halves)
