@@ -87,14 +87,16 @@ def _of_gradients(candidate: Candidate, measured: Measured, costs: GroupCosts) -
 def _of_local_steps(candidate: Candidate, measured: Measured, costs: GroupCosts) -> Forecast:
     """A fragment is exchanged beside the next step, which is as long as the longer of the two.
 
-    A processor that computes the step has the work of the exchange too; a device does not.
+    A processor that computes the step has the work of the exchange too; a device does not.  In every step the ranks of
+    a member average all gradients among themselves.
     """
     pieces = pieces_of(costs.parameters, candidate.averaging)
     sizes = np.array(cut_into_fragments([[piece] for piece in pieces], candidate.local_steps)[1])
     cost = costs.of_groups(candidate.averaging, int(sizes.max()))
     busy_s, _, latency_s = cost.at(sizes)
     n = min(int(sizes.max()), MOST)
-    own_s = measured.computing_s + applying_s(n, costs) / n * sizes + (costs.device.type == "cpu") * busy_s
+    inside_s = costs.inside.seconds(int(sizes.sum()))
+    own_s = measured.computing_s + inside_s + applying_s(n, costs) / n * sizes + (costs.device.type == "cpu") * busy_s
     step_s = float(np.maximum(own_s, latency_s).mean())
     limit = "network" if (latency_s > own_s).mean() > 0.5 else "backward"
     sent_bytes = float(cost.bytes_each * sizes.mean())
@@ -102,8 +104,8 @@ def _of_local_steps(candidate: Candidate, measured: Measured, costs: GroupCosts)
 
 
 def applying_s(n: int, costs: GroupCosts) -> float:
-    """Seconds in which a rank takes up ``n`` weights after local steps and applies their exchange."""
-    weights = made_up(n, 0, costs.device)
+    """Seconds in which a rank takes up its slice of ``n`` weights after local steps and applies their exchange."""
+    weights = made_up(-(-n // costs.inside.local_size), 0, costs.device)
     replica = Replica(Group(0, ("simulated",), (weights,)), Dense(), 0, LocalSteps(2))
     seconds = []
     for _ in range(RUNS):

@@ -132,17 +132,17 @@ class Sample:
         left = torch.cat([self._left[:0], *(left_of(group, places) for group, places in groups)])
         return torch.stack([left + self._delivered, left]) * self._elements.sqrt()
 
-    def age(self) -> float:
-        """How many steps late a gradient of this rank arrives: what waits over what arrives in a step (Little's law).
+    def waits_and_arrives(self) -> tuple[float, float]:
+        """What waits of this rank's gradients, and what arrives of them in a step.
 
-        An element waits with the square of its gradient as weight, in the proportion that is left of it.
-        Waits for the device.
+        By Little's law the first over the second is how many steps late one arrives.  An element waits with the square
+        of its gradient as weight, in the proportion that is left of it.  Waits for the device.
         """
         *_, squares, waiting, turn = self._state
         arriving = squares / _weight(DECAY_OF_GRADIENTS, self._steps)
         between_turns = arriving * (self._steps - turn)  # what local steps have not sent until their turn
-        arrives = float((arriving * self._elements).sum())
-        return float(((waiting + between_turns) * self._elements).sum()) / arrives if arrives else 0.0
+        waits = (waiting + between_turns) * self._elements
+        return float(waits.sum()), float((arriving * self._elements).sum())
 
     def _turn(self, parts: Sequence[tuple[int, Tensor]]) -> float:
         """Steps from one sending of an element to the next, the mean over those that are sent or wait."""

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from lightning_sparse.engine.groups import Piece, pieces_of
 from lightning_sparse.fusion.model import Cost, SizeCost
 from lightning_sparse.fusion.planner import Kinds
 from lightning_sparse.network.comm import Rounds
-from lightning_sparse.network.costs import Costs, Link, traffic
+from lightning_sparse.network.costs import Costs, Inside, Link, traffic
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.selection.sparse import Sparse
 from lightning_sparse.settings import as_text
@@ -37,10 +38,11 @@ class GroupCosts:
 
     Args:
         parameters: by name, in the order of definition.
-        link: between the ranks.
-        size: P.
+        link: between the ranks, or between members of several ranks, each of which averages a slice of each group.
+        size: P, or the number of members.
         may_sum_in_place: DDP's buckets are summed where they lie, if that is the soonest.
         now: a clock, in seconds.
+        inside: what the ranks of a member take among themselves.
     """
 
     def __init__(
@@ -50,8 +52,9 @@ class GroupCosts:
         size: int,
         may_sum_in_place: bool = True,
         now: Now = time.perf_counter,
+        inside: Inside = Inside(),  # noqa: B008 -- nothing changes it
     ) -> None:
-        self.parameters, self.link, self.size, self.now = parameters, link, size, now
+        self.parameters, self.link, self.size, self.now, self.inside = parameters, link, size, now, inside
         self.device = next(iter(parameters.values())).device
         self.sums = Costs(size)
         self.sums.latencies = link.latencies(size, self.device.type == "cpu")
@@ -71,13 +74,22 @@ class GroupCosts:
 
     def of_groups(self, compressor: Compressor, largest: int) -> Cost:
         """The cost of groups of up to ``largest`` elements, of which fewer are simulated."""
-        largest = max(1, min(largest, MOST // min(self.size, RANKS)))
+        largest = max(1, min(largest, self.inside.local_size * (MOST // min(self.size, RANKS))))
         key = (as_text(compressor), largest)
         if key not in self._kept:
-            self._kept[key] = self.in_place(compressor) or Cost(
-                self.simulated(compressor, min(FEW, largest)), self.simulated(compressor, largest)
-            )
+            few, many = (self._of_member(n, partial(self.simulated, compressor)) for n in (min(FEW, largest), largest))
+            self._kept[key] = self.in_place(compressor) or Cost(few, many)
         return self._kept[key]
+
+    def _of_member(self, n: int, of_slice: Callable[[int], SizeCost]) -> SizeCost:
+        """The cost of a group of ``n`` elements, where that of a slice is ``of_slice``.
+
+        A processor that copies for the ranks of its member does nothing else meanwhile.
+        """
+        cost = of_slice(-(-n // self.inside.local_size))
+        inside_s = self.inside.seconds(n)
+        busy_s = cost.busy_s + (self.device.type == "cpu") * inside_s
+        return SizeCost(n, busy_s, cost.spacing_s + inside_s, cost.latency_s + inside_s, cost.sent_bytes)
 
     def in_place(self, compressor: Compressor) -> Cost | None:
         """The cost of DDP's buckets, if ``compressor`` sums them where they lie."""
@@ -90,7 +102,7 @@ class GroupCosts:
             wire_s = sent_bytes * self.link.s_per_byte
             return SizeCost(n, 0.0, wire_s, self.link.all_reduce_of(self.size) + wire_s, sent_bytes)
 
-        return Cost(of(1), of(elements))
+        return Cost(self._of_member(1, of), self._of_member(elements, of))
 
     def simulated(self, compressor: Compressor, n: int) -> SizeCost:
         """Estimate the cost of a group of ``n`` elements; only the compressor's own work is measured.

@@ -16,7 +16,7 @@ from lightning_sparse.compressors.wrappers import without_format
 from lightning_sparse.engine.groups import apart, make_groups, pieces_of
 from lightning_sparse.engine.timeline import GroupTime
 from lightning_sparse.fusion.costs import GroupCosts
-from lightning_sparse.fusion.link import NoClock, least_over_ranks, measure_link, median_over_ranks
+from lightning_sparse.fusion.link import NoClock, least_over_ranks, measure_inside, measure_link, median_over_ranks
 from lightning_sparse.fusion.model import Plan
 from lightning_sparse.fusion.planner import Layout, Measured, best_plan, calibrate
 from lightning_sparse.fusion.steps import PLANNING, BetweenSteps, PassCounts, Times, measure_steps, until_changed
@@ -200,9 +200,10 @@ class LayerFusion:
     # - planning
 
     def costs_on(self, link: Link) -> GroupCosts:
-        """What groups cost on ``link``, on this machine."""
+        """What groups cost on ``link``, on this machine; to be called on every rank."""
         averager = self.averager
-        return GroupCosts(self._parameters, link, averager.size, averager.in_place.can)
+        inside = measure_inside(averager)
+        return GroupCosts(self._parameters, link, averager.size, averager.in_place.can, inside=inside)
 
     def decide(self, compressor: Compressor, at_work: Compressor, measured: Measured, costs: GroupCosts) -> Layout:
         """Return the groups that rank 0 plans for ``compressor``, on every rank; those there are if it cannot.

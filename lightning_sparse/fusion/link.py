@@ -8,10 +8,13 @@ import numpy as np
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from numpy.typing import NDArray
+from torch import Tensor
 
 from lightning_sparse.engine.averager import Averager
+from lightning_sparse.engine.inside import mean_of_slices, share
 from lightning_sparse.engine.lanes import Lane
-from lightning_sparse.network.costs import Link, hops, traffic
+from lightning_sparse.network.comm import completed
+from lightning_sparse.network.costs import Inside, Link, hops, traffic
 
 FEW, MANY, MOST = 2**8, 2**16, 2**20  # Elements of a sum that takes its latency alone, and of those that tell the rate.
 RUNS = 4  # Runs of many elements; the shortest was disturbed least.
@@ -74,6 +77,30 @@ def measure_link(averager: Averager, latency_s: float | None = None) -> Link:
         f"{1e3 * link.all_reduce_s:.2f} ms; the link {rate}."
     )
     return link
+
+
+def measure_inside(averager: Averager) -> Inside:
+    """Time what the ranks of a member do for a group of few elements and for one of many; to be called on every rank.
+
+    Raises:
+        NoClock: if no rank could tell the time.
+    """
+    cut, times_s = averager.cut, []
+    if cut.count == 1:
+        return Inside()
+    for n in (FEW, MOST):
+        x = torch.zeros(n, dtype=torch.float32, device=averager.device)
+
+        def average(lane: Lane, x: Tensor = x) -> None:
+            assert lane.comm.inside is not None
+            completed(mean_of_slices([x], [x], cut, lane.comm.inside))
+            completed(share([x], cut, lane.comm.inside))
+
+        times_s.append(min(time_s(averager, average) for _ in range(RUNS)))
+    few_s, many_s = median_over_ranks(averager, times_s).tolist()
+    if not math.isfinite(few_s + many_s):
+        raise NoClock
+    return Inside(cut.count, few_s, max(many_s - few_s, 0.0) / (MOST - FEW))
 
 
 def _medians_s(averager: Averager, runs: int, *sums: tuple[int, bool]) -> list[float]:

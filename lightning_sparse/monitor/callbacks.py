@@ -43,13 +43,16 @@ class CompressionMonitor(Callback):
     Every ``log_every_n_steps`` steps and at an epoch's end, to every logger and to ``trainer.callback_metrics``, of
     the last step on rank 0.  Every rank gets these values, so that a scheduler or EarlyStopping does the same on each:
 
-    - ``sparse/sent_bytes``: payload this rank put on the wire, padding, indices and counts included
+    - ``sparse/sent_bytes``: payload this rank put on the wire, padding, indices and counts included; not what ranks of
+      the same member send each other
+    - ``sparse/member_bytes``: likewise, of all ranks of its member, where there are several
     - ``sparse/compression_ratio``: bytes a float32 ring all-reduce sends / sent bytes
     - ``sparse/density``: distinct elements updated / n
     - ``sparse/threshold_error``: |updated - k| / k, where k elements were meant to be updated
     - ``sparse/mask_bytes``: of the bytes sent, those that only said which elements travel (importance)
     - ``sparse/overflow``: elements this rank meant to send but kept, for want of room in a message
-    - ``sparse/unsent_norm``: Euclidean norm of what this rank keeps for later steps
+    - ``sparse/unsent_norm``: Euclidean norm of what this rank keeps for later steps (as the two before, and density,
+      threshold_error and age: of all ranks of its member)
     - ``sparse/ms_compress``: milliseconds in the compressor's own code (on CUDA the host's)
     - ``sparse/ms_wait``: milliseconds training waited after its last gradient was handed over
     - ``sparse/oldest_steps``: steps that the oldest unsent gradient has waited in this fit; 0 where nothing is unsent
@@ -115,7 +118,7 @@ class CompressionMonitor(Callback):
                 "lightning_sparse. Give the Trainer strategy='sparse_auto', say."
             )
             return
-        self._rank = averager.rank
+        self._rank = trainer.global_rank
         self._exchanged = self._logged = averager.steps
         self._notes.cuda = averager.device.type == "cuda"
         is_sharded = hasattr(trainer.strategy, "sharded")

@@ -4,7 +4,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
-from functools import partial
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -259,21 +258,30 @@ class Notes:
 
 
 def measure(averager: Averager, waiting: Sequence[Waiting]) -> dict[str, float]:
-    """Return the log keys of the last step, after which ``waiting`` waited; waits for the device."""
-    report = averager.last
+    """Return the log keys of the last step, after which ``waiting`` waited, between two steps on every rank.
+
+    Where a member has several ranks, each knows of its slices alone: what counts is summed over them.  Waits for the
+    device.
+    """
+    report, sample = averager.last, averager.sample
     assert report is not None
+    assert sample is not None
+    of_slice = (report.picked, report.elements, report.target, report.mask_bytes, report.overflow, report.sent_bytes)
+    own = [*map(float, of_slice), averager.unsent_norm() ** 2, *sample.waits_and_arrives()]
+    picked, elements, target, mask_bytes, overflow, sent_bytes, square, waits, arrives = _over_slices(averager, own)
     return {
         "sparse/sent_bytes": float(report.sent_bytes),
+        **({"sparse/member_bytes": sent_bytes} if averager.cut.count > 1 else {}),
         "sparse/compression_ratio": float(compression_ratio(report.dense_bytes, report.sent_bytes)),
-        "sparse/density": float(report.picked) / max(report.elements, 1),
-        "sparse/threshold_error": float(threshold_error(report.picked, report.target)),
-        "sparse/mask_bytes": float(report.mask_bytes),
-        "sparse/overflow": float(report.overflow),
-        "sparse/unsent_norm": averager.unsent_norm(),
+        "sparse/density": picked / max(elements, 1),
+        "sparse/threshold_error": float(threshold_error(picked, target)),
+        "sparse/mask_bytes": mask_bytes,
+        "sparse/overflow": overflow,
+        "sparse/unsent_norm": math.sqrt(square),
         "sparse/oldest_steps": float(max((each.oldest for each in waiting), default=0)),
         "sparse/unsent_over_gradient": max((each.unsent_over_gradient for each in waiting), default=0.0),
         "sparse/delivered": delivered_by(averager),
-        "sparse/age": averager.sample.age() if averager.sample else 0.0,
+        "sparse/age": waits / arrives if arrives else 0.0,
         "sparse/ms_compress": report.ms_compress,
         "sparse/ms_wait": _ms_wait(averager, report),
         **averager.metrics(),
@@ -300,19 +308,25 @@ def delivered_by(averager: Averager) -> float:
     """
     assert averager.sample is not None
     sums = averager.sample.unsent_and_left(lambda group, places: averager.unsent_of(group)[places])
-    if averager.cut.count > 1:
-        return delivered(*averager.lanes.on_first(partial(_squares_of_slices, sums)).tolist())
-    if not sums.numel():
-        return delivered(0.0, 0.0)
-    squares: list[float] = averager.lanes.run_message(lambda comm: comm.all_reduce(sums)).square().sum(1).tolist()
-    return delivered(*squares)
+    if sums.numel() and averager.cut.count > 1:
+        sums = averager.lanes.on_first(lambda lane: lane.comm.all_reduce(sums).wait())
+    elif sums.numel():
+        sums = averager.lanes.run_message(lambda comm: comm.all_reduce(sums))
+    return delivered(*_over_slices(averager, sums.square().sum(1).tolist()))
 
 
-def _squares_of_slices(sums: Tensor, lane: Lane) -> Tensor:
-    """The squared norms [2] over all slices of what members have together; ``sums`` [2, m] are of this rank's slice."""
-    total = lane.comm.all_reduce(sums).wait() if sums.numel() else sums
-    assert lane.comm.inside is not None
-    return lane.comm.inside.all_reduce(total.square().sum(1)).wait()
+def _over_slices(averager: Averager, numbers: Sequence[float]) -> list[float]:
+    """``numbers`` of this rank's slices, summed over all slices; to be called on every rank, between two steps."""
+    if averager.cut.count == 1:
+        return list(numbers)
+    own = torch.tensor(numbers, dtype=torch.float64, device=averager.device)
+
+    def summed(lane: Lane) -> Tensor:
+        assert lane.comm.inside is not None
+        return lane.comm.inside.all_gather(own).wait().sum(0)
+
+    total: list[float] = averager.lanes.on_first(summed).tolist()
+    return total
 
 
 def _ms_wait(averager: Averager, report: Report) -> float:

@@ -78,6 +78,25 @@ class Link:
         return self.carries(self.latency_s), self.carries(all_reduce_s), min(payload_bytes, MOST_MESSAGE_BYTES)
 
 
+@dataclass(frozen=True)
+class Inside:
+    """The time that the ranks of a member take among themselves, to make a group the member's and to share its means.
+
+    Attributes:
+        local_size: L, ranks of a member.
+        latency_s: of a group of next to no elements.
+        s_per_element: of a group, all slices together.
+    """
+
+    local_size: int = 1
+    latency_s: float = 0.0
+    s_per_element: float = 0.0
+
+    def seconds(self, elements: int) -> float:
+        """Of a group of so many elements."""
+        return self.latency_s + elements * self.s_per_element
+
+
 class Costs:
     """What sums cost on a link, the same on every rank, and by that the way they take.  P = ``size``.
 

@@ -25,7 +25,7 @@ from lightning_sparse.fusion.costs import GroupCosts
 from lightning_sparse.fusion.planner import Measured
 from lightning_sparse.fusion.steps import BetweenSteps, Times
 from lightning_sparse.network.comm import Comm, Pending
-from lightning_sparse.network.costs import Link
+from lightning_sparse.network.costs import Inside, Link
 from lightning_sparse.network.simulated import SimNetwork
 from tests.support.ticking import ticking
 
@@ -85,6 +85,21 @@ def test_local_steps_hide_what_they_send_beside_the_next_step() -> None:
     assert bound.step_s == pytest.approx(8e-6 * bound.sent_bytes, rel=0.1)  # no longer hidden
     assert bound.limit == "network"
     assert bound.sent_bytes == pytest.approx(0.5 * slow(ls.Candidate(ls.Dense(), "int4")).sent_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("local_steps", [0, 2])
+def test_ranks_of_a_member_send_a_slice_each_and_average_among_themselves(local_steps: int) -> None:
+    candidate, link = ls.Candidate(ls.Dense(), "int4", local_steps), Link(0.0001, 8e-7)  # 10 Mbit/s
+
+    def found(inside: Inside) -> tuple[Forecast, float]:
+        costs = GroupCosts(LAYERS, link, 2, now=ticking(), inside=inside)
+        return forecast_of(candidate, MEASURED, costs), costs.of_groups(candidate.averaging, 2**18).many.latency_s
+
+    (alone, _), (free, free_s), (dear, dear_s) = (found(x) for x in (Inside(), Inside(4), Inside(4, 0.001, 1e-6)))
+    assert free.sent_bytes == pytest.approx(alone.sent_bytes / 4, rel=0.02)
+    assert alone.step_s > 2 * free.step_s  # what is sent takes the time
+    assert dear_s - free_s == pytest.approx(0.001 + 1e-6 * 2**18)
+    assert dear.step_s > free.step_s + 0.5  # a microsecond for each of 589,824 elements
 
 
 def test_float32_in_several_buckets_takes_the_time_of_its_bytes() -> None:

@@ -158,7 +158,7 @@ def test_nobody_waits_to_watch_what_is_unsent_or_to_time_a_step() -> None:
     def look(averager: GradientAverager, nccl: FakeNccl, of: dict[str, Tensor]) -> None:
         assert averager.sample is not None
         averager.sample.waiting()
-        averager.sample.age()
+        averager.sample.waits_and_arrives()
         delivered_by(averager)
         averager.unsent_norm()
 

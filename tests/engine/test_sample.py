@@ -92,7 +92,8 @@ def test_of_parameters_sampled_whole_what_is_delivered_and_its_age_are_exact(com
         sums = sum(sample.unsent_and_left(lambda group, places: group.unsent[places]) for sample in ranks.samples)
         of_unsent, of_left = sums.square().sum(1).tolist()  # type: ignore[union-attr]
         assert 1 - of_left / of_unsent == pytest.approx(every.delivered, abs=1e-5)
-        ages.append(ranks.samples[0].age())
+        waits, arrives = ranks.samples[0].waits_and_arrives()
+        ages.append(waits / arrives)
     assert sum(ages[100:]) / 100 == pytest.approx(own.staleness, rel=0.2, abs=1e-6)  # the mean over all steps
 
 
@@ -101,7 +102,8 @@ def test_a_gradient_that_is_not_finite_is_not_counted() -> None:
     for number, given in enumerate(gradients(30)):
         given[0, :40] *= torch.nan if number == 5 else 1.0
         ranks.step(given)
-    assert 0 < ranks.samples[0].age() < 20
+    waits, arrives = ranks.samples[0].waits_and_arrives()
+    assert 0 < waits < 20 * arrives
     assert all(each.unsent_over_gradient < 20 for each in ranks.samples[0].waiting())
 
 

@@ -9,7 +9,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from tests.support.models import data, small, trainer, weights
+from lightning_sparse.auto.chooser import Chooser
+from lightning_sparse.engine.averager import Averager
+from lightning_sparse.engine.bucket import Report
+from tests.support.models import Does, Small, data, small, trainer, weights
 from tests.support.processes import Ranks
 from tests.support.said import refusal
 
@@ -158,3 +161,69 @@ def gathered_text(rank: int, size: int) -> list[str]:
 
 def test_every_rank_of_every_member_is_asked(ranks: Ranks) -> None:
     assert ranks.run(gathered_text, 4, gloo=True) == [["0123456", "0123456789", "012", ""]] * 4
+
+
+def watched(rank: int, size: int, local_steps: int) -> Any:
+    """What the monitor says of the last step, and what is true of this rank's slices."""
+    strategy = ls.SparseDDPStrategy("micro", wire_dtype="int4", local_steps=local_steps, local_group=2)
+
+    def look(run: Any) -> tuple[float, Report | None]:
+        averager = strategy.averager
+        unsent = (averager.unsent_of(group).double().square().sum() for group in averager.groups)
+        return float(sum(unsent)), averager.last
+
+    last = Does("on_train_batch_end", look)
+    monitor = ls.CompressionMonitor(table=False, summary=False)
+    run = trainer(strategy, size, max_steps=6, log_every_n_steps=6, callbacks=[monitor, last])
+    run.fit(small(), data(6, size))
+    said = {name: float(x) for name, x in run.callback_metrics.items() if name.startswith("sparse/")}
+    return said, *last.found[-1]
+
+
+@pytest.mark.parametrize("local_steps", [0, 2])
+def test_what_is_logged_is_of_all_slices_of_the_first_member(ranks: Ranks, local_steps: int) -> None:
+    (said, *one), (other_said, *two), *_ = ranks.run(watched, 4, local_steps)
+    assert said == other_said
+    reports = one[1], two[1]
+    assert said["sparse/unsent_norm"] == pytest.approx((one[0] + two[0]) ** 0.5, rel=1e-5)
+    assert said["sparse/member_bytes"] == sum(report.sent_bytes for report in reports)
+    assert said["sparse/sent_bytes"] == reports[0].sent_bytes
+    picked, elements = (sum(float(getattr(report, name)) for report in reports) for name in ("picked", "elements"))
+    assert said["sparse/density"] == pytest.approx(picked / elements)
+    assert 0 < said["sparse/age"] < 20
+
+
+class Wide(Small):
+    """With as many elements as it takes to choose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(8, 2**15)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        return super().training_step(batch, index) + self.wide(batch[0]).square().mean()
+
+
+def choose(rank: int, size: int) -> Any:
+    """Weights at the end, and what was chosen and expected, over and over."""
+    said, note = [], Chooser.note
+
+    def noting(chooser: Chooser, averager: Averager, step_s: float) -> ls.Candidate:
+        found = note(chooser, averager, step_s)
+        said.append((str(found), [(f.step_s, f.ranks, f.delivered, f.staleness) for f in chooser.forecasts]))
+        return found
+
+    Chooser.note = noting  # type: ignore[method-assign]
+    torch.manual_seed(0)
+    model = Wide()
+    trainer(ls.SparseDDPStrategy("sparse_auto", local_group=2), size, max_steps=120).fit(model, data(120, size))
+    return weights(model), said
+
+
+@pytest.mark.programs
+def test_sparse_auto_chooses_the_same_on_all_ranks_of_all_members(ranks: Ranks) -> None:
+    trained, said = zip(*ranks.run(choose, 4, gloo=True), strict=True)
+    assert said[0]
+    assert all(each == said[0] for each in said)
+    assert {number for _, forecasts in said[0] for _, number, *_ in forecasts} == {2}  # of members
+    assert all(each.equal(trained[0]) for each in trained)
