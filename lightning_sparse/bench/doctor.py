@@ -313,11 +313,15 @@ class CheckedModel(Classifier):
         self._gradients[name] = gradient.detach().clone()
 
     def _unsent(self) -> dict[str, Tensor]:
-        """What this rank has not sent of each parameter, in float64 and of its shape; zeros where nothing is kept."""
+        """What this rank has not sent of each parameter, in float64 and of its shape; zeros where nothing is kept.
+
+        Of a member's mean the unsent is kept once, in slices: it is taken for each of the L ranks that it is of.
+        """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # groups are averaged on a stream of their own
         unsent = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in self.named_parameters()}
         for group in self._averager.groups if self._averager else ():
-            for name, parameter, slot in zip(group.names, group.parameters, group.slots(group.unsent), strict=True):
-                unsent[name] = slot.detach().double().view(parameter.shape)
+            for name, slot in zip(group.names, group.slots(group.unsent), strict=True):
+                own = group.cut.own(unsent[name])
+                own.copy_(slot.detach().view(own.shape)).mul_(group.cut.count)
         return unsent

@@ -125,7 +125,10 @@ def drift(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SGD, "step", own)
 
 
-def errors(rank: int, size: int, spec: str, break_it: Callable[[pytest.MonkeyPatch], None] | None) -> str:
+Breaks = Callable[[pytest.MonkeyPatch], None] | None
+
+
+def errors(rank: int, size: int, spec: str, break_it: Breaks) -> str:
     """What the model that is checked says of a strategy in a few steps; "" if all is right."""
     with pytest.MonkeyPatch.context() as patch:
         if break_it:
@@ -139,17 +142,17 @@ def errors(rank: int, size: int, spec: str, break_it: Callable[[pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("spec", "break_it", "says"),
+    ("size", "spec", "break_it", "says"),
     [
-        *((spec, None, "") for spec in doctor.FEW),
-        ("micro", forget, "gradient was lost or made up in step 2"),
-        ("ddp", drift, "drifted apart"),
+        *((2, spec, None, "") for spec in doctor.FEW),
+        (2, "micro", forget, "gradient was lost or made up in step 2"),
+        (2, "ddp", drift, "drifted apart"),
+        (4, "micro:local_group=2", None, ""),
+        (4, "micro:local_group=2", forget, "gradient was lost or made up in step 2"),
     ],
 )
-def test_each_step_is_checked(
-    ranks: Ranks, spec: str, break_it: Callable[[pytest.MonkeyPatch], None] | None, says: str
-) -> None:
-    for error in ranks.run(errors, 2, spec, break_it):
+def test_each_step_is_checked(ranks: Ranks, size: int, spec: str, break_it: Breaks, says: str) -> None:
+    for error in ranks.run(errors, size, spec, break_it):
         assert says in error if says else not error
 
 
