@@ -262,3 +262,10 @@ def test_a_key_that_nothing_takes_is_named(
 def test_a_config_can_say_that_hosts_come_and_go(configure: Configure, written: str, meant: ls.Elastic) -> None:
     strategy = configure(f"--config={CONFIGS / 'local_steps.yaml'}", "--trainer.strategy.elastic", written)
     assert strategy.options.hosts == meant
+
+
+@pytest.mark.parametrize("meant", [2, "node", "auto"])
+def test_a_config_can_say_which_ranks_are_a_member(configure: Configure, tmp_path: Path, meant: int | str) -> None:
+    content = config("micro")
+    content["trainer"]["strategy"]["init_args"]["local_group"] = meant
+    assert configure(f"--config={written(content, tmp_path)}").options.local_group == meant

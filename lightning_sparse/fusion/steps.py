@@ -140,12 +140,12 @@ def typical_times(averager: Averager, steps: int) -> BetweenSteps[Times]:
         reports.append(averager.last)
     known = _known(seconds)
     longest_s = PAUSE * median(known)
-    step_s = float(median_over_ranks(averager, [mean(s for s in known if not s > longest_s)])[0])
     sent_bytes, dense_bytes = (
         sum(getattr(each, name, 0) for each in reports) for name in ("sent_bytes", "dense_bytes")
     )
-    messages_s = _of_rounds(averager, messages)
-    return Times(step_s, messages_s, averager.sees_hidden_messages, dense_bytes / max(sent_bytes, 1))
+    own = [mean(s for s in known if not s > longest_s), dense_bytes / max(sent_bytes, 1)]
+    step_s, dense = median_over_ranks(averager, own).tolist()  # ranks with other slices send other numbers of bytes
+    return Times(step_s, _of_rounds(averager, messages), averager.sees_hidden_messages, dense)
 
 
 def _of_rounds(averager: Averager, messages: Sequence[Callable[[], float]]) -> float:

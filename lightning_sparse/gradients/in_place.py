@@ -35,7 +35,7 @@ class SumsInPlace:
 
     def lay_out(self, groups: Sequence[Group], compressors: Sequence[Compressor]) -> None:
         """Go on with these groups, between two steps."""
-        self._elements = sum(group.n for group in groups)
+        self._elements = sum(group.elements for group in groups)  # of all slices, which buckets hold
         self._device = next((group.unsent.device for group in groups), torch.device("cpu"))
         self._in_float32 = all(p.dtype == torch.float32 for group in groups for p in group.parameters)
         types = {type_in_place(compressor) for compressor in compressors}

@@ -13,7 +13,7 @@ import lightning_sparse as ls
 from lightning_sparse.network.simulated import SimNetwork
 from lightning_sparse.simulation import simulate
 from lightning_sparse.wire import WIRE_DTYPES
-from tests.support.compressors import EVERY_COMPRESSOR, every_compressor
+from tests.support.compressors import EVERY_COMPRESSOR, OTHERS, every_compressor
 from tests.support.fuzz import SEEDS, WIRES, fuzzed
 from tests.support.simulated import SimulatedRanks, assert_nothing_lost, normal
 
@@ -102,16 +102,6 @@ def test_settings_are_frozen_and_tell_themselves(compressor: ls.Compressor) -> N
 
 # - any gradient
 
-# Beside the defaults: what works with other arithmetic.
-OTHERS = [
-    pytest.param(ls.MomentumCorrection(0.9, ls.TopK(density=0.2), clip_norm=0.5), id="momentum"),
-    pytest.param(ls.ImportancePruning(density=0.1, rule="fixed", threshold=1.0), id="importance-fixed"),
-    pytest.param(ls.ImportancePruning(density=0.1, rule="adaptive", givers=2), id="importance-adaptive"),
-    pytest.param(ls.SketchFusion(density=0.1, momentum=0.9), id="sketch_fusion-momentum"),
-    pytest.param(ls.OkTopk(density=0.2, evaluate_every=2, repartition_every=2), id="ok_topk-0.2"),
-    pytest.param(ls.MiCRO(density=0.9), id="micro-0.9"),
-    pytest.param(ls.Warmup(1, ls.MiCRO(density=0.01)), id="warmup-micro"),
-]
 every_compressor_and_others = pytest.mark.parametrize("compressor", [*EVERY_COMPRESSOR, *OTHERS])
 
 

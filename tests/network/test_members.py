@@ -1,5 +1,6 @@
 """Two levels: ranks of a node average densely, and nodes exchange compressed gradients, each as one rank."""
 
+import os
 from typing import Any
 
 import pytest
@@ -55,12 +56,15 @@ def delivered(ddp: DistributedDataParallel, gradients: list[Tensor]) -> Tensor:
     return total
 
 
-def run(rank: int, size: int, names: list[str]) -> list[Any]:
+def run(rank: int, size: int, cases: list[tuple[str, str]]) -> list[Any]:
+    """Of each case, a name and the machine of each rank: what was delivered, what is unsent, and so after a resume."""
     results: list[Any] = []
     own = [given(step, rank) for step in range(2 * STEPS)]
-    for name in names:
+    for name, machines in cases:
+        os.environ["NCCL_HOSTID"] = machines[rank]
+        local_group: Any = "node" if len(set(machines)) > 1 else 2
         ddp = DistributedDataParallel(Given())
-        hook = ls.SparseHook(ddp, name, fusion="none", local_group=2)
+        hook = ls.SparseHook(ddp, name, fusion="none", local_group=local_group)
         total = delivered(ddp, own[:STEPS])
         unsent = kept(hook).clone()
         saved = [hook.state_dict()]
@@ -70,7 +74,7 @@ def run(rank: int, size: int, names: list[str]) -> list[Any]:
         hook.close()
 
         again = DistributedDataParallel(Given())
-        resumed = ls.SparseHook(again, name, fusion="none", local_group=2)
+        resumed = ls.SparseHook(again, name, fusion="none", local_group=local_group)
         resumed.load_state_dict(saved[0])
         results.append((total, unsent, onward, delivered(again, own[STEPS:]), sent))
         resumed.close()
@@ -78,17 +82,30 @@ def run(rank: int, size: int, names: list[str]) -> list[Any]:
     return results
 
 
-def test_a_node_acts_as_one_rank_whose_gradient_is_the_mean_of_its_ranks(ranks: Ranks) -> None:
-    per_rank = ranks.run(run, 4, NAMES, gloo=True)
-    gradients = [[(given(s, 2 * node) + given(s, 2 * node + 1)) / 2 for node in range(2)] for s in range(STEPS)]
-    residual = torch.stack([g.double() for step in gradients for g in step]).sum(0)  # over nodes and steps
-    for i, name in enumerate(NAMES):
+MEMBERS: dict[str, list[tuple[int, ...]]] = {  # by the machine of each rank
+    "AAAA": [(0, 1), (2, 3)],  # by their number
+    "ABAB": [(0, 2), (1, 3)],  # as SLURM distributes cyclically
+    "ABBA": [(0, 3), (1, 2)],  # so that the second column does not rise
+    "AABBBB": [(0, 1), (2, 3), (4, 5)],
+}
+CASES = [*((name, "AAAA") for name in NAMES), ("micro", "ABAB"), ("micro", "ABBA")]
+
+
+@pytest.mark.parametrize("cases", [CASES, [("micro", "AABBBB")]], ids=["four ranks", "unequal machines"])
+def test_a_node_acts_as_one_rank_whose_gradient_is_the_mean_of_its_ranks(
+    ranks: Ranks, cases: list[tuple[str, str]]
+) -> None:
+    per_rank = ranks.run(run, len(cases[0][1]), cases, gloo=True)
+    for i, (name, machines) in enumerate(cases):
+        members = MEMBERS[machines]
+        gradients = [torch.stack([given(s, rank) for rank in of]).mean(0) for s in range(STEPS) for of in members]
+        residual = torch.stack(gradients).double().sum(0)  # over members and steps
         totals, unsent, onward, resumed, sent = zip(*(results[i] for results in per_rank), strict=True)
-        assert all(total.equal(totals[0]) for total in totals), name
-        law = 2 * totals[0] + sum(each.double() for each in unsent)
-        assert torch.allclose(law, residual, atol=1e-4), name
-        assert all(one.equal(other) for one, other in zip(onward, resumed, strict=True)), name
-        assert len(set(sent)) <= 2, name  # of the node, whichever of its ranks tells
+        assert all(total.equal(totals[0]) for total in totals), (name, machines)
+        law = len(members) * totals[0] + sum(each.double() for each in unsent)
+        assert torch.allclose(law, residual, atol=1e-4), (name, machines)
+        assert all(one.equal(other) for one, other in zip(onward, resumed, strict=True)), (name, machines)
+        assert len(set(sent)) <= 2, name  # by column
 
 
 def fit(rank: int, size: int, folder: str) -> Any:

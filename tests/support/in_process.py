@@ -117,9 +117,9 @@ class Network:
     def group(self, rank: int, parts: Sequence[Sequence[int]] = ()) -> "ThreadGroup":
         """The next process group that ``rank`` makes, of its one of ``parts`` or of all ranks.
 
-        The n-th that each rank makes is the same, or of the same ``parts``.
+        The n-th that each rank makes is the same, or of the same ``parts``, whose ranks rise as torch numbers them.
         """
-        ranks = next((tuple(part) for part in parts if rank in part), tuple(range(self.size)))
+        ranks = next((tuple(sorted(part)) for part in parts if rank in part), tuple(range(self.size)))
         with self._lock:
             number, self._made[rank] = self._made[rank], self._made[rank] + 1
             meeting = self._meetings.setdefault((number, ranks), Meeting(self, len(ranks)))
@@ -293,7 +293,7 @@ class ThreadDDP(nn.Module):
 
     @torch.no_grad()
     def _send(self, tensors: Sequence[Tensor]) -> None:
-        for x in tensors:
+        for x in filter(Tensor.numel, tensors):
             x.copy_(self._comm.broadcast(x.detach().clone(), 0).wait())
 
     def arrive(self, parameter: Tensor) -> None:
