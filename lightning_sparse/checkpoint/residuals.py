@@ -21,14 +21,14 @@ from lightning_sparse.checkpoint.state import KEY, State, mean_used
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.averager import Averager, LocalState
-from lightning_sparse.engine.groups import OF_WEIGHTS, UNSENT_GRADIENT, carry_over, not_carried
+from lightning_sparse.engine.groups import OF_WEIGHTS, SET, UNSENT_GRADIENT, VELOCITY, carry_over, not_carried
 from lightning_sparse.engine.inside import gather_tensors, whole_of
-from lightning_sparse.local_steps.replica import VELOCITY
 from lightning_sparse.network.agreement import agree, everywhere, ranks_having
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.process_groups import Between
 
 SLICE, SLICED = "{} of slice {}", re.compile(r" of slice \d+$")  # what is remembered of one
+OF_ALL = (UNSENT_GRADIENT, SET, VELOCITY)  # of each element, of which others may go on with the mean
 
 
 def gather(
@@ -88,7 +88,7 @@ def _memory_of_member(
     sizes = list(zip(*([part.numel() for part in group.cut.slices(p)] for p in group.parameters), strict=True))
     found: dict[str, Tensor] = {}
     for key in sorted(set().union(*every)):
-        if key in (*compressor.per_element, *OF_WEIGHTS, VELOCITY):
+        if key in (*compressor.per_element, *OF_WEIGHTS):
             have = [memory[key] for memory in every if key in memory]
             empty = have[0].new_empty(0)
             slots = [memory.get(key, empty).split(of_rank) for memory, of_rank in zip(every, sizes, strict=True)]
@@ -149,8 +149,10 @@ def restore(averager: Averager, state: State | None, compressor: str, parts: Ran
 
     Parameters are found by name, so groups may have changed.  On the number of ranks that saved "per_rank", each rank
     gets its own back, and compressors what they kept.  Otherwise every rank starts from the mean of the old ones, which
-    conserves what is unsent of the mean gradient, and compressors start anew.  One warning names all that could not be
-    carried over.  ``parts``, which have what rank 0's had, get this rank's own or the mean, with local steps.
+    conserves what is unsent of the mean gradient, and compressors start anew.  Ranks are members here: where these have
+    as many ranks as each had before, or others, each gets its own back all the same, but for what compressors kept of
+    slices.  One warning names all that could not be carried over.  ``parts``, which have what rank 0's had, get this
+    rank's own or the mean, with local steps.
 
     Raises:
         ValueError: there are states of optimizers, and no optimizers that may have them.
@@ -163,7 +165,7 @@ def restore(averager: Averager, state: State | None, compressor: str, parts: Ran
         state = with_buffers_apart(state, local.buffers)
         local.adopt([group["names"] for group in state.groups] or [list(state.unsent)])
     lost = [] if state is None else list(_differences(state, averager.size, averager.cut.count, compressor))
-    saved = [] if state is None else _groups(state, averager, memories=not lost)
+    saved = [] if state is None else _groups(state, averager, compressor)
     new = list(zip(averager.groups, averager.compressors, strict=True))
     shapes = {(name, shape) for group in saved for name, shape in zip(group.names, group.shapes, strict=True)}
     carry_over(saved, new)
@@ -237,8 +239,10 @@ def _of_this_kind(state: State | None, local: bool) -> State | None:
 def _differences(state: State, size: int, slices: int, compressor: str) -> Iterator[str]:
     """Yield in words what is not as when ``state`` was saved, parameters apart."""
     if state.ranks not in (0, size):
+        wrote, read = _parties(state.size, state.slices), _parties(size, slices)
         yield (
-            f"{state.size} ranks wrote it and {size} read it, so each starts from the mean of what they had not sent"
+            f"{wrote} wrote it and {read if state.slices > 1 or slices > 1 else size} read it, so each starts from the "
+            f"mean of what they had not sent, and {compressor} learns thresholds anew"
         )
     elif state.ranks and state.slices != slices:
         yield f"a member had {state.slices} ranks and has {slices}, so {compressor} learns thresholds anew"
@@ -248,9 +252,27 @@ def _differences(state: State, size: int, slices: int, compressor: str) -> Itera
         yield f"it has no checksum, so {compressor} learns thresholds anew"
 
 
-def _groups(state: State, averager: Averager, memories: bool) -> list[Group]:
+def _parties(number: int, ranks: int) -> str:
+    """So many members of so many ``ranks`` in words."""
+    return f"{number} ranks" if ranks == 1 else f"{number} member{'s' * (number > 1)} of {ranks} ranks"
+
+
+def _carried(state: State, averager: Averager, compressor: str) -> Collection[str] | None:
+    """The names of what goes on of that which was remembered of groups; None: all of it."""
+    if state.checksum is None:
+        return (UNSENT_GRADIENT,)
+    if state.ranks != averager.size:
+        return OF_ALL
+    if state.compressor != compressor:
+        return OF_WEIGHTS
+    if state.slices != averager.cut.count:
+        return {*OF_WEIGHTS, *(key for each in averager.compressors for key in each.per_element)}
+    return None
+
+
+def _groups(state: State, averager: Averager, compressor: str) -> list[Group]:
     """The groups that ``state`` was saved with, and one of all other parameters, with what this rank goes on with."""
-    rows = state.rows_of(averager.rank, averager.size)
+    rows, carried = state.rows_of(averager.rank, averager.size), _carried(state, averager, compressor)
     grouped = {name for kept in state.groups for name in kept["names"]}
     rest = {"names": [name for name in state.unsent if name not in grouped], "memory": {}}
     groups = []
@@ -260,9 +282,7 @@ def _groups(state: State, averager: Averager, memories: bool) -> list[Group]:
         group.step = kept.get("step", state.steps)
         for slot, x in zip(group.slots(group.unsent), saved, strict=True):
             slot.copy_(group.cut.own(mean_used(x, rows)).reshape(-1))
-        memory = {key: x[averager.rank] for key, x in kept["memory"].items()} if memories else {}
-        if not memories and (unsent := kept["memory"].get(UNSENT_GRADIENT)) is not None:
-            memory = {UNSENT_GRADIENT: mean_used(unsent, rows)}
+        memory = {key: mean_used(x, rows) for key, x in kept["memory"].items() if carried is None or key in carried}
         group.memory = {key: _beside(x, averager.device) for key, x in _own_memory(memory, group).items()}
         groups.append(group)
     return groups

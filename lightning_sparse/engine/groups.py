@@ -212,7 +212,9 @@ def cut_into_fragments(units: Sequence[Sequence[Piece]], fragments: int) -> tupl
 # - from one set of groups to another
 
 #: What replicas with weights of their own remember of each element, as a checkpoint names it.
-ASIDE, EXACT, UNSENT_GRADIENT, SET = OF_WEIGHTS = "aside", "exact", "unsent gradient", "set by others"
+ASIDE, EXACT, UNSENT_GRADIENT = "aside", "exact", "unsent gradient"
+SET, VELOCITY = "set by others", "outer velocity"
+OF_WEIGHTS = (ASIDE, EXACT, UNSENT_GRADIENT, SET, VELOCITY)
 Part = tuple[Group, int]  # the group that has a parameter, and the parameter's place in it
 
 

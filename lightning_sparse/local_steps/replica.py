@@ -11,12 +11,11 @@ from torch import Tensor
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group
-from lightning_sparse.engine.groups import ASIDE, EXACT, SET, UNSENT_GRADIENT
+from lightning_sparse.engine.groups import ASIDE, EXACT, SET, UNSENT_GRADIENT, VELOCITY
 from lightning_sparse.local_steps.settings import LocalSteps
 from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.selection.sparse import Sparse, dense
 
-VELOCITY = "outer velocity"  # what else a replica remembers beside its compressor, as a checkpoint names it
 BLOCK = 2**15  # elements of each tensor that a processor's cache holds at once
 HALVES = {torch.bfloat16, torch.float16}  # in which parameters hold neither x_r nor x̄ exactly
 

@@ -20,6 +20,7 @@ from lightning_sparse.network.cut import Cut
 from lightning_sparse.network.members import Members
 from lightning_sparse.network.process_groups import LANES, Between
 from lightning_sparse.network.simulated import SimComm, SimNetwork
+from lightning_sparse.network.torch_comm import finished
 from tests.support.buckets import Bucket
 
 T = TypeVar("T")
@@ -117,9 +118,10 @@ class Network:
     def group(self, rank: int, parts: Sequence[Sequence[int]] = ()) -> "ThreadGroup":
         """The next process group that ``rank`` makes, of its one of ``parts`` or of all ranks.
 
-        The n-th that each rank makes is the same, or of the same ``parts``, whose ranks rise as torch numbers them.
+        The n-th that each rank makes is the same, or of the same ``parts``.  Ranks are numbered in rising order, as
+        torch does it.
         """
-        ranks = next((tuple(sorted(part)) for part in parts if rank in part), tuple(range(self.size)))
+        ranks = tuple(sorted(next((part for part in parts if rank in part), range(self.size))))
         with self._lock:
             number, self._made[rank] = self._made[rank], self._made[rank] + 1
             meeting = self._meetings.setdefault((number, ranks), Meeting(self, len(ranks)))
@@ -158,6 +160,10 @@ class ThreadComm(SimComm):
     def mean(self, x: Tensor) -> Tensor:
         """Return the mean over all ranks, [n] -> [n]."""
         return self._all_reduce(x.clone(), False).wait().div_(self.size)
+
+    def mean_of_bucket(self, x: Tensor) -> Future[Tensor]:
+        """The mean of ``x`` over all ranks, in place."""
+        return finished(self._all_reduce(x.div_(self.size), False).wait(), x.device)
 
 
 class ThreadGroups:
