@@ -1,6 +1,9 @@
 """What a test sends between the ranks of an emulated cluster."""
 
+import os
 import sys
+
+import pytest
 
 from lightning_sparse.bench.cluster import Cluster
 from tests import conftest
@@ -8,6 +11,7 @@ from tests import conftest
 GBIT, MBIT = 10**9, 10**6
 LONG_S = 60  # that ends what hangs
 emulated = conftest.emulated(2 * LONG_S)
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="a rank that joins its host's namespace must be root")
 
 RECEIVE = """
 import socket, sys

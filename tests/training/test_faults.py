@@ -1,6 +1,5 @@
 """What goes wrong on one rank ends all of them, soon and with a word about it, and costs nothing that was saved."""
 
-import ctypes
 import os
 import resource
 import signal
@@ -20,6 +19,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 import lightning_sparse as ls
 from lightning_sparse.bench.cluster import Cluster
 from tests import conftest
+from tests.support.elastic import join_namespace
+from tests.support.hosts import as_root
 from tests.support.models import Does, data, small, trainer, unsent, weights
 from tests.support.processes import End, Ranks, Running
 from tests.support.same import same
@@ -31,7 +32,6 @@ Whole = Callable[[int, str], list[Any]]
 EPOCH, STEPS, FAULT_STEP = 4, 12, 5  # a checkpoint is written at every epoch's end
 
 emulated = conftest.emulated(3 * IN_TIME_S)
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="a rank that joins its host's namespace must be root")
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(3 * IN_TIME_S)]
 
@@ -223,8 +223,7 @@ def test_torchrun_starts_all_ranks_again_and_they_go_on_bit_for_bit(ranks: Ranks
 
 def on_host(rank: int, size: int, namespaces: list[str], address: str, interface: str, *args: Any) -> Any:
     """``fit`` as the only rank of an emulated host, whose network namespace this process joins."""
-    with Path(namespaces[rank]).open() as namespace:
-        assert ctypes.CDLL(None).setns(namespace.fileno(), 0) == 0
+    join_namespace(namespaces[rank])
     os.environ.update(
         GROUP_RANK=str(rank), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR=address, GLOO_SOCKET_IFNAME=interface
     )
