@@ -10,8 +10,12 @@ from torch import Tensor, nn
 
 import lightning_sparse as ls
 from lightning_sparse.compressors.group import Group
+from lightning_sparse.engine.timeline import Timeline
+from lightning_sparse.fusion import layer_fusion, planner
+from lightning_sparse.fusion.layer_fusion import TRIAL
 from lightning_sparse.fusion.link import measure_link
-from lightning_sparse.fusion.steps import typical_times
+from lightning_sparse.fusion.model import StepModel
+from lightning_sparse.fusion.steps import STEPS_MEASURED, typical_times
 from lightning_sparse.hook import SparseHook
 from lightning_sparse.network.members import Members
 from lightning_sparse.network.simulated import same_bits
@@ -99,6 +103,10 @@ class Training:
             p.grad = None
         self.ddp(gradient).backward()
         return torch.cat([p.grad.flatten() for p in self.ddp.parameters()])
+
+    def groups(self) -> list[tuple[str, ...]]:
+        """The names of the parameters in each group."""
+        return [group.names for group in self.hook.averager.groups]
 
 
 def on_all(
@@ -280,3 +288,34 @@ def test_ranks_that_measure_other_times_and_send_other_bytes_know_the_same_of_bo
     first, *others = on_all(threads(4), members, Options.of("micro", "none"), act, shapes)
     assert all(other == first for other in others)
     assert first[0].step_s > 0.05
+
+
+def test_layer_fusion_has_the_same_groups_on_all_ranks_in_every_step(
+    threads: Callable[[int], ThreadRanks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two are planned, and given up since ranks at the second place find them slower, the others do not."""
+    is_second = threading.local()
+
+    def span_s(timeline: Timeline) -> float:
+        return 0.04 if is_second.now and is_second.training.groups() != is_second.first else 0.01
+
+    monkeypatch.setattr(layer_fusion, "WORTH_PLANNING", 1)
+    monkeypatch.setattr(planner, "LEAST_GAIN", -float("inf"))
+    monkeypatch.setattr(StepModel, "best", lambda model: [1, len(model.ready_s)])
+    monkeypatch.setattr(Timeline, "span_s", span_s)
+    shapes: Shapes = {f"weight_{i}": (3, 50) for i in range(6)}
+
+    def act(rank: int, training: Training) -> list[list[tuple[str, ...]]]:
+        is_second.now, is_second.training = bool(training.hook.averager.cut.index), training
+        is_second.first = training.groups()
+        found = []
+        for gradient in normal(STEPS_MEASURED + TRIAL + 2, 4, 900)[:, rank]:
+            training.step(gradient)
+            found.append(training.groups())
+        return found
+
+    members = Members(tuple(MESHES["2x2"]))
+    first, *others = on_all(threads(4), members, Options.of("micro", "layer"), act, shapes)
+    assert all(other == first for other in others)
+    assert len(first[STEPS_MEASURED]) == 2
+    assert len(first[-1]) == 1

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
 
 import lightning_sparse as ls
 from lightning_sparse.compressors.base import Compressor
@@ -275,21 +276,26 @@ def within_lightning(rank: int, size: int) -> dict[str, Tensor]:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
-    found, how = {}, {"wire_dtype": "float32", "local_group": 2}
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    quiet |= {"enable_model_summary": False, "max_steps": STEPS, "accelerator": "cpu", "devices": size}
+    found: dict[str, Tensor] = {}
+    how: dict[str, Any] = {"wire_dtype": "float32", "local_group": 2}
+    dataset = data(STEPS, size).dataset
+    loader = DataLoader(dataset, 4, sampler=DistributedSampler(dataset, size, rank, shuffle=False))
+    quiet: dict[str, Any] = {
+        "accelerator": "cpu", "devices": size, "max_steps": STEPS, "use_distributed_sampler": False, "logger": False,
+        "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+    }  # fmt: skip
     for name, package, model, strategy in (
         ("ddp", L, small(), "ddp"),
-        ("lightning", L, small(), ls.SparseDDPStrategy("sparse_dense", **how)),  # type: ignore[arg-type]
-        ("pytorch_lightning", pytorch_lightning, Theirs(), other.SparseDDPStrategy("sparse_dense", **how)),  # type: ignore[arg-type]
+        ("lightning", L, small(), ls.SparseDDPStrategy("sparse_dense", **how)),
+        ("pytorch_lightning", pytorch_lightning, Theirs(), other.SparseDDPStrategy("sparse_dense", **how)),
     ):
-        package.Trainer(strategy=strategy, **quiet).fit(model, data(STEPS, size))
+        package.Trainer(strategy=strategy, **quiet).fit(model, loader)
         found[name] = weights(model)
-    fabric = Fabric(accelerator="cpu", strategy=SparseDDPStrategy("sparse_dense", **how), devices=size)  # type: ignore[arg-type]
+    fabric = Fabric(accelerator="cpu", strategy=SparseDDPStrategy("sparse_dense", **how), devices=size)
     fabric.launch()
     model = small()
     wrapped, optimizer = fabric.setup(model, model.configure_optimizers())
-    for index, batch in enumerate(fabric.setup_dataloaders(data(STEPS, size))):
+    for index, batch in enumerate(loader):
         fabric.backward(wrapped.training_step(batch, index))
         optimizer.step()
         optimizer.zero_grad()
@@ -301,7 +307,7 @@ def test_lightnings_trainers_and_fabric_have_members(ranks: Ranks) -> None:
     for found in every:
         for name in ("lightning", "pytorch_lightning", "fabric"):
             assert found[name].equal(every[0][name]), name
-            torch.testing.assert_close(found[name], found["ddp"], rtol=1e-5, atol=1e-6)
+            assert torch.allclose(found[name], found["ddp"], rtol=1e-5, atol=1e-6), name
 
 
 # - local steps
