@@ -245,7 +245,8 @@ def _differences(state: State, size: int, slices: int, compressor: str) -> Itera
             f"mean of what they had not sent, and {compressor} learns thresholds anew"
         )
     elif state.ranks and state.slices != slices:
-        yield f"a member had {state.slices} ranks and has {slices}, so {compressor} learns thresholds anew"
+        had, has = _counted(state.slices), _counted(slices)
+        yield f"a member had {had} and has {has}, so {compressor} learns thresholds anew"
     if state.compressor != compressor:
         yield f"it was written with {state.compressor}, so {compressor} learns thresholds anew"
     elif state.checksum is None:  # nobody knows what would come of what compressors kept
@@ -255,6 +256,10 @@ def _differences(state: State, size: int, slices: int, compressor: str) -> Itera
 def _parties(number: int, ranks: int) -> str:
     """So many members of so many ``ranks`` in words."""
     return f"{number} ranks" if ranks == 1 else f"{number} member{'s' * (number > 1)} of {ranks} ranks"
+
+
+def _counted(slices: int) -> str:
+    return f"{slices} slice{'s' * (slices > 1)}"
 
 
 def _carried(state: State, averager: Averager, compressor: str) -> Collection[str] | None:
