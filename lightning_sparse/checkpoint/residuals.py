@@ -207,10 +207,10 @@ def _restore_local(
     rows = state.rows_of(averager.rank, averager.size)
     for optimizer, tensors in zip(parts.optimizers, state.optimizers, strict=False):
         set_tensors(optimizer, {key: mean_used(x, rows) for key, x in tensors.items()})
-    same_ranks = state.ranks == averager.size and state.slices == averager.cut.count
-    sampled = state.local.get("sampled") if same_ranks else None
+    same_members = state.ranks == averager.size
+    sampled = state.local.get("sampled") if same_members else None
     local.resume(state.local, None if sampled is None else sampled[averager.rank].clone())
-    if same_ranks:
+    if same_members:
         restore_parts(state, averager.rank, averager.cut, local, parts)
 
 
