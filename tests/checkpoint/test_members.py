@@ -43,7 +43,10 @@ COMPRESSORS: dict[str, tuple[Any, str | None]] = {
     "momentum": (ls.MomentumCorrection(0.5, ls.MiCRO(density=0.05)), None),
 }
 
-pytestmark = pytest.mark.filterwarnings("ignore:There is one rank, node or replica")
+pytestmark = [  # of so small a model, and of one member
+    pytest.mark.filterwarnings(f"ignore:.*{said}")
+    for said in ("nothing is saved", "There is one rank, node or replica")
+]
 
 
 @pytest.fixture(autouse=True)
