@@ -402,7 +402,8 @@ def restore_parts(state: State, rank: int, cut: Cut, local: LocalState, parts: R
     if parts.scaler is not None and "scaler" in kept and (now := parts.scaler.state_dict()):
         scale, growth = kept["scaler"][rank].tolist()
         parts.scaler.load_state_dict(now | dict(zip(SCALER, (scale, int(growth)), strict=True)))
-    saved = {name: every[rank] for name, every in kept.get("buffers", {}).items() if name in others}
+    of_ranks = kept.get("buffers", {}) if state.slices == cut.count else {}  # each of a member has its own
+    saved = {name: every[rank] for name, every in of_ranks.items() if name in others}
     if cut.count > 1:
         saved = {name: every[cut.index] for name, every in saved.items()}
     own = {name: x for name, x in saved.items() if others[name].shape == x.shape}

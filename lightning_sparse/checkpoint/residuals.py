@@ -207,10 +207,10 @@ def _restore_local(
     rows = state.rows_of(averager.rank, averager.size)
     for optimizer, tensors in zip(parts.optimizers, state.optimizers, strict=False):
         set_tensors(optimizer, {key: mean_used(x, rows) for key, x in tensors.items()})
-    same_ranks = state.ranks == averager.size and state.slices == averager.cut.count
-    sampled = state.local.get("sampled") if same_ranks else None
+    same_members = state.ranks == averager.size
+    sampled = state.local.get("sampled") if same_members else None
     local.resume(state.local, None if sampled is None else sampled[averager.rank].clone())
-    if same_ranks:
+    if same_members:
         restore_parts(state, averager.rank, averager.cut, local, parts)
 
 
@@ -245,7 +245,8 @@ def _differences(state: State, size: int, slices: int, compressor: str) -> Itera
             f"mean of what they had not sent, and {compressor} learns thresholds anew"
         )
     elif state.ranks and state.slices != slices:
-        yield f"a member had {state.slices} ranks and has {slices}, so {compressor} learns thresholds anew"
+        had, has = _counted(state.slices), _counted(slices)
+        yield f"a member had {had} and has {has}, so {compressor} learns thresholds anew"
     if state.compressor != compressor:
         yield f"it was written with {state.compressor}, so {compressor} learns thresholds anew"
     elif state.checksum is None:  # nobody knows what would come of what compressors kept
@@ -255,6 +256,10 @@ def _differences(state: State, size: int, slices: int, compressor: str) -> Itera
 def _parties(number: int, ranks: int) -> str:
     """So many members of so many ``ranks`` in words."""
     return f"{number} ranks" if ranks == 1 else f"{number} member{'s' * (number > 1)} of {ranks} ranks"
+
+
+def _counted(slices: int) -> str:
+    return f"{slices} slice{'s' * (slices > 1)}"
 
 
 def _carried(state: State, averager: Averager, compressor: str) -> Collection[str] | None:

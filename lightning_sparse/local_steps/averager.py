@@ -86,6 +86,7 @@ class LocalAverager(Averager):
         self._compressor = compressor or Dense()
         self._phases = Phases()
         self._warmup_steps = warmup_steps
+        self._warned_of_own = False
         self._exchanged = 0  # the last step after which groups were taken up
         self._pending = PendingExchange(self.lanes)
         self._unsent_gradients: dict[Tensor, Tensor] = {}  # by parameter, until this step has them
@@ -292,10 +293,7 @@ class LocalAverager(Averager):
         with torch.inference_mode(False), torch.no_grad():  # in which an evaluation may ask for it
             self.set_by_others.look()
             if self._inside is not None and not settle and not self.weights.shown:
-                rank_zero_warn(
-                    "The parameters hold what this machine has trained, not the average of all: its ranks have a slice "
-                    "each of that, and one of them may be gone."
-                )
+                self._warn_of_own_weights()
             else:
                 self.weights.show()
             if settle and buffers and self.phase is not Phase.ENDED:
@@ -303,6 +301,14 @@ class LocalAverager(Averager):
             derive_anew(self.shared_buffers.module)
         self._phases.show()
         super().show_average(settle)
+
+    def _warn_of_own_weights(self) -> None:
+        if not self._warned_of_own:
+            self._warned_of_own = True
+            rank_zero_warn(
+                "The parameters hold what this machine has trained, not the average of all: its ranks have a slice "
+                "each of that, and one of them may be gone."
+            )
 
     def _show_buffers(self) -> None:
         self.shared_buffers.show(self.lanes.on_first, self.members)

@@ -10,12 +10,11 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 import lightning_sparse as ls
 from lightning_sparse.checkpoint.rank_local import with_buffers_apart
 from lightning_sparse.checkpoint.state import KEY, State
-from tests.support.models import Does, Small, data, small, trainer, unsent, weights
+from tests.support.models import Counted, Does, Small, data, small, trainer, unsent, weights
 from tests.support.processes import Ranks
 from tests.support.said import warned
 
@@ -134,27 +133,6 @@ def test_checkpoints_go_to_and_from_plain_ddp(ranks: Ranks, tmp_path: Path) -> N
 
 
 # - where a checkpoint is written and how
-
-
-class Counted(DataLoader[Any]):
-    """Goes on where it was, as Lightning lets a loader that has a state."""
-
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        super().__init__(loader.dataset, batch_size=4)
-        self.given = 0
-
-    def __iter__(self) -> Any:
-        for number, batch in enumerate(super().__iter__()):
-            if number >= self.given:
-                self.given += 1
-                yield batch
-        self.given = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"given": self.given}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.given = state["given"]
 
 
 def train_with_many_checkpoints(

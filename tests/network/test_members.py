@@ -108,6 +108,36 @@ def test_a_node_acts_as_one_rank_whose_gradient_is_the_mean_of_its_ranks(
         assert len(set(sent)) <= 2, name  # by column
 
 
+def on_machines(rank: int, size: int, machines: str) -> tuple[bool, bool]:
+    """Whether each rank's rows of a file are its own, and whether it goes on from them, on these machines by rank."""
+    os.environ["NCCL_HOSTID"] = machines[rank]
+    own = [given(step, rank) for step in range(2 * STEPS)]
+    ddps = [DistributedDataParallel(Given()) for _ in range(2)]
+    hooks = [ls.SparseHook(ddp, "micro", fusion="none", local_group="node") for ddp in ddps]
+    delivered(ddps[0], own[:STEPS])
+    saved = [hooks[0].state_dict()]
+    dist.broadcast_object_list(saved)
+    averager = hooks[0].averager
+    are_own = all(
+        averager.cut.own(saved[0]["unsent"][name][averager.rank]).flatten().equal(slot)
+        for group in averager.groups
+        for name, slot in zip(group.names, group.slots(group.unsent), strict=True)
+    )
+    hooks[1].load_state_dict(saved[0])
+    goes_on = delivered(ddps[1], own[STEPS:]).equal(delivered(ddps[0], own[STEPS:]))
+    for hook in hooks:
+        hook.close()
+    return are_own and kept(hooks[0]).any().item() and averager.size == len(set(machines)), goes_on
+
+
+@pytest.mark.parametrize("machines", ["abbcca", "abab"])
+def test_rows_of_a_file_are_of_the_member_whose_they_are_in_whatever_order_ranks_lie(
+    ranks: Ranks, machines: str
+) -> None:
+    """Of the members 0 and 5, 1 and 2, 3 and 4 the second column is 5, 2, 4, whose group torch numbers otherwise."""
+    assert ranks.run(on_machines, len(machines), machines, gloo=True) == [(True, True)] * len(machines)
+
+
 def fit(rank: int, size: int, folder: str) -> Any:
     strategy = ls.SparseDDPStrategy(ls.MiCRO(density=0.1), local_group=2)
     run = trainer(strategy, size, max_steps=6, callbacks=[ls.CompressionMonitor(table=False, summary=False)])

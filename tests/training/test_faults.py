@@ -13,16 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import lightning_sparse as ls
 from lightning_sparse.bench.cluster import Cluster
+from lightning_sparse.checkpoint.state import KEY
 from tests import conftest
 from tests.support.elastic import join_namespace
 from tests.support.hosts import as_root
 from tests.support.models import Does, data, small, trainer, unsent, weights
 from tests.support.processes import End, Ranks, Running
+from tests.support.said import warned
 from tests.support.same import same
 
 TIMEOUT_S = 5  # of messages, where one is waited for in vain
@@ -30,6 +32,11 @@ LONG_S = 60  # of messages, where none is
 IN_TIME_S = 100  # to start, to notice and to end, beside other work on few cores
 Whole = Callable[[int, str], list[Any]]
 EPOCH, STEPS, FAULT_STEP = 4, 12, 5  # a checkpoint is written at every epoch's end
+
+OF_MEMBERS: dict[str, dict[str, Any]] = {  # trainings of two ranks a member
+    "micro of members": {"compressor": "micro", "local_group": 2},
+    "local steps of members": {"compressor": "sparse_dense", "wire_dtype": "int4", "local_steps": 3, "local_group": 2},
+}
 
 emulated = conftest.emulated(3 * IN_TIME_S)
 
@@ -95,7 +102,8 @@ def fit(
     resume: str | None,
     timeout_s: float = LONG_S,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    strategy = ls.SparseDDPStrategy(name, timeout=timedelta(seconds=timeout_s))
+    options = OF_MEMBERS.get(name, {"compressor": name})
+    strategy = ls.SparseDDPStrategy(**options, timeout=timedelta(seconds=timeout_s))
     saver = ModelCheckpoint(dirpath=folder, every_n_train_steps=EPOCH, save_top_k=-1, filename="{step}")
     here = what and on in (None, rank)  # the fault, before a step
     fault = Does("on_train_batch_start", lambda run: what() if here and run.global_step == FAULT_STEP else None)
@@ -153,12 +161,15 @@ def test_a_rank_that_stops_for_a_while_changes_nothing(ranks: Ranks, whole: Whol
     assert same(ranks.run(fit, 2, "micro", str(tmp_path), stopped_for_a_while, 1, None), whole(2, "micro"))
 
 
-def test_an_exception_on_one_rank_ends_the_others(ranks: Ranks, whole: Whole, tmp_path: Path) -> None:
-    ends = ends_of(ranks, 3, "micro", str(tmp_path), fail, 2, None)
+@pytest.mark.parametrize(("size", "name"), [(3, "micro"), *((4, name) for name in OF_MEMBERS)])
+def test_an_exception_on_one_rank_ends_the_others(
+    ranks: Ranks, whole: Whole, tmp_path: Path, size: int, name: str
+) -> None:
+    ends = ends_of(ranks, size, name, str(tmp_path), fail, 2, None)
     assert "ValueError: this batch cannot be read" in str(ends[2].error)
-    for end in ends[:2]:
+    for end in (*ends[:2], *ends[3:]):
         assert "a message among the ranks failed" in str(end.error), end.error
-    goes_on_as_if_nothing_had_happened(ranks, whole, 3, "micro", tmp_path)
+    goes_on_as_if_nothing_had_happened(ranks, whole, size, name, tmp_path)
 
 
 def fit_longer(rank: int, size: int) -> None:
@@ -184,6 +195,33 @@ def test_a_signal_to_every_rank_ends_all(
     for end in ends_of(ranks, 2, "micro", str(tmp_path), what, None, None):
         assert said in str(end.error), end.error
     goes_on_as_if_nothing_had_happened(ranks, whole, 2, "micro", tmp_path)
+
+
+def interrupt_members(rank: int, size: int, folder: Path) -> tuple[torch.Tensor, str]:
+    """Interrupt all ranks in an interval of local steps; returns what they hold in the end, and what is said."""
+    interrupts = Does("on_train_batch_start", lambda run: interrupted() if run.global_step == FAULT_STEP else None)
+    callbacks = [OnExceptionCheckpoint(folder, "ended"), interrupts]
+    run = trainer(ls.SparseDDPStrategy(**OF_MEMBERS["local steps of members"]), size, 0, callbacks=callbacks)
+    model = small()
+
+    def fit_until() -> None:
+        with pytest.raises(SystemExit):
+            run.fit(model, data(EPOCH, size))
+
+    said = warned(fit_until)
+    return weights(model), "\n".join(said)
+
+
+def test_interrupted_members_keep_their_own_weights_and_say_so(ranks: Ranks, tmp_path: Path) -> None:
+    """Of the average each rank has a slice, and one that is asked for its own may be gone."""
+    ended = ranks.run(interrupt_members, 4, tmp_path)
+    (first, said), (second, _), (third, _), (fourth, _) = ended
+    assert first.equal(second)
+    assert third.equal(fourth)
+    assert not first.equal(third)
+    assert said.count("The parameters hold what this machine has trained, not the average of all") == 1
+    assert "ended.ckpt is written without residuals" in said
+    assert KEY not in torch.load(tmp_path / "ended.ckpt", weights_only=True)
 
 
 def test_a_full_disk_leaves_the_last_checkpoint_whole(ranks: Ranks, whole: Whole, tmp_path: Path) -> None:

@@ -141,3 +141,32 @@ def test_ranks_of_a_member_have_the_same_bits_and_resume_with_them(ranks: Ranks)
         assert saved["slices"] == 2
         assert all(len(rows) == 2 for rows in saved["unsent"].values())
         assert saved["unsent"]["net.0.weight"].shape == (2, 31, 7)
+
+
+def go_on(rank: int, size: int, local: int, file: Any) -> tuple[Any, Tensor]:
+    """Train from the start or from a file, save, and train on; returns what was saved and the average in the end."""
+    training = Training(rank, local, "sparse_dense", "float32", steps=3, fragments=1)
+    if file is None:
+        training.run(STEPS)
+        training.hook.show_average()
+        model, optimizer = training.ddp.module.state_dict(), training.optimizer.state_dict()
+        unsent = training.hook.state_dict(optimizers=[training.optimizer])
+        file = copy.deepcopy({"model": model, "optimizer": optimizer, "unsent": unsent})
+    else:
+        training.ddp.module.load_state_dict(file["model"])
+        training.optimizer.load_state_dict(copy.deepcopy(file["optimizer"]))
+        training.hook.load_state_dict(file["unsent"], [training.optimizer], is_loaded=True)
+        training.step = STEPS
+    training.run(STEPS)
+    end = training.average()
+    training.hook.close()
+    return file, end
+
+
+def test_as_many_members_of_other_ranks_go_on_as_they_would_have(ranks: Ranks) -> None:
+    """To the last bit, where all ranks of a member have the same data: each has its own weights and moments again."""
+    together, alone = ranks.run(go_on, 4, 2, None, gloo=True), ranks.run(go_on, 2, 1, None, gloo=True)
+    with_fewer = ranks.run(go_on, 2, 1, together[0][0], gloo=True)
+    with_more = ranks.run(go_on, 4, 2, alone[0][0], gloo=True)
+    for _, end in (*alone, *with_fewer, *with_more):
+        assert end.equal(together[0][1])

@@ -52,9 +52,16 @@ def fit(rank: int, size: int, strategy: Any, folder: Path, look_s: float, **opti
 
 
 def train(
-    rank: int, size: int, name: str, local_steps: int, folder: Path, look_s: float = meeting.LOOK_S
+    rank: int,
+    size: int,
+    name: str,
+    local_steps: int,
+    folder: Path,
+    look_s: float = meeting.LOOK_S,
+    local_group: int = 1,
 ) -> tuple[str, int]:
-    strategy = ls.SparseDDPStrategy(name, local_steps=local_steps, timeout=timedelta(seconds=IN_TIME_S))
+    timeout = timedelta(seconds=IN_TIME_S)
+    strategy = ls.SparseDDPStrategy(name, local_steps=local_steps, local_group=local_group, timeout=timeout)
     return fit(rank, size, strategy, folder, look_s)
 
 
@@ -76,19 +83,21 @@ def wait_for(folder: Path, pattern: str, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "local_steps", "to"), [("micro", 0, [0, 1]), ("sparse_dense", 4, [1, 0]), ("sparse_dense", 0, [1])]
+    ("name", "local_steps", "to", "local_group"),
+    [("micro", 0, [0, 1], 1), ("sparse_dense", 4, [1, 0], 1), ("sparse_dense", 0, [1], 1), ("sparse_dense", 4, [3], 2)],
 )
 def test_sigterm_ends_all_ranks_after_the_same_batch_and_nothing_is_lost(
-    ranks: Ranks, tmp_path: Path, name: str, local_steps: int, to: list[int]
+    ranks: Ranks, tmp_path: Path, name: str, local_steps: int, to: list[int], local_group: int
 ) -> None:
     """Lightning's own handler hangs here in about every second try: it sends a message in the middle of a step."""
-    with ranks.start(train, 2, name, local_steps, tmp_path, 0.5) as running:
-        wait_for(tmp_path, "*.begun", 2)
+    size = 2 * local_group
+    with ranks.start(train, size, name, local_steps, tmp_path, 0.5, local_group) as running:
+        wait_for(tmp_path, "*.begun", size)
         for rank in to:
             os.kill(running.processes[rank].pid, signal.SIGTERM)
-        (error, steps), other = running.values(IN_TIME_S)
+        (error, steps), *others = running.values(IN_TIME_S)
     assert error == "SIGTERMException"
-    assert other == (error, steps)
+    assert others == [(error, steps)] * (size - 1)
     saved = torch.load(tmp_path / "ended.ckpt", weights_only=True)
     assert saved["global_step"] == steps
     assert KEY in saved
