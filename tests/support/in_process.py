@@ -20,6 +20,7 @@ from lightning_sparse.network.cut import Cut
 from lightning_sparse.network.members import Members
 from lightning_sparse.network.process_groups import LANES, Between
 from lightning_sparse.network.simulated import SimComm, SimNetwork
+from lightning_sparse.network.torch_comm import finished
 from tests.support.buckets import Bucket
 
 T = TypeVar("T")
@@ -158,6 +159,10 @@ class ThreadComm(SimComm):
     def mean(self, x: Tensor) -> Tensor:
         """Return the mean over all ranks, [n] -> [n]."""
         return self._all_reduce(x.clone(), False).wait().div_(self.size)
+
+    def mean_of_bucket(self, x: Tensor) -> Future[Tensor]:
+        """The mean of ``x`` over all ranks, in place."""
+        return finished(self._all_reduce(x.div_(self.size), False).wait(), x.device)
 
 
 class ThreadGroups:
