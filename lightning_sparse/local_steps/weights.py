@@ -170,9 +170,9 @@ class Weights:
 
     def share(self, replicas: Sequence[Replica]) -> None:
         """Have all ranks of this member hold what each has set of the slices that it owns."""
-        if replicas and self._inside is not None:
-            wholes = [whole for each in replicas for whole in each.wholes()]
-            completed(share(wholes, replicas[0].group.cut, self._inside))
+        if self._inside is not None:
+            for each in replicas:  # not at once: memory for messages is kept, for as many elements as the largest has
+                completed(share(each.wholes(), each.group.cut, self._inside))
 
     @torch.no_grad()
     def hide(self) -> None:
