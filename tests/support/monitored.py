@@ -93,6 +93,7 @@ class Training:
                 "fit_loop": SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=0)),
                 "accumulate_grad_batches": 1,
                 "is_global_zero": True,
+                "global_rank": 0,
                 "current_epoch": 0,
                 "fast_dev_run": False,
             }
