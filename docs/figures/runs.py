@@ -184,7 +184,7 @@ def label(strategy: str) -> str:
 _OPTIONS: dict[str, Callable[[str], str]] = {
     "density": lambda value: f"{100 * float(value):g} %",
     "rank": lambda value: f"rank {value}",
-    "local_group": lambda value: f"nodes of {value}",
+    "local_group": lambda value: "between machines" if value == "node" else f"members of {value}",
     "outer_momentum": lambda value: f"momentum {value}",
     "lr_factor": lambda value: f"{value} rate",
 }
@@ -192,11 +192,13 @@ _OPTIONS: dict[str, Callable[[str], str]] = {
 
 def link(cluster: str) -> str:
     """Name hosts and links in words, where they are alike."""
-    match = re.fullmatch(r"(\d+)x(\d+)([mg])bit(?:\+(\d+)ms)?", cluster)
+    match = re.fullmatch(r"(\d+)x(?:(\d+)x)?(\d+)([mg])bit(?:\+(\d+)ms)?", cluster)
     if not match:
         return f"`{cluster}`"
-    hosts, rate, unit, delay = match.groups()
-    return f"{hosts} hosts, {rate} {unit.upper()}bit/s" + (f", {delay} ms" if delay else "")
+    hosts, ranks, rate, unit, delay = match.groups()
+    return f"{hosts} hosts{f' of {ranks} ranks' if ranks else ''}, {rate} {unit.upper()}bit/s" + (
+        f", {delay} ms" if delay else ""
+    )
 
 
 def speed(cluster: str) -> float:

@@ -376,7 +376,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.processes
+@pytest.mark.programs
 @emulated
 def test_gloo_sums_of_ranks_of_a_host_stay_off_its_interface() -> None:
     """Sums within each host, then between all; ranks meet by the environment that they are started with."""

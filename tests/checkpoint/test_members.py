@@ -216,9 +216,8 @@ def gradients(name: str) -> Options:
     return Options.of(compressor, ["wide*", "*"], wire_dtype=wire)
 
 
-OTHERS = [("2x2", after) for after in ("4x1", "1x4", "2x1", "3x1", "3x2", "cyclic")]
-OTHERS += [("4x1", "2x2"), ("1x4", "2x2"), ("2x1", "2x2"), ("3x1", "3x2"), ("2x4", "2x2"), ("crossed", "3x1")]
-OTHERS += [("crossed", "2x2"), ("crossed", "crossed")]
+OTHERS = [("2x2", after) for after in ("4x1", "1x4", "2x1", "3x1", "cyclic")]
+OTHERS += [("4x1", "2x2"), ("3x1", "3x2"), ("2x4", "2x2"), ("crossed", "2x2"), ("crossed", "crossed")]
 SAID = {
     ("2x2", "4x1"): "2 members of 2 ranks wrote it and 4 ranks read it, so each starts from the mean",
     ("2x2", "1x4"): "2 members of 2 ranks wrote it and 1 member of 4 ranks read it, so each starts from the mean",
@@ -296,7 +295,8 @@ LOCAL = {
 }
 LOCAL_CASES = [("2x2", "4x1", name) for name in LOCAL]
 LOCAL_CASES += [("2x2", "2x1", name) for name in ("half precision", "aside")]
-LOCAL_CASES += [(*pair, "int4") for pair in OTHERS[1:]]
+LOCAL_CASES += [("2x2", after, "int4") for after in ("1x4", "2x1", "3x1")]
+LOCAL_CASES += [("4x1", "2x2", "int4"), ("2x4", "2x2", "int4"), ("crossed", "crossed", "int4")]
 
 
 @cache
@@ -319,7 +319,7 @@ def test_members_of_local_steps_go_on_from_the_mean_weights_on_other_ranks(befor
     assert near(moved, -0.1 * (first.given + then.given), case.near)
 
 
-@pytest.mark.parametrize("after", ["4x1", "2x1", "1x4", "3x2"])
+@pytest.mark.parametrize("after", ["4x1", "2x1"])
 def test_outer_steps_keep_their_momentum_on_other_ranks(after: str) -> None:
     """Where all ranks have the same gradients, the average goes the way it had gone without a change of ranks."""
     settings = ls.LocalSteps(2, fragments=1, outer_rate=0.7, outer_momentum=0.9)
@@ -338,7 +338,7 @@ def test_velocities_of_gradients_are_kept_where_members_have_fewer_ranks() -> No
     assert near(then.handed_out[0], straight.handed_out[0])
 
 
-@pytest.mark.parametrize(("before", "after"), [("2x2", "4x1"), ("4x1", "2x2"), ("2x2", "2x2")])
+@pytest.mark.parametrize(("before", "after"), [("2x2", "4x1"), ("4x1", "2x2")])
 def test_unsent_gradients_are_added_once_to_the_first_local_gradients_of_other_ranks(before: str, after: str) -> None:
     chosen = Candidate(ls.Dense(), "int4", 2)
     options = Options.of(ls.Auto((chosen,), start=ls.MiCRO(density=0.05)), "layer")

@@ -27,6 +27,7 @@ from lightning_sparse.compressors import COMPRESSORS, Dense, TopK
 from lightning_sparse.compressors.named import did_you_mean
 from lightning_sparse.local_steps.settings import LocalSteps
 from lightning_sparse.network.costs import traffic
+from lightning_sparse.network.members import AUTO
 from lightning_sparse.trainer.signals import leave_out_message_before_batches
 from lightning_sparse.trainer.strategy import SparseDDPStrategy
 
@@ -92,11 +93,17 @@ class PowerSGD(Peer):
 
 
 def diloco(
-    *, steps: int = 16, outer_rate: float = 0.7, outer_momentum: float = 0.9, start: int = 0, **ddp_kwargs: Any
+    *,
+    steps: int = 16,
+    outer_rate: float = 0.7,
+    outer_momentum: float = 0.9,
+    start: int = 0,
+    local_group: int | str = AUTO,
+    **ddp_kwargs: Any,
 ) -> SparseDDPStrategy:
     """DiLoCo (Douillard et al., 2023), which is a setting of this project's local steps; float32 on the wire."""
     settings = LocalSteps(steps, 1, False, outer_rate, outer_momentum, second_moments="own")
-    return SparseDDPStrategy(Dense(), local_steps=settings, warmup_steps=start, **ddp_kwargs)
+    return SparseDDPStrategy(Dense(), local_steps=settings, warmup_steps=start, local_group=local_group, **ddp_kwargs)
 
 
 def sparse_loco(
