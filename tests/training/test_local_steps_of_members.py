@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sparse as ls
 from tests.support.models import weights
 from tests.support.processes import Ranks
+from tests.support.said import refusal
 
 STEPS = 13
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -104,6 +105,28 @@ def test_members_train_as_one_rank_each_does(ranks: Ranks) -> None:
             for mine, of_one in zip(together[rank][label], alone[rank // 2][label], strict=True):
                 assert mine.equal(of_one), (label, rank)
         assert not together[0][label][0].equal(together[2][label][0]), label  # members differ
+
+
+def drift(rank: int, size: int) -> str:
+    """What is said where one rank has an optimizer that draws random numbers of its own."""
+    training = Training(rank, 2, "sparse_dense", "float32", steps=2)
+
+    def train_on() -> None:
+        for _ in range(25):
+            training.run(1)
+            if rank == 1:
+                with torch.no_grad():
+                    training.ddp.module.net[0].weight += 1e-3
+
+    said = refusal(train_on)
+    training.hook.close()
+    return said
+
+
+def test_ranks_of_a_member_that_drift_apart_end_all_of_them(ranks: Ranks) -> None:
+    for said in ranks.run(drift, 4, gloo=True):
+        assert "The ranks of a machine must have the same weights" in said
+        assert "rank 1" in said
 
 
 def compress(
