@@ -313,8 +313,8 @@ def test_lightnings_trainers_and_fabric_have_members(ranks: Ranks) -> None:
 # - local steps
 
 
-def local(rank: int, size: int) -> tuple[list[list[int]], dict[str, Tensor], Tensor]:
-    """Whom SyncBatchNorm of each kind of averages goes over, and buffers and weights after local steps."""
+def local(rank: int, size: int) -> tuple[list[list[int]], dict[str, Tensor], Tensor, int]:
+    """Whom SyncBatchNorm of each kind of averages goes over, buffers and weights after local steps, and one before."""
     warnings.simplefilter("ignore")
     over: list[list[int]] = []
     for steps in (2, 0):
@@ -325,27 +325,30 @@ def local(rank: int, size: int) -> tuple[list[list[int]], dict[str, Tensor], Ten
         hook.close()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
-    model.register_buffer("counted", torch.zeros((), dtype=torch.int64))
+    for name in ("counted", "placed"):
+        model.register_buffer(name, torch.zeros((), dtype=torch.int64))
     ddp = DistributedDataParallel(model.bfloat16())
     hook = ls.SparseHook(ddp, "micro", local_steps=2, local_group=2)
     optimizer = torch.optim.AdamW(ddp.parameters(), 0.01)
-    for number in range(7):
+    for number in range(13):
         x = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * number + rank)).bfloat16()
         optimizer.zero_grad()
         ddp(x).float().square().mean().backward()
         optimizer.step()
         model.counted += rank + 1  # differs within members, too
-    own = weights(model).clone()
+        model.placed += number == 3 and rank % 2  # differs within members alone
+    own, placed = weights(model).clone(), int(model.placed)
     hook.show_average()
     shown = {name: x.clone() for name, x in model.state_dict().items()}
     hook.close()
-    return over, shown, own
+    return over, shown, own, placed
 
 
 def test_with_local_steps_a_member_trains_as_one_and_its_buffers_end_in_the_average(ranks: Ranks) -> None:
     """Of weights in half precision, which each owner rounds; with data of each rank's own."""
     every = ranks.run(local, 4, gloo=True)
-    for rank, (over, shown, own) in enumerate(every):
+    for rank, (over, shown, own, placed) in enumerate(every):
+        assert placed == 0  # as rank 0 has it, since ranks compared after ten steps
         assert over == [[0, 1] if rank < 2 else [2, 3], [0, 1, 2, 3]]
         assert all(x.equal(every[0][1][name]) for name, x in shown.items())
         assert own.equal(every[rank // 2 * 2][2])
