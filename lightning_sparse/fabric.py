@@ -128,6 +128,7 @@ class SparseHSDPStrategy(OnMesh, ModelParallelStrategy):
         warmup_steps: dense steps first.
         replicate_size: R; "auto": the nodes.
         shard_size: S; "auto": the devices of a node.
+        local_steps: H, optimizer steps of each replica between two averages of the same weight.
         **kwargs: everything else that ``lightning.fabric.strategies.ModelParallelStrategy`` takes.
 
     Raises:
@@ -142,9 +143,10 @@ class SparseHSDPStrategy(OnMesh, ModelParallelStrategy):
         warmup_steps: int = 0,
         replicate_size: int | Literal["auto"] = "auto",
         shard_size: int | Literal["auto"] = "auto",
+        local_steps: int | LocalSteps = 0,
         **kwargs: Any,
     ) -> None:
-        self.options = options_of(compressor, wire_dtype, warmup_steps)
+        self.options = options_of(compressor, wire_dtype, warmup_steps, local_steps=local_steps)
         super().__init__(parallelize_fn, **kwargs)
         self._sizes = replicate_size, shard_size
         self._hooks: list[weakref.ref[ShardedHook]] = []
@@ -163,6 +165,18 @@ class SparseHSDPStrategy(OnMesh, ModelParallelStrategy):
         module.register_forward_hook(lambda *_: hook.end_forward(), always_call=True)
         self._hooks.append(weakref.ref(hook))
         return module
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Set up an optimizer, and note it: with ``local_steps`` its state differs between replicas."""
+        for hook in self.hooks if self.options.local else ():
+            hook.note(optimizer)
+        return super().setup_optimizer(optimizer)
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Save; with ``local_steps`` the average of the replicas."""
+        for hook in self.hooks:
+            hook.show_average()
+        super().save_checkpoint(*args, **kwargs)
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """Backward, and the means of what it reached."""

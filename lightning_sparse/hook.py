@@ -253,9 +253,9 @@ class SparseHook:
         """Note that every rank begins a step with its next forward."""
         self._tuning.expect_step()
 
-    def note(self, optimizer: Optimizer) -> None:
-        """Have :meth:`state_dict` and :meth:`load_state_dict` know it before it has stepped."""
-        self._tuning.active.note(optimizer)
+    def note(self, *optimizers: Optimizer) -> None:
+        """Have :meth:`state_dict` and :meth:`load_state_dict` know them before they have stepped."""
+        self._tuning.active.note(*optimizers)
 
     def state_dict(self, residuals: str = "per_rank", optimizers: Sequence[Optimizer] = ()) -> dict[str, Any]:
         """Return what the ranks have not sent, as tensors, strings and integers; complete on rank 0.
@@ -308,7 +308,7 @@ class SparseHook:
 
     def _parts(self, optimizers: Sequence[Optimizer], is_loaded: bool = False) -> RankLocalState:
         active = self._tuning.active
-        known = in_order(optimizers or active.optimizers.seen, list(active.parameters.values()))
+        known = in_order(optimizers or active.optimizers.seen, list(active.held.values()))
         return RankLocalState(known, self._scaler, self._module, is_loaded)
 
     def close(self) -> None:

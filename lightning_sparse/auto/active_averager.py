@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.autograd import Variable
@@ -109,9 +110,9 @@ class ActiveAverager:
         self.knows_link = False
         self.may_add_unsent = scaler is None and not ddp.find_unused_parameters
         held, own = getattr(ddp, "held", {}), weakref.ref(self)
-        #: What optimizers have, by name.
-        self._held = {name: held.get(p, p) for name, p in parameters.items()}
-        self.optimizers = Optimizers(self._held.values(), lambda: active.averager if (active := own()) else None)
+        #: What optimizers have, by name: of sharded models not the shards.
+        self.held = {name: held.get(p, p) for name, p in parameters.items()}
+        self.optimizers = Optimizers(self.held.values(), lambda: active.averager if (active := own()) else None)
         self._numbers: Mapping[str, int] = {}  # of the optimizer of each parameter, by name
         self._known: list[list[int]] = []  # parameters in each group of each optimizer, when these were found
         self._said_untrained = self._said_lbfgs = False
@@ -126,7 +127,7 @@ class ActiveAverager:
         assert ddp is not None
         ddp.broadcast_buffers = self._broadcasts_buffers and config.local is None  # the averager sends them then
         self.config = config
-        _normalise_over(self._groups, ddp.module, config.local is not None)
+        _normalise_over(self._groups, ddp, config.local is not None)
         means = self._groups, self._scaler, self._broadcasts_buffers
         self.averager: Averager = make_averager(ddp, self.parameters, config, *means)
         self.layer_fusion: LayerFusion | None = None
@@ -153,7 +154,7 @@ class ActiveAverager:
         known = [[id(each), *(len(group["params"]) for group in each.param_groups)] for each in self.optimizers.seen]
         if known != self._known or (saved and not known):
             self._known = known
-            numbers = self.optimizers.numbers(self._held) or saved or {}
+            numbers = self.optimizers.numbers(self.held) or saved or {}
             if numbers != self._numbers:
                 self._numbers = numbers
                 self._group()
@@ -238,7 +239,7 @@ class ActiveAverager:
         """Average gradients as at first; with local steps from the mean of all weights and optimizer states."""
         if (local := self.averager.local) is not None:
             local.merge()
-            for optimizer in in_order(self.optimizers.seen, list(self.parameters.values())):
+            for optimizer in in_order(self.optimizers.seen, list(self.held.values())):
                 tensors = tensors_everywhere(optimizer, self._ranks, self.averager.device)
                 averaged = {key: x for key, x in tensors.items() if x.is_floating_point() and x.dtype != torch.float64}
                 set_tensors(optimizer, self._means(averaged) | self._of_first_rank(tensors.keys() - averaged, tensors))
@@ -331,11 +332,12 @@ def _local_steps(
     broadcasts_buffers: bool,
 ) -> Averager:
     settings = local.with_lead(config.compressor)
+    parameters = getattr(ddp, "sharded", parameters)  # whose shards are found anew
     laid_out, fragments = lay_out_fragments(
         parameters, config.compressor, config.fusion, local.parts, config.bucket_bytes, groups.cut
     )
     ignored = {uncompiled(name) for name in ddp.parameters_to_ignore}
-    untrained = untrained_of(ddp.module, ignored | parameters.keys())
+    untrained = untrained_of(ddp.module, ignored | parameters.keys(), getattr(ddp, "frozen", None))
     if config.elastic is not None:
         return ElasticAverager(
             laid_out,
@@ -362,19 +364,26 @@ def _local_steps(
         lead_is_given=local.lead is not None,
         buffers=ModuleBuffers(ddp.module, ignored, broadcasts_buffers, device),
         inside=inside,
+        make_ready=getattr(ddp, "reshard", _nothing),
     )
 
 
-def _normalise_over(groups: ProcessGroups, module: nn.Module, is_local: bool) -> None:
+def _nothing() -> None:
+    """What is to be done before parameters are set, where nothing is."""
+
+
+def _normalise_over(groups: ProcessGroups, ddp: DistributedDataParallel, is_local: bool) -> None:
     """Have SyncBatchNorm go over all ranks, or with local steps those of a member, so that no forward waits for others.
 
     One with a process group that a user has given keeps it.
     """
-    norms = [each for each in module.modules() if isinstance(each, nn.SyncBatchNorm)]
-    if norms and (inside := groups.between.inside) is not None:
-        for norm in norms:
-            if norm.process_group in (None, inside.group):
-                norm.process_group = inside.group if is_local else None
+    norms = [each for each in ddp.module.modules() if isinstance(each, nn.SyncBatchNorm)]
+    inside: dist.ProcessGroup | None = getattr(ddp, "inside", None)  # of a sharded model
+    if inside is None and norms and (ranks := groups.between.inside) is not None:
+        inside = ranks.group
+    for norm in norms if inside is not None else ():
+        if norm.process_group in (None, inside):
+            norm.process_group = inside if is_local else None
 
 
 def _described(module: nn.Module, config: AveragingConfig, hosts: Elastic) -> dict[str, str]:

@@ -20,7 +20,7 @@ from lightning_sparse.engine.checksum import checksum
 from lightning_sparse.local_steps.buffers import bytes_of, from_bytes, saved_names
 from lightning_sparse.network.agreement import MOST_NAMED, differences, everywhere, ranks_having
 from lightning_sparse.network.comm import Comm
-from lightning_sparse.network.cut import Cut
+from lightning_sparse.network.cut import Cut, as_shard_of, shard_of
 from lightning_sparse.network.process_groups import Between
 
 # Tags tell of a tensor what it stands for; "" is before them all.
@@ -85,6 +85,17 @@ def tensors_everywhere(optimizer: Optimizer, comm: Comm, device: torch.device) -
         for path, kind in sorted(_merged(every).items())
         if kind.tag != LIST
     }
+
+
+def own_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
+    """What this rank has of what :func:`tensors_everywhere` returns, of sharded tensors its shards; it asks nobody.
+
+    Raises:
+        RuntimeError: it has anything else than tensors, numbers, and lists, tuples and dictionaries of them.
+    """
+    own = {leaf.path: leaf for leaf in _state(optimizer)}
+    _check(optimizer, [{path: leaf.kind for path, leaf in own.items()}])
+    return {path + leaf.kind.tag: shard_of(leaf.value) for path, leaf in own.items() if leaf.kind.tag != LIST}
 
 
 def set_tensors(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:
@@ -264,7 +275,10 @@ def _made(x: Tensor, tag: str, home: _Home | None, key: str, there: object) -> o
         return there.copy_(x)
     device = home.device(key) if home else x.device
     dtype = x.dtype if tag == EXACT or not home else home.dtype(x, key)
-    return x.detach().to(there.device if isinstance(there, Tensor) else device, dtype, copy=True)
+    made = x.detach().to(there.device if isinstance(there, Tensor) else device, dtype, copy=True)
+    if home and not isinstance(there, Tensor) and key != "step" and x.shape == shard_of(home.parameter).shape:
+        there = home.parameter  # whose shard this is, where it is sharded
+    return as_shard_of(there, made) if isinstance(there, Tensor) else made
 
 
 def _is_quantized(x: Any) -> bool:
@@ -323,7 +337,7 @@ def gather_local(
     if parts.scaler is not None and (state := parts.scaler.state_dict()):
         kept["scaler"] = keep(torch.tensor([state[key] for key in SCALER], dtype=torch.float64, device="cpu"))
     others = parts.others(local)
-    if different := _different(others, ranks, device):
+    if different := different_on(others, ranks, device):
         kept["buffers"] = {name: _rows_of(others[name], keep, between.inside, device) for name in different}
     return kept
 
@@ -351,7 +365,7 @@ def _check_same_number(optimizers: int, ranks: Comm, device: torch.device) -> No
         )
 
 
-def _different(buffers: Mapping[str, Tensor], ranks: Comm, device: torch.device) -> list[str]:
+def different_on(buffers: Mapping[str, Tensor], ranks: Comm, device: torch.device) -> list[str]:
     """The names of those that are not the same on all ranks, and of the same size."""
     if not buffers:
         return []

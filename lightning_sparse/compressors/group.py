@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_sparse import kernels
 from lightning_sparse.network.comm import Comm
-from lightning_sparse.network.cut import WHOLE, Cut
+from lightning_sparse.network.cut import WHOLE, Cut, shard_of
 from lightning_sparse.selection.sparse import Sparse, clear
 from lightning_sparse.selection.streams import draw
 
@@ -42,7 +42,7 @@ class Group:
     Args:
         index: position in the order in which groups are sent.
         names: of the parameters, in the order in which they lie in ``unsent``.
-        parameters: the parameters themselves.
+        parameters: the parameters themselves; of those that FSDP2 shards this rank sends its shard.
         cut: which slice of each this rank has to send, where several ranks share the work.
 
     Attributes:
@@ -84,8 +84,10 @@ class Group:
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """Of each parameter what this rank sends: a view, or where it sends all the parameter itself."""
-        return self.parameters if self.cut.count == 1 else tuple(self.cut.own(p.detach()) for p in self.parameters)
+        """Of each parameter what this rank sends: a view, or where it sends all it has of it, that itself."""
+        if self.cut.count == 1:
+            return tuple(map(shard_of, self.parameters))
+        return tuple(self.cut.own(p.detach()) for p in self.parameters)
 
     @property
     def n(self) -> int:

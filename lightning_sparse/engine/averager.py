@@ -49,6 +49,12 @@ class LocalState(Protocol):
     def end_forward(self) -> None:
         """Note the end of a forward that trains."""
 
+    def check_backward(self) -> None:
+        """Raise a RuntimeError if the weights of a backward are the average, of which no rank takes a step."""
+
+    def end_backward(self) -> None:
+        """Note that gradients are those of a step, of which each member has its own."""
+
     def before_update(self, optimizer: Optimizer) -> None:
         """Make ready for what ``optimizer`` does with the gradients that it now has, in a step that has begun."""
 

@@ -82,6 +82,12 @@ class Lanes:
             return launch(self._asked).wait()
         return self.on_first(lambda lane: launch(lane.comm.everyone).wait())
 
+    def sum_over_members(self, x: Tensor) -> Tensor:
+        """The sum of ``x``, which is of this rank's slices or shards, over the members."""
+        if self._asked is not None:
+            return self._asked.all_reduce(x).wait()
+        return self.on_first(lambda lane: lane.comm.all_reduce(x).wait())
+
     def gather_text(self, text: str) -> list[str]:
         """Return what each rank says, by rank."""
         return self.on_first(lambda lane: everywhere(text, lane.comm.everyone, self._device))

@@ -34,7 +34,7 @@ from lightning_sparse.network.torch_comm import TorchComm, finished
 
 
 class LocalAverager(Averager):
-    """Averages weights, a fragment after each step, while DDP gives every rank its own gradients back.
+    """Averages weights, a fragment after each step, while DDP or FSDP2 gives every member its own gradients.
 
     :class:`Phases` says what a step is.  A step is settled before the next forward that trains, or earlier if somebody
     asks for the average: what is due after it is done then, at the same point on every rank.  x̄ changes when a step is
@@ -53,7 +53,8 @@ class LocalAverager(Averager):
         lead_is_given: by who trains; else ranks do not look ahead with optimizers that make it in vain.
         buffers: of the module.
         inside: the ranks of this member, which train the same weights together, for the thread that trains; None where
-            it is one rank.
+            it is one rank, or FSDP2 shards the model and does what is done inside.
+        make_ready: to be called before parameters are set.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class LocalAverager(Averager):
         lead_is_given: bool = True,
         buffers: ModuleBuffers | None = None,
         inside: TorchComm | None = None,
+        make_ready: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(groups, lanes)
         self._inside = inside
@@ -76,7 +78,8 @@ class LocalAverager(Averager):
         self._rates = Rates(settings.lead or 1.0, lead_is_given)
         of = zip(groups, fragments, strict=True)
         scratch = Scratch()
-        self.weights = Weights([Replica(group, c, i, settings, scratch=scratch) for (group, c), i in of], inside)
+        replicas = [Replica(group, c, i, settings, scratch=scratch) for (group, c), i in of]
+        self.weights = Weights(replicas, inside, make_ready)
         self.set_by_others = SetByOthers(self.weights)
         self.shared_buffers = buffers or ModuleBuffers(None)
         self.moments = SecondMoments(self.groups if settings.second_moments == "mean" else ())
@@ -136,15 +139,21 @@ class LocalAverager(Averager):
 
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
         """DDP's communication hook: gives every member its own gradients back, with what was unsent at first."""
-        self._phases.check_backward()
+        self.check_backward()
         for parameter, gradient in gradients_of(bucket.buffer(), bucket.parameters()) if self._unsent_gradients else ():
             if (unsent := self._unsent_gradients.pop(parameter, None)) is not None:
                 self.cut.own(gradient).add_(unsent, alpha=self.cut.count)  # of which the mean inside keeps one
         if bucket.is_last():
-            self._phases.backward(self.weights.versions())
+            self.end_backward()
         if self._inside is not None and bucket.buffer().numel():
             return self._inside.mean_of_bucket(bucket.buffer())
         return finished(bucket.buffer(), self.device)
+
+    def check_backward(self) -> None:
+        self._phases.check_backward()
+
+    def end_backward(self) -> None:
+        self._phases.backward(self.weights.versions())
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Have an optimizer of these parameters step this rank's own weights.
@@ -230,9 +239,7 @@ class LocalAverager(Averager):
         self.timeline.end_wait()
         if self._counts(pending):
             self.set_by_others.look()
-            for replica in pending.replicas:
-                replica.apply_move()
-            self.weights.share(pending.replicas)
+            self.weights.apply_moves(pending.replicas)
             self.set_by_others.accept()
             self.shared_buffers.receive()
             self.moments.receive()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -378,8 +379,13 @@ def set_to(x: Tensor, value: Tensor) -> None:
 
 
 def derive_anew(module: nn.Module | None) -> None:
-    """Derive them from what the parameters hold now, for whoever reads them before the next forward."""
+    """Derive them from what the parameters hold now, for whoever reads them before the next forward.
+
+    Not those of parameters that FSDP2 shards, which are whole in a forward alone.
+    """
     for owner, hook in _hooks_in(module):
+        if any(isinstance(p, DTensor) for p in owner.parameters(recurse=False)):
+            continue
         if isinstance(hook, BasePruningMethod):
             setattr(owner, hook._tensor_name, hook.apply_mask(owner))
         elif isinstance(hook, WeightNorm):

@@ -14,6 +14,7 @@ from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.groups import ASIDE, EXACT, SET, UNSENT_GRADIENT, VELOCITY
 from lightning_sparse.local_steps.settings import LocalSteps
 from lightning_sparse.network.comm import Comm, Rounds
+from lightning_sparse.network.cut import shard_of
 from lightning_sparse.selection.sparse import Sparse, dense
 
 BLOCK = 2**15  # elements of each tensor that a processor's cache holds at once
@@ -25,7 +26,8 @@ Find = Callable[[], Tensor]
 class Replica:
     """The weights of a group on this rank, x_r, which are its parameters, and the average x̄.  n = elements.
 
-    Where a member has several ranks, whose weights are the same, this is of the slices that this rank owns.
+    Where a member has several ranks, whose weights are the same, this is of the slices that this rank owns; where FSDP2
+    shards the model, of the shards that it has.
 
     Over all P ranks, what a step of the exchange does obeys the law of gradients, with updates in their place:
     ``P * (what x̄ moved) + sum(unsent after) == sum(unsent before + update)``, to the rounding of the weights.
@@ -88,9 +90,13 @@ class Replica:
         known = (self._own or self.averages())[place] if before is None else cut.own(before)
         self.set_by_others.add(place, cut.own(value.detach()), known, self.average)
 
-    def wholes(self) -> list[Tensor]:
+    def parameters(self) -> list[Tensor]:
         """The parameters, as they are; a module may have put another tensor in the place of a frozen one."""
         return [find() for find in self._find] or list(self.group.parameters)
+
+    def wholes(self) -> list[Tensor]:
+        """What this rank holds of the parameters: all of each, or of one that FSDP2 shards its shard."""
+        return [shard_of(p) for p in self.parameters()]
 
     def tensors(self) -> list[Tensor]:
         """Of each parameter the slice that this rank owns, or all."""

@@ -23,7 +23,7 @@ from lightning_sparse.engine.lanes import Lane
 from lightning_sparse.local_steps.optimizers import PLAIN
 from lightning_sparse.local_steps.replica import HALVES
 from lightning_sparse.network.comm import Comm, Rounds, without_autocast
-from lightning_sparse.network.cut import WHOLE
+from lightning_sparse.network.cut import WHOLE, shard_of
 from lightning_sparse.network.sums import sum_values
 from lightning_sparse.selection.streams import draw
 from lightning_sparse.wire import BFLOAT16
@@ -95,7 +95,7 @@ class SecondMoments:
     (Shazeer and Stern, ICML 2018, section 3).  Vectors are compared element by element.
 
     Args:
-        groups: of the parameters.
+        groups: of the parameters.  Of those that FSDP2 shards each rank looks at its shard alone.
 
     Attributes:
         squares: means over looks, the same on every rank: of the mean gradient's sketch and of the ranks', [2, m].
@@ -107,8 +107,8 @@ class SecondMoments:
         self._cut = next((group.cut for group in groups), WHOLE)  # the ranks of a member compare a part each
         end = 0
         named = sorted(item for group in groups for item in zip(group.names, group.parameters, strict=True))
-        for parameter in (p for _, p in named if p.numel()):  # in an order that no grouping changes
-            self._places[parameter] = _Place(parameter, end)
+        for parameter in (p for _, p in named if shard_of(p).numel()):  # in an order that no grouping changes
+            self._places[parameter] = _Place(shard_of(parameter), end)
             end = self._places[parameter].all.stop
         self._device = next(iter(self._places)).device if self._places else torch.device("cpu")
         self.squares = torch.zeros(2, end, dtype=torch.float32, device=self._device)
@@ -175,8 +175,9 @@ class SecondMoments:
     @property
     def lr_factor(self) -> Tensor:
         """By how much shorter a step is that divides by the root of a rank's squares, from 1 to the root of P."""
-        shares = [self.share(p, self.squares).mean() * p.numel() for p in self._places]
-        return (torch.stack(shares).sum() / sum(p.numel() for p in self._places)).rsqrt()
+        sizes = {p: shard_of(p).numel() for p in self._places}
+        shares = [self.share(p, self.squares).mean() * n for p, n in sizes.items()]
+        return (torch.stack(shares).sum() / sum(sizes.values())).rsqrt()
 
     # - the ranks' messages
 
@@ -312,7 +313,7 @@ class MeanMoments:
                 continue
             gradient = _squared(optimizer, group, p, kind)
             self._moments.look(p, gradient)
-            v = optimizer.state[p].get(STATE) if p in optimizer.state else None
+            v = shard_of(optimizer.state[p].get(STATE)) if p in optimizer.state else None
             if v is not None and type(v) is not Tensor:  # in 8 bits, say: it stays this rank's own
                 continue
             if v is None or (p not in self._by and not bool(v.any())):  # it begins as this rank's own, or is to begin
@@ -401,9 +402,9 @@ def _with_gradients(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Tens
 def _squared(optimizer: Optimizer, group: dict[str, Any], p: Tensor, kind: str) -> Tensor:
     """What ``optimizer`` is about to square of ``p``: a gradient scaler may leave it to a fused one to unscale."""
     assert p.grad is not None
-    gradient, scale = p.grad.detach(), getattr(optimizer, "grad_scale", None)
+    gradient, scale = shard_of(p.grad.detach()), getattr(optimizer, "grad_scale", None)
     if isinstance(scale, Tensor):
         gradient = gradient.float() / scale
     if kind == WITH_DECAY and group["weight_decay"]:
-        return (-gradient if group.get("maximize") else gradient).add(p.detach(), alpha=group["weight_decay"])
+        return (-gradient if group.get("maximize") else gradient).add(shard_of(p.detach()), alpha=group["weight_decay"])
     return gradient

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparse.local_steps.weights import Weights
+from lightning_sparse.network.cut import shard_of, version_of
 
 
 class SetByOthers:
@@ -25,7 +26,7 @@ class SetByOthers:
         trained = [replica for replica in weights.replicas if not replica.is_untrained]
         self._places = [(replica, place) for replica in trained for place in range(len(replica.group.names))]
         self._all = [replica.group.parameters[place] for replica, place in self._places]
-        self._versions = [p._version for p in self._all]
+        self._versions = [version_of(p) for p in self._all]
         self._before: dict[int, Tensor] = {}  # copies, of groups of which something was set
         self._under_way: Optimizer | None = None  # the outermost, as one around another
         self._has_asked = False  # it has asked a closure in this step
@@ -61,10 +62,10 @@ class SetByOthers:
         if self._weights.shown:
             return
         of, now, then = self._parameters(optimizer), self._all, self._versions
-        for i in (moved := [i for i in of if now[i]._version != then[i]]):
+        for i in (moved := [i for i in of if version_of(now[i]) != then[i]]):
             replica, place = self._places[i]
             if replica.lead != 1:
-                replica.note_set(place, now[i], self._before.get(i))
+                replica.note_set(place, shard_of(now[i]), self._before.get(i))
         self._take(moved)
 
     def accept(self, optimizer: Optimizer | None = None) -> None:
@@ -85,10 +86,10 @@ class SetByOthers:
     def _take(self, parameters: Sequence[int]) -> None:
         versions, every = self._versions, self._all
         for i in parameters:
-            versions[i] = every[i]._version
+            versions[i] = version_of(every[i])
         was_set = {replica for replica in self._weights.replicas if replica.set_by_others.change is not None}
         for i in parameters if was_set else ():
             if self._places[i][0] in was_set:
                 if i not in self._before:
-                    self._before[i] = torch.empty_like(self._all[i])
-                self._before[i].copy_(self._all[i])
+                    self._before[i] = torch.empty_like(shard_of(every[i]))
+                self._before[i].copy_(shard_of(every[i]))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future as LaneFuture
-from functools import reduce
+from functools import partial, reduce
 from itertools import groupby
 
 import torch
@@ -16,7 +16,7 @@ from lightning_sparse.engine.lanes import Lane
 from lightning_sparse.local_steps.replica import Find, Replica
 from lightning_sparse.local_steps.settings import LocalSteps
 from lightning_sparse.network.agreement import differing
-from lightning_sparse.network.cut import WHOLE, Cut
+from lightning_sparse.network.cut import WHOLE, Cut, shard_of
 
 
 class Untrained:
@@ -34,7 +34,7 @@ class Untrained:
         """Note what they are before the first step; also of those that came to be watched since."""
         for name, find in self.watched.items():
             if name not in self.seen:
-                self.seen[name] = checksum(find())
+                self.seen[name] = checksum(shard_of(find()))
 
     def resume(self, seen: Mapping[str, Tensor]) -> None:
         """Go on with what :attr:`seen` was, which a checkpoint has on the CPU."""
@@ -42,7 +42,7 @@ class Untrained:
 
     def changed(self) -> Tensor:
         """Whether each has changed on this rank since the first step, in the order of ``watched``: [k] uint8."""
-        changes = [not torch.equal(checksum(find()), self.seen[name]) for name, find in self.watched.items()]
+        changes = [not torch.equal(checksum(shard_of(find())), self.seen[name]) for name, find in self.watched.items()]
         return torch.tensor(changes, dtype=torch.uint8, device="cpu")
 
     def take(self, names: Collection[str]) -> dict[str, Find]:
@@ -93,7 +93,7 @@ class Comparison:
         (lane, _), self._sent = self._sent, None
         lane.have_caller_wait()
         rows, comm = result.cpu(), lane.comm
-        columns = [range(len(rows))] if comm.inside is None else comm.members.columns
+        columns = [range(len(rows))] if comm.everyone is comm else comm.members.columns
         if parties := differing(rows[:, 0].tolist(), columns):
             raise RuntimeError(
                 "Weights that are set while the parameters hold the average of all ranks must be set on every rank, to "
@@ -126,12 +126,17 @@ def replicas_of(
     return made
 
 
-def untrained_of(module: nn.Module, ignored: Collection[str]) -> dict[str, Find]:
-    """How to find each frozen parameter of ``module`` by name, but for those ``ignored``."""
+def untrained_of(
+    module: nn.Module, ignored: Collection[str], sharded: Mapping[str, Tensor] | None = None
+) -> dict[str, Find]:
+    """How to find each frozen parameter of ``module`` by name, but for those ``ignored``.
+
+    ``sharded`` are those that FSDP2 shards, in whose place the module has whole ones at times.
+    """
     frozen = [(name, p) for name, p in module.named_parameters() if p.is_floating_point() and not p.requires_grad]
-    return {
-        uncompiled(name): TensorLocator(module, name, p.shape) for name, p in frozen if uncompiled(name) not in ignored
-    }
+    found: dict[str, Find] = {uncompiled(name): TensorLocator(module, name, p.shape) for name, p in frozen}
+    found |= {name: partial((sharded or {}).__getitem__, name) for name in found.keys() & (sharded or {}).keys()}
+    return {name: find for name, find in found.items() if name not in ignored}
 
 
 class TensorLocator:

@@ -12,6 +12,7 @@ from lightning_sparse.engine.checksum import as_integers, checksum
 from lightning_sparse.engine.inside import share, whole_of
 from lightning_sparse.local_steps.replica import HALVES, Replica
 from lightning_sparse.network.comm import Comm, completed
+from lightning_sparse.network.cut import as_shard_of, version_of
 
 
 class Phase(Enum):
@@ -144,10 +145,13 @@ class Weights:
     Args:
         replicas: of all groups.
         inside: the ranks of this member, each of which owns a slice of every parameter; None where it is one rank.
+        make_ready: to be called before parameters are set.
     """
 
-    def __init__(self, replicas: Sequence[Replica], inside: Comm | None = None) -> None:
-        self.replicas, self._inside = list(replicas), inside
+    def __init__(
+        self, replicas: Sequence[Replica], inside: Comm | None = None, make_ready: Callable[[], None] = lambda: None
+    ) -> None:
+        self.replicas, self._inside, self._make_ready = list(replicas), inside, make_ready
         # While the average is shown, of each parameter this rank's own weights; None where they are the average.
         self._held: list[list[Tensor | None]] | None = [[None] * len(each.group.names) for each in self.replicas]
         self.set_by_others = False  # somebody has set the average; whoever looks resets it
@@ -165,8 +169,16 @@ class Weights:
 
     def show(self) -> None:
         if self._held is None:
+            self._make_ready()
             self._held = [_show(replica) for replica in self.replicas]
             self.share(self.replicas)
+
+    def apply_moves(self, replicas: Sequence[Replica]) -> None:
+        """Move x̄ of those by what has arrived, and set the parameters to this rank's own weights."""
+        self._make_ready()
+        for each in replicas:
+            each.apply_move()
+        self.share(replicas)
 
     def share(self, replicas: Sequence[Replica]) -> None:
         """Have all ranks of this member hold what each has set of the slices that it owns."""
@@ -177,6 +189,7 @@ class Weights:
     @torch.no_grad()
     def hide(self) -> None:
         self.take_over()
+        self._make_ready()
         for replica, held in zip(self.replicas, self._held or [], strict=False):
             for p, own in zip(replica.wholes(), held, strict=True):
                 if own is not None:
@@ -217,7 +230,8 @@ class Weights:
 
     def versions(self) -> list[int]:
         """The version of each parameter that is trained, which changes with its values."""
-        return [p._version for replica in self.replicas if not replica.is_untrained for p in replica.group.parameters]
+        trained = (replica.group.parameters for replica in self.replicas if not replica.is_untrained)
+        return [version_of(p) for parameters in trained for p in parameters]
 
     def checksum(self) -> int:
         """One number that tells whether ranks have the same average."""
@@ -284,7 +298,8 @@ class Weights:
 
     def shared_by_parameter(self) -> dict[Tensor, Tensor]:
         """Each parameter's x̄, of its shape; where it is shown the parameter itself."""
-        return dict(zip(self.named(Replica.wholes).values(), self.named(self.shared).values(), strict=True))
+        pairs = zip(self.named(Replica.parameters).values(), self.named(self.shared).values(), strict=True)
+        return {p: p if self.shown else as_shard_of(p, average) for p, average in pairs}
 
     def kept(self) -> Iterator[Group]:
         """Yield each group as a checkpoint keeps it: with this rank's own weights x_r [n] in place of what is unsent.

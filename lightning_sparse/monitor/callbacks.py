@@ -28,6 +28,7 @@ from lightning_sparse.monitor.record import Notes, Point, Selected, Sums, advice
 from lightning_sparse.monitor.tables import epoch_table, percent, plan_table, starvation, summary
 from lightning_sparse.network.agreement import ranks_having
 from lightning_sparse.network.comm import Comm
+from lightning_sparse.network.cut import shard_of
 from lightning_sparse.network.torch_comm import world
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ class CompressionMonitor(Callback):
         self._notes.cuda = averager.device.type == "cuda"
         is_sharded = hasattr(trainer.strategy, "sharded")
         self._notes.dense = "dense HSDP" if is_sharded else "dense DDP"
-        self._notes.advice = advice(trainer.strategy.options, is_sharded)  # type: ignore[attr-defined]
+        self._notes.advice = advice(trainer.strategy.options)  # type: ignore[attr-defined]
         averager.watch_unsent()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -339,10 +340,10 @@ class ReplicaCheck(Callback):
             averager = getattr(trainer.strategy, "averager", None)
             local = averager.local if averager is not None else None
             shared = local.compared() if local is not None else {}
-            named = pl_module.named_parameters()
-            own = {name: shared.get(p, p) for name, p in named if not hasattr(p, "to_local")}  # a shard is no replica
             sharded = getattr(trainer.strategy, "sharded", None)  # a model of which ranks have shards
-            check_replicas(sharded.shards if sharded else own, world(), sharded.shard_size if sharded else 1)
+            named = sharded.sharded.items() if sharded else pl_module.named_parameters()
+            own = {name: shard_of(shared.get(p, p)) for name, p in named if sharded or not hasattr(p, "to_local")}
+            check_replicas(own, world(), sharded.shard_size if sharded else 1)
 
 
 def check_replicas(parameters: Mapping[str, Tensor], comm: Comm, shards: int = 1) -> None:

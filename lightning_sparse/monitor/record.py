@@ -109,9 +109,9 @@ NO_FORMAT = "Compress with less work, as wire_dtype='float32' does"
 OF_ITSELF = {"send more": KEEP, "send less": LESS_OFTEN, "compress less": LESS_OFTEN}
 
 
-def advice(options: Any, is_sharded: bool) -> dict[str, str]:
+def advice(options: Any) -> dict[str, str]:
     """What to do with a strategy of these ``options``, by what is to be better; as ``OF_ITSELF`` has it."""
-    inner, may_be_local = options.compressor, not is_sharded
+    inner, may_be_local = options.compressor, True
     if isinstance(inner, Auto):
         return OF_ITSELF
     while isinstance(inner, Wrapper):
@@ -308,10 +308,8 @@ def delivered_by(averager: Averager) -> float:
     """
     assert averager.sample is not None
     sums = averager.sample.unsent_and_left(lambda group, places: averager.unsent_of(group)[places])
-    if sums.numel() and averager.cut.count > 1:
-        sums = averager.lanes.on_first(lambda lane: lane.comm.all_reduce(sums).wait())
-    elif sums.numel():
-        sums = averager.lanes.run_message(lambda comm: comm.all_reduce(sums))
+    if sums.numel():
+        sums = averager.lanes.sum_over_members(sums)
     return delivered(*_over_slices(averager, sums.square().sum(1).tolist()))
 
 

@@ -109,7 +109,7 @@ class Comm(ABC):
     Attributes:
         buffers: memory for messages.
         costs: what sums go by.
-        inside: the ranks of this rank's member; None where it is alone in it.
+        inside: the ranks of this rank's member; None where it is alone in it, or FSDP2 sends what is sent inside.
         members: which of :attr:`everyone` are together.
         member: the number of this rank's member, the same on all its ranks; its rank, where it is alone in it.
     """
@@ -126,8 +126,11 @@ class Comm(ABC):
         self._meter = Meter()
         self._wire_dtype: ValueFormat = FLOAT32
 
-    def within(self, inside: "Comm", everyone: "Comm", members: Members, member: int) -> None:
-        """Be a column of ``members``, of which number ``member`` has the ranks ``inside``, of ``everyone``."""
+    def within(self, inside: "Comm | None", everyone: "Comm", members: Members, member: int) -> None:
+        """Be a column of ``members``, of which number ``member`` has the ranks ``inside``, of ``everyone``.
+
+        None is ``inside`` of who sends nothing there.
+        """
         self.inside, self._everyone, self.members, self.member = inside, everyone, members, member
 
     @property

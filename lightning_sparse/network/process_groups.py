@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.network.comm import Comm
-from lightning_sparse.network.cut import Cut
+from lightning_sparse.network.cut import WHOLE, Cut
 from lightning_sparse.network.machines import members_of
 from lightning_sparse.network.members import AUTO, Members, alone
-from lightning_sparse.network.torch_comm import TorchComm, carries_by_nccl
+from lightning_sparse.network.torch_comm import TorchComm, carries_by_nccl, world
 
 LANES = 2  # over Gloo; one sends while the other adds
 
@@ -36,6 +36,14 @@ class Between(NamedTuple):
     column: TorchComm  # of each member the rank at the same place
     inside: TorchComm | None  # the ranks of this member; None where it is one rank
     everyone: TorchComm
+
+
+class LaneGroups(NamedTuple):
+    """The process groups of a lane where members have several ranks."""
+
+    column: dist.ProcessGroup  # this rank's
+    inside: dist.ProcessGroup | None  # of its member; None where FSDP2 sends what is sent inside
+    everyone: dist.ProcessGroup
 
 
 class ProcessGroups:
@@ -70,6 +78,7 @@ class ProcessGroups:
         timeout: of messages; None is PyTorch's, 30 minutes.
         local_group: which ranks are a member together, as :func:`members_of` takes it.
         columns: of ranks that do the same at once, each among themselves, if ``ddp`` is of one of several.
+        replicas: of a model that FSDP2 shards, the ranks of each; they are members, inside which FSDP2 sends.
 
     To be made on every rank, at once.
 
@@ -84,19 +93,22 @@ class ProcessGroups:
         timeout: timedelta | None = None,
         local_group: int | str = AUTO,
         columns: Sequence[Sequence[int]] = (),
+        replicas: Sequence[Sequence[int]] = (),
     ) -> None:
         check_has_ranks(ddp)
-        device = next(ddp.parameters()).device
-        self.nccl, self._on_cpu = carries_by_nccl(ddp.process_group, device), device.type == "cpu"
+        device, self._is_sharded = next(ddp.parameters()).device, bool(replicas)
+        self._ddp_group: dist.ProcessGroup = world().group if replicas else ddp.process_group
+        self.nccl, self._on_cpu = carries_by_nccl(self._ddp_group, device), device.type == "cpu"
         self._timeout = timeout
-        self._ddp_group = ddp.process_group
-        self._ranks = dist.get_process_group_ranks(ddp.process_group)
+        self._ranks = dist.get_process_group_ranks(self._ddp_group)
         self._columns = columns
         # Others do not pass here, and every rank must call new_group.
         self._is_part = not columns and len(self._ranks) < dist.get_world_size()
-        everyone = TorchComm(ddp.process_group)
-        if columns or (self._is_part and local_group in (AUTO, 1)):
-            self.members: Members = alone(len(self._ranks))
+        everyone = TorchComm(self._ddp_group)
+        if replicas:
+            self.members: Members = Members(tuple(map(tuple, replicas)), "which FSDP2 shards")
+        elif columns or (self._is_part and local_group in (AUTO, 1)):
+            self.members = alone(len(self._ranks))
         elif self._is_part:
             raise ValueError(
                 f"local_group must be 1 where ddp is of {len(self._ranks)} of {dist.get_world_size()} ranks, since no "
@@ -105,10 +117,10 @@ class ProcessGroups:
         else:
             self.members = members_of(local_group, everyone, device, is_default=not self._on_cpu)
         self.member, place = self.members.place_of(everyone.rank)
-        self.cut = Cut(place, self.members.local_size)
+        self.cut = WHOLE if replicas else Cut(place, self.members.local_size)
         self._made: list[dist.ProcessGroup] = []
         self._own: list[dist.ProcessGroup] = []  # of all ranks, once for each lane, where members are ranks
-        self._lanes: list[tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup]] = []  # where they are more
+        self._lanes: list[LaneGroups] = []  # where they are more
         self._between: Between | None = None
 
     @property
@@ -130,7 +142,7 @@ class ProcessGroups:
         if self.local_size > 1:
             number = LANES if self._on_cpu else 1
             self._lanes = self._lanes or [self._new_lane() for _ in range(number)]
-            return [self._lane(*groups, beside_ddp) for groups in self._lanes]
+            return [self._lane(groups, beside_ddp) for groups in self._lanes]
         if (self.nccl or self._is_part) and not beside_ddp:
             return [TorchComm(self._ddp_group) for _ in range(LANES if self.nccl else 1)]
         if self._is_part:
@@ -142,16 +154,16 @@ class ProcessGroups:
         self._own = self._own or [self._new_own() for _ in range(1 if self.nccl else LANES)]
         return [TorchComm(group) for group in (self._own * LANES)[:LANES]]
 
-    def _new_lane(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup]:
-        """The groups of a lane where members have several ranks: this rank's column, its member, and all ranks."""
-        return self._new_of(self.members.columns), self._new_of(self.members.ranks), self._new(self._ranks)
+    def _new_lane(self) -> LaneGroups:
+        """The groups of a lane where members have several ranks."""
+        column = self._new_of(self.members.columns)
+        inside = None if self._is_sharded else self._new_of(self.members.ranks)
+        return LaneGroups(column, inside, self._new(self._ranks))
 
-    def _lane(
-        self, column: dist.ProcessGroup, inside: dist.ProcessGroup, everyone: dist.ProcessGroup, beside_ddp: bool
-    ) -> TorchComm:
-        comm = TorchComm(column)
-        all_ranks = everyone if beside_ddp or not self.nccl else self._ddp_group
-        comm.within(TorchComm(inside), TorchComm(all_ranks), self.members, self.member)
+    def _lane(self, groups: LaneGroups, beside_ddp: bool) -> TorchComm:
+        comm, inside = TorchComm(groups.column), None if groups.inside is None else TorchComm(groups.inside)
+        all_ranks = groups.everyone if beside_ddp or not self.nccl else self._ddp_group
+        comm.within(inside, TorchComm(all_ranks), self.members, self.member)
         return comm
 
     @contextmanager
@@ -167,7 +179,7 @@ class ProcessGroups:
         """As :meth:`between_steps` yields, while an averager has its groups; to be asked for on every rank, at once."""
         if self._between is None:
             everyone = TorchComm(self._ddp_group)
-            if self.local_size == 1:
+            if self.local_size == 1 or self._is_sharded:
                 return Between(everyone, None, everyone)
             columns, members = self.members.columns, self.members.ranks
             column, inside = TorchComm(self._new_of(columns)), TorchComm(self._new_of(members))

@@ -20,8 +20,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_sparse.checks import uncompiled
+from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.bucket import PendingBucket
 from lightning_sparse.gradients.averager import GradientAverager
+from lightning_sparse.network.cut import as_shard_of
 
 REPLICATE, SHARD = "replicate", "shard"  # dimensions of the mesh
 
@@ -53,7 +55,7 @@ class ShardGroup:
         p = self.parameters[i]
         own = _own_gradient(p)
         if own is None:
-            p.grad = as_dtensor(gradient, p)
+            p.grad = as_shard_of(p, gradient)
         elif own.data_ptr() != gradient.data_ptr():
             own.copy_(gradient)
 
@@ -88,7 +90,9 @@ class ShardedModel:
     """
 
     find_unused_parameters = True
-    static_graph = broadcast_buffers = False
+    static_graph = False
+    require_forward_param_sync = True  # buffers have changed, in a forward that trains
+    broadcast_buffers = True  # with local steps, in which ranks compare them now and then
     parameters_to_ignore: frozenset[str] = frozenset()
     join_hook: Any = None
 
@@ -96,22 +100,32 @@ class ShardedModel:
         if not hasattr(FSDPModule, "set_all_reduce_hook"):
             raise ValueError(f"PyTorch must be 2.7 or newer for sharded models; got {torch.__version__}. Upgrade it.")
         self.module, self.mesh, self.shard_size = module, mesh, mesh[SHARD].size()
-        for each in module.modules():
-            if isinstance(each, FSDPModule):
-                each.reshard()  # which FSDP leaves out after an evaluation
-        self.process_group = mesh[REPLICATE].get_group()
+        self.reshard()  # which FSDP leaves out after an evaluation
+        self.process_group, self.inside = mesh[REPLICATE].get_group(), mesh[SHARD].get_group()
+        self.replicas: list[list[int]] = mesh.mesh.tolist()  # the ranks of each
         self.columns: list[list[int]] = mesh.mesh.t().tolist()
         self.groups = list(shard_groups(module, mesh))
         every = dict(pair for group in self.groups for pair in zip(group.names, group.shards, strict=True))
-        #: What is trained, by name, in the order of definition.
-        self.sharded = {name: p for name, p in named_parameters(module) if isinstance(p, DTensor) and p.requires_grad}
+        self.tensors = dict(named_parameters(module))  # by name, in the order of definition; sharded ones are so here
+        every_sharded = {name: p for name, p in self.tensors.items() if isinstance(p, DTensor)}
+        #: What is trained, by name.
+        self.sharded = {name: p for name, p in every_sharded.items() if p.requires_grad}
+        #: What is not.
+        self.frozen = {name: p for name, p in every_sharded.items() if not p.requires_grad}
         self.shards = {name: every[name] for name in self.sharded}  # this rank's of each
         #: The parameter of each shard, which optimizers have.
         self.held: dict[Tensor, Tensor] = {shard: self.sharded[name] for name, shard in self.shards.items()}
         self._handed_over: list[tuple[ShardGroup, ShardBucket, list[Tensor | None]]] = []  # in this backward
         self._is_in_backward = False  # within `backward`, which sees where it ends
+        self._is_local = False  # this backward has reached something, and each replica keeps its own gradients
         self._is_closed = False
         self._synchronise()
+
+    def reshard(self) -> None:
+        """Have the module hold shards: a root stays whole after a forward, and would be used once more as it is."""
+        for each in self.module.modules():
+            if isinstance(each, FSDPModule):
+                each.reshard()
 
     @torch.no_grad()
     def _synchronise(self) -> None:
@@ -129,9 +143,7 @@ class ShardedModel:
         """This rank's shards of what is trained."""
         return iter(self.shards.values())
 
-    def average_with(
-        self, hand_over: Callable[[PendingBucket], object], averager: Callable[[], GradientAverager]
-    ) -> None:
+    def average_with(self, hand_over: Callable[[PendingBucket], object], averager: Callable[[], Averager]) -> None:
         """Hand every gradient to ``hand_over`` from now on, for the averager that ``averager`` returns."""
         self._hand_over, self._averager = hand_over, averager
         for module in self.module.modules():
@@ -153,11 +165,17 @@ class ShardedModel:
             yield
         except BaseException:
             self._handed_over.clear()
+            self._is_local = False
             raise
         finally:
             self._is_in_backward = False
         is_due = any(group.fsdp.reduce_grads and group.fsdp.all_reduce_grads for group in self.groups)
         self._end_backward(always and is_due)
+
+    def _gradients(self) -> GradientAverager:
+        averager = self._averager()
+        assert isinstance(averager, GradientAverager)
+        return averager
 
     def close(self) -> None:
         """Have a backward from now on say that nothing averages its gradients."""
@@ -175,6 +193,9 @@ class ShardedModel:
                 "the strategy that averaged this model's replicas was torn down, so a backward would have them drift "
                 "apart; to train on, fit with lightning_sparse's SparseHSDPStrategy again, or make a new model."
             )
+        if self._averager().local is not None:
+            self._note_own(group)
+            return
         if not group.fsdp.all_reduce_grads:
             group.is_deferred = True
             return
@@ -184,9 +205,22 @@ class ShardedModel:
             reduced = with_zeros(reduced, group, trained)
         if any(group is other for other, *_ in self._handed_over):  # once more in this backward
             self._end_backward()
-        if not self._handed_over and not self._is_in_backward:
-            Variable._execution_engine.queue_callback(self._end_backward)  # as FSDP does
+        self._see_end(has_begun=bool(self._handed_over))
         self._pass_on(group, reduced, trained)
+
+    def _note_own(self, group: ShardGroup) -> None:
+        """Leave ``.grad`` as FSDP sets it, to the mean of the replica, which takes a step of its own."""
+        local = self._averager().local
+        assert local is not None
+        local.check_backward()
+        if group.fsdp.all_reduce_grads:
+            self._see_end(has_begun=self._is_local)
+            self._is_local = True
+
+    def _see_end(self, has_begun: bool) -> None:
+        """Have :meth:`_end_backward` called at the end of a backward, unless that ``has_begun`` before."""
+        if not has_begun and not self._is_in_backward:
+            Variable._execution_engine.queue_callback(self._end_backward)  # as FSDP does
 
     def _pass_on(self, group: ShardGroup, reduced: Tensor | None, trained: Sequence[bool] = ()) -> None:
         """Hand over what was ``reduced``, and what was deferred; or that nothing was."""
@@ -203,7 +237,7 @@ class ShardedModel:
         places = group.places(buffer)
         earlier: list[Tensor | None] = [None] * len(places)  # means of a backward before, which are not sent again
         for i, (place, x) in enumerate(zip(places, before, strict=True)):
-            self._averager().look(group.shards[i], x)
+            self._gradients().look(group.shards[i], x)
             if x is not None and group.is_deferred:
                 place.add_(x)
             elif x is not None:
@@ -215,6 +249,10 @@ class ShardedModel:
 
     def _end_backward(self, always: bool = False) -> None:
         """Wait for the means, and set ``.grad`` to them."""
+        if (local := self._averager().local) is not None and (self._is_local or always):
+            self._is_local = False
+            local.end_backward()
+            return
         if not self._handed_over and not always:
             return
         arrived = {id(group) for group, *_ in self._handed_over}
@@ -223,7 +261,7 @@ class ShardedModel:
                 self._pass_on(group, None)
         handed_over, self._handed_over = self._handed_over, []
         here = {id(shard) for _, bucket, _ in handed_over for shard in bucket.used}
-        averager, shards = self._averager(), self.shards.values()
+        averager, shards = self._gradients(), self.shards.values()
         flags = torch.tensor([float(id(shard) in here) for shard in shards], dtype=torch.float32, device="cpu")
         replicas_using = averager.lanes.run_message_beside(
             lambda comm: comm.all_reduce(flags.to(averager.device, non_blocking=True))
@@ -265,12 +303,6 @@ def _refuse_thawed(reduced: Tensor) -> None:
 
 def _own_gradient(p: DTensor) -> Tensor | None:
     return p.grad.to_local() if isinstance(p.grad, DTensor) else None
-
-
-def as_dtensor(shard: Tensor, like: DTensor) -> DTensor:
-    """This rank's ``shard`` as a part of a tensor that is sharded ``like`` another."""
-    mesh, placements = like.device_mesh, like.placements
-    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

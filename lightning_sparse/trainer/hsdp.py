@@ -1,30 +1,31 @@
 """The strategy for models that must be sharded: FSDP2 inside nodes, compressed averages between them."""
 
 import shutil
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_sparse.auto.policy import Auto
 from lightning_sparse.checkpoint.sharded import KEY, save_tensors
-from lightning_sparse.checks import check_whole, renamed
+from lightning_sparse.checks import check_whole
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.engine.averager import Averager
-from lightning_sparse.fusion.layer_fusion import LayerFusion
+from lightning_sparse.local_steps.settings import LocalSteps
 from lightning_sparse.sharded.model import REPLICATE, SHARD, ShardedModel
 from lightning_sparse.sharded_hook import ShardedHook, options_of
+from lightning_sparse.trainer.averaging import AveragingMixin
+from lightning_sparse.trainer.shown_average import BeforeCallbacks, ShownAverage
 from lightning_sparse.trainer.signals import Signals
 
 FITTING = "fit"  # the state of a Trainer, of either package
 GIVEN_TO_LIGHTNING = ("save_distributed_checkpoint", "process_group_backend", "timeout")
 NOT_HERE = {  # options of other strategies, and what is to be done about them
-    "local_steps": "There are no local steps for sharded models.",
     "elastic": "Hosts come and go with SparseDDPStrategy and local_steps alone.",
     "fusion": "Each call of fully_shard is a group.",
     "local_group": "The ranks of a node have shards: give shard_size.",
@@ -74,7 +75,7 @@ class OnMesh:
         setattr(self, "_device_mesh", mesh)  # noqa: B010  # of the class beside
 
 
-class HSDPMixin(OnMesh, _Base):
+class HSDPMixin(OnMesh, AveragingMixin, _Base):
     """The part of :class:`SparseHSDPStrategy` beside ``ModelParallelStrategy``, for both Lightning packages."""
 
     def __init__(
@@ -85,9 +86,10 @@ class HSDPMixin(OnMesh, _Base):
         residuals: str = "per_rank",
         replicate_size: int | Literal["auto"] = "auto",
         shard_size: int | Literal["auto"] = "auto",
+        local_steps: int | LocalSteps = 0,
         **kwargs: Any,
     ) -> None:
-        self.options = options_of(compressor, wire_dtype, warmup_steps, residuals)
+        self.options = options_of(compressor, wire_dtype, warmup_steps, residuals, local_steps)
         for name, size in (("replicate_size", replicate_size), ("shard_size", shard_size)):
             if size != "auto":
                 check_whole(name, size, 1, "Or leave it out.")
@@ -102,23 +104,7 @@ class HSDPMixin(OnMesh, _Base):
         self.signals = Signals()
         self.sharded: ShardedModel | None = None
         self.hook: ShardedHook | None = None
-
-    @property
-    def compressor(self) -> Compressor | Auto:
-        """The compressor that averages the gradients, or the policy that chooses one."""
-        return self.options.compressor
-
-    @property
-    def averager(self) -> Averager | None:
-        """The averager, during fit and afterwards."""
-        return self.hook.averager if self.hook else None
-
-    exchange = renamed("exchange", "averager")
-
-    @property
-    def layer_fusion(self) -> LayerFusion | None:
-        """The planner of the groups, with ``sparse_auto``."""
-        return self.hook.layer_fusion if self.hook else None
+        self.shown_average: ShownAverage | None = None
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -143,23 +129,20 @@ class HSDPMixin(OnMesh, _Base):
         if before is not None:
             before.close()
         self.sharded = ShardedModel(module, self.device_mesh)
-        self.hook = ShardedHook(self.sharded, self.options, self._timeout)
+        owner = weakref.ref(self)
+
+        def evaluates(module: nn.Module) -> bool:
+            return (own := owner()) is not None and own.evaluates(module)
+
+        self.hook = ShardedHook(self.sharded, self.options, self._timeout, evaluates)
+        self.shown_average = ShownAverage(self)
+        if self.options.local:
+            self.hook.note(*self.optimizers)
+            BeforeCallbacks.put_before(trainer.callbacks)
         if before is not None and is_same:
             self.hook.take_over(before)  # a second fit goes on where the first ended
 
-    # - evaluations, and a training; for the order of all hooks see strategy.py
-
-    def on_validation_start(self) -> None:
-        self.signals.watch(self)
-        super().on_validation_start()
-
-    def on_train_start(self) -> None:
-        self.signals.watch(self)
-        super().on_train_start()
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
-        self.signals.begin_batch()
+    # - a training; for the order of all hooks see strategy.py
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.hook is None:
@@ -195,7 +178,9 @@ class HSDPMixin(OnMesh, _Base):
         tensors: dict[str, Tensor] = {}
         is_folder, residuals = self._save_distributed_checkpoint, self.options.residuals
         if self.hook is not None and residuals != "none" and "optimizer_states" in checkpoint:
-            checkpoint[KEY], tensors = self.hook.gather(residuals, is_folder)
+            checkpoint[KEY], tensors = self.hook.gather(residuals, is_folder, self.optimizers)
+        if self.options.local and is_folder and self.hook is not None and self.hook.averager.rank > 0:
+            checkpoint["optimizer_states"] = []  # or whoever reads the folder would find parts of several replicas'
         if self.global_rank == 0:  # what an interrupted save leaves must not be taken for whole
             shutil.rmtree(Path(filepath) / KEY, ignore_errors=True)
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -208,15 +193,8 @@ class HSDPMixin(OnMesh, _Base):
         said = loaded.pop(KEY, None)
         path = Path(self.broadcast(checkpoint_path))
         if self.hook is not None and self.lightning_module.trainer.state.fn == FITTING:  # type: ignore[union-attr]
-            self.hook.restore(said, path if path.is_dir() else None)
+            self.hook.restore(said, path if path.is_dir() else None, self.optimizers)
         return loaded
-
-    def teardown(self) -> None:
-        """End the averager's threads and process groups; the default group outlives them."""
-        if self.hook is not None:
-            self.hook.close()
-        with self.signals.forgotten(self):
-            super().teardown()
 
 
 class SparseHSDPStrategy(HSDPMixin, ModelParallelStrategy):
@@ -225,16 +203,18 @@ class SparseHSDPStrategy(HSDPMixin, ModelParallelStrategy):
     The mesh has the dimensions "replicate" (R, between nodes) and "shard" (S, inside one).  ``configure_model`` calls
     ``fully_shard(module, mesh=self.device_mesh["shard"])`` on parts of the model and at last on all of it.  FSDP sums
     gradients inside the node, and this strategy averages each shard over the R nodes, as ``SparseDDPStrategy`` averages
-    gradients: what a rank does not send of its shard it keeps for later steps.
+    gradients, or with ``local_steps`` weights: what a rank does not send of its shard it keeps for later steps.
 
     Args:
         compressor: a name in ``COMPRESSORS``, for its defaults, an instance such as ``MiCRO(density=0.05)``, or
             ``sparse_auto``, which chooses among averaged gradients.
         wire_dtype: of values between nodes, as for ``SparseDDPStrategy``.
         warmup_steps: dense steps before the compressor starts.
-        residuals: what a checkpoint keeps of the gradient not yet sent: "per_rank", "mean" over replicas, "none".
+        residuals: what a checkpoint keeps of what was not yet sent: "per_rank", "mean" over replicas, "none".
         replicate_size: R; "auto": the nodes.
         shard_size: S; "auto": the devices of a node.
+        local_steps: H, or :class:`LocalSteps`: each replica takes its own optimizer steps, and what they did to a shard
+            is exchanged, a part of the parameters in H each step.  0: gradients are exchanged.
         **kwargs: ``save_distributed_checkpoint``, ``process_group_backend`` and ``timeout`` of Lightning's
             ``ModelParallelStrategy``.
 

@@ -16,11 +16,9 @@ from torch import Tensor, nn
 
 from lightning_sparse.auto.policy import Auto
 from lightning_sparse.checkpoint.state import KEY, nbytes
-from lightning_sparse.checks import renamed
 from lightning_sparse.compressors import COMPRESSORS, Compressor
 from lightning_sparse.elastic.averager import ElasticAverager
-from lightning_sparse.engine.averager import Averager
-from lightning_sparse.fusion.layer_fusion import WORTH_PLANNING, LayerFusion
+from lightning_sparse.fusion.layer_fusion import WORTH_PLANNING
 from lightning_sparse.fusion.model import Plan
 from lightning_sparse.fusion.steps import STEPS_MEASURED
 from lightning_sparse.hook import SparseHook
@@ -29,6 +27,7 @@ from lightning_sparse.monitor.pictures import draw_timeline
 from lightning_sparse.network.elastic import Elastic
 from lightning_sparse.network.members import AUTO
 from lightning_sparse.options import Options
+from lightning_sparse.trainer.averaging import AveragingMixin
 from lightning_sparse.trainer.elastic_host import ElasticHost, own_order
 from lightning_sparse.trainer.shown_average import BeforeCallbacks, ShownAverage
 from lightning_sparse.trainer.signals import Signals
@@ -42,7 +41,8 @@ else:
     _Base = object
 
 
-# Lightning's hooks in the order in which they come, and what is done in each; the methods below stand in that order.
+# Lightning's hooks in the order in which they come, and what is done in each; the methods below, and those in
+# averaging.py, stand in that order.
 # Where callbacks and the module have a hook too, Lightning calls the callbacks' first, then the module's, then ours.
 # BeforeCallbacks stands before all other callbacks, where local steps are taken or may be chosen.
 #
@@ -77,7 +77,7 @@ else:
 #                                ends the process.  The Trainer restores the handlers of before when this has returned.
 
 
-class SparseMixin(_Base):
+class SparseMixin(AveragingMixin, _Base):
     """The part of :class:`SparseDDPStrategy` beside ``DDPStrategy``, for whichever of the two Lightning packages."""
 
     strategy_name = "sparse_ddp"
@@ -195,28 +195,10 @@ class SparseMixin(_Base):
 
     # - evaluations, and a training
 
-    def on_validation_start(self) -> None:
-        self.show_average()
-        self.signals.watch(self)
-        super().on_validation_start()
-
-    def on_test_start(self) -> None:
-        self.show_average()
-        super().on_test_start()
-
-    def on_predict_start(self) -> None:
-        self.show_average()
-        super().on_predict_start()
-
     def on_train_start(self) -> None:
-        self.signals.watch(self)
         super().on_train_start()
         if self.host is not None:
             self.host.warn_of_own_schedules()
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
-        self.signals.begin_batch()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's, in which every rank takes part."""
@@ -230,25 +212,7 @@ class SparseMixin(_Base):
             loss: Tensor = super().backward(closure_loss, *args, **kwargs)
             return loss
 
-    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Take a step, which ends it for local steps, also where a gradient scaler has skipped it."""
-        try:
-            output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        except BaseException:
-            if self.averager is not None and self.averager.local is not None:
-                self.averager.local.after_update()  # before a callback saves the optimizer
-            raise
-        if self.averager is not None:
-            self.averager.end_step()
-        return output
-
     # - checkpoints
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Save and export the average, also within a step, whose weights stay as they are."""
-        if self.lightning_module is None or self.shown_average is None:
-            return super().lightning_module_state_dict()
-        return self.shown_average.state_dict(super().lightning_module_state_dict)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Add what the ranks have not sent to a checkpoint that holds optimizer states.  Called on every rank."""
@@ -311,37 +275,7 @@ class SparseMixin(_Base):
         else:
             super().on_exception(exception)
 
-    def teardown(self) -> None:
-        """End the averager's threads and process groups; the default group outlives them."""
-        try:
-            if self.shown_average is not None:
-                self.shown_average.compare()
-        finally:
-            if self.hook is not None:
-                self.hook.close()
-            if self.shown_average is not None:
-                self.shown_average.leave_behind()
-            with self.signals.forgotten(self):
-                super().teardown()
-
     # - what others ask
-
-    @property
-    def compressor(self) -> Compressor | Auto:
-        """The compressor that averages the gradients, or the policy that chooses one."""
-        return self.options.compressor
-
-    @property
-    def averager(self) -> Averager | None:
-        """The averager, during fit and afterwards."""
-        return self.hook.averager if self.hook else None
-
-    exchange = renamed("exchange", "averager")
-
-    @property
-    def layer_fusion(self) -> LayerFusion | None:
-        """The planner of the groups with ``fusion="layer"``, during fit and afterwards."""
-        return self.hook.layer_fusion if self.hook else None
 
     @property
     def plan(self) -> Plan | None:
@@ -362,16 +296,6 @@ class SparseMixin(_Base):
                 "sparse_auto may choose."
             )
         draw_timeline(self.layer_fusion.plan, self.layer_fusion.measured(), path)
-
-    def show_average(self) -> None:
-        """Have the parameters hold the average until the next forward that trains."""
-        if self.shown_average is not None:
-            self.shown_average.show()
-
-    def evaluates(self, _: nn.Module) -> bool:
-        """Whether the Trainer is at an evaluation, whose forwards may have gradients; the mode of DDP says nothing."""
-        module = self.lightning_module
-        return module is not None and module._trainer is not None and not module.trainer.training
 
 
 class SparseDDPStrategy(SparseMixin, DDPStrategy):

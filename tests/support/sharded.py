@@ -1,6 +1,7 @@
 """Models that FSDP2 shards, in plain PyTorch on real ranks: with our hook, or natively over both dimensions."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,11 +49,15 @@ class Sharded:
         self.mesh, self.module = mesh, make()
         own = mesh if compressor is None else mesh["shard"]
         self.module.shard(lambda module, **policy: fully_shard(module, mesh=own, **policy))  # type: ignore[operator]
-        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.01)
+        optimizer = options.pop("optimizer", partial(torch.optim.AdamW, lr=0.01))
+        self.optimizer: torch.optim.Optimizer = optimizer(self.module.parameters())
         self.given: dict[str, Tensor] = {}  # to the engine in the last backward, by parameter
         if compressor is not None:
             self.sharded = ShardedModel(self.module, mesh)
-            self.hook = ShardedHook(self.sharded, options_of(compressor, options.pop("wire_dtype", None), 0), None)
+            given = options_of(
+                compressor, options.pop("wire_dtype", None), 0, local_steps=options.pop("local_steps", 0)
+            )
+            self.hook = ShardedHook(self.sharded, given, None)
             self.averager = self.hook.averager
         self.hooked = compressor is not None
 
@@ -91,7 +96,15 @@ class Sharded:
     @property
     def weights(self) -> Tensor:
         """All of every weight, in one vector."""
+        for each in self.module.modules():
+            if isinstance(each, FSDPModule):
+                each.reshard()
         return torch.cat([p.full_tensor().detach().reshape(-1) for p in self.module.parameters()])  # type: ignore[attr-defined]
+
+    def average(self) -> Tensor:
+        """As :attr:`weights`, of the average, which the module holds from now on."""
+        self.hook.show_average()
+        return self.weights
 
     @property
     def unsent(self) -> Tensor:

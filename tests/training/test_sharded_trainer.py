@@ -67,22 +67,22 @@ def weights(module: nn.Module) -> Tensor:
 
 def _resumes(rank: int, size: int, folder: Path) -> None:
     torch.manual_seed(0)
-    for to_folder in (True, False):
+    for to_folder, local_steps in ((True, 0), (False, 0), (True, 2), (False, 2)):
+        options = {"replicate_size": 2, "save_distributed_checkpoint": to_folder, "local_steps": local_steps}
 
-        def strategy(to_folder: bool = to_folder) -> ls.SparseHSDPStrategy:
-            compressor = ls.MiCRO(density=0.2)
-            return ls.SparseHSDPStrategy(compressor, replicate_size=2, save_distributed_checkpoint=to_folder)
+        def strategy(options: Any = options) -> ls.SparseHSDPStrategy:
+            return ls.SparseHSDPStrategy(ls.MiCRO(density=0.2), **options)
 
-        path = folder / str(to_folder)
+        path = folder / f"{to_folder} {local_steps}"
         keep = ModelCheckpoint(dirpath=path, every_n_train_steps=5, save_top_k=-1, filename="{step}")
         through = fitted(10, strategy(), callbacks=[keep, ls.CompressionMonitor()])
-        assert through.strategy.averager.group_step == 10
+        assert through.strategy.averager.steps == 10
         again = fitted(10, strategy(), ckpt_path=path / "step=5.ckpt")
         assert torch.equal(weights(again.lightning_module), weights(through.lightning_module))
         through.validate(through.lightning_module, data(1, 4), ckpt_path=path / "step=5.ckpt", verbose=False)
 
     with pytest.warns(UserWarning, match="holds no residuals") if rank == 0 else nullcontext():
-        fitted(7, ls.SparseHSDPStrategy("micro", replicate_size=2), ckpt_path=_without_residuals(folder / "False"))
+        fitted(7, ls.SparseHSDPStrategy("micro", replicate_size=2), ckpt_path=_without_residuals(folder / "False 0"))
 
 
 def _without_residuals(folder: Path) -> Path:
@@ -127,10 +127,10 @@ def test_trainings_with_accumulation_mixed_precision_and_a_second_fit(ranks: Ran
     ranks.run(_trainings, 4)
 
 
-def _under_fabric(rank: int, size: int, folder: Path) -> None:
+def _under_fabric(rank: int, size: int, folder: Path, local_steps: int) -> None:
     found = {}
     for stage in ("through", "first", "second"):
-        strategy = FabricStrategy(whole, ls.MiCRO(density=0.2), replicate_size=2)
+        strategy = FabricStrategy(whole, ls.MiCRO(density=0.2), replicate_size=2, local_steps=local_steps)
         fabric = Fabric(accelerator=ACCELERATOR, devices=size, strategy=strategy)
         fabric.launch()
         torch.manual_seed(0)
@@ -153,8 +153,9 @@ def _under_fabric(rank: int, size: int, folder: Path) -> None:
     assert torch.equal(found["second"], found["through"])
 
 
-def test_under_fabric_a_training_is_saved_and_gone_on_with(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(_under_fabric, 4, tmp_path)
+@pytest.mark.parametrize("local_steps", [0, 2])
+def test_under_fabric_a_training_is_saved_and_gone_on_with(ranks: Ranks, tmp_path: Path, local_steps: int) -> None:
+    ranks.run(_under_fabric, 4, tmp_path, local_steps)
 
 
 class Odd(ShardedSmall):
@@ -297,6 +298,9 @@ def test_what_cannot_be_averaged_is_refused_with_what_to_do(ranks: Ranks) -> Non
         ({"replicate_size": 0}, "replicate_size must be .* at least 1"),
         ({"wire_dtype": "int5"}, "wire_dtype"),
         ({"residuals": "all"}, "residuals must be"),
+        ({"local_steps": 2, "compressor": "sparse_auto"}, "local_steps cannot be combined with sparse_auto"),
+        ({"local_steps": 2, "compressor": "micro", "residuals": "mean"}, "residuals must be 'per_rank' or 'none'"),
+        ({"local_steps": -1, "compressor": "micro"}, "local_steps must be"),
     ],
 )
 def test_bad_options_are_refused(options: Any, match: str) -> None:
@@ -304,7 +308,7 @@ def test_bad_options_are_refused(options: Any, match: str) -> None:
         ls.SparseHSDPStrategy(**options)
 
 
-@pytest.mark.parametrize("option", ["local_steps", "fusion", "data_parallel_size", "shard_siz"])
+@pytest.mark.parametrize("option", ["elastic", "fusion", "data_parallel_size", "shard_siz"])
 def test_options_of_others_are_refused_with_what_to_do(option: str) -> None:
     with pytest.raises(TypeError, match=f"{option} must be an option of SparseHSDPStrategy"):
         ls.SparseHSDPStrategy("micro", **{option: 2})

@@ -1,0 +1,435 @@
+"""Local steps between replicas that FSDP2 shards: as members of DDP take them, the law, and all FSDP2 can do."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import lightning_sparse as ls
+from lightning_sparse.checkpoint.sharded import save_tensors
+from lightning_sparse.network.cut import shard_of
+from tests.support.models import data as training_data
+from tests.support.models import flat
+from tests.support.models import weights as weights_of
+from tests.support.processes import Ranks
+from tests.support.sharded import Net, Shard, Sharded, mesh
+from tests.training.test_sharded_trainer import ShardedSmall, fitted
+from tests.training.test_sharded_trainer import weights as trained
+
+STEPS = 9
+SGD: Callable[..., torch.optim.Optimizer] = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+OWN = {"second_moments": "own"}  # of shards other parts are known than of whole matrices
+
+
+# - the mathematics
+
+
+class Whole:
+    """The same training under DDP, of whose ranks two are a member."""
+
+    def __init__(self, make: Callable[[], nn.Module], optimizer: Any, wire_dtype: str, **settings: Any) -> None:
+        torch.manual_seed(0)
+        self.ddp = DistributedDataParallel(make())
+        self.optimizer = optimizer(self.ddp.parameters())
+        local = ls.LocalSteps(**settings)
+        self.hook = ls.SparseHook(self.ddp, "sparse_dense", wire_dtype=wire_dtype, local_group=2, local_steps=local)
+
+    def step(self, step: int) -> None:
+        loss(self.ddp(data(step, 10 * dist.get_rank())), data(step, 10 * dist.get_rank())).backward()
+        torch.nn.utils.clip_grad_norm_(self.ddp.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def data(step: int, number: int) -> Tensor:
+    """A batch, as ``Sharded`` draws them."""
+    return torch.randn(4, 9, generator=torch.Generator().manual_seed(1000 * step + number), dtype=torch.float32)
+
+
+def loss(y: Tensor, x: Tensor) -> Tensor:
+    found: Tensor = y.square().mean() + (y - x[:, :2]).square().mean()
+    return found
+
+
+class Tied(Net):
+    """With the head's weights in a block too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0][0].weight = self.blocks[1][0].weight
+
+    def shard(self, fully_shard: Shard) -> None:
+        fully_shard(self)
+
+
+class Frozen(Net):
+    """Of whose blocks biases are trained alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block[0].weight.requires_grad_(False)
+
+
+class Narrow(Net):
+    """Whose head has one row, and its bias too: of two ranks the second has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(9, 1)
+
+
+ADAM: Callable[..., torch.optim.Optimizer] = partial(torch.optim.AdamW, lr=0.01)
+AS_DDP: list[tuple[Callable[[], nn.Module], Any, str, dict[str, Any]]] = [
+    (Net, SGD, "float32", {"steps": 1, "lead": 1.0}),
+    (Narrow, SGD, "float32", {"steps": 2}),
+    (Net, ADAM, "float32", {"steps": 3, "fragments": 1, "overlap": False, **OWN}),
+    (Tied, SGD, "float32", {"steps": 2, "fragments": 1, "outer_rate": 0.7, "outer_momentum": 0.9}),
+    (Frozen, ADAM, "int4", {"steps": 2, **OWN}),
+    (Net, SGD, "sign", {"steps": 2, "error_decay": 0.9}),
+]
+
+
+def _as_ddp(rank: int, size: int) -> None:
+    for make, optimizer, wire_dtype, settings in AS_DDP:
+        whole = Whole(make, optimizer, wire_dtype, **settings)
+        ours = _ours(mesh(2, 2), wire_dtype, make, optimizer, **settings)
+        for step in range(STEPS):
+            whole.step(step)
+            ours.step(step)
+        torch.testing.assert_close(ours.weights, weights_of(whole.ddp.module), rtol=1e-4, atol=1e-6)
+        whole.hook.show_average()
+        torch.testing.assert_close(ours.average(), weights_of(whole.ddp.module), rtol=1e-4, atol=1e-6)
+        ours.close()
+        whole.hook.close()
+
+
+def _ours(
+    on: Any, wire_dtype: str, make: Callable[[], nn.Module] = Net, optimizer: Any = SGD, **settings: Any
+) -> Sharded:
+    local = ls.LocalSteps(**settings)
+    return Sharded(on, "sparse_dense", make=make, wire_dtype=wire_dtype, local_steps=local, optimizer=optimizer)
+
+
+def test_replicas_train_as_members_of_two_ranks_do_under_ddp(ranks: Ranks) -> None:
+    """With clipping by the norm of all, uneven and empty shards, frozen and tied parameters."""
+    ranks.run(_as_ddp, 4, gloo=True)
+
+
+def _on_one(replicas: int, shards: int) -> Tensor:
+    """The average every other step of models that are trained by themselves, each on what ``shards`` ranks have."""
+    torch.manual_seed(0)
+    nets = [Net() for _ in range(replicas)]
+    for net in nets:
+        net.load_state_dict(nets[0].state_dict())
+    optimizers = [SGD(net.parameters()) for net in nets]
+    for step in range(STEPS - 1):
+        for number, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
+            x = torch.cat([data(step, 10 * (number * shards + shard)) for shard in range(shards)])
+            loss(net(x), x).backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        if step % 2:
+            mean = torch.stack([weights_of(net) for net in nets]).mean(0)
+            for net in nets:
+                nn.utils.vector_to_parameters(mean.clone(), net.parameters())
+    return weights_of(nets[0])
+
+
+def _as_on_one(rank: int, size: int) -> None:
+    for replicas, shards in ((2, 2), (4, 1), (1, 4)):
+        settings = {"steps": 2, "fragments": 1, "overlap": False, "lead": 1.0}
+        ours = _ours(mesh(replicas, shards), "float32", **settings)
+        for step in range(STEPS - 1):
+            ours.step(step)
+        torch.testing.assert_close(ours.average(), _on_one(replicas, shards), rtol=1e-4, atol=1e-6)
+        ours.close()
+
+
+def test_every_other_step_the_weights_are_the_mean_of_those_trained_alone(ranks: Ranks) -> None:
+    ranks.run(_as_on_one, 4, gloo=True)
+
+
+COMPRESSORS: list[tuple[Any, str]] = [("sparse_dense", "int4"), (ls.MiCRO(density=0.2), "float32")]
+COMPRESSORS += [(ls.LowRank(rank=1), "float32"), ("sparse_dense", "sign")]
+
+
+def _law(rank: int, size: int) -> None:
+    for compressor, wire_dtype in COMPRESSORS:
+        local = ls.LocalSteps(2, lead=1.0)
+        ours = Sharded(mesh(2, 2), compressor, make=Narrow, wire_dtype=wire_dtype, local_steps=local)
+        for step in range(STEPS):
+            ours.step(step)
+            before = ours.column_sum(_shards(ours))
+            ours.averager.settle()  # which moves the average, and each replica's weights with it
+            torch.testing.assert_close(ours.column_sum(_shards(ours)), before, rtol=1e-4, atol=1e-5)
+            assert ours.is_same_in_column(flat(ours.averager.local.averages.values()))
+        assert ours.averager.unsent_norm() > 0
+        assert not ours.is_same_in_column(_shards(ours)) or rank % 2
+        moments = ours.averager.local.state()["moments"]  # of AdamW's gradients
+        assert int(moments["looks"]) > 0
+        assert ours.is_same_in_column(moments["squares"])
+        ours.close()
+
+
+def _shards(training: Sharded) -> Tensor:
+    """All that this rank has of the weights."""
+    return torch.cat([p.to_local().detach().flatten() for p in training.sharded.sharded.values()])
+
+
+def test_an_exchange_moves_the_replicas_by_nothing_but_the_mean_of_their_steps(ranks: Ranks) -> None:
+    """And each replica has the same bits of the average."""
+    ranks.run(_law, 4, gloo=True)
+
+
+# - what FSDP2 can do
+
+
+class Checkpointed(Net):
+    """Whose activations are computed once more in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        y: Tensor = self.head(x)
+        return y
+
+
+class Compiled(Net):
+    def shard(self, fully_shard: Shard) -> None:
+        for block in self.blocks:
+            block.compile(backend="eager")
+        super().shard(fully_shard)
+
+
+class Policy(Net):
+    """Sharded with these arguments of ``fully_shard``."""
+
+    def __init__(self, **policy: Any) -> None:
+        super().__init__()
+        self.policy = policy
+
+    def shard(self, fully_shard: Shard) -> None:
+        super().shard(partial(fully_shard, **self.policy))
+
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "plain": Net,
+    "checkpointed": Checkpointed,
+    "compiled": Compiled,
+    "kept unsharded": partial(Policy, reshard_after_forward=False),
+    "mixed": partial(Policy, mp_policy=BF16),
+}
+
+
+def _kinds(rank: int, size: int) -> None:
+    """Each kind beside itself without evaluations, and those of float32 beside each other."""
+    found = {}
+    for kind, make in KINDS.items():
+        ours, undisturbed = (_ours(mesh(2, 2), "int4", make, ADAM, steps=2) for _ in range(2))
+        for step in range(4):
+            undisturbed.step(step, batches=2)
+            ours.step(step, batches=2)
+            evaluated = _evaluated(ours, data(step, 0))
+            net = Net()
+            nn.utils.vector_to_parameters(ours.weights, net.parameters())
+            assert ours.is_same_in_column(_shards(ours)), kind
+            if kind != "mixed":
+                torch.testing.assert_close(evaluated, net(data(step, 0)).detach())
+        ours.averager.between_steps()
+        undisturbed.averager.between_steps()
+        assert not ours.is_same_in_column(_shards(ours)), kind
+        assert torch.equal(_shards(ours), _shards(undisturbed)), kind
+        found[kind] = ours.weights
+        ours.close()
+        undisturbed.close()
+    assert all(torch.equal(found[kind], found["plain"]) for kind in KINDS if kind != "mixed")
+
+
+def _evaluated(training: Sharded, x: Tensor) -> Tensor:
+    """What the model makes of ``x`` in an evaluation."""
+    training.module.eval()
+    with torch.no_grad():
+        training.hook.begin_forward()
+        y: Tensor = training.module(x)
+        training.hook.end_forward()
+    training.module.train()
+    return y
+
+
+def test_an_evaluation_sees_the_average_and_the_next_forward_its_own_weights(ranks: Ranks) -> None:
+    """Though FSDP2 leaves a root whole after an evaluation; with accumulation, however blocks are sharded."""
+    ranks.run(_kinds, 4, gloo=True)
+
+
+class Normed(Net):
+    """With a batch norm, and a teacher that follows a block, which no optimizer trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(9)
+        self.teacher = nn.Linear(9, 9).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.norm(self.blocks(x)) + self.teacher(x))
+        return y
+
+
+def _others(rank: int, size: int) -> None:
+    ours = _ours(mesh(2, 2), "float32", Normed, ADAM, steps=2)
+    for step in range(STEPS + 3):
+        ours.step(step)
+        frozen = ours.sharded.frozen["teacher.weight"]
+        with torch.no_grad():
+            shard_of(frozen).lerp_(shard_of(ours.sharded.sharded["blocks.0.0.weight"]), 0.1)
+    shown = {}
+    for key in ("own", "average"):
+        shown[key] = [torch.empty_like(ours.module.norm.running_mean) for _ in range(size)]  # type: ignore[union-attr]
+        dist.all_gather(shown[key], ours.module.norm.running_mean)  # type: ignore[union-attr]
+        teachers = ours.is_same_in_column(shard_of(frozen)), "teacher.weight" in ours.averager.local.averages  # type: ignore[union-attr]
+        assert teachers == (key == "average", True)
+        ours.hook.show_average()
+    assert not all(torch.equal(x, shown["own"][0]) for x in shown["own"])
+    assert all(torch.equal(x, shown["average"][0]) for x in shown["average"])
+    ours.close()
+
+
+def test_buffers_and_a_teacher_are_averaged_too(ranks: Ranks) -> None:
+    ranks.run(_others, 4, gloo=True)
+
+
+# - checkpoints
+
+KEPT: list[tuple[Any, str, dict[str, Any], bool]] = [
+    ("sparse_dense", "int4", {"steps": 3}, True),
+    (ls.MiCRO(density=0.2), "float32", {"steps": 2, "fragments": 1, "outer_rate": 0.7, "outer_momentum": 0.9}, False),
+    ("sparse_dense", "sign", {"steps": 2, "error_decay": 0.9}, True),
+]
+
+
+def _goes_on(rank: int, size: int, folder: Path) -> None:
+    for number, (compressor, wire_dtype, settings, to_folder) in enumerate(KEPT):
+        path = folder / str(number) if to_folder else None
+        local = ls.LocalSteps(**settings)
+        first, second = (
+            Sharded(mesh(2, 2), compressor, make=Normed, wire_dtype=wire_dtype, local_steps=local) for _ in range(2)
+        )
+        for step in range(STEPS - 1):
+            first.step(step)
+        first.hook.show_average()
+        said, tensors = first.hook.gather("per_rank", to_folder)
+        if path is not None:
+            save_tensors(tensors, path)
+        only: list[Any] = [said]
+        dist.broadcast_object_list(only)
+        _zero_states(second)
+        second.module.load_state_dict(first.module.state_dict())
+        second.hook.restore(only[0], path, [second.optimizer])
+        for step in range(STEPS - 1, 2 * STEPS):
+            first.step(step)
+            second.step(step)
+        assert torch.equal(second.weights, first.weights), number
+        assert torch.equal(second.average(), first.average()), number
+        for each in (first, second):
+            each.close()
+
+
+def _zero_states(training: Sharded) -> None:
+    """Have an optimizer as it is after its first step, of gradients that are zero."""
+    for p in training.sharded.sharded.values():
+        p.grad = torch.zeros_like(p)
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+
+
+def test_resumed_on_the_same_mesh_it_goes_on_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(_goes_on, 4, tmp_path, gloo=True)
+
+
+def _elsewhere(rank: int, size: int, folder: Path) -> None:
+    first = _ours(mesh(2, 2), "int4", Narrow, ADAM, steps=2, lead=1.0)
+    for step in range(STEPS):
+        first.step(step)
+    mean = _mean_of_replicas(first)
+    first.hook.show_average()
+    saved = first.module.state_dict()
+    whole = {name: x.full_tensor() for name, x in saved.items()}
+    for path in (folder / "elsewhere", None):
+        said, tensors = first.hook.gather("per_rank", path is not None)
+        if path is not None:
+            save_tensors(tensors, path)
+        only: list[Any] = [said]
+        dist.broadcast_object_list(only)
+        for sizes in ((4, 1), (1, 4)):
+            second = _ours(mesh(*sizes), "int4", Narrow, ADAM, steps=2, lead=1.0)
+            for name, p in second.sharded.sharded.items():
+                if shard_of(p).numel():
+                    shard_of(p).copy_(whole[name].chunk(sizes[1])[rank % sizes[1]])
+            second.hook.restore(only[0], path, [second.optimizer])
+            second.averager.between_steps()
+            torch.testing.assert_close(_mean_of_replicas(second), mean, rtol=1e-5, atol=1e-6)
+            second.close()
+    averaged = Sharded(mesh(2, 2), "sparse_dense", make=Narrow)
+    with pytest.raises(ValueError, match="must be read with local_steps"):
+        averaged.hook.restore(only[0], None)
+    averaged.close()
+    first.close()
+
+
+def _mean_of_replicas(training: Sharded) -> Tensor:
+    """All of each weight, as it is on average."""
+    mean = training.column_sum(_shards(training)) / training.averager.size
+    found = []
+    for part in mean.split([shard_of(p).numel() for p in training.sharded.sharded.values()]):
+        every: list[Any] = [None] * training.sharded.shard_size
+        dist.all_gather_object(every, part, group=training.sharded.inside)
+        found.append(torch.cat(every))
+    return torch.cat(found)
+
+
+def test_resumed_on_another_mesh_the_mean_of_the_replicas_goes_on(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(_elsewhere, 4, tmp_path, gloo=True)
+
+
+# - under a Trainer
+
+
+def _in_trainings(rank: int, size: int, folder: Path) -> None:
+    class Saves(L.Callback):
+        def on_before_optimizer_step(self, trainer: L.Trainer, *_: object) -> None:
+            if trainer.global_step == 3:
+                trainer.save_checkpoint(folder / "within")
+
+    def strategy() -> ls.SparseHSDPStrategy:
+        options = {"wire_dtype": "int4", "replicate_size": 2, "local_steps": 2}
+        return ls.SparseHSDPStrategy("sparse_dense", **options)
+
+    found = []
+    for callbacks in ([], [Saves()]):
+        torch.manual_seed(0)
+        module = ShardedSmall()
+        run = fitted(5, strategy(), module, callbacks=callbacks, accumulate_grad_batches=2, gradient_clip_val=0.1)
+        assert run.strategy.averager.steps == 5
+        run.fit_loop.epoch_loop.max_steps = 8
+        run.fit(module, training_data(5, 4))  # a second fit
+        found.append(trained(module))
+    assert torch.equal(*found)
+    within = torch.load(folder / "within" / "meta.pt", weights_only=False)
+    assert within["lightning_sparse_sharded"]["local"]
+
+
+def test_under_a_trainer_a_second_fit_goes_on_and_a_step_is_not_disturbed_by_a_save(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks.run(_in_trainings, 4, tmp_path)
