@@ -324,7 +324,7 @@ def gather_local(
     ranks = between.everyone
     _check_same_number(len(parts.optimizers), ranks, device)
     kept: dict[str, Any] = {
-        **local.state(),
+        **local.state(between.inside),
         "optimizers": [
             {key: keep(x) for key, x in tensors_everywhere(optimizer, ranks, device).items()}
             for optimizer in parts.optimizers

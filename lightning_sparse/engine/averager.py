@@ -102,8 +102,11 @@ class LocalState(Protocol):
     def sampled(self) -> Tensor | None:
         """What this rank has measured and others have not, or not alike; of a shape that the model decides."""
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside the groups and is the same on every rank: tensors, and tensors by name."""
+    def state(self, inside: Comm | None = None) -> dict[str, Any]:
+        """What a checkpoint keeps beside the groups and is the same on every rank: tensors, and tensors by name.
+
+        ``inside`` are the ranks of a member, where there are several.
+        """
 
     def resume(self, state: Mapping[str, Any], sampled: Tensor | None) -> None:
         """Go on with what :meth:`state` returned, and this rank's ``sampled``."""

@@ -30,6 +30,7 @@ from lightning_sparse.local_steps.settings import LocalSteps
 from lightning_sparse.local_steps.untrained import Comparison, Untrained, replicas_of
 from lightning_sparse.local_steps.weights import Phase, Phases, Weights
 from lightning_sparse.network.agreement import differing
+from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.torch_comm import TorchComm, finished
 
 
@@ -146,7 +147,7 @@ class LocalAverager(Averager):
         if bucket.is_last():
             self.end_backward()
         if self._inside is not None and bucket.buffer().numel():
-            return self._inside.mean_of_bucket(bucket.buffer())
+            return self._inside.mean_of_bucket(bucket.buffer(), self._fail)
         return finished(bucket.buffer(), self.device)
 
     def check_backward(self) -> None:
@@ -154,6 +155,9 @@ class LocalAverager(Averager):
 
     def end_backward(self) -> None:
         self._phases.backward(self.weights.versions())
+
+    def _fail(self, error: BaseException) -> None:
+        self.error = self.error or error
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Have an optimizer of these parameters step this rank's own weights.
@@ -393,7 +397,8 @@ class LocalAverager(Averager):
     def _replicas_of(self, names: Collection[str]) -> list[Replica]:
         found = self.untrained.take(names)
         made = replicas_of(found, self._compressor, self.settings, self.weights.replicas, self.cut)
-        self.lay_out([(each.group, each.compressor) for each in (*self.weights.replicas, *made)])
+        if made:
+            self.lay_out([(each.group, each.compressor) for each in (*self.weights.replicas, *made)])
         return made
 
     # - from one averager to another
@@ -457,9 +462,9 @@ class LocalAverager(Averager):
     def sampled(self) -> Tensor | None:
         return self.mean_moments.sampled
 
-    def state(self) -> dict[str, Any]:
+    def state(self, inside: Comm | None = None) -> dict[str, Any]:
         self.moments.read(self.members)
-        averages = self.weights.whole_averages()
+        averages = self.weights.whole_averages(inside)
         return {
             "moments": {key: x.cpu() for key, x in self.mean_moments.state().items()},
             "checksums": self.weights.checksums(averages) | self.shared_buffers.checksums(),

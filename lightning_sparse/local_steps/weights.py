@@ -281,10 +281,10 @@ class Weights:
         self.take_over()
         return self.named(Replica.averages)
 
-    def whole_averages(self) -> dict[str, Tensor]:
-        """As :meth:`averages`, all of each; to be asked for by all ranks of a member."""
+    def whole_averages(self, inside: Comm | None) -> dict[str, Tensor]:
+        """As :meth:`averages`, all of each; to be asked for by all ranks ``inside`` a member, also after the end."""
         self.take_over()
-        return self.named(lambda replica: self._whole(replica, replica.averages()))
+        return self.named(lambda each: whole_of(each.averages(), each.wholes(), each.group.cut, inside))
 
     def checksums(self, averages: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """One of each of ``averages`` by name, in the precision of the parameter."""

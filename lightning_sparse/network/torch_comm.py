@@ -190,11 +190,23 @@ class TorchComm(Comm):
 
         return sums if alone else sums.then(of_each)
 
-    def mean_of_bucket(self, x: Tensor) -> Future[Tensor]:
-        """Launch the mean of ``x`` over all ranks, in place, as plain DDP does it with a bucket of gradients."""
+    def mean_of_bucket(self, x: Tensor, failed: Callable[[RankLost], object]) -> Future[Tensor]:
+        """Launch the mean of ``x`` over all ranks, in place, as plain DDP does it with a bucket of gradients.
+
+        ``failed`` is told of an error before backward is, which hears nothing of its kind.
+        """
         self._count("all_reduce", x.nbytes)
         sums: Future[list[Tensor]] = dist.all_reduce(x.div_(self.size), group=self.group, async_op=True).get_future()
-        return sums.then(lambda done: done.value()[0])
+
+        def arrived(done: Future[list[Tensor]]) -> Tensor:
+            try:
+                with explained():
+                    return done.value()[0]
+            except RankLost as error:
+                failed(error)
+                raise
+
+        return sums.then(arrived)
 
     def _to_first(self, x: Tensor) -> None:
         self._meter.count(0 if self.rank == 0 else x.nbytes)

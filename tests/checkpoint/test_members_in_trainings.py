@@ -19,6 +19,7 @@ from tests.support.said import warned
 from tests.support.same import same
 
 EPOCH = 5  # batches, after which the model is validated
+AFTER = "after.ckpt"  # saved after the fit
 
 
 class Validated(Small):
@@ -77,6 +78,8 @@ def fit(case: Case, rank: int, size: int, folder: Path, resume: Path | None = No
     )  # fmt: skip
     model = Validated()
     run.fit(model, Counted(data(EPOCH, 1, seed=rank)), data(1, 1, seed=9 + rank), ckpt_path=resume)
+    if resume is None:
+        run.save_checkpoint(folder / AFTER)
     is_local = run.strategy.averager.local is not None  # type: ignore[attr-defined]
     return End(weights(model), kept(run), run.optimizers[0].state_dict(), validated.found[-1:], is_local)
 
@@ -113,6 +116,11 @@ def test_a_resumed_training_of_members_equals_one_that_never_stopped(
             assert end.is_local == (name != "gradients"), name
             for part, x in vars(before[name]).items():
                 assert same(x, getattr(end, part)), (name, file, part)
+    for name in CASES:
+        state = torch.load(folder / name / AFTER, weights_only=True)
+        assert state[KEY]["slices"] == 2
+        held = torch.cat([x.flatten() for x in state["state_dict"].values()])
+        assert held.equal(straight[0][name].weights), name
 
 
 def begin(rank: int, size: int, folder: Path, local_group: int) -> list[tuple[dict[str, Tensor], str, Tensor]]:
