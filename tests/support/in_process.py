@@ -161,7 +161,7 @@ class ThreadComm(SimComm):
         """Return the mean over all ranks, [n] -> [n]."""
         return self._all_reduce(x.clone(), False).wait().div_(self.size)
 
-    def mean_of_bucket(self, x: Tensor) -> Future[Tensor]:
+    def mean_of_bucket(self, x: Tensor, failed: object) -> Future[Tensor]:
         """The mean of ``x`` over all ranks, in place."""
         return finished(self._all_reduce(x.div_(self.size), False).wait(), x.device)
 
