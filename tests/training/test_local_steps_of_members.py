@@ -107,7 +107,8 @@ def test_members_train_as_one_rank_each_does(ranks: Ranks) -> None:
             *mine, delivered = together[rank][label]
             for x, of_one in zip(mine, alone[rank // 2][label][:2], strict=True):
                 assert x.equal(of_one), (label, rank)
-            assert 0.05 < delivered < 1, (label, delivered)
+            sends_in_turns = "fragments" not in SETTINGS[label]  # else nothing in some steps
+            assert 0.05 * sends_in_turns <= delivered < 1, (label, delivered)
         assert not together[0][label][0].equal(together[2][label][0]), label  # members differ
 
 
