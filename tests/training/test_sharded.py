@@ -242,6 +242,7 @@ def _skips(rank: int, size: int) -> None:
         assert all(torch.equal(x, y) for x, y in zip(*found, strict=True)), compressor
 
 
+@pytest.mark.programs
 def test_a_step_that_is_skipped_never_was(ranks: Ranks) -> None:
     ranks.run(_skips, 4, gloo=True)
 

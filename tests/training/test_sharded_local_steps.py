@@ -268,6 +268,7 @@ def _evaluated(training: Sharded, x: Tensor) -> Tensor:
     return y
 
 
+@pytest.mark.programs
 def test_an_evaluation_sees_the_average_and_the_next_forward_its_own_weights(ranks: Ranks) -> None:
     """Though FSDP2 leaves a root whole after an evaluation; with accumulation, however blocks are sharded."""
     ranks.run(_kinds, 4, gloo=True)
@@ -305,6 +306,7 @@ def _others(rank: int, size: int) -> None:
     ours.close()
 
 
+@pytest.mark.programs
 def test_buffers_and_a_teacher_are_averaged_too(ranks: Ranks) -> None:
     ranks.run(_others, 4, gloo=True)
 
@@ -398,6 +400,7 @@ def _mean_of_replicas(training: Sharded) -> Tensor:
     return torch.cat(found)
 
 
+@pytest.mark.programs
 def test_resumed_on_another_mesh_the_mean_of_the_replicas_goes_on(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(_elsewhere, 4, tmp_path, gloo=True)
 
@@ -429,6 +432,7 @@ def _in_trainings(rank: int, size: int, folder: Path) -> None:
     assert within["lightning_sparse_sharded"]["local"]
 
 
+@pytest.mark.programs
 def test_under_a_trainer_a_second_fit_goes_on_and_a_step_is_not_disturbed_by_a_save(
     ranks: Ranks, tmp_path: Path
 ) -> None:

@@ -154,6 +154,7 @@ def _under_fabric(rank: int, size: int, folder: Path, local_steps: int) -> None:
 
 
 @pytest.mark.parametrize("local_steps", [0, 2])
+@pytest.mark.programs
 def test_under_fabric_a_training_is_saved_and_gone_on_with(ranks: Ranks, tmp_path: Path, local_steps: int) -> None:
     ranks.run(_under_fabric, 4, tmp_path, local_steps)
 
