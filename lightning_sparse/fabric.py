@@ -4,10 +4,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
+from lightning.fabric.strategies.strategy import Strategy
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -23,8 +24,32 @@ from lightning_sparse.sharded.model import ShardedModel
 from lightning_sparse.sharded_hook import ShardedHook, options_of
 from lightning_sparse.trainer.hsdp import OnMesh
 
+Hook = TypeVar("Hook", bound=SparseHook)
 
-class SparseDDPStrategy(DDPStrategy):
+
+class _Hooked(Strategy, Generic[Hook]):
+    """The part that strategies have in common, beside one of Fabric's own."""
+
+    _hooks: list[weakref.ref[Hook]]
+
+    @property
+    def hooks(self) -> list[Hook]:
+        """Hooks of the modules that were set up and are still in use, in the order of setup."""
+        return [hook for each in self._hooks if (hook := each()) is not None]
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Save; with ``local_steps`` the average of the members."""
+        for hook in self.hooks:
+            hook.show_average()
+        super().save_checkpoint(*args, **kwargs)
+
+    def teardown(self) -> None:
+        for hook in self.hooks:
+            hook.close()
+        super().teardown()
+
+
+class SparseDDPStrategy(_Hooked[SparseHook], DDPStrategy):
     """:class:`lightning_sparse.SparseDDPStrategy` for ``Fabric``: ``Fabric(strategy="micro")``, or an instance.
 
     Every module that ``fabric.setup`` wraps gets a :class:`~lightning_sparse.SparseHook`, which is in ``hooks`` as long
@@ -68,11 +93,6 @@ class SparseDDPStrategy(DDPStrategy):
         self._hooks: list[weakref.ref[SparseHook]] = []
         self._optimizers: list[weakref.ref[Optimizer]] = []
 
-    @property
-    def hooks(self) -> list[SparseHook]:
-        """Hooks of the modules that were set up and are still in use, in the order of setup."""
-        return [hook for each in self._hooks if (hook := each()) is not None]
-
     def setup_module(self, module: Module) -> DistributedDataParallel:
         scaler = getattr(self.precision, "scaler", None)
         ddp, hook = SparseHook.around(self, module, scaler, partial(super().setup_module, module))
@@ -93,12 +113,6 @@ class SparseDDPStrategy(DDPStrategy):
             hook.note(optimizer)
         return super().setup_optimizer(optimizer)
 
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Save; with ``local_steps`` the average of the ranks."""
-        for hook in self.hooks:
-            hook.show_average()
-        super().save_checkpoint(*args, **kwargs)
-
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load; hooks after all else, since they know what of an optimizer's state is each rank's own."""
         if not isinstance(state, dict):
@@ -108,13 +122,8 @@ class SparseDDPStrategy(DDPStrategy):
         state.update(in_order)
         return rest
 
-    def teardown(self) -> None:
-        for hook in self.hooks:
-            hook.close()
-        super().teardown()
 
-
-class SparseHSDPStrategy(OnMesh, ModelParallelStrategy):
+class SparseHSDPStrategy(OnMesh, _Hooked[ShardedHook], ModelParallelStrategy):
     """:class:`lightning_sparse.SparseHSDPStrategy` for ``Fabric``.
 
     Every module that ``fabric.setup`` shards gets a hook, which is in ``hooks`` as long as the module is in use.  To
@@ -151,11 +160,6 @@ class SparseHSDPStrategy(OnMesh, ModelParallelStrategy):
         self._sizes = replicate_size, shard_size
         self._hooks: list[weakref.ref[ShardedHook]] = []
 
-    @property
-    def hooks(self) -> list[ShardedHook]:
-        """Hooks of the modules that were set up and are still in use, in the order of setup."""
-        return [hook for each in self._hooks if (hook := each()) is not None]
-
     def setup_module(self, module: Module) -> Module:
         module = super().setup_module(module)
         if not any(p.requires_grad for p in module.parameters()):
@@ -171,12 +175,6 @@ class SparseHSDPStrategy(OnMesh, ModelParallelStrategy):
         for hook in self.hooks if self.options.local else ():
             hook.note(optimizer)
         return super().setup_optimizer(optimizer)
-
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Save; with ``local_steps`` the average of the replicas."""
-        for hook in self.hooks:
-            hook.show_average()
-        super().save_checkpoint(*args, **kwargs)
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """Backward, and the means of what it reached."""
@@ -194,8 +192,3 @@ class SparseHSDPStrategy(OnMesh, ModelParallelStrategy):
                 hook.load_state_dict(state[key])
                 state[key] = hook
         return rest
-
-    def teardown(self) -> None:
-        for hook in self.hooks:
-            hook.close()
-        super().teardown()

@@ -364,12 +364,8 @@ def _local_steps(
         lead_is_given=local.lead is not None,
         buffers=ModuleBuffers(ddp.module, ignored, broadcasts_buffers, device),
         inside=inside,
-        make_ready=getattr(ddp, "reshard", _nothing),
+        make_ready=getattr(ddp, "reshard", lambda: None),
     )
-
-
-def _nothing() -> None:
-    """What is to be done before parameters are set, where nothing is."""
 
 
 def _normalise_over(groups: ProcessGroups, ddp: DistributedDataParallel, is_local: bool) -> None:

@@ -193,7 +193,7 @@ class TorchComm(Comm):
     def mean_of_bucket(self, x: Tensor, failed: Callable[[RankLost], object]) -> Future[Tensor]:
         """Launch the mean of ``x`` over all ranks, in place, as plain DDP does it with a bucket of gradients.
 
-        ``failed`` is told of an error before backward is, which hears nothing of its kind.
+        ``failed`` is called with an error first, since backward gets one of another type.
         """
         self._count("all_reduce", x.nbytes)
         sums: Future[list[Tensor]] = dist.all_reduce(x.div_(self.size), group=self.group, async_op=True).get_future()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from lightning_sparse.sharded.model import ShardedModel
 from lightning_sparse.sharded_hook import ShardedHook, options_of
@@ -37,6 +38,45 @@ class Net(nn.Module):
         for block in self.blocks:
             fully_shard(block)
         fully_shard(self)
+
+
+class Tied(Net):
+    """With the head's weights in a block too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0][0].weight = self.blocks[1][0].weight
+
+    def shard(self, fully_shard: Shard) -> None:
+        fully_shard(self)
+
+
+class Checkpointed(Net):
+    """Whose activations are computed once more in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        y: Tensor = self.head(x)
+        return y
+
+
+class Policy(Net):
+    """Sharded with these arguments of ``fully_shard``."""
+
+    def __init__(self, **policy: Any) -> None:
+        super().__init__()
+        self.policy = policy
+
+    def shard(self, fully_shard: Shard) -> None:
+        super().shard(partial(fully_shard, **self.policy))
+
+
+class Compiled(Net):
+    def shard(self, fully_shard: Shard) -> None:
+        for block in self.blocks:
+            block.compile(backend="eager")
+        super().shard(fully_shard)
 
 
 class Sharded:

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.utils.checkpoint import checkpoint
 
 import lightning_sparse as ls
 from lightning_sparse.checkpoint.sharded import save_tensors
@@ -18,7 +17,7 @@ from lightning_sparse.wire import WIRE_DTYPES
 from tests.support.compressors import EVERY_COMPRESSOR
 from tests.support.models import flat
 from tests.support.processes import Ranks
-from tests.support.sharded import Net, Shard, Sharded, backward, mesh
+from tests.support.sharded import Checkpointed, Compiled, Net, Policy, Sharded, Tied, backward, mesh
 
 MESHES = ((2, 2), (4, 1), (1, 4))
 beside_native = pytest.mark.skipif(
@@ -92,45 +91,6 @@ def test_nothing_is_lost_of_a_shard_and_replicas_get_equal_means(ranks: Ranks) -
 
 
 # - what FSDP2 can do
-
-
-class Tied(Net):
-    """With the head's weights in a block too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[0][0].weight = self.blocks[1][0].weight
-
-    def shard(self, fully_shard: Shard) -> None:
-        fully_shard(self)
-
-
-class Checkpointed(Net):
-    """Whose activations are computed once more in backward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        y: Tensor = self.head(x)
-        return y
-
-
-class Policy(Net):
-    """Sharded with these arguments of ``fully_shard``."""
-
-    def __init__(self, **policy: Any) -> None:
-        super().__init__()
-        self.policy = policy
-
-    def shard(self, fully_shard: Shard) -> None:
-        super().shard(partial(fully_shard, **self.policy))
-
-
-class Compiled(Net):
-    def shard(self, fully_shard: Shard) -> None:
-        for block in self.blocks:
-            block.compile(backend="eager")
-        super().shard(fully_shard)
 
 
 class Frozen(Net):

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import lightning_sparse as ls
 from lightning_sparse.checkpoint.sharded import save_tensors
@@ -21,7 +20,7 @@ from tests.support.models import data as training_data
 from tests.support.models import flat
 from tests.support.models import weights as weights_of
 from tests.support.processes import Ranks
-from tests.support.sharded import Net, Shard, Sharded, mesh
+from tests.support.sharded import Checkpointed, Compiled, Net, Policy, Sharded, Tied, mesh
 from tests.training.test_sharded_trainer import ShardedSmall, fitted
 from tests.training.test_sharded_trainer import weights as trained
 
@@ -58,17 +57,6 @@ def data(step: int, number: int) -> Tensor:
 def loss(y: Tensor, x: Tensor) -> Tensor:
     found: Tensor = y.square().mean() + (y - x[:, :2]).square().mean()
     return found
-
-
-class Tied(Net):
-    """With the head's weights in a block too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[0][0].weight = self.blocks[1][0].weight
-
-    def shard(self, fully_shard: Shard) -> None:
-        fully_shard(self)
 
 
 class Frozen(Net):
@@ -193,34 +181,6 @@ def test_an_exchange_moves_the_replicas_by_nothing_but_the_mean_of_their_steps(r
 
 
 # - what FSDP2 can do
-
-
-class Checkpointed(Net):
-    """Whose activations are computed once more in backward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        y: Tensor = self.head(x)
-        return y
-
-
-class Compiled(Net):
-    def shard(self, fully_shard: Shard) -> None:
-        for block in self.blocks:
-            block.compile(backend="eager")
-        super().shard(fully_shard)
-
-
-class Policy(Net):
-    """Sharded with these arguments of ``fully_shard``."""
-
-    def __init__(self, **policy: Any) -> None:
-        super().__init__()
-        self.policy = policy
-
-    def shard(self, fully_shard: Shard) -> None:
-        super().shard(partial(fully_shard, **self.policy))
 
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
