@@ -112,7 +112,7 @@ class SparseHook:
             ddp,
             options,
             scaler,
-            ProcessGroups(ddp, strategy._timeout, options.local_group),
+            ProcessGroups(ddp, strategy._timeout, world().size if options.hosts else options.local_group),
             may_be_local=True,
             evaluates=lambda module: (own := owner()) is not None and own.evaluates(module),
         )

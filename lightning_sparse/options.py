@@ -81,6 +81,11 @@ class Options:
         check_whole("bucket_bytes", self.bucket_bytes, 1)
         object.__setattr__(self, "local_steps", LocalSteps.of(self.local_steps or 0))
         object.__setattr__(self, "elastic", Elastic.of(self.elastic))
+        if self.elastic and self.local_group not in (AUTO, NODE):
+            raise ValueError(
+                "with elastic the ranks of a host are one member, so local_group must be 'auto' or left out; got "
+                f"{self.local_group!r}. Leave it out."
+            )
         if self.local:
             self._check_local()
         elif self.elastic:

@@ -49,7 +49,6 @@ from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.costs import Link
 from lightning_sparse.network.elastic import Elastic
 from lightning_sparse.network.process_groups import ProcessGroups
-from lightning_sparse.network.torch_comm import TorchComm
 from lightning_sparse.settings import as_text, same
 
 SURE = 10  # Steps after which an optimizer that has not stepped is not expected any more, where none was given.
@@ -125,7 +124,8 @@ class ActiveAverager:
     def _make(self, config: AveragingConfig) -> None:
         ddp = self._ddp()
         assert ddp is not None
-        ddp.broadcast_buffers = self._broadcasts_buffers and config.local is None  # the averager sends them then
+        averager_sends = config.local is not None and config.elastic is None  # of other hosts DDP knows nothing
+        ddp.broadcast_buffers = self._broadcasts_buffers and not averager_sends
         self.config = config
         _normalise_over(self._groups, ddp, config.local is not None)
         means = self._groups, self._scaler, self._broadcasts_buffers
@@ -347,8 +347,8 @@ def _local_steps(
             untrained=untrained,
             buffers=ModuleBuffers(ddp.module, shared=False),
             hosts=config.elastic,
-            described=_described(ddp.module, config, config.elastic),
-            alone=TorchComm(ddp.process_group),
+            host=groups,
+            described=_described(ddp.module, config, config.elastic) | {"devices": str(groups.local_size)},
             lead_is_given=local.lead is not None,
         )
     device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -13,6 +14,7 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.elastic.membership import Membership
 from lightning_sparse.elastic.pace import Pace, Training
+from lightning_sparse.elastic.watch import Watch
 from lightning_sparse.engine.averager import device_of
 from lightning_sparse.engine.lanes import Lane, Lanes
 from lightning_sparse.local_steps.averager import LocalAverager, PendingExchange
@@ -20,8 +22,9 @@ from lightning_sparse.local_steps.buffers import ModuleBuffers, set_to
 from lightning_sparse.local_steps.replica import Find
 from lightning_sparse.local_steps.settings import LocalSteps
 from lightning_sparse.local_steps.untrained import Untrained
-from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.elastic import Elastic
+from lightning_sparse.network.hosts import own_address
+from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.network.torch_comm import RankLost
 
 
@@ -35,11 +38,15 @@ class ElasticAverager(LocalAverager):
     host that is new, or further behind, takes x̄ and all that goes with it from the furthest host; nothing is unsent of
     it then.
 
+    A host may have several ranks, which are a member: each owns a slice of all weights, and exchanges it with the ranks
+    of the same number in the other hosts.  A host has received everything when all its ranks have, and only then does
+    any of them vote.  So an exchange counts for all slices or for none.
+
     Args:
         groups: as for :class:`LocalAverager`; and so ``fragments``, ``settings``, ``warmup_steps``, ``lead_is_given``.
         hosts: where they meet.
+        host: its ranks, which are one member.
         described: what must be the same on all hosts, as text by name.
-        alone: this host alone, for messages that another host need not send at the same time.
         untrained: parameters of the module that no optimizer trains: each host's own.
         buffers: of the module, which hosts do not share; one that joins gets those that a checkpoint keeps.
     """
@@ -50,20 +57,25 @@ class ElasticAverager(LocalAverager):
         fragments: Sequence[int],
         *,
         hosts: Elastic,
+        host: ProcessGroups,
         described: Mapping[str, str],
-        alone: Comm,
         untrained: Mapping[str, Find],
         buffers: ModuleBuffers,
         settings: LocalSteps,
         warmup_steps: int = 0,
         lead_is_given: bool = True,
     ) -> None:
-        self._membership = Membership(hosts, described, self._saved)
-        lanes = Lanes([self._membership.comm], threaded=True, device=device_of(groups), asked=alone)
+        self._ranks, self._voting = host.host_ranks(), host.host_ranks()  # of two threads
+        self._membership = Membership(hosts, described, self._saved, self._ranks)
+        comm, own = self._membership.comm, host.between
+        comm.members = host.members
+        lanes = Lanes([comm], threaded=True, device=device_of(groups), asked=own.everyone)
         given: Any = {"settings": settings, "warmup_steps": warmup_steps, "lead_is_given": lead_is_given}
-        super().__init__(groups, fragments, lanes, buffers=buffers, **given)
+        super().__init__(groups, fragments, lanes, buffers=buffers, inside=own.inside, **given)
         self._others = Untrained(untrained)  # that each host has for itself, and hands on to one that joins
-        self._pace = Pace(hosts.own_pace, ahead=int(settings.overlap))
+        self._pace = Pace(hosts.own_pace, int(settings.overlap), agreed=self._ranks.of_first)
+        self._settings = hosts
+        self._watch: Watch | None = None
         self._has_met = False  # others, and their exchange has not begun
         self._has_entered = self._in_exchange = self._has_voted = False
         self._in_doubt: tuple[PendingExchange, int] | None = None  # that may count on other hosts, and its step
@@ -81,6 +93,8 @@ class ElasticAverager(LocalAverager):
         if self._has_entered:
             return
         self._has_entered = True
+        if self._ranks.size > 1:
+            self._watch = Watch(self._ranks, own_address(self._settings), self._settings.timeout, self._membership.end)
         self._membership.describe(self._pace.training.described())
         self._others.begin()
         if not self.settings.overlap:
@@ -163,10 +177,13 @@ class ElasticAverager(LocalAverager):
             super()._send()
             self._has_met, self._in_exchange, self._has_voted = False, True, False
             self._pace.vote()
-            self._pending.launch(self.lanes[0], self._vote)
+            self._pending.launch(self.lanes[0], partial(self._vote, self._pending), always=True)
         self._exchanged = self.steps
 
-    def _vote(self, lane: Lane) -> None:
+    def _vote(self, pending: PendingExchange, lane: Lane) -> None:
+        if not self._voting.all(pending.error is None):
+            self._membership.comm.leave()
+            raise RankLost("another rank of this host has lost a message")
         self._has_voted = True
         self._pace.received = lane.comm.all_gather(self._pace.sent).wait()
 
@@ -220,7 +237,7 @@ class ElasticAverager(LocalAverager):
         elif is_ready and self._in_doubt is not None:  # nobody here has applied it
             self._drop(self._in_doubt[0])
             self._in_doubt = None
-        steps = self._membership.greet(self.steps, self.moments.looks) if is_ready else None
+        steps = self._membership.greet(self.steps, self.moments.looks)
         if steps is None:
             return False
         self.steps = steps
@@ -241,6 +258,11 @@ class ElasticAverager(LocalAverager):
 
     def _saved(self) -> dict[str, Any]:
         """What a host needs that is behind; asked while this one waits for others."""
+        own = {"replicas": [replica.shared() for replica in self.weights.replicas]}
+        return own if self._ranks.rank else own | self._saved_by_first()
+
+    def _saved_by_first(self) -> dict[str, Any]:
+        """What all ranks of a host have in common, and need from the first one of another."""
         names = self._others.watched
         changed = [True] * len(names) if self.steps == 0 else self._others.changed().tolist()
         return {
@@ -249,7 +271,6 @@ class ElasticAverager(LocalAverager):
             "exchanged": self._exchanged,
             "committed": self._membership.committed,
             "remembered_of": self._remembered_of,
-            "replicas": [replica.shared() for replica in self.weights.replicas],
             "moments": {key: x.clone() for key, x in self.mean_moments.state().items()},
             "others": {n: find().detach().clone() for (n, find), c in zip(names.items(), changed, strict=True) if c},
             "buffers": {name: x.detach().clone() for name, x in self.shared_buffers.saved().items()},
@@ -258,22 +279,16 @@ class ElasticAverager(LocalAverager):
 
     @torch.no_grad()
     def _catch_up(self, furthest: Mapping[str, Any]) -> None:
-        """Go on from what the furthest host has saved.
-
-        Raises:
-            RuntimeError: that host was started with other settings.
-        """
-        membership = self._membership
-        if membership.described != furthest["described"]:
-            membership.compare([membership.described, furthest["described"]])
+        """Go on from what the furthest host has saved."""
+        membership, replicas = self._membership, furthest["replicas"]
+        furthest = self._ranks.of_first({key: x for key, x in furthest.items() if key != "replicas"})
         doubt, self._in_doubt = self._in_doubt, None
         self._remembered_of, before = furthest["remembered_of"], membership.committed
         membership.committed = furthest["committed"]
         if doubt is not None and doubt[1] + 1 == membership.committed:
-            for replica in doubt[0].replicas:
-                replica.apply_move()
+            self.weights.apply_moves(doubt[0].replicas)
             self.set_by_others.accept()
-            self.moments.receive()
+            self.moments.receive(self._inside)
             self.moments.read(self.members)
             return
         if doubt is not None:
@@ -286,8 +301,9 @@ class ElasticAverager(LocalAverager):
         self._pace.training.load_training_state(furthest["training"])  # first, since it may refuse to
         self._pace.enter()
         self.steps, self._exchanged = furthest["steps"], furthest["exchanged"]
-        for replica, shared in zip(self.weights.replicas, furthest["replicas"], strict=True):
+        for replica, shared in zip(self.weights.replicas, replicas, strict=True):
             replica.start_from_shared(shared)
+        self.weights.share(self.weights.replicas)
         self.set_by_others.accept()
         for name, x in furthest["others"].items():
             self._others.watched[name]().copy_(x)
@@ -317,4 +333,6 @@ class ElasticAverager(LocalAverager):
     def close(self) -> bool:
         closed = super().close()
         self._membership.close()
+        if self._watch is not None:
+            self._watch.close(is_over=not self._pace.training.has_failed())
         return closed

@@ -12,11 +12,13 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_sparse.network.agreement import differences, everywhere
 from lightning_sparse.network.elastic import Elastic
 from lightning_sparse.network.elastic_comm import ElasticComm
+from lightning_sparse.network.host_ranks import HostRanks
 from lightning_sparse.network.hosts import Hosts
 from lightning_sparse.network.torch_comm import RankLost
 
 MOST_FAILED = 20  # exchanges, one after the other, after which a host gives up
 FIRST_FAILED = 3  # meetings, after which one gives up that has not begun: others, which train, wait for it each time
+NOBODY = -1  # is furthest, since none has begun
 LAYERS = "layers"  # of what describes a host: its model as text, which may differ where the model is the same
 
 
@@ -27,6 +29,7 @@ class Membership:
         hosts: where they meet.
         described: what must be the same on all hosts, as text by name; of LAYERS a difference is warned of.
         saved: returns what a host needs that is behind; it is asked while this one waits for others.
+        ranks: of this host, for the thread that meets: each is a :class:`Membership`, and all find the same.
 
     Attributes:
         comm: the hosts that have met, for messages.
@@ -35,12 +38,20 @@ class Membership:
         lost: hosts that were here and are gone.
     """
 
-    def __init__(self, hosts: Elastic, described: Mapping[str, str], saved: Callable[[], dict[str, Any]]) -> None:
-        self._hosts = Hosts(hosts, saved)
+    def __init__(
+        self,
+        hosts: Elastic,
+        described: Mapping[str, str],
+        saved: Callable[[], dict[str, Any]],
+        ranks: HostRanks | None = None,
+    ) -> None:
+        self._ranks = ranks or HostRanks()
+        self._hosts = Hosts(hosts, saved, self._ranks)
         self.comm = ElasticComm(self._hosts.leave, hosts.limit)
         self.described = dict(described)
         self.quorum_timeout_s = hosts.quorum_timeout
         self.committed = self.failed = self.lost = 0
+        self._is_connected = False  # this rank, with those of the last meeting
         self._digest = 0  # of what describes this host, once that is complete
         self._known: set[int] = set()  # the hosts of the last meeting
         self._has_warned = False
@@ -58,8 +69,12 @@ class Membership:
     # - a meeting
 
     def meet(self) -> tuple[bool, Mapping[str, Any] | None]:
-        """Meet the other hosts; return whether messages can be sent, and what the furthest saved, to one behind."""
-        is_ready = self._hosts.meet(self.committed)
+        """Meet the other hosts; return whether all ranks can send messages, and what the furthest saved, to one behind.
+
+        Raises:
+            RuntimeError: that host has other settings.
+        """
+        is_ready = self._is_connected = self._hosts.meet(self.committed)
         if not is_ready and self._hosts.failure and not self._has_warned:
             self._has_warned = True
             rank_zero_warn(
@@ -67,18 +82,34 @@ class Membership:
                 f"{self._why}. They meet again. If it fails each time, put all on one network, by "
                 "Elastic(address=...) or GLOO_SOCKET_IFNAME."
             )
-        return is_ready, self._hosts.take_received()
+        received = self._hosts.take_received()
+        if received is not None and received.get("described", self.described) != self.described:
+            self.compare([self.described, received["described"]])
+        return self._ranks.all(is_ready), received if self._ranks.all(received is not None) else None
 
     def greet(self, steps: int, looks: int) -> int | None:
         """Tell the others who this is, after so many ``steps`` and ``looks``; return the steps of the furthest host.
 
         So all send the same fragments.  Gloo ends the process that gets a message of another length than expected.
-        None: a host is lost, or they are not equally far, and must meet again.
+        None: they must meet again, since a host is lost, they are not equally far, or have just learned whose weights
+        to begin with.
 
         Raises:
             RuntimeError: they have other settings.
         """
-        self.comm.join(self._hosts.group, self._hosts.rank, self._hosts.size)
+        if self._is_connected:
+            self.comm.join(self._hosts.group, self._hosts.rank, self._hosts.size)
+        found = self._greet(steps, looks) if self._is_connected else None  # who is, finds other settings here
+        if not self._ranks.all(found is not None):
+            self.comm.leave()  # so that no host waits for what this rank would have sent next
+            return None
+        if found == NOBODY:  # all follow one, which they find furthest the next time
+            self.committed, self.failed = int(self._hosts.rank == 0), self.failed - 1
+            return None
+        return found
+
+    def _greet(self, steps: int, looks: int) -> int | None:
+        """As :meth:`greet`, of the ranks of this number in all hosts."""
         own = torch.tensor(
             [steps, self._hosts.key, self._digest, self.committed, looks], dtype=torch.int64, device="cpu"
         )
@@ -93,6 +124,8 @@ class Membership:
         except RankLost as error:
             self._hosts.failure = str(error)
             return None
+        if self._hosts.size > 1 and not rows[:, 3].any():
+            return NOBODY
         furthest, now = int(rows[:, 0].max()), set(rows[:, 1].tolist())
         if gone := self._known - now:
             self.lost += len(gone)
@@ -128,7 +161,7 @@ class Membership:
     # - what came of it
 
     def commit(self, error: Exception | None = None) -> bool:
-        """Vote whether the exchange counts, which had this ``error``; return whether it does, on every host."""
+        """Vote whether the exchange counts, which had this ``error``; return whether it does, for all ranks alike."""
         return self._hosts.commit(error)
 
     def note_failure(self, committed: bool = False) -> None:
@@ -158,6 +191,10 @@ class Membership:
     @property
     def _why(self) -> str:
         return self._hosts.failure and f": {self._hosts.failure}"
+
+    def end(self) -> None:
+        """Have the other hosts wait for this one no longer, whatever other threads wait for."""
+        self._hosts.end()
 
     def close(self) -> None:
         """Leave, whatever is under way."""

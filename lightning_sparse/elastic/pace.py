@@ -40,6 +40,9 @@ class Training(Protocol):
     def skip_steps(self, steps: int) -> None:
         """Count so many more, and have schedules go on by as many; below 0 so many fewer, and schedules stay."""
 
+    def has_failed(self) -> bool:
+        """Whether it has ended, on this rank, with an error."""
+
 
 class Pace:
     """Counts and times own steps of this host, and says when to meet the others.
@@ -52,6 +55,7 @@ class Pace:
     Args:
         own_pace: False: a step of the schedule is an own step of every host.
         ahead: own steps that are taken beside an exchange, before it counts.
+        agreed: returns what the first rank of this host has given: all go by its clock.
 
     Attributes:
         training: whose steps these are; to be set before the first.
@@ -63,8 +67,8 @@ class Pace:
     training: Training
     counts = True
 
-    def __init__(self, own_pace: bool, ahead: int) -> None:
-        self._own_pace, self.ahead = own_pace, ahead
+    def __init__(self, own_pace: bool, ahead: int, agreed: Callable[[int], int] = lambda steps: steps) -> None:
+        self._own_pace, self.ahead, self._agreed = own_pace, ahead, agreed
         self._latest: deque[float] = deque(maxlen=LATEST)
         self._comes_late = False  # when the others have taken the last step, but in the midst of one here
         self._met_s = time.perf_counter()
@@ -100,7 +104,7 @@ class Pace:
         if not self._own_pace:
             return 1
         until = next(steps for steps in count(1) if is_due(steps))
-        return until if self._is_over(until) or self._is_last(taken) else 0
+        return self._agreed(until if self._is_over(until) or self._is_last(taken) else 0)
 
     def vote(self) -> None:
         """Note what to tell in the exchange that begins."""

@@ -28,7 +28,8 @@ class Lanes:
         comms: the ranks, once for each lane, or this rank's column of members; nobody else may launch messages on them.
         threaded: give each lane a thread of its own.
         device: of what is sent.
-        asked: who answers :meth:`run_message`; None: the ranks of the first lane.
+        asked: who answers :meth:`run_message`, if they are others than in the first lane: the ranks of this host, of
+            which other hosts know nothing.
 
     What all decide together is asked of every rank of every member: columns would decide differently.
 
@@ -83,10 +84,16 @@ class Lanes:
         return self.on_first(lambda lane: launch(lane.comm.everyone).wait())
 
     def sum_over_members(self, x: Tensor) -> Tensor:
-        """The sum of ``x``, which is of this rank's slices or shards, over the members."""
-        if self._asked is not None:
-            return self._asked.all_reduce(x).wait()
+        """The sum of ``x``, which is of this rank's slices or shards, over the members; of other hosts nobody knows."""
+        if self._asked is not None or not x.numel():
+            return x
         return self.on_first(lambda lane: lane.comm.all_reduce(x).wait())
+
+    def sum_over_slices(self, x: Tensor) -> Tensor:
+        """The sum of ``x``, of which each rank of a member has its own, over these."""
+        if self._asked is not None:
+            return self._asked.all_gather(x).wait().sum(0)
+        return self.on_first(lambda lane: _present(lane.comm.inside).all_gather(x).wait().sum(0))
 
     def gather_text(self, text: str) -> list[str]:
         """Return what each rank says, by rank."""
@@ -135,6 +142,11 @@ class Lanes:
         """End the issuing threads; returns whether no message is under way."""
         closed = [lane.close(within_a_step) for lane in self._lanes]
         return all(closed)
+
+
+def _present(inside: Comm | None) -> Comm:
+    assert inside is not None
+    return inside
 
 
 class Lane:

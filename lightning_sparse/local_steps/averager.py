@@ -246,7 +246,7 @@ class LocalAverager(Averager):
             self.weights.apply_moves(pending.replicas)
             self.set_by_others.accept()
             self.shared_buffers.receive()
-            self.moments.receive()
+            self.moments.receive(self._inside)
         if self.sample is not None:
             self.sample.end_step()
         self._pending = PendingExchange(self.lanes)
@@ -359,7 +359,7 @@ class LocalAverager(Averager):
         """Average what has changed, too, starting from the mean over the ranks, and look ahead if that is of use."""
         for replica in self._replicas_of(self._comparison.end()):
             own = replica.average.clone()
-            replica.average.copy_(self._sum(own) / self.members)  # of this rank's slices
+            replica.average.copy_(self.lanes.sum_over_members(own) / self.members)  # of this rank's slices
             self.weights.add(replica)
         if self._comparison.lead_ends:
             self._end_lead()
@@ -384,10 +384,6 @@ class LocalAverager(Averager):
                 f"{f' and {len(differ) - 1} more' if len(differ) > 1 else ''}. Set them on all ranks, or set them in a "
                 "copy of the model."
             )
-
-    def _sum(self, x: Tensor) -> Tensor:
-        """The sum of ``x``, of this rank's slices, over the members."""
-        return self.lanes.on_first(lambda lane: lane.comm.all_reduce(x).wait()) if x.numel() else x
 
     def adopt(self, groups: Iterable[Collection[str]]) -> None:
         for names in groups:
@@ -430,7 +426,7 @@ class LocalAverager(Averager):
         for replica in self.weights.replicas:
             replica.snapshot(self.members)
             unsent = replica.group.unsent
-            replica.set_move(self._sum(unsent), self.members)
+            replica.set_move(self.lanes.sum_over_members(unsent), self.members)
             unsent.zero_()
             replica.apply_move()
             replica.start_anew()
@@ -555,9 +551,9 @@ class PendingExchange:
             for i in queue:
                 self.launch(lane, partial(_average, replicas[i], size))
 
-    def launch(self, lane: Lane, work: Callable[[Lane], None]) -> None:
-        """Have ``lane`` do ``work`` after all else, unless a lane has failed."""
-        self._works.append(lane.submit(partial(self._unless_failed, work, lane)))
+    def launch(self, lane: Lane, work: Callable[[Lane], None], always: bool = False) -> None:
+        """Have ``lane`` do ``work`` after all else, unless a lane has failed; or ``always``."""
+        self._works.append(lane.submit(partial(self._unless_failed, work, lane, always)))
 
     def wait(self) -> int:
         """Wait until all has arrived; returns for how many nanoseconds."""
@@ -566,12 +562,12 @@ class PendingExchange:
         self._lanes.have_caller_wait()
         return time.perf_counter_ns() - start_ns
 
-    def _unless_failed(self, work: Callable[[Lane], None], lane: Lane) -> None:
-        if self.error is None:
+    def _unless_failed(self, work: Callable[[Lane], None], lane: Lane, always: bool) -> None:
+        if always or self.error is None:
             try:
                 work(lane)
             except BaseException as error:  # whatever it is, training must hear of it
-                self.error = error
+                self.error = self.error or error
 
 
 def _average(replica: Replica, size: int, lane: Lane) -> None:

@@ -22,7 +22,7 @@ from lightning_sparse.engine.inside import share
 from lightning_sparse.engine.lanes import Lane
 from lightning_sparse.local_steps.optimizers import PLAIN
 from lightning_sparse.local_steps.replica import HALVES
-from lightning_sparse.network.comm import Comm, Rounds, without_autocast
+from lightning_sparse.network.comm import Comm, Rounds, completed, without_autocast
 from lightning_sparse.network.cut import WHOLE, shard_of
 from lightning_sparse.network.sums import sum_values
 from lightning_sparse.selection.streams import draw
@@ -218,8 +218,6 @@ class SecondMoments:
         own = self._cut.own(sums)
         if own.numel():
             own.copy_((yield from sum_values(own, comm.in_format(BFLOAT16))))
-        if comm.inside is not None:
-            yield from share([sums], self._cut, comm.inside)
         self._sums = sums.view(2, -1)
         return self._sums
 
@@ -227,8 +225,10 @@ class SecondMoments:
         """Run :meth:`sum_up` on ``lane``."""
         lane.run(self.sum_up(lane.comm))
 
-    def receive(self) -> None:
-        """Note that what was launched has arrived."""
+    def receive(self, inside: Comm | None = None) -> None:
+        """Note that what was launched has arrived, on all ranks; those ``inside`` a member have a slice of it each."""
+        if inside is not None and self._sums is not None:
+            completed(share([self._sums.view(-1)], self._cut, inside))
         self._received, self._sums = self._sums, None
 
     def drop(self) -> None:

@@ -17,7 +17,6 @@ from lightning_sparse.compressors.group import Group
 from lightning_sparse.compressors.wrappers import Wrapper
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.bucket import Report
-from lightning_sparse.engine.lanes import Lane
 from lightning_sparse.engine.observers import Waiting, delivered
 from lightning_sparse.engine.timeline import GroupTime
 
@@ -308,8 +307,7 @@ def delivered_by(averager: Averager) -> float:
     """
     assert averager.sample is not None
     sums = averager.sample.unsent_and_left(lambda group, places: averager.unsent_of(group)[places])
-    if sums.numel():
-        sums = averager.lanes.sum_over_members(sums)
+    sums = averager.lanes.sum_over_members(sums)
     return delivered(*_over_slices(averager, sums.square().sum(1).tolist()))
 
 
@@ -318,12 +316,7 @@ def _over_slices(averager: Averager, numbers: Sequence[float]) -> list[float]:
     if averager.cut.count == 1:
         return list(numbers)
     own = torch.tensor(numbers, dtype=torch.float64, device=averager.device)
-
-    def summed(lane: Lane) -> Tensor:
-        assert lane.comm.inside is not None
-        return lane.comm.inside.all_gather(own).wait().sum(0)
-
-    total: list[float] = averager.lanes.on_first(summed).tolist()
+    total: list[float] = averager.lanes.sum_over_slices(own).tolist()
     return total
 
 

@@ -15,7 +15,7 @@ BROADCAST = 3  # the tag of its messages, beside those of TorchComm
 
 
 class ElasticComm(TorchComm):
-    """The hosts of one meeting; before the first one this host alone.
+    """The hosts of one meeting, of each the rank of this number; before the first one this host alone.
 
     Every message goes directly from host to host, none as a collective of the backend: those cannot be given up before
     their time limit.  A message that fails closes all connections of this host, so that the others', which may wait for

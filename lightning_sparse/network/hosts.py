@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported at run time only
 
 from lightning_sparse.network.elastic import Elastic
+from lightning_sparse.network.host_ranks import HostRanks
 
 RETRY_S = 0.5  # from one look for a lighthouse that is gone to the next
 INTERFACE = "GLOO_SOCKET_IFNAME"  # Gloo's own variable
@@ -32,18 +33,23 @@ class Hosts:
     Before each exchange the hosts meet: those that are alive and have come are its members, and get a process group if
     they are others than before, or if an exchange has failed.  Who is behind the furthest gets what that one saves.
 
+    All ranks of a host meet, and each has a process group with those of the same number in the other hosts, and gets
+    what such a one saves.  torchft's server in the first rank waits for all of them, so each step is agreed before and
+    after: who asks once more alone would wait in vain.
+
     Args:
         settings: where the lighthouse is, and how long to wait.
         save: returns what a host needs that is behind; asked on another thread while this one is in :meth:`meet`.
+        ranks: of this host, for the thread that meets.
 
     Raises:
         ModuleNotFoundError: torchft is not installed.
         ValueError: nobody says where the lighthouse is.
     """
 
-    def __init__(self, settings: Elastic, save: Callable[[], object]) -> None:
+    def __init__(self, settings: Elastic, save: Callable[[], object], ranks: HostRanks | None = None) -> None:
         _import_torchft()
-        self._settings, self._save = settings, save
+        self._settings, self._save, self._ranks = settings, save, ranks or HostRanks()
         self._lighthouse = settings.found_lighthouse()
         self.key = random.SystemRandom().getrandbits(62)  # of this start of this host
         self.address = ""  # that it tells the others, from the first meeting on
@@ -76,7 +82,7 @@ class Hosts:
         return bool(self._group.made_anew)
 
     def meet(self, committed: int) -> bool:
-        """Wait for the other hosts; returns whether messages can be sent.  ``committed`` says how far this host is.
+        """Wait for the other hosts; returns whether this rank can send messages.  ``committed`` says how far it is.
 
         Raises:
             RuntimeError: there was no lighthouse, or there were too few hosts, for ``quorum_timeout``.
@@ -88,11 +94,10 @@ class Hosts:
             try:
                 self._ask(committed)
             except (RuntimeError, TimeoutError):  # this host may have stood still meanwhile, and not have waited
-                self._manager._quorum_future = None  # else it raises the same again
                 self._ask(committed, self._settings.limit)
             end_s = time.monotonic() + self._settings.quorum_timeout
-            while self.size < self._settings.min_hosts and self._manager.errored() is None:
-                if time.monotonic() > end_s:
+            while self.size < self._settings.min_hosts and self._ranks.all(self._manager.errored() is None):
+                if not self._ranks.all(time.monotonic() <= end_s):
                     raise TimeoutError(f"{self.size} are there")
                 time.sleep(RETRY_S)
                 self._ask(committed)
@@ -112,37 +117,48 @@ class Hosts:
         return received
 
     def commit(self, error: Exception | None = None) -> bool:
-        """Say how the exchange after the last meeting has ended; returns whether it counts."""
-        if error is not None:
-            self._manager.report_error(error)
-        try:
-            return bool(self._manager.should_commit())
-        except (RuntimeError, TimeoutError):  # this host, which asks none but itself, has stood still meanwhile
-            return bool(self._manager.should_commit())
+        """Say how the exchange after the last meeting has ended; returns whether it counts, on every rank."""
+        if not self._ranks.all(error is None):
+            self._manager.report_error(error or RuntimeError("another rank of this host has lost a message"))
+        counts = None
+        with suppress(RuntimeError, TimeoutError):  # this host, which asks none but itself, has stood still meanwhile
+            counts = self._manager.should_commit()
+        return bool(counts if self._ranks.all(counts is not None) else self._manager.should_commit())
 
     def leave(self) -> None:
         """Close the connections to the other hosts, so that none waits for this one; to be followed by a meeting."""
         if self._group is not None:
             self._group.abort()
 
-    def close(self) -> None:
-        """End this host's part."""
+    def end(self) -> None:
+        """Be found no more; whatever is under way on other threads fails."""
         if self._manager is not None:
             self._manager.shutdown(wait=False)
             self._group.abort(errored=False)
+
+    def close(self) -> None:
+        """End this host's part."""
+        self.end()
         self._manager = None
 
     def _ask(self, committed: int, limit: timedelta | None = None) -> None:
         """Ask who is there, for up to ``quorum_timeout``, or ``limit``."""
         self._manager.load_state_dict({"step": committed, "batches_committed": 0})
-        self._manager.start_quorum(timeout=limit)
+        failure = None
+        try:
+            self._manager.start_quorum(timeout=limit)
+        except (RuntimeError, TimeoutError) as error:
+            failure, self._manager._quorum_future = error, None  # else it raises the same again
+        self._ranks.check(failure)
 
     def _start(self) -> None:
-        settings, address = self._settings, _own_address(self._settings)
+        settings, address = self._settings, own_address(self._settings)
         self.address = address
-        limit = settings.limit
+        limit, is_first = settings.limit, self._ranks.rank == 0
         group, transport = _parts(address, limit)
-        self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        if is_first:
+            self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        where = self._ranks.of_first((address, self._store.port if is_first else 0))
         self._group = group
         start = partial(
             _import_torchft().Manager,
@@ -154,24 +170,27 @@ class Hosts:
             timeout=limit,
             quorum_timeout=timedelta(seconds=settings.quorum_timeout),
             connect_timeout=limit,
-            rank=0,
-            world_size=1,
-            store_addr=address,
-            store_port=self._store.port,
+            rank=self._ranks.rank,
+            world_size=self._ranks.size,
+            store_addr=where[0],
+            store_port=where[1],
+            init_sync=False,  # by which the ranks of a host would begin as those of several hosts
             lighthouse_addr=self._lighthouse,
             replica_id=settings.name(),
             hostname=_in_url(address),
             checkpoint_transport=transport,
             quorum_retries=round(settings.quorum_timeout / RETRY_S),
         )
-        end_s = time.monotonic() + settings.quorum_timeout
-        while self._manager is None:
+        failure, end_s = None, time.monotonic() + settings.quorum_timeout
+        while is_first and self._manager is None and failure is None:
             try:
                 self._manager = start()
-            except (RuntimeError, TimeoutError):  # there is no lighthouse yet
+            except (RuntimeError, TimeoutError) as error:  # there is no lighthouse yet
                 if time.monotonic() > end_s:
-                    raise
+                    failure = error
                 time.sleep(RETRY_S)
+        self._ranks.check(failure)  # the others find the first one's server
+        self._manager = self._manager or start()
 
 
 def _import_torchft() -> Any:
@@ -240,7 +259,7 @@ def _come(store: Any, size: int) -> str:
     return ", ".join(store.get(key).decode() for key in keys if store.check([key]))
 
 
-def _own_address(settings: Elastic) -> str:
+def own_address(settings: Elastic) -> str:
     """The address of this host that it tells the others.
 
     Raises:

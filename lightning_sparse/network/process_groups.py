@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.cut import WHOLE, Cut
+from lightning_sparse.network.host_ranks import HostRanks
 from lightning_sparse.network.machines import members_of
 from lightning_sparse.network.members import AUTO, Members, alone
 from lightning_sparse.network.torch_comm import TorchComm, carries_by_nccl, world
@@ -186,6 +187,10 @@ class ProcessGroups:
             self._between = Between(column, inside, everyone)
         return self._between
 
+    def host_ranks(self) -> HostRanks:
+        """All ranks, which are one host of several; another group in each call, to be made on every rank, at once."""
+        return HostRanks(self._new(self._ranks, "gloo") if self.local_size > 1 else None)
+
     def close(self) -> None:
         """Give back what the operating system lent, such as file descriptors; no message may be under way.
 
@@ -196,8 +201,8 @@ class ProcessGroups:
             with suppress(ValueError):  # it went with the default group
                 dist.destroy_process_group(group)
 
-    def _new(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        backend = dist.get_backend_config(self._ddp_group) if self.nccl else "gloo"
+    def _new(self, ranks: Sequence[int], backend: str = "") -> dist.ProcessGroup:
+        backend = backend or (dist.get_backend_config(self._ddp_group) if self.nccl else "gloo")
         group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._timeout, backend=backend)
         self._made.append(group)
         return group

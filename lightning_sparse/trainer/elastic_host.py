@@ -23,16 +23,20 @@ NEVER = sys.maxsize  # batches from one step of a schedule to the next
 class ElasticHost:
     """The Trainer of one of several ``hosts``: what its averager, which meets the others, is part of (``Training``).
 
-    A strategy makes one for each fit, and holds it.  It knows the ``trainer`` weakly, since a Trainer holds its
-    strategy, and the averager keeps this host after the fit.
+    A strategy makes one for each fit, on every rank of the host, and holds it.  It knows the ``trainer`` weakly, since
+    a Trainer holds its strategy, and the averager keeps this host after the fit.
+
+    Attributes:
+        name: of this host, the same on all its ranks.
 
     Raises:
-        ValueError: there is more than one process in this host's training, or something needs to see all hosts.
+        ValueError: this host's training is on several machines, or something needs to see all hosts.
     """
 
     def __init__(self, trainer: Any, hosts: Elastic) -> None:
         _check(trainer, hosts)
         self._owner, self._hosts = weakref.ref(trainer), hosts
+        self.name: str = trainer.strategy.broadcast(hosts.name())
         self._schedules: Sequence[tuple[Any, int]] = ()  # those that go by steps, and their frequencies as given
 
     @property
@@ -166,6 +170,11 @@ class ElasticHost:
         for each, every in self._every:
             each.frequency = 1 if counts and (self.steps_taken() + 1) % every == 0 else NEVER
 
+    def has_failed(self) -> bool:
+        """Whether it has ended, on this rank, with an error."""
+        trainer = self._owner()
+        return trainer is not None and trainer.strategy.shown_average.others_may_be_gone()
+
     def _frequency(self, config: Any) -> int:
         """The frequency that a user gave."""
         return next((given for each, given in self._schedules if each is config), int(config.frequency))
@@ -197,23 +206,25 @@ class ElasticHost:
         loop._batches_that_stepped = batches  # by which loggers go
 
 
-def own_order(hosts: Elastic) -> dict[str, Any]:
-    """What a sampler is given on one of several ``hosts``: each has all data, in an order of its own."""
-    return {"seed": zlib.crc32(hosts.name().encode())}
+def own_order(name: str) -> dict[str, Any]:
+    """What a sampler is given on one of several hosts, of this ``name``: each has all data, in an order of its own."""
+    return {"seed": zlib.crc32(name.encode())}
 
 
 def _check(trainer: Any, hosts: Elastic) -> None:
     """Raise a ValueError for what needs to see all hosts."""
-    if trainer.world_size != 1:
+    if trainer.num_nodes != 1:
         raise ValueError(
-            f"with elastic every process must be a training of its own; got one of {trainer.world_size} "
-            "processes. Give the Trainer devices=1 and num_nodes=1, and start one process for each device, "
-            "without torchrun."
+            f"with elastic every machine must be a training of its own; got num_nodes={trainer.num_nodes}. Give the "
+            "Trainer num_nodes=1 and the machine's devices, and start it on each machine; with torchrun by "
+            "--standalone."
         )
-    if any(isinstance(each, torch.nn.SyncBatchNorm) for each in trainer.lightning_module.modules()):
+    norms = any(isinstance(each, torch.nn.SyncBatchNorm) for each in trainer.lightning_module.modules())
+    if norms and trainer.world_size == 1:
         raise ValueError(
-            "SyncBatchNorm cannot be combined with elastic: it sees the ranks of one training, and hosts are "
-            "trainings of their own. Leave out sync_batchnorm=True, or the conversion of your own."
+            "SyncBatchNorm cannot be combined with elastic where a host has one device: it sees the ranks of one "
+            "training, and hosts are trainings of their own. Leave out sync_batchnorm=True, or the conversion of your "
+            "own."
         )
     kinds = class_names(trainer.callbacks)
     if hosts.own_pace and (found := kinds & WEIGHT_AVERAGING):

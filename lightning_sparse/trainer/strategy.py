@@ -191,7 +191,9 @@ class SparseMixin(AveragingMixin, _Base):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """As ever; a host of several has all data, in an order of its own."""
         kwargs: dict[str, Any] = super().distributed_sampler_kwargs
-        return kwargs if self.options.hosts is None else kwargs | own_order(self.options.hosts)
+        if self.options.hosts is None:
+            return kwargs
+        return kwargs | own_order(self.options.hosts.name() if self.host is None else self.host.name)
 
     # - evaluations, and a training
 
@@ -318,8 +320,8 @@ class SparseDDPStrategy(SparseMixin, DDPStrategy):
             machine; a number: so many consecutive ranks; 1: none.
         local_steps: H, or :class:`LocalSteps`: each rank takes its own optimizer steps, and what they did is exchanged,
             a part of the parameters in H each step.  0: gradients are exchanged.
-        elastic: with ``local_steps``, True or :class:`Elastic`: every process is a training of its own (``devices=1``),
-            one of several hosts that may end, stop and join at any time.
+        elastic: with ``local_steps``, True or :class:`Elastic`: every machine is a training of its own
+            (``num_nodes=1``), one of several hosts that may end, stop and join at any time.
         **ddp_kwargs: everything ``lightning.pytorch.strategies.DDPStrategy`` takes.
 
     Raises:

@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 
 from lightning_sparse.network.elastic import Elastic
-from lightning_sparse.network.hosts import Hosts, _own_address, _parts
+from lightning_sparse.network.hosts import Hosts, _parts, own_address
 
 pytest.importorskip("torchft")
 INTERFACE, LIGHTHOUSE = "GLOO_SOCKET_IFNAME", "http://127.0.0.1:1"
@@ -30,7 +30,7 @@ def test_an_address_is_the_one_given_or_of_an_interface_or_leads_to_the_lighthou
     monkeypatch.delenv(INTERFACE, raising=False)
     if interface is not None:
         monkeypatch.setenv(INTERFACE, interface)
-    assert _own_address(Elastic(lighthouse=LIGHTHOUSE, address=address)) == expected
+    assert own_address(Elastic(lighthouse=LIGHTHOUSE, address=address)) == expected
 
 
 def test_an_address_that_this_host_does_not_have_is_refused_at_the_first_meeting() -> None:

@@ -30,7 +30,7 @@ from lightning_sparse.local_steps.averager import LocalAverager
 from lightning_sparse.local_steps.replica import Replica
 from lightning_sparse.network.elastic_comm import ElasticComm
 from lightning_sparse.network.hosts import Hosts
-from tests.support.models import Does, data, small, trainer
+from tests.support.models import Does, data, small, trainer, weights
 from tests.support.processes import free_port
 
 PROGRAM = Path(sys.executable).with_name("torchft_lighthouse")
@@ -38,6 +38,8 @@ LONG_S = 60  # that ends what waits for what does not come
 HEARTBEATS_S = 0.3  # in which a lighthouse hears of a host three times
 CALM = "calm"
 MOST_ERROR = 4e-6  # of the law, relative to the largest weight
+ADAM = partial(small, optimizer="adam")
+MOST_GROUPS = 6  # in a turn of the model here
 RATE, FALLS_BY, EVERY = 0.01, 0.998, (1, 2, 3)  # of a learning rate: at first, how it falls, and after how many steps
 
 
@@ -89,7 +91,8 @@ class Plan:
     """What hosts do in a test.
 
     Attributes:
-        faults: of a host, the name of a fault (a function of this module) and the step from which it may happen.
+        devices: of each host; a rank is a process, and the first ones are those of host 0.
+        faults: of a rank, the name of a fault (a function of this module) and the step from which it may happen.
         joins: of a host that comes later, the step of host 0 that it waits for.
     """
 
@@ -115,12 +118,17 @@ class Plan:
     sleeps: dict[int, float] = field(default_factory=dict)  # before each own step of a host, until there is a file CALM
     cut_s: int = 0  # for which a link is cut
     stops_until: int = 0  # a step of host 0, at which one goes on that has stopped
+    devices: int = 1
+    options: dict[str, Any] = field(default_factory=dict)  # of the Trainer
+    model: Callable[..., Any] = ADAM
 
 
 class Now:
     """Where this process is."""
 
     folder: Path  # of the plan
+    rank: int  # of all of them
+    sibling: int  # the next one of the same host
     cut_s: int
     until: int
     step = 0  # of the exchange that is under way
@@ -159,9 +167,10 @@ def half_a_vote(step: int) -> None:
     """Die when one host has this one's vote and the others do not."""
     vote = ElasticAverager._vote
 
-    def half(self: ElasticAverager, lane: Lane) -> None:
+    def half(self: ElasticAverager, pending: Any, lane: Lane) -> None:
         if Now.step < step:
-            return vote(self, lane)
+            return vote(self, pending, lane)
+        self._voting.all(True)
         comm: Any = lane.comm
         one = (comm.rank + 1) % comm.size
         yes = [torch.zeros(2, dtype=torch.float64)]
@@ -177,6 +186,77 @@ def after(step: int) -> None:
     """Die when an exchange counts, before it is applied here."""
     commit = Hosts.commit
     _replace(Hosts, "commit", lambda self, *error: (commit(self, *error), Now.step >= step and die())[0])
+
+
+def last_of_two(step: int) -> None:
+    """Die before the first message of an exchange that the other rank of this host has received all of."""
+    watch = ElasticComm._watch
+
+    def waiting(self: ElasticComm, *args: Any) -> Any:
+        if Now.step >= step:
+            wait_until((Now.folder / f"{Now.sibling}.voting{Now.step}").exists)
+            die()
+        return watch(self, *args)
+
+    _replace(ElasticComm, "_watch", waiting)
+
+
+def before_others_vote(step: int) -> None:
+    """Die with all of an exchange received, before the other rank of this host may have."""
+    vote = ElasticAverager._vote
+    _replace(ElasticAverager, "_vote", lambda *args: (Now.step >= step and die(), vote(*args))[1])
+
+
+def slowly(step: int) -> None:
+    """Send nothing in an exchange until the other rank of this host has died or a second is over."""
+    watch = ElasticComm._watch
+
+    def waiting(self: ElasticComm, *args: Any) -> Any:
+        if Now.step >= step and not Now.killed:
+            Now.killed = True
+            time.sleep(1)
+        return watch(self, *args)
+
+    _replace(ElasticComm, "_watch", waiting)
+
+
+def stand_still(step: int) -> None:
+    """Stop (SIGSTOP) within an exchange, and go on when the other rank of this host has ended."""
+    watch = ElasticComm._watch
+
+    def stopping(self: ElasticComm, *args: Any) -> Any:
+        if Now.step >= step and not Now.killed:
+            Now.killed, own = True, os.getpid()
+            sibling = int((Now.folder / f"{Now.sibling}.pid").read_text())
+            if os.fork() == 0:
+                try:
+                    wait_until(lambda: not _is_there(sibling))
+                finally:
+                    os.kill(own, signal.SIGCONT)
+                    os._exit(0)
+            os.kill(own, signal.SIGSTOP)
+        return watch(self, *args)
+
+    _replace(ElasticComm, "_watch", stopping)
+
+
+def _is_there(process: int) -> bool:
+    """Whether a process is there that has not ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def fail(step: int) -> None:
+    """Raise within a step."""
+    between = ElasticAverager.between_steps
+
+    def failing(self: ElasticAverager) -> None:
+        if self.steps >= step:
+            raise ArithmeticError("a rank has failed")
+        between(self)
+
+    _replace(ElasticAverager, "between_steps", failing)
 
 
 def handing_on(step: int) -> None:
@@ -254,8 +334,8 @@ def cut_for_a_while(step: int) -> None:
     _replace(ElasticComm, "_watch", cutting)
 
 
-FATAL = (before, within, half_a_vote, after, handing_on)
-OTHERS = (stop_for_a_while, stop_in_a_meeting, answer_lost, cut_for_a_while)
+FATAL = (before, within, half_a_vote, after, handing_on, last_of_two, before_others_vote)
+OTHERS = (slowly, stand_still, fail, stop_for_a_while, stop_in_a_meeting, answer_lost, cut_for_a_while)
 FAULTS = {each.__name__: each for each in (*FATAL, *OTHERS)}
 
 
@@ -267,9 +347,12 @@ def _replace(owner: type, name: str, function: Any) -> None:
 
 
 def train(rank: int, size: int, plan: Plan) -> dict[str, Any]:
-    """Train as one host; returns what it has at the end."""
-    as_a_host(plan.lighthouse)
+    """Train as one rank of a host; returns what it has at the end."""
+    host, own = divmod(rank, plan.devices)
+    Now.rank, Now.sibling = rank, host * plan.devices + (own + 1) % plan.devices
     Now.folder, Now.cut_s, Now.until = plan.folder, plan.cut_s, plan.stops_until
+    (plan.folder / f"{rank}.pid").write_text(str(os.getpid()))
+    as_a_host(plan.lighthouse, own, plan.devices, plan.folder / f"host{host}.port")
     journal = (plan.folder / f"{rank}.journal").open("ab", buffering=0)
 
     def note(*entry: Any) -> None:
@@ -284,11 +367,11 @@ def train(rank: int, size: int, plan: Plan) -> dict[str, Any]:
 
     def start_together(self: Hosts) -> None:
         """Have the lighthouse know all first hosts before one asks it who is there."""
-        if rank in plan.joins:
-            wait_until((plan.folder / f"0.at{plan.joins[rank]}").exists)
+        if host in plan.joins:
+            wait_until((plan.folder / f"0.at{plan.joins[host]}").exists)
         start(self)
         (plan.folder / f"{rank}.started").touch()
-        first = [other for other in range(size) if other not in plan.joins and rank not in plan.joins]
+        first = [other for other in range(size) if other // plan.devices not in plan.joins and host not in plan.joins]
         wait_until(lambda: all((plan.folder / f"{other}.started").exists() for other in first))
         time.sleep(HEARTBEATS_S)
 
@@ -307,26 +390,30 @@ def train(rank: int, size: int, plan: Plan) -> dict[str, Any]:
         min_hosts=plan.min_hosts,
         timeout=plan.timeout_s,
         quorum_timeout=plan.quorum_timeout_s,
-        replica_id=f"host{rank}",
-        address=plan.addresses.get(rank),
+        replica_id=f"host{host}",
+        address=plan.addresses.get(host),
         own_pace=plan.own_pace,
     )
-    local = plan.local | ({"local_steps": 7} if rank == plan.odd else {})
+    local = plan.local | ({"local_steps": 7} if host == plan.odd else {})
     strategy = ls.SparseDDPStrategy(plan.compressor, elastic=elastic, **local)
     begun = Does("on_train_batch_start", at_batch)
     callbacks: list[Any] = [begun]
     if plan.saves:
-        callbacks.append(ModelCheckpoint(dirpath=plan.folder / f"host{rank}", every_n_train_steps=3, save_last=True))
-    run = trainer(strategy, 1, check_every=0, max_steps=plan.steps, callbacks=callbacks)
-    model = small(seed=rank, optimizer="adam")
+        callbacks.append(ModelCheckpoint(dirpath=plan.folder / f"host{host}", every_n_train_steps=3, save_last=True))
+    run = trainer(strategy, plan.devices, check_every=0, max_steps=plan.steps, callbacks=callbacks, **plan.options)
+    model = plan.model(seed=host)
     if plan.falls:
         model.configure_optimizers = partial(falling, model)  # type: ignore[method-assign]
-    run.fit(model, data(plan.batches or 4 * plan.steps, 1, seed=rank), ckpt_path=plan.checkpoints.get(rank))
+    of = host if run._accelerator_connector.use_distributed_sampler else rank
+    loader = data(plan.batches or 4 * plan.steps, plan.devices if of == host else 1, seed=of)
+    run.fit(model, loader, ckpt_path=plan.checkpoints.get(host))
     averager: Any = strategy.averager
     return {
         "step": run.global_step,
         "bits": _bits(averager),
-        "seed": run.train_dataloader.sampler.seed,  # type: ignore[union-attr]
+        "seed": getattr(run.train_dataloader.sampler, "seed", host),  # type: ignore[union-attr]
+        "weights": sum((i + 1) * int(checksum(p.detach())) for i, p in enumerate(averager.own.values())),
+        "module": weights(model),
         "metrics": averager.metrics(),
         "hosts": averager.members,
         "rate": _rate(run),
@@ -372,10 +459,21 @@ def join_namespace(path: str) -> None:
         assert ctypes.CDLL(None).setns(namespace.fileno(), 0) == 0
 
 
-def as_a_host(lighthouse: str) -> None:
-    """Take the place of a rank of torchrun away from this process: it is a training of its own."""
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_PORT=str(free_port()))
-    os.environ["TORCHFT_LIGHTHOUSE"] = lighthouse
+def as_a_host(lighthouse: str, rank: int = 0, size: int = 1, port: Path | None = None) -> None:
+    """Take the place of a rank of torchrun away from this process: it is one of a training of its own.
+
+    The first rank of a host writes the ``port`` at which they find each other into a file.
+    """
+    if rank == 0 or port is None:
+        found = str(free_port())
+        if port is not None:
+            port.with_suffix(".new").write_text(found)
+            port.with_suffix(".new").rename(port)
+    else:
+        wait_until(port.exists)
+        found = port.read_text()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+    os.environ.update(MASTER_PORT=found, TORCHFT_LIGHTHOUSE=lighthouse)
 
 
 def _bits(averager: Any) -> int:
@@ -385,6 +483,7 @@ def _bits(averager: Any) -> int:
 def _note_exchanges(note: Callable[..., None]) -> None:
     """Note of each group's turn what was unsent before and after, and how x̄ moved, times the steps' length."""
     send, snapshot, apply = LocalAverager._send, Replica.snapshot, Replica.apply_move
+    vote = ElasticAverager._vote
     known: dict[Replica, tuple[int, int, Tensor, Tensor]] = {}
 
     def sending(self: LocalAverager) -> None:
@@ -401,6 +500,11 @@ def _note_exchanges(note: Callable[..., None]) -> None:
         moved = (self.average - average) * (self._settings.lead or 1.0)
         note("turn", step, self.group.index, size, unsent, self.group.unsent.clone(), moved, self.average.clone())
 
+    def voting(self: ElasticAverager, *args: Any) -> None:
+        (Now.folder / f"{Now.rank}.voting{Now.step}").touch()
+        vote(self, *args)
+
+    _replace(ElasticAverager, "_vote", voting)
     _replace(LocalAverager, "_send", sending)
     _replace(Replica, "snapshot", taking)
     _replace(Replica, "apply_move", applying)
@@ -414,6 +518,7 @@ class Journals:
     """What hosts have noted, of those that were killed too."""
 
     folder: Path
+    devices: int = 1  # of a host
 
     def __post_init__(self) -> None:
         self.entries: dict[int, list[Any]] = {}
@@ -422,10 +527,10 @@ class Journals:
 
     def check_bits(self) -> None:
         """Whoever is as far has the same x̄."""
-        found: dict[int, set[int]] = defaultdict(set)
-        for entries in self.entries.values():
+        found: dict[tuple[int, int], set[int]] = defaultdict(set)
+        for rank, entries in self.entries.items():
             for _, committed, bits, *_ in (each for each in entries if each[0] == "state"):
-                found[committed].add(bits)
+                found[rank % self.devices, committed].add(bits)
         assert not {committed: bits for committed, bits in found.items() if len(bits) > 1}
 
     def check_steps(self, steps: int) -> None:
@@ -437,10 +542,10 @@ class Journals:
 
     def check_law(self) -> dict[int, int]:
         """P * moved + unsent after == unsent before, over all that took part; returns checks by P."""
-        turns: dict[tuple[int, int], list[Any]] = defaultdict(list)
-        for entries in self.entries.values():
+        turns: dict[tuple[int, int, int], list[Any]] = defaultdict(list)
+        for rank, entries in self.entries.items():
             for _, step, index, *rest in (each for each in entries if each[0] == "turn"):
-                turns[step, index].append(rest)
+                turns[rank % self.devices, step, index].append(rest)
         checked: dict[int, int] = defaultdict(int)
         for hosts in turns.values():
             sizes, before, after, moved, average = zip(*hosts, strict=True)
@@ -453,6 +558,14 @@ class Journals:
                 assert error <= MOST_ERROR * max(1.0, float(average[0].abs().max())), error
                 checked[sizes[0]] += 1
         return dict(checked)
+
+    def check_columns(self) -> None:
+        """A turn has counted for all ranks of a host or for none, but for the last one before a rank was killed."""
+        for first in range(0, max(self.entries) + 1, self.devices):
+            turns = [[each[1:4] for each in self.entries[first + i] if each[0] == "turn"] for i in range(self.devices)]
+            shortest = min(map(len, turns))
+            assert len({tuple(each[:shortest]) for each in turns}) == 1
+            assert max(map(len, turns)) - shortest <= MOST_GROUPS
 
 
 def _entries(path: Path) -> Any:
