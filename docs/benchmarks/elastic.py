@@ -1,11 +1,12 @@
 """Loss of the byte model where hosts die and come back, or where one is slow, and seconds to a loss.
 
     python docs/benchmarks/elastic.py faults --hosts 3 --steps 350
+    python docs/benchmarks/elastic.py faults --hosts 2 --devices 2 --steps 350
     python docs/benchmarks/elastic.py unequal --hosts 2 --steps 400
 
 ``faults``: a host dies every 100 steps and comes back after 30, as a new process that joins the others; beside a
 training without faults, and one whose ranks torchrun starts again from a checkpoint of every 100 steps.  ``unequal``:
-one host has half of a processor, with and without ``own_pace``.  Every host is a process of this machine; the extra
+one host has half of a processor, with and without ``own_pace``.  Every rank is a process of this machine; the extra
 "elastic" installs the lighthouse.  Losses are of x̄, on text that nobody trains on.
 """
 
@@ -69,8 +70,9 @@ class Diary(L.Callback):
         self._note(trainer, {})
         if self.file.stem == "1" and trainer.global_step >= self.next:
             self.next = trainer.global_step - trainer.global_step % KEEP + KEEP
-            averages = {name: x.clone() for name, x in trainer.strategy.averager.averages.items()}
-            torch.save((time.time(), averages), self.folder / f"{time.time():.3f}.pt")
+            average = trainer.strategy.lightning_module_state_dict()
+            if trainer.is_global_zero:
+                torch.save((time.time(), average), self.folder / f"{time.time():.3f}.pt")
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         trainer.strategy.show_average()
@@ -78,6 +80,8 @@ class Diary(L.Callback):
         self._note(trainer, said | {"loss": validation_loss(module.task)})
 
     def _note(self, trainer: L.Trainer, more: dict[str, Any]) -> None:
+        if not trainer.is_global_zero:
+            return
         said = {"step": trainer.global_step, "pid": os.getpid(), "batches": self.batches}
         self.file.with_suffix(".new").write_text(json.dumps(said | more))
         self.file.with_suffix(".new").rename(self.file)
@@ -90,7 +94,8 @@ def work(args: argparse.Namespace) -> None:
     model = Model(args.steps)
     task = model.task
     saved = sorted(folder.glob("*.ckpt"), key=lambda path: path.stat().st_mtime) if restarts else []
-    generator = torch.Generator().manual_seed(args.work + 1000 * len(saved))
+    own = int(os.environ.get("LOCAL_RANK", "0"))
+    generator = torch.Generator().manual_seed(args.work + 100 * own + 1000 * len(saved))
 
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self) -> Iterator[list[torch.Tensor]]:
@@ -102,8 +107,8 @@ def work(args: argparse.Namespace) -> None:
     strategy = ls.SparseDDPStrategy("sparse_dense", local_steps=2, wire_dtype="int4", elastic=not restarts and hosts)
     saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=CHECKPOINT, save_top_k=-1)
     trainer = L.Trainer(
-        accelerator="cpu", devices=1, strategy=strategy, max_steps=args.steps, logger=False,
-        num_nodes=int(os.environ["WORLD_SIZE"]) if restarts else 1,
+        accelerator="cpu", devices=args.devices, strategy=strategy, max_steps=args.steps, logger=False,
+        num_nodes=int(os.environ["GROUP_WORLD_SIZE"]) if restarts else 1,
         callbacks=[Diary(folder, args.work), *([saver] if restarts else [])], enable_checkpointing=restarts,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
@@ -156,9 +161,10 @@ class Training:
             program += ["-m", "torch.distributed.run", f"--nnodes=1:{self.args.hosts}", "--max-restarts=100"]
             program += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{self.port}", "--rdzv-id=1"]
             program += [f"--rdzv-conf={RENDEZVOUS},is_host={int(self.begun == 1)}", "--local-addr=localhost"]
-            program += ["--monitor-interval=0.1"]
+            program += ["--monitor-interval=0.1", f"--nproc-per-node={self.args.devices}"]
         program += [str(Path(__file__).resolve()), "work", "--work", str(self.begun), "--folder", str(self.folder)]
-        program += ["--steps", str(self.args.steps), *(["--own-pace"] if self.own_pace else [])]
+        program += ["--steps", str(self.args.steps), "--devices", str(self.args.devices)]
+        program += [*(["--own-pace"] if self.own_pace else [])]
         process = subprocess.Popen(program, env=self.environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         return Host(process, self.folder / f"{self.begun}.json")
 
@@ -267,6 +273,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["faults", "unequal", "work"], help="work: of this program itself")
     parser.add_argument("--hosts", type=int, default=3)
+    parser.add_argument("--devices", type=int, default=1, help="of each host")
     parser.add_argument("--steps", type=int, default=350)
     parser.add_argument("--loss", type=float, default=2.2, help="nats a byte, which the seconds are to")
     parser.add_argument("--work", type=int, help="the number of this host")

@@ -8,6 +8,7 @@ import torch
 
 from lightning_sparse.elastic.averager import ElasticAverager
 from lightning_sparse.elastic.membership import Membership
+from lightning_sparse.network.host_ranks import HostRanks
 from lightning_sparse.network.torch_comm import RankLost
 
 
@@ -19,12 +20,16 @@ class Host:
         replica = SimpleNamespace(
             apply_move=lambda: self.found.append("applied"), drop=lambda: self.found.append("dropped")
         )
-        nothing = SimpleNamespace(receive=lambda: None, read=lambda size: None, drop=lambda: None, accept=lambda: None)
+        weights = SimpleNamespace(apply_moves=lambda replicas: [each.apply_move() for each in replicas])
+        nothing = SimpleNamespace(
+            receive=lambda inside: None, read=lambda size: None, drop=lambda: None, accept=lambda: None
+        )
         averager: Any = ElasticAverager.__new__(ElasticAverager)
         averager._membership = SimpleNamespace(
             commit=lambda error: False, note_failure=lambda: None, committed=4, described={}
         )
         averager._in_exchange, averager._has_voted, averager._exchanged, averager._in_doubt = True, has_voted, 4, None
+        averager._ranks, averager._inside, averager.weights = HostRanks(), None, weights
         averager._dropped, averager.moments, averager.set_by_others = 0, nothing, nothing
         averager.lanes = [SimpleNamespace(comm=SimpleNamespace(size=2))]
         self.averager = averager
@@ -32,7 +37,7 @@ class Host:
 
     def meet(self, committed: int) -> None:
         """Meet others whose last exchange that counted is another."""
-        self.averager._catch_up({"described": {}, "remembered_of": 2, "committed": committed})
+        self.averager._catch_up({"replicas": [], "remembered_of": 2, "committed": committed})
 
 
 def test_a_host_that_has_voted_applies_the_exchange_late_where_another_has_applied_it() -> None:
@@ -54,6 +59,21 @@ def test_hosts_that_are_not_equally_far_meet_again(column: int | None, fits: boo
         rows[1, column] += 1
     membership: Any = Membership.__new__(Membership)
     membership._hosts = SimpleNamespace(group=None, rank=0, size=2, key=1, was_made_anew=False, failure="")
+    membership._ranks, membership._is_connected = HostRanks(), True
     membership._digest, membership.committed, membership.lost, membership._known = 5, 3, 0, set()
-    membership.comm = SimpleNamespace(join=lambda *_: None, all_gather=lambda own: SimpleNamespace(wait=lambda: rows))
+    membership.comm = SimpleNamespace(
+        join=lambda *_: None, leave=lambda: None, all_gather=lambda own: SimpleNamespace(wait=lambda: rows)
+    )
     assert membership.greet(7, 2) == (8 if fits else None)
+
+
+def test_where_nobody_has_begun_all_follow_the_first_host() -> None:
+    rows = torch.tensor([[0, 1, 5, 0, 0], [0, 2, 5, 0, 0]])
+    for rank in range(2):
+        membership: Any = Membership.__new__(Membership)
+        membership._hosts = SimpleNamespace(group=None, rank=rank, size=2, key=1, was_made_anew=False, failure="")
+        membership._ranks, membership._is_connected = HostRanks(), True
+        membership._digest, membership.committed, membership.failed, membership._known = 5, 0, 0, set()
+        membership.comm = SimpleNamespace(join=lambda *_: None, all_gather=lambda _: SimpleNamespace(wait=lambda: rows))
+        assert membership.greet(0, 0) is None
+        assert membership.committed == (rank == 0)
