@@ -51,7 +51,7 @@ class Membership:
         self.described = dict(described)
         self.quorum_timeout_s = hosts.quorum_timeout
         self.committed = self.failed = self.lost = 0
-        self._is_connected = False  # this rank, with those of the last meeting
+        self._is_connected = self._all_are = False  # this rank, with those of the last meeting; and all of this host
         self._digest = 0  # of what describes this host, once that is complete
         self._known: set[int] = set()  # the hosts of the last meeting
         self._has_warned = False
@@ -85,7 +85,8 @@ class Membership:
         received = self._hosts.take_received()
         if received is not None and received.get("described", self.described) != self.described:
             self.compare([self.described, received["described"]])
-        return self._ranks.all(is_ready), received if self._ranks.all(received is not None) else None
+        self._all_are = self._ranks.all(is_ready)
+        return self._all_are, received if self._ranks.all(received is not None) else None
 
     def greet(self, steps: int, looks: int) -> int | None:
         """Tell the others who this is, after so many ``steps`` and ``looks``; return the steps of the furthest host.
@@ -99,7 +100,7 @@ class Membership:
         """
         if self._is_connected:
             self.comm.join(self._hosts.group, self._hosts.rank, self._hosts.size)
-        found = self._greet(steps, looks) if self._is_connected else None  # who is, finds other settings here
+        found = self._greet(steps, looks) if self._is_connected else None
         if not self._ranks.all(found is not None):
             self.comm.leave()  # so that no host waits for what this rank would have sent next
             return None
@@ -115,7 +116,10 @@ class Membership:
         )
         try:
             rows = self.comm.all_gather(own).wait()
-            if len(set(rows[:, 2].tolist())) > 1 and self._hosts.was_made_anew:
+            none_has_begun, are_same = not rows[:, 3].any(), len(set(rows[:, 2].tolist())) == 1
+            if none_has_begun and self._hosts.size > 1 and self._all_are:
+                return NOBODY  # and who follows will compare
+            if not are_same and self._hosts.was_made_anew:  # also if others of this host find nobody of their number
                 self.compare(
                     [json.loads(each) for each in everywhere(json.dumps(self.described), self.comm, own.device)]
                 )
@@ -124,8 +128,6 @@ class Membership:
         except RankLost as error:
             self._hosts.failure = str(error)
             return None
-        if self._hosts.size > 1 and not rows[:, 3].any():
-            return NOBODY
         furthest, now = int(rows[:, 0].max()), set(rows[:, 1].tolist())
         if gone := self._known - now:
             self.lost += len(gone)

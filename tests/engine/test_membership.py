@@ -59,7 +59,7 @@ def test_hosts_that_are_not_equally_far_meet_again(column: int | None, fits: boo
         rows[1, column] += 1
     membership: Any = Membership.__new__(Membership)
     membership._hosts = SimpleNamespace(group=None, rank=0, size=2, key=1, was_made_anew=False, failure="")
-    membership._ranks, membership._is_connected = HostRanks(), True
+    membership._ranks, membership._is_connected, membership._all_are = HostRanks(), True, True
     membership._digest, membership.committed, membership.lost, membership._known = 5, 3, 0, set()
     membership.comm = SimpleNamespace(
         join=lambda *_: None, leave=lambda: None, all_gather=lambda own: SimpleNamespace(wait=lambda: rows)
@@ -72,7 +72,7 @@ def test_where_nobody_has_begun_all_follow_the_first_host() -> None:
     for rank in range(2):
         membership: Any = Membership.__new__(Membership)
         membership._hosts = SimpleNamespace(group=None, rank=rank, size=2, key=1, was_made_anew=False, failure="")
-        membership._ranks, membership._is_connected = HostRanks(), True
+        membership._ranks, membership._is_connected, membership._all_are = HostRanks(), True, True
         membership._digest, membership.committed, membership.failed, membership._known = 5, 0, 0, set()
         membership.comm = SimpleNamespace(join=lambda *_: None, all_gather=lambda _: SimpleNamespace(wait=lambda: rows))
         assert membership.greet(0, 0) is None

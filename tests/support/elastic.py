@@ -414,6 +414,7 @@ def train(rank: int, size: int, plan: Plan) -> dict[str, Any]:
         "seed": getattr(run.train_dataloader.sampler, "seed", host),  # type: ignore[union-attr]
         "weights": sum((i + 1) * int(checksum(p.detach())) for i, p in enumerate(averager.own.values())),
         "module": weights(model),
+        "statistics": torch.cat([x.flatten().double() for x in [torch.zeros(0), *model.buffers()]]),
         "metrics": averager.metrics(),
         "hosts": averager.members,
         "rate": _rate(run),

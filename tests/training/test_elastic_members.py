@@ -1,5 +1,7 @@
 """Hosts of two ranks each end, stop and join: a host is there with both or not at all, and no other host ends."""
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +70,11 @@ def members(rank: int, size: int, steps: int, options: dict[str, Any]) -> torch.
     return weights(model)
 
 
-@pytest.mark.parametrize("steps", [2, LocalSteps(3, fragments=1, overlap=False)], ids=["2", "3_waits"])
+@pytest.mark.parametrize(
+    "steps",
+    [2, pytest.param(LocalSteps(3, fragments=1, overlap=False), marks=pytest.mark.programs)],
+    ids=["2", "3_waits"],
+)
 def test_hosts_train_as_members_of_as_many_ranks_do(ranks: Ranks, tmp_path: Path, steps: Any) -> None:
     options = {"steps": steps, "wire_dtype": "int4"}
     expected = ranks.run(members, 4, 13, options)
@@ -88,7 +94,9 @@ KILLS = {
 }
 
 
-@pytest.mark.parametrize("kills", KILLS)
+@pytest.mark.parametrize(
+    "kills", [x if x == "between_columns" else pytest.param(x, marks=pytest.mark.programs) for x in KILLS]
+)
 def test_one_of_two_ranks_is_killed_and_its_host_ends_and_no_other(ranks: Ranks, tmp_path: Path, kills: str) -> None:
     with Lighthouse() as lighthouse:
         ends = ends_of(ranks, 4, Plan(lighthouse.address, tmp_path, faults=KILLS[kills]))
@@ -99,6 +107,7 @@ def test_one_of_two_ranks_is_killed_and_its_host_ends_and_no_other(ranks: Ranks,
     assert [end["metrics"]["sparse/lost_hosts"] for end in ends.values()] == [3, 3]
 
 
+@pytest.mark.programs
 def test_a_host_leaves_and_comes_back_with_both_ranks(ranks: Ranks, tmp_path: Path) -> None:
     with Lighthouse() as lighthouse:
         plan = Plan(lighthouse.address, tmp_path, steps=60, faults={3: ("within", 4)}, joins={2: 8}, slow_below=2)
@@ -113,7 +122,14 @@ def test_a_host_leaves_and_comes_back_with_both_ranks(ranks: Ranks, tmp_path: Pa
     assert all(end["schedules"] == fallen_after(plan.steps) for end in ends.values())
 
 
-@pytest.mark.parametrize(("rank", "fault"), [(3, "stand_still"), (2, "stand_still"), (3, "fail")])
+@pytest.mark.parametrize(
+    ("rank", "fault"),
+    [
+        (3, "stand_still"),
+        pytest.param(2, "stand_still", marks=pytest.mark.programs),
+        pytest.param(3, "fail", marks=pytest.mark.programs),
+    ],
+)
 def test_a_rank_stands_still_or_fails_and_its_host_ends(ranks: Ranks, tmp_path: Path, rank: int, fault: str) -> None:
     with Lighthouse() as lighthouse:
         plan = Plan(lighthouse.address, tmp_path, steps=30, faults={rank: (fault, 5)}, timeout_s=3.0)
@@ -122,6 +138,7 @@ def test_a_rank_stands_still_or_fails_and_its_host_ends(ranks: Ranks, tmp_path: 
     Journals(tmp_path, 2).check_bits()
 
 
+@pytest.mark.programs
 def test_a_lighthouse_is_killed_and_started_again(ranks: Ranks, tmp_path: Path) -> None:
     with Lighthouse(min_hosts=2) as lighthouse:
         plan = Plan(lighthouse.address, tmp_path, steps=30, devices=2)
@@ -133,6 +150,7 @@ def test_a_lighthouse_is_killed_and_started_again(ranks: Ranks, tmp_path: Path) 
     whole(ends, plan)
 
 
+@pytest.mark.programs
 def test_at_its_own_pace_all_ranks_of_a_host_take_as_many_steps(ranks: Ranks, tmp_path: Path) -> None:
     with Lighthouse() as lighthouse:
         plan = Plan(lighthouse.address, tmp_path, steps=80, own_pace=True, falls=True)
@@ -143,16 +161,58 @@ def test_at_its_own_pace_all_ranks_of_a_host_take_as_many_steps(ranks: Ranks, tm
 
 
 class Normed(Small):
-    """Has statistics, which are those of all ranks of a host."""
+    """Has statistics, of which a host keeps its first rank's, as ddp does."""
 
     def __init__(self) -> None:
         super().__init__("adam")
-        self.net.insert(1, nn.SyncBatchNorm(33))
+        self.net.insert(1, nn.BatchNorm1d(33))
 
 
 def normed(seed: int) -> Normed:
     torch.manual_seed(seed)
     return Normed()
+
+
+def statistics(module: nn.Module) -> torch.Tensor:
+    return torch.cat([x.flatten().double() for x in module.buffers()])
+
+
+def with_ddp(rank: int, size: int, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    run = trainer("ddp", size, check_every=0, max_steps=steps, **OTHER_DATA)
+    model = normed(seed=0)
+    run.fit(model, data(4 * steps, 1, seed=rank))
+    return weights(model), statistics(model)
+
+
+@pytest.mark.programs
+def test_one_host_of_two_ranks_trains_as_ddp_does(ranks: Ranks, tmp_path: Path) -> None:
+    expected = ranks.run(with_ddp, 2, 20)
+    with Lighthouse() as lighthouse:
+        plan = Plan(lighthouse.address, tmp_path, steps=20, model=normed, options=OTHER_DATA)
+        plan.local = {"local_steps": LocalSteps(1, lead=1.0, overlap=False), "wire_dtype": "float32"}
+        ends = ends_of(ranks, 1, plan)
+    for rank, end in ends.items():
+        assert torch.allclose(end["module"], expected[rank][0], rtol=0, atol=1e-5)
+        assert torch.allclose(end["statistics"], expected[rank][1], rtol=0, atol=1e-5)
+
+
+def mixed(rank: int, size: int, plan: Plan) -> Any:
+    """Train as one of two ranks of a host, or as another of one rank."""
+    return train(rank, 2, plan) if rank < 2 else train(1, 2, replace(plan, devices=1))
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize("joins", [None, 5])
+def test_hosts_must_have_as_many_devices(ranks: Ranks, tmp_path: Path, joins: int | None) -> None:
+    with Lighthouse() as lighthouse:
+        plan = Plan(lighthouse.address, tmp_path, steps=40, devices=2, timeout_s=3.0, slow_below=2)
+        plan.joins = {} if joins is None else {1: joins}
+        with ranks.start(mixed, 3, plan) as running:
+            ends = {end.rank: end for end in running.ends(IN_TIME_S)}
+    assert "Hosts must be started with the same settings" in str(ends[2].error)
+    assert re.search("devices: . on host 0; . on host 1", str(ends[2].error))
+    if joins is not None:
+        assert [ends[rank].value["step"] for rank in (0, 1)] == [40, 40]
 
 
 def train_on(rank: int, size: int, path: Path, steps: int) -> torch.Tensor:
@@ -162,6 +222,7 @@ def train_on(rank: int, size: int, path: Path, steps: int) -> torch.Tensor:
     return weights(model)
 
 
+@pytest.mark.programs
 def test_files_of_hosts_of_two_ranks_go_on_elsewhere_and_back(ranks: Ranks, tmp_path: Path) -> None:
     first, again, alone = tmp_path / "first", tmp_path / "again", tmp_path / "alone"
     for folder in (first, again, alone):
@@ -180,11 +241,7 @@ def test_files_of_hosts_of_two_ranks_go_on_elsewhere_and_back(ranks: Ranks, tmp_
     assert torch.equal(one, other)
 
 
-def test_batch_norm_over_a_host_and_what_is_refused(ranks: Ranks, tmp_path: Path) -> None:
-    with Lighthouse() as lighthouse:
-        plan = Plan(lighthouse.address, tmp_path, steps=4, model=normed)
-        plan.options = {"sync_batchnorm": False}
-        ends_of(ranks, 2, plan)
+def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="local_group must be 'auto' or left out; got 2"):
         ls.SparseDDPStrategy("sparse_dense", local_steps=2, elastic=True, local_group=2)
     strategy = ls.SparseDDPStrategy("sparse_dense", local_steps=2, elastic=ls.Elastic(lighthouse="http://localhost:1"))
