@@ -1,11 +1,12 @@
 """Loss of the byte model where hosts die and come back, or where one is slow, and seconds to a loss.
 
     python docs/benchmarks/elastic.py faults --hosts 3 --steps 350
-    python docs/benchmarks/elastic.py faults --hosts 2 --devices 2 --steps 350
+    python docs/benchmarks/elastic.py kinds --hosts 3 --devices 2 --steps 300
     python docs/benchmarks/elastic.py unequal --hosts 2 --steps 400
 
 ``faults``: a host dies every 100 steps and comes back after 30, as a new process that joins the others; beside a
-training without faults, and one whose ranks torchrun starts again from a checkpoint of every 100 steps.  ``unequal``:
+training without faults, and one whose ranks torchrun starts again from a checkpoint of every 100 steps.  ``kinds``:
+one fault of each kind, after 100 steps, and after 30 more a new host in the place of one that is gone.  ``unequal``:
 one host has half of a processor, with and without ``own_pace``.  Every rank is a process of this machine; the extra
 "elastic" installs the lighthouse.  Losses are of x̄, on text that nobody trains on.
 """
@@ -81,6 +82,7 @@ class Diary(L.Callback):
 
     def _note(self, trainer: L.Trainer, more: dict[str, Any]) -> None:
         if not trainer.is_global_zero:
+            self.file.with_suffix(".pid").write_text(str(os.getpid()))
             return
         said = {"step": trainer.global_step, "pid": os.getpid(), "batches": self.batches}
         self.file.with_suffix(".new").write_text(json.dumps(said | more))
@@ -103,7 +105,7 @@ def work(args: argparse.Namespace) -> None:
                 chosen = torch.randint(len(task.training[0]), (task.batch_size,), generator=generator)
                 yield [task.training[0][chosen]]
 
-    hosts = ls.Elastic(timeout=20, replica_id=f"host{args.work}", own_pace=args.own_pace)
+    hosts = ls.Elastic(timeout=args.timeout, replica_id=f"host{args.work}", own_pace=args.own_pace)
     strategy = ls.SparseDDPStrategy("sparse_dense", local_steps=2, wire_dtype="int4", elastic=not restarts and hosts)
     saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=CHECKPOINT, save_top_k=-1)
     trainer = L.Trainer(
@@ -133,6 +135,11 @@ class Host:
             if "pid" in (note := self.note()):
                 os.kill(note["pid"], number)
 
+    def signal_other(self, number: int) -> None:
+        """Send it to another rank of this host than the first."""
+        with suppress(OSError):
+            os.kill(int(self.diary.with_suffix(".pid").read_text()), number)
+
 
 def free_port() -> int:
     """A port that nobody listens at."""
@@ -151,6 +158,7 @@ class Training:
         self.environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         self.environment |= {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{self.port}"}
         self.environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        self.lighthouse: subprocess.Popen | None = None
         self.hosts = [self.start() for _ in range(args.hosts)]
 
     def start(self) -> Host:
@@ -164,17 +172,15 @@ class Training:
             program += ["--monitor-interval=0.1", f"--nproc-per-node={self.args.devices}"]
         program += [str(Path(__file__).resolve()), "work", "--work", str(self.begun), "--folder", str(self.folder)]
         program += ["--steps", str(self.args.steps), "--devices", str(self.args.devices)]
+        program += ["--timeout", str(self.args.timeout)]
         program += [*(["--own-pace"] if self.own_pace else [])]
         process = subprocess.Popen(program, env=self.environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         return Host(process, self.folder / f"{self.begun}.json")
 
     def run(self, beside: Callable[["Training"], None]) -> dict[str, Any]:
         """Return what the first host has at its end, and seconds since its first step; ``beside`` is called often."""
-        program = Path(sys.executable).with_name("torchft_lighthouse")
-        limits = ["--min_replicas", str(self.fewest), "--heartbeat_timeout_ms", "1000", "--join_timeout_ms", "10000"]
-        lighthouse = None
         if not self.restarts:
-            lighthouse = subprocess.Popen([program, "--bind", f"[::]:{self.port}", *limits], stderr=subprocess.DEVNULL)
+            self.start_lighthouse()
         try:
             while self.hosts[0].note()["step"] < 0 and self.hosts[0].process.poll() is None:
                 time.sleep(0.02)
@@ -189,11 +195,19 @@ class Training:
         finally:
             for host in self.hosts:
                 host.signal(signal.SIGKILL)
-            if lighthouse is not None:
-                lighthouse.kill()
+                host.signal_other(signal.SIGKILL)
+            if self.lighthouse is not None:
+                self.lighthouse.kill()
         end = ends[0]
         own = "/".join(str(each.get("batches", 0)) for each in ends)
         return end | {"seconds": end["end_s"] - start_s, "to": self._when(self.args.loss) - start_s, "own": own}
+
+    def start_lighthouse(self) -> None:
+        """Start it, at the same address as before."""
+        program = Path(sys.executable).with_name("torchft_lighthouse")
+        limits = ["--min_replicas", str(self.fewest), "--heartbeat_timeout_ms", "1000", "--join_timeout_ms", "10000"]
+        command = [program, "--bind", f"[::]:{self.port}", *limits]
+        self.lighthouse = subprocess.Popen(command, stderr=subprocess.DEVNULL)
 
     def _when(self, loss: float) -> float:
         """The time of the first average of this loss."""
@@ -221,6 +235,56 @@ class Faults:
             hosts.pop().signal(signal.SIGKILL)
         elif len(hosts) < training.args.hosts and step >= at - OFTEN + BACK_AFTER:
             hosts.append(training.start())
+
+
+class Fault:
+    """Has the last host, or the lighthouse, a fault, and starts another host where that has ended."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.faulty, self.is_over = kind, None, False
+
+    def __call__(self, training: Training) -> None:
+        time.sleep(0.02)
+        step = training.hosts[0].note()["step"]
+        if self.is_over or step < OFTEN:
+            return
+        if self.kind == "the lighthouse starts again":
+            training.lighthouse.kill()
+            training.lighthouse.wait()
+            training.start_lighthouse()
+            self.is_over = True
+        elif self.faulty is None:
+            self.faulty = training.hosts.pop()
+            KINDS[self.kind](self.faulty)
+        elif step >= OFTEN + BACK_AFTER:
+            self.faulty.signal(signal.SIGKILL)
+            self.faulty.signal_other(signal.SIGKILL)
+            training.hosts.append(training.start())
+            self.is_over = True
+
+
+KINDS = {
+    "rank 0 of a host is killed": lambda host: host.signal(signal.SIGKILL),
+    "rank 1 of a host is killed": lambda host: host.signal_other(signal.SIGKILL),
+    "rank 0 of a host stands still": lambda host: host.signal(signal.SIGSTOP),
+    "rank 1 of a host stands still": lambda host: host.signal_other(signal.SIGSTOP),
+    "the lighthouse starts again": None,
+}
+
+
+def kinds(args: argparse.Namespace) -> None:
+    """Print what a fault of each kind costs."""
+    print(f"| | hosts at the end | exchanges dropped | held-out loss | seconds | to {args.loss:g} |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for name in ("undisturbed", *KINDS):
+        if "rank 1" in name and args.devices == 1:
+            continue
+        end = Training(args, args.hosts - 1).run(Fault(name) if name in KINDS else wait)
+        hosts, dropped = end.get("sparse/hosts", 0), end.get("sparse/dropped_exchanges", 0)
+        print(
+            f"| {name} | {hosts:.0f} | {dropped:.0f} | {end['loss']:.4f} | {end['seconds']:.0f} | {end['to']:.0f} |",
+            flush=True,
+        )
 
 
 def halve(training: Training) -> None:
@@ -271,16 +335,17 @@ def unequal(args: argparse.Namespace) -> None:
 def main() -> None:
     """Do what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["faults", "unequal", "work"], help="work: of this program itself")
+    parser.add_argument("what", choices=["faults", "kinds", "unequal", "work"], help="work: of this program itself")
     parser.add_argument("--hosts", type=int, default=3)
     parser.add_argument("--devices", type=int, default=1, help="of each host")
     parser.add_argument("--steps", type=int, default=350)
     parser.add_argument("--loss", type=float, default=2.2, help="nats a byte, which the seconds are to")
     parser.add_argument("--work", type=int, help="the number of this host")
     parser.add_argument("--folder", help="where it writes")
+    parser.add_argument("--timeout", type=float, default=20, help="for a message, and for a rank that stands still")
     parser.add_argument("--own-pace", action="store_true")
     args = parser.parse_args()
-    {"faults": faults, "unequal": unequal, "work": work}[args.what](args)
+    {"faults": faults, "kinds": kinds, "unequal": unequal, "work": work}[args.what](args)
 
 
 if __name__ == "__main__":

@@ -224,7 +224,7 @@ class ElasticAverager(LocalAverager):
         end_s = time.monotonic() + self._membership.quorum_timeout_s
         while not self._meet():
             self._note_that_not_all_met()
-            self._membership.check_reached(time.monotonic() > end_s)
+            self._membership.check_reached(is_over=not self._ranks.all(time.monotonic() <= end_s))
 
     def _note_that_not_all_met(self) -> None:
         self._membership.note_failure(self._membership.commit(RankLost("not all hosts have met")))
@@ -294,9 +294,10 @@ class ElasticAverager(LocalAverager):
         if doubt is not None:
             self._drop(doubt[0])
         if before > 1:
+            unsent = self.lanes.sum_over_slices(torch.tensor([self.unsent_norm() ** 2], device=self.device)).sqrt()
             rank_zero_warn(
                 f"lightning_sparse: this host is at step {self.steps} and others at {furthest['steps']}; it goes on "
-                f"from their average. What it had not sent, of norm {self.unsent_norm():.3g}, is lost."
+                f"from their average. What it had not sent, of norm {float(unsent):.3g}, is lost."
             )
         self._pace.training.load_training_state(furthest["training"])  # first, since it may refuse to
         self._pace.enter()

@@ -112,19 +112,21 @@ class Membership:
     def _greet(self, steps: int, looks: int) -> int | None:
         """As :meth:`greet`, of the ranks of this number in all hosts."""
         own = torch.tensor(
-            [steps, self._hosts.key, self._digest, self.committed, looks], dtype=torch.int64, device="cpu"
+            [steps, self._hosts.key, self._digest, self.committed, looks, self._all_are],
+            dtype=torch.int64,
+            device="cpu",
         )
         try:
             rows = self.comm.all_gather(own).wait()
             none_has_begun, are_same = not rows[:, 3].any(), len(set(rows[:, 2].tolist())) == 1
-            if none_has_begun and self._hosts.size > 1 and self._all_are:
+            if none_has_begun and self._hosts.size > 1 and bool(rows[:, 5].all()):
                 return NOBODY  # and who follows will compare
-            if not are_same and self._hosts.was_made_anew:  # also if others of this host find nobody of their number
+            if not are_same and self._hosts.was_made_anew:  # also where a rank finds no other of its number
                 self.compare(
                     [json.loads(each) for each in everywhere(json.dumps(self.described), self.comm, own.device)]
                 )
-            if bool((rows[:, 3:] != rows[0, 3:]).any()):
-                raise RankLost(f"hosts must be equally far; got exchanges and looks {rows[:, 3:].tolist()}")
+            if bool((rows[:, 3:5] != rows[0, 3:5]).any()):
+                raise RankLost(f"hosts must be equally far; got exchanges and looks {rows[:, 3:5].tolist()}")
         except RankLost as error:
             self._hosts.failure = str(error)
             return None

@@ -53,8 +53,8 @@ def test_a_host_that_has_not_voted_drops_the_exchange_at_once() -> None:
 
 @pytest.mark.parametrize(("column", "fits"), [(None, True), (3, False), (4, False)])
 def test_hosts_that_are_not_equally_far_meet_again(column: int | None, fits: bool) -> None:
-    """Rows are steps, key, digest of the settings, exchanges that counted, and looks at gradients."""
-    rows = torch.tensor([[7, 1, 5, 3, 2], [8, 2, 5, 3, 2]])
+    """Rows are steps, key, digest of the settings, exchanges, looks at gradients, and whether all ranks are there."""
+    rows = torch.tensor([[7, 1, 5, 3, 2, 1], [8, 2, 5, 3, 2, 1]])
     if column is not None:
         rows[1, column] += 1
     membership: Any = Membership.__new__(Membership)
@@ -68,7 +68,7 @@ def test_hosts_that_are_not_equally_far_meet_again(column: int | None, fits: boo
 
 
 def test_where_nobody_has_begun_all_follow_the_first_host() -> None:
-    rows = torch.tensor([[0, 1, 5, 0, 0], [0, 2, 5, 0, 0]])
+    rows = torch.tensor([[0, 1, 5, 0, 0, 1], [0, 2, 5, 0, 0, 1]])
     for rank in range(2):
         membership: Any = Membership.__new__(Membership)
         membership._hosts = SimpleNamespace(group=None, rank=rank, size=2, key=1, was_made_anew=False, failure="")

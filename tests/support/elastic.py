@@ -419,7 +419,7 @@ def train(rank: int, size: int, plan: Plan) -> dict[str, Any]:
         "hosts": averager.members,
         "rate": _rate(run),
         "schedules": [each.scheduler.last_epoch for each in run.lr_scheduler_configs],
-        "optimizer": {int(state["step"]) for state in run.optimizers[0].state.values()},
+        "optimizer": {int(state.get("step", 0)) for state in run.optimizers[0].state.values()},
         "batches": len(begun.found),
         "sent": sum(lane.comm.sent_bytes for lane in averager.lanes),
     }

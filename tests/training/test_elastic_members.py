@@ -164,7 +164,7 @@ class Normed(Small):
     """Has statistics, of which a host keeps its first rank's, as ddp does."""
 
     def __init__(self) -> None:
-        super().__init__("adam")
+        super().__init__()
         self.net.insert(1, nn.BatchNorm1d(33))
 
 
