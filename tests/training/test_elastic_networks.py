@@ -4,6 +4,7 @@ import os
 import re
 import warnings
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from torch import nn
 
 from lightning_sparse.bench.cluster import Cluster
 from tests import conftest
-from tests.support import elastic
 from tests.support.elastic import Journals, Lighthouse, Plan, join_namespace, train
 from tests.support.models import small
 from tests.support.processes import Ranks
@@ -57,7 +57,7 @@ def on_networks(rank: int, size: int, namespaces: list[str], interfaces: list[st
     """``train`` on an emulated host; says what it received on which interface, and of what it warned."""
     join_namespace(namespaces[rank])
     os.environ["GLOO_SOCKET_IFNAME"] = interfaces[rank]
-    elastic.small = wide  # type: ignore[assignment]
+    plan.model = partial(wide, optimizer="adam")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         end = train(rank, size, plan)
