@@ -208,36 +208,14 @@ def before_others_vote(step: int) -> None:
 
 
 def slowly(step: int) -> None:
-    """Send nothing in an exchange until the other rank of this host has died or a second is over."""
-    watch = ElasticComm._watch
-
-    def waiting(self: ElasticComm, *args: Any) -> Any:
-        if Now.step >= step and not Now.killed:
-            Now.killed = True
-            time.sleep(1)
-        return watch(self, *args)
-
-    _replace(ElasticComm, "_watch", waiting)
+    """Send nothing for a second within an exchange."""
+    _once_in_an_exchange(step, lambda: time.sleep(1))
 
 
 def stand_still(step: int) -> None:
-    """Stop (SIGSTOP) within an exchange, and go on when the other rank of this host has ended."""
-    watch = ElasticComm._watch
-
-    def stopping(self: ElasticComm, *args: Any) -> Any:
-        if Now.step >= step and not Now.killed:
-            Now.killed, own = True, os.getpid()
-            sibling = int((Now.folder / f"{Now.sibling}.pid").read_text())
-            if os.fork() == 0:
-                try:
-                    wait_until(lambda: not _is_there(sibling))
-                finally:
-                    os.kill(own, signal.SIGCONT)
-                    os._exit(0)
-            os.kill(own, signal.SIGSTOP)
-        return watch(self, *args)
-
-    _replace(ElasticComm, "_watch", stopping)
+    """Stop within an exchange, and go on when the other rank of this host has ended."""
+    sibling = Now.folder / f"{Now.sibling}.pid"
+    _once_in_an_exchange(step, lambda: _stop_until(lambda: not _is_there(int(sibling.read_text()))))
 
 
 def _is_there(process: int) -> bool:
@@ -266,23 +244,9 @@ def handing_on(step: int) -> None:
 
 
 def stop_for_a_while(step: int) -> None:
-    """Stop (SIGSTOP) within an exchange for longer than the others wait, and go on when host 0 is at some step."""
-    watch = ElasticComm._watch
-
-    def stopping(self: ElasticComm, *args: Any) -> Any:
-        if Now.step >= step and not Now.killed:
-            Now.killed, own = True, os.getpid()
-            if os.fork() == 0:
-                time.sleep(4)
-                try:
-                    wait_until((Now.folder / f"0.at{Now.until}").exists)
-                finally:
-                    os.kill(own, signal.SIGCONT)
-                    os._exit(0)
-            os.kill(own, signal.SIGSTOP)
-        return watch(self, *args)
-
-    _replace(ElasticComm, "_watch", stopping)
+    """Stop within an exchange for longer than the others wait, and go on when host 0 is at some step."""
+    began = (Now.folder / f"0.at{Now.until}").exists
+    _once_in_an_exchange(step, lambda: _stop_until(began, at_least_s=4))
 
 
 def stop_in_a_meeting(step: int) -> None:
@@ -319,19 +283,41 @@ def answer_lost(step: int) -> None:
 
 def cut_for_a_while(step: int) -> None:
     """Take this host's link away within an exchange, for some seconds."""
+
+    def cut() -> None:
+        subprocess.run(["ip", "link", "set", "dev", INTERFACE, "down"], check=True)
+        if os.fork() == 0:
+            time.sleep(Now.cut_s)
+            subprocess.run(["ip", "link", "set", "dev", INTERFACE, "up"], check=True)
+            os._exit(0)
+
+    _once_in_an_exchange(step, cut)
+
+
+def _once_in_an_exchange(step: int, act: Callable[[], None]) -> None:
+    """``act`` before a message of an exchange, after this ``step`` at the earliest."""
     watch = ElasticComm._watch
 
-    def cutting(self: ElasticComm, *args: Any) -> Any:
+    def acting(self: ElasticComm, *args: Any) -> Any:
         if Now.step >= step and not Now.killed:
             Now.killed = True
-            subprocess.run(["ip", "link", "set", "dev", INTERFACE, "down"], check=True)
-            if os.fork() == 0:
-                time.sleep(Now.cut_s)
-                subprocess.run(["ip", "link", "set", "dev", INTERFACE, "up"], check=True)
-                os._exit(0)
+            act()
         return watch(self, *args)
 
-    _replace(ElasticComm, "_watch", cutting)
+    _replace(ElasticComm, "_watch", acting)
+
+
+def _stop_until(is_over: Callable[[], bool], at_least_s: float = 0.0) -> None:
+    """Stop this process (SIGSTOP), and have it go on when it ``is_over``, as another one finds."""
+    own = os.getpid()
+    if os.fork() == 0:
+        try:
+            time.sleep(at_least_s)
+            wait_until(is_over)
+        finally:
+            os.kill(own, signal.SIGCONT)
+            os._exit(0)
+    os.kill(own, signal.SIGSTOP)
 
 
 FATAL = (before, within, half_a_vote, after, handing_on, last_of_two, before_others_vote)
