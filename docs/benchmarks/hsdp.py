@@ -199,32 +199,32 @@ def table_of_steps(times: dict[str, list[float]], counted: dict[str, list[float]
         print(f"| {name} | {1e3 * median_s:,.0f} ms | {median_s / native_s:.2f} | {nbytes:,.0f} |")
 
 
-def seconds_to(judged: list[dict], loss: float) -> float:
+def seconds_to(turns: list[dict], loss: float) -> float:
     """Seconds until a training had this loss, which is taken to fall evenly from one turn to the next."""
-    seconds = list(accumulate(each["s"] for each in judged))
-    if judged[0]["loss"] <= loss:
+    seconds = list(accumulate(turn["s"] for turn in turns))
+    if turns[0]["loss"] <= loss:
         return seconds[0]
-    for (before, after), (before_s, after_s) in zip(pairwise(judged), pairwise(seconds), strict=True):
+    for (before, after), (before_s, after_s) in zip(pairwise(turns), pairwise(seconds), strict=True):
         if after["loss"] <= loss:
             return before_s + (after_s - before_s) * (before["loss"] - loss) / (before["loss"] - after["loss"])
     return math.nan
 
 
-def table_of_losses(args: argparse.Namespace, judged: list[dict], counted: dict[str, list[float]]) -> None:
+def table_of_losses(args: argparse.Namespace, trainings: list[dict]) -> None:
     """Print what trainings took to each loss: the mean over seeds, and the ratio to native with its standard error."""
     to = [column for loss in args.until for column in (f"s to {loss:g}", "of native")]
     print(f"| way | step | {' | '.join(to)} | bytes between nodes, a step and node |\n|{' --- |' * (len(to) + 3)}")
-    of = {(way, seed): [each for each in judged if (each["way"], each["seed"]) == (way, seed)]
-          for way in WAYS["loss"] for seed in args.seeds}  # fmt: skip
+    native = [each["turns"] for each in trainings if each["way"] == NATIVE]
     for way in WAYS["loss"]:
-        own = [each["s"] for each in judged if each["way"] == way]
-        cells = [f"{1e3 * statistics.mean(own) / args.steps:,.0f} ms"]
+        own = [each["turns"] for each in trainings if each["way"] == way]
+        cells = [f"{1e3 * statistics.mean(turn['s'] for turns in own for turn in turns) / args.steps:,.0f} ms"]
         for loss in args.until:
-            seconds = [seconds_to(of[way, seed], loss) for seed in args.seeds]
-            ratios = [s / seconds_to(of[NATIVE, seed], loss) for s, seed in zip(seconds, args.seeds, strict=True)]
+            seconds = [seconds_to(turns, loss) for turns in own]
+            ratios = [s / seconds_to(turns, loss) for s, turns in zip(seconds, native, strict=True)]
             error = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else math.nan
             cells += [f"{statistics.mean(seconds):.1f}", f"{statistics.mean(ratios):.2f} ± {error:.2f}"]
-        print(f"| {way} | {' | '.join(cells)} | {statistics.median(counted[way]):,.0f} |")
+        nbytes = statistics.median(turn["bytes_per_step"] for turns in own for turn in turns)
+        print(f"| {way} | {' | '.join(cells)} | {nbytes:,.0f} |")
 
 
 def main() -> None:
@@ -240,7 +240,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, help="of each way; by default 5, or 40 with each seed to a loss")
     parser.add_argument("--until", default="2.2,2.0", help="losses in nats a byte, falling")
     parser.add_argument("--seeds", default="0,1,2", help="of trainings to a loss")
-    parser.add_argument("--output", type=Path, help="a file for what was judged, a JSON line for each turn")
+    parser.add_argument("--output", type=Path, help="a file for trainings to a loss, a JSON line each")
     args = parser.parse_args()
     args.steps = args.steps or {"steps": 3, "loss": 20}[args.what]
     args.turns = args.turns or {"steps": 5, "loss": 40}[args.what]
@@ -252,7 +252,7 @@ def main() -> None:
     own = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:]]
     times = {name: [] for name in WAYS[args.what]}
     counted = {name: [] for name in WAYS[args.what]}
-    judged = []
+    judged = {}
     with Cluster(f"2x{args.between}") as cluster:
         for node in range(2):
             limit = ["tc", "qdisc", "add", "dev", "lo", "root", "tbf", "rate", args.inside, "burst", "2mb"]
@@ -273,17 +273,17 @@ def main() -> None:
                 times[name] += said["seconds"]
                 counted[name].append((sent_bytes(cluster) - before) / args.steps)
             elif said["what"] == "judged":
-                sent = {"bytes_per_step": counted[name][-1], "link": args.between}
-                judged.append({key: said[key] for key in ("way", "seed", "steps", "s", "loss")} | sent)
-                if args.output:
-                    with args.output.open("a") as file:
-                        file.write(json.dumps(judged[-1]) + "\n")
+                turns = judged.setdefault((name, said["seed"]), [])
+                turns.append({key: said[key] for key in ("steps", "s", "loss")} | {"bytes_per_step": counted[name][-1]})
         if any(rank.wait() for rank in ranks):
             sys.exit("a rank failed; what it wrote stands above")
     if args.what == "steps":
         table_of_steps(times, counted)
-    else:
-        table_of_losses(args, judged, counted)
+        return
+    trainings = [{"link": args.between, "way": way, "seed": seed, "turns": each} for (way, seed), each in judged.items()]
+    if args.output:
+        args.output.write_text("".join(json.dumps(each) + "\n" for each in trainings))
+    table_of_losses(args, trainings)
 
 
 if __name__ == "__main__":

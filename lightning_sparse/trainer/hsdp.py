@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
 
 from lightning_sparse.auto.policy import Auto
 from lightning_sparse.checkpoint.sharded import KEY, save_tensors
@@ -164,21 +163,23 @@ class HSDPMixin(OnMesh, AveragingMixin, _Base):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Accumulate: reduce gradients inside nodes alone until the last batch of a step."""
-        modules = [module for module in self.lightning_module.modules() if isinstance(module, FSDPModule)]  # type: ignore[union-attr]
-        for module in modules:
-            module.set_requires_all_reduce(False, recurse=False)
+        parts = self.sharded.parts if self.sharded is not None else []
+        for part in parts:
+            part.set_requires_all_reduce(False, recurse=False)
         try:
             yield
         finally:
-            for module in modules:
-                module.set_requires_all_reduce(True, recurse=False)
+            for part in parts:
+                part.set_requires_all_reduce(True, recurse=False)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Add what the ranks have not sent to a checkpoint that holds optimizer states.  Called on every rank."""
         tensors: dict[str, Tensor] = {}
         is_folder, residuals = self._save_distributed_checkpoint, self.options.residuals
         if self.hook is not None and residuals != "none" and "optimizer_states" in checkpoint:
-            checkpoint[KEY], tensors = self.hook.gather(residuals, is_folder, self.optimizers)
+            checkpoint[KEY], tensors = self.hook.gather(
+                residuals, is_folder, self.optimizers, self.is_within_a_batch
+            )
         if self.options.local and is_folder and self.hook is not None and self.hook.averager.rank > 0:
             checkpoint["optimizer_states"] = []  # or whoever reads the folder would find parts of several replicas'
         if self.global_rank == 0:  # what an interrupted save leaves must not be taken for whole
