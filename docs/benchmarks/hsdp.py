@@ -280,7 +280,9 @@ def main() -> None:
     if args.what == "steps":
         table_of_steps(times, counted)
         return
-    trainings = [{"link": args.between, "way": way, "seed": seed, "turns": each} for (way, seed), each in judged.items()]
+    trainings = [
+        {"link": args.between, "way": way, "seed": seed, "turns": each} for (way, seed), each in judged.items()
+    ]
     if args.output:
         args.output.write_text("".join(json.dumps(each) + "\n" for each in trainings))
     table_of_losses(args, trainings)

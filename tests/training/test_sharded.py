@@ -242,7 +242,9 @@ def _kept(rank: int, size: int, folder: Path) -> None:
 def _elsewhere(rank: int, size: int, folder: Path, meshes: list[tuple[int, int]]) -> list[str]:
     """Go on with what was kept; the next step has it, or some of it is unsent still."""
     said_of: list[str] = []
-    cases = [(sizes, each) for sizes in meshes for residuals in ("per_rank", "mean") for each in kept(folder / residuals)]
+    cases = [
+        (sizes, each) for sizes in meshes for residuals in ("per_rank", "mean") for each in kept(folder / residuals)
+    ]
     for sizes, (said, path, more) in cases:
         ours = Sharded(mesh(*sizes), ls.MiCRO(density=0.1))
         with warnings.catch_warnings(record=True) as caught:
