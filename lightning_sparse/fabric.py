@@ -156,8 +156,8 @@ class SparseHSDPStrategy(OnMesh, _Hooked[ShardedHook], ModelParallelStrategy):
         **kwargs: Any,
     ) -> None:
         self.options = options_of(compressor, wire_dtype, warmup_steps, local_steps=local_steps)
+        self._set_sizes(replicate_size, shard_size)
         super().__init__(parallelize_fn, **kwargs)
-        self._sizes = replicate_size, shard_size
         self._hooks: list[weakref.ref[ShardedHook]] = []
 
     def setup_module(self, module: Module) -> Module:

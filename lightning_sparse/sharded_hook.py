@@ -54,7 +54,7 @@ class ShardedHook(SparseHook):
 
     @staticmethod
     def _register(ddp: DistributedDataParallel, active: ActiveAverager) -> None:
-        cast(ShardedModel, ddp).average_with(active.hand_over, lambda: active.averager)
+        cast(ShardedModel, ddp).average_with(active)
 
     def _watch(self, ddp: DistributedDataParallel) -> list[RemovableHandle]:
         return []  # a strategy calls what follows, since a training step need not be a forward of what is sharded
@@ -86,11 +86,11 @@ class ShardedHook(SparseHook):
         self.model.close()
 
     def gather(
-        self, residuals: str, folder: bool, optimizers: Sequence[Optimizer] = ()
+        self, residuals: str, folder: bool, optimizers: Sequence[Optimizer] = (), keep_means: bool = False
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """What a checkpoint keeps, and tensors to be written beside one that is a ``folder``; see :func:`gather`."""
-        state = self._tuning.state()
-        return gather(self.averager, self.model, residuals, self._as_saved, state, folder, self._parts(optimizers))
+        how = self._as_saved, self._tuning.state(), folder, self._parts(optimizers), keep_means
+        return gather(self.averager, self.model, residuals, *how)
 
     def restore(
         self, said: Mapping[str, Any] | None, folder: Path | None, optimizers: Sequence[Optimizer] = ()

@@ -32,6 +32,7 @@ from lightning_sparse.sharded.model import SHARD, ShardedModel
 KEY = "lightning_sparse_sharded"  # in a checkpoint, and the folder of tensors beside a distributed one
 MEAN = "mean"  # of all replicas, in the place of a replica's number
 MEMORY, OWN = "memory", "own"  # what compressors remember of each group, and what else a rank has for itself
+DUE = "due"  # means of gradients that no optimizer has taken yet
 
 
 def gather(
@@ -42,14 +43,18 @@ def gather(
     plan: Mapping[str, Any],
     folder: bool,
     parts: RankLocalState,
+    keep_means: bool,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return what a checkpoint keeps: what is said of it, complete on rank 0, and tensors for a ``folder``.
 
-    For a single file the tensors are in the first, on rank 0, in the memory of the host.  Called on every rank.
+    For a single file the tensors are in the first, on rank 0, in the memory of the host.  ``keep_means``: the step will
+    be made again if it is saved before its optimizer has stepped.  Called on every rank.
     """
     replica, local = str(averager.rank) if residuals == "per_rank" else MEAN, averager.local
     column = TorchComm(model.process_group)
-    groups = averager.groups if local is None else list(averager.kept())
+    groups = list(averager.kept(keep_means))
+    means = averager.due_means if keep_means else {}
+    due = {name: as_shard_of(model.tensors[name], x.to(averager.device)) for name, x in means.items()}
     unsent = {}
     for group in groups:
         for name, shape, slot in zip(group.names, group.shapes, group.slots(group.unsent), strict=True):
@@ -66,6 +71,7 @@ def gather(
         "compressor": compressor,
         "groups": [list(group.names) for group in groups],
         "shapes": {name: list(x.shape) for name, x in unsent.items()},
+        DUE: list(due),
         "plans": plans[: model.shard_size],
     }
     own: dict[str, Tensor] = {}
@@ -75,8 +81,14 @@ def gather(
         tensors: dict[str, Tensor] = {f"unsent/{replica}/{name}": x for name, x in unsent.items()}
         for i, kept in enumerate(memory):
             tensors |= {f"{MEMORY}/{dist.get_rank()}/{i}/{key}": x for key, x in kept.items()}
+        tensors |= {f"{DUE}/{name}": x for name, x in due.items()}
         return said, tensors | {f"{OWN}/{dist.get_rank()}/{key}": x for key, x in own.items()}
+    said["means"] = {name: _whole(x).cpu() for name, x in due.items()}  # of which rank 0's is kept
     return said | _on_first_rank(unsent, [*memory, own], column, model), {}
+
+
+def _whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def _on_first_rank(
@@ -85,7 +97,7 @@ def _on_first_rank(
     """All of each parameter and of what each rank has for itself, on rank 0; one parameter at a time."""
     rows: dict[str, Tensor] = {}
     for name, x in unsent.items():
-        full = x.full_tensor() if isinstance(x, DTensor) else x
+        full = _whole(x)
         if model.mesh[SHARD].get_local_rank() == 0:
             rows[name] = column.gather(full.reshape(-1)).view(-1, *full.shape)  # [R, *shape], or [0, *shape]
     every: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -136,6 +148,7 @@ def restore(
             local.adopt(said["groups"])
         saved = _groups(said, checkpoint, averager, model, _carried(said, model, bool(lost)))
     carry_over(saved, list(zip(averager.groups, averager.compressors, strict=True)))
+    averager.hand_back({} if said is None else _due(said, checkpoint, model))
     if local is not None:
         _restore_local(said, checkpoint, averager, saved, model, parts)
     if said is not None:
@@ -228,10 +241,24 @@ def _unsent(
     if checkpoint is None:
         row = said["replicas"].index(replica)
         return {name: _own_shard(said["unsent"][name][row], model.tensors[name]) for name in names}
-    zeros = {name: _zeros(model.tensors[name]) for name in names}
-    state = {f"unsent/{replica}/{name}": as_shard_of(model.tensors[name], x) for name, x in zeros.items()}
-    load(dict(state), checkpoint_id=checkpoint / KEY)
-    return zeros
+    return _read(checkpoint, f"unsent/{replica}", names, model)
+
+
+def _due(said: Mapping[str, Any], checkpoint: Path | None, model: ShardedModel) -> dict[str, Tensor]:
+    """The means that no optimizer had taken, this rank's shard of each parameter."""
+    names = [name for name in said.get(DUE, ()) if list(model.tensors[name].shape) == said["shapes"][name]]
+    if checkpoint is None:
+        return {name: _own_shard(said["means"][name], model.tensors[name]) for name in names}
+    return _read(checkpoint, DUE, names, model)
+
+
+def _read(checkpoint: Path, kind: str, names: Sequence[str], model: ShardedModel) -> dict[str, Tensor]:
+    """Tensors of a distributed ``checkpoint``, this rank's shard of each parameter."""
+    found = {name: _zeros(model.tensors[name]) for name in names}
+    if found:
+        state = {f"{kind}/{name}": as_shard_of(model.tensors[name], x) for name, x in found.items()}
+        load(state, checkpoint_id=checkpoint / KEY)
+    return found
 
 
 def _own_shard(full: Tensor, like: Tensor) -> Tensor:

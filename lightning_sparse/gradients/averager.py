@@ -20,7 +20,7 @@ from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.compressors.base import take_step
 from lightning_sparse.compressors.group import Group, HostCopy
 from lightning_sparse.engine.averager import Averager, lanes_of
-from lightning_sparse.engine.bucket import PendingBucket, Report, gradients_of
+from lightning_sparse.engine.bucket import PendingBucket, Report
 from lightning_sparse.engine.groups import carry_over, some
 from lightning_sparse.engine.inside import mean_of_slices, share
 from lightning_sparse.engine.lanes import Lane, Lanes
@@ -30,7 +30,7 @@ from lightning_sparse.gradients.in_place import SumsInPlace
 from lightning_sparse.gradients.loss_scale import LossScale
 from lightning_sparse.gradients.unused_parameters import UsedParameters
 from lightning_sparse.network.comm import Comm, Pending
-from lightning_sparse.network.torch_comm import explained, finished
+from lightning_sparse.network.torch_comm import explained
 from lightning_sparse.selection.sparse import Sparse
 
 
@@ -153,7 +153,9 @@ class GradientAverager(Averager):
         self.discards.look(parameter, before)
 
     def handed_back(self) -> None:
-        if self._step is not None and not self._step.in_place and not self._step.is_undone:
+        if self._resumed.means:
+            self._resumed.end()
+        elif self._step is not None and not self._step.in_place and not self._step.is_undone:
             self.discards.handed_back()
 
     def end_step(self) -> None:
@@ -205,13 +207,14 @@ class GradientAverager(Averager):
         return self._step is not None and bool(self._step.buckets)
 
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
-        if self._resumed.means:
-            self._resumed.hand_back(bucket.buffer(), bucket.parameters(), bucket.is_last())
-            return finished(bucket.buffer(), self.device)
         return self.hand_over(PendingBucket(bucket.buffer(), bucket.parameters()))
 
     def hand_over(self, bucket: PendingBucket) -> Future[Tensor]:
         """Take up a bucket of gradients; returns a future of the means in their place."""
+        if self._resumed.means:
+            self._resumed.hand_back(bucket.gradients())
+            bucket.give_back()
+            return bucket.future
         step = self._step
         if step is None or step.has_arrived:
             step = self._begin_step()
@@ -427,7 +430,7 @@ class GradientAverager(Averager):
 
     @property
     def due_means(self) -> Mapping[str, Tensor]:
-        return self._resumed.due(self._named)
+        return self._resumed.due({name: self.discards.gradient_of(p) for name, p in self._named.items()})
 
     def hand_back(self, means: Mapping[str, Tensor]) -> None:
         self._resumed.resume(means, self._named)
@@ -537,22 +540,24 @@ class ResumedMeans:
     def _scale(self) -> float:
         return self._scaler.get_scale() if self._scaler is not None else 1.0
 
-    def due(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The mean of each of ``parameters`` by name, in float32 and without a loss scale, if they are due."""
+    def due(self, means: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+        """The ``means`` that are in ``.grad``, in float32 and without a loss scale, if they are due."""
         if not self.are_due:
             return {}
         states = self._scaler._per_optimizer_states.values() if self._scaler is not None else ()
         scale = 1.0 if any(state["stage"].name == "UNSCALED" for state in states) else self._scale
-        return {name: p.grad.detach().float().cpu() / scale for name, p in parameters.items() if p.grad is not None}
+        return {name: x.detach().float().cpu() / scale for name, x in means.items() if x is not None}
 
     def resume(self, means: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
         """Have the next backward hand back these ``means``, whatever gradients it has."""
         self.means = {p: means[name] for name, p in parameters.items() if name in means}
 
-    def hand_back(self, buffer: Tensor, parameters: Sequence[Tensor], is_last: bool) -> None:
-        """Set the bucket ``buffer`` to the means of the step that was saved."""
-        for parameter, gradient in gradients_of(buffer, parameters):
+    def hand_back(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Set the gradients of a bucket to the means of the step that was saved."""
+        for parameter, gradient in gradients:
             mean = self.means.get(parameter)
             gradient.zero_() if mean is None else gradient.copy_(mean * self._scale)
-        if is_last:
-            self.means, self.are_due = {}, True
+
+    def end(self) -> None:
+        """Note that the backward has ended."""
+        self.means, self.are_due = {}, True

@@ -91,7 +91,7 @@ class Discards:
             self._note_moves(group)
             self._versions.update((p, p._version) for p in group.parameters if p not in self._due)
             for parameter in group.parameters:
-                gradient = self._gradient_of(parameter)
+                gradient = self.gradient_of(parameter)
                 known = None if gradient is None else (weakref.ref(gradient), gradient._version)
                 self._earlier_mean[parameter] = known
         for parameter in self._due:
@@ -114,7 +114,7 @@ class Discards:
         samples = self.seen or self._backwards <= FIRST  # later to look, on a device, is to wait for it
         for group, _ in self._groups:
             for parameter in group.parameters:
-                gradient = self._gradient_of(parameter)
+                gradient = self.gradient_of(parameter)
                 if gradient is not None and not self._is_earlier(parameter, gradient):
                     self._due[parameter] = gradient._version
                     if samples or (self._is_written and gradient.device.type == "cpu"):
@@ -142,7 +142,7 @@ class Discards:
 
         That of a shard never moves, and those of views of one bucket move together.
         """
-        gradient, mean = self._gradient_of(parameter), self._samples.get(parameter)
+        gradient, mean = self.gradient_of(parameter), self._samples.get(parameter)
         if gradient is None or (gradient._version == self._due[parameter] and parameter not in self._held):
             return False
         self._is_written = True
@@ -152,7 +152,7 @@ class Discards:
 
     def _find_what_was_put_together(self, held: Collection[Tensor]) -> None:
         ours = [p for p in self._earlier if p in self._due and p in self._samples and self._held.get(p, p) in held]
-        now = [gradient for p in ours if (gradient := self._gradient_of(p)) is not None]
+        now = [gradient for p in ours if (gradient := self.gradient_of(p)) is not None]
         if not now or len(now) < len(ours):
             return
         most = max(len(self._earlier[p]) for p in ours)
@@ -165,7 +165,7 @@ class Discards:
         """Note that an optimizer has stepped which has these parameters, some of which may have no gradient."""
         self.knows_steps = True
         for parameter in self._due:
-            if self._held.get(parameter, parameter) in held and self._gradient_of(parameter) is not None:
+            if self._held.get(parameter, parameter) in held and self.gradient_of(parameter) is not None:
                 self._stepped.add(parameter)
                 self._earlier.pop(parameter, None)
 
@@ -257,10 +257,11 @@ class Discards:
     def _was_thrown(self, parameter: Tensor, is_between: bool) -> bool | None:
         if parameter in self._thrown:
             return self._thrown[parameter]
-        gradient = self._gradient_of(parameter)
+        gradient = self.gradient_of(parameter)
         return gradient is None or (is_between and self._is_empty(parameter, gradient))
 
-    def _gradient_of(self, parameter: Tensor) -> Tensor | None:
+    def gradient_of(self, parameter: Tensor) -> Tensor | None:
+        """What is in ``.grad`` of a parameter, of a shard this rank's."""
         gradient = self._held.get(parameter, parameter).grad
         return getattr(gradient, "_local_tensor", gradient)
 

@@ -4,7 +4,7 @@ R = replicas of the model, S = shards of each.  Rank r * S + s has shard s of re
 shard are a column, and exchange among themselves.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_sparse.auto.active_averager import ActiveAverager
 from lightning_sparse.checks import uncompiled
-from lightning_sparse.engine.averager import Averager
+from lightning_sparse.engine.averager import LocalState
 from lightning_sparse.engine.bucket import PendingBucket
-from lightning_sparse.gradients.averager import GradientAverager
 from lightning_sparse.network.cut import as_shard_of
 
 REPLICATE, SHARD = "replicate", "shard"  # dimensions of the mesh
@@ -100,6 +100,7 @@ class ShardedModel:
         if not hasattr(FSDPModule, "set_all_reduce_hook"):
             raise ValueError(f"PyTorch must be 2.7 or newer for sharded models; got {torch.__version__}. Upgrade it.")
         self.module, self.mesh, self.shard_size = module, mesh, mesh[SHARD].size()
+        self.parts = [each for each in module.modules() if isinstance(each, FSDPModule)]
         self.reshard()  # which FSDP leaves out after an evaluation
         self.process_group, self.inside = mesh[REPLICATE].get_group(), mesh[SHARD].get_group()
         self.replicas: list[list[int]] = mesh.mesh.tolist()  # the ranks of each
@@ -123,9 +124,8 @@ class ShardedModel:
 
     def reshard(self) -> None:
         """Have the module hold shards: a root stays whole after a forward, and would be used once more as it is."""
-        for each in self.module.modules():
-            if isinstance(each, FSDPModule):
-                each.reshard()
+        for each in self.parts:
+            each.reshard()
 
     @torch.no_grad()
     def _synchronise(self) -> None:
@@ -143,15 +143,14 @@ class ShardedModel:
         """This rank's shards of what is trained."""
         return iter(self.shards.values())
 
-    def average_with(self, hand_over: Callable[[PendingBucket], object], averager: Callable[[], Averager]) -> None:
-        """Hand every gradient to ``hand_over`` from now on, for the averager that ``averager`` returns."""
-        self._hand_over, self._averager = hand_over, averager
-        for module in self.module.modules():
-            if not isinstance(module, FSDPModule):
-                continue
-            for fsdp in fsdp_groups(module):
-                group = next((g for g in self.groups if g.fsdp is fsdp), None)
-                module.set_all_reduce_hook(partial(self._take, group) if group else _refuse_thawed)
+    def average_with(self, active: ActiveAverager) -> None:
+        """Hand every gradient to ``active`` from now on."""
+        self._active = active
+        group_of = {id(group.fsdp): group for group in self.groups}
+        for part in self.parts:
+            for fsdp in fsdp_groups(part):
+                group = group_of.get(id(fsdp))
+                part.set_all_reduce_hook(partial(self._take, group) if group else _refuse_thawed)
 
     @contextmanager
     def backward(self, always: bool = False) -> Iterator[None]:
@@ -172,11 +171,6 @@ class ShardedModel:
         is_due = any(group.fsdp.reduce_grads and group.fsdp.all_reduce_grads for group in self.groups)
         self._end_backward(always and is_due)
 
-    def _gradients(self) -> GradientAverager:
-        averager = self._averager()
-        assert isinstance(averager, GradientAverager)
-        return averager
-
     def close(self) -> None:
         """Have a backward from now on say that nothing averages its gradients."""
         self._is_closed = True
@@ -193,8 +187,8 @@ class ShardedModel:
                 "the strategy that averaged this model's replicas was torn down, so a backward would have them drift "
                 "apart; to train on, fit with lightning_sparse's SparseHSDPStrategy again, or make a new model."
             )
-        if self._averager().local is not None:
-            self._note_own(group)
+        if (local := self._active.averager.local) is not None:
+            self._note_own(group, local)
             return
         if not group.fsdp.all_reduce_grads:
             group.is_deferred = True
@@ -208,10 +202,8 @@ class ShardedModel:
         self._see_end(has_begun=bool(self._handed_over))
         self._pass_on(group, reduced, trained)
 
-    def _note_own(self, group: ShardGroup) -> None:
+    def _note_own(self, group: ShardGroup, local: LocalState) -> None:
         """Leave ``.grad`` as FSDP sets it, to the mean of the replica, which takes a step of its own."""
-        local = self._averager().local
-        assert local is not None
         local.check_backward()
         if group.fsdp.all_reduce_grads:
             self._see_end(has_begun=self._is_local)
@@ -237,7 +229,7 @@ class ShardedModel:
         places = group.places(buffer)
         earlier: list[Tensor | None] = [None] * len(places)  # means of a backward before, which are not sent again
         for i, (place, x) in enumerate(zip(places, before, strict=True)):
-            self._gradients().look(group.shards[i], x)
+            self._active.gradients.look(group.shards[i], x)
             if x is not None and group.is_deferred:
                 place.add_(x)
             elif x is not None:
@@ -245,11 +237,11 @@ class ShardedModel:
         group.is_deferred = False
         bucket = ShardBucket(buffer, group.shards, places, used)
         self._handed_over.append((group, bucket, earlier))
-        self._hand_over(bucket)
+        self._active.hand_over(bucket)
 
     def _end_backward(self, always: bool = False) -> None:
         """Wait for the means, and set ``.grad`` to them."""
-        if (local := self._averager().local) is not None and (self._is_local or always):
+        if (local := self._active.averager.local) is not None and (self._is_local or always):
             self._is_local = False
             local.end_backward()
             return
@@ -261,7 +253,7 @@ class ShardedModel:
                 self._pass_on(group, None)
         handed_over, self._handed_over = self._handed_over, []
         here = {id(shard) for _, bucket, _ in handed_over for shard in bucket.used}
-        averager, shards = self._gradients(), self.shards.values()
+        averager, shards = self._active.gradients, self.shards.values()
         flags = torch.tensor([float(id(shard) in here) for shard in shards], dtype=torch.float32, device="cpu")
         replicas_using = averager.lanes.run_message_beside(
             lambda comm: comm.all_reduce(flags.to(averager.device, non_blocking=True))

@@ -79,6 +79,15 @@ class AveragingMixin(_Base):
             return super().lightning_module_state_dict()
         return self.shown_average.state_dict(super().lightning_module_state_dict)
 
+    @property
+    def is_within_a_batch(self) -> bool:
+        """Whether a resume takes up a batch again, whose step may be half made."""
+        module = self.lightning_module
+        if module is None or module._trainer is None:
+            return False
+        batches: Any = module.trainer.fit_loop.epoch_loop.batch_progress.current
+        return bool(batches.processed < batches.started)
+
     # - the end
 
     def teardown(self) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_sparse.auto.policy import Auto
 from lightning_sparse.checkpoint.sharded import KEY, save_tensors
@@ -43,10 +43,14 @@ else:
 class OnMesh:
     """The part of a strategy that makes the mesh of R x S ranks, beside a Trainer's or Fabric's own.
 
-    ``_sizes`` are R and S, of which "auto" is as many nodes, devices of a node, or what the other one leaves.
+    Of the sizes R and S "auto" is as many nodes, devices of a node, or what the other one leaves.
     """
 
-    _sizes: tuple[int | str, int | str]
+    def _set_sizes(self, replicate_size: int | str, shard_size: int | str) -> None:
+        for name, size in (("replicate_size", replicate_size), ("shard_size", shard_size)):
+            if size != "auto":
+                check_whole(name, size, 1, "Or leave it out.")
+        self._sizes = replicate_size, shard_size
 
     @property
     def distributed_sampler_kwargs(self: Any) -> dict[str, Any]:
@@ -90,9 +94,7 @@ class HSDPMixin(OnMesh, AveragingMixin, _Base):
         **kwargs: Any,
     ) -> None:
         self.options = options_of(compressor, wire_dtype, warmup_steps, residuals, local_steps)
-        for name, size in (("replicate_size", replicate_size), ("shard_size", shard_size)):
-            if size != "auto":
-                check_whole(name, size, 1, "Or leave it out.")
+        self._set_sizes(replicate_size, shard_size)
         # A config file names all that Lightning's strategy takes, "auto" where nothing was given.
         if unknown := [name for name, given in kwargs.items() if name not in GIVEN_TO_LIGHTNING and given != "auto"]:
             raise TypeError(
@@ -100,7 +102,6 @@ class HSDPMixin(OnMesh, AveragingMixin, _Base):
                 f"{unknown[0]}={kwargs[unknown[0]]!r}. {NOT_HERE.get(unknown[0], 'Leave it out, or correct its name.')}"
             )
         super().__init__(**kwargs)
-        self._sizes = replicate_size, shard_size
         self.signals = Signals()
         self.sharded: ShardedModel | None = None
         self.hook: ShardedHook | None = None
@@ -123,6 +124,12 @@ class HSDPMixin(OnMesh, AveragingMixin, _Base):
             )
         module = self.lightning_module
         assert module is not None
+        norms = {type(each) for each in module.modules() if isinstance(each, _BatchNorm)}
+        if self._layer_sync is not None and not all(issubclass(kind, nn.SyncBatchNorm) for kind in norms):
+            raise ValueError(
+                "sync_batchnorm must be False for sharded models, whose layers Lightning does not convert; got True. In "
+                "configure_model call torch.nn.SyncBatchNorm.convert_sync_batchnorm(net) before fully_shard."
+            )
         if not any(p.requires_grad for p in module.parameters()):
             return  # nothing to average
         before, is_same = self.hook, self.sharded is not None and self.sharded.module is module
@@ -164,21 +171,21 @@ class HSDPMixin(OnMesh, AveragingMixin, _Base):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Accumulate: reduce gradients inside nodes alone until the last batch of a step."""
-        modules = [module for module in self.lightning_module.modules() if isinstance(module, FSDPModule)]  # type: ignore[union-attr]
-        for module in modules:
-            module.set_requires_all_reduce(False, recurse=False)
+        parts = self.sharded.parts if self.sharded is not None else []
+        for part in parts:
+            part.set_requires_all_reduce(False, recurse=False)
         try:
             yield
         finally:
-            for module in modules:
-                module.set_requires_all_reduce(True, recurse=False)
+            for part in parts:
+                part.set_requires_all_reduce(True, recurse=False)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Add what the ranks have not sent to a checkpoint that holds optimizer states.  Called on every rank."""
         tensors: dict[str, Tensor] = {}
         is_folder, residuals = self._save_distributed_checkpoint, self.options.residuals
         if self.hook is not None and residuals != "none" and "optimizer_states" in checkpoint:
-            checkpoint[KEY], tensors = self.hook.gather(residuals, is_folder, self.optimizers)
+            checkpoint[KEY], tensors = self.hook.gather(residuals, is_folder, self.optimizers, self.is_within_a_batch)
         if self.options.local and is_folder and self.hook is not None and self.hook.averager.rank > 0:
             checkpoint["optimizer_states"] = []  # or whoever reads the folder would find parts of several replicas'
         if self.global_rank == 0:  # what an interrupted save leaves must not be taken for whole

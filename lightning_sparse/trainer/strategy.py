@@ -227,7 +227,7 @@ class SparseMixin(AveragingMixin, _Base):
             else:
                 start_s = time.perf_counter()
                 checkpoint[KEY] = state = self.hook.saved(
-                    self.options.residuals, self.optimizers, keep_means=self._is_within_a_batch()
+                    self.options.residuals, self.optimizers, keep_means=self.is_within_a_batch
                 )
                 self._report_size(nbytes(state), time.perf_counter() - start_s)
         elif "optimizer_states" in checkpoint and self._start_method != "popen" and self.options.residuals != "none":
@@ -237,14 +237,6 @@ class SparseMixin(AveragingMixin, _Base):
                 "ModelCheckpoint write it during fit, with save_last=True, say."
             )
         super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def _is_within_a_batch(self) -> bool:
-        """Whether a resume takes up a batch again, whose step may be half made."""
-        module = self.lightning_module
-        if module is None or module._trainer is None:
-            return False
-        batches: Any = module.trainer.fit_loop.epoch_loop.batch_progress.current
-        return bool(batches.processed < batches.started)
 
     def _report_size(self, nbytes: int, seconds: float) -> None:
         """Say once what residuals add to a checkpoint."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from lightning_sparse.checkpoint.sharded import save_tensors
 from lightning_sparse.sharded.model import ShardedModel
 from lightning_sparse.sharded_hook import ShardedHook, options_of
 
@@ -124,14 +126,15 @@ class Sharded:
 
     def watch(self) -> None:
         """Note what each step gives to the engine."""
-        hand_over = self.sharded._hand_over
+        active = self.sharded._active
+        hand_over = active.hand_over
 
         def noted(bucket: Any) -> Any:
             name_of = {id(shard): name for name, shard in self.sharded.shards.items()}
             self.given |= {name_of[id(shard)]: place.clone() for shard, place in bucket.gradients()}
             return hand_over(bucket)
 
-        self.sharded.average_with(noted, lambda: self.hook.averager)
+        active.hand_over = noted  # type: ignore[method-assign]
 
     @property
     def weights(self) -> Tensor:
@@ -186,6 +189,23 @@ class Sharded:
     def close(self) -> None:
         if self.hooked:
             self.hook.close()
+
+
+def keep(training: Sharded, folder: Path, residuals: str = "per_rank", **more: Any) -> None:
+    """Save what is unsent in a folder and in a file, and ``more`` beside it."""
+    for to_folder in (True, False):
+        said, tensors = training.hook.gather(residuals, to_folder)
+        if to_folder:
+            save_tensors(tensors, folder)
+        if dist.get_rank() == 0:
+            torch.save((said, more), folder / f"{to_folder}.pt")
+    dist.barrier()
+
+
+def kept(folder: Path) -> list[tuple[dict[str, Any], Path | None, dict[str, Any]]]:
+    """What :func:`keep` has saved: what is said of it, the folder or None, and what is beside it."""
+    read = {to_folder: torch.load(folder / f"{to_folder}.pt", weights_only=False) for to_folder in (True, False)}
+    return [(said, folder if to_folder else None, more) for to_folder, (said, more) in read.items()]
 
 
 def _loss(module: nn.Module, x: Tensor) -> Tensor:

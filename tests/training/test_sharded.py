@@ -17,7 +17,7 @@ from lightning_sparse.wire import WIRE_DTYPES
 from tests.support.compressors import EVERY_COMPRESSOR
 from tests.support.models import flat
 from tests.support.processes import Ranks
-from tests.support.sharded import Checkpointed, Compiled, Net, Policy, Sharded, Tied, backward, mesh
+from tests.support.sharded import Checkpointed, Compiled, Net, Policy, Sharded, Tied, backward, keep, kept, mesh
 
 MESHES = ((2, 2), (4, 1), (1, 4))
 beside_native = pytest.mark.skipif(
@@ -230,23 +230,37 @@ def _goes_on(rank: int, size: int, folder: Path) -> None:
             each.close()
 
 
-def _elsewhere(rank: int, size: int, folder: Path) -> list[str]:
-    said_of: list[str] = []
-    cases = [("per_rank", sizes, path) for sizes in MESHES[1:] for path in (folder / str(sizes[0]), None)]
-    for residuals, sizes, path in [*cases, ("mean", (2, 2), folder / "mean"), ("mean", (4, 1), None)]:
-        first, second = (Sharded(mesh(*each), ls.MiCRO(density=0.1)) for each in ((2, 2), sizes))
+def _kept(rank: int, size: int, folder: Path) -> None:
+    for residuals in ("per_rank", "mean"):
+        ours = Sharded(mesh(2, 2), ls.MiCRO(density=0.1))
         for step in range(3):
-            first.step(step)
-        said = _saved(first, residuals, path)
+            ours.step(step)
+        keep(ours, folder / residuals, residuals, unsent=ours.unsent_of_mean())
+        ours.close()
+
+
+def _elsewhere(rank: int, size: int, folder: Path, meshes: list[tuple[int, int]]) -> list[str]:
+    """Go on with what was kept; the next step has it, or some of it is unsent still."""
+    said_of: list[str] = []
+    cases = [
+        (sizes, each) for sizes in meshes for residuals in ("per_rank", "mean") for each in kept(folder / residuals)
+    ]
+    for sizes, (said, path, more) in cases:
+        ours = Sharded(mesh(*sizes), ls.MiCRO(density=0.1))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            second.hook.restore(said, path)
+            ours.hook.restore(said, path)
         said_of += [str(each.message) for each in caught]
-        before, after = first.unsent_of_mean(), second.unsent_of_mean()
-        for name, x in before.items():
-            torch.testing.assert_close(after[name], x, msg=lambda text, name=name: f"{name}: {text}")
-        first.close()
-        second.close()
+        for name, x in ours.unsent_of_mean().items():
+            torch.testing.assert_close(x, more["unsent"][name], msg=lambda text, name=name: f"{name}: {text}")
+        ours.watch()
+        before = ours.column_sum(ours.unsent)
+        backward(ours, 3)
+        given = ours.column_sum(ours.in_order(ours.given))
+        means = ours.in_order({name: p.grad.to_local() for name, p in ours.sharded.sharded.items()})  # type: ignore[union-attr]
+        after = ours.averager.size * means + ours.column_sum(ours.unsent)
+        torch.testing.assert_close(after, before + given, rtol=1e-4, atol=1e-5)
+        ours.close()
     return said_of
 
 
@@ -266,5 +280,8 @@ def test_resumed_on_the_same_mesh_it_goes_on_bit_for_bit(ranks: Ranks, tmp_path:
 
 @pytest.mark.programs
 def test_resumed_on_another_mesh_nothing_unsent_of_the_mean_is_lost(ranks: Ranks, tmp_path: Path) -> None:
-    said = ranks.run(_elsewhere, 4, tmp_path, gloo=True)[0]
-    assert any("starts from the mean" in each for each in said)
+    """Of 2 x 2, on meshes of as many ranks and of half as many."""
+    ranks.run(_kept, 4, tmp_path, gloo=True)
+    for meshes in ([(2, 2), (4, 1), (1, 4)], [(2, 1), (1, 2)]):
+        said = ranks.run(_elsewhere, meshes[0][0] * meshes[0][1], tmp_path, meshes, gloo=True)[0]
+        assert any("starts from the mean" in each for each in said)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.nn.functional import all_reduce
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
@@ -20,7 +21,7 @@ from tests.support.models import data as training_data
 from tests.support.models import flat
 from tests.support.models import weights as weights_of
 from tests.support.processes import Ranks
-from tests.support.sharded import Checkpointed, Compiled, Net, Policy, Sharded, Tied, mesh
+from tests.support.sharded import Checkpointed, Compiled, Net, Policy, Sharded, Tied, keep, kept, mesh
 from tests.training.test_sharded_trainer import ShardedSmall, fitted
 from tests.training.test_sharded_trainer import weights as trained
 
@@ -113,10 +114,10 @@ def test_replicas_train_as_members_of_two_ranks_do_under_ddp(ranks: Ranks) -> No
     ranks.run(_as_ddp, 4, gloo=True)
 
 
-def _on_one(replicas: int, shards: int) -> Tensor:
-    """The average every other step of models that are trained by themselves, each on what ``shards`` ranks have."""
+def _on_one(replicas: int, shards: int, make: Callable[[], nn.Module] = Net) -> list[nn.Module]:
+    """Models that are trained by themselves, each on what ``shards`` ranks have, and averaged every other step."""
     torch.manual_seed(0)
-    nets = [Net() for _ in range(replicas)]
+    nets = [make() for _ in range(replicas)]
     for net in nets:
         net.load_state_dict(nets[0].state_dict())
     optimizers = [SGD(net.parameters()) for net in nets]
@@ -131,7 +132,7 @@ def _on_one(replicas: int, shards: int) -> Tensor:
             mean = torch.stack([weights_of(net) for net in nets]).mean(0)
             for net in nets:
                 nn.utils.vector_to_parameters(mean.clone(), net.parameters())
-    return weights_of(nets[0])
+    return nets
 
 
 def _as_on_one(rank: int, size: int) -> None:
@@ -140,7 +141,8 @@ def _as_on_one(rank: int, size: int) -> None:
         ours = _ours(mesh(replicas, shards), "float32", **settings)
         for step in range(STEPS - 1):
             ours.step(step)
-        torch.testing.assert_close(ours.average(), _on_one(replicas, shards), rtol=1e-4, atol=1e-6)
+        alone = weights_of(_on_one(replicas, shards)[0])
+        torch.testing.assert_close(ours.average(), alone, rtol=1e-4, atol=1e-6)
         ours.close()
 
 
@@ -271,6 +273,48 @@ def test_buffers_and_a_teacher_are_averaged_too(ranks: Ranks) -> None:
     ranks.run(_others, 4, gloo=True)
 
 
+class SyncedOnCPU(nn.SyncBatchNorm):
+    """Which PyTorch has for other devices alone: the same sums over the same group."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(x)
+        group = self.process_group or dist.group.WORLD
+        n = len(x) * dist.get_world_size(group)
+        mean, squares = (all_reduce(each.sum(0), group=group) / n for each in (x, x.square()))
+        variance = squares - mean.square()
+        for statistic, now in ((self.running_mean, mean), (self.running_var, variance * n / (n - 1))):
+            statistic.lerp_(now.detach(), 0.1)  # type: ignore[union-attr]
+        y: Tensor = (x - mean) / (variance + self.eps).sqrt() * self.weight + self.bias
+        return y
+
+
+class WithNorm(Net):
+    def __init__(self, norm: Callable[[int], nn.Module] = SyncedOnCPU) -> None:
+        super().__init__()
+        self.blocks[0].append(norm(9))
+
+
+def _synced(rank: int, size: int) -> None:
+    settings = {"steps": 2, "fragments": 1, "overlap": False, "lead": 1.0}
+    ours = _ours(mesh(2, 2), "float32", WithNorm, **settings)
+    for step in range(STEPS - 1):
+        ours.step(step)
+    alone = _on_one(2, 2, partial(WithNorm, nn.BatchNorm1d))
+    norms = [net.blocks[0][2] for net in alone]  # type: ignore[index, union-attr]
+    own = ours.module.blocks[0][2]  # type: ignore[index, union-attr]
+    torch.testing.assert_close(own.running_var, norms[rank // 2].running_var, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(ours.average(), weights_of(alone[0]), rtol=1e-4, atol=1e-6)
+    means = torch.stack([norm.running_mean for norm in norms]).mean(0)
+    torch.testing.assert_close(own.running_mean, means, rtol=1e-4, atol=1e-6)
+    ours.close()
+
+
+def test_synchronised_batch_norm_is_over_a_replica(ranks: Ranks) -> None:
+    """As batch norm of a model that is trained alone on what the replica's ranks have; the average has the mean."""
+    ranks.run(_synced, 4, gloo=True)
+
+
 # - checkpoints
 
 KEPT: list[tuple[Any, str, dict[str, Any], bool]] = [
@@ -319,34 +363,34 @@ def test_resumed_on_the_same_mesh_it_goes_on_bit_for_bit(ranks: Ranks, tmp_path:
     ranks.run(_goes_on, 4, tmp_path, gloo=True)
 
 
-def _elsewhere(rank: int, size: int, folder: Path) -> None:
-    first = _ours(mesh(2, 2), "int4", Narrow, ADAM, steps=2, lead=1.0)
-    for step in range(STEPS):
-        first.step(step)
-    mean = _mean_of_replicas(first)
-    first.hook.show_average()
-    saved = first.module.state_dict()
-    whole = {name: x.full_tensor() for name, x in saved.items()}
-    for path in (folder / "elsewhere", None):
-        said, tensors = first.hook.gather("per_rank", path is not None)
-        if path is not None:
-            save_tensors(tensors, path)
-        only: list[Any] = [said]
-        dist.broadcast_object_list(only)
-        for sizes in ((4, 1), (1, 4)):
-            second = _ours(mesh(*sizes), "int4", Narrow, ADAM, steps=2, lead=1.0)
-            for name, p in second.sharded.sharded.items():
-                if shard_of(p).numel():
-                    shard_of(p).copy_(whole[name].chunk(sizes[1])[rank % sizes[1]])
-            second.hook.restore(only[0], path, [second.optimizer])
-            second.averager.between_steps()
-            torch.testing.assert_close(_mean_of_replicas(second), mean, rtol=1e-5, atol=1e-6)
-            second.close()
+def _elsewhere(rank: int, size: int, ways: list[tuple[Path | None, tuple[int, int], Path]]) -> None:
+    """Go on with what is in a folder on another mesh, and save it in a second one."""
+    for source, sizes, target in ways:
+        for said, folder, more in kept(source) if source is not None else [(None, None, {})]:
+            ours = _ours(mesh(*sizes), "int4", Narrow, ADAM, steps=2, lead=1.0)
+            if said is not None:
+                for name, p in ours.sharded.sharded.items():
+                    if shard_of(p).numel():
+                        shard_of(p).copy_(more["average"][name].chunk(sizes[1])[rank % sizes[1]])
+                ours.hook.restore(said, folder, [ours.optimizer])
+                ours.averager.between_steps()
+                torch.testing.assert_close(_mean_of_replicas(ours), more["mean"], rtol=1e-5, atol=1e-6)
+            for step in range(STEPS):
+                ours.step(step)
+            ours.averager.settle()
+            mean = _mean_of_replicas(ours)
+            ours.hook.show_average()
+            average = {name: x.full_tensor() for name, x in ours.module.state_dict().items()}
+            if folder is None:
+                keep(ours, target, mean=mean, average=average)
+            ours.close()
+
+
+def _without_local_steps(rank: int, size: int, source: Path) -> None:
     averaged = Sharded(mesh(2, 2), "sparse_dense", make=Narrow)
     with pytest.raises(ValueError, match="must be read with local_steps"):
-        averaged.hook.restore(only[0], None)
+        averaged.hook.restore(kept(source)[0][0], None)
     averaged.close()
-    first.close()
 
 
 def _mean_of_replicas(training: Sharded) -> Tensor:
@@ -362,7 +406,14 @@ def _mean_of_replicas(training: Sharded) -> Tensor:
 
 @pytest.mark.programs
 def test_resumed_on_another_mesh_the_mean_of_the_replicas_goes_on(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(_elsewhere, 4, tmp_path, gloo=True)
+    """Of 2 x 2 on meshes of as many ranks and of half as many, and back."""
+    first, others = tmp_path / "22", [(4, 1), (1, 4), (2, 1), (1, 2)]
+    folder = {sizes: tmp_path / "{}{}".format(*sizes) for sizes in others}
+    ranks.run(_elsewhere, 4, [(None, (2, 2), first)], gloo=True)
+    ranks.run(_elsewhere, 4, [(first, sizes, folder[sizes]) for sizes in others[:2]], gloo=True)
+    ranks.run(_elsewhere, 2, [(first, sizes, folder[sizes]) for sizes in others[2:]], gloo=True)
+    ranks.run(_elsewhere, 4, [(folder[sizes], (2, 2), tmp_path / "back") for sizes in others], gloo=True)
+    ranks.run(_without_local_steps, 4, first, gloo=True)
 
 
 # - under a Trainer

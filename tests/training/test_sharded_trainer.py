@@ -159,6 +159,33 @@ def test_under_fabric_a_training_is_saved_and_gone_on_with(ranks: Ranks, tmp_pat
     ranks.run(_under_fabric, 4, tmp_path, local_steps)
 
 
+class Saves(L.Callback):
+    """Saves between the backward and the step of an optimizer, at the start of the second epoch."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, *_: object) -> None:
+        if trainer.global_step == 5:
+            trainer.save_checkpoint(self.path)
+
+
+def _goes_on_within_a_step(rank: int, size: int, folder: Path) -> None:
+    for number, (local_steps, to_folder) in enumerate(((0, True), (0, False), (3, True))):
+        options = {"replicate_size": 2, "local_steps": local_steps, "save_distributed_checkpoint": to_folder}
+        path = folder / str(number)
+        found = []
+        for callbacks, start in (([Saves(path)], None), ([], path)):
+            strategy = ls.SparseHSDPStrategy(ls.MiCRO(density=0.2), **options)
+            found.append(weights(fitted(8, strategy, callbacks=callbacks, ckpt_path=start).lightning_module))
+        assert torch.equal(*found), options
+
+
+@pytest.mark.programs
+def test_saved_within_a_step_it_is_made_again_with_the_same_mean(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(_goes_on_within_a_step, 4, tmp_path)
+
+
 class Odd(ShardedSmall):
     """With buffers that lie oddly and differ between ranks, and blocks that are computed again in a nested backward."""
 
@@ -279,6 +306,10 @@ def _is_refused(rank: int, size: int) -> list[str]:
         with pytest.raises(ValueError) as refused:  # noqa: PT011  each says something of its own
             fitted(1, module=ShardedSmall(parallelize))
         said.append(str(refused.value))
+    normed = ShardedSmall()
+    normed.net.insert(1, nn.BatchNorm1d(33))
+    with pytest.raises(ValueError, match="sync_batchnorm must be False"):
+        fitted(1, module=normed, sync_batchnorm=True)
     with pytest.raises(ValueError, match="number of ranks, 4; got replicate_size=3"):
         fitted(1, ls.SparseHSDPStrategy("micro", replicate_size=3))
     return said
@@ -297,6 +328,7 @@ def test_what_cannot_be_averaged_is_refused_with_what_to_do(ranks: Ranks) -> Non
     [
         ({"compressor": "mikro"}, "compressor must be one of"),
         ({"replicate_size": 0}, "replicate_size must be .* at least 1"),
+        ({"shard_size": 1.5}, "shard_size must be .* at least 1"),
         ({"wire_dtype": "int5"}, "wire_dtype"),
         ({"residuals": "all"}, "residuals must be"),
         ({"local_steps": 2, "compressor": "sparse_auto"}, "local_steps cannot be combined with sparse_auto"),
@@ -307,6 +339,9 @@ def test_what_cannot_be_averaged_is_refused_with_what_to_do(ranks: Ranks) -> Non
 def test_bad_options_are_refused(options: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         ls.SparseHSDPStrategy(**options)
+    if "residuals" not in options:
+        with pytest.raises(ValueError, match=match):
+            FabricStrategy(whole, **options)
 
 
 @pytest.mark.parametrize("option", ["elastic", "fusion", "data_parallel_size", "shard_siz"])
