@@ -51,6 +51,7 @@ class Membership:
         self.described = dict(described)
         self.quorum_timeout_s = hosts.quorum_timeout
         self.committed = self.failed = self.lost = 0
+        self._name = zlib.crc32(hosts.name().encode())
         self._is_connected = self._all_are = False  # this rank, with those of the last meeting; and all of this host
         self._digest = 0  # of what describes this host, once that is complete
         self._known: set[int] = set()  # the hosts of the last meeting
@@ -112,7 +113,7 @@ class Membership:
     def _greet(self, steps: int, looks: int) -> int | None:
         """As :meth:`greet`, of the ranks of this number in all hosts."""
         own = torch.tensor(
-            [steps, self._hosts.key, self._digest, self.committed, looks, self._all_are],
+            [steps, self._hosts.key, self._digest, self.committed, looks, self._all_are, self._name],
             dtype=torch.int64,
             device="cpu",
         )
@@ -130,6 +131,11 @@ class Membership:
         except RankLost as error:
             self._hosts.failure = str(error)
             return None
+        if self._hosts.was_made_anew and rows[:, 6].tolist().count(self._name) > 1:
+            rank_zero_warn(
+                "Elastic(replica_id=...) must be a name that no other host has; got that of another one, so both train "
+                "on the same data in the same order. Give each its own, or none."
+            )
         furthest, now = int(rows[:, 0].max()), set(rows[:, 1].tolist())
         if gone := self._known - now:
             self.lost += len(gone)

@@ -35,12 +35,15 @@ class Watch:
     def __init__(self, ranks: HostRanks, address: str, limit_s: float, leave: Callable[[], None]) -> None:
         self._limit_s, self._leave = limit_s, leave
         self._others = _connected(ranks, address, limit_s)
+        self._over: list[socket.socket] = []  # of those who have ended so, which stay open as long as this rank watches
+        self._is_over = False  # the training of this rank
         self._silent = dict.fromkeys(self._others, 0)  # signs of life of this rank since the last of another one
         self._closed = threading.Event()
         threading.Thread(target=self._serve, name="lightning_sparse_watch", daemon=True).start()
 
     def close(self, is_over: bool) -> None:
         """Watch no longer.  If the training of this rank is not over, but has failed, the others end too."""
+        self._is_over = is_over
         for other in list(self._others) if is_over else ():
             with suppress(OSError):
                 other.send(OVER)
@@ -55,7 +58,8 @@ class Watch:
             if time.monotonic() >= next_s:
                 next_s = time.monotonic() + BEAT_S
                 why = why or self._beat()
-        if why and not self._closed.is_set():
+        is_told = bool(why) and not self._is_over and not self._closed.is_set()
+        if is_told:
             sys.stderr.write(
                 f"lightning_sparse: {why}, so this rank ends too, and with it this host; other hosts go on. Start it "
                 "again to have it join them.\n"
@@ -63,7 +67,7 @@ class Watch:
             self._leave()
         for each in self._others:
             each.close()
-        if why and not self._closed.wait(self._limit_s):
+        if is_told and not self._closed.wait(self._limit_s):
             os._exit(1)
 
     def _read(self, other: socket.socket) -> str:
@@ -74,7 +78,7 @@ class Watch:
         self._silent[other] = 0
         if OVER in said:
             del self._others[other]
-            other.close()
+            self._over.append(other)
             return ""
         return "" if said else f"rank {self._others[other]} of this host has ended"
 

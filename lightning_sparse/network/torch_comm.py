@@ -68,7 +68,8 @@ def explained() -> Iterator[None]:
     except RuntimeError as error:
         raise RankLost(
             f"a message among the ranks failed: {error}\nAnother rank has ended, hangs, or lost its link; its own "
-            "output may say why. The last checkpoint is whole; to go on, start all ranks again from it."
+            "output may say why. The last checkpoint is whole; to go on, start all ranks again from it, "
+            "or where hosts come and go this host."
         ) from error
 
 

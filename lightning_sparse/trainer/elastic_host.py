@@ -30,7 +30,7 @@ class ElasticHost:
         name: of this host, the same on all its ranks.
 
     Raises:
-        ValueError: this host's training is on several machines, or something needs to see all hosts.
+        ValueError: something needs to see all hosts.
     """
 
     def __init__(self, trainer: Any, hosts: Elastic) -> None:
@@ -115,14 +115,19 @@ class ElasticHost:
                 callback.load_state_dict(kept)
             if state["saved"]:
                 callback.on_load_checkpoint(trainer, trainer.lightning_module, state["saved"])
+        has_begun = self._progress[0].processed > 0
         self._go_to(state["global_step"], state["batches_that_stepped"])
         for each, processed in zip(self._progress, state["progress"], strict=True):
             further = processed - each.processed
             each.ready, each.started = each.ready + further, each.started + further
             each.processed, each.completed = each.processed + further, each.completed + further
+        if has_begun and (fetcher := trainer.fit_loop._data_fetcher) is not None:
+            iter(fetcher)  # from the beginning, since more may be left of the epoch than of the data
+            batches = trainer.fit_loop.epoch_loop.batch_progress
+            batches.is_last_batch = batches.current.ready >= trainer.num_training_batches
 
     def _shapes(self) -> dict[str, str]:
-        """What an optimizer's and a schedule's state must fit, as text by name."""
+        """What an optimizer's and a schedule's state must fit, and averages that nobody can load, as text by name."""
         trainer = self._trainer
         names = {p: name for name, p in trainer.lightning_module.named_parameters()}
         groups = [[[names.get(p, "") for p in x["params"]] for x in each.param_groups] for each in trainer.optimizers]
@@ -132,10 +137,16 @@ class ElasticHost:
             f"{[x[0] for x in each if x]}; checksum of all {zlib.crc32(repr(each).encode()):08x}"
             for i, each in enumerate(groups)
         }
-        return of_optimizers | {
-            f"schedule {i}": f"{type(x.scheduler).__name__}, every {self._frequency(x)} of interval='{x.interval}'"
-            for i, x in enumerate(schedules)
-        }
+        averaging = [each for each in trainer.callbacks if "StochasticWeightAveraging" in class_names([each])]
+        of_averages = {each.state_key: f"the average of {int(each.n_averaged or 0)} epochs" for each in averaging}
+        return (
+            of_optimizers
+            | of_averages
+            | {
+                f"schedule {i}": f"{type(x.scheduler).__name__}, every {self._frequency(x)} of interval='{x.interval}'"
+                for i, x in enumerate(schedules)
+            }
+        )
 
     @property
     def _progress(self) -> list[Any]:
@@ -211,14 +222,17 @@ def own_order(name: str) -> dict[str, Any]:
     return {"seed": zlib.crc32(name.encode())}
 
 
+def check_one_machine(num_nodes: int) -> None:
+    """Raise a ValueError if the training of a host is on several machines, before one waits for another."""
+    if num_nodes != 1:
+        raise ValueError(
+            f"with elastic every machine must be a training of its own; got num_nodes={num_nodes}. Give the Trainer "
+            "num_nodes=1 and the machine's devices, and start it on each machine; with torchrun by --standalone."
+        )
+
+
 def _check(trainer: Any, hosts: Elastic) -> None:
     """Raise a ValueError for what needs to see all hosts."""
-    if trainer.num_nodes != 1:
-        raise ValueError(
-            f"with elastic every machine must be a training of its own; got num_nodes={trainer.num_nodes}. Give the "
-            "Trainer num_nodes=1 and the machine's devices, and start it on each machine; with torchrun by "
-            "--standalone."
-        )
     norms = any(isinstance(each, torch.nn.SyncBatchNorm) for each in trainer.lightning_module.modules())
     if norms and trainer.world_size == 1:
         raise ValueError(

@@ -28,7 +28,7 @@ from lightning_sparse.network.elastic import Elastic
 from lightning_sparse.network.members import AUTO
 from lightning_sparse.options import Options
 from lightning_sparse.trainer.averaging import AveragingMixin
-from lightning_sparse.trainer.elastic_host import ElasticHost, own_order
+from lightning_sparse.trainer.elastic_host import ElasticHost, check_one_machine, own_order
 from lightning_sparse.trainer.shown_average import BeforeCallbacks, ShownAverage
 from lightning_sparse.trainer.signals import Signals
 
@@ -123,6 +123,8 @@ class SparseMixin(AveragingMixin, _Base):
 
     def setup_environment(self) -> None:
         """Set up as DDP does; keep forked workers from PyTorch's threads: they hang if the parent has used any."""
+        if self.options.hosts is not None:
+            check_one_machine(self.num_nodes)
         if self._start_method == "fork" and self.root_device.type == "cpu":
             torch.set_num_threads(1)
         super().setup_environment()

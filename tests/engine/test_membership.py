@@ -53,14 +53,14 @@ def test_a_host_that_has_not_voted_drops_the_exchange_at_once() -> None:
 
 @pytest.mark.parametrize(("column", "fits"), [(None, True), (3, False), (4, False)])
 def test_hosts_that_are_not_equally_far_meet_again(column: int | None, fits: bool) -> None:
-    """Rows are steps, key, digest of the settings, exchanges, looks at gradients, and whether all ranks are there."""
-    rows = torch.tensor([[7, 1, 5, 3, 2, 1], [8, 2, 5, 3, 2, 1]])
+    """Rows are steps, key, digest of the settings, exchanges, looks at gradients, whether all ranks are there, name."""
+    rows = torch.tensor([[7, 1, 5, 3, 2, 1, 1], [8, 2, 5, 3, 2, 1, 2]])
     if column is not None:
         rows[1, column] += 1
     membership: Any = Membership.__new__(Membership)
     membership._hosts = SimpleNamespace(group=None, rank=0, size=2, key=1, was_made_anew=False, failure="")
     membership._ranks, membership._is_connected, membership._all_are = HostRanks(), True, True
-    membership._digest, membership.committed, membership.lost, membership._known = 5, 3, 0, set()
+    membership._name, membership._digest, membership.committed, membership.lost, membership._known = 1, 5, 3, 0, set()
     membership.comm = SimpleNamespace(
         join=lambda *_: None, leave=lambda: None, all_gather=lambda own: SimpleNamespace(wait=lambda: rows)
     )
@@ -68,12 +68,18 @@ def test_hosts_that_are_not_equally_far_meet_again(column: int | None, fits: boo
 
 
 def test_where_nobody_has_begun_all_follow_the_first_host() -> None:
-    rows = torch.tensor([[0, 1, 5, 0, 0, 1], [0, 2, 5, 0, 0, 1]])
+    rows = torch.tensor([[0, 1, 5, 0, 0, 1, 1], [0, 2, 5, 0, 0, 1, 2]])
     for rank in range(2):
         membership: Any = Membership.__new__(Membership)
         membership._hosts = SimpleNamespace(group=None, rank=rank, size=2, key=1, was_made_anew=False, failure="")
         membership._ranks, membership._is_connected, membership._all_are = HostRanks(), True, True
-        membership._digest, membership.committed, membership.failed, membership._known = 5, 0, 0, set()
+        membership._name, membership._digest, membership.committed, membership.failed, membership._known = (
+            1,
+            5,
+            0,
+            0,
+            set(),
+        )
         membership.comm = SimpleNamespace(join=lambda *_: None, all_gather=lambda _: SimpleNamespace(wait=lambda: rows))
         assert membership.greet(0, 0) is None
         assert membership.committed == (rank == 0)

@@ -370,6 +370,7 @@ def train(rank: int, size: int, plan: Plan) -> dict[str, Any]:
             time.sleep(plan.slow_s)
         if not (plan.folder / CALM).exists():
             time.sleep(plan.sleeps.get(rank, 0.0))
+        note("epoch", run.global_step, run.current_epoch)
         note("state", averager._membership.committed, _bits(averager), _rate(run), run.global_step)
 
     elastic = ls.Elastic(
@@ -526,6 +527,15 @@ class Journals:
         assert {step for *_, step in states} == set(range(steps))
         for *_, rate, step in states:
             assert math.isclose(rate, rate_after(step), rel_tol=1e-9), (step, rate, rate_after(step))
+
+    def check_epochs(self) -> None:
+        """Whoever is at the same step is in the same epoch."""
+        found: dict[int, set[int]] = defaultdict(set)
+        for entries in self.entries.values():
+            for _, step, epoch in (each for each in entries if each[0] == "epoch"):
+                found[step].add(epoch)
+        several = {step: epochs for step, epochs in found.items() if len(epochs) > 1}
+        assert not several, several
 
     def check_law(self) -> dict[int, int]:
         """P * moved + unsent after == unsent before, over all that took part; returns checks by P."""

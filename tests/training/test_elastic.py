@@ -103,10 +103,11 @@ def test_a_host_that_has_stopped_and_goes_on_joins_again(ranks: Ranks, tmp_path:
     signs = {"local_steps": 3, "wire_dtype": "sign"}
     with Lighthouse() as lighthouse:
         plan = Plan(lighthouse.address, tmp_path, faults=faults, local=signs, timeout_s=2.0, steps=80)
-        plan.slow_below, plan.falls = 3, True
+        plan.slow_below, plan.falls, plan.batches = 3, True, 7
         ends = ends_of(ranks, 3, plan)
     journals = Journals(tmp_path)
     journals.check_bits()
+    journals.check_epochs()
     journals.check_steps(plan.steps)
     assert set(journals.check_law()) == {3, 2}
     assert {end["hosts"] for end in ends.values()} == {3}

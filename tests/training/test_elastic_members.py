@@ -12,7 +12,6 @@ from torch import nn
 
 import lightning_sparse as ls
 from lightning_sparse.local_steps.settings import LocalSteps
-from lightning_sparse.trainer.elastic_host import ElasticHost
 from tests.support.elastic import (
     FATAL,
     FAULTS,
@@ -247,4 +246,4 @@ def test_what_cannot_be_is_refused() -> None:
     strategy = ls.SparseDDPStrategy("sparse_dense", local_steps=2, elastic=ls.Elastic(lighthouse="http://localhost:1"))
     run = L.Trainer(strategy=strategy, accelerator="cpu", devices=1, num_nodes=2, logger=False, max_steps=1)
     with pytest.raises(ValueError, match="every machine must be a training of its own; got num_nodes=2"):
-        ElasticHost(run, ls.Elastic())
+        run.strategy.setup_environment()
