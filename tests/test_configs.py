@@ -84,12 +84,14 @@ def test_the_commands_in_the_files_are_understood(
 
 def test_a_strategy_for_sharded_models_is_a_class_or_a_name(configure: Configure, tmp_path: Path) -> None:
     content = config("micro")
-    settings = {"compressor": "sparse_dense", "wire_dtype": "int4", "replicate_size": 2}
+    local = {"class_path": "lightning_sparse.LocalSteps", "init_args": {"steps": 4}}
+    settings = {"compressor": "sparse_dense", "wire_dtype": "int4", "replicate_size": 2, "local_steps": local}
     content["trainer"]["strategy"] = {"class_path": "lightning_sparse.SparseHSDPStrategy", "init_args": settings}
     by_class, by_name = configure(f"--config={written(content, tmp_path)}"), configure(f"{STRATEGY}=sparse_dense_hsdp")
     assert isinstance(by_class, ls.SparseHSDPStrategy)
     assert isinstance(by_name, ls.SparseHSDPStrategy)
     assert by_class.options.wire_dtype == "int4"
+    assert by_class.options.local == ls.LocalSteps(4)
     assert by_class.compressor == by_name.compressor == ls.Dense()
 
 

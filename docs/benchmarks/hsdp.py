@@ -227,8 +227,48 @@ def table_of_losses(args: argparse.Namespace, trainings: list[dict]) -> None:
         print(f"| {way} | {' | '.join(cells)} | {nbytes:,.0f} |")
 
 
+class Heard:
+    """What rank 0 has said, and what the kernel had counted then."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.steps = args.steps
+        self.times: dict[str, list[float]] = {name: [] for name in WAYS[args.what]}
+        self.counted: dict[str, list[float]] = {name: [] for name in WAYS[args.what]}
+        self.turns: dict[tuple[str, int], list[dict]] = {}
+
+    def take(self, said: dict, cluster: Cluster) -> None:
+        name = said["way"]
+        if said["what"] == "begin":
+            self.before = sent_bytes(cluster)
+        elif said["what"] == "end":
+            self.times[name] += said["seconds"]
+            self.counted[name].append((sent_bytes(cluster) - self.before) / self.steps)
+        elif said["what"] == "judged":
+            turn = {key: said[key] for key in ("steps", "s", "loss")} | {"bytes_per_step": self.counted[name][-1]}
+            self.turns.setdefault((name, said["seed"]), []).append(turn)
+
+
+def start(args: argparse.Namespace, heard: Heard) -> None:
+    """Start two ranks in each node, and listen to the first."""
+    own = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:]]
+    with Cluster(f"2x{args.between}") as cluster:
+        for node in range(2):
+            limit = ["tc", "qdisc", "add", "dev", "lo", "root", "tbf", "rate", args.inside, "burst", "2mb"]
+            cluster.network.run(cluster.namespace(node), *limit, "latency", "50ms")
+        group = {"MASTER_ADDR": cluster.address(0), "MASTER_PORT": "29400", "WORLD_SIZE": "4", "OMP_NUM_THREADS": "1"}
+        ranks = [
+            cluster.popen(rank // 2, own, env=group | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+            for rank in range(4)
+        ]
+        for line in ranks[0].stdout:
+            if line.startswith("{"):  # else a word of the averager's
+                heard.take(json.loads(line), cluster)
+        if any(rank.wait() for rank in ranks):
+            sys.exit("a rank failed; what it wrote stands above")
+
+
 def main() -> None:
-    """Start two ranks in each node, count, and print a table."""
+    """Do what the command line says, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=list(WAYS), nargs="?", default="steps")
     parser.add_argument("--between", default="100mbit", help="rate of the link between the two nodes")
@@ -249,39 +289,13 @@ def main() -> None:
     if "RANK" in os.environ:
         work(args)
         return
-    own = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:]]
-    times = {name: [] for name in WAYS[args.what]}
-    counted = {name: [] for name in WAYS[args.what]}
-    judged = {}
-    with Cluster(f"2x{args.between}") as cluster:
-        for node in range(2):
-            limit = ["tc", "qdisc", "add", "dev", "lo", "root", "tbf", "rate", args.inside, "burst", "2mb"]
-            cluster.network.run(cluster.namespace(node), *limit, "latency", "50ms")
-        group = {"MASTER_ADDR": cluster.address(0), "MASTER_PORT": "29400", "WORLD_SIZE": "4", "OMP_NUM_THREADS": "1"}
-        ranks = [
-            cluster.popen(rank // 2, own, env=group | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
-            for rank in range(4)
-        ]
-        for line in ranks[0].stdout:
-            if not line.startswith("{"):  # a word of the averager's
-                continue
-            said = json.loads(line)
-            name = said["way"]
-            if said["what"] == "begin":
-                before = sent_bytes(cluster)
-            elif said["what"] == "end":
-                times[name] += said["seconds"]
-                counted[name].append((sent_bytes(cluster) - before) / args.steps)
-            elif said["what"] == "judged":
-                turns = judged.setdefault((name, said["seed"]), [])
-                turns.append({key: said[key] for key in ("steps", "s", "loss")} | {"bytes_per_step": counted[name][-1]})
-        if any(rank.wait() for rank in ranks):
-            sys.exit("a rank failed; what it wrote stands above")
+    heard = Heard(args)
+    start(args, heard)
     if args.what == "steps":
-        table_of_steps(times, counted)
+        table_of_steps(heard.times, heard.counted)
         return
     trainings = [
-        {"link": args.between, "way": way, "seed": seed, "turns": each} for (way, seed), each in judged.items()
+        {"link": args.between, "way": way, "seed": seed, "turns": each} for (way, seed), each in heard.turns.items()
     ]
     if args.output:
         args.output.write_text("".join(json.dumps(each) + "\n" for each in trainings))

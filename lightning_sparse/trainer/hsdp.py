@@ -127,7 +127,7 @@ class HSDPMixin(OnMesh, AveragingMixin, _Base):
         norms = {type(each) for each in module.modules() if isinstance(each, _BatchNorm)}
         if self._layer_sync is not None and not all(issubclass(kind, nn.SyncBatchNorm) for kind in norms):
             raise ValueError(
-                "sync_batchnorm must be False for sharded models, whose layers Lightning does not convert; got True. In "
+                "sync_batchnorm must be False for sharded models, of which Lightning converts no layers; got True. In "
                 "configure_model call torch.nn.SyncBatchNorm.convert_sync_batchnorm(net) before fully_shard."
             )
         if not any(p.requires_grad for p in module.parameters()):
