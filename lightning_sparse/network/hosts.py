@@ -105,8 +105,8 @@ class Hosts:
             raise RuntimeError(
                 f"at least {self._settings.min_hosts} hosts must meet at the lighthouse {self._lighthouse} within "
                 f"{self._settings.quorum_timeout:g} s, and as many as it waits for; got: {error}. Look whether it "
-                "runs, with which --min_replicas, and whether half of the hosts are alive and do not come; then start this "
-                "host again."
+                "runs, with which --min_replicas, and whether half of the hosts are alive and do not come; then start "
+                "this host again."
             ) from None
         failed = self._manager.errored()
         self.failure = str(failed.original_exception).partition("\n")[0].rstrip(".") if failed else ""
