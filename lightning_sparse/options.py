@@ -38,7 +38,7 @@ UNSUPPORTED = (
 )
 GIVEN_BY_LIGHTNING = {"module", "device_ids", "args", "kwargs"}  # to DDP, or not by name
 MOST_MB = 2**23  # of bucket_cap_mb: 8 TiB
-EXAMPLE = ": SparseDDPStrategy('sparse_dense', ...)"  # how a compressor is named in place of sparse_auto
+EXAMPLE = ", such as 'sparse_dense'"  # how a compressor is named in place of sparse_auto
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Options:
             )
         if self.local_steps:
             raise ValueError(
-                "local_steps cannot be combined with sparse_auto, which chooses whether to take local steps. Leave "
+                "local_steps cannot be combined with sparse_auto, which chooses by itself. Leave "
                 f"it out, or name a compressor{EXAMPLE}."
             )
 

@@ -165,8 +165,15 @@ class HSDPMixin(OnMesh, AveragingMixin, _Base):
         """Backward, as :meth:`SparseHook.backward` has it, and the means of what it reached."""
         if self.hook is None:
             return super().backward(closure_loss, *args, **kwargs)
+        assert self.lightning_module is not None
+        module, precision = self.lightning_module, self.precision_plugin
+        self.pre_backward(closure_loss)  # as Lightning's own, which calls on_after_backward before it ends
+        loss = precision.pre_backward(closure_loss, module)
         with self.hook.backward(), self.hook.model.backward(always=True):
-            return super().backward(closure_loss, *args, **kwargs)
+            precision.backward(loss, module, *args, **kwargs)
+        loss = precision.post_backward(loss, module)  # here, where .grad holds the means
+        self.post_backward(loss)
+        return loss
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

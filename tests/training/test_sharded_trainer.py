@@ -162,20 +162,23 @@ def test_under_fabric_a_training_is_saved_and_gone_on_with(ranks: Ranks, tmp_pat
 class Saves(L.Callback):
     """Saves between the backward and the step of an optimizer, at the start of the second epoch."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, hook: str) -> None:
         self.path = path
+        setattr(self, hook, self.save)
 
-    def on_before_optimizer_step(self, trainer: L.Trainer, *_: object) -> None:
+    def save(self, trainer: L.Trainer, *_: object) -> None:
         if trainer.global_step == 5:
             trainer.save_checkpoint(self.path)
 
 
 def _goes_on_within_a_step(rank: int, size: int, folder: Path) -> None:
-    for number, (local_steps, to_folder) in enumerate(((0, True), (0, False), (3, True))):
+    before, after = "on_before_optimizer_step", "on_after_backward"
+    cases = ((0, True, before), (0, False, before), (3, True, before), (0, True, after), (0, False, after))
+    for number, (local_steps, to_folder, hook) in enumerate(cases):
         options = {"replicate_size": 2, "local_steps": local_steps, "save_distributed_checkpoint": to_folder}
         path = folder / str(number)
         found = []
-        for callbacks, start in (([Saves(path)], None), ([], path)):
+        for callbacks, start in (([Saves(path, hook)], None), ([], path)):
             strategy = ls.SparseHSDPStrategy(ls.MiCRO(density=0.2), **options)
             found.append(weights(fitted(8, strategy, callbacks=callbacks, ckpt_path=start).lightning_module))
         assert torch.equal(*found), options
@@ -184,6 +187,29 @@ def _goes_on_within_a_step(rank: int, size: int, folder: Path) -> None:
 @pytest.mark.programs
 def test_saved_within_a_step_it_is_made_again_with_the_same_mean(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(_goes_on_within_a_step, 4, tmp_path)
+
+
+class Throws(L.Callback):
+    """Looks at gradients after a backward, and throws them away."""
+
+    def on_after_backward(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        own = torch.cat([p.grad.to_local().flatten() for p in module.parameters()])
+        column = trainer.strategy.device_mesh["replicate"].get_group()
+        every = [torch.empty_like(own) for _ in range(2)]
+        dist.all_gather(every, own, group=column)
+        assert torch.equal(*every)
+        for p in module.parameters():
+            p.grad = None
+
+
+def _sets_means(rank: int, size: int) -> None:
+    run = fitted(4, ls.SparseHSDPStrategy("sparse_dense", replicate_size=2), callbacks=[Throws()])
+    untrained = fitted(0, ls.SparseHSDPStrategy("sparse_dense", replicate_size=2))
+    assert torch.equal(weights(run.lightning_module), weights(untrained.lightning_module))
+
+
+def test_after_a_backward_callbacks_find_the_means_and_may_set_them(ranks: Ranks) -> None:
+    ranks.run(_sets_means, 4)
 
 
 class Odd(ShardedSmall):
