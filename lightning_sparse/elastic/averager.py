@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.group import Group
@@ -281,7 +282,8 @@ class ElasticAverager(LocalAverager):
     def _catch_up(self, furthest: Mapping[str, Any]) -> None:
         """Go on from what the furthest host has saved."""
         membership, replicas = self._membership, furthest["replicas"]
-        furthest = self._ranks.of_first({key: x for key, x in furthest.items() if key != "replicas"})
+        common = {key: x for key, x in furthest.items() if key != "replicas"}
+        furthest = self._ranks.of_first(tree_map_only(torch.Tensor, torch.Tensor.cpu, common))
         doubt, self._in_doubt = self._in_doubt, None
         self._remembered_of, before = furthest["remembered_of"], membership.committed
         membership.committed = furthest["committed"]

@@ -73,8 +73,12 @@ class Watch:
     def _read(self, other: socket.socket) -> str:
         """Take what ``other`` has sent; returns why this rank is to end, if it is."""
         said = b""
-        with suppress(OSError):
+        try:
             said = other.recv(4096)
+        except BlockingIOError:
+            return ""
+        except OSError:  # its process was killed
+            pass
         self._silent[other] = 0
         if OVER in said:
             del self._others[other]

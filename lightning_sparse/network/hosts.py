@@ -175,7 +175,7 @@ class Hosts:
             world_size=self._ranks.size,
             store_addr=where[0],
             store_port=where[1],
-            init_sync=False,  # by which the ranks of a host would begin as those of several hosts
+            init_sync=False,  # else the ranks of a host would start from the weights of different hosts
             lighthouse_addr=self._lighthouse,
             replica_id=settings.name(),
             hostname=_in_url(address),

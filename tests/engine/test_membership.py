@@ -51,35 +51,39 @@ def test_a_host_that_has_not_voted_drops_the_exchange_at_once() -> None:
     assert Host(has_voted=False).found == ["dropped"]
 
 
-@pytest.mark.parametrize(("column", "fits"), [(None, True), (3, False), (4, False)])
-def test_hosts_that_are_not_equally_far_meet_again(column: int | None, fits: bool) -> None:
-    """Rows are steps, key, digest of the settings, exchanges, looks at gradients, whether all ranks are there, name."""
-    rows = torch.tensor([[7, 1, 5, 3, 2, 1, 1], [8, 2, 5, 3, 2, 1, 2]])
-    if column is not None:
-        rows[1, column] += 1
+def member(rank: int, rows: torch.Tensor, committed: int, was_made_anew: bool = False) -> Membership:
+    """One host of two that have met, which tell each other ``rows``."""
     membership: Any = Membership.__new__(Membership)
-    membership._hosts = SimpleNamespace(group=None, rank=0, size=2, key=1, was_made_anew=False, failure="")
+    membership._hosts = SimpleNamespace(
+        group=None, rank=rank, size=2, key=1, was_made_anew=was_made_anew, failure="", address="10.0.0.1"
+    )
     membership._ranks, membership._is_connected, membership._all_are = HostRanks(), True, True
-    membership._name, membership._digest, membership.committed, membership.lost, membership._known = 1, 5, 3, 0, set()
+    membership._name, membership._digest, membership.committed = 1, 5, committed
+    membership.failed, membership.lost, membership._known = 0, 0, set()
     membership.comm = SimpleNamespace(
         join=lambda *_: None, leave=lambda: None, all_gather=lambda own: SimpleNamespace(wait=lambda: rows)
     )
-    assert membership.greet(7, 2) == (8 if fits else None)
+    return membership
+
+
+# Rows are steps, key, digest of the settings, exchanges, looks at gradients, whether all ranks are there, and name.
+@pytest.mark.parametrize(("column", "fits"), [(None, True), (3, False), (4, False)])
+def test_hosts_that_are_not_equally_far_meet_again(column: int | None, fits: bool) -> None:
+    rows = torch.tensor([[7, 1, 5, 3, 2, 1, 1], [8, 2, 5, 3, 2, 1, 2]])
+    if column is not None:
+        rows[1, column] += 1
+    assert member(0, rows, committed=3).greet(7, 2) == (8 if fits else None)
 
 
 def test_where_nobody_has_begun_all_follow_the_first_host() -> None:
     rows = torch.tensor([[0, 1, 5, 0, 0, 1, 1], [0, 2, 5, 0, 0, 1, 2]])
     for rank in range(2):
-        membership: Any = Membership.__new__(Membership)
-        membership._hosts = SimpleNamespace(group=None, rank=rank, size=2, key=1, was_made_anew=False, failure="")
-        membership._ranks, membership._is_connected, membership._all_are = HostRanks(), True, True
-        membership._name, membership._digest, membership.committed, membership.failed, membership._known = (
-            1,
-            5,
-            0,
-            0,
-            set(),
-        )
-        membership.comm = SimpleNamespace(join=lambda *_: None, all_gather=lambda _: SimpleNamespace(wait=lambda: rows))
+        membership = member(rank, rows, committed=0)
         assert membership.greet(0, 0) is None
         assert membership.committed == (rank == 0)
+
+
+def test_hosts_of_one_name_are_warned() -> None:
+    rows = torch.tensor([[7, 1, 5, 3, 2, 1, 1], [7, 2, 5, 3, 2, 1, 1]])
+    with pytest.warns(UserWarning, match="must be a name that no other host has"):
+        assert member(0, rows, committed=3, was_made_anew=True).greet(7, 2) == 7
