@@ -54,7 +54,7 @@ class ShardedHook(SparseHook):
 
     @staticmethod
     def _register(ddp: DistributedDataParallel, active: ActiveAverager) -> None:
-        cast(ShardedModel, ddp).average_with(active)
+        cast(ShardedModel, ddp).average_with(active.hand_over, lambda: active.averager)
 
     def _watch(self, ddp: DistributedDataParallel) -> list[RemovableHandle]:
         return []  # a strategy calls what follows, since a training step need not be a forward of what is sharded

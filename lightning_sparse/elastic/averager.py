@@ -296,7 +296,9 @@ class ElasticAverager(LocalAverager):
         if doubt is not None:
             self._drop(doubt[0])
         if before > 1:
-            unsent = self.lanes.sum_over_slices(torch.tensor([self.unsent_norm() ** 2], device=self.device)).sqrt()
+            unsent = self.lanes.sum_over_slices(
+                torch.tensor([self.unsent_norm() ** 2], dtype=torch.float32, device=self.device)
+            ).sqrt()
             rank_zero_warn(
                 f"lightning_sparse: this host is at step {self.steps} and others at {furthest['steps']}; it goes on "
                 f"from their average. What it had not sent, of norm {float(unsent):.3g}, is lost."

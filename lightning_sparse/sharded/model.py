@@ -4,7 +4,7 @@ R = replicas of the model, S = shards of each.  Rank r * S + s has shard s of re
 shard are a column, and exchange among themselves.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_sparse.auto.active_averager import ActiveAverager
 from lightning_sparse.checks import uncompiled
-from lightning_sparse.engine.averager import LocalState
+from lightning_sparse.engine.averager import Averager, LocalState
 from lightning_sparse.engine.bucket import PendingBucket
+from lightning_sparse.gradients.averager import GradientAverager
 from lightning_sparse.network.cut import as_shard_of
 
 REPLICATE, SHARD = "replicate", "shard"  # dimensions of the mesh
@@ -143,9 +143,9 @@ class ShardedModel:
         """This rank's shards of what is trained."""
         return iter(self.shards.values())
 
-    def average_with(self, active: ActiveAverager) -> None:
-        """Hand every gradient to ``active`` from now on."""
-        self._active = active
+    def average_with(self, hand_over: Callable[[PendingBucket], object], averager: Callable[[], Averager]) -> None:
+        """Hand every gradient to ``hand_over`` from now on, for the averager that ``averager`` returns."""
+        self._hand_over, self._averager = hand_over, averager
         group_of = {id(group.fsdp): group for group in self.groups}
         for part in self.parts:
             for fsdp in fsdp_groups(part):
@@ -171,6 +171,11 @@ class ShardedModel:
         is_due = any(group.fsdp.reduce_grads and group.fsdp.all_reduce_grads for group in self.groups)
         self._end_backward(always and is_due)
 
+    def _gradients(self) -> GradientAverager:
+        averager = self._averager()
+        assert isinstance(averager, GradientAverager)
+        return averager
+
     def close(self) -> None:
         """Have a backward from now on say that nothing averages its gradients."""
         self._is_closed = True
@@ -187,7 +192,7 @@ class ShardedModel:
                 "the strategy that averaged this model's replicas was torn down, so a backward would have them drift "
                 "apart; to train on, fit with lightning_sparse's SparseHSDPStrategy again, or make a new model."
             )
-        if (local := self._active.averager.local) is not None:
+        if (local := self._averager().local) is not None:
             self._note_own(group, local)
             return
         if not group.fsdp.all_reduce_grads:
@@ -229,7 +234,7 @@ class ShardedModel:
         places = group.places(buffer)
         earlier: list[Tensor | None] = [None] * len(places)  # means of a backward before, which are not sent again
         for i, (place, x) in enumerate(zip(places, before, strict=True)):
-            self._active.gradients.look(group.shards[i], x)
+            self._gradients().look(group.shards[i], x)
             if x is not None and group.is_deferred:
                 place.add_(x)
             elif x is not None:
@@ -237,11 +242,11 @@ class ShardedModel:
         group.is_deferred = False
         bucket = ShardBucket(buffer, group.shards, places, used)
         self._handed_over.append((group, bucket, earlier))
-        self._active.hand_over(bucket)
+        self._hand_over(bucket)
 
     def _end_backward(self, always: bool = False) -> None:
         """Wait for the means, and set ``.grad`` to them."""
-        if (local := self._active.averager.local) is not None and (self._is_local or always):
+        if (local := self._averager().local) is not None and (self._is_local or always):
             self._is_local = False
             local.end_backward()
             return
@@ -253,7 +258,7 @@ class ShardedModel:
                 self._pass_on(group, None)
         handed_over, self._handed_over = self._handed_over, []
         here = {id(shard) for _, bucket, _ in handed_over for shard in bucket.used}
-        averager, shards = self._active.gradients, self.shards.values()
+        averager, shards = self._gradients(), self.shards.values()
         flags = torch.tensor([float(id(shard) in here) for shard in shards], dtype=torch.float32, device="cpu")
         replicas_using = averager.lanes.run_message_beside(
             lambda comm: comm.all_reduce(flags.to(averager.device, non_blocking=True))

@@ -140,7 +140,7 @@ class ShardedTraining:
         self.averager, self._reducing = averager, Stream(DEVICE)
         fsdp = SimpleNamespace(reduce_grads=True, all_reduce_grads=True)
         model = self.model = ShardedModel.__new__(ShardedModel)
-        model.module, model.shards = torch.nn.Module(), of
+        model.parts, model.shards = [], of
         model.groups = [Shards([n], [p], [p], fsdp, [p.numel()]) for n, p in reversed(of.items())]  # type: ignore[list-item]
         model._handed_over, model._is_in_backward, model._is_closed = [], False, False
         model.average_with(averager.hand_over, lambda: averager)
