@@ -108,7 +108,7 @@ class ElasticAverager(LocalAverager):
             if self._exchanged < self.steps:
                 self._has_met = True
             elif self._membership.commit():
-                self._membership.committed = self.steps + 1
+                self._membership.note_success(self.steps)
             self._pace.enter()
             if was_shown:
                 self.weights.show()
@@ -197,7 +197,7 @@ class ElasticAverager(LocalAverager):
         if not was_exchange or (error is not None and not isinstance(error, RankLost)):
             return super()._counts(pending)
         if self._membership.commit(error):
-            self._membership.committed, self._membership.failed = self._exchanged + 1, 0
+            self._membership.note_success(self._exchanged)
             self._pace.keep_up()
             return True
         self._membership.note_failure()
@@ -271,6 +271,7 @@ class ElasticAverager(LocalAverager):
             "steps": self.steps,
             "exchanged": self._exchanged,
             "committed": self._membership.committed,
+            "history": self._membership.history,
             "remembered_of": self._remembered_of,
             "moments": {key: x.clone() for key, x in self.mean_moments.state().items()},
             "others": {n: find().detach().clone() for (n, find), c in zip(names.items(), changed, strict=True) if c},
@@ -286,7 +287,7 @@ class ElasticAverager(LocalAverager):
         furthest = self._ranks.of_first(tree_map_only(torch.Tensor, torch.Tensor.cpu, common))
         doubt, self._in_doubt = self._in_doubt, None
         self._remembered_of, before = furthest["remembered_of"], membership.committed
-        membership.committed = furthest["committed"]
+        membership.committed, membership.history = furthest["committed"], furthest["history"]
         if doubt is not None and doubt[1] + 1 == membership.committed:
             self.weights.apply_moves(doubt[0].replicas)
             self.set_by_others.accept()

@@ -18,7 +18,7 @@ from lightning_sparse.network.torch_comm import RankLost
 
 MOST_FAILED = 20  # exchanges, one after the other, after which a host gives up
 FIRST_FAILED = 3  # meetings, after which one gives up that has not begun: others, which train, wait for it each time
-NOBODY = -1  # is furthest, since none has begun
+NOBODY, OTHERS = -1, -2  # in the place of steps: none has begun; others are as far as this host, on another way
 LAYERS = "layers"  # of what describes a host: its model as text, which may differ where the model is the same
 
 
@@ -34,6 +34,7 @@ class Membership:
     Attributes:
         comm: the hosts that have met, for messages.
         committed: 1 + the step of the last exchange that counted; 0 before all.
+        history: a checksum of which hosts took part in each exchange that counted here.
         failed: exchanges, one after the other.
         lost: hosts that were here and are gone.
     """
@@ -50,7 +51,7 @@ class Membership:
         self.comm = ElasticComm(self._hosts.leave, hosts.limit)
         self.described = dict(described)
         self.quorum_timeout_s = hosts.quorum_timeout
-        self.committed = self.failed = self.lost = 0
+        self.committed = self.history = self.failed = self.lost = 0
         self._name = zlib.crc32(hosts.name().encode())
         self._is_connected = self._all_are = False  # this rank, with those of the last meeting; and all of this host
         self._digest = 0  # of what describes this host, once that is complete
@@ -108,12 +109,15 @@ class Membership:
         if found == NOBODY:  # all follow one, which they find furthest the next time
             self.committed, self.failed = int(self._hosts.rank == 0), self.failed - 1
             return None
+        if found == OTHERS:
+            self.committed -= 1  # so that it gets theirs the next time
+            return None
         return found
 
     def _greet(self, steps: int, looks: int) -> int | None:
         """As :meth:`greet`, of the ranks of this number in all hosts."""
         own = torch.tensor(
-            [steps, self._hosts.key, self._digest, self.committed, looks, self._all_are, self._name],
+            [steps, self._hosts.key, self._digest, self.committed, looks, self._all_are, self._name, self.history],
             dtype=torch.int64,
             device="cpu",
         )
@@ -131,6 +135,10 @@ class Membership:
         except RankLost as error:
             self._hosts.failure = str(error)
             return None
+        ways = rows[:, 7].tolist()
+        if len(set(ways)) > 1:  # some met without others for a while, which met by themselves
+            self._hosts.failure = "hosts are as far as others that they have not met, and follow the most"
+            return None if self.history == max(ways, key=ways.count) else OTHERS
         if self._hosts.was_made_anew and rows[:, 6].tolist().count(self._name) > 1:
             rank_zero_warn(
                 "Elastic(replica_id=...) must be a name that no other host has; got that of another one, so both train "
@@ -173,6 +181,11 @@ class Membership:
     def commit(self, error: Exception | None = None) -> bool:
         """Vote whether the exchange counts, which had this ``error``; return whether it does, for all ranks alike."""
         return self._hosts.commit(error)
+
+    def note_success(self, step: int) -> None:
+        """Note that the exchange after ``step`` has counted for the hosts that have met."""
+        self.committed, self.failed = step + 1, 0
+        self.history = zlib.crc32(repr((self.history, step, sorted(self._known))).encode())
 
     def note_failure(self, committed: bool = False) -> None:
         """Count a failure, unless the others have ``committed``.

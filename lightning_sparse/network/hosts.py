@@ -51,7 +51,7 @@ class Hosts:
         _import_torchft()
         self._settings, self._save, self._ranks = settings, save, ranks or HostRanks()
         self._lighthouse = settings.found_lighthouse()
-        self.key = random.SystemRandom().getrandbits(62)  # of this start of this host
+        self.key = self._ranks.of_first(random.SystemRandom().getrandbits(62))  # of this start of this host
         self.address = ""  # that it tells the others, from the first meeting on
         self.failure = ""  # why no messages can be sent after the last meeting, as far as it is known
         self._received: object = None
