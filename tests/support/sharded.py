@@ -126,15 +126,14 @@ class Sharded:
 
     def watch(self) -> None:
         """Note what each step gives to the engine."""
-        active = self.sharded._active
-        hand_over = active.hand_over
+        hand_over = self.sharded._hand_over
 
         def noted(bucket: Any) -> Any:
             name_of = {id(shard): name for name, shard in self.sharded.shards.items()}
             self.given |= {name_of[id(shard)]: place.clone() for shard, place in bucket.gradients()}
             return hand_over(bucket)
 
-        active.hand_over = noted  # type: ignore[method-assign]
+        self.sharded.average_with(noted, lambda: self.hook.averager)
 
     @property
     def weights(self) -> Tensor:
