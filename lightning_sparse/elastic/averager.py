@@ -259,7 +259,8 @@ class ElasticAverager(LocalAverager):
 
     def _saved(self) -> dict[str, Any]:
         """What a host needs that is behind; asked while this one waits for others."""
-        own = {"replicas": [replica.shared() for replica in self.weights.replicas]}
+        own: dict[str, Any] = {"replicas": [replica.shared() for replica in self.weights.replicas]}
+        own["history"] = self._membership.history
         return own if self._ranks.rank else own | self._saved_by_first()
 
     def _saved_by_first(self) -> dict[str, Any]:
@@ -271,7 +272,6 @@ class ElasticAverager(LocalAverager):
             "steps": self.steps,
             "exchanged": self._exchanged,
             "committed": self._membership.committed,
-            "history": self._membership.history,
             "remembered_of": self._remembered_of,
             "moments": {key: x.clone() for key, x in self.mean_moments.state().items()},
             "others": {n: find().detach().clone() for (n, find), c in zip(names.items(), changed, strict=True) if c},

@@ -88,7 +88,10 @@ class Membership:
         if received is not None and received.get("described", self.described) != self.described:
             self.compare([self.described, received["described"]])
         self._all_are = self._ranks.all(is_ready)
-        return self._all_are, received if self._ranks.all(received is not None) else None
+        way = None if received is None else received["history"]
+        first = self._ranks.of_first(way)
+        are_of_one = self._ranks.all(received is not None and way == first)
+        return self._all_are, received if are_of_one else None  # else ranks would go on from different averages
 
     def greet(self, steps: int, looks: int) -> int | None:
         """Tell the others who this is, after so many ``steps`` and ``looks``; return the steps of the furthest host.
@@ -107,7 +110,9 @@ class Membership:
             self.comm.leave()  # so that no host waits for what this rank would have sent next
             return None
         if found == NOBODY:  # all follow one, which they find furthest the next time
-            self.committed, self.failed = int(self._hosts.rank == 0), self.failed - 1
+            self.failed -= 1
+            if self._hosts.rank == 0:
+                self.committed, self.history = 1, self._hosts.key % 2**32
             return None
         if found == OTHERS:
             self.committed -= 1  # so that it gets theirs the next time
@@ -130,15 +135,16 @@ class Membership:
                 self.compare(
                     [json.loads(each) for each in everywhere(json.dumps(self.described), self.comm, own.device)]
                 )
+            ways = rows[rows[:, 3] == rows[:, 3].max(), 7].tolist()  # of the furthest
+            if len(set(ways)) > 1:  # some met without others for a while, which met by themselves
+                is_far, most = self.committed == int(rows[:, 3].max()), max(ways, key=ways.count)
+                self._hosts.failure = "hosts are as far as others that they have not met, and follow the most"
+                return OTHERS if is_far and self.history != most else None
             if bool((rows[:, 3:5] != rows[0, 3:5]).any()):
                 raise RankLost(f"hosts must be equally far; got exchanges and looks {rows[:, 3:5].tolist()}")
         except RankLost as error:
             self._hosts.failure = str(error)
             return None
-        ways = rows[:, 7].tolist()
-        if len(set(ways)) > 1:  # some met without others for a while, which met by themselves
-            self._hosts.failure = "hosts are as far as others that they have not met, and follow the most"
-            return None if self.history == max(ways, key=ways.count) else OTHERS
         if self._hosts.was_made_anew and rows[:, 6].tolist().count(self._name) > 1:
             rank_zero_warn(
                 "Elastic(replica_id=...) must be a name that no other host has; got that of another one, so both train "
