@@ -348,7 +348,7 @@ def _local_steps(
             buffers=ModuleBuffers(ddp.module, shared=False),
             hosts=config.elastic,
             host=groups,
-            described=_described(ddp.module, config, config.elastic) | {"devices": str(groups.local_size)},
+            described=_described(ddp.module, config, config.elastic, groups.local_size),
             lead_is_given=local.lead is not None,
         )
     device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
@@ -382,9 +382,9 @@ def _normalise_over(groups: ProcessGroups, ddp: DistributedDataParallel, is_loca
             norm.process_group = inside if is_local else None
 
 
-def _described(module: nn.Module, config: AveragingConfig, hosts: Elastic) -> dict[str, str]:
+def _described(module: nn.Module, config: AveragingConfig, hosts: Elastic, devices: int) -> dict[str, str]:
     """What must be the same on all hosts of an elastic training, as text by name."""
     same = versions() | described(module) | {name: value for name, value in vars(config).items() if name != "elastic"}
-    same["own_pace"] = hosts.own_pace
+    same |= {"own_pace": hosts.own_pace, "devices": devices}
     layers = re.sub(r" at 0x[0-9a-f]+", "", repr(module))  # addresses, of functions say
     return {name: as_text(value) for name, value in same.items()} | {LAYERS: layers}

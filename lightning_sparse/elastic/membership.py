@@ -88,10 +88,10 @@ class Membership:
         if received is not None and received.get("described", self.described) != self.described:
             self.compare([self.described, received["described"]])
         self._all_are = self._ranks.all(is_ready)
-        way = None if received is None else received["history"]
-        first = self._ranks.of_first(way)
-        are_of_one = self._ranks.all(received is not None and way == first)
-        return self._all_are, received if are_of_one else None  # else ranks would go on from different averages
+        if not self._ranks.all(received is not None) or received is None:
+            return self._all_are, None
+        is_of_one = self._ranks.all(received["history"] == self._ranks.of_first(received["history"]))
+        return self._all_are, received if is_of_one else None  # else ranks would go on from different averages
 
     def greet(self, steps: int, looks: int) -> int | None:
         """Tell the others who this is, after so many ``steps`` and ``looks``; return the steps of the furthest host.
@@ -103,8 +103,6 @@ class Membership:
         Raises:
             RuntimeError: they have other settings.
         """
-        if self._is_connected:
-            self.comm.join(self._hosts.group, self._hosts.rank, self._hosts.size)
         found = self._greet(steps, looks) if self._is_connected else None
         if not self._ranks.all(found is not None):
             self.comm.leave()  # so that no host waits for what this rank would have sent next
@@ -121,6 +119,7 @@ class Membership:
 
     def _greet(self, steps: int, looks: int) -> int | None:
         """As :meth:`greet`, of the ranks of this number in all hosts."""
+        self.comm.join(self._hosts.group, self._hosts.rank, self._hosts.size)
         own = torch.tensor(
             [steps, self._hosts.key, self._digest, self.committed, looks, self._all_are, self._name, self.history],
             dtype=torch.int64,

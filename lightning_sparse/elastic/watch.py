@@ -58,8 +58,8 @@ class Watch:
             if time.monotonic() >= next_s:
                 next_s = time.monotonic() + BEAT_S
                 why = why or self._beat()
-        is_told = bool(why) and not self._is_over and not self._closed.is_set()
-        if is_told:
+        must_end = bool(why) and not self._is_over and not self._closed.is_set()
+        if must_end:
             sys.stderr.write(
                 f"lightning_sparse: {why}, so this rank ends too, and with it this host; other hosts go on. Start it "
                 "again to have it join them.\n"
@@ -67,7 +67,7 @@ class Watch:
             self._leave()
         for each in self._others:
             each.close()
-        if is_told and not self._closed.wait(self._limit_s):
+        if must_end and not self._closed.wait(self._limit_s):
             os._exit(1)
 
     def _read(self, other: socket.socket) -> str:

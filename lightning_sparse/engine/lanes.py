@@ -93,7 +93,12 @@ class Lanes:
         """The sum of ``x``, of which each rank of a member has its own, over these."""
         if self._asked is not None:
             return self._asked.all_gather(x).wait().sum(0)
-        return self.on_first(lambda lane: _present(lane.comm.inside).all_gather(x).wait().sum(0))
+
+        def summed(lane: Lane) -> Tensor:
+            assert lane.comm.inside is not None
+            return lane.comm.inside.all_gather(x).wait().sum(0)
+
+        return self.on_first(summed)
 
     def gather_text(self, text: str) -> list[str]:
         """Return what each rank says, by rank."""
@@ -142,11 +147,6 @@ class Lanes:
         """End the issuing threads; returns whether no message is under way."""
         closed = [lane.close(within_a_step) for lane in self._lanes]
         return all(closed)
-
-
-def _present(inside: Comm | None) -> Comm:
-    assert inside is not None
-    return inside
 
 
 class Lane:

@@ -139,14 +139,11 @@ class ElasticHost:
         }
         averaging = [each for each in trainer.callbacks if "StochasticWeightAveraging" in class_names([each])]
         of_averages = {each.state_key: f"the average of {int(each.n_averaged or 0)} epochs" for each in averaging}
-        return (
-            of_optimizers
-            | of_averages
-            | {
-                f"schedule {i}": f"{type(x.scheduler).__name__}, every {self._frequency(x)} of interval='{x.interval}'"
-                for i, x in enumerate(schedules)
-            }
-        )
+        of_schedules = {
+            f"schedule {i}": f"{type(x.scheduler).__name__}, every {self._frequency(x)} of interval='{x.interval}'"
+            for i, x in enumerate(schedules)
+        }
+        return of_optimizers | of_averages | of_schedules
 
     @property
     def _progress(self) -> list[Any]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_sparse.elastic.watch import Watch
 from lightning_sparse.network.host_ranks import HostRanks
-from tests.support.processes import Ranks
+from tests.support.processes import Ranks, _with_gloo
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 LIMIT_S = 1.5
@@ -18,28 +18,26 @@ LIMIT_S = 1.5
 
 def watched(rank: int, size: int, what: str) -> Any:
     """Watch the others, of which rank 1 does ``what``; returns whether hosts were to wait for this rank no longer."""
-    told: list[bool] = []
+    left: list[bool] = []
     ranks = HostRanks(dist.new_group(backend="gloo"))
-    watch = Watch(ranks, "127.0.0.1", LIMIT_S, leave=lambda: told.append(True))
+    watch = Watch(ranks, "127.0.0.1", LIMIT_S, leave=lambda: left.append(True))
     if rank == 1:
-        {"dies": lambda: os.kill(os.getpid(), signal.SIGKILL), "ends": lambda: watch.close(is_over=True)}.get(
-            what, lambda: watch.close(is_over=False)
-        )()
+        if what == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        watch.close(is_over=what == "ends")
         return None
     limit_s = time.monotonic() + (LIMIT_S if what == "ends" else 60)
-    while not told and time.monotonic() < limit_s:
+    while not left and time.monotonic() < limit_s:
         time.sleep(0.02)
     watch.close(is_over=what == "ends")
-    return bool(told)
+    return bool(left)
 
 
-@pytest.mark.parametrize(("what", "told"), [("dies", True), ("fails", True), ("ends", False)])
-def test_ranks_end_together_unless_their_training_is_over(ranks: Ranks, what: str, told: bool) -> None:
-    from tests.support.processes import _with_gloo
-
+@pytest.mark.parametrize(("what", "left"), [("dies", True), ("fails", True), ("ends", False)])
+def test_ranks_end_together_unless_their_training_is_over(ranks: Ranks, what: str, left: bool) -> None:
     with ranks.start(_with_gloo, 3, watched, what) as running:
         ends = {end.rank: end.value for end in running.ends(60)}
-    assert (ends[0], ends[2]) == (told, told)
+    assert (ends[0], ends[2]) == (left, left)
 
 
 def decided(rank: int, size: int) -> list[Any]:

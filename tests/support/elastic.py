@@ -399,7 +399,6 @@ def train(rank: int, size: int, plan: Plan) -> dict[str, Any]:
         "step": run.global_step,
         "bits": _bits(averager),
         "seed": getattr(run.train_dataloader.sampler, "seed", host),  # type: ignore[union-attr]
-        "weights": sum((i + 1) * int(checksum(p.detach())) for i, p in enumerate(averager.own.values())),
         "module": weights(model),
         "statistics": torch.cat([x.flatten().double() for x in [torch.zeros(0), *model.buffers()]]),
         "metrics": averager.metrics(),
