@@ -19,6 +19,7 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.hook import SparseHook
 from lightning_sparse.local_steps.settings import LocalSteps
 from lightning_sparse.network.members import AUTO
+from lightning_sparse.network.process_groups import have_devices_keep_order
 from lightning_sparse.options import Options
 from lightning_sparse.sharded.model import ShardedModel
 from lightning_sparse.sharded_hook import ShardedHook, options_of
@@ -36,6 +37,10 @@ class _Hooked(Strategy, Generic[Hook]):
     def hooks(self) -> list[Hook]:
         """Hooks of the modules that were set up and are still in use, in the order of setup."""
         return [hook for each in self._hooks if (hook := each()) is not None]
+
+    def setup_environment(self) -> None:
+        have_devices_keep_order()
+        super().setup_environment()
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Save; with ``local_steps`` the average of the members."""

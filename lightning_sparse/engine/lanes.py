@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from itertools import chain
-from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
@@ -39,15 +37,22 @@ class Lanes:
     thread, which goes on where no hook is called: two such lanes took 0.70 of plain DDP's step where one took 0.73, and
     backward's thread, waiting in each hook, 0.81 (docs/benchmarks/2026-11-21-skip-reduce.md).  On NCCL, where waiting
     blocks a stream and not the host, the issuer is the caller of the hook, and both lanes are on one communicator:
-    each has a stream of its own, so that one compresses while the other waits for a message.  All groups are then
+    each has a stream of its own, so that one compresses while the other waits for a message, unless messages of several
+    communicators must be one after the other.  All groups are then
     launched in one fixed order, whichever are complete first: a replica of a sharded model that skips a layer gets its
     gradients later than the others.  See [Note: one order of launches].
     """
 
     def __init__(self, comms: Sequence[Comm], threaded: bool, device: torch.device, asked: Comm | None = None) -> None:
         self.size, self.rank = comms[0].size, comms[0].member
-        self._device, self._threaded, self._asked = device, threaded, asked
-        self._lanes = [Lane(comm, threaded, device) for comm in comms]
+        self.threaded = threaded
+        self._device, self._asked = device, asked
+        self._lanes = [Lane(comm, threaded, device, number) for number, comm in enumerate(comms)]
+        #: Messages on several communicators may be under way at once.
+        self.keeps_order = all(comm.keeps_order for comm in comms)
+        if not self.keeps_order:
+            for lane in self._lanes:
+                lane.stream = self._lanes[0].stream
 
     def __iter__(self) -> Iterator["Lane"]:
         return iter(self._lanes)
@@ -57,15 +62,13 @@ class Lanes:
 
     # - in which order
 
-    def queues_of(self, elements: Sequence[int]) -> list[list[int]]:
-        """Return which of groups of so many ``elements``, by index, each lane sends, in this order."""
-        lane_of = spread(elements, len(self._lanes))
-        return [[i for i, its in enumerate(lane_of) if its == lane] for lane in range(len(self._lanes))]
-
     def orders_of(self, elements: Sequence[int]) -> list[list[tuple[int, int]]]:
-        """Return lanes and their groups in each order that ranks keep to: a lane's, or where there is one, of all."""
-        orders = [[(lane, i) for i in queue] for lane, queue in enumerate(self.queues_of(elements))]
-        return orders if self._threaded else [sorted(chain(*orders), key=itemgetter(1))]
+        """Return lanes and their groups of so many ``elements``, by index, in each order that ranks keep to.
+
+        That is one for each lane, or where nobody but the caller launches, one of all.
+        """
+        every = [(lane, i) for i, lane in enumerate(spread(elements, len(self._lanes)))]
+        return [[each for each in every if each[0] == lane.number] for lane in self._lanes] if self.threaded else [every]
 
     # - questions to all ranks, between two steps, on every rank
 
@@ -152,11 +155,12 @@ class Lanes:
 class Lane:
     """One process group and its issuer: whoever submits work, or if ``threaded`` a thread that runs it in order.
 
-    Nobody else may launch messages on ``comm``.  Work is done on ``stream``, which is None on the CPU.
+    Nobody else may launch messages on ``comm``.  Work is done on ``stream``, which is None on the CPU.  ``number`` is
+    the lane's among all of them.
     """
 
-    def __init__(self, comm: Comm, threaded: bool, device: torch.device | None = None) -> None:
-        self.comm = comm
+    def __init__(self, comm: Comm, threaded: bool, device: torch.device | None = None, number: int = 0) -> None:
+        self.comm, self.number = comm, number
         self.compress_ns = self.network_ns = 0
         on_device = device is not None and device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if on_device else None

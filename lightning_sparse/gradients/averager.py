@@ -5,8 +5,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future as LaneFuture
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -25,6 +25,7 @@ from lightning_sparse.engine.groups import carry_over, some
 from lightning_sparse.engine.inside import mean_of_slices, share
 from lightning_sparse.engine.lanes import Lane, Lanes
 from lightning_sparse.engine.observers import GradientRecord, Sample
+from lightning_sparse.engine.timeline import Moment
 from lightning_sparse.gradients.discards import Discards
 from lightning_sparse.gradients.in_place import SumsInPlace
 from lightning_sparse.gradients.loss_scale import LossScale
@@ -290,20 +291,33 @@ class GradientAverager(Averager):
         gradients, buckets = [gradient for gradient, _ in arrived], [bucket for _, bucket in arrived]
         own = [group.cut.own(gradient) for gradient in gradients]
         group.inside = lane.comm.inside
-        with self._new_in(step, lane, group, gradients, compressor.per_element) as new:
+        with ExitStack() as stack:
+            new = stack.enter_context(self._new_in(step, lane, group, gradients, compressor.per_element))
             compressor.accumulate(group, new, self.size)
             for observer in self._observers:
                 observer.before(group)
+            step.share_last()
             total = lane.run(take_step(compressor, group, lane.comm), partial(group.zero_gradients_early, own))
             if isinstance(total, Sparse) and self.device.type == "cpu" and not total.values.sum().isfinite():
                 group.unsent.nan_to_num_(0.0, 0.0, 0.0)  # else it would arrive over many steps, a part in each
             group.hand_back(total, own, self.size)
+            put_back = stack.pop_all()
+        averaged = Averaged(group, gradients, buckets, put_back, taken_up, start_ns + lane.network_ns - waited_ns)
+        if lane.comm.inside is None or self.lanes.threaded or step.averaging == 1:
+            self._share(step, lane, averaged)
+        else:  # [Note: one order of launches]
+            step.unshared = partial(self._submit, step, lane.number, partial(self._share, averaged=averaged))
+
+    def _share(self, step: "Step", lane: Lane, averaged: "Averaged") -> None:
+        """Share the means of a group inside the member, and give back the buckets whose means are all there."""
+        group, waited_ns = averaged.group, lane.network_ns
+        with averaged.put_back:
             if lane.comm.inside is not None:
-                lane.run(share(gradients, group.cut, lane.comm.inside))
-        busy_ns = time.perf_counter_ns() - start_ns - (lane.network_ns - waited_ns)
-        self.timeline.average(group, taken_up, busy_ns / 1e9)
+                lane.run(share(averaged.gradients, group.cut, lane.comm.inside))
+        busy_ns = time.perf_counter_ns() - averaged.start_ns - (lane.network_ns - waited_ns)
+        self.timeline.average(group, averaged.taken_up, busy_ns / 1e9)
         with self._lock:
-            step.count_averaged(buckets)
+            step.count_averaged(averaged.buckets)
             self.lanes.have_caller_wait()  # a bucket may have groups of several
             if step.loss_scale:  # then `_settle` gives back all
                 return
@@ -453,6 +467,18 @@ class GradientAverager(Averager):
         return super().close()
 
 
+@dataclass
+class Averaged:
+    """A group of which this rank has the mean of its slices, until the whole means are given back."""
+
+    group: Group
+    gradients: Sequence[Tensor]  # whole, of each parameter
+    buckets: Sequence[PendingBucket]  # in which they are
+    put_back: ExitStack  # what was laid aside for this step
+    taken_up: Moment
+    start_ns: int  # when the processor took it up, moved by how long it has waited since
+
+
 class Step:
     """All that belongs to one step, from its first bucket to its last mean.
 
@@ -476,6 +502,7 @@ class Step:
         self.averages: list[LaneFuture[None]] = []  # with a loss scale
         self.in_place: torch.dtype | None = None  # the type in which DDP's buckets are summed where they lie
         self.is_undone = False  # with a loss scale, since a rank has overflowed
+        self.unshared: Callable[[], object] | None = None  # shares inside what was averaged last, if that is left to do
         self.sends_all = False  # all is summed in float32, so that nothing is unsent after it
         self._arriving = [len(group.parameters) for group in groups]  # parameters not handed over yet
         self._queues = [deque(queue) for queue in queues]
@@ -499,6 +526,12 @@ class Step:
         for queue in self._queues:
             while queue and not self._arriving[queue[0][1]]:
                 yield queue.popleft()
+
+    def share_last(self) -> None:
+        """Share inside the member the group that was averaged last, if that was left to do."""
+        unshared, self.unshared = self.unshared, None
+        if unshared is not None:
+            unshared()
 
     def ask_for_overflow(self, lane: Lane) -> None:
         """Launch the message that says how many ranks found a gradient that is not finite."""

@@ -147,6 +147,8 @@ class LocalAverager(Averager):
         if bucket.is_last():
             self.end_backward()
         if self._inside is not None and bucket.buffer().numel():
+            if not self.lanes.keeps_order:
+                self.lanes.have_caller_wait()
             return self._inside.mean_of_bucket(bucket.buffer(), self._fail)
         return finished(bucket.buffer(), self.device)
 
@@ -546,10 +548,9 @@ class PendingExchange:
         """Have the lanes average ``replicas`` over ``size`` ranks, in an order that all ranks keep to."""
         self.replicas = replicas
         self._lanes.wait_for_caller()
-        queues = self._lanes.queues_of([each.group.elements for each in replicas])
-        for lane, queue in zip(self._lanes, queues, strict=True):
-            for i in queue:
-                self.launch(lane, partial(_average, replicas[i], size))
+        for order in self._lanes.orders_of([each.group.elements for each in replicas]):
+            for lane, i in order:
+                self.launch(self._lanes[lane], partial(_average, replicas[i], size))
 
     def launch(self, lane: Lane, work: Callable[[Lane], None], always: bool = False) -> None:
         """Have ``lane`` do ``work`` after all else, unless a lane has failed; or ``always``."""

@@ -112,7 +112,10 @@ class Comm(ABC):
         inside: the ranks of this rank's member; None where it is alone in it, or FSDP2 sends what is sent inside.
         members: which of :attr:`everyone` are together.
         member: the number of this rank's member, the same on all its ranks; its rank, where it is alone in it.
+        keeps_order: messages of these ranks and of :attr:`inside` may be under way at once.
     """
+
+    keeps_order = True
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank

@@ -1,13 +1,16 @@
 """The process groups an averager talks over: of all ranks, or inside members and across them."""
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_sparse.network.agreement import everywhere
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.cut import WHOLE, Cut
 from lightning_sparse.network.host_ranks import HostRanks
@@ -15,7 +18,24 @@ from lightning_sparse.network.machines import members_of
 from lightning_sparse.network.members import AUTO, Members, alone
 from lightning_sparse.network.torch_comm import TorchComm, carries_by_nccl, world
 
-LANES = 2  # over Gloo; one sends while the other adds
+LANES = 2  # one sends while the other adds
+
+ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"  # the variable with which NCCL has a device keep to the order of launches
+ORDER_SINCE = 2, 26  # of NCCL
+
+
+def have_devices_keep_order() -> None:
+    """Have devices run what NCCL sends in the order in which the host launches it, unless the user has chosen.
+
+    To be called before the first message of the process: NCCL reads the variable once.
+    """
+    os.environ.setdefault(ORDER, "1")
+
+
+def devices_keep_order() -> bool:
+    """Whether this rank's device runs messages of several communicators in the order in which they are launched."""
+    can = dist.is_nccl_available() and torch.cuda.nccl.version()[:2] >= ORDER_SINCE
+    return can and os.environ.get(ORDER, "0") not in ("", "0")
 
 
 def check_has_ranks(ddp: object) -> None:
@@ -62,17 +82,18 @@ class ProcessGroups:
     - No thread of ours launches.  The main thread does, and in a backward, while it waits, the thread that calls our
       hook; the order of launches is the program's, the same on every rank.  Groups are launched in the order of the
       plan, whichever are complete first, which the data of a rank may decide.
-    - Where members have several ranks, all that an averager launches within a step, whatever the communicator, is
-      launched on one stream, and what follows on this stream waits for the message: sums inside a member, messages
-      in a column, and the copies inside that follow are one after the other.  Else there is one communicator.
+    - Where members have several ranks, sums inside of group i + 1 are launched before the copies inside of group i,
+      which wait for the column: so a member is at work inside while its column sends.
     - Gradients are averaged on DDP's own communicator, where members are ranks: what DDP and the user launch there in
       the meantime comes before or after.
     - Local steps, whose messages are under way during the next forward and backward, have one beside it: on DDP's, a
       ``log(..., sync_dist=True)`` would wait for all of them.  They are launched before a forward that trains, or when
       a step is settled; so first ours, then what DDP and the user launch in that step.
 
-    What is then in flight at once on a device is a message of ours and one of DDP's or the user's.  The host launches
-    them in one order; with ``NCCL_LAUNCH_ORDER_IMPLICIT=1`` (NCCL 2.26) the device follows it too.
+    The device follows the host's order from NCCL 2.26 on, with ``NCCL_LAUNCH_ORDER_IMPLICIT=1``: it begins a message
+    once it has begun the one before.  The strategies set it (:func:`have_devices_keep_order`).  Where it is not so on
+    every rank, messages of members are on one stream, one after the other; those of local steps are on DDP's own
+    communicator, or what a backward sums inside waits for them.
 
     Args:
         ddp: whose ranks.
@@ -119,6 +140,8 @@ class ProcessGroups:
             self.members = members_of(local_group, everyone, device, is_default=not self._on_cpu)
         self.member, place = self.members.place_of(everyone.rank)
         self.cut = WHOLE if replicas else Cut(place, self.members.local_size)
+        #: Whether several messages may be under way at once on every rank's device, on other communicators.
+        self.keeps_order = not self.nccl or _on_all(devices_keep_order(), everyone, device)
         self._made: list[dist.ProcessGroup] = []
         self._own: list[dist.ProcessGroup] = []  # of all ranks, once for each lane, where members are ranks
         self._lanes: list[LaneGroups] = []  # where they are more
@@ -141,9 +164,8 @@ class ProcessGroups:
 
     def _comms(self, beside_ddp: bool) -> Sequence[Comm]:
         if self.local_size > 1:
-            number = LANES if self._on_cpu else 1
-            self._lanes = self._lanes or [self._new_lane() for _ in range(number)]
-            return [self._lane(groups, beside_ddp) for groups in self._lanes]
+            self._lanes = self._lanes or [self._new_lane() for _ in range(1 if self.nccl else LANES)]
+            return [self._lane(groups, beside_ddp) for groups in (self._lanes * LANES)[:LANES]]
         if (self.nccl or self._is_part) and not beside_ddp:
             return [TorchComm(self._ddp_group) for _ in range(LANES if self.nccl else 1)]
         if self._is_part:
@@ -151,6 +173,8 @@ class ProcessGroups:
                 f"with local_steps ddp must be of all {dist.get_world_size()} ranks; got one of "
                 f"{self._ddp_group.size()}, for which no process group can be made beside it. Leave local_steps out."
             )
+        if self.nccl and not self.keeps_order:
+            return [TorchComm(self._ddp_group) for _ in range(LANES)]
         # Over Gloo others may use DDP's group from the main thread.
         self._own = self._own or [self._new_own() for _ in range(1 if self.nccl else LANES)]
         return [TorchComm(group) for group in (self._own * LANES)[:LANES]]
@@ -165,6 +189,7 @@ class ProcessGroups:
         comm, inside = TorchComm(groups.column), None if groups.inside is None else TorchComm(groups.inside)
         all_ranks = groups.everyone if beside_ddp or not self.nccl else self._ddp_group
         comm.within(inside, TorchComm(all_ranks), self.members, self.member)
+        comm.keeps_order = self.keeps_order
         return comm
 
     @contextmanager
@@ -216,3 +241,8 @@ class ProcessGroups:
         own = dist.get_rank()
         made = {own in part: self._new(part) for part in ([self._ranks[i] for i in each] for each in parts)}
         return made[True]
+
+
+def _on_all(is_so: bool, everyone: TorchComm, device: torch.device) -> bool:
+    """Whether it ``is_so`` on every rank."""
+    return all(each == str(True) for each in everywhere(str(is_so), everyone, device))

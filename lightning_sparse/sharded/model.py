@@ -39,6 +39,9 @@ class ShardGroup:
     #: Elements of each gradient as FSDP reduces it: shards of a parameter are padded to one size.
     padded_sizes: list[int]
     is_deferred: bool = False  # .grad has gradients that were reduced inside the node alone
+    #: What FSDP has reduced in this backward.  It reads that on another stream than the one whose memory it is, and
+    #: refers to it no longer.
+    reduced: Tensor | None = None
 
     def places(self, reduced: Tensor) -> list[Tensor]:
         """The gradient of each shard, of its shape, in what FSDP has reduced."""
@@ -192,6 +195,7 @@ class ShardedModel:
                 "the strategy that averaged this model's replicas was torn down, so a backward would have them drift "
                 "apart; to train on, fit with lightning_sparse's SparseHSDPStrategy again, or make a new model."
             )
+        group.reduced = reduced
         if (local := self._averager().local) is not None:
             self._note_own(group, local)
             return
@@ -247,6 +251,7 @@ class ShardedModel:
     def _end_backward(self, always: bool = False) -> None:
         """Wait for the means, and set ``.grad`` to them."""
         if (local := self._averager().local) is not None and (self._is_local or always):
+            self._forget_reduced()
             self._is_local = False
             local.end_backward()
             return
@@ -274,6 +279,12 @@ class ShardedModel:
                     continue
                 group.set_gradient(i, place if mean is None else place.add_(mean))
         averager.handed_back()
+        self._forget_reduced()
+
+    def _forget_reduced(self) -> None:
+        """Let memory go that is read no more, since the caller's stream has waited for this backward."""
+        for group in self.groups:
+            group.reduced = None
 
 
 def _broadcast(x: Tensor, source: int, group: Any) -> None:

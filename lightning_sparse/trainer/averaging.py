@@ -11,6 +11,7 @@ from lightning_sparse.compressors import Compressor
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.fusion.layer_fusion import LayerFusion
 from lightning_sparse.hook import SparseHook
+from lightning_sparse.network.process_groups import have_devices_keep_order
 from lightning_sparse.options import Options
 from lightning_sparse.trainer.shown_average import ShownAverage
 from lightning_sparse.trainer.signals import Signals
@@ -35,6 +36,10 @@ class AveragingMixin(_Base):
     hook: SparseHook | None
     shown_average: ShownAverage | None
     signals: Signals
+
+    def setup_environment(self) -> None:
+        have_devices_keep_order()
+        super().setup_environment()
 
     # - evaluations, and a training
 

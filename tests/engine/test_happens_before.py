@@ -98,21 +98,22 @@ def test_what_no_optimizer_trains_is_compared_in_order() -> None:
     assert unordered(make_local, EVERY + 3, evaluate) == []
 
 
-def sharded_unordered(batches: int) -> list[str]:
+def sharded_unordered(batches: int, dtype: torch.dtype = torch.float32) -> list[str]:
     """Pairs of accesses that nothing orders, in steps of a sharded model of which a rank skips a layer each time."""
     with on_fake_cuda(HappensBefore()) as (cuda, nccl):
         assert isinstance(cuda, HappensBefore)
         of = parameters()
-        training = ShardedTraining(gradients(nccl, of, ls.TopK(), "int4", bucket_bytes=SMALL, may_be_unused=True), of)
+        training = ShardedTraining(gradients(nccl, of, ls.TopK(), "int4", bucket_bytes=SMALL, may_be_unused=True), of, dtype)
         for step in range(6):
             training.step(skips=step % 4 - 1, batches=batches)
         training.averager.close()
         return cuda.unordered
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("batches", [1, 2])
-def test_a_sharded_model_that_skips_layers_is_ordered(batches: int) -> None:
-    assert sharded_unordered(batches) == []
+def test_a_sharded_model_that_skips_layers_is_ordered(batches: int, dtype: torch.dtype) -> None:
+    assert sharded_unordered(batches, dtype) == []
 
 
 @pytest.mark.parametrize("forgets", [False, True])

@@ -104,9 +104,12 @@ def members(
     nccl: FakeNccl, of: dict[str, Tensor], compressor: ls.Compressor, wire_dtype: str = "float32", **options: Any
 ) -> GradientAverager:
     """An exchange of gradients among members of as many ranks as there are members, as it is on NCCL."""
-    comm, cut = nccl.comm(wire_format(wire_dtype)), Cut(nccl.rank, nccl.size)
-    comm.within(nccl.comm(), nccl.comm(), alone(SIZE), member=0)
-    return GradientAverager(lay_out(of, compressor, "bucket", SMALL, cut), [comm], threaded=False, **options)
+    keeps_order, cut = options.pop("keeps_order", True), Cut(nccl.rank, nccl.size)
+    comms, inside = nccl.comms(LANES, wire_format(wire_dtype)), nccl.comms(LANES)
+    for comm, within in zip(comms, inside, strict=True):
+        comm.within(within, nccl.comm(), alone(SIZE), member=0)
+        comm.keeps_order = keeps_order
+    return GradientAverager(lay_out(of, compressor, "bucket", SMALL, cut), comms, threaded=False, **options)
 
 
 def watched(nccl: FakeNccl, of: dict[str, Tensor]) -> GradientAverager:
@@ -134,10 +137,13 @@ class ShardedTraining:
     Args:
         exchange: of the rank.
         of: the parameters.
+        dtype: in which gradients are reduced.
     """
 
-    def __init__(self, averager: GradientAverager, of: dict[str, Tensor]) -> None:
-        self.averager, self._reducing = averager, Stream(DEVICE)
+    def __init__(
+        self, averager: GradientAverager, of: dict[str, Tensor], dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.averager, self._reducing, self._handing_over, self._dtype = averager, Stream(DEVICE), Stream(DEVICE), dtype
         fsdp = SimpleNamespace(reduce_grads=True, all_reduce_grads=True)
         model = self.model = ShardedModel.__new__(ShardedModel)
         model.parts, model.shards = [], of
@@ -157,6 +163,7 @@ class ShardedTraining:
                 for i, group in enumerate(self.model.groups):
                     if i != skips:
                         self._reduce(group)
+                cuda.stream.wait_stream(self._handing_over)  # as FSDP does at its end
         with torch.no_grad():
             for p in self.model.parameters():
                 if p.grad is not None:
@@ -169,8 +176,11 @@ class ShardedTraining:
         cuda, (p,) = FakeCuda.now(), group.parameters
         self._reducing.wait_stream(cuda.stream)
         with cuda.on(self._reducing):
-            reduced = torch.full((p.numel(),), 1.0, device=DEVICE)
+            reduced = torch.full((p.numel(),), 1.0, device=DEVICE, dtype=self._dtype)
+        self._handing_over.wait_stream(self._reducing)
+        with cuda.on(self._handing_over):
             self.model._take(group, reduced)
+            reduced = reduced.to(p.dtype)
             if p.grad is None:
                 p.grad = reduced.view(p.shape)
             else:
