@@ -68,7 +68,9 @@ class Lanes:
         That is one for each lane, or where nobody but the caller launches, one of all.
         """
         every = [(lane, i) for i, lane in enumerate(spread(elements, len(self._lanes)))]
-        return [[each for each in every if each[0] == lane.number] for lane in self._lanes] if self.threaded else [every]
+        return (
+            [[each for each in every if each[0] == lane.number] for lane in self._lanes] if self.threaded else [every]
+        )
 
     # - questions to all ranks, between two steps, on every rank
 

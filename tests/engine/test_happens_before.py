@@ -103,7 +103,9 @@ def sharded_unordered(batches: int, dtype: torch.dtype = torch.float32) -> list[
     with on_fake_cuda(HappensBefore()) as (cuda, nccl):
         assert isinstance(cuda, HappensBefore)
         of = parameters()
-        training = ShardedTraining(gradients(nccl, of, ls.TopK(), "int4", bucket_bytes=SMALL, may_be_unused=True), of, dtype)
+        training = ShardedTraining(
+            gradients(nccl, of, ls.TopK(), "int4", bucket_bytes=SMALL, may_be_unused=True), of, dtype
+        )
         for step in range(6):
             training.step(skips=step % 4 - 1, batches=batches)
         training.averager.close()

@@ -139,9 +139,12 @@ def test_nobody_waits_for_what_may_be_unused() -> None:
     assert not set().union(*waits(make))
 
 
+@pytest.mark.parametrize("keeps_order", [True, False])
 @pytest.mark.parametrize(("compressor", "wire_dtype"), IN_FORMATS[::3], ids=repr)
-def test_nobody_waits_with_members_of_several_ranks(compressor: ls.Compressor, wire_dtype: str) -> None:
-    found = waits(lambda nccl, of: members(nccl, of, compressor, wire_dtype, scaler=Scaler()))
+def test_nobody_waits_with_members_of_several_ranks(
+    compressor: ls.Compressor, wire_dtype: str, keeps_order: bool
+) -> None:
+    found = waits(lambda nccl, of: members(nccl, of, compressor, wire_dtype, scaler=Scaler(), keeps_order=keeps_order))
     assert set().union(*found) <= may_wait(compressor)
 
 

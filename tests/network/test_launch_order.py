@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -28,7 +28,7 @@ from tests.support.sharded import Net, Sharded, mesh
 
 PACKAGE = Path(ls.__file__).parent
 STEPS = 4
-MESSAGES = ("_all_reduce", "_all_gather", "_broadcast", "_shift", "_all_to_all")
+MESSAGES = ("_all_reduce", "_all_gather", "_broadcast", "_shift", "_all_to_all", "mean_in_place", "mean_of_bucket")
 
 
 class Streams:
@@ -47,7 +47,7 @@ class Streams:
     def __init__(self) -> None:
         self._now = threading.local()
         self.unnamed = 0  # times that a current stream was asked for without a device
-        self.default, self.ours = self.Stream("default"), self.Stream("ours")
+        self.default = self.Stream("default")
 
     @contextmanager
     def stream(self, stream: "Streams.Stream | None") -> Iterator[None]:
@@ -66,18 +66,30 @@ class Streams:
         return now
 
 
+class Launch(NamedTuple):
+    """One message."""
+
+    name: str
+    group: str
+    stream: str
+    by_thread: bool
+
+
 class Launches:
-    """What a rank launches: on which communicator, which stream and by which thread, in order."""
+    """What a rank launches: what, on which communicator, which stream and by which thread, in order."""
 
     def __init__(self, streams: Streams) -> None:
-        self.seen: list[tuple[str, str, bool]] = []
+        self.seen: list[Launch] = []
         self._streams = streams
         self._within = 0
 
-    def note(self, comm: TorchComm) -> None:
+    def note(self, name: str, comm: TorchComm) -> None:
         """Note one message."""
-        stream = self._streams.current_stream("any").name
-        self.seen.append((comm.group.group_name, stream, threading.current_thread().name == "lightning_sparse"))
+        stream, is_ours = (
+            self._streams.current_stream("any").name,
+            threading.current_thread().name == "lightning_sparse",
+        )
+        self.seen.append(Launch(name, comm.group.group_name, stream, is_ours))
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
@@ -90,7 +102,7 @@ class Launches:
 
         def launch(comm: TorchComm, *args: Any, **kwargs: Any) -> Any:
             if comm.size > 1 and not self._within:  # a sum may be an all-gather
-                self.note(comm)
+                self.note(name, comm)
             self._within += 1
             try:
                 return ordinary(comm, *args, **kwargs)
@@ -112,21 +124,31 @@ def all_started(patches: list[Any]) -> Iterator[None]:
             each.stop()
 
 
-def train(rank: int, size: int, compressor: str, local_size: int, local_steps: int, scales: bool) -> dict[str, Any]:
-    """Four steps by NCCL's rules, with a user's log in each, over Gloo."""
+def train(
+    rank: int,
+    size: int,
+    compressor: str,
+    local_size: int,
+    local_steps: int,
+    scales: bool,
+    keeps_order: bool | None = True,
+) -> dict[str, Any]:
+    """Four steps by NCCL's rules, or if ``keeps_order`` is None by Gloo's, with a user's log in each, over Gloo."""
     streams = Streams()
     launches = Launches(streams)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if scales else None
     ddp = DistributedDataParallel(small().net, bucket_cap_mb=1e-4)
     groups = ProcessGroups(ddp, local_group=local_size)
-    groups.nccl, groups._on_cpu = True, False
+    if keeps_order is not None:
+        groups.nccl, groups._on_cpu, groups.keeps_order = True, False, keeps_order
     hook = ls.SparseHook(
         ddp, compressor, fusion="none", process_groups=groups, local_steps=local_steps, scaler=scaler
     )  # fmt: skip
     averager: Any = hook.averager
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    own = [streams.Stream(f"ours {lane.number}") for lane in averager.lanes]
     for lane in averager.lanes:
-        lane.stream = streams.ours
+        lane.stream = None if keeps_order is None else own[lane.number if keeps_order else 0]
     with (
         launches.recorded(),
         patch.object(torch.cuda, "stream", streams.stream),
@@ -140,9 +162,17 @@ def train(rank: int, size: int, compressor: str, local_size: int, local_steps: i
             (scaler.scale(loss) if scaler else loss).backward()
             optimizer.step()
         hook.show_average()
+    weights = {name: p.detach().clone() for name, p in ddp.module.named_parameters()}
     ours = [group for lane in averager.lanes for group in communicators(lane.comm)]
+    inside = {lane.comm.inside.group.group_name for lane in averager.lanes if lane.comm.inside is not None}
     hook.close()
-    return {"launches": launches.seen, "ddp": ddp.process_group.group_name, "ours": ours, "unnamed": streams.unnamed}
+    return {
+        "launches": launches.seen,
+        "ddp": ddp.process_group.group_name,
+        "ours": ours,
+        "inside": inside,
+        "weights": weights,
+    }
 
 
 def communicators(comm: Any) -> list[str]:
@@ -153,16 +183,26 @@ def communicators(comm: Any) -> list[str]:
 
 def train_all(rank: int, size: int) -> list[dict[str, Any]]:
     """Each of the cases."""
-    return [train(rank, size, *case) for case in CASES.values()]
+    return [train(rank, size, *case) for case in (*CASES.values(), *OVER_GLOO.values())]
 
 
 CASES = {
     "gradients": ("micro", 1, 0, False),
     "members, several messages at once": ("sketch_fusion", 2, 0, False),
     "members, loss scale": ("ok_topk", 2, 0, True),
+    "members, loss scale, one after the other": ("ok_topk", 2, 0, True, False),
     "local steps": ("skip_reduce", 1, 2, False),
+    "local steps, one after the other": ("skip_reduce", 1, 2, False, False),
+    "local steps of members": ("sparse_dense", 2, 2, False),
+    "local steps of members, one after the other": ("sparse_dense", 2, 2, False, False),
 }
 
+
+#: The same, by Gloo's rules.
+OVER_GLOO = {case: (*of[:4], None) for case, of in CASES.items() if not case.endswith("one after the other")}
+
+#: Of members: DDP's, those of two members and of two columns.
+COMMUNICATORS = {"gradients": 1, "local steps": 2, "local steps, one after the other": 1}
 
 pytestmark = pytest.mark.xdist_group("launch order")  # so that what ranks end with is found once
 
@@ -186,7 +226,7 @@ def test_every_rank_launches_on_all_communicators_in_one_order(trained: tuple[st
     for each in trained[1]:
         counts: dict[str, int] = {}
         last: tuple[str, int] | None = None
-        for group, _, _ in each["launches"]:
+        for _, group, *_ in each["launches"]:
             number = counts[group] = counts.get(group, 0) + 1
             before.setdefault((group, number), set()).update([last] if last else [])
             last = group, number
@@ -194,17 +234,37 @@ def test_every_rank_launches_on_all_communicators_in_one_order(trained: tuple[st
             members.setdefault(group, set()).add(number)
     assert list(TopologicalSorter(before).static_order())
     assert all(len(numbers) == 1 for numbers in members.values())  # each rank takes part in all of a group's
-    assert len(members) == {"membe": 5, "local": 2}.get(trained[0][:5], 1)
+    assert len(members) == COMMUNICATORS.get(trained[0], 5)
 
 
-def test_what_an_engine_launches_is_launched_on_a_stream_of_its_own(trained: tuple[str, list[dict[str, Any]]]) -> None:
-    """Beside DDP's and the user's; and no thread of ours launches."""
-    for each in trained[1]:
-        streams = {stream for group, stream, _ in each["launches"] if group != each["ddp"]}
-        assert streams <= {"ours"}
-        assert not any(by_thread for _, _, by_thread in each["launches"])
-        logs = [stream for group, stream, _ in each["launches"] if group == each["ddp"]].count("default")
-        assert logs == STEPS
+def test_what_an_engine_launches_is_launched_on_streams_of_its_own(trained: tuple[str, list[dict[str, Any]]]) -> None:
+    """Beside DDP's and the user's; on one where messages must be one after the other.  No thread of ours launches."""
+    case, every = trained
+    for each in every:
+        ours = {launch.stream for launch in each["launches"] if launch.group in each["ours"]} - {"default"}
+        assert ours == ({"ours 0"} if case.endswith("one after the other") else {"ours 0", "ours 1"})
+        assert not any(launch.by_thread for launch in each["launches"])
+        logs = [launch for launch in each["launches"] if launch[1:3] == (each["ddp"], "default")]
+        assert len(logs) == STEPS
+
+
+@pytest.mark.parametrize("case", ["members, several messages at once", "members, loss scale, one after the other"])
+def test_a_member_sums_inside_before_it_shares_the_group_before(every: list[list[dict[str, Any]]], case: str) -> None:
+    """Else it would wait inside for what a column sends; the last group of a step has none after it."""
+    for each in every:
+        launches = each[list(CASES).index(case)]
+        inside = [launch.name for launch in launches["launches"] if launch.group in launches["inside"]]
+        groups = len(inside) // 2 // STEPS
+        assert groups > 2
+        step = ["_all_to_all", *["_all_to_all", "_all_gather"] * (groups - 1), "_all_gather"]
+        assert inside == STEPS * step
+
+
+def test_ranks_train_as_over_gloo(trained: tuple[str, list[dict[str, Any]]], every: list[list[dict[str, Any]]]) -> None:
+    place = len(CASES) + list(OVER_GLOO).index(trained[0].removesuffix(", one after the other"))
+    for each, of_all in zip(trained[1], every, strict=True):
+        for name, weights in each["weights"].items():
+            assert torch.equal(weights, of_all[place]["weights"][name]), name
 
 
 # - sharded models, of which a replica skips a layer

@@ -140,9 +140,7 @@ class ShardedTraining:
         dtype: in which gradients are reduced.
     """
 
-    def __init__(
-        self, averager: GradientAverager, of: dict[str, Tensor], dtype: torch.dtype = torch.float32
-    ) -> None:
+    def __init__(self, averager: GradientAverager, of: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> None:
         self.averager, self._reducing, self._handing_over, self._dtype = averager, Stream(DEVICE), Stream(DEVICE), dtype
         fsdp = SimpleNamespace(reduce_grads=True, all_reduce_grads=True)
         model = self.model = ShardedModel.__new__(ShardedModel)
