@@ -1,6 +1,7 @@
 """The order in which messages are launched where NCCL carries them: what real ranks do over Gloo, by NCCL's rules."""
 
 import ast
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
+from lightning_sparse import fabric
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.network import process_groups
 from lightning_sparse.network.comm import Comm, Rounds
@@ -351,6 +353,36 @@ def test_replicas_that_skip_a_layer_train_as_over_gloo(sharded: list[dict[str, A
     for each in sharded:
         for (compressor, by_nccl), weights in each["weights"].items():
             assert torch.equal(weights, sharded[0]["weights"][compressor, False]), (compressor, by_nccl)
+
+
+@pytest.mark.parametrize("strategy", [ls.SparseDDPStrategy, fabric.SparseDDPStrategy])
+@pytest.mark.parametrize(("given", "left"), [(None, "1"), ("0", "0")])
+def test_strategies_have_nccl_keep_the_order_unless_the_user_has_chosen(
+    strategy: Any, given: str | None, left: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = next(
+        each
+        for each in strategy.__mro__
+        if each.__module__.startswith("lightning.") and "setup_environment" in vars(each)
+    )
+    monkeypatch.setattr(base, "setup_environment", lambda self: None)
+    monkeypatch.setenv(process_groups.ORDER, given or "")  # which is put back afterwards
+    if given is None:
+        monkeypatch.delenv(process_groups.ORDER)
+    strategy("micro").setup_environment()
+    assert os.environ[process_groups.ORDER] == left
+
+
+@pytest.mark.parametrize(
+    ("version", "variable", "keeps"), [((2, 25, 1), "1", False), ((2, 26, 2), "1", True), ((2, 27, 3), "0", False)]
+)
+def test_from_which_nccl_on_devices_keep_the_order(
+    version: tuple[int, ...], variable: str, keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_groups.dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    monkeypatch.setenv(process_groups.ORDER, variable)
+    assert process_groups.devices_keep_order() == keeps
 
 
 def test_no_line_asks_for_a_stream_or_waits_for_a_device_without_naming_it() -> None:
