@@ -70,12 +70,13 @@ class Comparison:
         """Note that somebody has set the average, which has this checksum now, however often and when."""
         self._set = 1 + checksum % 2**62
 
-    def begin(self, lane: Lane, weights: Callable[[], int]) -> None:
+    def begin(self, lane: Lane, weights: Callable[[], Tensor]) -> None:
         """Tell the other ranks, and those of this member a checksum of its ``weights``; to be called on every rank."""
         self.untrained.begin()
-        of_member = [weights()] if lane.comm.inside is not None else []
-        own = torch.tensor([self._set, self.leads_in_vain, *of_member], dtype=torch.int64, device="cpu")
-        row = torch.cat([own, self.untrained.changed()]).to(self._device, non_blocking=True)
+        of_member = [weights().view(1)] if lane.comm.inside is not None else []
+        own = torch.tensor([self._set, self.leads_in_vain], dtype=torch.int64, device="cpu")
+        parts = (part.to(self._device, non_blocking=True) for part in (own, *of_member, self.untrained.changed()))
+        row = torch.cat(list(parts))
         self._set, self._sent = 0, (lane, row)
         lane.wait_for_caller()
         self.under_way = lane.submit(lambda: lane.comm.everyone.all_gather(row).wait())

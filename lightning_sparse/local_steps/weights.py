@@ -237,15 +237,16 @@ class Weights:
         """One number that tells whether ranks have the same average."""
         return sum((place + 1) * int(checksum(replica.average)) for place, replica in enumerate(self.replicas))
 
-    def checksum_of_own(self) -> int:
-        """One number that tells whether the ranks of a member have the same weights."""
+    def checksum_of_own(self) -> Tensor:
+        """One number that tells whether the ranks of a member have the same weights, [] int64; nobody waits for it."""
         held = self._held or [[None] * len(replica.group.names) for replica in self.replicas]
         every = (
             p if own is None else own
             for replica, of_replica in zip(self.replicas, held, strict=True)
             for p, own in zip(replica.wholes(), of_replica, strict=True)
         )
-        return sum((place + 1) * int(checksum(x.detach())) for place, x in enumerate(every)) % 2**62
+        sums = torch.stack([checksum(x.detach()) for x in every])
+        return (sums * torch.arange(1, 1 + len(sums), device=sums.device)).sum()
 
     def unsent(self, replica: Replica) -> Tensor:
         """What is unsent of ``replica`` on this rank, x_r - x̄ [n] float32; nothing of a mask, which is not finite."""

@@ -49,6 +49,7 @@ from tests.support.on_fake_cuda import (
 #: Where the host may wait for the device: the function that does, and what docs/gpu.md says of it.
 MAY_WAIT = {
     "compressors/micro.py reduce": "`micro`, in the first step and where its threshold was lost",
+    "engine/inside.py mean_of_slices": "a rank that did not use",
     "compressors/wrappers.py _shrunk": "`MomentumCorrection(clip_norm=...)`, in every step",
     "local_steps/untrained.py end": "every 10 steps, to see whether what no optimizer trains has changed",
     "local_steps/buffers.py _compared": "every 10 steps, and in the second step after the "
@@ -148,6 +149,22 @@ def test_nobody_waits_with_members_of_several_ranks(
     assert set().union(*found) <= may_wait(compressor)
 
 
+@pytest.mark.parametrize("uses_all", [True, False])
+def test_nobody_waits_with_members_for_what_this_rank_has_used(uses_all: bool) -> None:
+    def make(nccl: FakeNccl, of: dict[str, Tensor]) -> Averager:
+        for p in of.values():
+            p.requires_grad_()
+        averager = members(nccl, of, ls.TopK(), "int4", may_be_unused=True)
+        assert averager._used is not None
+        if uses_all:
+            note = averager._used.end_step
+            averager._used.end_step = lambda: (note(), averager._used.note(of.values()))  # type: ignore[method-assign]
+            averager._used.note(of.values())
+        return averager
+
+    assert set().union(*waits(make)) == (set() if uses_all else {"engine/inside.py mean_of_slices"})
+
+
 def test_nobody_waits_to_sum_in_ddp_s_buckets() -> None:
     def make(nccl: FakeNccl, of: dict[str, Tensor]) -> Averager:
         averager = gradients(nccl, of, ls.Dense(), may_sum_in_place=True)
@@ -168,10 +185,11 @@ def test_nobody_waits_to_watch_what_is_unsent_or_to_time_a_step() -> None:
     assert not set().union(*waits(watched, between=look))
 
 
+@pytest.mark.parametrize("members", [{}, {"of_members": True}, {"of_members": True, "keeps_order": False}])
 @pytest.mark.parametrize(("compressor", "overlap"), [(ls.Dense(), False), (ls.TopK(), True)], ids=repr)
-def test_local_steps_wait_every_ten_steps(compressor: ls.Compressor, overlap: bool) -> None:
+def test_local_steps_wait_every_ten_steps(compressor: ls.Compressor, overlap: bool, members: dict[str, bool]) -> None:
     def make(nccl: FakeNccl, of: dict[str, Tensor]) -> Averager:
-        return local_steps(nccl, of, compressor, "int4", overlap=overlap, outer_momentum=0.5)
+        return local_steps(nccl, of, compressor, "int4", overlap=overlap, outer_momentum=0.5, **members)
 
     found = [step - may_wait(compressor) for step in waits(make, EVERY + 3)]
     assert set().union(*found) == EVERY_TEN_STEPS

@@ -18,9 +18,10 @@ from lightning_sparse.local_steps.averager import LocalAverager
 from lightning_sparse.local_steps.buffers import ModuleBuffers
 from lightning_sparse.local_steps.optimizers import Optimizers
 from lightning_sparse.local_steps.settings import LocalSteps
-from lightning_sparse.network.cut import Cut
+from lightning_sparse.network.cut import WHOLE, Cut
 from lightning_sparse.network.members import alone
 from lightning_sparse.network.process_groups import LANES
+from lightning_sparse.network.torch_comm import TorchComm
 from lightning_sparse.sharded.model import ShardedModel, ShardGroup
 from lightning_sparse.wire import wire_format
 from tests.support.buckets import Bucket
@@ -83,13 +84,32 @@ def gradients(
 def local_steps(
     nccl: FakeNccl, of: dict[str, Tensor], compressor: ls.Compressor, wire_dtype: str = "float32", **options: Any
 ) -> LocalAverager:
-    """An exchange with local steps, as it is on NCCL, of a model with buffers."""
+    """An exchange with local steps, as it is on NCCL, of a model with buffers; of members too."""
+    of_members, keeps_order = options.pop("of_members", False), options.pop("keeps_order", True)
     settings, norm = LocalSteps(2, **options), nn.BatchNorm1d(8).to(DEVICE)
     norm.register_buffer("seen", torch.zeros(3, dtype=torch.bool, device=DEVICE))
     buffers = ModuleBuffers(norm, device=torch.device(DEVICE))
-    groups, fragments = lay_out_fragments(of, compressor, "bucket", settings.parts, SMALL)
-    lanes = lanes_of(groups, nccl.comms(LANES, wire_format(wire_dtype)), threaded=False)
-    return LocalAverager(groups, fragments, lanes, settings=settings, compressor=compressor, buffers=buffers)
+    cut = Cut(nccl.rank, nccl.size) if of_members else WHOLE
+    groups, fragments = lay_out_fragments(of, compressor, "bucket", settings.parts, SMALL, cut)
+    comms = _of_members(nccl, wire_dtype, keeps_order) if of_members else nccl.comms(LANES, wire_format(wire_dtype))
+    return LocalAverager(
+        groups,
+        fragments,
+        lanes_of(groups, comms, threaded=False),
+        settings=settings,
+        compressor=compressor,
+        buffers=buffers,
+        inside=nccl.comm() if of_members else None,
+    )
+
+
+def _of_members(nccl: FakeNccl, wire_dtype: str, keeps_order: bool) -> list[TorchComm]:
+    """The lanes of a rank of members, which have as many ranks as there are members."""
+    comms = nccl.comms(LANES, wire_format(wire_dtype))
+    for comm, inside in zip(comms, nccl.comms(LANES), strict=True):
+        comm.within(inside, nccl.comm(), alone(SIZE), member=0)
+        comm.keeps_order = keeps_order
+    return comms
 
 
 def watching(averager: LocalAverager) -> LocalAverager:
@@ -104,12 +124,9 @@ def members(
     nccl: FakeNccl, of: dict[str, Tensor], compressor: ls.Compressor, wire_dtype: str = "float32", **options: Any
 ) -> GradientAverager:
     """An exchange of gradients among members of as many ranks as there are members, as it is on NCCL."""
-    keeps_order, cut = options.pop("keeps_order", True), Cut(nccl.rank, nccl.size)
-    comms, inside = nccl.comms(LANES, wire_format(wire_dtype)), nccl.comms(LANES)
-    for comm, within in zip(comms, inside, strict=True):
-        comm.within(within, nccl.comm(), alone(SIZE), member=0)
-        comm.keeps_order = keeps_order
-    return GradientAverager(lay_out(of, compressor, "bucket", SMALL, cut), comms, threaded=False, **options)
+    comms = _of_members(nccl, wire_dtype, options.pop("keeps_order", True))
+    groups = lay_out(of, compressor, "bucket", SMALL, Cut(nccl.rank, nccl.size))
+    return GradientAverager(groups, comms, threaded=False, **options)
 
 
 def watched(nccl: FakeNccl, of: dict[str, Tensor]) -> GradientAverager:
