@@ -38,9 +38,9 @@ class Lanes:
     backward's thread, waiting in each hook, 0.81 (docs/benchmarks/2026-11-21-skip-reduce.md).  On NCCL, where waiting
     blocks a stream and not the host, the issuer is the caller of the hook, and both lanes are on one communicator:
     each has a stream of its own, so that one compresses while the other waits for a message, unless messages of several
-    communicators must be one after the other.  All groups are then
-    launched in one fixed order, whichever are complete first: a replica of a sharded model that skips a layer gets its
-    gradients later than the others.  See [Note: one order of launches].
+    communicators must be one after the other.  All groups are then launched in one fixed order, whichever are complete
+    first: a replica of a sharded model that skips a layer gets its gradients later than the others.  See [Note: one
+    order of launches].
     """
 
     def __init__(self, comms: Sequence[Comm], threaded: bool, device: torch.device, asked: Comm | None = None) -> None:
@@ -68,9 +68,8 @@ class Lanes:
         That is one for each lane, or where nobody but the caller launches, one of all.
         """
         every = [(lane, i) for i, lane in enumerate(spread(elements, len(self._lanes)))]
-        return (
-            [[each for each in every if each[0] == lane.number] for lane in self._lanes] if self.threaded else [every]
-        )
+        own = [[each for each in every if each[0] == lane.number] for lane in self._lanes]
+        return own if self.threaded else [every]
 
     # - questions to all ranks, between two steps, on every rank
 
