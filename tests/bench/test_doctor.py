@@ -82,7 +82,7 @@ def test_the_screen_says_what_will_be_used(devices: int) -> None:
 def test_what_is_examined_is_what_the_devices_allow(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], devices: int
 ) -> None:
-    """On ranks in fake: Gloo on the CPU, NCCL on each device, NCCL among ranks of one if there is no other, Gloo on one."""
+    """On ranks in fake: Gloo on the CPU, NCCL on each device, and on one that is alone among several, Gloo on one."""
     done: list[Any] = []
 
     def on_this_machine(schedule: Schedule, size: int, on_one_device: bool = False) -> Iterator[Round]:

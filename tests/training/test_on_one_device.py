@@ -1,4 +1,4 @@
-"""Ranks that share a CUDA device over NCCL, each a host of its own: ``pytest -m cuda``.  The same over Gloo on the CPU."""
+"""Ranks on one CUDA device over NCCL, each a host of its own: ``pytest -m cuda``.  The same over Gloo on the CPU."""
 
 import os
 from dataclasses import replace
