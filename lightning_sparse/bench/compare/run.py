@@ -17,7 +17,7 @@ from rich.console import Console
 
 from lightning_sparse.bench.cluster import INTERFACE, MASTER_PORT, Cluster, ClusterError, parse, unavailable_reason
 from lightning_sparse.bench.compare import report, until_loss
-from lightning_sparse.bench.compare.ranks import RankInfo
+from lightning_sparse.bench.compare.ranks import RankInfo, on_shared_device
 from lightning_sparse.bench.compare.records import Round
 from lightning_sparse.bench.compare.schedule import Schedule, schedules
 from lightning_sparse.bench.compare.strategies import parse_strategies
@@ -152,7 +152,10 @@ def on_this_machine(schedule: Schedule, size: int, on_one_device: bool = False) 
     with ExitStack() as stack:
         processes = []
         for place in places:
-            process = subprocess.Popen(_worker(schedule, place), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+            own = os.environ | (on_shared_device(place.rank) if on_one_device else {})
+            process = subprocess.Popen(
+                _worker(schedule, place), env=own, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+            )
             stack.enter_context(process)
             stack.callback(process.kill)
             processes.append(process)

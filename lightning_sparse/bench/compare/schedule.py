@@ -35,10 +35,11 @@ class Schedule:
     seeds: Sequence[int] = ()  # of the rounds, in turn; nothing: 0, 1, 2, ...
     floor: bool = False  # whether to train without communication too
     interleave: bool = False  # whether the trainings of a round go on in turn, each from one evaluation to its next
+    limit_s: float | None = None  # after which turns that go on together are taken to hang
 
     @property
     def shares_a_device(self) -> bool:
-        """Whether emulated hosts are all on one device, which NCCL does not take; real ranks have "auto"."""
+        """Whether emulated hosts are all on one device, and send over Gloo; real ranks have "auto"."""
         return bool(self.cluster) and self.accelerator == "cuda"
 
     def turns(self) -> list[tuple[int, StrategySpec]]:
