@@ -13,6 +13,8 @@ from lightning_sparse.network.comm import Comm, Pending
 
 T = TypeVar("T")
 
+PIECE_BYTES = 2**26  # of all ranks, that a rank that gathers has on its device at once
+
 
 def carries_by_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether ``group`` sends tensors on ``device`` over NCCL, and not over Gloo.
@@ -141,10 +143,15 @@ class TorchComm(Comm):
     def gather(self, x: Tensor) -> Tensor:
         """Return what every rank handed over, [n] -> [P, n] on the CPU of the first rank; [0, n] on the others."""
         x = self._to_host(x) if self._stages(x) else x
-        rows = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
         self._to_first(x)
-        dist.gather(x, rows, self._global[0], self.group)
-        return torch.stack([row.cpu() for row in rows]) if rows else x.new_empty((0, x.numel()), device="cpu")
+        every = x.new_empty((self.size if self.rank == 0 else 0, x.numel()), device="cpu")
+        length = max(1, PIECE_BYTES // (self.size * x.itemsize))
+        for piece, place in zip(x.split(length), every.split(length, 1), strict=True) if x.numel() else ():
+            rows = place if x.device.type == "cpu" else piece.new_empty(place.shape)
+            dist.gather(piece, list(rows) if self.rank == 0 else None, self._global[0], self.group)
+            if rows is not place:
+                place.copy_(rows)
+        return every
 
     def mean(self, x: Tensor) -> Tensor:
         """Return the mean over all ranks, [n] -> [n] on the CPU; it means something on the first rank only.
