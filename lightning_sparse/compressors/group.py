@@ -72,6 +72,7 @@ class Group:
     overflow: int | Tensor = 0
     weights: Sequence[Tensor] | None = field(default=None, repr=False)
     inside: Comm | None = field(default=None, repr=False)
+    _places: tuple[Tensor | None, list[Tensor]] = field(default=(None, []), repr=False)  # of parts in ``unsent``
     _sparse: bool = field(default=False, repr=False)  # the total of the last step was
     _zeroed_early: bool = field(default=False, repr=False)
     _on_host: dict[str, HostCopy] = field(default_factory=dict, repr=False)
@@ -105,8 +106,10 @@ class Group:
 
     def add(self, gradients: Sequence[Tensor | None], scale: float = 1.0) -> None:
         """Add the gradient of each parameter, of its shape, times ``scale``, to what is unsent; None where is none."""
-        pairs = zip(self.slots(self.unsent), gradients, strict=True)
-        new = [(slot.view_as(x), x) for slot, x in pairs if x is not None]
+        if self._places[0] is not self.unsent:
+            slots = zip(self.slots(self.unsent), self.shapes, strict=True)
+            self._places = self.unsent, [slot.view(shape) for slot, shape in slots]
+        new = [(place, x) for place, x in zip(self._places[1], gradients, strict=True) if x is not None]
         if new:
             torch._foreach_add_(*map(list, zip(*new, strict=True)), alpha=scale)
 
@@ -137,8 +140,8 @@ class Group:
         self._sparse, zeroed_early, self._zeroed_early = isinstance(total, Sparse), self._zeroed_early, False
         if kernels.used_for(self.unsent):
             mean = self._scattered(total, size) if isinstance(total, Sparse) else total / size
-            slots = [slot.view_as(x) for slot, x in zip(self.slots(mean), gradients, strict=True)]
-            if slots:  # a second pass over the mean takes less than a launch for each parameter
+            if self.parameters:  # a second pass over the mean takes less than a launch for each parameter
+                slots = [slot.view_as(x) for slot, x in zip(self.slots(mean), gradients, strict=True)]
                 torch._foreach_copy_(list(gradients), slots)
         elif isinstance(total, Sparse):
             mean_of_few = Sparse(total.index, total.values / size)

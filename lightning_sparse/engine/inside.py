@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.network.agreement import everywhere
-from lightning_sparse.network.comm import Comm, Rounds, completed
+from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.network.cut import Cut
 
 ALIGNED = 16  # bytes at whose multiples values of every type may begin
@@ -79,7 +79,7 @@ def whole_of(slices: Sequence[Tensor], like: Sequence[Tensor], cut: Cut, comm: C
 
 
 def _whole(x: Tensor, like: Tensor, cut: Cut, comm: Comm) -> Tensor:
-    """As :func:`whole_of`, in no more memory than the whole and a slice take: slices are equal but for the last ones."""
+    """As :func:`whole_of`, in the memory of the whole and a slice: all slices are of one length but the last ones."""
     width = cut.slices(like)[0].numel()
     if not width:
         return x.new_empty(like.shape)

@@ -16,7 +16,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import lightning_sparse as ls
 from lightning_sparse.checkpoint import residuals as checkpoint
 from lightning_sparse.checkpoint.rank_local import RankLocalState
-
 from lightning_sparse.engine.groups import lay_out
 from lightning_sparse.gradients.averager import GradientAverager
 from lightning_sparse.hook import SparseHook
