@@ -142,9 +142,8 @@ class SparseHook:
         self._register(ddp, self._tuning.active)
         self._ddp = weakref.ref(ddp)
         ddp.join_hook = self._join_hook  # type: ignore[method-assign]
-        weakref.finalize(
-            self, _end, self._tuning.active, groups, by_all=False
-        ).atexit = False  # for who drops it without close()
+        dropped = weakref.finalize(self, _end, self._tuning.active, groups, by_all=False)  # without close()
+        dropped.atexit = False
         members = str(groups.members) if groups.local_size > 1 else f"{self.averager.size} {self._members}"
         rank_zero_info(
             f"lightning_sparse: {brief(options.compressor)} averages {sum(g.elements for g in self.averager.groups):,} "

@@ -113,6 +113,10 @@ class Group:
         if new:
             torch._foreach_add_(*map(list, zip(*new, strict=True)), alpha=scale)
 
+    def empty(self) -> None:
+        """Let go of the memory of what is unsent and remembered, which is another group's now."""
+        self.unsent, self.memory, self._places = self.unsent.new_empty(0), {}, (None, [])
+
     def snapshot(self) -> "Group":
         """The group as it is, with a copy of what a step changes."""
         now = copy(self)

@@ -221,8 +221,8 @@ class ProcessGroups:
 
         Over NCCL only if it is done ``by_all`` ranks at once.  By PyTorch's sources, which nobody has tried on a device
         here, to destroy a group is to finalize its communicators (``ncclCommFinalize``), which sends what is still to
-        be sent, and then to free them; by its notes on ``destroy_process_group`` a rank that does so alone may hang.  To
-        abort them instead would wait for nobody, but also end what the other ranks are still receiving.
+        be sent, and then to free them; by its notes on ``destroy_process_group`` a rank that does so alone may hang.
+        To abort them instead would wait for nobody, but also end what the other ranks are still receiving.
         """
         made, self._made, self._own, self._lanes, self._between = self._made, [], [], [], None
         for group in made if by_all or not self.nccl else []:

@@ -87,7 +87,7 @@ def elsewhere(called: Counter[str]) -> Iterator[None]:
 
 
 def microseconds(case: str, size: int, steps: int) -> tuple[float, float, float]:
-    """The host's time a group, the least of ``steps``, since other work only adds to it; operators and messages a group."""
+    """The host's time a group, the least of ``steps`` since other work only adds to it, and operators and messages."""
     compressor, wire_dtype = CASES[case]
     dist.init_process_group("fake", rank=1, world_size=size, store=FakeStore())
     called: Counter[str] = Counter()
