@@ -90,7 +90,7 @@ STRATEGIES = {
 }
 
 #: Models and data of ``bench`` and ``advise``.
-WORKLOADS = ("mlp_1m", "mlp_25m", "gpt_3m", "gpt_10m", "gpt_50m", "byte_lm")
+WORKLOADS = ("mlp_1m", "mlp_25m", "gpt_3m", "gpt_10m", "gpt_50m", "gpt_124m", "byte_lm")
 MODEL_FORMS = "'package.module:Model', 'package.module:Model,package.module:DataModule' or a config file 'config.yaml'"
 
 
