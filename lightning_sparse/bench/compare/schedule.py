@@ -36,11 +36,8 @@ class Schedule:
     seeds: Sequence[int] = ()  # of the rounds, in turn; nothing: 0, 1, 2, ...
     floor: bool = False  # whether to train without communication too
     interleave: bool = False  # whether the trainings of a round go on in turn, each from one evaluation to its next
-<<<<<<< HEAD
     limit_s: float | None = None  # after which turns that go on together are taken to hang
-=======
     compile_first: bool = False  # whether there is a round in which kernels are compiled
->>>>>>> gpt124
 
     @property
     def shares_a_device(self) -> bool:
