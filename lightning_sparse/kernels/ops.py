@@ -87,6 +87,18 @@ add_rows = _operator(
     reference.add_rows, "block_kernel",
     "(Tensor payloads, Tensor(a!) out, int bits, int first, int step, int count, bool onto) -> ()",
 )  # fmt: skip
+take_floats = _operator(
+    reference.take_floats, "float_kernel",
+    "(Tensor(a!) values, Tensor(b!) out, int width, int start, int length, int rotation, int first, int count) -> ()",
+)  # fmt: skip
+read_floats = _operator(
+    reference.read_floats, "float_kernel",
+    "(Tensor payloads, Tensor(a!) out, int width, int start, int length, int rotation) -> ()",
+)  # fmt: skip
+add_floats = _operator(
+    reference.add_floats, "float_kernel",
+    "(Tensor payloads, Tensor(a!) out, int first, int step, int count, bool onto) -> ()",
+)  # fmt: skip
 
 
 @register_fake("lightning_sparse::select", lib=_LIBRARY)

@@ -164,6 +164,38 @@ def add_rows(payloads: Tensor, out: Tensor, bits: int, first: int, step: int, co
         (add_blocks if onto or i else read_blocks)(payload, out, bits)
 
 
+def take_floats(
+    values: Tensor, out: Tensor, width: int, start: int, length: int, rotation: int, first: int, count: int
+) -> None:
+    """Move the segments of ``values`` [n] that ``count`` ranks own, from ``first`` on, into their rows of ``out``.
+
+    They are rounded to the type of ``out`` [P, m]; beyond the largest float16 that is sent.  What a segment does not
+    fill of its row becomes zeros.  The others say which: as of :class:`SliceSegment`.
+    """
+    cut = SliceSegment(len(out), width, start, length, rotation)
+    limit = torch.finfo(torch.float16 if out.dtype == torch.float16 else torch.float32).max
+    for owner in ((first + i) % len(out) for i in range(count)):
+        own, row = cut.of(values, owner), out[owner]
+        row[: own.numel()].copy_(torch.where(own.isinf(), own, own.clamp(-limit, limit)))
+        row[own.numel() :] = 0
+        own.sub_(row[: own.numel()]).nan_to_num_(0.0, 0.0, 0.0)
+
+
+def read_floats(payloads: Tensor, out: Tensor, width: int, start: int, length: int, rotation: int) -> None:
+    """Set the segment of ``out`` [n] that each rank owns to its row of ``payloads`` [P, m]."""
+    cut = SliceSegment(len(payloads), width, start, length, rotation)
+    for owner, row in enumerate(payloads):
+        own = cut.of(out, owner)
+        own.copy_(row[: own.numel()])
+
+
+def add_floats(payloads: Tensor, out: Tensor, first: int, step: int, count: int, onto: bool) -> None:
+    """As :func:`add_rows`, of ``payloads`` [P, m] in their own type."""
+    for i in range(count):
+        row = payloads[(first + i * step) % len(payloads), : out.numel()]
+        (out.add_ if onto or i else out.copy_)(row)
+
+
 def _scales(part: Tensor, bits: int) -> Tensor:
     """The scales of ``part`` [b, width], [b, 1], rounded as they may be sent."""
     magnitudes = part.abs()
