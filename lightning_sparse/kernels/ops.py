@@ -49,7 +49,9 @@ def _operator(plain: Callable[..., Any], module: str, schema: str) -> Any:
 
 
 select = _operator(
-    reference.select, "select_kernel", "(Tensor x, Tensor threshold, float near, int capacity) -> (Tensor, Tensor)"
+    reference.select,
+    "select_kernel",
+    "(Tensor x, Tensor threshold, float near, int capacity, int most, Tensor? edges) -> (Tensor, Tensor)",
 )
 scatter = _operator(
     reference.scatter, "scatter_kernel",
@@ -65,12 +67,17 @@ sketch_estimate = _operator(
 )  # fmt: skip
 encode_indices = _operator(
     reference.encode_indices, "index_kernel",
-    "(Tensor index, Tensor count, int n, Tensor(a!) out) -> ()",
+    "(Tensor index, Tensor count, Tensor seen, Tensor near, Tensor? load, int n, Tensor? edges, Tensor(a!) counts, "
+    "Tensor(b!) out) -> ()",
 )  # fmt: skip
 decode_indices = _operator(
     reference.decode_indices, "index_kernel",
-    "(Tensor payload, int n, int capacity, Tensor count) -> (Tensor, Tensor)",
+    "(Tensor payloads, Tensor counts, int n, int capacity, Tensor? edges, int width) -> (Tensor, Tensor)",
 )  # fmt: skip
+add_up = _operator(reference.add_up, "sparse_kernel", "(Tensor index, Tensor values, Tensor(a!) out) -> Tensor")
+put = _operator(reference.put, "sparse_kernel", "(Tensor index, Tensor values, Tensor(a!) out, bool onto) -> ()")
+pick = _operator(reference.pick, "sparse_kernel", "(Tensor index, Tensor x, bool magnitudes) -> Tensor")
+among = _operator(reference.among, "sparse_kernel", "(Tensor index, Tensor others, int n) -> Tensor")
 take_blocks = _operator(reference.take_blocks, "block_kernel", "(Tensor(a!) values, Tensor(b!) out, int bits) -> ()")
 read_blocks = _operator(reference.read_blocks, "block_kernel", "(Tensor payload, Tensor(a!) out, int bits) -> ()")
 add_blocks = _operator(reference.add_blocks, "block_kernel", "(Tensor payload, Tensor(a!) out, int bits) -> ()")
@@ -101,11 +108,32 @@ add_floats = _operator(
 )  # fmt: skip
 
 
-@register_fake("lightning_sparse::select", lib=_LIBRARY)
-def _(x: Tensor, threshold: Tensor, near: float, capacity: int) -> tuple[Tensor, Tensor]:
-    return x.new_empty(capacity, dtype=torch.int64), x.new_empty(2, dtype=torch.int64)
+@register_fake("lightning_sparse::select", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _(
+    x: Tensor, threshold: Tensor, near: float, capacity: int, most: int, edges: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    parts = 1 if edges is None else edges.numel() - 1
+    return x.new_empty((parts, capacity), dtype=torch.int64), x.new_empty((3, parts), dtype=torch.int64)
 
 
-@register_fake("lightning_sparse::decode_indices", lib=_LIBRARY)
-def _(payload: Tensor, n: int, capacity: int, count: Tensor) -> tuple[Tensor, Tensor]:
-    return payload.new_empty(capacity, dtype=torch.int64), payload.new_empty((), dtype=torch.bool)
+@register_fake("lightning_sparse::decode_indices", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _(
+    payloads: Tensor, counts: Tensor, n: int, capacity: int, edges: Tensor | None, width: int
+) -> tuple[Tensor, Tensor]:
+    rows = len(payloads)
+    return payloads.new_empty((rows, capacity), dtype=torch.int64), payloads.new_empty(rows, dtype=torch.int32)
+
+
+@register_fake("lightning_sparse::add_up", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _(index: Tensor, values: Tensor, out: Tensor) -> Tensor:
+    return index.new_empty(())
+
+
+@register_fake("lightning_sparse::pick", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _(index: Tensor, x: Tensor, magnitudes: bool) -> Tensor:
+    return torch.empty_like(index, dtype=x.dtype)
+
+
+@register_fake("lightning_sparse::among", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _(index: Tensor, others: Tensor, n: int) -> Tensor:
+    return torch.empty_like(index)
