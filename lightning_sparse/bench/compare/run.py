@@ -93,9 +93,9 @@ def _write(
     reached = until_loss.rows(rounds, losses) if losses else {}
     section = until_loss.section(reached, losses) if losses else ""
     results.with_suffix(".md").write_text(report.page(rows, rounds, workload, facts, [results.name, *images], section))
-    for table in (*report.tables(rows, workload), *until_loss.tables(reached, losses)):
+    for table in (*report.tables(rows, workload, report.ON_CONSOLE), *until_loss.tables(reached, losses)):
         console.print(table)
-    for line in (*report.failures(rounds), f"results: {results}"):
+    for line in (*report.failures(rounds), f"results: {results}, and with every column {results.with_suffix('.md')}"):
         say(console, line)
 
 
