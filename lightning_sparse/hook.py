@@ -45,9 +45,10 @@ class SparseHook:
 
     Args:
         ddp: on CUDA its process group must be NCCL's.
-        compressor: a name in ``COMPRESSORS``, for its defaults, or an instance.
-        fusion: which parameters travel together, as for ``SparseDDPStrategy``; for "layer" and "none" make ``ddp`` with
-            a small ``bucket_cap_mb``, such as 1, since its buckets decide when gradients arrive.
+        compressor: "sparse_auto"; a name in ``COMPRESSORS``, for its defaults; or an instance.
+        fusion: which parameters travel together, as for ``SparseDDPStrategy``; None: "layer" for "sparse_auto", else
+            "bucket".  For "layer" and "none" make ``ddp`` with a small ``bucket_cap_mb``, such as 1, since its buckets
+            decide when gradients arrive.
         wire_dtype: of values on the wire: "float32", "bfloat16", "float16", "int8", "int4", "int2" or "sign"; rounding
             errors are carried over to the next step.  None: "int4" where elements are selected, else "float32".
         warmup_steps: dense steps before the compressor starts.
@@ -72,7 +73,7 @@ class SparseHook:
         ddp: DistributedDataParallel,
         compressor: Compressor | Auto | str = "skip_reduce",
         *,
-        fusion: str | Sequence[str] = "bucket",
+        fusion: str | Sequence[str] | None = None,
         wire_dtype: str | None = None,
         warmup_steps: int = 0,
         scaler: torch.amp.GradScaler | None = None,
@@ -81,6 +82,8 @@ class SparseHook:
         local_group: int | str = AUTO,
         process_groups: ProcessGroups | None = None,
     ) -> None:
+        if fusion is None:
+            fusion = "layer" if isinstance(compressor, Auto) or compressor == "sparse_auto" else "bucket"
         options = Options.of(
             compressor,
             fusion,

@@ -215,7 +215,9 @@ class Options:
         if bucket_mb is None:
             return self, {name: x for name, x in kwargs.items() if name != "bucket_cap_mb"}
         if not (is_number(bucket_mb) and 0 < bucket_mb <= MOST_MB):
-            raise ValueError(f"bucket_cap_mb must be above 0 and at most {MOST_MB:,}, in MiB; got {bucket_mb!r}.")
+            raise ValueError(
+                f"bucket_cap_mb must be a number above 0 and at most {MOST_MB:,}, in MiB; got {bucket_mb!r}."
+            )
         if self.fusion == "bucket":
             return replace(self, bucket_bytes=max(1, int(bucket_mb * 2**20))), dict(kwargs)
         return self, dict(kwargs)

@@ -20,7 +20,9 @@ sys.exit(command())"""
 HEAVY = "torch", "lightning", "numpy", "matplotlib"
 
 
-@pytest.mark.parametrize("words", [[], ["--help"], ["--version"], ["list"], *([name, "--help"] for name in COMMANDS)], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [[], ["--help"], ["--version"], ["list"], *([name, "--help"] for name in COMMANDS)], ids=" ".join
+)
 def test_help_and_list_import_nothing_heavy(words: list[str]) -> None:
     program = f"""import atexit, sys
 atexit.register(lambda: print("imported:", [name for name in {HEAVY} if name in sys.modules]))
@@ -48,7 +50,9 @@ def test_names_are_those_of_the_classes() -> None:
 def test_the_list_says_first_where_to_start(capsys: pytest.CaptureFixture[str]) -> None:
     assert options.main(["list"]) == 0
     said = capsys.readouterr().out
-    places = [said.index(each) for each in ("start here", "sparse_auto", "methods", "micro", "baselines", "sparse_topk")]
+    places = [
+        said.index(each) for each in ("start here", "sparse_auto", "methods", "micro", "baselines", "sparse_topk")
+    ]
     assert places == sorted(places)
 
 

@@ -114,8 +114,8 @@ class Auto:
         _check_compressor("Auto: start", self.start)
         if self.at_most is not None and not (is_number(self.at_most) and 0 <= self.at_most <= 1):
             raise ValueError(
-                f"Auto: at_most must be 0 to 1, or None; got {self.at_most!r}. Give the part by which the loss may "
-                "be above dense training's: 0.02 for 2 %, None for any."
+                f"Auto: at_most must be a number from 0 to 1, or None; got {self.at_most!r}. Give the part by which "
+                "the loss may be above dense training's: 0.02 for 2 %, None for any."
             )
 
     def __str__(self) -> str:
