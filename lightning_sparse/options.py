@@ -148,6 +148,7 @@ class Options:
         """The compressor, or where one is to be chosen the one to start with, after its dense steps, in its format."""
         assert self.wire_dtype is not None
         compressor = self.compressor.start if isinstance(self.compressor, Auto) else self.compressor
+        assert compressor is not None
         warmed_up = Warmup(self.warmup_steps, compressor) if self.warmup_steps else compressor
         return rounded(warmed_up, self.wire_dtype)
 

@@ -1,7 +1,7 @@
 """The gradient not yet sent, on its way into a checkpoint and back."""
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from lightning_sparse.checkpoint.rank_local import (
     start_from_mean,
     with_buffers_apart,
 )
-from lightning_sparse.checkpoint.state import KEY, State, mean_used
+from lightning_sparse.checkpoint.state import KEY, NOT_FIRST, State, mean_used
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.averager import Averager, LocalState
@@ -42,7 +42,8 @@ def gather(
 ) -> State:
     """Return the state of all ranks, complete on rank 0.
 
-    Called on every rank; one parameter at a time, so that rank 0 never holds a second copy.
+    Called on every rank; one parameter at a time, so that rank 0 never holds a second copy.  Of a parameter of which no
+    rank has anything unsent, nothing is sent, and one zero stands for all in the file.
     """
     cut, leaders = averager.cut, between.column if averager.cut.index == 0 else None
 
@@ -56,13 +57,20 @@ def gather(
         return (leaders.mean(flat) if leaders else flat.cpu()).view(x.shape)
 
     keep = mean if residuals == "mean" else rows
+    size_of_rows = [] if residuals == "mean" else [averager.size]
+    nothing = torch.zeros((), dtype=torch.float32, device="cpu")
     unsent: dict[str, Tensor] = {}
     groups: list[dict[str, Any]] = []
     for group, averaging in zip(averager.kept(keep_means), averager.compressors, strict=True):
-        parts_of = zip(group.names, group.shapes, group.parameters, group.slots(group.unsent), strict=True)
-        for name, shape, parameter, slot in parts_of:
-            (whole,) = whole_of([slot.view(shape)], [parameter], cut, between.inside)
-            unsent[name] = keep(whole)
+        slots = group.slots(group.unsent)
+        are_zero = zero_everywhere(slots, between.everyone) if averager.local is None else [False] * len(slots)
+        parts_of = zip(group.names, group.shapes, group.parameters, slots, are_zero, strict=True)
+        for name, shape, parameter, slot, is_zero in parts_of:
+            if is_zero:
+                unsent[name] = nothing.expand(*size_of_rows, *(shape if between.inside is None else parameter.shape))
+            else:
+                (whole,) = whole_of([slot.view(shape)], [parameter], cut, between.inside)
+                unsent[name] = keep(whole)
         if residuals == "per_rank":
             memory = _memory_of_member(group, averaging, between.inside, averager.device)
             memory = {key: rows(kept) for key, kept in sorted(memory.items())}
@@ -73,6 +81,15 @@ def gather(
     steps, means = steps_of(averager), averager.due_means if keep_means else {}
     slices = {"slices": cut.count} if cut.count > 1 else {}
     return State(residuals, averager.size, steps, unsent, groups, compressor, plan, kept, means, **slices)
+
+
+def zero_everywhere(tensors: Sequence[Tensor], comm: Comm) -> list[bool]:
+    """Whether each of float32 ``tensors`` has no bit set on any rank of ``comm``; to be called on every rank."""
+    if not tensors:
+        return []
+    own = torch.stack([x.view(torch.int32).any() for x in tensors]).to(torch.uint8)
+    every: list[bool] = (comm.all_gather(own).wait() == 0).all(0).tolist()
+    return every
 
 
 # - what is remembered of groups, where the ranks of a member have a slice each
@@ -132,9 +149,13 @@ def read(saved: Mapping[str, Any] | None, averager: Averager, comm: Comm) -> Sta
         state = None if saved is None else State.checked(saved, averager.rank, averager.size)
     except ValueError as error:
         found = str(error)
-    if damaged := "; ".join(
-        f"{what} ({ranks})" for what, ranks in ranks_having(everywhere(found, comm, averager.device)).items() if what
-    ):
+    having = ranks_having(everywhere(found, comm, averager.device))
+    if NOT_FIRST in having:
+        raise ValueError(
+            "state must be what state_dict() returned on rank 0, which alone has what every rank has not sent; on "
+            f"{having[NOT_FIRST]} {NOT_FIRST}. Save it on rank 0, and load that file on every rank."
+        )
+    if damaged := "; ".join(f"{what} ({ranks})" for what, ranks in having.items() if what):
         raise ValueError(
             f"The residuals (the gradient not yet sent) in the checkpoint are damaged: {damaged}. Resume from an older "
             f"checkpoint, or without them, so that they start from zero: load it with torch.load, pop({KEY!r}), and "

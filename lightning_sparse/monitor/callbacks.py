@@ -295,7 +295,7 @@ def _save(notes: Notes, folder: str) -> None:
     files.makedirs(folder, exist_ok=True)
     with files.open(path, "wb") as file:
         draw(notes).savefig(file, format="png", bbox_inches="tight")
-    rank_zero_info(f"CompressionMonitor: a picture of the training is in {path}")
+    rank_zero_info(f"lightning_sparse: a picture of the training is in {path}")
 
 
 class ReplicaCheck(Callback):
