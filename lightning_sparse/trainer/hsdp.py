@@ -52,6 +52,9 @@ class OnMesh:
                 check_whole(name, size, 1, "Or leave it out.")
         self._sizes = replicate_size, shard_size
 
+    def __repr__(self: Any) -> str:
+        return f"{type(self).__name__}({self.options.brief('fusion')})"
+
     @property
     def distributed_sampler_kwargs(self: Any) -> dict[str, Any]:
         """Every rank has data of its own."""

@@ -114,6 +114,9 @@ class SparseMixin(AveragingMixin, _Base):
         self._hooked: LightningModule | None = None
         self._size_reported = False
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.options.brief()})"
+
     # - before a run
 
     def __getstate__(self) -> dict[str, Any]:
