@@ -28,6 +28,7 @@ from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.process_groups import Between
 
 SLICE, SLICED = "{} of slice {}", re.compile(r" of slice \d+$")  # what is remembered of one
+ANEW = "what compressors remember beside it, such as thresholds, starts anew"
 OF_ALL = (UNSENT_GRADIENT, SET, VELOCITY)  # of each element, of which others may go on with the mean
 
 
@@ -263,15 +264,20 @@ def _differences(state: State, size: int, slices: int, compressor: str) -> Itera
         wrote, read = _parties(state.size, state.slices), _parties(size, slices)
         yield (
             f"{wrote} wrote it and {read if state.slices > 1 or slices > 1 else size} read it, so each starts from the "
-            f"mean of what they had not sent, and {compressor} learns thresholds anew"
+            f"mean of what they had not sent, and {ANEW}"
         )
     elif state.ranks and state.slices != slices:
         had, has = _counted(state.slices), _counted(slices)
-        yield f"a member had {had} and has {has}, so {compressor} learns thresholds anew"
+        yield f"a member had {had} and has {has}, so {ANEW}"
     if state.compressor != compressor:
-        yield f"it was written with {state.compressor}, so {compressor} learns thresholds anew"
+        yield written_with(state.compressor, compressor)
     elif state.checksum is None:  # nobody knows what would come of what compressors kept
-        yield f"it has no checksum, so {compressor} learns thresholds anew"
+        yield f"it has no checksum, so {ANEW}"
+
+
+def written_with(before: str, now: str) -> str:
+    """Say what goes on where the compressor is another one."""
+    return f"it was written with {before} and is read with {now}: what was not sent goes on, and {ANEW}"
 
 
 def _parties(number: int, ranks: int) -> str:

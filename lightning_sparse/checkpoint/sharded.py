@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_sparse.checkpoint.rank_local import RankLocalState, different_on, own_tensors, set_tensors
-from lightning_sparse.checkpoint.residuals import steps_of, zero_everywhere
+from lightning_sparse.checkpoint.residuals import ANEW, steps_of, written_with, zero_everywhere
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.averager import Averager, LocalState
 from lightning_sparse.engine.checksum import checksum
@@ -193,9 +193,9 @@ def _differences(said: Mapping[str, Any], averager: Averager, model: ShardedMode
     if len(replicas) != averager.size or replicas == [MEAN]:
         yield f"{mesh[0]} replicas wrote it, and each of {averager.size} starts from the mean of what was not sent"
     elif mesh != list(model.mesh.shape):
-        yield f"it was written with {mesh[1]} shards, so {compressor} learns thresholds anew"
+        yield f"it was written with {mesh[1]} shards, so {ANEW}"
     if said["compressor"] != compressor:
-        yield f"it was written with {said['compressor']}, so {compressor} learns thresholds anew"
+        yield written_with(said["compressor"], compressor)
     if averager.local is not None and mesh != list(model.mesh.shape):
         yield "states of optimizers and buffers are those of the first replica"
 

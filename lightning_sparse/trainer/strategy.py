@@ -32,7 +32,8 @@ from lightning_sparse.trainer.elastic_host import ElasticHost, check_one_machine
 from lightning_sparse.trainer.shown_average import BeforeCallbacks, ShownAverage
 from lightning_sparse.trainer.signals import Signals
 
-LARGE_BYTES = 2**30  # of residuals in a checkpoint
+REPORTED_BYTES, LARGE_BYTES = 2**10, 2**30  # of residuals in a checkpoint
+DROPPED = "Only strategies of lightning_sparse resume with them; under plain DDP they are dropped without a word."
 
 # The mixin serves lightning and pytorch_lightning, whose classes are unrelated; type checkers see the first.
 if TYPE_CHECKING:
@@ -244,8 +245,8 @@ class SparseMixin(AveragingMixin, _Base):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _report_size(self, nbytes: int, seconds: float) -> None:
-        """Say once what residuals add to a checkpoint."""
-        if self._size_reported:
+        """Say once what residuals add to a checkpoint, and who reads them; nothing where hardly anything is unsent."""
+        if self._size_reported or nbytes < REPORTED_BYTES:
             return
         self._size_reported = True
         figure = (
@@ -254,10 +255,11 @@ class SparseMixin(AveragingMixin, _Base):
         if nbytes > LARGE_BYTES:
             rank_zero_warn(
                 f"{figure} to every checkpoint, gathered on rank 0 in {seconds:.1f} s. residuals='mean' keeps one mean "
-                "over the ranks, 'none' nothing."
+                f"over the ranks, 'none' nothing. {DROPPED}"
             )
         else:
-            rank_zero_info(f"lightning_sparse: {figure} to a checkpoint, gathered in {1e3 * seconds:.0f} ms.")
+            gathered = f"gathered in {1e3 * seconds:.0f} ms"
+            rank_zero_info(f"lightning_sparse: {figure} to a checkpoint, {gathered}. {DROPPED}")
 
     # - the end
 
