@@ -145,7 +145,8 @@ class SparseHook:
         self._ddp = weakref.ref(ddp)
         ddp.join_hook = self._join_hook  # type: ignore[method-assign]
         weakref.finalize(self, _end, self._tuning.active, groups).atexit = False  # for who drops it without close()
-        members = str(groups.members) if groups.local_size > 1 else f"{self.averager.size} {self._members}"
+        parties = self._members if self.averager.size != 1 else self._members.removesuffix("s")
+        members = str(groups.members) if groups.local_size > 1 else f"{self.averager.size} {parties}"
         rank_zero_info(
             f"lightning_sparse: {brief(options.compressor)} averages {sum(g.elements for g in self.averager.groups):,} "
             f"elements among {'all hosts that come' if options.hosts else members}"
@@ -221,7 +222,7 @@ class SparseHook:
     def _warn_if_nothing_is_saved(self) -> None:
         if not self._warned_of_bytes and (warning := warning_if_nothing_saved(self.averager)):
             self._warned_of_bytes = True
-            rank_zero_warn(warning)
+            rank_zero_warn(f"lightning_sparse: {warning}")
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -242,7 +243,7 @@ class SparseHook:
             return  # what was not sent is of another kind
         self.averager.take_over(before.averager, memories=before._as_saved == self._as_saved)
         if lost := not_carried(before.averager.groups, self.averager.groups):
-            rank_zero_warn(f"The model has changed since the fit before: {'; '.join(lost)}.")
+            rank_zero_warn(f"lightning_sparse: The model has changed since the fit before: {'; '.join(lost)}.")
 
     def show_average(self) -> None:
         """With ``local_steps``, have the parameters hold the average of all ranks until the next forward that trains.

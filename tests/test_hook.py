@@ -102,7 +102,7 @@ def test_bytes_that_reach_those_of_dense_ddp_are_named_once(ranks: Ranks) -> Non
     assert results[1] == [steps] * len(cases)  # rank 0 speaks
     micro, other, alone = results[0]
     assert micro[:1] + micro[2:] == steps
-    assert micro[1].startswith("MiCRO(density=1.0, ")
+    assert micro[1].startswith("lightning_sparse: MiCRO(density=1.0, ")
     assert " sent 20,540 bytes in a step, where dense DDP sends 20,200: nothing is saved" in micro[1]
     assert other == steps
     assert alone[1:] == steps

@@ -196,7 +196,7 @@ def restore(averager: Averager, state: State | None, compressor: str, parts: Ran
     if local is not None:
         _restore_local(averager, local, state, shapes, parts)
     if state is not None and (lost := [*lost, *not_carried(saved, averager.groups)]):
-        rank_zero_warn(f"Resuming from a checkpoint of another configuration: {'; '.join(lost)}.")
+        rank_zero_warn(f"lightning_sparse: Resuming from a checkpoint of another configuration: {'; '.join(lost)}.")
 
 
 def _restore_local(
@@ -240,19 +240,19 @@ def _of_this_kind(state: State | None, local: bool) -> State | None:
     """Return ``state`` if it says what is unsent of gradients, or of ``local`` steps, as is needed; else warn."""
     if state is None:
         rank_zero_warn(
-            "The checkpoint holds no residuals (it was written by another strategy, or with residuals='none'): "
-            "the gradient not yet sent starts from zero."
+            "lightning_sparse: The checkpoint holds no residuals (it was written by another strategy, or with "
+            "residuals='none'): the gradient not yet sent starts from zero."
         )
     elif local and not state.local:
         rank_zero_warn(
-            "The checkpoint was written without local_steps and is read with: what the ranks had not sent is of "
-            "another kind, and is dropped."
+            "lightning_sparse: The checkpoint was written without local_steps and is read with: what the ranks had "
+            "not sent is of another kind, and is dropped."
         )
         return None
     elif state.local and not local:
         rank_zero_warn(
-            "The checkpoint was written with local_steps and is read without: all ranks go on from the mean of their "
-            "own weights and optimizer states."
+            "lightning_sparse: The checkpoint was written with local_steps and is read without: all ranks go on from "
+            "the mean of their own weights and optimizer states."
         )
         return None
     return state

@@ -163,7 +163,7 @@ def restore(
             lost.append(f"what was not sent of {', '.join(gone[:5])} is dropped")
         lost += not_carried(saved, averager.groups)
     if lost:
-        rank_zero_warn(f"Resuming from a checkpoint of another configuration: {'; '.join(lost)}.")
+        rank_zero_warn(f"lightning_sparse: Resuming from a checkpoint of another configuration: {'; '.join(lost)}.")
 
 
 def _of_this_kind(said: Mapping[str, Any] | None, local: bool) -> Mapping[str, Any] | None:
@@ -181,8 +181,8 @@ def _of_this_kind(said: Mapping[str, Any] | None, local: bool) -> Mapping[str, A
         )
     if said is not None and local and not was_local:
         rank_zero_warn(
-            "The checkpoint was written without local_steps and is read with: what the ranks had not sent is of "
-            "another kind, and is dropped."
+            "lightning_sparse: The checkpoint was written without local_steps and is read with: what the ranks had "
+            "not sent is of another kind, and is dropped."
         )
         return None
     return said

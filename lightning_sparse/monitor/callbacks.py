@@ -127,8 +127,8 @@ class CompressionMonitor(Callback):
         averager = _averager(trainer)
         if averager is None:
             rank_zero_warn(
-                f"CompressionMonitor has nothing to report: {type(trainer.strategy).__name__} is not a strategy of "
-                "lightning_sparse. Give the Trainer strategy='sparse_auto', say."
+                f"lightning_sparse: CompressionMonitor has nothing to report: {type(trainer.strategy).__name__} is not "
+                "a strategy of lightning_sparse. Give the Trainer strategy='sparse_auto', say."
             )
             return
         self._rank = trainer.global_rank
@@ -213,7 +213,7 @@ class CompressionMonitor(Callback):
             if save:
                 _save(notes, folder)
         except OSError as error:  # no reason for a training to fail
-            rank_zero_warn(f"CompressionMonitor could not save what it noted: {error}")
+            rank_zero_warn(f"lightning_sparse: CompressionMonitor could not save what it noted: {error}")
 
     def plot(self, path: str | Path | None = None) -> "Figure":
         """Draw the last training: its loss, what it sent beside dense DDP, what it kept, its groups, and a step.
@@ -344,7 +344,10 @@ class ReplicaCheck(Callback):
         self._checked = trainer.global_step
         options = getattr(trainer.strategy, "options", None)
         if options is not None and options.hosts is not None:
-            rank_zero_warn("ReplicaCheck compares the ranks of one training, so it compares no hosts. Leave it out.")
+            rank_zero_warn(
+                "lightning_sparse: ReplicaCheck compares the ranks of one training, so it compares no hosts. Leave it "
+                "out."
+            )
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         if trainer.global_step - self._checked >= self.every_n_steps:

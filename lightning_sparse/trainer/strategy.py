@@ -227,8 +227,9 @@ class SparseMixin(AveragingMixin, _Base):
         if "optimizer_states" in checkpoint and self.hook is not None and self.options.residuals != "none":
             if self.shown_average is not None and self.shown_average.others_may_be_gone():
                 rank_zero_warn(
-                    f"{filepath} is written without residuals (the gradient not yet sent): training was interrupted, "
-                    "and gathering them might wait for a rank that is gone. Resuming from it starts them from zero."
+                    f"lightning_sparse: {filepath} is written without residuals (the gradient not yet sent): training "
+                    "was interrupted, and gathering them might wait for a rank that is gone. Resuming from it starts "
+                    "them from zero."
                 )
             else:
                 start_s = time.perf_counter()
@@ -238,9 +239,9 @@ class SparseMixin(AveragingMixin, _Base):
                 self._report_size(nbytes(state), time.perf_counter() - start_s)
         elif "optimizer_states" in checkpoint and self._start_method != "popen" and self.options.residuals != "none":
             rank_zero_warn(
-                f"{filepath} is written without residuals and optimizer states: training ran in child processes "
-                f"(start_method={self._start_method!r}), and they ended with it. For a checkpoint to resume from, let "
-                "ModelCheckpoint write it during fit, with save_last=True, say."
+                f"lightning_sparse: {filepath} is written without residuals and optimizer states: training ran in "
+                f"child processes (start_method={self._start_method!r}), and they ended with it. For a checkpoint to "
+                "resume from, let ModelCheckpoint write it during fit, with save_last=True, say."
             )
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -254,8 +255,8 @@ class SparseMixin(AveragingMixin, _Base):
         )
         if nbytes > LARGE_BYTES:
             rank_zero_warn(
-                f"{figure} to every checkpoint, gathered on rank 0 in {seconds:.1f} s. residuals='mean' keeps one mean "
-                f"over the ranks, 'none' nothing. {DROPPED}"
+                f"lightning_sparse: {figure} to every checkpoint, gathered on rank 0 in {seconds:.1f} s. "
+                f"residuals='mean' keeps one mean over the ranks, 'none' nothing. {DROPPED}"
             )
         else:
             gathered = f"gathered in {1e3 * seconds:.0f} ms"

@@ -48,6 +48,8 @@ def test_every_key_goes_to_every_logger_at_lightnings_own_steps() -> None:
     row = training.loggers[0].rows[-1][1]
     assert (row["sparse/sent_bytes"], row["sparse/compression_ratio"]) == (100, 48)
     assert (row["sparse/density"], row["sparse/threshold_error"]) == (0.04, pytest.approx(0.2))
+    for now, before in (("residual_norm", "unsent_norm"), ("staleness", "age")):  # which goes on for a release
+        assert row[f"sparse/{now}"] == row[f"sparse/{before}"]
 
 
 @pytest.mark.parametrize("every", [0, 5])
