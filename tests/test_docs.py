@@ -98,9 +98,9 @@ def test_every_public_name_is_in_the_api() -> None:
 def test_errors_that_pages_quote_exist() -> None:
     """Every text in the first column of the tables of what lightning_sparse says; … stands for anything."""
     page = (DOCS / "troubleshooting.md").read_text()
-    ours = page[page.index("## What lightning_sparse says") : page.index("## What Lightning says")]
+    ours = page[page.index("## What lightning_sparse says") : page.index("## What Lightning and PyTorch say")]
     quoted = re.findall(r"^\| `([^`]+)`", ours, re.MULTILINE)
-    assert len(quoted) > 50
+    assert len(quoted) > 15
     files = [*ROOT.glob("lightning_sparse/**/*.py"), ROOT / "lightning_sparse_cli.py"]
     texts = [text for file in files for text in _texts(ast.parse(file.read_text()))]
     for quote in quoted:
