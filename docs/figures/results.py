@@ -12,7 +12,7 @@ from pathlib import Path
 import bars
 import style as s
 from pages import BENCHMARKS, with_lines
-from runs import LONGER, NO_COMMUNICATION, Run, label, link, newest, speed, store, stored
+from runs import NO_COMMUNICATION, Run, label, link, newest, speed, store, stored
 
 from lightning_sparse.monitor.tables import human_bytes
 
@@ -32,12 +32,14 @@ SHOWN = {  # The columns of the short table: of strategies whose names begin so,
     "bf16_hook": "bfloat16 hook",
     "powersgd": "PowerSGD",
     "diloco": "DiLoCo",
-    "sparse_auto": "`sparse_auto`",
+    "sparse_auto": "sparse_auto",
     NO_COMMUNICATION: "one rank alone",
 }
 IN_FULL = (("gpt_10m", "4x1gbit"), ("byte_lm", "4x100mbit"))  # on the short page
-TWO_MINUTES = "`sparse_auto` and what was nearest to it, by turns, to losses that take some two minutes."
-SLOWER = "Two cores of another machine. `sparse_auto` began by other rules then, but for `gpt_10m` with 50 ms."
+SLOWER = (
+    "Seconds to a loss on two cores of another machine. Trainings went one after the other, with other programs beside "
+    "some, and `sparse_auto` began by other rules then, but for `gpt_10m` with 50 ms."
+)
 
 
 def machine(run: Run) -> str:
@@ -47,8 +49,8 @@ def machine(run: Run) -> str:
 
 
 def command(run: Run) -> str:
-    """The command, an option a line."""
-    return run.environment["command"].partition(" --output")[0].replace(" --", " \\\n    --")
+    """What was typed."""
+    return str(run.environment["command"].partition(" --output")[0])
 
 
 def details(run: Run) -> Iterator[str]:
@@ -111,18 +113,12 @@ def results(runs: dict[tuple[str, str], Run], folder: Path = s.FOLDER) -> Iterat
 
 
 def elsewhere(runs: Sequence[Run]) -> Iterator[str]:
-    """The newest runs to losses of some strategies for longer, and of every strategy on another processor than usual."""
-    slower = [run for run in runs if run.losses and not run.is_usual and run.strategy_count >= EVERY]
-    for title, text, shown in (
-        ("For two minutes", TWO_MINUTES, newest(run for run in runs if run.name in LONGER)),
-        ("On a slower processor", SLOWER, newest(slower)),
-    ):
-        if shown:
-            yield from [f"## {title}", "", text, ""]
-        for workload, cluster in in_order(shown):
-            run = shown[workload, cluster]
-            yield from [f"### {workload}: {link(cluster)}, {run.environment['cpu']}", "", *table(run, cluster)]
-            yield from details(run)
+    """The newest runs of all strategies to losses on another processor than usual."""
+    slower = newest(run for run in runs if run.losses and not run.is_usual and run.strategy_count >= EVERY)
+    if slower:
+        yield from ["## On a slower processor", "", SLOWER, "", *summary(slower)]
+        names = dict.fromkeys(slower[at].name for at in in_order(slower))
+        yield from ["Summaries: " + ", ".join(f"[{name}]({name}.jsonl)" for name in names) + ".", ""]
 
 
 def soonest(run: Run, cluster: str, kind: str, loss: float) -> str:
@@ -134,7 +130,7 @@ def soonest(run: Run, cluster: str, kind: str, loss: float) -> str:
 
 
 def summary(runs: dict[tuple[str, str], Run]) -> Iterator[str]:
-    """Seconds to the lowest loss that every strategy reached, a row for each model and link; then some links in full."""
+    """Seconds to the lowest loss that all reached, a row for each model and link."""
     yield "| | loss | " + " | ".join(SHOWN.values()) + " |"
     yield "| --- |" + " ---: |" * (1 + len(SHOWN))
     for workload, cluster in in_order(runs):
@@ -143,6 +139,11 @@ def summary(runs: dict[tuple[str, str], Run]) -> Iterator[str]:
             cells = [soonest(run, cluster, kind, loss) for kind in SHOWN]
             yield f"| {workload}, {link(cluster)} | {loss:g} | " + " | ".join(cells) + " |"
     yield ""
+
+
+def short(runs: dict[tuple[str, str], Run]) -> Iterator[str]:
+    """The short table, and some links in full."""
+    yield from summary(runs)
     for workload, cluster in IN_FULL:
         yield from [f"{workload}, {link(cluster)}:", "", *table(runs[workload, cluster], cluster)]
 
@@ -152,7 +153,7 @@ def pages(runs: Sequence[Run], folder: Path = s.FOLDER) -> dict[Path, str]:
     bars.main(folder)
     shown = newest(runs)
     every = with_lines(EVERY_RUN, __file__, [*results(shown, folder), *elsewhere(runs)])
-    return {PAGE: with_lines(PAGE, __file__, summary(shown)), EVERY_RUN: every}
+    return {PAGE: with_lines(PAGE, __file__, short(shown)), EVERY_RUN: every}
 
 
 def main(new: Sequence[str]) -> None:

@@ -155,7 +155,7 @@ def row(*cells: object) -> str:
 
 
 def table() -> str:
-    """Bytes of every strategy for each element; of rounded values also rounds, hops and roundings, among the fewest ranks."""
+    """Bytes of every strategy for each element; in rounded values also rounds, hops and roundings."""
     columns = [(ranks, wire) for ranks in RANKS for wire in ("float32", ROUNDED)]
     heads = [f"{wire}, {ranks} ranks" for ranks, wire in columns]
     text = row("strategy", *heads, "rounds", "hops", "roundings") + row(*["---"] * (4 + len(columns)))
